@@ -1,0 +1,1 @@
+"""Meshwise: measure a GPU cluster, price it, plan a model's layout, run it, compare."""

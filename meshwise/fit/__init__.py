@@ -1,0 +1,5 @@
+"""From samples to prices, each with the error it makes on points left out of its fit."""
+
+from meshwise.fit.calibrate import calibrate
+
+__all__ = ["calibrate"]

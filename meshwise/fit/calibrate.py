@@ -1,0 +1,96 @@
+"""Samples of one or more runs in, costs.json out: curves, surfaces, then block factors."""
+
+from collections import Counter
+from typing import TypeVar
+
+import msgspec
+
+from meshwise.fit.curves import fit_curve
+from meshwise.fit.factors import fit_factors
+from meshwise.fit.surfaces import fit_surface
+from meshwise.prices import Prices, curve_key, surface_key
+from meshwise.spec import (
+    Attention,
+    Block,
+    Collective,
+    Costs,
+    Curve,
+    Elementwise,
+    Gemm,
+    RunInfo,
+    Sample,
+    Surface,
+    digest,
+)
+from meshwise.stats import median_interval
+
+Kind = TypeVar("Kind", Gemm, Attention, Elementwise, Collective)
+Timed = list[tuple[Sample, float]]
+
+
+def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
+    """Prices from the ok samples of ``runs``, which must be of one cluster."""
+    if len({digest(info.cluster) for info, _ in runs}) > 1:
+        raise ValueError("the runs are of different clusters; calibrate each cluster by itself")
+    info = runs[0][0]
+    run_ids = tuple(info.run_id for info, _ in runs)
+    timed = [
+        (sample, median_interval(sample.times_s)[0])
+        for _, samples in runs
+        for sample in samples
+        if sample.status == "ok"
+    ]
+    copies = [op for op, _ in _ops(timed, Elementwise) if op.kind == "copy"]
+    if not copies:
+        raise ValueError(
+            f"{run_ids[-1]} holds no finished copy, on which every price rests; "
+            "measure longer: meshwise measure profile --resume"
+        )
+    curves = _curves(info, timed, run_ids)
+    surfaces = _surfaces(timed, curves, run_ids)
+    blocks = [(sample, time_s) for sample, time_s in timed if isinstance(sample.case.op, Block)]
+    costs = Costs(
+        cluster=info.cluster,
+        dtype=_most_common([op.dtype for op, _ in _ops(timed, Gemm)], "fp32"),
+        lowering=_most_common([sample.case.lowering for sample, _ in blocks], "eager"),  # type: ignore[arg-type]
+        curves=curves,
+        surfaces=surfaces,
+        runs=run_ids,
+    )
+    return msgspec.structs.replace(costs, factors=fit_factors(blocks, Prices(costs), run_ids))
+
+
+def _ops(timed: Timed, kind: type[Kind]) -> list[tuple[Kind, float]]:
+    return [(sample.case.op, t) for sample, t in timed if isinstance(sample.case.op, kind)]
+
+
+def _most_common(values: list[str], default: str) -> str:
+    return Counter(values).most_common(1)[0][0] if values else default
+
+
+def _curves(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> tuple[Curve, ...]:
+    points: dict[str, dict[float, list[float]]] = {}
+    for op, time_s in _ops(timed, Elementwise):
+        by_size = points.setdefault(curve_key(op, info.cluster), {})
+        by_size.setdefault(float(op.bytes), []).append(time_s)
+    for group, time_s in _ops(timed, Collective):
+        by_size = points.setdefault(curve_key(group, info.cluster), {})
+        by_size.setdefault(float(group.size_bytes), []).append(time_s)
+    return tuple(
+        fit_curve(key, {x: median_interval(times)[0] for x, times in sizes.items()}, runs)
+        for key, sizes in sorted(points.items())
+    )
+
+
+def _surfaces(timed: Timed, curves: tuple[Curve, ...], runs: tuple[str, ...]) -> tuple[Surface, ...]:
+    groups: dict[str, tuple[list[Gemm | Attention], list[float]]] = {}
+    for op, time_s in [*_ops(timed, Gemm), *_ops(timed, Attention)]:
+        ops, times = groups.setdefault(surface_key(op), ([], []))
+        ops.append(op)
+        times.append(time_s)
+    copy = next(curve for curve in curves if curve.key == "elementwise/copy")
+    rate = max(x / t for x, t in zip(copy.x_bytes, copy.time_s, strict=True))
+    return tuple(
+        fit_surface(key, ops, times, floor_s=min(copy.time_s), copy_bytes_per_s=rate, runs=runs)
+        for key, (ops, times) in sorted(groups.items())
+    )

@@ -1,0 +1,62 @@
+"""Operation graphs of models, what each rank does of them, and counts. No torch."""
+
+from functools import lru_cache
+
+from meshwise.models import gpt
+from meshwise.models.apply import Program, apply
+from meshwise.models.backward import training_step
+from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
+from meshwise.models.graph import Graph
+from meshwise.models.shard import Task, check_divides
+from meshwise.spec import Block, Layout, Model, Op
+
+__all__ = [
+    "Graph",
+    "Program",
+    "Task",
+    "apply",
+    "block_tasks",
+    "block_ops",
+    "check_divides",
+    "graph",
+    "num_parameters",
+    "saved_activation_bytes",
+    "saved_block_bytes",
+    "step_flops",
+]
+
+
+@lru_cache(maxsize=64)
+def graph(model: Model, batch: int, seq: int, dtype: str) -> Graph:
+    """Forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens, unsharded."""
+    return training_step(gpt.forward(model, batch, seq, dtype))
+
+
+def block_tasks(block: Block) -> tuple[Task, ...]:
+    """What one rank does in a block: its compute and tensor-parallel collectives, in order."""
+    tasks = _block_program(block).tasks
+    return tuple(t for t in tasks if t.part == block.part and t.phase == block.direction)
+
+
+def _block_program(block: Block) -> Program:
+    layout = Layout(
+        tp=block.tp,
+        sequence_parallel=block.sequence_parallel,
+        microbatch_size=block.microbatch_size,
+    )
+    whole = graph(block.model, block.microbatch_size, block.seq_len, block.dtype)
+    return apply(whole, layout, block.dtype)
+
+
+def block_ops(block: Block) -> tuple[Op, ...]:
+    """The operations of a block; their prices add up to its composed price."""
+    return tuple(task.op for task in block_tasks(block))
+
+
+def saved_block_bytes(block: Block) -> int:
+    """Bytes that a block's backward reads of the forward pass on one rank, its input included."""
+    program = _block_program(block)
+    written = {name for t in program.tasks if t.phase == "forward" for name in t.writes}
+    mine = [t for t in program.tasks if t.phase == "backward" and t.part == block.part]
+    read = {name for task in mine for name in task.reads} & written
+    return sum(program.buffers[name].num_bytes for name in read)

@@ -1,0 +1,114 @@
+"""The operation graph of a model: named tensors with logical dims, nodes between them.
+
+A graph is written once for the whole, unsharded problem. ``sizes`` gives every logical dim
+(batch, seq, hidden, heads, head_dim, ffn, vocab, ...) its extent. Sharding divides extents, so
+the operations of one rank follow from the same nodes: ``operation`` below builds the record that
+is measured and priced. A matrix product is an einsum of named tensors: dims that only the left
+operand has are its rows m, dims that only the right has are n, dims that both have and the result
+lacks are contracted, k.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple
+
+from meshwise.spec import DTYPE_BYTES, Attention, Elementwise, Gemm, Op
+
+Phase = Literal["forward", "backward", "optimizer"]
+
+
+class Tensor(NamedTuple):
+    """``role``: activation, parameter, gradient (of a parameter) or index (integer input)."""
+
+    name: str
+    dims: tuple[str, ...]
+    dtype: str
+    role: str = "activation"
+
+
+class Node(NamedTuple):
+    """One operation. ``kind`` is gemm, attention or an elementwise kind; ``part`` is where it
+    belongs (embed, layer, head, optimizer) and ``layer`` its index there."""
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    part: str
+    layer: int = 0
+    phase: Phase = "forward"
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Nodes in an order that respects every dependency (a tensor is written before it is read).
+
+    Compared and hashed by identity, so that what is derived from a graph can be remembered.
+    """
+
+    sizes: Mapping[str, int]
+    tensors: Mapping[str, Tensor]
+    nodes: tuple[Node, ...]
+
+    def parameters(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors.values() if tensor.role == "parameter"]
+
+
+BYTES = dict(DTYPE_BYTES, int64=8)
+
+# Bytes read and written per parameter: AdamW reads weight, gradient and both moments and writes
+# all but the gradient; clipping reads the gradients for the norm, then reads and writes them.
+OPTIMIZER_BYTES = {"adamw": (16, 12), "grad_norm": (8, 4)}
+
+
+def num_elements(tensor: Tensor, sizes: Mapping[str, int]) -> int:
+    return prod(sizes[dim] for dim in tensor.dims)
+
+
+def num_bytes(tensor: Tensor, sizes: Mapping[str, int]) -> int:
+    return num_elements(tensor, sizes) * BYTES[tensor.dtype]
+
+
+@functools.lru_cache(maxsize=65536)
+def gemm(m: int, n: int, k: int, dtype: str, trans_a: bool, trans_b: bool) -> Gemm:
+    return Gemm(m=m, n=n, k=k, dtype=dtype, trans_a=trans_a, trans_b=trans_b)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=65536)
+def elementwise(kind: str, read_bytes: int, write_bytes: int, direction: str) -> Elementwise:
+    return Elementwise(kind=kind, read_bytes=read_bytes, write_bytes=write_bytes, direction=direction)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def attention(batch: int, seq: int, heads: int, head_dim: int, direction: str, dtype: str) -> Attention:
+    return Attention(
+        batch=batch, q_len=seq, kv_len=seq, heads=heads, kv_heads=heads, head_dim=head_dim,
+        causal=True, direction=direction, dtype=dtype,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def operation(node: Node, inputs: list[Tensor], outputs: list[Tensor], sizes: Mapping[str, int]) -> Op:
+    """The record of a node whose logical dims have the given (local) extents."""
+    if node.kind == "gemm":
+        left, right, result = inputs[0], inputs[1], outputs[0]
+        shared = set(left.dims) & set(right.dims)
+        m = prod(sizes[dim] for dim in left.dims if dim not in shared)
+        n = prod(sizes[dim] for dim in right.dims if dim not in shared)
+        k = prod(sizes[dim] for dim in shared)
+        if node.phase == "forward":  # x[m,k] w[n,k]: the weight is stored transposed
+            return gemm(m, n, k, left.dtype, False, True)
+        wgrad = result.role == "gradient"  # dw = dy^T x contracts the rows; dx = dy w does not
+        return gemm(m, n, k, left.dtype, wgrad, False)
+    if node.kind in OPTIMIZER_BYTES:  # float32 masters, whatever the compute dtype
+        elements = sum(num_elements(tensor, sizes) for tensor in inputs)
+        read, written = (per_element * elements for per_element in OPTIMIZER_BYTES[node.kind])
+        return elementwise(node.kind, read, written, "forward")
+    direction = "backward" if node.phase == "backward" else "forward"
+    if node.kind == "attention":
+        extent = [sizes[dim] for dim in ("batch", "seq", "heads", "head_dim")]
+        return attention(*extent, direction, inputs[0].dtype)
+    read = sum(num_bytes(tensor, sizes) for tensor in inputs)
+    written = sum(num_bytes(tensor, sizes) for tensor in outputs)
+    return elementwise(node.kind, read, written, direction)

@@ -1,0 +1,143 @@
+"""Tensor parallelism: a graph over tp ranks, read off the logical dims.
+
+A node's sharded dim is the first of vocab, heads, ffn that any of its tensors has (a column- or
+row-parallel product, a vocabulary-parallel lookup or loss); a node without them works on a slice
+of seq under sequence parallelism, on the whole otherwise. A result that lacks the dim that its
+inputs have is partial. What a consumer needs and what a producer left decide the collective:
+
+    partial -> whole      all_reduce          partial -> seq slice   reduce_scatter
+    sliced  -> whole      all_gather          whole   -> seq slice   nothing (a view)
+
+so Megatron's f, g and their conjugates follow, forward and backward, from one rule.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshwise.models.graph import BYTES, Graph, Node, Tensor, num_elements, operation
+from meshwise.spec import Collective, Layout, Op
+
+TP_DIMS = ("vocab", "heads", "ffn")
+WHOLE, PARTIAL = "whole", "partial"
+
+
+class Task(NamedTuple):
+    """One operation of a rank. It starts when its stream is free and all it reads is written."""
+
+    name: str
+    op: Op
+    stream: str  # compute or dp
+    part: str  # embed, layer, head, optimizer, or dp for the traffic of data parallelism
+    phase: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+class Buffer(NamedTuple):
+    num_bytes: int
+    role: str  # activation, weights (gathered), gradient, communication
+
+
+class Sharded(NamedTuple):
+    """Every node's tasks on one tp rank (its collectives, then itself), and their buffers."""
+
+    tasks: tuple[tuple[Node, tuple[Task, ...]], ...]
+    buffers: dict[str, Buffer]
+    parameter_elements: dict[str, int]
+
+
+@lru_cache(maxsize=256)
+def shard(graph: Graph, tp: int, sequence_parallel: bool) -> Sharded:
+    """One tp rank's share of ``graph``."""
+    placements = _Placements(graph, tp, sequence_parallel)
+    nodes = [node for node in graph.nodes if node.phase != "optimizer"]
+    tasks = tuple((node, tuple(placements.tasks(node))) for node in nodes)
+    elements = {}
+    for tensor in graph.parameters():
+        sharded = any(dim in tensor.dims for dim in TP_DIMS)
+        elements[tensor.name] = num_elements(tensor, graph.sizes) // (tp if sharded else 1)
+    return Sharded(tasks, placements.buffers, elements)
+
+
+def check_divides(sizes: Mapping[str, int], layout: Layout, seq_len: int) -> str | None:
+    """Why tensor parallelism of this degree cannot exist for these sizes, or None."""
+    for dim in TP_DIMS:
+        if sizes[dim] % layout.tp:
+            return f"tp = {layout.tp} does not divide {dim} = {sizes[dim]}"
+    if layout.sequence_parallel and seq_len % layout.tp:
+        return f"tp = {layout.tp} does not divide seq = {seq_len}"
+    return None
+
+
+class _Placements:
+    """Placement of every tensor over tp while the nodes are walked in order."""
+
+    def __init__(self, graph: Graph, tp: int, sequence_parallel: bool) -> None:
+        self.graph, self.sizes, self.tp = graph, graph.sizes, tp
+        self.sequence_parallel = sequence_parallel
+        self.placement: dict[str, str] = {}
+        self.buffers: dict[str, Buffer] = {}
+        self.version: dict[tuple[str, str], str] = {}  # (tensor, placement) -> buffer
+
+    def tasks(self, node: Node) -> Iterator[Task]:
+        names = (*node.inputs, *node.outputs)
+        tensors = [self.graph.tensors[name] for name in names]
+        dim = self._dim_of(tensors)
+        reads = []
+        for tensor in tensors[: len(node.inputs)]:
+            if tensor.role == "activation":
+                wanted = dim if dim in tensor.dims else WHOLE
+                yield from self._redistribute(node, tensor.name, wanted)
+                reads.append(self.version[tensor.name, wanted])
+        sizes = self._local(dim)
+        inputs, outputs = tensors[: len(node.inputs)], tensors[len(node.inputs) :]
+        contracted = any(dim in tensor.dims for tensor in inputs)
+        for tensor in outputs:
+            placed = dim if dim in tensor.dims else PARTIAL if contracted else WHOLE
+            self._define(tensor, tensor.name, placed)
+        op = operation(node, inputs, outputs, sizes)
+        writes = tuple(tensor.name for tensor in outputs)
+        yield Task(node.name, op, "compute", node.part, node.phase, tuple(reads), writes)
+        for tensor in outputs:  # a replicated weight that saw only a slice: its gradient is a sum
+            if tensor.role == "gradient" and self.placement[tensor.name] == PARTIAL:
+                yield from self._redistribute(node, tensor.name, WHOLE)
+
+    def _dim_of(self, tensors: list[Tensor]) -> str:
+        if self.tp == 1:
+            return WHOLE
+        for dim in TP_DIMS:
+            if any(dim in tensor.dims for tensor in tensors):
+                return dim
+        return "seq" if self.sequence_parallel else WHOLE
+
+    def _local(self, dim: str) -> Mapping[str, int]:
+        if dim in self.sizes:
+            return {**self.sizes, dim: self.sizes[dim] // self.tp}
+        return self.sizes
+
+    def _define(self, tensor: Tensor, buffer: str, placement: str) -> None:
+        local = num_elements(tensor, self._local(placement)) * BYTES[tensor.dtype]
+        role = "gradient" if tensor.role == "gradient" else "activation"
+        self.buffers[buffer] = Buffer(local, role)
+        self.version[tensor.name, placement] = buffer
+        self.placement[tensor.name] = placement
+
+    def _redistribute(self, node: Node, name: str, wanted: str) -> Iterator[Task]:
+        if (name, wanted) in self.version:
+            return
+        tensor, have = self.graph.tensors[name], self.placement[name]
+        if have == WHOLE:  # a slice of what is there already
+            self.version[name, wanted] = self.version[name, WHOLE]
+            return
+        kind = "all_gather" if have != PARTIAL else "all_reduce" if wanted == WHOLE else "reduce_scatter"
+        source = self.version[name, have]
+        result = f"{name}@{wanted}"
+        self._define(tensor, result, wanted)
+        op = Collective(
+            kind=kind,  # type: ignore[arg-type]
+            size_bytes=num_elements(tensor, self.sizes) * BYTES[tensor.dtype],
+            group_size=self.tp,
+            dtype=tensor.dtype,  # type: ignore[arg-type]
+        )
+        yield Task(f"{node.name}.{kind}", op, "compute", node.part, node.phase, (source,), (result,))

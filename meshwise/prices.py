@@ -1,0 +1,210 @@
+"""Evaluate fitted prices: an operation in, its time with an interval and where it came from out.
+
+    elementwise   the curve of its kind, else of copies, over bytes read plus written
+    gemm,         nearest measured utilisations times a roofline (``spec.costs.Surface``)
+    attention
+    collective    the curve of its kind, group size and tier, over nccl-tests' size
+
+A measured shape returns its measured time. Between points the fitted law; beyond them the
+alpha-beta line through the last knot, said so and with a wider interval. What was never measured
+is an error that names the command to measure it; nothing is invented.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwise.spec import (
+    Attention,
+    Block,
+    Cluster,
+    Collective,
+    Costs,
+    Curve,
+    Elementwise,
+    Factor,
+    Gemm,
+    HeldOut,
+    Op,
+    Surface,
+)
+
+NEIGHBOURS = 4
+FAR = 4.0  # beyond this factor outside the measured range an interval doubles
+
+
+class Estimate(NamedTuple):
+    """``error`` is relative (held-out p90 of the price); ``source`` says how it was found."""
+
+    time_s: float
+    error: float
+    source: str
+
+
+def gemm_dims(op: Gemm) -> tuple[float, ...]:
+    return (op.m, op.n, op.k)
+
+
+def attention_dims(op: Attention) -> tuple[float, ...]:
+    return (op.batch * op.heads, op.q_len, op.head_dim)
+
+
+def surface_key(op: Gemm | Attention) -> str:
+    """Operations with one key share a surface."""
+    if isinstance(op, Gemm):
+        layout = ("t" if op.trans_a else "n") + ("t" if op.trans_b else "n")
+        return f"gemm/{op.dtype}/{layout}"
+    return f"attention/{op.dtype}/{op.direction}" + ("/causal" if op.causal else "")
+
+
+def curve_key(op: Elementwise | Collective, cluster: Cluster) -> str:
+    """Operations with one key share a curve; a group's place counts only by its tier."""
+    if isinstance(op, Elementwise):
+        return f"elementwise/{op.kind}"
+    tier = cluster.tier_of(op.group_size, op.group_stride)
+    return f"{op.kind}/{tier.name}/{op.group_size}"
+
+
+def factor_key(block: Block) -> str:
+    parallel = f"tp{block.tp}" + ("+sp" if block.sequence_parallel else "")
+    return f"{block.part}/{block.direction}/{parallel}"
+
+
+def roofline_s(op: Gemm | Attention, surface: Surface) -> float:
+    """floor + max(FLOPs / rate, bytes / rate): a lower bound up to measurement noise."""
+    return surface.floor_s + max(op.flops / surface.flops_per_s, op.bytes / surface.bytes_per_s)
+
+
+def interpolate_utilisation(
+    dims: tuple[float, ...], shapes: np.ndarray, log_utilisation: np.ndarray
+) -> float:
+    """exp of the mean log utilisation of the nearest shapes, weighted by 1/distance^2."""
+    distance = np.sqrt(((np.log(shapes) - np.log(np.asarray(dims))) ** 2).sum(axis=1))
+    nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
+    weights = 1 / np.maximum(distance[nearest], 1e-9) ** 2
+    return math.exp(float((weights * log_utilisation[nearest]).sum() / weights.sum()))
+
+
+def interpolate_loglog(x: float, knots_x: np.ndarray, knots_t: np.ndarray) -> float:
+    """Piecewise-linear in log-log between knots; constant before the first."""
+    return math.exp(float(np.interp(math.log(x), np.log(knots_x), np.log(knots_t))))
+
+
+class Prices:
+    """Costs indexed for evaluation. ``notes`` gathers every price that was extrapolated."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.curves = {curve.key: curve for curve in costs.curves}
+        self.surfaces = {surface.key: surface for surface in costs.surfaces}
+        self.factors = {factor.key: factor for factor in costs.factors}
+        self.notes: dict[str, int] = {}
+        self._cache: dict[Op, Estimate] = {}
+        self._logs: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    def estimate(self, op: Op) -> Estimate:
+        """Time of one operation on one rank, in seconds."""
+        found = self._cache.get(op)
+        if found is None:
+            found = self._cache[op] = self._estimate(op)
+        return found
+
+    def _estimate(self, op: Op) -> Estimate:
+        if isinstance(op, Gemm | Attention):
+            return self._from_surface(op)
+        if isinstance(op, Elementwise):
+            curve = self.curves.get(curve_key(op, self.costs.cluster))
+            if curve is None:
+                curve = self.curves.get("elementwise/copy")
+            return self._from_curve(curve, "elementwise/copy", float(op.bytes))
+        if isinstance(op, Collective):
+            if op.group_size == 1 or op.size_bytes == 0:
+                return Estimate(0.0, 0.0, "nothing to move")
+            key = curve_key(op, self.costs.cluster)
+            return self._from_curve(self.curves.get(key), key, float(op.size_bytes))
+        raise ValueError(f"{type(op).__name__} has no price of its own; add up its operations")
+
+    def _from_curve(self, curve: Curve | None, key: str, x: float) -> Estimate:
+        if curve is None:
+            raise ValueError(
+                f"no price for {key}; measure it: meshwise measure profile --resume && meshwise calibrate"
+            )
+        first, last = curve.x_bytes[0], curve.x_bytes[-1]
+        error = curve.held_out[curve.law].p90
+        if x > last:  # continue the last knot at the fitted rate
+            self._note(f"{key}: {x / last:.1f} x beyond the largest measured size", x > FAR * last)
+            slope = curve.beta_s_per_byte or curve.time_s[-1] / last
+            error *= 2 if x > FAR * last else 1
+            return Estimate(curve.time_s[-1] + slope * (x - last), error, "extrapolated")
+        if curve.law == "alpha_beta":
+            return Estimate(curve.alpha_s + x * curve.beta_s_per_byte, error, "alpha-beta")
+        time_s = interpolate_loglog(max(x, first), np.asarray(curve.x_bytes), np.asarray(curve.time_s))
+        return Estimate(time_s, error, "measured" if x in curve.x_bytes else "interpolated")
+
+    def _from_surface(self, op: Gemm | Attention) -> Estimate:
+        key = surface_key(op)
+        surface = self.surfaces.get(key)
+        if surface is None:
+            raise ValueError(
+                f"no price for {key}; measure it: meshwise measure profile --resume && meshwise calibrate"
+            )
+        dims = gemm_dims(op) if isinstance(op, Gemm) else attention_dims(op)
+        if dims in surface.shapes:
+            return Estimate(surface.time_s[surface.shapes.index(dims)], 0.02, "measured")
+        shapes, log_utilisation = self._log_utilisation(surface, op)
+        utilisation = interpolate_utilisation(dims, shapes, log_utilisation)
+        error = surface.held_out.p90
+        outside = np.max(np.maximum(np.asarray(dims) / shapes.max(0), shapes.min(0) / np.asarray(dims)))
+        if outside > FAR:
+            self._note(f"{key}: shape {'x'.join(map(str, dims))} is {outside:.0f} x outside", True)
+            error *= 2
+        return Estimate(roofline_s(op, surface) / utilisation, error, "nearest utilisation")
+
+    def _log_utilisation(
+        self, surface: Surface, like: Gemm | Attention
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if surface.key not in self._logs:
+            rooflines = [roofline_s(shape_op(like, shape), surface) for shape in surface.shapes]
+            logs = np.log(np.asarray(rooflines) / np.asarray(surface.time_s))
+            self._logs[surface.key] = (np.asarray(surface.shapes, float), logs)
+        return self._logs[surface.key]
+
+    def _note(self, text: str, worth_saying: bool) -> None:
+        if worth_saying:
+            self.notes[text] = self.notes.get(text, 0) + 1
+
+    def factor(self, block: Block) -> tuple[float, HeldOut | None]:
+        """Measured over composed time of a block like this one; 1 when none was measured."""
+        found = self.factors.get(factor_key(block))
+        if found is None:
+            near = f"{block.part}/{block.direction}/"
+            same = [factor for key, factor in self.factors.items() if key.startswith(near)]
+            if not same:
+                self._note(f"no {block.part} was measured; operations are added up as they are", True)
+                return 1.0, None
+            self._note(f"no {factor_key(block)} was measured; the nearest one stands in", True)
+            found = same[0]
+        return _at_size(found, found.ratio, block), found.held_out
+
+    def saved_ratio(self, block: Block) -> float:
+        """Measured over counted bytes that a block saves for backward; 1 when not measured."""
+        found = self.factors.get(factor_key(block))
+        return _at_size(found, found.saved_ratio, block) if found and found.saved_ratio else 1.0
+
+
+def _at_size(factor: Factor, values: tuple[float, ...], block: Block) -> float:
+    elements = math.log(block.microbatch_size * block.seq_len * block.model.hidden)
+    return float(np.interp(elements, np.log(factor.activation_elements), values))
+
+
+def shape_op(like: Gemm | Attention, shape: tuple[float, ...]) -> Gemm | Attention:
+    """The operation of a stored shape, of the same kind as ``like``."""
+    import msgspec
+
+    a, b, c = map(int, shape)
+    if isinstance(like, Gemm):
+        return msgspec.structs.replace(like, m=a, n=b, k=c)
+    return msgspec.structs.replace(
+        like, batch=1, heads=a, kv_heads=a, q_len=b, kv_len=b, head_dim=c
+    )

@@ -1,0 +1,6 @@
+"""Find the best layout: enumerate the legal ones, price each, rank by predicted step time."""
+
+from meshwise.search.find import find
+from meshwise.search.predict import predict
+
+__all__ = ["find", "predict"]

@@ -1,0 +1,155 @@
+"""One layout in, its predicted step out: time and peak memory by part, with intervals.
+
+Time: every task of a rank's program is priced (``prices``), tasks of a measured block times the
+block's factor, then the program is run on paper (``simulate``). One and two microbatches are
+simulated; the rest repeat the second: T(m) = T(1) + (m-1) (T(2) - T(1)).
+
+Interval of the time: for each group of prices the held-out error (p90) times its share, taken as
+wholly correlated inside a group and independent between groups. Interval of the memory: low
+leaves the communication buffers out, high has them twice (a second bucket in flight).
+"""
+
+import math
+from functools import lru_cache
+
+import msgspec
+
+from meshwise.models import Program, Task, apply, graph, step_flops
+from meshwise.prices import Prices
+from meshwise.search.simulate import WAITING, Timeline, peak_memory, run_program
+from meshwise.spec import (
+    Block,
+    Collective,
+    Layout,
+    Model,
+    Part,
+    Prediction,
+    Workload,
+)
+
+
+def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) -> Prediction:
+    """Predict a training step of ``workload`` under ``layout``."""
+    costs = prices.costs
+    blocks = _blocks(model, workload, layout, costs.dtype)
+    factors = {key: prices.factor(block) for key, block in blocks.items()}
+    saved = {part: prices.saved_ratio(blocks[part, "backward"]) for part in ("layer", "head")}
+    prices_used: dict[str, list[float]] = {}
+
+    def time_of(task: Task) -> float:
+        estimate = prices.estimate(task.op)
+        ratio, error = factors.get((task.part, task.phase), (1.0, None))
+        group, relative = task.part + task.phase, estimate.error
+        if error is None or error.num_points == 0:
+            group = type(task.op).__name__
+        else:
+            relative = error.p90
+        time_s = estimate.time_s * ratio
+        prices_used.setdefault(group, []).append(time_s * relative)
+        return time_s
+
+    programs = [
+        _program(model, workload.seq_len, msgspec.structs.replace(layout, num_microbatches=n), costs.dtype)
+        for n in range(1, min(layout.num_microbatches, 2) + 1)
+    ]
+    one_stream = costs.cluster.device.kind == "cpu"
+    timelines = [run_program(program, time_of, _part_of, one_stream) for program in programs]
+    timeline = _repeat(timelines, layout.num_microbatches)
+    spread = math.sqrt(sum(sum(group) ** 2 for group in prices_used.values()))
+    busy = sum(sum(timeline.parts.values()) for timeline in timelines)
+    relative = spread / busy if busy else 0.0
+
+    peak = peak_memory(programs[-1], _scale_saved(programs[-1], saved))
+    extra = peak.parts.get("communication buffers", 0.0)
+    total = peak.total_bytes + costs.memory_overhead_bytes
+    flops = step_flops(model, workload)
+    rate = flops / timeline.time_s / layout.num_devices
+    peak_flops = costs.cluster.device.peak_flops.get(costs.dtype)
+    return Prediction(
+        step_time_s=timeline.time_s,
+        low_s=timeline.time_s * max(0.0, 1 - relative),
+        high_s=timeline.time_s * (1 + relative),
+        time_parts=_parts(timeline.parts, relative),
+        peak_memory_bytes=total,
+        memory_low_bytes=total - extra,
+        memory_high_bytes=total + extra,
+        memory_parts=tuple(
+            Part(name=name, value=value, low=value, high=value)
+            for name, value in peak.parts.items()
+            if value
+        ),
+        tokens_per_s=workload.tokens / timeline.time_s,
+        flops_per_device_per_s=rate,
+        mfu=rate / peak_flops if peak_flops else None,
+        notes=tuple(prices.notes),
+    )
+
+
+@lru_cache(maxsize=256)
+def _program(model: Model, seq_len: int, layout: Layout, dtype: str) -> Program:
+    whole = graph(model, layout.microbatch_size, seq_len, dtype)
+    return apply(whole, layout, dtype)
+
+
+def _blocks(
+    model: Model, workload: Workload, layout: Layout, dtype: str
+) -> dict[tuple[str, str], Block]:
+    piece = msgspec.structs.replace(model, name="", layers=1)
+    return {
+        (part, direction): Block(
+            part=part,  # type: ignore[arg-type]
+            model=piece,
+            microbatch_size=layout.microbatch_size,
+            seq_len=workload.seq_len,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            direction=direction,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
+        )
+        for part in ("layer", "head")
+        for direction in ("forward", "backward")
+    }
+
+
+def _part_of(task: Task) -> str:
+    if task.part == "dp":
+        return "data-parallel copies"
+    if isinstance(task.op, Collective):
+        return "tensor-parallel communication"
+    return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"
+
+
+def _repeat(timelines: list[Timeline], count: int) -> Timeline:
+    first, last = timelines[0], timelines[-1]
+    repeats = count - 1 if len(timelines) > 1 else 0
+    names = {**first.parts, **last.parts}
+    parts = {
+        name: first.parts.get(name, 0.0)
+        + repeats * (last.parts.get(name, 0.0) - first.parts.get(name, 0.0))
+        for name in names
+    }
+    return Timeline(first.time_s + repeats * (last.time_s - first.time_s), parts)
+
+
+def _parts(parts: dict[str, float], relative: float) -> tuple[Part, ...]:
+    order = sorted(parts, key=lambda name: (name == WAITING, -parts[name]))
+    return tuple(
+        Part(
+            name=name,
+            value=parts[name],
+            low=parts[name] * max(0.0, 1 - relative),
+            high=parts[name] * (1 + relative),
+        )
+        for name in order
+    )
+
+
+def _scale_saved(program: Program, ratio: dict[str, float]):  # type: ignore[no-untyped-def]
+    """Correct what backward reads of a block's forward pass by the measured ratio."""
+    writer = {
+        name: task.part for task in program.tasks if task.phase == "forward" for name in task.writes
+    }
+    saved = {
+        name for task in program.tasks if task.phase == "backward" for name in task.reads
+    } & writer.keys()
+    return lambda name: ratio.get(writer[name], 1.0) if name in saved else 1.0

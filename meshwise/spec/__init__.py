@@ -1,0 +1,53 @@
+"""The records that stages exchange: operations, models, layouts, clusters, samples, prices, plans."""
+
+from meshwise.spec.cluster import Cluster, Device, Tier
+from meshwise.spec.costs import Costs, Curve, Factor, HeldOut, Surface
+from meshwise.spec.layout import Layout, Workload
+from meshwise.spec.model import Model
+from meshwise.spec.op import (
+    DTYPE_BYTES,
+    Attention,
+    Block,
+    Collective,
+    Elementwise,
+    Gemm,
+    Op,
+)
+from meshwise.spec.plan import Candidate, Infeasible, Part, Plan, Prediction, Removal, Stage
+from meshwise.spec.record import Record, digest
+from meshwise.spec.run import Case, DeviceState, RunInfo, Sample, Step
+
+__all__ = [
+    "DTYPE_BYTES",
+    "Attention",
+    "Block",
+    "Candidate",
+    "Case",
+    "Cluster",
+    "Collective",
+    "Costs",
+    "Curve",
+    "Device",
+    "DeviceState",
+    "Elementwise",
+    "Factor",
+    "Gemm",
+    "HeldOut",
+    "Infeasible",
+    "Layout",
+    "Model",
+    "Op",
+    "Part",
+    "Plan",
+    "Prediction",
+    "Record",
+    "Removal",
+    "RunInfo",
+    "Sample",
+    "Stage",
+    "Step",
+    "Surface",
+    "Tier",
+    "Workload",
+    "digest",
+]

@@ -1,0 +1,72 @@
+"""The cluster: devices, the tiers of links between them, datasheet peaks. Read from cluster.toml."""
+
+from typing import Literal
+
+from meshwise.spec.record import NonNegative, Positive, PositiveFloat, Record
+
+SCHEMA_VERSION = 1
+
+
+class Device(Record, kw_only=True):
+    """One accelerator, or one CPU rank. A peak that is not known is absent, never invented."""
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: Positive
+    peak_flops: dict[str, PositiveFloat] = {}
+    peak_memory_bytes_per_s: PositiveFloat | None = None
+    peak_source: str = ""
+
+
+class Tier(Record, kw_only=True):
+    """Links by which ``num_devices`` neighbouring devices reach each other, innermost first.
+
+    ``bytes_per_s`` is the datasheet rate of one device in one direction; None when unknown.
+    """
+
+    name: str
+    num_devices: Positive
+    bytes_per_s: PositiveFloat | None = None
+    latency_s: PositiveFloat | None = None
+    source: str = ""
+
+
+class Cluster(Record, kw_only=True):
+    """``num_hosts`` equal hosts of ``num_devices_per_host`` devices; ranks fill host after host."""
+
+    schema_version: Positive = SCHEMA_VERSION
+    name: str
+    num_hosts: Positive
+    num_devices_per_host: Positive
+    device: Device
+    tiers: tuple[Tier, ...]
+    host_memory_bytes: Positive | None = None
+    host_cores: Positive | None = None
+    notes: tuple[str, ...] = ()
+    reserved_bytes: NonNegative = 0  # memory on each device that a program cannot use
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.num_devices_per_host
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device.kind == "cuda" else "gloo"
+
+    def check(self) -> None:
+        reach = [tier.num_devices for tier in self.tiers]
+        if reach != sorted(set(reach)):
+            self.fail("tiers", "list tiers from the smallest reach to the largest")
+        if self.num_devices > 1 and (not reach or reach[-1] < self.num_devices):
+            self.fail("tiers", f"the last tier must reach all {self.num_devices} devices")
+
+    def tier_of(self, group_size: int, group_stride: int) -> Tier:
+        """The innermost tier that a group of ranks 0, stride, 2*stride, ... lies within."""
+        span = (group_size - 1) * group_stride + 1
+        for tier in self.tiers:
+            if span <= tier.num_devices:
+                return tier
+        raise ValueError(
+            f"a group of {group_size} ranks {group_stride} apart spans {span} devices, but cluster "
+            f"{self.name!r} has {self.num_devices}; plan for fewer or describe a larger cluster"
+        )

@@ -1,0 +1,82 @@
+"""The base of every record: frozen, keyword-only, strict about names and ranges.
+
+A field's range is declared once, in its annotation (``Annotated[int, Meta(ge=1)]``), and checked
+both when a record is built in Python and when it is read from a file. A wrong value is one line
+that names the record, the field, the value and what is allowed.
+"""
+
+import functools
+import hashlib
+import typing
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+
+_BOUNDS = (
+    ("ge", lambda value, bound: value >= bound, ">="),
+    ("gt", lambda value, bound: value > bound, ">"),
+    ("le", lambda value, bound: value <= bound, "<="),
+    ("lt", lambda value, bound: value < bound, "<"),
+)
+
+
+@typing.dataclass_transform(  # mypy does not see that msgspec inherits frozen
+    frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,)
+)
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen data with checked ranges. Subclasses override ``check`` for rules across fields."""
+
+    def __post_init__(self) -> None:
+        for field, choices, bounds in _constraints(type(self)):
+            value = getattr(self, field)
+            if value is None:
+                continue
+            if choices and value not in choices:
+                self.fail(field, f"must be one of {', '.join(map(str, choices))}")
+            for holds, bound, sign in bounds:
+                if not holds(value, bound):
+                    self.fail(field, f"must be {sign} {bound}")
+        self.check()
+
+    def check(self) -> None:
+        """Rules across fields; call ``self.fail(field, fix)`` when one is broken."""
+
+    def fail(self, field: str, fix: str) -> typing.NoReturn:
+        """Raise the one-line error that names this record, the field, its value and the fix."""
+        raise ValueError(f"{type(self).__name__}.{field} = {getattr(self, field)!r}: {fix}")
+
+
+@functools.cache
+def _constraints(cls: type) -> tuple[tuple[str, tuple[Any, ...], tuple[Any, ...]], ...]:
+    found = []
+    for field, hint in typing.get_type_hints(cls, include_extras=True).items():
+        if field not in cls.__struct_fields__:  # type: ignore[attr-defined]
+            continue
+        choices, bounds = _read_hint(hint)
+        if choices or bounds:
+            found.append((field, choices, bounds))
+    return tuple(found)
+
+
+def _read_hint(hint: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint), ()
+    for inner in typing.get_args(hint):
+        if isinstance(inner, Meta):
+            limits = ((holds, getattr(inner, name), sign) for name, holds, sign in _BOUNDS)
+            return (), tuple(limit for limit in limits if limit[1] is not None)
+    if type(None) in typing.get_args(hint):  # Optional: the range of what it may hold
+        (some,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        return _read_hint(some)
+    return (), ()
+
+
+def digest(record: Any) -> str:
+    """Twelve hex digits that name a record's content: the same on every machine."""
+    return hashlib.sha256(msgspec.json.encode(record, order="sorted")).hexdigest()[:12]

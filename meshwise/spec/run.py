@@ -1,0 +1,93 @@
+"""A run directory: ``run.json`` (one ``RunInfo``) and ``samples.jsonl`` (one ``Sample`` a line)."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from meshwise.spec.cluster import Cluster
+from meshwise.spec.layout import Layout, Workload
+from meshwise.spec.model import Model
+from meshwise.spec.op import Dtype, Op
+from meshwise.spec.plan import Plan
+from meshwise.spec.record import NonNegative, Positive, Record, digest
+
+SCHEMA_VERSION = 1
+
+
+class Step(Record, kw_only=True, tag_field="op", tag="step"):
+    """One whole training step under a layout: what ``run`` measures."""
+
+    model: Model
+    workload: Workload
+    layout: Layout
+    dtype: Dtype = "bf16"
+
+
+class Case(Record, kw_only=True):
+    """What is timed, and how: two cases with different regimes are never one number.
+
+    ``regime``: cold (L2 flushed, buffers rotated), warm (same buffers), graph (CUDA graph
+    replay). ``lowering``: eager or compiled code. ``world_size``: ranks that worked at once.
+    """
+
+    op: Op | Step
+    regime: Literal["cold", "warm", "graph"] = "warm"
+    lowering: Literal["eager", "compiled"] = "eager"
+    world_size: Positive = 1
+
+    @property
+    def id(self) -> str:
+        return digest(self)
+
+
+class DeviceState(Record, kw_only=True):
+    """Clocks and health of one device at one moment; a field the device lacks is None."""
+
+    rank: NonNegative = 0
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    throttle: tuple[str, ...] = ()
+
+
+class Sample(Record, kw_only=True):
+    """The outcome of one case. A failure is data (``oom``, ``skipped``, ``error``), never a zero.
+
+    ``times_s``: per iteration, the largest over ranks. ``rank_times_s[rank][iteration]``: each
+    rank's own. ``metrics``: other measured numbers by name (``saved_bytes``, ``peak_bytes``).
+    """
+
+    case_id: str
+    case: Case
+    status: Literal["ok", "oom", "skipped", "error"]
+    reason: str = ""
+    times_s: tuple[float, ...] = ()
+    rank_times_s: tuple[tuple[float, ...], ...] = ()
+    metrics: dict[str, float | tuple[float, ...]] = {}
+    before: tuple[DeviceState, ...] = ()
+    after: tuple[DeviceState, ...] = ()
+    method_version: Positive = 1
+
+    def check(self) -> None:
+        if self.status == "ok" and not self.times_s:
+            self.fail("times_s", "an ok sample must hold at least one time")
+        if self.status != "ok" and not self.reason:
+            self.fail("reason", f"a sample with status {self.status} must say why")
+
+
+class RunInfo(Record, kw_only=True):
+    """Who measured what where; written before the first sample so that a failure keeps it."""
+
+    schema_version: Positive = SCHEMA_VERSION
+    run_id: str
+    verb: str
+    command: tuple[str, ...]
+    status: Literal["running", "complete", "partial", "interrupted", "failed"] = "running"
+    reason: str = ""
+    started: str
+    ended: str = ""
+    world_size: Positive
+    cluster: Cluster
+    plan: Plan | None = None
+    provenance: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])

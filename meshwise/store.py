@@ -1,0 +1,192 @@
+"""Files between stages: records in JSON or TOML, and append-only run directories.
+
+``runs/<UTC>-<verb>-<slug>/run.json`` is written before the first sample; ``samples.jsonl`` gains
+one line per case as it is measured, flushed to disk, so a killed run keeps what it finished.
+"""
+
+import json
+import os
+import re
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from meshwise.spec import Cluster, Plan, RunInfo, Sample
+
+T = TypeVar("T")
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def read(path: Path | str, kind: type[T]) -> T:
+    """One record from a .json or .toml file; errors name the file, the field and its value."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not {path.suffix[1:].upper()}: {error}") from None
+    return convert(data, kind, str(path))
+
+
+def convert(data: Any, kind: type[T], source: str) -> T:
+    """A record from plain data; a field that does not fit is named with its value."""
+    supported = _schema_version(kind)
+    if supported is not None:
+        found = data.get("schema_version") if isinstance(data, dict) else None
+        if found != supported:
+            raise ValueError(
+                f"{source}: schema_version is {found!r}, this version reads {supported}; "
+                f"write the file anew with this version"
+            )
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        found_path = re.search(r" - at `\$([^`]*)`$", message)
+        if found_path is None:
+            raise ValueError(f"{source}: {message}") from None
+        field = found_path[1].lstrip(".")
+        reason = message[: found_path.start()]
+        raise ValueError(f"{source}: {field} = {_lookup(data, field)!r}: {reason}") from None
+
+
+def _schema_version(kind: type) -> int | None:
+    fields = msgspec.structs.fields(kind) if isinstance(kind, type(msgspec.Struct)) else ()
+    return next((f.default for f in fields if f.name == "schema_version"), None)
+
+
+def _lookup(data: Any, field: str) -> Any:
+    """The value at ``a.b[2].c``, or a word for its absence; keys msgspec hides stay unknown."""
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
+        try:
+            data = data[int(index)] if index else data[name]
+        except (KeyError, IndexError, TypeError):
+            return "..."
+    return data
+
+
+def write(path: Path | str, record: msgspec.Struct) -> Path:
+    """Write one record by the suffix of its path, whole or not at all."""
+    path = Path(path)
+    if path.suffix == ".toml":
+        import tomli_w
+
+        text = tomli_w.dumps(_without_none(msgspec.to_builtins(record)))
+    else:
+        text = msgspec.json.format(msgspec.json.encode(record), indent=1).decode() + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _without_none(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _without_none(value) for key, value in data.items() if value is not None}
+    if isinstance(data, list | tuple):
+        return [_without_none(value) for value in data]
+    return data
+
+
+def create(
+    runs: Path | str,
+    *,
+    verb: str,
+    slug: str,
+    cluster: Cluster,
+    world_size: int,
+    command: tuple[str, ...],
+    provenance: dict[str, Any],
+    plan: Plan | None = None,
+) -> Path:
+    """Make ``runs/<UTC>-<verb>-<slug>/`` with its run.json; an unwritable place fails here."""
+    slug = re.sub(r"[^a-z0-9.]+", "-", slug.lower()).strip("-")
+    stem = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{verb}-{slug}"
+    for attempt in range(100):
+        run_dir = Path(runs) / (stem if attempt == 0 else f"{stem}-{attempt}")
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(f"{runs} cannot be written: {error.strerror}; use --runs") from None
+        info = RunInfo(
+            run_id=run_dir.name,
+            verb=verb,
+            command=command,
+            started=now(),
+            world_size=world_size,
+            cluster=cluster,
+            plan=plan,
+            provenance=provenance,
+        )
+        write(run_dir / "run.json", info)
+        (run_dir / "samples.jsonl").touch()
+        return run_dir
+    raise ValueError(f"{runs}/{stem} exists a hundred times; wait a second")
+
+
+def append(run_dir: Path | str, sample: Sample) -> None:
+    """Add one line, on disk when this returns. A torn last line is closed off, not overwritten."""
+    with open(Path(run_dir) / "samples.jsonl", "ab+") as file:
+        torn = False
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+        file.write((b"\n" if torn else b"") + msgspec.json.encode(sample) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def finish(run_dir: Path | str, status: str, reason: str = "") -> None:
+    """Set the end of a run: complete, partial, interrupted or failed."""
+    path = Path(run_dir) / "run.json"
+    info = read(path, RunInfo)
+    write(path, msgspec.structs.replace(info, status=status, reason=reason, ended=now()))
+
+
+def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
+    """A run, its samples (the last of each case wins), and what had to be left out and why."""
+    run_dir = Path(run_dir)
+    info = read(run_dir / "run.json", RunInfo)
+    samples: dict[str, Sample] = {}
+    warnings = []
+    path = run_dir / "samples.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            sample = convert(json.loads(line), Sample, f"{path}:{number}")
+        except ValueError as error:
+            warnings.append(f"{path}:{number} is truncated or damaged and was skipped ({error})")
+            continue
+        samples[sample.case_id] = sample
+    return info, list(samples.values()), warnings
+
+
+def runs_of(runs: Path | str, verb: str | None = None) -> list[Path]:
+    """Run directories, oldest first."""
+    found = sorted(path.parent for path in Path(runs).glob("*/run.json"))
+    return [path for path in found if verb is None or f"-{verb}-" in path.name]
+
+
+def newest(runs: Path | str, verb: str) -> Path:
+    """The latest run directory of a verb."""
+    found = runs_of(runs, verb)
+    if not found:
+        raise ValueError(f"no {verb} run under {runs}; run `meshwise {verb}` first")
+    return found[-1]

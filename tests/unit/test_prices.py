@@ -1,0 +1,173 @@
+"""Fit and prices on synthetic clusters whose true law is known."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise import models
+from meshwise.fit import calibrate
+from meshwise.fit.curves import alpha_beta, fit_curve
+from meshwise.prices import Prices, factor_key
+from meshwise.spec import (
+    Attention,
+    Block,
+    Case,
+    Cluster,
+    Collective,
+    Device,
+    Elementwise,
+    Gemm,
+    Model,
+    RunInfo,
+    Sample,
+    Tier,
+)
+
+CLUSTER = Cluster(
+    name="four",
+    num_hosts=1,
+    num_devices_per_host=4,
+    device=Device(name="synthetic", kind="cuda", memory_bytes=80 * 10**9, peak_flops={"bf16": 1e15}),
+    tiers=(Tier(name="nvlink", num_devices=4),),
+)
+MODEL = Model(hidden=1024, layers=1, heads=16, ffn=4096)
+INFO = RunInfo(
+    run_id="synthetic", verb="measure", command=(), started="", world_size=4, cluster=CLUSTER
+)
+
+
+def true_time(op) -> float:
+    """The law of the synthetic cluster: launch + roofline; collectives alpha-beta."""
+    if isinstance(op, Collective):
+        return 20e-6 + op.bytes / 350e9
+    if isinstance(op, Elementwise):
+        return 3e-6 + op.bytes / 4e12
+    return 4e-6 + max(op.flops / 700e12, op.bytes / 4e12)
+
+
+def sample(op, time_s, lowering="eager", **metrics):
+    case = Case(op=op, lowering=lowering, world_size=4)
+    return Sample(case_id=case.id, case=case, status="ok", times_s=(time_s,) * 5, metrics=metrics)
+
+
+def synthetic_ops():
+    for power in range(16, 33, 2):
+        yield Elementwise(kind="copy", read_bytes=2**power, write_bytes=2**power)
+    for trans in ((False, True), (False, False), (True, False)):
+        for m in (64, 512, 4096, 32768):
+            for n in (256, 1024, 4096):
+                for k in (256, 1024, 4096, 32768):
+                    yield Gemm(m=m, n=n, k=k, trans_a=trans[0], trans_b=trans[1])
+    for direction in ("forward", "backward"):
+        for seq in (512, 1024, 2048):
+            yield Attention(
+                batch=2, q_len=seq, kv_len=seq, heads=16, kv_heads=16, head_dim=64, direction=direction
+            )
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        for size in (2, 4):
+            for power in range(10, 31, 3):
+                yield Collective(kind=kind, size_bytes=2**power, group_size=size)
+
+
+@pytest.fixture(scope="module")
+def costs():
+    samples = [sample(op, true_time(op)) for op in synthetic_ops()]
+    for microbatch in (1, 2, 8):
+        for direction in ("forward", "backward"):
+            block = Block(
+                part="layer", model=MODEL, microbatch_size=microbatch, seq_len=1024, direction=direction
+            )
+            composed = sum(map(true_time, models.block_ops(block)))
+            saved = 0.8 * models.saved_block_bytes(block)
+            samples.append(sample(block, 1.25 * composed, "compiled", saved_bytes=saved))
+    samples.append(
+        Sample(case_id="x", case=Case(op=Gemm(m=9, n=9, k=9)), status="oom", reason="too large")
+    )
+    return calibrate([(INFO, samples)])
+
+
+def test_measured_shapes_come_back(costs):
+    prices = Prices(costs)
+    for op in synthetic_ops():
+        assert prices.estimate(op).time_s == pytest.approx(true_time(op), rel=0.03)
+
+
+@pytest.mark.parametrize("size", [5000, 3 * 2**20, 2**30 + 1, 2**33])
+def test_collectives_between_and_beyond_points(costs, size):
+    op = Collective(kind="all_gather", size_bytes=size, group_size=4)
+    assert Prices(costs).estimate(op).time_s == pytest.approx(true_time(op), rel=0.02)
+
+
+@pytest.mark.parametrize("shape", [(2048, 2048, 2048), (8192, 3072, 1024), (1000, 1024, 3000)])
+def test_gemm_between_points(costs, shape):
+    op = Gemm(m=shape[0], n=shape[1], k=shape[2])
+    assert Prices(costs).estimate(op).time_s == pytest.approx(true_time(op), rel=0.15)
+
+
+def test_held_out_error_is_shown_and_true(costs):
+    for curve in costs.curves:
+        assert curve.law == "alpha_beta" and curve.held_out[curve.law].median < 1e-6
+        assert curve.held_out["loglog"].num_points == len(curve.x_bytes) - 2
+        assert curve.runs == ("synthetic",)
+    for surface in costs.surfaces:
+        assert 0 < surface.held_out.median < 0.2
+
+
+def test_factor_carries_what_composition_misses(costs):
+    assert costs.lowering == "compiled" and costs.dtype == "bf16"
+    block = Block(part="layer", model=MODEL, microbatch_size=4, seq_len=1024)
+    ratio, error = Prices(costs).factor(block)
+    assert ratio == pytest.approx(1.25, rel=0.05)
+    assert error is not None and error.num_points == 3
+    assert Prices(costs).saved_ratio(block) == pytest.approx(0.8)
+    assert factor_key(msgspec.structs.replace(block, tp=2, sequence_parallel=True)) == "layer/forward/tp2+sp"
+
+
+def test_an_unmeasured_block_is_said(costs):
+    prices = Prices(costs)
+    assert prices.factor(Block(part="head", model=MODEL, microbatch_size=1, seq_len=1024)) == (1.0, None)
+    assert any("no head was measured" in note for note in prices.notes)
+
+
+def test_what_was_never_measured_is_an_error_with_the_command(costs):
+    with pytest.raises(ValueError, match=r"no price for all_to_all/nvlink/4; measure it: meshwise"):
+        Prices(costs).estimate(Collective(kind="all_to_all", size_bytes=8, group_size=4))
+    with pytest.raises(ValueError, match=r"no price for gemm/fp8"):
+        Prices(costs).estimate(Gemm(m=1, n=1, k=1, dtype="fp8"))
+
+
+def test_a_run_without_copies_cannot_be_calibrated():
+    with pytest.raises(ValueError, match="holds no finished copy"):
+        calibrate([(INFO, [sample(Gemm(m=1, n=1, k=1), 1.0)])])
+
+
+def test_runs_of_two_clusters_are_not_mixed():
+    other = msgspec.structs.replace(INFO, cluster=msgspec.structs.replace(CLUSTER, name="b"))
+    with pytest.raises(ValueError, match="different clusters"):
+        calibrate([(INFO, []), (other, [])])
+
+
+@given(
+    alpha=st.floats(1e-6, 1e-3), rate=st.floats(1e9, 1e12), first=st.integers(3, 10), n=st.integers(4, 12)
+)
+def test_alpha_beta_recovers_the_line(alpha, rate, first, n):
+    x = 2.0 ** np.arange(first, first + 2 * n, 2)
+    found = alpha_beta(x, alpha + x / rate)
+    assert np.allclose([found[0] + at * found[1] for at in x], alpha + x / rate, rtol=1e-6)
+
+
+def test_the_law_with_the_smaller_held_out_error_is_taken():
+    """A curve with a protocol switch is not a line: interpolation predicts it better."""
+    x = 2.0 ** np.arange(10, 30)
+    points = {float(at): 1e-5 + (at / 1e11 if at < 2**20 else 3e-5 + at / 4e11) for at in x}
+    assert fit_curve("k", points, ()).law == "loglog"
+
+
+def test_loglog_is_exact_on_a_power_law(costs):
+    curve = fit_curve("k", {4.0**i: 1e-6 * 4.0 ** (0.5 * i) for i in range(8)}, ())
+    assert curve.law == "loglog" and curve.held_out["loglog"].p90 < 1e-9
+    assert math.isclose(curve.time_s[3], 8e-6)

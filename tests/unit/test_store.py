@@ -1,0 +1,98 @@
+"""Files: round trips, errors that name the field, torn lines, run directories."""
+
+import os
+
+import pytest
+
+from meshwise import store
+from meshwise.spec import Case, Cluster, Device, Gemm, RunInfo, Sample, Tier
+
+CLUSTER = Cluster(
+    name="two",
+    num_hosts=1,
+    num_devices_per_host=2,
+    device=Device(name="cpu", kind="cpu", memory_bytes=2**30),
+    tiers=(Tier(name="shared memory", num_devices=2),),
+)
+CASE = Case(op=Gemm(m=1, n=2, k=3), world_size=2)
+SAMPLE = Sample(case_id=CASE.id, case=CASE, status="ok", times_s=(1.0, 2.0))
+
+
+def new_run(path):
+    return store.create(
+        path, verb="measure", slug="Profile two", cluster=CLUSTER, world_size=2,
+        command=("meshwise", "measure"), provenance={"torch": "none"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_round_trip(tmp_path, suffix):
+    path = store.write(tmp_path / f"cluster{suffix}", CLUSTER)
+    assert store.read(path, Cluster) == CLUSTER
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("memory_bytes = 1073741824", "memory_bytes = 0", r"device.memory_bytes = 0: .*>= 1"),
+        ('kind = "cpu"', 'kind = "tpu"', r"device.kind = 'tpu'"),
+        ("schema_version = 1", "schema_version = 7", r"schema_version is 7, this version reads 1"),
+        ("num_hosts = 1", "num_hots = 1", r"num_hots|num_hosts"),
+        ("num_hosts = 1", "num_hosts = ", r"is not TOML"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(tmp_path, old, new, message):
+    path = store.write(tmp_path / "cluster.toml", CLUSTER)
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=message) as error:
+        store.read(path, Cluster)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file():
+    with pytest.raises(ValueError, match=r"nowhere.toml does not exist"):
+        store.read("nowhere.toml", Cluster)
+
+
+def test_run_directory_keeps_samples_and_reports_torn_lines(tmp_path):
+    run_dir = new_run(tmp_path)
+    assert store.load(run_dir)[0].status == "running"
+    store.append(run_dir, SAMPLE)
+    with open(run_dir / "samples.jsonl", "a") as file:
+        file.write('{"case_id": "abc", "case')  # killed in the middle of a line
+    other = Case(op=Gemm(m=4, n=4, k=4))
+    store.append(run_dir, Sample(case_id=other.id, case=other, status="oom", reason="too large"))
+    info, samples, warnings = store.load(run_dir)
+    assert [sample.status for sample in samples] == ["ok", "oom"]
+    assert len(warnings) == 1 and "samples.jsonl:2 is truncated" in warnings[0]
+    store.finish(run_dir, "partial", "budget")
+    assert store.read(run_dir / "run.json", RunInfo).status == "partial"
+    assert info.cluster == CLUSTER
+
+
+def test_the_last_sample_of_a_case_counts(tmp_path):
+    run_dir = new_run(tmp_path)
+    store.append(run_dir, Sample(case_id=CASE.id, case=CASE, status="oom", reason="first"))
+    store.append(run_dir, SAMPLE)
+    assert store.load(run_dir)[1] == [SAMPLE]
+
+
+def test_newest_run_by_verb(tmp_path):
+    with pytest.raises(ValueError, match="run `meshwise measure` first"):
+        store.newest(tmp_path, "measure")
+    first, second = new_run(tmp_path), new_run(tmp_path)
+    assert store.newest(tmp_path, "measure") == second != first
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
+def test_unwritable_directory_as_a_user(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ValueError, match="cannot be written"):
+        new_run(tmp_path / "runs")
+
+
+def test_unwritable_directory(tmp_path):
+    (tmp_path / "runs").write_text("a file in the way")
+    with pytest.raises(ValueError, match="cannot be written"):
+        new_run(tmp_path / "runs")
