@@ -30,6 +30,7 @@ from meshwise.spec import (
     Surface,
 )
 
+MEASURE = "measure it: meshwise measure profile --resume && meshwise calibrate"
 NEIGHBOURS = 4
 FAR = 4.0  # beyond this factor outside the measured range an interval doubles
 
@@ -127,9 +128,7 @@ class Prices:
 
     def _from_curve(self, curve: Curve | None, key: str, x: float) -> Estimate:
         if curve is None:
-            raise ValueError(
-                f"no price for {key}; measure it: meshwise measure profile --resume && meshwise calibrate"
-            )
+            raise ValueError(f"no price for {key}; {MEASURE}")
         first, last = curve.x_bytes[0], curve.x_bytes[-1]
         error = curve.held_out[curve.law].p90
         if x > last:  # continue the last knot at the fitted rate
@@ -139,23 +138,25 @@ class Prices:
             return Estimate(curve.time_s[-1] + slope * (x - last), error, "extrapolated")
         if curve.law == "alpha_beta":
             return Estimate(curve.alpha_s + x * curve.beta_s_per_byte, error, "alpha-beta")
-        time_s = interpolate_loglog(max(x, first), np.asarray(curve.x_bytes), np.asarray(curve.time_s))
+        time_s = interpolate_loglog(
+            max(x, first), np.asarray(curve.x_bytes), np.asarray(curve.time_s)
+        )
         return Estimate(time_s, error, "measured" if x in curve.x_bytes else "interpolated")
 
     def _from_surface(self, op: Gemm | Attention) -> Estimate:
         key = surface_key(op)
         surface = self.surfaces.get(key)
         if surface is None:
-            raise ValueError(
-                f"no price for {key}; measure it: meshwise measure profile --resume && meshwise calibrate"
-            )
+            raise ValueError(f"no price for {key}; {MEASURE}")
         dims = gemm_dims(op) if isinstance(op, Gemm) else attention_dims(op)
         if dims in surface.shapes:
             return Estimate(surface.time_s[surface.shapes.index(dims)], 0.02, "measured")
         shapes, log_utilisation = self._log_utilisation(surface, op)
         utilisation = interpolate_utilisation(dims, shapes, log_utilisation)
         error = surface.held_out.p90
-        outside = np.max(np.maximum(np.asarray(dims) / shapes.max(0), shapes.min(0) / np.asarray(dims)))
+        outside = np.max(
+            np.maximum(np.asarray(dims) / shapes.max(0), shapes.min(0) / np.asarray(dims))
+        )
         if outside > FAR:
             self._note(f"{key}: shape {'x'.join(map(str, dims))} is {outside:.0f} x outside", True)
             error *= 2
@@ -181,7 +182,9 @@ class Prices:
             near = f"{block.part}/{block.direction}/"
             same = [factor for key, factor in self.factors.items() if key.startswith(near)]
             if not same:
-                self._note(f"no {block.part} was measured; operations are added up as they are", True)
+                self._note(
+                    f"no {block.part} was measured; operations are added up as they are", True
+                )
                 return 1.0, None
             self._note(f"no {factor_key(block)} was measured; the nearest one stands in", True)
             found = same[0]

@@ -32,7 +32,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Table:
     """One row of actions for each rank; stage p runs on rank p."""
     _check(num_stages, num_microbatches)
     return tuple(
-        tuple(Action(kind, stage, m) for kind in ("F", "B") for m in range(num_microbatches))  # type: ignore[arg-type]
+        tuple(Action(kind, stage, m) for kind in ("F", "B") for m in range(num_microbatches))
         for stage in range(num_stages)
     )
 
@@ -85,7 +85,9 @@ def simulate(table: Table, forward_s: float = 1.0, backward_s: float = 2.0) -> l
                 position[rank] += 1
                 moved = True
         if not moved:
-            stuck = [row[position[rank]] for rank, row in enumerate(table) if position[rank] < len(row)]
+            stuck = [
+                row[position[rank]] for rank, row in enumerate(table) if position[rank] < len(row)
+            ]
             raise ValueError(f"the schedule deadlocks at {', '.join(map(str, stuck))}")
     return spans
 

@@ -64,9 +64,7 @@ def compare(a: Sequence[float], b: Sequence[float], *, tolerance: float = 0.01) 
 def _ratio_interval(a: np.ndarray, b: np.ndarray, resamples: int = 2000) -> tuple[float, float]:
     """Percentile bootstrap (fixed seed, so that a comparison repeats) of median(b)/median(a)."""
     rng = np.random.default_rng(0)
-    medians = [
-        np.median(x[rng.integers(0, len(x), (resamples, len(x)))], axis=1) for x in (a, b)
-    ]
+    medians = [np.median(x[rng.integers(0, len(x), (resamples, len(x)))], axis=1) for x in (a, b)]
     low, high = np.quantile(medians[1] / medians[0], [0.025, 0.975])
     return float(low), float(high)
 

@@ -24,7 +24,8 @@ from meshwise.spec import (
 )
 from meshwise.stats import median_interval
 
-Kind = TypeVar("Kind", Gemm, Attention, Elementwise, Collective)
+Kind = TypeVar("Kind", Gemm, Elementwise, Collective)
+Word = TypeVar("Word", bound=str)
 Timed = list[tuple[Sample, float]]
 
 
@@ -52,7 +53,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
     costs = Costs(
         cluster=info.cluster,
         dtype=_most_common([op.dtype for op, _ in _ops(timed, Gemm)], "fp32"),
-        lowering=_most_common([sample.case.lowering for sample, _ in blocks], "eager"),  # type: ignore[arg-type]
+        lowering=_most_common([sample.case.lowering for sample, _ in blocks], "eager"),
         curves=curves,
         surfaces=surfaces,
         runs=run_ids,
@@ -64,7 +65,7 @@ def _ops(timed: Timed, kind: type[Kind]) -> list[tuple[Kind, float]]:
     return [(sample.case.op, t) for sample, t in timed if isinstance(sample.case.op, kind)]
 
 
-def _most_common(values: list[str], default: str) -> str:
+def _most_common(values: list[Word], default: Word) -> Word:
     return Counter(values).most_common(1)[0][0] if values else default
 
 
@@ -82,12 +83,16 @@ def _curves(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> tuple[Curve, 
     )
 
 
-def _surfaces(timed: Timed, curves: tuple[Curve, ...], runs: tuple[str, ...]) -> tuple[Surface, ...]:
+def _surfaces(
+    timed: Timed, curves: tuple[Curve, ...], runs: tuple[str, ...]
+) -> tuple[Surface, ...]:
     groups: dict[str, tuple[list[Gemm | Attention], list[float]]] = {}
-    for op, time_s in [*_ops(timed, Gemm), *_ops(timed, Attention)]:
-        ops, times = groups.setdefault(surface_key(op), ([], []))
-        ops.append(op)
-        times.append(time_s)
+    for sample, time_s in timed:
+        op = sample.case.op
+        if isinstance(op, Gemm | Attention):
+            ops, times = groups.setdefault(surface_key(op), ([], []))
+            ops.append(op)
+            times.append(time_s)
     copy = next(curve for curve in curves if curve.key == "elementwise/copy")
     rate = max(x / t for x, t in zip(copy.x_bytes, copy.time_s, strict=True))
     return tuple(

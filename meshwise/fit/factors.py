@@ -14,7 +14,9 @@ from meshwise.prices import Prices, factor_key
 from meshwise.spec import Block, Factor, Sample
 
 
-def fit_factors(samples: list[tuple[Sample, float]], prices: Prices, run: tuple[str, ...]) -> tuple[Factor, ...]:
+def fit_factors(
+    samples: list[tuple[Sample, float]], prices: Prices, run: tuple[str, ...]
+) -> tuple[Factor, ...]:
     """One factor for every kind of block among ``samples`` (each with its median time)."""
     groups: dict[str, dict[float, list[tuple[float, float]]]] = {}
     for sample, time_s in samples:
@@ -30,7 +32,9 @@ def fit_factors(samples: list[tuple[Sample, float]], prices: Prices, run: tuple[
     return tuple(_factor(key, sizes, run) for key, sizes in sorted(groups.items()))
 
 
-def _factor(key: str, sizes: dict[float, list[tuple[float, float]]], runs: tuple[str, ...]) -> Factor:
+def _factor(
+    key: str, sizes: dict[float, list[tuple[float, float]]], runs: tuple[str, ...]
+) -> Factor:
     x = sorted(sizes)
     ratio, saved = (
         [float(np.median([pair[which] for pair in sizes[size]])) for size in x] for which in (0, 1)

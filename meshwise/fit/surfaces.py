@@ -47,7 +47,8 @@ def fit_surface(
         floor_s=min(floor_s, *measured),
         flops_per_s=max(op.flops / t for op, t in zip(representatives, measured, strict=True)),
         bytes_per_s=max(
-            copy_bytes_per_s, *(op.bytes / t for op, t in zip(representatives, measured, strict=True))
+            copy_bytes_per_s,
+            *(op.bytes / t for op, t in zip(representatives, measured, strict=True)),
         ),
         held_out=HeldOut(median=0.0, p90=0.0, num_points=0),
         runs=runs,

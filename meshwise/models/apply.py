@@ -97,6 +97,8 @@ class _DataParallel:
         self.current: dict[str, str] = {}  # unit -> buffer of its gathered weights
         self.era = ""
         self.sharded = layout.zero > 0
+        # FSDP2 computes on a copy of its own, unless one device trains in fp32 without it.
+        self.copies = layout.num_devices > 1 or dtype != "fp32"
 
     def begin(self, phase: str, microbatch: int) -> None:
         self.era = f"{phase}{microbatch}"
@@ -117,7 +119,7 @@ class _DataParallel:
 
     def _gather(self, unit: str, after: tuple[str, ...] = ()) -> list[Task]:
         """Start the all-gather of a unit, unless its weights are there or on their way."""
-        flat = f"gathered.{unit}.{self.era}"
+        flat = self._gathered(unit)
         if not self.sharded or unit in self.current or flat in self.buffers:
             return []
         size = self.elements[unit] * BYTES[self.dtype]
@@ -125,18 +127,21 @@ class _DataParallel:
         gather = self._collective("all_gather", size, self.dtype)
         return [Task(f"{unit}.all_gather", gather, "dp", "dp", self.era, after, (flat,))]
 
+    def _gathered(self, unit: str) -> str:
+        return f"gathered.{unit}.{self.era}"
+
     def _unpack(self, unit: str) -> list[Task]:
         """Copy a gathered unit into its weights; without sharding, cast the local ones."""
-        if unit in self.current or not (self.sharded or self.dtype != "fp32"):
+        if unit in self.current or not self.copies:
             return []
-        size, flat = self.elements[unit] * BYTES[self.dtype], f"gathered.{unit}.{self.era}"
-        full = f"weights.{unit}.{self.era}"
+        size, full = self.elements[unit] * BYTES[self.dtype], f"weights.{unit}.{self.era}"
         self.buffers[full] = Buffer(size, "weights")
         self.current[unit] = full
+        reads: tuple[str, ...] = ()
         if self.sharded:
-            op, reads = elementwise("copy", size, size, "forward"), (flat,)
+            op, reads = elementwise("copy", size, size, "forward"), (self._gathered(unit),)
         else:
-            op, reads = elementwise("cast", 4 * self.elements[unit], size, "forward"), ()
+            op = elementwise("cast", 4 * self.elements[unit], size, "forward")
         return [Task(f"{unit}.unpack", op, "compute", "dp", self.era, reads, (full,))]
 
     def after(self, unit: str, gradients: tuple[str, ...], last: bool) -> list[Task]:

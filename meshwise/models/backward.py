@@ -63,7 +63,9 @@ def training_step(graph: Graph) -> Graph:
             for bias in node.inputs[2:]:
                 emit(node, "bgrad", "add", [dy], [bias])
         elif node.kind == "layer_norm":
-            emit(node, "grad", node.kind, [dy, *node.inputs[:2], node.outputs[1]], list(node.inputs))
+            emit(
+                node, "grad", node.kind, [dy, *node.inputs[:2], node.outputs[1]], list(node.inputs)
+            )
         elif node.kind == "attention":
             emit(node, "grad", node.kind, [first, dy, *node.outputs], [first])
         elif node.kind == "gelu":

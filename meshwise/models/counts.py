@@ -36,7 +36,9 @@ def step_flops(model: Model, workload: Workload, convention: Convention = "torch
 def saved_activation_bytes(model: Model, batch: int, seq: int, dtype: str) -> dict[str, int]:
     """Bytes that backward reads of the forward pass, by part, on one device in eager mode."""
     graph = training_step(gpt.forward(model, batch, seq, dtype))
-    part_of = {out: node.part for node in graph.nodes if node.phase == "forward" for out in node.outputs}
+    part_of = {
+        out: node.part for node in graph.nodes if node.phase == "forward" for out in node.outputs
+    }
     read = {name for node in graph.nodes if node.phase == "backward" for name in node.inputs}
     saved: dict[str, int] = {}
     for name in sorted(read & part_of.keys()):

@@ -30,7 +30,9 @@ def forward(model: Model, batch: int, seq: int, dtype: str) -> Graph:
     tensors: dict[str, Tensor] = {}
     nodes: list[Node] = []
 
-    def tensor(name: str, dims: tuple[str, ...], dtype: str = dtype, role: str = "activation") -> str:
+    def tensor(
+        name: str, dims: tuple[str, ...], dtype: str = dtype, role: str = "activation"
+    ) -> str:
         tensors[name] = Tensor(name, dims, dtype, role)
         return name
 
@@ -60,7 +62,9 @@ def forward(model: Model, batch: int, seq: int, dtype: str) -> Graph:
     table = parameter("embed.weight", "vocab", "hidden")
     looked_up = tensor("embed.y", STREAM)
     nodes.append(Node("embed", "embedding", (tokens, table), (looked_up,), "embed"))
-    x = add(looked_up, parameter("positions.weight", "positions", "hidden"), "positions", "embed", 0)
+    x = add(
+        looked_up, parameter("positions.weight", "positions", "hidden"), "positions", "embed", 0
+    )
 
     for i in range(model.layers):
         at = f"layers.{i}"

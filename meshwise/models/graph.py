@@ -78,18 +78,27 @@ def gemm(m: int, n: int, k: int, dtype: str, trans_a: bool, trans_b: bool) -> Ge
 
 @functools.lru_cache(maxsize=65536)
 def elementwise(kind: str, read_bytes: int, write_bytes: int, direction: str) -> Elementwise:
-    return Elementwise(kind=kind, read_bytes=read_bytes, write_bytes=write_bytes, direction=direction)  # type: ignore[arg-type]
+    return Elementwise(
+        kind=kind,  # type: ignore[arg-type]
+        read_bytes=read_bytes,
+        write_bytes=write_bytes,
+        direction=direction,  # type: ignore[arg-type]
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def attention(batch: int, seq: int, heads: int, head_dim: int, direction: str, dtype: str) -> Attention:
+def attention(
+    batch: int, seq: int, heads: int, head_dim: int, direction: str, dtype: str
+) -> Attention:
     return Attention(
         batch=batch, q_len=seq, kv_len=seq, heads=heads, kv_heads=heads, head_dim=head_dim,
         causal=True, direction=direction, dtype=dtype,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-def operation(node: Node, inputs: list[Tensor], outputs: list[Tensor], sizes: Mapping[str, int]) -> Op:
+def operation(
+    node: Node, inputs: list[Tensor], outputs: list[Tensor], sizes: Mapping[str, int]
+) -> Op:
     """The record of a node whose logical dims have the given (local) extents."""
     if node.kind == "gemm":
         left, right, result = inputs[0], inputs[1], outputs[0]

@@ -130,7 +130,13 @@ class _Placements:
         if have == WHOLE:  # a slice of what is there already
             self.version[name, wanted] = self.version[name, WHOLE]
             return
-        kind = "all_gather" if have != PARTIAL else "all_reduce" if wanted == WHOLE else "reduce_scatter"
+        kind = (
+            "all_gather"
+            if have != PARTIAL
+            else "all_reduce"
+            if wanted == WHOLE
+            else "reduce_scatter"
+        )
         source = self.version[name, have]
         result = f"{name}@{wanted}"
         self._define(tensor, result, wanted)
@@ -140,4 +146,6 @@ class _Placements:
             group_size=self.tp,
             dtype=tensor.dtype,  # type: ignore[arg-type]
         )
-        yield Task(f"{node.name}.{kind}", op, "compute", node.part, node.phase, (source,), (result,))
+        yield Task(
+            f"{node.name}.{kind}", op, "compute", node.part, node.phase, (source,), (result,)
+        )

@@ -46,7 +46,9 @@ def find(
     nearest = _nearest(too_large, limit)
     if too_large:
         removed.append(
-            Removal(constraint=f"memory: more than {format_bytes(limit)} a device", count=len(too_large))
+            Removal(
+                constraint=f"memory: more than {format_bytes(limit)} a device", count=len(too_large)
+            )
         )
     if not fitting:
         assert nearest is not None
@@ -60,7 +62,7 @@ def find(
         model=model,
         workload=workload,
         cluster=cluster,
-        dtype=costs.dtype,  # type: ignore[arg-type]
+        dtype=costs.dtype,
         lowering=costs.lowering,
         layout=best.layout,
         stages=(stage_of(model, best.layout),),

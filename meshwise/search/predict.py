@@ -10,7 +10,9 @@ leaves the communication buffers out, high has them twice (a second bucket in fl
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Literal
 
 import msgspec
 
@@ -26,14 +28,18 @@ from meshwise.spec import (
     Prediction,
     Workload,
 )
+from meshwise.spec.op import Direction, Dtype
+
+PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) -> Prediction:
     """Predict a training step of ``workload`` under ``layout``."""
     costs = prices.costs
-    blocks = _blocks(model, workload, layout, costs.dtype)
+    blocks = blocks_of(model, workload, layout, costs.dtype)
     factors = {key: prices.factor(block) for key, block in blocks.items()}
-    saved = {part: prices.saved_ratio(blocks[part, "backward"]) for part in ("layer", "head")}
+    saved: dict[str, float] = {part: prices.saved_ratio(blocks[part, "backward"]) for part in PARTS}
     prices_used: dict[str, list[float]] = {}
 
     def time_of(task: Task) -> float:
@@ -49,7 +55,12 @@ def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) ->
         return time_s
 
     programs = [
-        _program(model, workload.seq_len, msgspec.structs.replace(layout, num_microbatches=n), costs.dtype)
+        _program(
+            model,
+            workload.seq_len,
+            msgspec.structs.replace(layout, num_microbatches=n),
+            costs.dtype,
+        )
         for n in range(1, min(layout.num_microbatches, 2) + 1)
     ]
     one_stream = costs.cluster.device.kind == "cpu"
@@ -91,23 +102,24 @@ def _program(model: Model, seq_len: int, layout: Layout, dtype: str) -> Program:
     return apply(whole, layout, dtype)
 
 
-def _blocks(
-    model: Model, workload: Workload, layout: Layout, dtype: str
+def blocks_of(
+    model: Model, workload: Workload, layout: Layout, dtype: Dtype
 ) -> dict[tuple[str, str], Block]:
+    """The blocks of a layout by (part, direction), as ``probe`` measures them."""
     piece = msgspec.structs.replace(model, name="", layers=1)
     return {
         (part, direction): Block(
-            part=part,  # type: ignore[arg-type]
+            part=part,
             model=piece,
             microbatch_size=layout.microbatch_size,
             seq_len=workload.seq_len,
             tp=layout.tp,
             sequence_parallel=layout.sequence_parallel,
-            direction=direction,  # type: ignore[arg-type]
-            dtype=dtype,  # type: ignore[arg-type]
+            direction=direction,
+            dtype=dtype,
         )
-        for part in ("layer", "head")
-        for direction in ("forward", "backward")
+        for part in PARTS
+        for direction in DIRECTIONS
     }
 
 
@@ -144,7 +156,7 @@ def _parts(parts: dict[str, float], relative: float) -> tuple[Part, ...]:
     )
 
 
-def _scale_saved(program: Program, ratio: dict[str, float]):  # type: ignore[no-untyped-def]
+def _scale_saved(program: Program, ratio: dict[str, float]) -> Callable[[str], float]:
     """Correct what backward reads of a block's forward pass by the measured ratio."""
     writer = {
         name: task.part for task in program.tasks if task.phase == "forward" for name in task.writes

@@ -30,7 +30,10 @@ WAITING = "data-parallel communication (exposed)"
 
 
 def run_program(
-    program: Program, time_of: Callable[[Task], float], part_of: Callable[[Task], str], one_stream: bool
+    program: Program,
+    time_of: Callable[[Task], float],
+    part_of: Callable[[Task], str],
+    one_stream: bool,
 ) -> Timeline:
     """Finish time of the step and where the compute stream's time went; parts add up to it."""
     free = {"compute": 0.0, "dp": 0.0}
@@ -60,7 +63,8 @@ def _add(parts: dict[str, float], name: str, amount: float) -> None:
 
 def peak_memory(program: Program, scale: Callable[[str], float]) -> Peak:
     """The largest sum of live bytes; ``scale`` corrects a buffer's counted size by its name."""
-    first, last = {}, {}
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
     for index, task in enumerate(program.tasks):
         for name in task.writes:
             first.setdefault(name, index)

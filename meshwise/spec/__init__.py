@@ -1,4 +1,4 @@
-"""The records that stages exchange: operations, models, layouts, clusters, samples, prices, plans."""
+"""The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import Costs, Curve, Factor, HeldOut, Surface

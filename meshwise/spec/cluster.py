@@ -1,4 +1,4 @@
-"""The cluster: devices, the tiers of links between them, datasheet peaks. Read from cluster.toml."""
+"""The cluster: devices, the tiers of links between them, datasheet peaks (cluster.toml)."""
 
 from typing import Literal
 

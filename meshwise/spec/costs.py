@@ -3,6 +3,7 @@
 from typing import Literal
 
 from meshwise.spec.cluster import Cluster
+from meshwise.spec.op import Dtype
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, Record
 
 SCHEMA_VERSION = 1
@@ -70,7 +71,7 @@ class Costs(Record, kw_only=True):
 
     schema_version: Positive = SCHEMA_VERSION
     cluster: Cluster
-    dtype: str
+    dtype: Dtype
     lowering: Literal["eager", "compiled"]
     curves: tuple[Curve, ...]
     surfaces: tuple[Surface, ...]

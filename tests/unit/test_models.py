@@ -49,7 +49,7 @@ def test_flops_of_the_graph_are_the_flops_of_the_convention():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_saved_activations_of_a_layer(dtype):
-    """x, norm, qkv (3), attention, x, norm, up (4), gelu (4) = 16 sbh elements, and the small ones."""
+    """x, norm, qkv (3), attention, x, norm, up (4), gelu (4): 16 sbh elements, and small ones."""
     b, s, h, a = 4, 16, TINY.hidden, TINY.heads
     size = 4 if dtype == "fp32" else 2
     stats, lse = 2 * (2 * b * s * 4), b * a * s * 4
@@ -96,9 +96,7 @@ def test_megatrons_collectives_follow(sequence_parallel, direction, expected):
 )
 def test_tensor_parallelism_conserves_flops(tp, sequence_parallel, batch, seq):
     whole = models.graph(TINY, batch, seq, "fp32")
-    layout = Layout(
-        tp=tp, sequence_parallel=sequence_parallel and tp > 1, microbatch_size=batch
-    )
+    layout = Layout(tp=tp, sequence_parallel=sequence_parallel and tp > 1, microbatch_size=batch)
     one = models.apply(whole, Layout(microbatch_size=batch), "fp32").tasks
     shard = models.apply(whole, layout, "fp32").tasks
     assert sum(t.op.flops for t in shard) * tp == sum(t.op.flops for t in one)
@@ -135,7 +133,9 @@ def test_traffic_of_data_parallelism(zero, dp, tp, num_microbatches, dtype):
 
 def test_memory_traffic_of_the_optimizer():
     program = models.apply(models.graph(TINY, 1, 8, "bf16"), Layout(), "bf16")
-    (adamw,) = [t.op for t in program.tasks if isinstance(t.op, Elementwise) and t.op.kind == "adamw"]
+    (adamw,) = [
+        t.op for t in program.tasks if isinstance(t.op, Elementwise) and t.op.kind == "adamw"
+    ]
     assert adamw.bytes == 28 * models.num_parameters(TINY)
 
 

@@ -31,7 +31,9 @@ CLUSTER = Cluster(
     name="four",
     num_hosts=1,
     num_devices_per_host=4,
-    device=Device(name="synthetic", kind="cuda", memory_bytes=80 * 10**9, peak_flops={"bf16": 1e15}),
+    device=Device(
+        name="synthetic", kind="cuda", memory_bytes=80 * 10**9, peak_flops={"bf16": 1e15}
+    ),
     tiers=(Tier(name="nvlink", num_devices=4),),
 )
 MODEL = Model(hidden=1024, layers=1, heads=16, ffn=4096)
@@ -65,7 +67,13 @@ def synthetic_ops():
     for direction in ("forward", "backward"):
         for seq in (512, 1024, 2048):
             yield Attention(
-                batch=2, q_len=seq, kv_len=seq, heads=16, kv_heads=16, head_dim=64, direction=direction
+                batch=2,
+                q_len=seq,
+                kv_len=seq,
+                heads=16,
+                kv_heads=16,
+                head_dim=64,
+                direction=direction,
             )
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
         for size in (2, 4):
@@ -79,7 +87,11 @@ def costs():
     for microbatch in (1, 2, 8):
         for direction in ("forward", "backward"):
             block = Block(
-                part="layer", model=MODEL, microbatch_size=microbatch, seq_len=1024, direction=direction
+                part="layer",
+                model=MODEL,
+                microbatch_size=microbatch,
+                seq_len=1024,
+                direction=direction,
             )
             composed = sum(map(true_time, models.block_ops(block)))
             saved = 0.8 * models.saved_block_bytes(block)
@@ -124,12 +136,18 @@ def test_factor_carries_what_composition_misses(costs):
     assert ratio == pytest.approx(1.25, rel=0.05)
     assert error is not None and error.num_points == 3
     assert Prices(costs).saved_ratio(block) == pytest.approx(0.8)
-    assert factor_key(msgspec.structs.replace(block, tp=2, sequence_parallel=True)) == "layer/forward/tp2+sp"
+    assert (
+        factor_key(msgspec.structs.replace(block, tp=2, sequence_parallel=True))
+        == "layer/forward/tp2+sp"
+    )
 
 
 def test_an_unmeasured_block_is_said(costs):
     prices = Prices(costs)
-    assert prices.factor(Block(part="head", model=MODEL, microbatch_size=1, seq_len=1024)) == (1.0, None)
+    assert prices.factor(Block(part="head", model=MODEL, microbatch_size=1, seq_len=1024)) == (
+        1.0,
+        None,
+    )
     assert any("no head was measured" in note for note in prices.notes)
 
 
@@ -152,7 +170,10 @@ def test_runs_of_two_clusters_are_not_mixed():
 
 
 @given(
-    alpha=st.floats(1e-6, 1e-3), rate=st.floats(1e9, 1e12), first=st.integers(3, 10), n=st.integers(4, 12)
+    alpha=st.floats(1e-6, 1e-3),
+    rate=st.floats(1e9, 1e12),
+    first=st.integers(3, 10),
+    n=st.integers(4, 12),
 )
 def test_alpha_beta_recovers_the_line(alpha, rate, first, n):
     x = 2.0 ** np.arange(first, first + 2 * n, 2)

@@ -42,7 +42,9 @@ def test_every_legal_layout_once(num_devices, batch):
         for x in layouts
     ]
     assert sorted(found) == sorted(brute_force_layouts(num_devices, batch, 4))
-    assert bool([r for r in removed if "would leave the host" in r.constraint]) == (num_devices == 8)
+    assert bool([r for r in removed if "would leave the host" in r.constraint]) == (
+        num_devices == 8
+    )
 
 
 def test_heads_that_do_not_divide_are_counted():
@@ -99,7 +101,9 @@ def test_too_small_a_device_names_what_is_missing(costs):  # noqa: F811
     assert plan.nearest_infeasible is not None
     assert plan.nearest_infeasible.missing_bytes == pytest.approx(needs[4] - int(needs[3]), abs=1)
     assert any(r.constraint.startswith("memory") and r.count > 0 for r in plan.removed)
-    with pytest.raises(ValueError, match=r"no layout of small fits 4 devices; .* rank 0 needs .* more"):
+    with pytest.raises(
+        ValueError, match=r"no layout of small fits 4 devices; .* rank 0 needs .* more"
+    ):
         search.find(MODEL, WORKLOAD, on_memory(1000), num_devices=4)
 
 
@@ -117,7 +121,11 @@ def test_two_streams_overlap_and_waiting_is_counted():
     """gather (4) runs beside a (3); b needs both: it waits 1, then takes 2."""
     seconds = {"a": 3.0, "gather": 4.0, "b": 2.0}
     program = Program(
-        (task("gather", "dp", writes="w"), task("a", "compute", writes="x"), task("b", "compute", "xw")),
+        (
+            task("gather", "dp", writes="w"),
+            task("a", "compute", writes="x"),
+            task("b", "compute", "xw"),
+        ),
         {"w": Buffer(1, "weights"), "x": Buffer(1, "activation")}, {}, frozenset(),
     )  # fmt: skip
     two = run_program(program, lambda t: seconds[t.name], lambda t: t.name, one_stream=False)
@@ -151,3 +159,20 @@ def test_peak_memory_equals_a_count_at_every_moment(spans):
     )
     program = Program(tasks, buffers, {"parameters": 7}, frozenset())
     assert peak_memory(program, lambda name: 1.0).total_bytes == expected + 7
+
+
+def test_one_gemm_from_the_model_to_the_plan(costs):  # noqa: F811
+    plan = search.find(MODEL, WORKLOAD, costs, num_devices=4)
+    rows = search.explain(plan, costs, "layers.0.up")
+    assert [row.task for row in rows] == [
+        f"layers.0.up{x}" for x in ("", ".dgrad", ".wgrad", ".bgrad")
+    ]
+    up = rows[0]
+    tokens = plan.layout.microbatch_size * WORKLOAD.seq_len
+    assert (up.op.m, up.op.n, up.op.k) == (tokens, MODEL.ffn // plan.layout.tp, MODEL.hidden)
+    assert up.price_s == Prices(costs).estimate(up.op).time_s
+    assert up.seconds == pytest.approx(up.price_s * up.factor * plan.layout.num_microbatches)
+    with pytest.raises(
+        ValueError, match=r"no operation 'layers.9.up' in small; for example layers.0"
+    ):
+        search.explain(plan, costs, "layers.9.up")

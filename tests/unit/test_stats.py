@@ -13,7 +13,9 @@ def test_median_interval_covers_the_true_median_95_times_in_100():
     assert 0.94 <= hits / len(draws) <= 0.99  # order statistics are conservative
 
 
-@pytest.mark.parametrize(("n", "expected"), [(6, (1, 6)), (10, (2, 9)), (20, (6, 15)), (50, (18, 33))])
+@pytest.mark.parametrize(
+    ("n", "expected"), [(6, (1, 6)), (10, (2, 9)), (20, (6, 15)), (50, (18, 33))]
+)
 def test_median_interval_ranks_of_the_tables(n, expected):
     """Ranks tabulated in Conover, Practical Nonparametric Statistics, for 95 %."""
     _, low, high = stats.median_interval(range(1, n + 1))
@@ -26,9 +28,7 @@ def test_few_values_give_the_range_and_none_an_error():
         stats.median_interval([])
 
 
-@pytest.mark.parametrize(
-    ("factor", "verdict"), [(0.9, "faster"), (1.1, "slower"), (1.0, "same")]
-)
+@pytest.mark.parametrize(("factor", "verdict"), [(0.9, "faster"), (1.1, "slower"), (1.0, "same")])
 def test_verdicts(factor, verdict):
     rng = np.random.default_rng(2)
     a, b = (scale * (1 + 0.01 * rng.standard_normal(60)) for scale in (1.0, factor))

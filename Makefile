@@ -1,0 +1,44 @@
+# PYTHON: the interpreter .venv is built on. One that has torch >= 2.11 lends it to .venv.
+PYTHON ?= python3
+BUDGET ?= 75s
+VENV := .venv/bin/python
+
+.PHONY: help venv test check demo clean always
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
+
+venv: .venv/stamp ## make .venv (PYTHON=... reuses that interpreter's torch)
+
+# An interpreter named by the caller is looked at anew; otherwise a finished .venv is taken as it is.
+.venv/stamp: pyproject.toml requirements.lock tools/venv.py $(if $(filter file,$(origin PYTHON)),,always)
+	@$(PYTHON) tools/venv.py
+	@touch $@
+
+.venv/check-stamp: .venv/stamp requirements-check.lock
+	@$(VENV) -m pip install --quiet --disable-pip-version-check -r requirements-check.lock
+	@touch $@
+
+test: .venv/stamp ## run the tests: unit, golden, gloo on the CPU, GPU where there is one
+	@$(VENV) -m pytest
+
+check: .venv/check-stamp ## lint, format, types, layers, sizes, spelling
+	$(VENV) -m ruff check
+	$(VENV) -m ruff format --check
+	$(VENV) -m mypy
+	$(VENV) -c "from importlinter.cli import lint_imports_command as main; main()"
+	$(VENV) tools/size_gate.py
+	$(VENV) -m codespell_lib
+
+demo: .venv/stamp ## measure this machine, plan a GPT for it, run it, compare: ./demo/report.html
+	@mkdir -p demo && cd demo && begin=$$(date +%s) && \
+	for stage in "detect" "measure profile --budget $(BUDGET)" "calibrate" "plan" \
+	             "run plan.json --rivals 2" "report"; do \
+		start=$$(date +%s); echo "--- meshwise $$stage"; \
+		../$(VENV) -m meshwise $$stage || [ $$? -eq 4 ] || exit 1; \
+		echo "--- $$(($$(date +%s) - start)) s"; \
+	done; \
+	echo "demo: $$(($$(date +%s) - begin)) s in all; open demo/report.html"
+
+clean: ## remove .venv, caches and the demo
+	rm -rf .venv demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Models as plain torch modules: single-device mathematics only."""

@@ -1,0 +1,144 @@
+"""Blocks of a model as training runs them: one transformer layer, or the head with its loss.
+
+The module of ``nn`` in the case's dtype (plain weights, as FSDP2 shows them to compute), split
+over tp by ``parallel`` where the case says so, all tp groups at once; compiled as ``parallel``
+compiles it: the layer, and of the head the loss.
+
+Forward is timed saving for backward, its graph dropped untimed. Backward is timed alone, from
+gradients that are None, with an untimed forward before each.
+
+``saved_bytes`` of a rank is what one forward keeps for backward: the distinct storages of all
+tensors that autograd saves, the block's input included when it is saved, without the parameters
+and the targets. The same rule holds on every device and lowering.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwise.nn.gpt import Head, Layer
+from meshwise.parallel import mesh, tensor
+from meshwise.parallel.apply import Lowering, loss_context, loss_function
+from meshwise.probe.work import Work, torch_dtype
+from meshwise.ranks import Ranks
+from meshwise.spec import Block, Case, Layout
+from meshwise.timing import randn
+
+
+class Blocks:
+    """Holds the tp meshes, and the block built last: its forward and backward share it."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.meshes: dict[int, DeviceMesh] = {}
+        self.held: tuple[Case, _Built] | None = None
+
+    def build(self, case: Case) -> Work:
+        assert isinstance(case.op, Block)
+        op = msgspec.structs.replace(case.op, direction="forward")
+        either = msgspec.structs.replace(case, op=op)
+        if self.held is None or self.held[0] != either:
+            self.release()
+            # A second shape would compile as dynamic, a ninth would not compile at all.
+            torch.compiler.reset()
+            self.held = either, _Built(op, case.lowering, self._tp_mesh(op.tp), self.ranks.device)
+        return self.held[1].work(case.op.direction)
+
+    def release(self) -> None:
+        """Forget the block built last, so that its memory can be freed."""
+        self.held = None
+
+    def _tp_mesh(self, tp: int) -> DeviceMesh | None:
+        if tp > 1 and tp not in self.meshes:
+            layout = Layout(dp=self.ranks.world_size // tp, tp=tp)
+            self.meshes[tp] = mesh.build(layout, self.ranks.device.type)["tp"]
+        return self.meshes.get(tp)
+
+
+class _Built:
+    """A module on its device, its inputs, and the graph of its last forward."""
+
+    def __init__(
+        self, op: Block, lowering: Lowering, tp_mesh: DeviceMesh | None, device: torch.device
+    ) -> None:
+        dtype = torch_dtype(op.dtype)
+        positions = op.seq_len // op.tp if op.sequence_parallel else op.seq_len
+        shape = (op.microbatch_size, positions, op.model.hidden)
+        self.layout = Layout(tp=op.tp, sequence_parallel=op.sequence_parallel)
+        self.module = module = _module(op, tp_mesh, device)
+        self.x = randn(shape, dtype, device, seed=0).requires_grad_()
+        self.y: Tensor | None = None
+        self.targets = torch.randint(
+            op.model.vocab, (op.microbatch_size, op.seq_len), device=device
+        )
+        self.gradient: Tensor | None = None  # of a loss it is 1
+        if op.part == "layer":
+            if lowering == "compiled":
+                module.compile(fullgraph=True, dynamic=False)
+            self.compute: Callable[[Tensor], Tensor] = module
+            self.gradient = randn(shape, dtype, device, seed=1)
+        else:
+            loss = loss_function(self.layout, lowering)
+            self.compute = lambda x: loss(module(x), self.targets)
+
+    def work(self, direction: str) -> Work:
+        forward = direction == "forward"
+        return Work(
+            calls=(self.forward if forward else self.backward,),
+            prepare=self.drop if forward else self.restart,
+            metrics=lambda: {"saved_bytes": float(self.saved_bytes())},
+        )
+
+    def drop(self) -> None:
+        self.y = None
+
+    def forward(self) -> None:
+        with loss_context(self.layout):
+            self.y = self.compute(self.x)
+
+    def restart(self) -> None:
+        self.drop()
+        self.module.zero_grad(set_to_none=True)
+        self.x.grad = None
+        self.forward()
+
+    def backward(self) -> None:
+        assert self.y is not None
+        with loss_context(self.layout):
+            self.y.backward(self.gradient)
+
+    def saved_bytes(self) -> int:
+        self.drop()
+        known = {_storage(t).data_ptr() for t in (*self.module.parameters(), self.targets)}
+        found: dict[int, int] = {}
+
+        def pack(saved: Tensor) -> Tensor:
+            storage = _storage(saved)
+            found[storage.data_ptr()] = storage.nbytes()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            self.forward()
+        self.drop()
+        return sum(size for address, size in found.items() if address not in known)
+
+
+def _module(op: Block, tp_mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
+    with device:
+        module = (Layer if op.part == "layer" else Head)(op.model).to(torch_dtype(op.dtype))
+    if tp_mesh is None:
+        return module
+    if isinstance(module, Layer):
+        return tensor.apply_layer(module, tp_mesh, op.sequence_parallel)
+    return tensor.apply_head(module, tp_mesh, op.sequence_parallel)
+
+
+def _storage(held: Tensor) -> torch.UntypedStorage:
+    """The memory behind a tensor, through DTensor and tensors that are still on their way."""
+    while hasattr(held, "__tensor_flatten__"):
+        (name, *_), _ = held.__tensor_flatten__()
+        held = getattr(held, name)
+    return held.untyped_storage()

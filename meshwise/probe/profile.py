@@ -1,0 +1,311 @@
+"""What ``measure profile`` times, in which order, and about how long each case takes. No torch.
+
+Cluster, models and dtype in; cases out, ordered so that any prefix calibrates as well as it can:
+
+    1  copies; the operations of each model's layer and head at two microbatch sizes; the
+       collectives that plans are made of; then those blocks themselves
+    2  operations and blocks of every tensor-parallel degree, with and without sequence
+       parallelism; the remaining microbatch sizes
+    3  the other collectives, sizes in between, square and skinny GEMMs, attention shapes; the
+       sharded blocks at the smallest microbatch
+
+Operations come before the blocks they add up to, since a block without their prices calibrates
+nothing. A block's forward and backward are neighbours: they share one set-up.
+
+Regimes: blocks and collectives are warm, as in a training step. Other operations are cold on a
+GPU (their inputs come from memory, not from L2) and warm on a CPU, where there is no flush to
+rely on and rotating buffers alone would time page faults.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from meshwise.models import block_ops, check_divides
+from meshwise.models.catalogue import default_workload
+from meshwise.spec import (
+    DTYPE_BYTES,
+    Attention,
+    Block,
+    Case,
+    Cluster,
+    Collective,
+    Elementwise,
+    Gemm,
+    Layout,
+    Model,
+    Op,
+    Step,
+)
+from meshwise.spec.label import label
+from meshwise.spec.op import CollectiveKind, Direction, Dtype
+
+__all__ = ["cases", "estimate_s", "label", "max_seconds"]
+
+KiB, MiB, GiB = 2**10, 2**20, 2**30
+SHARDING: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
+MAIN: tuple[CollectiveKind, ...] = (*SHARDING, "all_reduce")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+OTHER: tuple[CollectiveKind, ...] = ("all_to_all", "broadcast", "send_recv")
+
+
+class Scale(NamedTuple):
+    """Sizes that suit one kind of device; ``coarse`` ones come first, ``dense`` ones last."""
+
+    microbatches: tuple[int, int]  # of round 1: the smallest and a typical one
+    more_microbatches: tuple[int, ...]
+    coarse_bytes: tuple[int, ...]  # collectives
+    dense_bytes: tuple[int, ...]  # by importance: beyond the coarse ones first
+    coarse_copies: tuple[int, ...]
+    dense_copies: tuple[int, ...]
+    squares: tuple[int, ...]
+    long: int  # the long side of a skinny GEMM
+    skinny: tuple[int, ...]
+    attention: tuple[tuple[int, int, int], ...]  # heads, tokens, head_dim
+
+
+SCALES = {
+    "cuda": Scale(
+        microbatches=(1, 8),
+        more_microbatches=(4, 2),
+        coarse_bytes=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
+        dense_bytes=(GiB, 4 * KiB, 64 * MiB, 4 * MiB, 256 * KiB),
+        coarse_copies=(64 * KiB, 4 * MiB, 64 * MiB, GiB),
+        dense_copies=(MiB, 16 * MiB, 256 * MiB, 4 * GiB, 256 * KiB),
+        squares=(8192, 4096, 2048, 1024, 512, 256),
+        long=8192,
+        skinny=(128, 1024),
+        attention=(
+            (32, 512, 128),
+            (32, 2048, 128),
+            (32, 4096, 128),
+            (32, 2048, 64),
+            (8, 8192, 128),
+        ),
+    ),
+    "cpu": Scale(
+        microbatches=(1, 2),
+        more_microbatches=(4,),
+        coarse_bytes=(4 * KiB, 64 * KiB, MiB, 16 * MiB),
+        dense_bytes=(64 * MiB, 4 * MiB, 256 * KiB, 16 * KiB),
+        coarse_copies=(64 * KiB, MiB, 16 * MiB, 64 * MiB),
+        dense_copies=(256 * MiB, 4 * MiB, 256 * KiB),
+        squares=(1024, 512, 256, 128),
+        long=1024,
+        skinny=(64, 256),
+        attention=((4, 64, 64), (4, 256, 64), (4, 512, 64), (4, 256, 128)),
+    ),
+}
+
+
+class Scope(NamedTuple):
+    """What every case of one profile has in common."""
+
+    cluster: Cluster
+    world_size: int
+    dtype: Dtype
+    lowering: Literal["eager", "compiled"]
+    scale: Scale
+
+
+def cases(
+    cluster: Cluster,
+    *,
+    models: tuple[Model, ...],
+    world_size: int,
+    dtype: Dtype,
+    lowering: Literal["eager", "compiled"],
+) -> list[Case]:
+    """The cases of a profile in priority order, none twice.
+
+    ``lowering`` is that of the blocks; single operations are eager in any case.
+    """
+    if not 1 <= world_size <= cluster.num_devices:
+        raise ValueError(
+            f"world_size = {world_size}: cluster {cluster.name!r} has {cluster.num_devices} "
+            f"devices; use 1 to {cluster.num_devices}"
+        )
+    kind = cluster.device.kind
+    scope = Scope(cluster, world_size, dtype, lowering, SCALES[kind])
+    ops = [*_round_1(scope, models), *_round_2(scope, models), *_round_3(scope, models)]
+    return [_case(scope, op) for op in dict.fromkeys(ops)]
+
+
+def _case(scope: Scope, op: Op) -> Case:
+    gpu = scope.cluster.device.kind == "cuda"
+    is_block = isinstance(op, Block)
+    return Case(
+        op=op,
+        regime="warm" if is_block or isinstance(op, Collective) or not gpu else "cold",
+        lowering=scope.lowering if is_block else "eager",
+        world_size=scope.world_size,
+    )
+
+
+def _round_1(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
+    yield from map(_copy, scope.scale.coarse_copies)
+    blocks = [
+        block
+        for model in models
+        for microbatch_size in scope.scale.microbatches
+        for block in _blocks(scope, model, microbatch_size)
+    ]
+    yield from _products(blocks)
+    yield from map(_adamw, scope.scale.coarse_copies)
+    yield from _collectives(scope, MAIN, scope.scale.coarse_bytes)
+    yield from blocks
+
+
+def _round_2(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
+    yield from _tensor_parallel(scope, models, scope.scale.microbatches[1])
+    for microbatch_size in scope.scale.more_microbatches:
+        for model in models:
+            yield from _behind_their_products(list(_blocks(scope, model, microbatch_size)))
+
+
+def _round_3(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
+    scale, dtype = scope.scale, scope.dtype
+    yield from _collectives(scope, MAIN, scale.dense_bytes[:1])
+    yield from _collectives(scope, OTHER, scale.coarse_bytes)
+    yield from _collectives(scope, MAIN, scale.dense_bytes[1:])
+    for size in scale.dense_copies:
+        yield from (_copy(size), _adamw(size))
+    for n in scale.squares:
+        yield from _passes(n, n, n, dtype)
+    for thin in scale.skinny:
+        yield from _passes(scale.long, thin, scale.long, dtype)
+        yield from _passes(thin, scale.long, scale.long, dtype)
+    for heads, tokens, head_dim in scale.attention:
+        for direction in DIRECTIONS:
+            yield Attention(
+                batch=1, q_len=tokens, kv_len=tokens, heads=heads, kv_heads=heads,
+                head_dim=head_dim, direction=direction, dtype=dtype,
+            )  # fmt: skip
+    yield from _tensor_parallel(scope, models, scale.microbatches[0])
+
+
+def _tensor_parallel(scope: Scope, models: tuple[Model, ...], microbatch_size: int) -> Iterator[Op]:
+    """Blocks of every degree above 1, with sequence parallelism first: it saves memory."""
+    for tp in _degrees(scope.world_size)[1:]:
+        for model in models:
+            sharded = (_blocks(scope, model, microbatch_size, tp, sp) for sp in (True, False))
+            yield from _behind_their_products([block for blocks in sharded for block in blocks])
+
+
+def _behind_their_products(blocks: list[Block]) -> Iterator[Op]:
+    yield from _products(blocks)
+    yield from blocks
+
+
+def _products(blocks: list[Block]) -> Iterator[Gemm | Attention]:
+    """GEMMs and attention of ``blocks``; what else they hold is priced by curves over bytes."""
+    for block in blocks:
+        yield from (op for op in block_ops(block) if isinstance(op, Gemm | Attention))
+
+
+def _copy(size_bytes: int) -> Elementwise:
+    """A copy that moves ``size_bytes`` in all: half read, half written."""
+    return Elementwise(kind="copy", read_bytes=size_bytes // 2, write_bytes=size_bytes // 2)
+
+
+def _adamw(size_bytes: int) -> Elementwise:
+    """One step over about ``size_bytes`` of traffic: fp32 p, g, m, v read; p, m, v written."""
+    elements = -(-size_bytes // 28)
+    return Elementwise(kind="adamw", read_bytes=16 * elements, write_bytes=12 * elements)
+
+
+def _passes(m: int, n: int, k: int, dtype: Dtype) -> Iterator[Gemm]:
+    """The storage orders of a linear layer's forward, input and weight gradient."""
+    for trans_a, trans_b in ((False, True), (False, False), (True, False)):
+        yield Gemm(m=m, n=n, k=k, dtype=dtype, trans_a=trans_a, trans_b=trans_b)
+
+
+def _blocks(
+    scope: Scope, model: Model, microbatch_size: int, tp: int = 1, sequence_parallel: bool = False
+) -> Iterator[Block]:
+    """Layer and head, forward and backward; nothing where this degree cannot exist."""
+    seq_len = default_workload(scope.cluster, model).seq_len
+    sizes = {"vocab": model.vocab, "heads": model.heads, "ffn": model.ffn}
+    if check_divides(sizes, Layout(tp=tp, sequence_parallel=sequence_parallel), seq_len):
+        return
+    for part in ("layer", "head"):
+        for direction in DIRECTIONS:
+            yield Block(
+                part=part,
+                model=msgspec.structs.replace(model, name="", layers=1),
+                microbatch_size=microbatch_size,
+                seq_len=seq_len,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                direction=direction,
+                dtype=scope.dtype,
+            )
+
+
+def _degrees(world_size: int) -> list[int]:
+    """Powers of two that divide the world, and the world itself; 1 first."""
+    powers = (2**i for i in range(world_size.bit_length()))
+    return sorted({size for size in powers if world_size % size == 0} | {1, world_size})
+
+
+def _collectives(
+    scope: Scope, kinds: tuple[CollectiveKind, ...], sizes: tuple[int, ...]
+) -> Iterator[Collective]:
+    """Every kind over every group that plans use, the small sizes of all before larger ones."""
+    for size in sizes:
+        for group_size in _degrees(scope.world_size)[1:]:
+            whole = size - size % (group_size * DTYPE_BYTES[scope.dtype])
+            for kind in kinds:
+                for stride in _strides(scope, kind, group_size):
+                    yield Collective(
+                        kind=kind, size_bytes=whole, group_size=group_size, group_stride=stride,
+                        dtype=scope.dtype,
+                    )  # fmt: skip
+
+
+def _strides(scope: Scope, kind: CollectiveKind, group_size: int) -> tuple[int, ...]:
+    """1, as tp groups lie, and world/group, as dp groups lie, where that can differ: over
+    another tier, or for the two collectives that sharding rests on."""
+    far = scope.world_size // group_size
+    tier = scope.cluster.tier_of
+    differs = tier(group_size, far) != tier(group_size, 1) or kind in SHARDING
+    return (1, far) if far > 1 and differs else (1,)
+
+
+# How long a case takes: set-up, then as many iterations as its time allows. The rates are those
+# of a slow device of each kind; the sweep corrects them by what it has seen.
+_RATES = {  # FLOP/s, memory bytes/s, wire bytes/s, launch, collective latency
+    "cuda": (2e14, 2e12, 1e11, 2e-5, 5e-5),
+    "cpu": (2e10, 4e9, 4e8, 3e-5, 5e-4),
+}
+COMPILE_S = 20.0
+SETUP_S = 0.05
+ITERATIONS = (6, 100)  # fewest that give an interval, and the cap of the timing loop
+
+
+def max_seconds(case: Case) -> float:
+    """The cap on one case's timed iterations: blocks correct whole plans and get more."""
+    return 1.0 if isinstance(case.op, Block) else 0.4
+
+
+def estimate_s(case: Case, cluster: Cluster) -> float:
+    """Rough seconds to measure ``case``, set-up and compilation included."""
+    op = case.op
+    assert not isinstance(op, Step), "whole steps are measured by run"
+    parts = block_ops(op) if isinstance(op, Block) else (op,)
+    once = sum(_once_s(part, cluster) for part in parts)
+    if isinstance(op, Block | Attention) and op.direction == "backward":
+        once *= 1.5  # each iteration does an untimed forward first
+    fewest, most = ITERATIONS
+    timed = min(max(max_seconds(case), fewest * once), most * once)
+    compiling = case.lowering == "compiled" and isinstance(op, Block) and op.direction == "forward"
+    return SETUP_S + 3 * once + timed + (COMPILE_S if compiling else 0.0)
+
+
+def _once_s(op: Op, cluster: Cluster) -> float:
+    assert not isinstance(op, Block)
+    flops, memory, wire, launch, latency = _RATES[cluster.device.kind]
+    if isinstance(op, Collective):
+        return latency + op.bytes / wire
+    return launch + op.flops / flops + op.bytes / memory

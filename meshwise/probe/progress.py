@@ -1,0 +1,104 @@
+"""How far a sweep is and how long it still takes, as rank 0 sees it. No torch.
+
+On a terminal a bar with the case in hand; elsewhere one plain line a case. Standard error in both
+cases: standard output is for documents.
+"""
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from meshwise.probe import profile
+from meshwise.spec import Case, Cluster, Sample
+from meshwise.stats import median_interval
+from meshwise.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+
+class Pace:
+    """The clock of a sweep: estimates, corrected by how long cases of a kind really took."""
+
+    def __init__(self, cluster: Cluster, cases: list[Case], budget_s: float | None) -> None:
+        self.budget_s = budget_s
+        self.started = self.mark = time.monotonic()
+        self.waiting = {case: profile.estimate_s(case, cluster) for case in cases}
+        self.seen: dict[tuple[str, ...], tuple[float, float]] = {}  # kind -> estimated, measured
+
+    def fits(self, case: Case) -> bool:
+        """Whether ``case`` should end within the budget. The first always does, so that a sweep
+        resumed again and again comes to its end."""
+        self.mark = time.monotonic()
+        if self.budget_s is None or not self.seen:
+            return True
+        return self.mark - self.started + self._corrected_s(case) <= self.budget_s
+
+    def done(self, case: Case) -> None:
+        estimated, measured = self.seen.get(_kind(case), (0.0, 0.0))
+        took = time.monotonic() - self.mark
+        self.seen[_kind(case)] = (estimated + self.waiting.pop(case), measured + took)
+
+    def remaining_s(self) -> float:
+        """Of all that waits, or of the budget when that is less."""
+        all_s = sum(map(self._corrected_s, self.waiting))
+        if self.budget_s is None:
+            return all_s
+        return max(0.0, min(all_s, self.budget_s - (time.monotonic() - self.started)))
+
+    def _corrected_s(self, case: Case) -> float:
+        estimated, measured = self.seen.get(_kind(case), (1.0, 1.0))
+        return self.waiting[case] * measured / estimated
+
+
+def _kind(case: Case) -> tuple[str, ...]:
+    """What cases must share for one's duration to say something of another's."""
+    fields = (getattr(case.op, field, "") for field in ("kind", "part", "direction"))
+    return (type(case.op).__name__, *fields, case.lowering)
+
+
+class Progress:
+    """Shows the sweep while it is open; invisible on all ranks but the first."""
+
+    def __init__(self, total: int, *, visible: bool) -> None:
+        self.total, self.visible, self.count = total, visible, 0
+        self.bar: Bar | None = None
+
+    def __enter__(self) -> "Progress":
+        if self.visible and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self.bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self.bar.add_task("", total=self.total)
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def pass_over(self) -> None:
+        """A case that does not fit the budget: it counts, and is not shown."""
+        self.count += 1
+
+    def end(self, sample: Sample, remaining_s: float) -> None:
+        self.count += 1
+        if not self.visible:
+            return
+        said = f"{profile.label(sample.case)}  {_outcome(sample)}"
+        left = f"{remaining_s:.0f} s left"
+        if self.bar is None:
+            print(f"{self.count}/{self.total}  {said}  ({left})", file=sys.stderr, flush=True)
+            return
+        if sample.status != "ok":
+            self.bar.console.print(said, markup=False, highlight=False)
+        self.bar.update(self.bar.task_ids[0], completed=self.count, description=f"{left}  {said}")
+
+
+def _outcome(sample: Sample) -> str:
+    if sample.status != "ok":
+        return f"{sample.status}: {sample.reason}"
+    return format_seconds(median_interval(sample.times_s)[0])

@@ -1,0 +1,219 @@
+"""Measures a list of cases on all ranks, one after the other; every finished case is on disk.
+
+In: a ``SweepRequest`` as JSON. Out: one ``Sample`` a case in the run directory, written by rank 0
+as it is measured, and the status of the run: complete, or partial when the budget was spent.
+
+Ranks do the same case at the same time. Rank 0 decides whether the next case still fits the
+budget; a case that does not is passed over for cheaper ones and leaves no sample, so that a
+resumed run measures it. Whether a case can be done is agreed on twice, after its buffers are
+allocated and after a first untimed call: out of memory on one rank is ``oom`` on all, a missing
+back end ``skipped``, any other failure of a case without communication ``error``. A failed
+collective ends the job, since the ranks no longer know of each other.
+"""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+import torch
+
+from meshwise import store, timing
+from meshwise.probe import attention, collectives, elementwise, gemm, profile
+from meshwise.probe.block import Blocks
+from meshwise.probe.progress import Pace, Progress
+from meshwise.probe.work import Unavailable, Work, communicates
+from meshwise.ranks import Ranks
+from meshwise.spec import (
+    Attention,
+    Block,
+    Case,
+    Collective,
+    Elementwise,
+    Gemm,
+    Record,
+    RunInfo,
+    Sample,
+)
+from meshwise.spec.record import PositiveFloat
+
+T = TypeVar("T")
+Status = Literal["oom", "skipped", "error"]
+
+
+class SweepRequest(Record, kw_only=True):
+    """``skip``: ids of cases that are measured already. No budget means all cases."""
+
+    cases: tuple[Case, ...]
+    run_dir: str
+    budget_s: PositiveFloat | None = None
+    skip: tuple[str, ...] = ()
+
+
+class CaseFailed(Exception):
+    """A case that cannot be measured, on all ranks alike; the sweep goes on."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+def measure_ranks(ranks: Ranks, request: bytes) -> None:
+    """Every rank calls this with the same request."""
+    sweep = msgspec.json.decode(request, type=SweepRequest)
+    skip = set(sweep.skip)
+    todo = [case for case in sweep.cases if case.id not in skip]
+    for case in todo:
+        if case.world_size != ranks.world_size:
+            raise ValueError(
+                f"Case.world_size = {case.world_size}: {ranks.world_size} ranks were started; "
+                f"start {case.world_size} (--nproc {case.world_size})"
+            )
+    bench, missed = Bench(ranks, todo), 0
+    pace = _pace(ranks, sweep, todo)
+    with Progress(len(todo), visible=pace is not None) as progress:
+        for case in todo:
+            if not ranks.gather(pace.fits(case) if pace else None)[0]:
+                missed += 1
+                progress.pass_over()
+                continue
+            ranks.at(profile.label(case))
+            sample = _measure(case, bench)
+            if pace:
+                store.append(sweep.run_dir, sample)
+                pace.done(case)
+                progress.end(sample, pace.remaining_s())
+    if pace and missed:
+        left = f"budget: {missed} of {len(todo)} cases not measured; --resume continues"
+        store.finish(sweep.run_dir, "partial", left)
+    elif pace:
+        store.finish(sweep.run_dir, "complete")
+
+
+def _pace(ranks: Ranks, sweep: SweepRequest, todo: list[Case]) -> Pace | None:
+    """The clock, on rank 0 only: it alone decides, writes and shows."""
+    if ranks.rank > 0:
+        return None
+    cluster = store.read(Path(sweep.run_dir) / "run.json", RunInfo).cluster
+    return Pace(cluster, todo, sweep.budget_s)
+
+
+class Bench:
+    """Holds what cases share: process groups, meshes, the module of the last block."""
+
+    def __init__(self, ranks: Ranks, cases: list[Case]) -> None:
+        self.ranks = ranks
+        self.blocks = Blocks(ranks)
+        self.groups = collectives.make_groups(cases, ranks.rank, ranks.world_size, ranks.device)
+
+    def build(self, case: Case) -> Work:
+        device = self.ranks.device
+        if case.regime == "graph" and device.type != "cuda":
+            raise Unavailable("graph replay needs a CUDA device")
+        if isinstance(case.op, Block):
+            return self.blocks.build(case)
+        self.blocks.release()
+        if isinstance(case.op, Collective):
+            return collectives.build(case, device, self.groups)
+        if isinstance(case.op, Gemm):
+            return gemm.build(case, device)
+        if isinstance(case.op, Attention):
+            return attention.build(case, device)
+        assert isinstance(case.op, Elementwise), case.op
+        return elementwise.build(case, device)
+
+    def free(self) -> None:
+        """Give memory back after a case that did not get enough of it."""
+        self.blocks.release()
+        gc.collect()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(case: Case, bench: Bench) -> Sample:
+    try:
+        return _time(case, bench)
+    except CaseFailed as failed:
+        sample = Sample(
+            case_id=case.id,
+            case=case,
+            status=failed.status,
+            reason=failed.reason,
+            method_version=timing.METHOD_VERSION,
+        )
+    bench.free()  # out here, where the error no longer holds on to frames and their tensors
+    return sample
+
+
+def _time(case: Case, bench: Bench) -> Sample:
+    ranks, distributed = bench.ranks, communicates(case.op)
+    work = _together(ranks, lambda: bench.build(case), fatal=distributed)
+    waits = "compiling" if case.lowering == "compiled" else ""
+    metrics = _together(ranks, lambda: _try(work, ranks), fatal=distributed, waits=waits)
+    try:
+        timed = timing.measure(
+            work.calls,
+            ranks=ranks,
+            regime=case.regime,
+            distributed=distributed,
+            max_seconds=profile.max_seconds(case),
+            prepare=work.prepare,
+        )
+    except torch.OutOfMemoryError as error:  # raised on every rank
+        raise CaseFailed("oom", _first_line(error)) from None
+    return Sample(
+        case_id=case.id,
+        case=case,
+        status="ok",
+        times_s=timed.times_s,
+        rank_times_s=timed.rank_times_s,
+        metrics=metrics,
+        before=timed.before,
+        after=timed.after,
+        method_version=timing.METHOD_VERSION,
+    )
+
+
+def _together(ranks: Ranks, work: Callable[[], T], *, fatal: bool, waits: str = "") -> T:
+    """This rank's result of ``work``; what fails on one rank raises CaseFailed on all.
+
+    ``fatal``: a failure other than lack of memory or back end is raised as it is. ``waits``
+    names work that may take ranks very different times: they meet at the set-up barrier.
+    """
+    failure: tuple[Status, str] | None = None
+    try:
+        result = work()
+    except Exception as error:
+        status = _status(error)
+        if fatal and status == "error":
+            raise
+        failure = status, _first_line(error)
+    if waits:
+        ranks.arrive(waits)
+    for rank, found in enumerate(ranks.gather(failure)):
+        if found is not None:
+            status, reason = found
+            raise CaseFailed(status, reason if status == "skipped" else f"rank {rank}: {reason}")
+    return result
+
+
+def _status(error: Exception) -> Status:
+    if isinstance(error, Unavailable):
+        return "skipped"
+    return "oom" if timing.is_out_of_memory(error) else "error"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _try(work: Work, ranks: Ranks) -> dict[str, float | tuple[float, ...]]:
+    """Every call once, untimed: compiles, connects, and finds out whether memory suffices."""
+    for call in work.calls:
+        if work.prepare is not None:
+            work.prepare()
+        call()
+    ranks.synchronize("the first call")
+    return work.metrics() if work.metrics is not None else {}

@@ -1,0 +1,177 @@
+"""Where numbers come from: versions, devices, code and settings, and a device's state right now.
+
+Out: plain data for ``run.json``. No host names, user names or paths: a settings value that looks
+like one is left out, and a GPU is known by a short hash of its UUID.
+"""
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwise.spec import DeviceState
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwise.ranks import Ranks
+
+_SETTINGS = ("NCCL_", "CUDA_", "TORCH_", "OMP_", "MKL_", "GLOO_", "PYTORCH_")
+_ADDRESSES = ("NCCL_COMM_ID", "NCCL_HOSTID")  # hold a host's name or address
+
+# nvml.h, nvmlClocksEventReasons; idle and clocks set by the user are no throttling
+_THROTTLE = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+def collect(*, nproc: int | None = None) -> dict[str, Any]:
+    """Everything that may explain a number later; works without torch and without a GPU.
+
+    ``nproc`` ranks are about to be started on this host: says how many threads each will get.
+    """
+    return {
+        "time_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "python": platform.python_version(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        **_torch_versions(),
+        **_gpus(),
+        "host_cores": len(os.sched_getaffinity(0)),
+        "cpu": cpu_name(),
+        "threads_per_rank": None if nproc is None else threads_per_rank(nproc),
+        **_code(),
+        "settings": settings(dict(os.environ)),
+    }
+
+
+def threads_per_rank(nproc: int) -> int:
+    """OMP_NUM_THREADS if it is set, else an equal share of this process's cores."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdigit() else max(1, len(os.sched_getaffinity(0)) // nproc)
+
+
+def settings(variables: dict[str, str]) -> dict[str, str]:
+    """The variables that change speed, without those that tell who or where."""
+    return {
+        name: value if "/" not in value and "\\" not in value else "(a path)"
+        for name, value in sorted(variables.items())
+        if name.startswith(_SETTINGS) and name not in _ADDRESSES
+    }
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The model name as Linux tells it, else the architecture."""
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def device_state(ranks: "Ranks") -> DeviceState:
+    """Clocks, power, temperature and throttling of this rank's device; None where unknown."""
+    handle = _handle(ranks.device) if ranks.device.type == "cuda" else None
+    if handle is None:
+        return DeviceState(rank=ranks.rank)
+    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+    power_mw = ask("nvmlDeviceGetPowerUsage", handle)
+    return DeviceState(
+        rank=ranks.rank,
+        sm_clock_mhz=ask("nvmlDeviceGetClockInfo", handle, nvml().NVML_CLOCK_SM),
+        memory_clock_mhz=ask("nvmlDeviceGetClockInfo", handle, nvml().NVML_CLOCK_MEM),
+        power_w=None if power_mw is None else power_mw / 1000,
+        temperature_c=ask("nvmlDeviceGetTemperature", handle, nvml().NVML_TEMPERATURE_GPU),
+        throttle=tuple(word for bit, word in _THROTTLE.items() if reasons & bit),
+    )
+
+
+@functools.cache
+def nvml() -> Any:
+    """The started NVML binding, or None where there is no binding or no driver."""
+    try:
+        binding = importlib.import_module("pynvml")
+        binding.nvmlInit()
+    except Exception:  # ImportError, or any of NVML's own errors when there is no driver
+        return None
+    return binding
+
+
+def ask(question: str, *arguments: Any) -> Any:
+    """NVML's answer as text, number or handle; None where this device or driver has none."""
+    binding = nvml()
+    if binding is None:
+        return None
+    try:
+        answer = getattr(binding, question)(*arguments)
+    except binding.NVMLError:
+        return None
+    return answer.decode() if isinstance(answer, bytes) else answer  # old bindings give bytes
+
+
+def nvml_handle(uuid: str) -> Any:
+    """NVML's handle of the GPU that torch calls by this UUID: indices differ between the two."""
+    uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+    return ask("nvmlDeviceGetHandleByUUID", uuid)
+
+
+@functools.cache
+def _handle(device: "torch.device") -> Any:
+    import torch
+
+    return nvml_handle(str(torch.cuda.get_device_properties(device).uuid))
+
+
+def _torch_versions() -> dict[str, str | None]:
+    try:
+        import torch
+    except ImportError:
+        return {"torch": None}
+    nccl = None
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
+
+
+def _gpus() -> dict[str, Any]:
+    handles = [ask("nvmlDeviceGetHandleByIndex", i) for i in range(ask("nvmlDeviceGetCount") or 0)]
+    gpus = []
+    for handle in handles:
+        uuid = ask("nvmlDeviceGetUUID", handle) or ""
+        short = hashlib.sha256(uuid.encode()).hexdigest()[:8]
+        gpus.append({"name": ask("nvmlDeviceGetName", handle), "uuid_hash": short})
+    return {"driver": ask("nvmlSystemGetDriverVersion"), "gpus": gpus}
+
+
+def _code() -> dict[str, Any]:
+    """Meshwise's version and, when it runs from its own checkout, commit and dirty flag."""
+    try:
+        version = importlib.metadata.version("meshwise")
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return {"meshwise": version, "git_commit": None, "git_dirty": None}
+    changes = _git(root, "status", "--porcelain")
+    return {
+        "meshwise": version,
+        "git_commit": _git(root, "rev-parse", "HEAD"),
+        "git_dirty": None if changes is None else bool(changes),
+    }
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,299 @@
+"""One rank of a job: who it is, how it meets the others, who is missing when they do not come.
+
+In: the variables that torchrun or srun set. Out: a ``Ranks`` with one process group ("cpu:gloo,
+cuda:nccl" on GPUs, else gloo) and a gloo group for agreement, ``control``. Two timeouts: set-up
+(``arrive``, a barrier on the store, ten minutes: compiling and loading may take long) and steady
+state (every collective, 30 s). On either, the error names the ranks that had not arrived and the
+case each was in. Every rank counts its meetings in the store; one whose count is behind is
+missing.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypedDict
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+SETUP_S = 600.0
+STEADY_S = 30.0
+_GRACE_S = 3.0  # ranks of one collective time out this close to each other
+_joins = itertools.count()
+
+
+class Environment(TypedDict):
+    """What a launcher says about this process; ``host`` and ``port`` are the store's."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    num_hosts: int
+    host: str
+    port: int
+
+
+def environment(variables: Mapping[str, str] = os.environ) -> Environment | None:
+    """This process's place in the job of torchrun or srun; None when neither started it.
+
+    A Slurm step of one task (``srun --pty bash``) and a batch script are no launchers: what runs
+    there starts its own ranks.
+    """
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        world_size = int(variables["WORLD_SIZE"])
+        return Environment(
+            rank=int(variables["RANK"]),
+            local_rank=int(variables.get("LOCAL_RANK", "0")),
+            world_size=world_size,
+            num_hosts=max(1, world_size // int(variables.get("LOCAL_WORLD_SIZE", world_size))),
+            host=variables.get("MASTER_ADDR", "127.0.0.1"),
+            port=int(variables.get("MASTER_PORT", "29500")),
+        )
+    tasks = int(variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1")))
+    if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables or tasks == 1:
+        return None
+    hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", ""))
+    job = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables["SLURM_STEP_ID"])
+    nodes = variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES", "1"))
+    return Environment(
+        rank=int(variables["SLURM_PROCID"]),
+        local_rank=int(variables.get("SLURM_LOCALID", "0")),
+        world_size=tasks,
+        num_hosts=int(nodes),
+        host=variables.get("MASTER_ADDR") or first_host(hosts),
+        port=int(variables.get("MASTER_PORT") or 20000 + job % 20000),
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a Slurm host list: ``rack[1-2]n[003,007],login`` is ``rack1n003``."""
+    names = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", names[0] if names else "") or "127.0.0.1"
+
+
+@dataclass
+class Ranks:
+    """One joined process. ``leave`` it at the end; after an error just let the process end."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+    store: dist.Store | None = None
+    control: dist.ProcessGroup | None = None
+    timeout_s: float = STEADY_S
+    note: Callable[[str], None] | None = None  # told of every case, for whoever outlives us
+    case: str = ""
+    _meetings: int = field(default=0, repr=False)
+
+    def at(self, name: str) -> None:
+        """From now on this rank works on case ``name``; errors will say so."""
+        self.case = name
+        if self.store is not None:
+            self.store.set(f"case/{self.rank}", name)
+        if self.note is not None:
+            self.note(name)
+
+    def arrive(self, name: str, timeout_s: float = SETUP_S) -> None:
+        """Set-up barrier on the store: TimeoutError names who is missing, their cases, ``name``."""
+        if self.store is None:
+            return
+        key = f"arrived/{self._meet()}"
+        if self.store.add(key, 1) == self.world_size:
+            self.store.set(f"{key}/all", "")
+        try:
+            self.store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            raise TimeoutError(self._absence(name, timeout_s)) from None
+
+    def barrier(self, what: str = "a barrier") -> None:
+        """Steady-state barrier on the control group."""
+        if self.control is not None:
+            with self._meeting(what):
+                dist.all_reduce(torch.zeros(1), group=self.control)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank. Values travel as JSON."""
+        payload = msgspec.json.encode(value)
+        if self.control is None:
+            return [msgspec.json.decode(payload)]
+        with self._meeting("a gather"):
+            # gloo cannot gather uneven sizes: agree on the largest, then pad
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(sizes, torch.tensor([len(payload)]), group=self.control)
+            largest = max(int(size) for size in sizes)
+            mine = torch.frombuffer(bytearray(payload.ljust(largest)), dtype=torch.uint8)
+            parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+            dist.all_gather(parts, mine, group=self.control)
+        return [msgspec.json.decode(part.numpy().tobytes()) for part in parts]
+
+    def synchronize(self, what: str = "work on the device") -> None:
+        """Wait for the device; name the missing before NCCL's watchdog ends the process."""
+        if self.device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record()
+        limit = time.monotonic() + 0.8 * self.timeout_s
+        while not event.query():
+            if self.control is not None and time.monotonic() > limit:
+                raise self.explain(TimeoutError(f"{what} timed out after {self.timeout_s:g} s"))
+            time.sleep(5e-5)
+
+    def explain(self, error: Exception) -> Exception:
+        """The error itself or, when a collective timed out, one that names who did not answer.
+
+        A rank that also timed out in that collective reports within ``_GRACE_S``; one that is
+        stopped or busy elsewhere does not.
+        """
+        named = isinstance(error, TimeoutError) and "had not arrived" in str(error)
+        if self.store is None or named or not _timed_out(error):
+            return error
+        try:
+            self._meet()
+            limit = time.monotonic() + _GRACE_S
+            while self._missing() and time.monotonic() < limit:
+                time.sleep(0.1)
+            if not self._missing():
+                return error
+            return TimeoutError(self._absence("a collective", self.timeout_s))
+        except dist.DistError:  # the store went with rank 0
+            return error
+
+    def leave(self) -> None:
+        """Part from the others, together."""
+        if self.control is not None:
+            self.barrier("the end")
+            dist.destroy_process_group()
+            self.control = self.store = None
+
+    def _meet(self) -> int:
+        assert self.store is not None
+        self._meetings += 1
+        self.store.set(f"meetings/{self.rank}", str(self._meetings))
+        return self._meetings
+
+    @contextlib.contextmanager
+    def _meeting(self, what: str) -> Iterator[None]:
+        self._meet()
+        try:
+            yield
+        except RuntimeError as error:
+            if not _timed_out(error):
+                raise
+            raise TimeoutError(self._absence(what, self.timeout_s)) from None
+
+    def _missing(self) -> list[int]:
+        ranks = range(self.world_size)
+        return [r for r in ranks if int(self._read(f"meetings/{r}") or 0) < self._meetings]
+
+    def _absence(self, what: str, waited_s: float) -> str:
+        missing = self._missing()
+        cases = [f"rank {r} ({_in_case(self._read(f'case/{r}'))})" for r in missing[:8]]
+        more = [f"{len(missing) - 8} more"] if len(missing) > 8 else []
+        who = ", ".join(cases + more) or "nobody is missing, but a rank"
+        return f"{who} had not arrived at {what} after {waited_s:g} s"
+
+    def _read(self, key: str) -> str:
+        assert self.store is not None
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+def join(
+    timeout_s: float = STEADY_S,
+    *,
+    setup_s: float = SETUP_S,
+    note: Callable[[str], None] | None = None,
+) -> Ranks:
+    """Join the job that torchrun, srun or ``meshwise.launch`` started this process in."""
+    place = environment()
+    if place is None:
+        raise ValueError("no launcher started this process; use meshwise.launch.run or torchrun")
+    device = _device(place)
+    # a verb may join more than once in one process: each time with fresh keys
+    store = dist.PrefixStore(f"meshwise/{next(_joins)}", _store(place, setup_s))
+    ranks = Ranks(
+        rank=place["rank"],
+        local_rank=place["local_rank"],
+        world_size=place["world_size"],
+        device=device,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        timeout_s=timeout_s,
+        note=note,
+    )
+    ranks.arrive("the start", setup_s)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    ranks.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return ranks
+
+
+def alone(device: str | torch.device = "cpu") -> Ranks:
+    """A job of one rank without a process group."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return Ranks(rank=0, local_rank=0, world_size=1, device=device, backend=backend)
+
+
+def _store(place: Environment, setup_s: float) -> dist.TCPStore:
+    # torchrun and meshwise.launch hold the store in the agent, so that it outlives rank 0
+    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _open(place["host"], place["port"], place["rank"] == 0 and not held, setup_s)
+
+
+@functools.cache
+def _open(host: str, port: int, master: bool, setup_s: float) -> dist.TCPStore:
+    """The job's store, kept open for the life of the process."""
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=setup_s),
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise TimeoutError(f"the store at {host}:{port} does not answer: {reason}") from None
+
+
+def _device(place: Environment) -> torch.device:
+    """The GPU of this rank, or the CPU when no GPU is visible."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return torch.device("cpu")
+    # srun --gpus-per-task=1 shows each task its own GPU, as number 0
+    own = count == 1 and "SLURM_PROCID" in os.environ
+    index = 0 if own else place["local_rank"]
+    if index >= count:
+        raise ValueError(
+            f"local rank {index} has no GPU: {count} visible; start at most {count} ranks a host, "
+            "or set CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _timed_out(error: Exception) -> bool:
+    return isinstance(error, TimeoutError) or bool(re.search("timed out|timeout", str(error), re.I))
+
+
+def _in_case(name: str) -> str:
+    return f"in case {name}" if name else "before its first case"

@@ -1,0 +1,235 @@
+"""The timing loop, the only one: how long does a piece of work take, and how sure is that?
+
+In: callables that do the same work on rotated buffers. Out: ``Timed``, every iteration's time:
+``times_s[i]`` is the largest over ranks (a synchronous job runs at its slowest rank),
+``rank_times_s[r][i]`` each rank's own. On a GPU a pair of events brackets each iteration and the
+host waits once per chunk; on a CPU ``perf_counter`` does.
+
+Regimes: ``warm`` repeats ``calls[0]`` on the same buffers; ``cold`` rotates through ``calls`` and
+before each overwrites a buffer larger than the cache; ``graph`` replays a CUDA graph of
+``calls[0]``. In the warm regime a kernel shorter than its launch takes as long as its launch,
+which is what eager code pays.
+
+After each chunk of iterations every rank's times are gathered on all, so that all ranks decide
+alike when to stop: when the 95 % interval of the median (``stats.median_interval``) is narrow
+enough, or at a cap. The gather is also the barrier at the start of the next chunk, and one
+untimed iteration there brings the ranks into step.
+"""
+
+import functools
+import gc
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import msgspec
+import torch
+
+from meshwise import provenance
+from meshwise.ranks import Ranks
+from meshwise.spec import DeviceState
+from meshwise.stats import median_interval
+
+METHOD_VERSION = 1
+
+_CHUNK = 10
+_CUDA_FLUSH_BYTES = 256 * 2**20
+_CPU_FLUSH_BYTES = 64 * 2**20  # twice the last-level cache of usual hosts
+
+T = TypeVar("T")
+
+
+class Timed(NamedTuple):
+    times_s: tuple[float, ...]
+    rank_times_s: tuple[tuple[float, ...], ...]
+    before: tuple[DeviceState, ...]
+    after: tuple[DeviceState, ...]
+
+
+class Stop(NamedTuple):
+    """When to stop. ``relative_interval`` is the width of the median's interval over the median."""
+
+    max_iterations: int
+    max_seconds: float
+    relative_interval: float
+
+    def next_chunk(self, times_s: Sequence[float], elapsed_s: float) -> int:
+        """How many iterations to time next; 0 when it is enough."""
+        done = len(times_s)
+        if done == 0:
+            return min(2, self.max_iterations)
+        median, low, high = median_interval(times_s)
+        # a call longer than the whole allowance is timed twice, any other at least five times
+        least = min(2 if median > self.max_seconds else 5, self.max_iterations)
+        if done < least:
+            return least - done
+        narrow = high - low <= self.relative_interval * median
+        if narrow or done >= self.max_iterations or elapsed_s >= self.max_seconds:
+            return 0
+        affordable = int((self.max_seconds - elapsed_s) / max(median, 1e-9))
+        return max(1, min(_CHUNK, self.max_iterations - done, affordable))
+
+
+def measure(
+    calls: Sequence[Callable[[], object]],
+    *,
+    ranks: Ranks,
+    regime: str,
+    distributed: bool,
+    max_iterations: int = 100,
+    max_seconds: float = 1.0,
+    relative_interval: float = 0.02,
+    prepare: Callable[[], None] | None = None,
+) -> Timed:
+    """Time ``calls``, with ``prepare`` untimed before each; every rank must call this together.
+
+    ``distributed`` says that the calls communicate, so that ranks must start each together.
+    Raises ``torch.OutOfMemoryError`` on all ranks when one of them ran out of memory.
+    """
+    if regime not in ("cold", "warm", "graph"):
+        raise ValueError(f"regime = {regime!r}: must be cold, warm or graph")
+    if regime == "graph" and ranks.device.type != "cuda":
+        raise ValueError("regime = 'graph': needs a CUDA device; use warm or cold")
+    assert calls and max_iterations >= 1
+    stop = Stop(max_iterations, max_seconds, relative_interval)
+    before = _states(ranks)
+    chunk = _agree(ranks, lambda: _chunk(calls, ranks, regime, distributed, prepare))
+    ranks.arrive("warm-up")
+    times_s: list[float] = []
+    rank_times_s: list[list[float]] = [[] for _ in range(ranks.world_size)]
+    started, elapsed_s = time.perf_counter(), 0.0
+    while size := stop.next_chunk(times_s, elapsed_s):
+        mine = _agree(ranks, functools.partial(chunk, size))
+        replies = ranks.gather((mine, time.perf_counter() - started))
+        elapsed_s = replies[0][1]  # rank 0's clock decides for all
+        for own, (found, _) in zip(rank_times_s, replies, strict=True):
+            own.extend(found)
+        times_s = [max(iteration) for iteration in zip(*rank_times_s, strict=True)]
+    return Timed(tuple(times_s), tuple(map(tuple, rank_times_s)), before, _states(ranks))
+
+
+def randn(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, seed: int = 0
+) -> torch.Tensor:
+    """Normal numbers from a fixed seed. Zeros would draw less power and so run faster."""
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = torch.float32 if dtype.itemsize == 1 else dtype  # fp8 cannot be drawn directly
+    return torch.randn(*shape, dtype=drawn, device=device, generator=generator).to(dtype)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch, its libraries or Python says that memory ran out."""
+    words = r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED"
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and re.search(words, str(error)) is not None
+    )
+
+
+def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
+    """This rank's result of ``work``; memory that ran out on one rank is raised on all.
+
+    The exchange is also what brings the ranks together before the next chunk.
+    """
+    lacking, result = "", None
+    try:
+        result = work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        lacking = f"rank {ranks.rank}: {str(error).splitlines()[0]}"
+    found = [text for text in ranks.gather(lacking) if text]
+    if found:
+        raise torch.OutOfMemoryError("; ".join(found))
+    return cast(T, result)
+
+
+def _chunk(
+    calls: Sequence[Callable[[], object]],
+    ranks: Ranks,
+    regime: str,
+    distributed: bool,
+    prepare: Callable[[], None] | None,
+) -> Callable[[int], list[float]]:
+    """A function that runs one untimed and ``size`` timed iterations; it has run one already."""
+    on_cuda = ranks.device.type == "cuda"
+    if regime == "graph":
+        calls = [_capture(calls[0]).replay]
+    work = calls if regime == "cold" else calls[:1]
+    flush = _cache_sized(ranks.device) if regime == "cold" else None
+    # on a CPU the untimed part takes each rank its own time; on a GPU it only fills the queue
+    meet = distributed and not on_cuda and (flush is not None or prepare is not None)
+    mark, elapsed_s = (_event, _between) if on_cuda else (time.perf_counter, _minus)
+
+    def run(size: int) -> list[float]:
+        marks = []
+        for i in range(size + 1):
+            if prepare is not None:
+                prepare()
+            if flush is not None:
+                flush.zero_()
+            if meet:
+                ranks.barrier("an iteration")
+            start = mark()
+            work[i % len(work)]()
+            marks.append((start, mark()))
+        ranks.synchronize("a chunk of timed iterations")
+        return [elapsed_s(start, end) for start, end in marks[1:]]
+
+    run(0)
+    return functools.partial(_uncollected, run)
+
+
+def _uncollected(run: Callable[[int], list[float]], size: int) -> list[float]:
+    """Run without pauses of Python's garbage collector."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return run(size)
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """One call as a CUDA graph, after eager runs on a side stream as capture requires."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # other threads (NCCL's watchdog) may call CUDA during capture
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph
+
+
+def _cache_sized(device: torch.device) -> torch.Tensor:
+    """A buffer whose overwriting leaves nothing of the operands in the last-level cache."""
+    size_bytes = _CPU_FLUSH_BYTES
+    if device.type == "cuda":
+        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        size_bytes = max(_CUDA_FLUSH_BYTES, 2 * cache_bytes)
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _minus(start: Any, end: Any) -> float:
+    return float(end - start)
+
+
+def _states(ranks: Ranks) -> tuple[DeviceState, ...]:
+    """Every rank's device state, in rank order."""
+    replies = ranks.gather(provenance.device_state(ranks))
+    return tuple(msgspec.convert(reply, DeviceState) for reply in replies)

@@ -1,0 +1,313 @@
+"""Every record: its ranges hold, its errors are one line that says what to do, its file keeps it.
+
+Values are drawn from the annotations themselves, so a new record or field is tested by existing.
+"""
+
+import hashlib
+import json
+import re
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import Meta
+
+from meshwise import spec, store
+from meshwise.spec import (
+    Attention,
+    Case,
+    Cluster,
+    Collective,
+    Device,
+    Gemm,
+    Layout,
+    Model,
+    Plan,
+    Record,
+    Sample,
+    Tier,
+    Workload,
+    digest,
+)
+
+KINDS: list[type[Record]] = [
+    kind for kind in vars(spec).values() if isinstance(kind, type) and kind is not Record
+]
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=6)
+FEW = settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+# Fields that a rule ties together, made to keep it.
+TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
+    Model: lambda f: {"hidden": f["heads"] * f["hidden"]},
+    Attention: lambda f: {"heads": f["kv_heads"] * f["heads"]},
+    Layout: lambda f: {
+        "pp": 1,
+        "zero": f["zero"] if f["dp"] > 1 else 0,
+        "sequence_parallel": f["sequence_parallel"] and f["tp"] > 1,
+    },
+    Cluster: lambda f: {
+        "tiers": (Tier(name="all", num_devices=f["num_hosts"] * f["num_devices_per_host"]),)
+    },
+    Plan: lambda f: {
+        "layout": Layout(dp=2, zero=3, microbatch_size=4, num_microbatches=3),
+        "workload": Workload(global_batch_size=24, seq_len=128),
+        "cluster": cluster_of(num_devices=2),
+    },
+    Sample: lambda f: {"times_s": (1.0, *f["times_s"]), "reason": f["reason"] + "."},
+}
+
+
+def cluster_of(num_devices: int, *tiers: Tier) -> Cluster:
+    return Cluster(
+        name="test",
+        num_hosts=1,
+        num_devices_per_host=num_devices,
+        device=Device(name="cpu", kind="cpu", memory_bytes=2**30),
+        tiers=tiers or (Tier(name="host", num_devices=num_devices),),
+    )
+
+
+def fields_of(kind: type[Record]) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in kind.__struct_fields__}
+
+
+def drawn(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of an annotation, ranges included."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated and args[0] is int:
+        return st.integers(args[1].ge, 99 if args[1].le is None else args[1].le)
+    if origin is typing.Annotated:
+        low = args[1].ge if args[1].gt is None else args[1].gt
+        return st.floats(low, 1e18, exclude_min=args[1].gt is not None)
+    if origin is typing.Literal:
+        return st.sampled_from(args)
+    if origin in (typing.Union, UnionType):
+        return st.one_of([drawn(arg) for arg in args])
+    if origin is tuple:
+        return st.lists(drawn(args[0]), max_size=2).map(tuple)
+    if origin is dict:
+        return st.dictionaries(TEXT, drawn(args[1]), max_size=2)
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return records(hint)
+    plain = {int: st.integers(-(2**40), 2**40), str: TEXT, bool: st.booleans(), Any: TEXT}
+    floats = st.floats(allow_nan=False, allow_infinity=False)
+    return {**plain, float: floats, type(None): st.none()}[hint]
+
+
+def records(kind: type[Record]) -> st.SearchStrategy[Any]:
+    """Valid records of a kind."""
+    tie = TIED.get(kind, lambda fields: {})
+    every = {name: drawn(hint) for name, hint in fields_of(kind).items()}
+    every.pop("schema_version", None)  # other versions are refused, as a test below shows
+    return st.fixed_dictionaries(every).map(lambda fields: kind(**{**fields, **tie(fields)}))
+
+
+def outside(hint: Any) -> Any:
+    """A value just outside an annotation's range; None if it has no range."""
+    if typing.get_origin(hint) is typing.Literal:
+        return "no such choice"
+    for arg in typing.get_args(hint):
+        if isinstance(arg, Meta):
+            if arg.le is not None:
+                return arg.le + 1
+            return arg.gt if arg.gt is not None else arg.ge - 1
+        if typing.get_origin(arg) is typing.Annotated:  # Positive | None
+            return outside(arg)
+    return None
+
+
+RANGES = [
+    (kind, field, outside(hint))
+    for kind in KINDS
+    for field, hint in fields_of(kind).items()
+    if typing.get_origin(hint) not in (tuple, dict) and outside(hint) is not None
+]
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as error:
+        act()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_generator_sees_the_ranges() -> None:
+    assert (Gemm, "m", 0) in RANGES
+    assert (Layout, "zero", 4) in RANGES
+    assert (Device, "peak_memory_bytes_per_s", 0) in RANGES
+    assert (Collective, "kind", "no such choice") in RANGES
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    RANGES,
+    ids=[f"{kind.__name__}.{field}" for kind, field, _ in RANGES],
+)
+@given(data=st.data())
+@settings(FEW, max_examples=2)
+def test_a_value_out_of_range_is_refused(kind, field, value, data) -> None:
+    record = data.draw(records(kind))
+    built = refusal(lambda: msgspec.structs.replace(record, **{field: value}))
+    assert built.startswith(f"{kind.__name__}.{field} = {value!r}: must be ")
+    plain = {**msgspec.to_builtins(record), field: value}
+    read = refusal(lambda: store.convert(plain, kind, "some.json"))
+    assert read.startswith("some.json")
+    assert field in read
+    assert repr(value) in read
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@FEW
+def test_a_file_keeps_the_record(kind, suffix, tmp_path: Path, data) -> None:
+    record = data.draw(records(kind))
+    path = store.write(tmp_path / f"record{suffix}", record)
+    again = store.read(path, kind)
+    assert again == record
+    assert digest(again) == digest(record)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(FEW, max_examples=2)
+def test_unknown_and_missing_fields_are_refused(kind, data) -> None:
+    plain = msgspec.to_builtins(data.draw(records(kind)))
+    assert "colour" in refusal(lambda: store.convert({**plain, "colour": 1}, kind, "x.json"))
+    for field in msgspec.structs.fields(kind):
+        if field.required:
+            fewer = {name: value for name, value in plain.items() if name != field.name}
+            assert field.name in refusal(lambda fewer=fewer: store.convert(fewer, kind, "x.json"))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_documentation_names_every_field(kind) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    entry = re.search(rf"^- `{kind.__name__}`.*?(?=^- |^$|^#)", text, re.MULTILINE | re.DOTALL)
+    assert entry, f"docs/formats.md has no entry for {kind.__name__}"
+    named = set(re.findall(r"`(\w+)`", entry[0]))
+    assert named >= set(kind.__struct_fields__)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if "schema_version" in k.__struct_fields__])
+@given(data=st.data())
+@settings(FEW, max_examples=1)
+def test_another_schema_version_is_refused_by_name(kind, data) -> None:
+    plain = msgspec.to_builtins(data.draw(records(kind)))
+    assert next(iter(plain)) == "schema_version"
+    message = refusal(lambda: store.convert({**plain, "schema_version": 99}, kind, "x.json"))
+    assert "schema_version is 99" in message
+
+
+def test_a_nested_field_is_named_by_its_path() -> None:
+    case = msgspec.to_builtins(Case(op=Gemm(m=1, n=2, k=3)))
+    case["op"]["k"] = 0
+    message = refusal(lambda: store.convert(case, Case, "x.json"))
+    assert message == "x.json: op.k = 0: Expected `int` >= 1"
+
+
+def test_the_values_of_a_table_have_ranges_too() -> None:
+    device = msgspec.to_builtins(cluster_of(1).device) | {"peak_flops": {"bf16": -1.0}}
+    message = refusal(lambda: store.convert(device, Device, "x.toml"))
+    assert "peak_flops" in message
+    assert "> 0" in message
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Layout(zero=3), "Layout.zero = 3: shards over dp, which is 1; use zero = 0"),
+        (lambda: Layout(sequence_parallel=True), "Layout.sequence_parallel = True: shards over tp"),
+        (lambda: Model(hidden=10, layers=1, heads=3, ffn=8), "Model.heads = 3: must divide hidden"),
+        (lambda: cluster_of(4, Tier(name="pair", num_devices=2)), "must reach all 4 devices"),
+        (
+            lambda: cluster_of(2, Tier(name="b", num_devices=2), Tier(name="a", num_devices=1)),
+            "list tiers from the smallest reach to the largest",
+        ),
+        (
+            lambda: Sample(case_id="x", case=Case(op=Gemm(m=1, n=1, k=1)), status="ok"),
+            "Sample.times_s = (): an ok sample must hold at least one time",
+        ),
+        (
+            lambda: Sample(case_id="x", case=Case(op=Gemm(m=1, n=1, k=1)), status="oom"),
+            "Sample.reason = '': a sample with status oom must say why",
+        ),
+    ],
+)
+def test_rules_across_fields_say_what_to_do(make: Callable[[], object], message: str) -> None:
+    assert message in refusal(make)
+
+
+@given(st.data())
+@settings(FEW, max_examples=5)
+def test_a_plan_must_cut_its_whole_batch_and_fit_its_cluster(data) -> None:
+    plan = data.draw(records(Plan))
+    short = Layout(dp=2, microbatch_size=4, num_microbatches=2)
+    message = refusal(lambda: msgspec.structs.replace(plan, layout=short))
+    assert "is 16, but the workload's global_batch_size is 24; make them equal" in message
+    wide = Layout(dp=6, tp=1, microbatch_size=4, num_microbatches=1)
+    assert "needs 6 of 2 devices" in refusal(lambda: msgspec.structs.replace(plan, layout=wide))
+
+
+@given(records(Gemm))
+def test_a_digest_is_that_of_the_sorted_compact_json(gemm: Gemm) -> None:
+    text = json.dumps({"op": "gemm", **vars_of(gemm)}, sort_keys=True, separators=(",", ":"))
+    assert digest(gemm) == hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def vars_of(record: Record) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def test_flops_and_bytes_by_hand() -> None:
+    gemm = Gemm(m=2, n=3, k=5, dtype="bf16")
+    assert (gemm.flops, gemm.bytes) == (2 * 30, 2 * (10 + 15 + 6))
+    shape = {"batch": 2, "q_len": 8, "kv_len": 8, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    full = Attention(**shape, causal=False)
+    assert full.flops == 2 * (2 * 2 * 4 * 8 * 8 * 16)  # QK^T and PV
+    assert full.bytes == 2 * (2 * 8 * 4 * 16 * 2 + 2 * (2 * 8 * 2 * 16))  # Q, O and K, V
+    causal = Attention(**shape)
+    assert causal.flops * 2 == full.flops
+    assert Attention(**shape, direction="backward").flops == 2.5 * causal.flops
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),  # nccl-tests, doc/PERFORMANCE.md, for 4 ranks
+    [
+        ("all_reduce", 1.5),
+        ("all_gather", 0.75),
+        ("reduce_scatter", 0.75),
+        ("all_to_all", 0.75),
+        ("broadcast", 1.0),
+        ("send_recv", 1.0),
+    ],
+)
+def test_bus_factors(kind: Any, factor: float) -> None:
+    collective = Collective(kind=kind, size_bytes=1 << 20, group_size=4)
+    assert collective.bus_factor == factor
+    assert collective.bytes == factor * 2**20
+    assert Collective(kind=kind, size_bytes=1 << 20, group_size=1).bytes == 0
+
+
+@given(size=st.integers(1, 64), stride=st.integers(1, 64))
+def test_a_group_lies_in_the_innermost_tier_that_holds_it(size: int, stride: int) -> None:
+    reaches = (2, 8, 64)
+    cluster = cluster_of(64, *[Tier(name=f"t{n}", num_devices=n) for n in reaches])
+    ranks = range(0, size * stride, stride)
+    if ranks[-1] >= 64:
+        message = refusal(lambda: cluster.tier_of(size, stride))
+        assert "describe a larger cluster" in message
+    else:
+        holding = [n for n in reaches if all(rank // n == 0 for rank in ranks)]
+        assert cluster.tier_of(size, stride).num_devices == holding[0]
