@@ -1,1 +1,47 @@
-"""Meshwise: measure a GPU cluster, price it, plan a model's layout, run it, compare."""
+"""Meshwise: measure a GPU cluster, price it, plan a model's layout, run it, compare.
+
+The nine verbs and the records, each imported when it is first used: ``meshwise.plan(...)``.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwise.spec import *  # noqa: F403
+    from meshwise.verbs.calibrate import calibrate
+    from meshwise.verbs.compare import compare
+    from meshwise.verbs.detect import detect
+    from meshwise.verbs.measure import measure
+    from meshwise.verbs.plan import plan
+    from meshwise.verbs.refit import refit
+    from meshwise.verbs.report import report
+    from meshwise.verbs.run import run
+    from meshwise.verbs.show import show
+
+VERBS = ("detect", "measure", "calibrate", "plan", "run", "refit", "compare", "report", "show")
+
+__all__ = [
+    "VERBS",
+    "calibrate",
+    "compare",
+    "detect",
+    "measure",
+    "plan",
+    "refit",
+    "report",
+    "run",
+    "show",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in VERBS:
+        return getattr(importlib.import_module(f"meshwise.verbs.{name}"), name)
+    spec = importlib.import_module("meshwise.spec")
+    if name in spec.__all__:
+        return getattr(spec, name)
+    raise AttributeError(f"module 'meshwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *importlib.import_module("meshwise.spec").__all__])

@@ -138,7 +138,7 @@ def _torch_versions() -> dict[str, str | None]:
     nccl = None
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
+    return {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": nccl}
 
 
 def _gpus() -> dict[str, Any]:

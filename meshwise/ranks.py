@@ -4,8 +4,7 @@ In: the variables that torchrun or srun set. Out: a ``Ranks`` with one process g
 cuda:nccl" on GPUs, else gloo) and a gloo group for agreement, ``control``. Two timeouts: set-up
 (``arrive``, a barrier on the store, ten minutes: compiling and loading may take long) and steady
 state (every collective, 30 s). On either, the error names the ranks that had not arrived and the
-case each was in. Every rank counts its meetings in the store; one whose count is behind is
-missing.
+case each was in: every rank keeps its progress in the store, and one that is behind is missing.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypedDict
 
@@ -25,7 +24,9 @@ import torch.distributed as dist
 
 SETUP_S = 600.0
 STEADY_S = 30.0
-_GRACE_S = 3.0  # ranks of one collective time out this close to each other
+_GRACE_S = 2.0  # ranks of one collective fail this close to each other
+_ABSENT = "had not arrived"
+_LOST = r"timed out|timeout|closed by peer|reset by peer|broken pipe"
 _joins = itertools.count()
 
 
@@ -92,7 +93,7 @@ class Ranks:
     timeout_s: float = STEADY_S
     note: Callable[[str], None] | None = None  # told of every case, for whoever outlives us
     case: str = ""
-    _meetings: int = field(default=0, repr=False)
+    _progress: tuple[int, int] = (0, 0)  # meetings so far, and waits since the last
 
     def at(self, name: str) -> None:
         """From now on this rank works on case ``name``; errors will say so."""
@@ -135,35 +136,34 @@ class Ranks:
             dist.all_gather(parts, mine, group=self.control)
         return [msgspec.json.decode(part.numpy().tobytes()) for part in parts]
 
-    def synchronize(self, what: str = "work on the device") -> None:
-        """Wait for the device; name the missing before NCCL's watchdog ends the process."""
+    def synchronize(
+        self, what: str = "work on the device", event: torch.cuda.Event | None = None
+    ) -> None:
+        """Wait for the device, or for an event; name the missing before NCCL's watchdog ends us."""
         if self.device.type != "cuda":
             return
-        event = torch.cuda.Event()
-        event.record()
+        if event is None:
+            event = torch.cuda.Event()
+            event.record()
         limit = time.monotonic() + 0.8 * self.timeout_s
         while not event.query():
             if self.control is not None and time.monotonic() > limit:
-                raise self.explain(TimeoutError(f"{what} timed out after {self.timeout_s:g} s"))
+                if self._unheard():
+                    raise TimeoutError(self._absence(what, self.timeout_s))
+                limit += self.timeout_s  # all ranks wait like this one: the work is long
             time.sleep(5e-5)
 
     def explain(self, error: Exception) -> Exception:
-        """The error itself or, when a collective timed out, one that names who did not answer.
-
-        A rank that also timed out in that collective reports within ``_GRACE_S``; one that is
-        stopped or busy elsewhere does not.
-        """
-        named = isinstance(error, TimeoutError) and "had not arrived" in str(error)
-        if self.store is None or named or not _timed_out(error):
+        """The error itself or, when a collective failed, one that names who does not answer."""
+        text = str(error)
+        if self.store is None or _ABSENT in text or not re.search(_LOST, text, re.IGNORECASE):
             return error
         try:
-            self._meet()
-            limit = time.monotonic() + _GRACE_S
-            while self._missing() and time.monotonic() < limit:
-                time.sleep(0.1)
-            if not self._missing():
+            if not self._unheard():
                 return error
-            return TimeoutError(self._absence("a collective", self.timeout_s))
+            if _timed_out(error):
+                return TimeoutError(self._absence("a collective", self.timeout_s))
+            return RuntimeError(f"{text.splitlines()[0]} ({self._absence('a collective')})")
         except dist.DistError:  # the store went with rank 0
             return error
 
@@ -175,10 +175,34 @@ class Ranks:
             self.control = self.store = None
 
     def _meet(self) -> int:
+        """Tell the others that this rank comes to its next meeting; the meeting's number."""
+        return self._tell(self._progress[0] + 1, 0)
+
+    def _unheard(self) -> list[int]:
+        """Tell the others that this rank waits in a collective; who neither waits nor moved on.
+
+        Ranks that wait in the same collective give up within ``_GRACE_S`` of each other; one
+        that is dead, stopped or busy elsewhere stays behind.
+        """
+        self._tell(self._progress[0], self._progress[1] + 1)
+        limit = time.monotonic() + _GRACE_S
+        while self._missing() and time.monotonic() < limit:
+            time.sleep(0.1)
+        return self._missing()
+
+    def _tell(self, meeting: int, wait: int) -> int:
         assert self.store is not None
-        self._meetings += 1
-        self.store.set(f"meetings/{self.rank}", str(self._meetings))
-        return self._meetings
+        self._progress = (meeting, wait)
+        self.store.set(f"progress/{self.rank}", f"{meeting} {wait}")
+        return meeting
+
+    def _missing(self) -> list[int]:
+        """Ranks that are not as far as this one."""
+        return [r for r in range(self.world_size) if self._progress_of(r) < self._progress]
+
+    def _progress_of(self, rank: int) -> tuple[int, int]:
+        meeting, wait = (self._read(f"progress/{rank}") or "0 0").split()
+        return int(meeting), int(wait)
 
     @contextlib.contextmanager
     def _meeting(self, what: str) -> Iterator[None]:
@@ -190,16 +214,12 @@ class Ranks:
                 raise
             raise TimeoutError(self._absence(what, self.timeout_s)) from None
 
-    def _missing(self) -> list[int]:
-        ranks = range(self.world_size)
-        return [r for r in ranks if int(self._read(f"meetings/{r}") or 0) < self._meetings]
-
-    def _absence(self, what: str, waited_s: float) -> str:
+    def _absence(self, what: str, waited_s: float | None = None) -> str:
         missing = self._missing()
         cases = [f"rank {r} ({_in_case(self._read(f'case/{r}'))})" for r in missing[:8]]
         more = [f"{len(missing) - 8} more"] if len(missing) > 8 else []
-        who = ", ".join(cases + more) or "nobody is missing, but a rank"
-        return f"{who} had not arrived at {what} after {waited_s:g} s"
+        who = ", ".join(cases + more) or "a rank that answers by now"
+        return f"{who} {_ABSENT} at {what}" + (f" after {waited_s:g} s" if waited_s else "")
 
     def _read(self, key: str) -> str:
         assert self.store is not None

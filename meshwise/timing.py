@@ -81,10 +81,13 @@ def measure(
     max_seconds: float = 1.0,
     relative_interval: float = 0.02,
     prepare: Callable[[], None] | None = None,
+    settle_s: float = 0.0,
 ) -> Timed:
     """Time ``calls``, with ``prepare`` untimed before each; every rank must call this together.
 
     ``distributed`` says that the calls communicate, so that ranks must start each together.
+    ``settle_s`` of untimed calls come first: a device under its power cap slows down within half
+    a second, to the clocks at which a long job runs.
     Raises ``torch.OutOfMemoryError`` on all ranks when one of them ran out of memory.
     """
     if regime not in ("cold", "warm", "graph"):
@@ -93,11 +96,15 @@ def measure(
         raise ValueError("regime = 'graph': needs a CUDA device; use warm or cold")
     assert calls and max_iterations >= 1
     stop = Stop(max_iterations, max_seconds, relative_interval)
-    before = _states(ranks)
+    before = device_states(ranks)
     chunk = _agree(ranks, lambda: _chunk(calls, ranks, regime, distributed, prepare))
     ranks.arrive("warm-up")
     times_s: list[float] = []
     rank_times_s: list[list[float]] = [[] for _ in range(ranks.world_size)]
+    started, elapsed_s = time.perf_counter(), 0.0
+    while elapsed_s < settle_s:
+        _agree(ranks, functools.partial(chunk, _CHUNK))
+        elapsed_s = ranks.gather(time.perf_counter() - started)[0]
     started, elapsed_s = time.perf_counter(), 0.0
     while size := stop.next_chunk(times_s, elapsed_s):
         mine = _agree(ranks, functools.partial(chunk, size))
@@ -106,7 +113,7 @@ def measure(
         for own, (found, _) in zip(rank_times_s, replies, strict=True):
             own.extend(found)
         times_s = [max(iteration) for iteration in zip(*rank_times_s, strict=True)]
-    return Timed(tuple(times_s), tuple(map(tuple, rank_times_s)), before, _states(ranks))
+    return Timed(tuple(times_s), tuple(map(tuple, rank_times_s)), before, device_states(ranks))
 
 
 def randn(
@@ -124,6 +131,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and re.search(words, str(error)) is not None
     )
+
+
+def clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """(mark, elapsed_s): the time between two marks. On a GPU wait for the device in between."""
+    return (_event, _between) if device.type == "cuda" else (time.perf_counter, _minus)
 
 
 def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -159,7 +171,7 @@ def _chunk(
     flush = _cache_sized(ranks.device) if regime == "cold" else None
     # on a CPU the untimed part takes each rank its own time; on a GPU it only fills the queue
     meet = distributed and not on_cuda and (flush is not None or prepare is not None)
-    mark, elapsed_s = (_event, _between) if on_cuda else (time.perf_counter, _minus)
+    mark, elapsed_s = clock(ranks.device)
 
     def run(size: int) -> list[float]:
         marks = []
@@ -229,7 +241,7 @@ def _minus(start: Any, end: Any) -> float:
     return float(end - start)
 
 
-def _states(ranks: Ranks) -> tuple[DeviceState, ...]:
+def device_states(ranks: Ranks) -> tuple[DeviceState, ...]:
     """Every rank's device state, in rank order."""
     replies = ranks.gather(provenance.device_state(ranks))
     return tuple(msgspec.convert(reply, DeviceState) for reply in replies)

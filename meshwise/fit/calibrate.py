@@ -1,6 +1,7 @@
 """Samples of one or more runs in, costs.json out: curves, surfaces, then block factors."""
 
 from collections import Counter
+from statistics import mean, median
 from typing import TypeVar
 
 import msgspec
@@ -22,7 +23,6 @@ from meshwise.spec import (
     Surface,
     digest,
 )
-from meshwise.stats import median_interval
 
 Kind = TypeVar("Kind", Gemm, Elementwise, Collective)
 Word = TypeVar("Word", bound=str)
@@ -36,7 +36,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
     info = runs[0][0]
     run_ids = tuple(info.run_id for info, _ in runs)
     timed = [
-        (sample, median_interval(sample.times_s)[0])
+        (sample, expected_s(sample))
         for _, samples in runs
         for sample in samples
         if sample.status == "ok"
@@ -61,6 +61,19 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
     return msgspec.structs.replace(costs, factors=fit_factors(blocks, Prices(costs), run_ids))
 
 
+def expected_s(sample: Sample) -> float:
+    """What one more such operation adds to a long sum: the mean, at the slowest rank.
+
+    Ranks that communicate wait for each other each time, so there it is the mean of the largest;
+    ranks that do not wait only at the end, so there it is the largest of the means.
+    """
+    op = sample.case.op
+    waits = isinstance(op, Collective) or (isinstance(op, Block) and op.tp > 1)
+    if waits or not sample.rank_times_s:
+        return mean(sample.times_s)
+    return max(map(mean, sample.rank_times_s))
+
+
 def _ops(timed: Timed, kind: type[Kind]) -> list[tuple[Kind, float]]:
     return [(sample.case.op, t) for sample, t in timed if isinstance(sample.case.op, kind)]
 
@@ -78,7 +91,7 @@ def _curves(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> tuple[Curve, 
         by_size = points.setdefault(curve_key(group, info.cluster), {})
         by_size.setdefault(float(group.size_bytes), []).append(time_s)
     return tuple(
-        fit_curve(key, {x: median_interval(times)[0] for x, times in sizes.items()}, runs)
+        fit_curve(key, {x: median(times) for x, times in sizes.items()}, runs)
         for key, sizes in sorted(points.items())
     )
 

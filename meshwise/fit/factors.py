@@ -17,7 +17,7 @@ from meshwise.spec import Block, Factor, Sample
 def fit_factors(
     samples: list[tuple[Sample, float]], prices: Prices, run: tuple[str, ...]
 ) -> tuple[Factor, ...]:
-    """One factor for every kind of block among ``samples`` (each with its median time)."""
+    """One factor for every kind of block among ``samples`` (each with its expected time)."""
     groups: dict[str, dict[float, list[tuple[float, float]]]] = {}
     for sample, time_s in samples:
         block = sample.case.op
@@ -39,15 +39,15 @@ def _factor(
     ratio, saved = (
         [float(np.median([pair[which] for pair in sizes[size]])) for size in x] for which in (0, 1)
     )
+    inner = range(1, len(x) - 1)
     predicted = [
-        float(np.interp(np.log(x[i]), np.log(np.delete(x, i)), np.delete(ratio, i)))
-        for i in range(len(x) if len(x) > 1 else 0)
+        float(np.interp(np.log(x[i]), np.log(np.delete(x, i)), np.delete(ratio, i))) for i in inner
     ]
     return Factor(
         key=key,
         activation_elements=tuple(x),
         ratio=tuple(ratio),
         saved_ratio=tuple(saved),
-        held_out=held_out(predicted, ratio if predicted else []),
+        held_out=held_out(predicted, ratio[1:-1]),
         runs=runs,
     )

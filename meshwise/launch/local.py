@@ -2,7 +2,7 @@
 
 In: an errand and a number of ranks. Out: nothing, or ``RanksFailed``. The agent notices a rank
 that ends badly within 0.1 s, sends the others SIGTERM and waits 30 s for them; a stopped process
-ignores that, so ``_end_stragglers`` kills it after 5 s.
+ignores that, so ``_end_stragglers`` kills it after 3 s.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from meshwise.launch import failures
 from meshwise.launch.worker import Errand
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_PATIENCE_S = 5.0
+_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
+_PATIENCE_S = 3.0
 _WORKER = ("-m", "meshwise.launch.worker")
 
 
@@ -103,7 +104,7 @@ def _runs(pid: int) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the agent's log lines from the terminal: ``RanksFailed`` says what matters."""
-    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     silence, before = logging.NullHandler(), [logger.propagate for logger in loggers]
     for logger in loggers:
         logger.addHandler(silence)

@@ -7,9 +7,10 @@ compiles it: the layer, and of the head the loss.
 Forward is timed saving for backward, its graph dropped untimed. Backward is timed alone, from
 gradients that are None, with an untimed forward before each.
 
-``saved_bytes`` of a rank is what one forward keeps for backward: the distinct storages of all
-tensors that autograd saves, the block's input included when it is saved, without the parameters
-and the targets. The same rule holds on every device and lowering.
+``saved_bytes`` of a rank is what one forward keeps for backward, the block's input included,
+without the parameters and the targets: on a CPU the distinct storages of all tensors that
+autograd saves; on a GPU what the allocator still holds when the result is dropped and its graph
+is not (the hooks that list saved tensors change what compiled code saves).
 """
 
 from collections.abc import Callable
@@ -42,13 +43,15 @@ class Blocks:
         either = msgspec.structs.replace(case, op=op)
         if self.held is None or self.held[0] != either:
             self.release()
-            # A second shape would compile as dynamic, a ninth would not compile at all.
-            torch.compiler.reset()
+            if case.lowering == "compiled":
+                torch.compiler.reset()  # it refuses to compile one function for a ninth shape
             self.held = either, _Built(op, case.lowering, self._tp_mesh(op.tp), self.ranks.device)
         return self.held[1].work(case.op.direction)
 
     def release(self) -> None:
-        """Forget the block built last, so that its memory can be freed."""
+        """Forget the block built last and, compiled code being slow to go, its graph first."""
+        if self.held is not None:
+            self.held[1].drop()
         self.held = None
 
     def _tp_mesh(self, tp: int) -> DeviceMesh | None:
@@ -71,7 +74,7 @@ class _Built:
         self.module = module = _module(op, tp_mesh, device)
         self.x = randn(shape, dtype, device, seed=0).requires_grad_()
         self.y: Tensor | None = None
-        self.targets = torch.randint(
+        self.targets = targets = torch.randint(
             op.model.vocab, (op.microbatch_size, op.seq_len), device=device
         )
         self.gradient: Tensor | None = None  # of a loss it is 1
@@ -82,7 +85,7 @@ class _Built:
             self.gradient = randn(shape, dtype, device, seed=1)
         else:
             loss = loss_function(self.layout, lowering)
-            self.compute = lambda x: loss(module(x), self.targets)
+            self.compute = lambda x: loss(module(x), targets)
 
     def work(self, direction: str) -> Work:
         forward = direction == "forward"
@@ -111,7 +114,23 @@ class _Built:
             self.y.backward(self.gradient)
 
     def saved_bytes(self) -> int:
+        """Bytes that one forward keeps for backward; see the module's docstring."""
         self.drop()
+        return self._held_bytes() if self.x.is_cuda else self._listed_bytes()
+
+    def _held_bytes(self) -> int:
+        self.forward()  # libraries allocate their workspaces once
+        self.drop()
+        before = torch.cuda.memory_allocated()
+        self.forward()
+        assert self.y is not None
+        graph = self.y.grad_fn
+        self.drop()
+        held = torch.cuda.memory_allocated() - before
+        assert graph is not None  # alive until here
+        return held + self.x.nbytes
+
+    def _listed_bytes(self) -> int:
         known = {_storage(t).data_ptr() for t in (*self.module.parameters(), self.targets)}
         found: dict[int, int] = {}
 

@@ -70,8 +70,12 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self.bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            text = TextColumn("{task.description}", markup=False)
+            # drawn between cases only: a thread that draws would take time from what is timed
+            self.bar = Bar(
+                BarColumn(), MofNCompleteColumn(), text,
+                console=Console(stderr=True), transient=True, auto_refresh=False,
+            )  # fmt: skip
             self.bar.add_task("", total=self.total)
             self.bar.start()
         return self
@@ -95,7 +99,9 @@ class Progress:
             return
         if sample.status != "ok":
             self.bar.console.print(said, markup=False, highlight=False)
-        self.bar.update(self.bar.task_ids[0], completed=self.count, description=f"{left}  {said}")
+        self.bar.update(
+            self.bar.task_ids[0], completed=self.count, description=f"{left}  {said}", refresh=True
+        )
 
 
 def _outcome(sample: Sample) -> str:

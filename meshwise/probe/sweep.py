@@ -159,6 +159,7 @@ def _time(case: Case, bench: Bench) -> Sample:
             distributed=distributed,
             max_seconds=profile.max_seconds(case),
             prepare=work.prepare,
+            settle_s=profile.settle_s(case, ranks.device.type),
         )
     except torch.OutOfMemoryError as error:  # raised on every rank
         raise CaseFailed("oom", _first_line(error)) from None

@@ -5,8 +5,9 @@ block's factor, then the program is run on paper (``simulate``). One and two mic
 simulated; the rest repeat the second: T(m) = T(1) + (m-1) (T(2) - T(1)).
 
 Interval of the time: for each group of prices the held-out error (p90) times its share, taken as
-wholly correlated inside a group and independent between groups. Interval of the memory: low
-leaves the communication buffers out, high has them twice (a second bucket in flight).
+wholly correlated inside a group and independent between groups. Interval of the memory: one
+unit's gathered weights and float32 gradients more or less, which is how far the host may run
+ahead of, or behind, the order assumed here.
 """
 
 import math
@@ -22,6 +23,7 @@ from meshwise.search.simulate import WAITING, Timeline, peak_memory, run_program
 from meshwise.spec import (
     Block,
     Collective,
+    Elementwise,
     Layout,
     Model,
     Part,
@@ -70,8 +72,8 @@ def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) ->
     busy = sum(sum(timeline.parts.values()) for timeline in timelines)
     relative = spread / busy if busy else 0.0
 
-    peak = peak_memory(programs[-1], _scale_saved(programs[-1], saved))
-    extra = peak.parts.get("communication buffers", 0.0)
+    peak = peak_memory(programs[-1], _sizes(programs[-1], saved, costs.lowering == "compiled"))
+    extra = _one_unit(programs[-1])
     total = peak.total_bytes + costs.memory_overhead_bytes
     flops = step_flops(model, workload)
     rate = flops / timeline.time_s / layout.num_devices
@@ -82,7 +84,7 @@ def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) ->
         high_s=timeline.time_s * (1 + relative),
         time_parts=_parts(timeline.parts, relative),
         peak_memory_bytes=total,
-        memory_low_bytes=total - extra,
+        memory_low_bytes=max(0.0, total - extra),
         memory_high_bytes=total + extra,
         memory_parts=tuple(
             Part(name=name, value=value, low=value, high=value)
@@ -156,12 +158,34 @@ def _parts(parts: dict[str, float], relative: float) -> tuple[Part, ...]:
     )
 
 
-def _scale_saved(program: Program, ratio: dict[str, float]) -> Callable[[str], float]:
-    """Correct what backward reads of a block's forward pass by the measured ratio."""
-    writer = {
-        name: task.part for task in program.tasks if task.phase == "forward" for name in task.writes
-    }
-    saved = {
-        name for task in program.tasks if task.phase == "backward" for name in task.reads
-    } & writer.keys()
-    return lambda name: ratio.get(writer[name], 1.0) if name in saved else 1.0
+def _one_unit(program: Program) -> float:
+    """Bytes of the largest unit: its gathered weights and its gradients on their way."""
+    sizes: dict[str, int] = {}
+    for buffer in program.buffers.values():
+        sizes[buffer.role] = max(sizes.get(buffer.role, 0), buffer.num_bytes)
+    return float(sizes.get("weights", 0) + sizes.get("communication", 0))
+
+
+def _sizes(program: Program, ratio: dict[str, float], compiled: bool) -> Callable[[str], float]:
+    """What to multiply a buffer's counted size by.
+
+    What backward reads of a block's forward pass: the measured ratio. In compiled code, what one
+    elementwise operation hands to the next is never written: nothing.
+    """
+    writers = {name: task for task in program.tasks for name in task.writes}
+    readers: dict[str, list[Task]] = {}
+    for task in program.tasks:
+        for name in task.reads:
+            readers.setdefault(name, []).append(task)
+
+    def scale(name: str) -> float:
+        writer, used = writers[name], readers.get(name, [])
+        if writer.part not in PARTS:
+            return 1.0
+        if writer.phase == "forward" and any(task.phase == "backward" for task in used):
+            return ratio[writer.part]
+        within = {(task.part, task.phase) for task in used} == {(writer.part, writer.phase)}
+        chain = all(isinstance(task.op, Elementwise) for task in (writer, *used))
+        return 0.0 if compiled and within and chain else 1.0
+
+    return scale

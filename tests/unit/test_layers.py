@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "meshwise"
-TORCH_FREE = ["fit", "models", "pages", "prices", "search", "spec", "stats", "store", "units"]
+TORCH_FREE = [
+    *("fit", "models", "pages", "prices", "schedule"),
+    *("search", "spec", "stats", "store", "units"),
+]
 HEAVY = {"jinja2", "matplotlib", "rich", "scipy", "torch"}  # each import belongs in a function
 
 

@@ -1,0 +1,101 @@
+"""``meshwise VERB ...``: finds the verb's module when it is called, turns errors into one line.
+
+Exit codes: 0 done, 2 bad input, 3 a comparison gate failed, 4 some cases failed or ranks died,
+130 interrupted.
+"""
+
+import logging
+import sys
+from typing import NoReturn
+
+import cyclopts
+
+from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
+
+_HELP = """Measure a GPU cluster, price it, plan a model's layout, run it, compare.
+
+Each verb takes the files of the one before from the working directory and says which it took.
+"""
+
+_VERBS = {
+    "detect": "Look at this machine; writes cluster.toml.",
+    "measure": "Time operations on every rank; writes a run directory.",
+    "calibrate": "Turn measurements into prices; writes costs.json.",
+    "plan": "Find the fastest layout that fits; writes plan.json.",
+    "run": "Execute a plan: predicted beside measured; writes a run directory.",
+    "refit": "Move live weights between layouts (not built yet).",
+    "compare": "Compare two runs: ratio, interval, verdict.",
+    "report": "Write one self-contained page of it all.",
+    "show": "Print any of our files readably.",
+}
+
+
+def _app() -> cyclopts.App:
+    app = cyclopts.App(
+        name="meshwise",
+        help=_HELP,
+        help_format="plaintext",
+        version=_version,
+        default_parameter=cyclopts.Parameter(negative=()),
+        exit_on_error=False,
+        print_error=False,
+        suppress_keyboard_interrupt=False,
+        result_action="return_value",
+    )
+    for place, (verb, says) in enumerate(_VERBS.items()):
+        app.command(f"meshwise.cli.{verb}:{verb}", name=verb, help=says, sort_key=place)
+    return app
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("meshwise")
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """The program: parse, do, exit."""
+    _log_to_stderr()
+    sys.exit(_done(arguments))
+
+
+def _done(arguments: list[str] | None) -> int:
+    """Run one verb and return the exit code; whoever uses us wrongly sees no traceback."""
+    try:
+        return _app()(arguments) or DONE
+    except cyclopts.CycloptsError as error:
+        return _say(str(error).splitlines()[0], BAD_INPUT)
+    except KeyboardInterrupt as stop:
+        print("; ".join(filter(None, ["interrupted", str(stop)])), file=sys.stderr)
+        return INTERRUPTED
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return _say("this verb needs PyTorch; pip install 'meshwise[torch]'", BAD_INPUT)
+    except RuntimeError as error:
+        from meshwise.launch import RanksFailed
+
+        if not isinstance(error, RanksFailed):
+            raise
+        return _say(str(error), SOME_FAILED)
+    except (ValueError, OSError) as error:
+        return _say(str(error), BAD_INPUT)
+
+
+def _say(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _log_to_stderr() -> None:
+    """What verbs tell: which files they took, what they wrote. Rank 0 alone."""
+    from meshwise.verbs import job
+
+    log = logging.getLogger("meshwise")
+    if log.handlers:
+        return
+    handler = logging.StreamHandler() if job.leads() else logging.NullHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

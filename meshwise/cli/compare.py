@@ -1,0 +1,28 @@
+"""``meshwise compare``."""
+
+import meshwise
+from meshwise.cli.options import Json
+from meshwise.cli.output import DONE, GATE_FAILED, emit
+
+
+def compare(
+    a: str, b: str, *, fail_if: str | None = None, force: bool = False, json: Json = False
+) -> int:
+    """Is run b faster than run a? Ratio of medians, interval and verdict of every shared case.
+
+    Parameters
+    ----------
+    a
+        The run directory to compare with.
+    b
+        The run directory in question.
+    fail_if
+        Exit with code 3 if a case is, for example, 'slower>5%'.
+    force
+        Compare across timing methods and regimes.
+    """
+    comparison = meshwise.compare(a, b, fail_if=fail_if, force=force)
+    from meshwise.pages.compare import table
+
+    emit(comparison, [table(comparison)], json)
+    return GATE_FAILED if comparison.failed else DONE

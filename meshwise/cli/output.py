@@ -1,0 +1,27 @@
+"""What a verb prints: tables for people, or one JSON document for programs. Rank 0 alone."""
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from meshwise.verbs import job
+
+if TYPE_CHECKING:
+    from meshwise.pages.table import Table
+
+DONE, BAD_INPUT, GATE_FAILED, SOME_FAILED, INTERRUPTED = 0, 2, 3, 4, 130
+
+
+def emit(document: Any, tables: "Iterable[Table]", json: bool) -> None:
+    """Print ``document`` as JSON, or ``tables``, on standard output."""
+    if not job.leads():
+        return
+    if json:
+        import msgspec
+
+        text = msgspec.json.format(msgspec.json.encode(document), indent=1)
+        sys.stdout.write(text.decode() + "\n")
+    else:
+        from meshwise.pages import table
+
+        table.write(tables, sys.stdout)

@@ -1,0 +1,48 @@
+"""``meshwise plan``."""
+
+import meshwise
+from meshwise.cli.options import ANY, Json, Size
+from meshwise.cli.output import DONE, emit
+
+
+def plan(
+    model: str | None = None,
+    *,
+    size: Size = ANY,
+    costs: str = "costs.json",
+    global_batch_size: int | None = None,
+    seq_len: int | None = None,
+    top: int = 10,
+    out: str = "plan.json",
+    json: Json = False,
+) -> int:
+    """Price every legal layout of a model and rank those that fit. Writes plan.json. Needs no GPU.
+
+    Parameters
+    ----------
+    model
+        Model of the catalogue; by default one that fills the cluster.
+    costs
+        Prices of the cluster to plan for.
+    global_batch_size
+        Sequences in a step.
+    seq_len
+        Tokens in a sequence.
+    top
+        How many layouts to keep.
+    out
+        The file to write.
+    """
+    chosen = meshwise.plan(
+        model,
+        gpus=size.ranks,
+        costs=costs,
+        global_batch_size=global_batch_size,
+        seq_len=seq_len,
+        top=top,
+        out=out,
+    )
+    from meshwise.pages import tables
+
+    emit(chosen, tables.plan(chosen), json)
+    return DONE

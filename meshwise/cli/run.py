@@ -1,0 +1,68 @@
+"""``meshwise run``."""
+
+from pathlib import Path
+
+import meshwise
+from meshwise.cli.options import ANY, DryRun, Json, Runs, Size
+from meshwise.cli.output import DONE, SOME_FAILED, emit
+from meshwise.verbs import job
+
+
+def run(
+    plan: str = "plan.json",
+    *,
+    steps: int = 10,
+    warmup: int = 3,
+    rivals: int = 0,
+    check: bool = False,
+    data: str | None = None,
+    seed: int = 0,
+    size: Size = ANY,
+    runs: Runs = "runs",
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> int:
+    """Execute a plan and print predicted beside measured. One new run directory per layout.
+
+    Parameters
+    ----------
+    plan
+        The plan to execute.
+    steps
+        Training steps to time.
+    warmup
+        Untimed steps before them.
+    rivals
+        Also run this many runners-up.
+    check
+        Compare the losses of three steps with one device in fp32.
+    data
+        A file of tokens; by default they are random.
+    seed
+        Of weights and data.
+    """
+    done = meshwise.run(
+        plan,
+        steps=steps,
+        warmup=warmup,
+        rivals=rivals,
+        check=check,
+        data=data,
+        seed=seed,
+        nproc=size.ranks,
+        runs=runs,
+        dry_run=dry_run,
+    )
+    from meshwise.pages import tables
+    from meshwise.pages.steps import results
+
+    run_dirs = [path for path in done if isinstance(path, Path)]
+    if dry_run:
+        plans = [one for one in done if not isinstance(one, Path)]
+        emit(plans, [tables.layouts(plans)], json)
+        return DONE
+    if not job.leads():
+        return DONE
+    found = results(run_dirs)
+    emit(found, tables.steps(found), json)
+    return DONE if all(result.status == "ok" for result in found) else SOME_FAILED

@@ -1,0 +1,78 @@
+"""Is the plan right? Three steps of it in fp32 against the same steps on one device.
+
+In: the plan, its mesh and its data. Out: the largest relative difference of the losses. Both
+sides start from the same weights and see the same tokens; one device takes the whole global
+batch in microbatches. On a CPU sums differ by rounding only; GPU kernels add in other orders.
+"""
+
+import gc
+from collections.abc import Callable
+from statistics import fmean
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwise.engine import step
+from meshwise.engine.agree import together
+from meshwise.engine.data import Tokens
+from meshwise.ranks import Ranks
+from meshwise.spec import Plan
+
+NUM_STEPS = 3
+TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
+
+
+def loss_error(
+    ranks: Ranks,
+    plan: Plan,
+    mesh: DeviceMesh,
+    tokens: Callable[[int, slice], Tokens],
+    *,
+    seed: int,
+    max_grad_norm: float,
+) -> float:
+    """max |loss / loss on one device - 1| over three steps, the same number on every rank.
+
+    ``tokens(steps, rows)`` are those of the run. Rank 0 needs the memory for the whole model in
+    fp32; ``torch.OutOfMemoryError`` is raised on all ranks when it has not.
+    """
+
+    def split() -> list[float]:
+        ranks.at("check: the plan in fp32")
+        mine = tokens(NUM_STEPS, step.rows(plan.layout, ranks.rank))
+        device, dtype = ranks.device, "fp32"
+        return _losses(
+            step.prepare(
+                plan, mesh, mine, device, dtype=dtype, seed=seed, max_grad_norm=max_grad_norm
+            )
+        )
+
+    def whole() -> list[float]:
+        if ranks.rank != 0:
+            return []
+        ranks.at("check: one device")
+        everything = tokens(NUM_STEPS, slice(None))
+        device = ranks.device
+        return _losses(
+            step.prepare_alone(plan, everything, device, seed=seed, max_grad_norm=max_grad_norm)
+        )
+
+    compiling = plan.lowering == "compiled"
+    mine = together(ranks, mesh, "the check of the plan", split, compiling=compiling)
+    free(ranks.device)
+    reference = together(ranks, mesh, "the check on one device", whole)
+    replies = ranks.gather((mine, reference))
+    means = [fmean(losses) for losses in zip(*(split for split, _ in replies), strict=True)]
+    expected: list[float] = replies[0][1]
+    return max(abs(mean / loss - 1) for mean, loss in zip(means, expected, strict=True))
+
+
+def _losses(training: step.Training) -> list[float]:
+    return [float(step.run(training, index)) for index in range(NUM_STEPS)]
+
+
+def free(device: torch.device) -> None:
+    """Give what dropped models held back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,60 @@
+"""AdamW and gradient clipping, on whole parameters or on shards, without waiting for the device.
+
+The global norm is sqrt(sum over parameters of |gradient|^2). A rank adds the squares of what it
+holds, divided by the number of ranks that hold the same; one all-reduce of one number adds the
+ranks. That covers every mix of shards and replicas, which torch's own norm of DTensors reduces
+one parameter at a time.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwise.parallel import torch_private
+
+LEARNING_RATE = 3e-4
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients by min(1, max_norm / norm); returns the norm before, on the device.
+
+    It works on the ranks' own shares: torch's clipping of many DTensors takes the host longer
+    than the device.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    alike: dict[int, list[Tensor]] = defaultdict(list)  # by the number of ranks that hold the same
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        alike[_num_replicas(gradient)].append(local)
+    norms = {n: nn.utils.get_total_norm(group, foreach=True) for n, group in alike.items()}
+    total = torch.stack([norm.square() / n for n, norm in norms.items()]).sum()
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        dist.all_reduce(total)
+    norm = total.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils adds the same 1e-6
+    torch_private.scale(list(chain.from_iterable(alike.values())), factor)
+    return norm
+
+
+def _num_replicas(gradient: Tensor) -> int:
+    """How many ranks hold the same numbers as this one."""
+    count = 1
+    if isinstance(gradient, DTensor):
+        for axis, placement in enumerate(gradient.placements):
+            assert not placement.is_partial()
+            if placement.is_replicate():
+                count *= gradient.device_mesh.size(axis)
+    return count

@@ -1,0 +1,158 @@
+"""Two runs' samples in; the ratio of every case they share, its interval and verdict out.
+
+ratio = median(b) / median(a), below 1 when b is faster; the whole is the geometric mean.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from meshwise import stats
+from meshwise.pages.table import Table
+from meshwise.spec import Case, Record, Sample
+from meshwise.spec.label import label
+from meshwise.spec.record import PositiveFloat
+from meshwise.units import format_seconds
+
+
+class Compared(Record, kw_only=True):
+    """One case: ``ratio`` with its 95 % interval."""
+
+    case: Case
+    a_s: PositiveFloat
+    b_s: PositiveFloat
+    ratio: PositiveFloat
+    low: PositiveFloat
+    high: PositiveFloat
+    verdict: Literal["same", "faster", "slower", "unclear"]
+
+
+class Comparison(Record, kw_only=True):
+    """``missing`` counts cases that one side alone finished; ``failed`` are ids of the cases that
+    ``fail_if`` caught."""
+
+    a: str
+    b: str
+    cases: tuple[Compared, ...]
+    ratio: PositiveFloat
+    missing: int
+    fail_if: str | None = None
+    failed: tuple[str, ...] = ()
+
+
+class Gate(NamedTuple):
+    """``slower>5%``: catches every case whose verdict is slower and whose ratio passes 1.05."""
+
+    verdict: str
+    limit: float
+
+    def catches(self, compared: Compared) -> bool:
+        change = compared.ratio - 1 if self.verdict == "slower" else 1 - compared.ratio
+        return compared.verdict == self.verdict and change > self.limit
+
+
+def parse_gate(text: str) -> Gate:
+    """The user's ``slower>5%`` or ``faster>5%``."""
+    match = re.fullmatch(r"\s*(slower|faster)\s*>\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    if match is None:
+        raise ValueError(f"fail_if = {text!r}: write it like 'slower>5%' or 'faster>5%'")
+    return Gate(match[1], float(match[2]) / 100)
+
+
+def compare(
+    a: tuple[str, Iterable[Sample]],
+    b: tuple[str, Iterable[Sample]],
+    *,
+    fail_if: str | None = None,
+    force: bool = False,
+) -> Comparison:
+    """Compare two named sets of samples, case by case.
+
+    Nothing in common, other timing methods or other regimes are a ValueError; ``force`` compares
+    across methods and regimes.
+    """
+    gate = None if fail_if is None else parse_gate(fail_if)
+    before, after = ({_key(s, force): s for s in side if s.status == "ok"} for _, side in (a, b))
+    shared = [key for key in before if key in after]
+    if not shared:
+        raise ValueError(_nothing_shared(a[0], b[0], before, after))
+    for key in shared:
+        methods = before[key].method_version, after[key].method_version
+        if methods[0] != methods[1] and not force:
+            raise ValueError(
+                f"{a[0]} was timed by method {methods[0]} and {b[0]} by method {methods[1]}; "
+                "measure again, or compare anyway with --force"
+            )
+    cases = tuple(_compared(before[key], after[key]) for key in shared)
+    return Comparison(
+        a=a[0],
+        b=b[0],
+        cases=cases,
+        ratio=stats.geometric_mean([case.ratio for case in cases]),
+        missing=len(before.keys() ^ after.keys()),
+        fail_if=fail_if,
+        failed=tuple(c.case.id for c in cases if gate is not None and gate.catches(c)),
+    )
+
+
+def _key(sample: Sample, any_regime: bool) -> str:
+    if any_regime:
+        return msgspec.structs.replace(sample.case, regime="warm").id
+    return sample.case_id
+
+
+def _nothing_shared(a: str, b: str, before: dict[str, Sample], after: dict[str, Sample]) -> str:
+    regimes = {_key(sample, True): sample.case.regime for sample in before.values()}
+    for sample in after.values():
+        regime = regimes.get(_key(sample, True))
+        if regime is not None:
+            return (
+                f"{a} was measured {regime} and {b} {sample.case.regime}: two regimes are never "
+                "one number; compare anyway with --force"
+            )
+    return (
+        f"{a} ({len(before)} finished cases) and {b} ({len(after)}) share no case; "
+        "compare two runs of the same measurement"
+    )
+
+
+def _compared(a: Sample, b: Sample) -> Compared:
+    found = stats.compare(a.times_s, b.times_s)
+    return Compared(
+        case=b.case,
+        a_s=stats.median_interval(a.times_s)[0],
+        b_s=stats.median_interval(b.times_s)[0],
+        ratio=found.ratio,
+        low=found.low,
+        high=found.high,
+        verdict=found.verdict,  # type: ignore[arg-type]
+    )
+
+
+def table(comparison: Comparison) -> Table:
+    """Every shared case; a case that the gate caught is marked."""
+    caught = set(comparison.failed)
+    rows = tuple(
+        (
+            label(case.case),
+            case.verdict + (" (fails)" if case.case.id in caught else ""),
+            format_seconds(case.a_s),
+            format_seconds(case.b_s),
+            f"{case.ratio:.3f}",
+            f"{case.low:.3f} – {case.high:.3f}",
+        )
+        for case in comparison.cases
+    )
+    legend = [
+        f"Geometric mean of {len(rows)} ratios: {comparison.ratio:.3f}. Below 1, b is faster.",
+        "Ratio of medians (b/a) with its 95 % interval; unclear: too few or too noisy times.",
+    ]
+    if comparison.missing:
+        legend.append(f"{comparison.missing} cases were finished on one side only.")
+    if comparison.fail_if:
+        outcome = f"fails for {len(caught)} cases" if caught else "holds"
+        legend.append(f"Gate {comparison.fail_if}: {outcome}.")
+    columns = ("case", "verdict", "a", "b", "b/a", "95 % interval")
+    return Table(f"a = {comparison.a}, b = {comparison.b}", columns, rows, tuple(legend), left=2)

@@ -1,0 +1,263 @@
+"""The figures of the report: records in, ``svg.Figure`` out."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from meshwise.pages import svg
+from meshwise.pages.steps import Outcome, StepResult
+from meshwise.prices import interpolate_loglog
+from meshwise.spec import Attention, Collective, Costs, Curve, Gemm, Part, Plan
+from meshwise.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Quantity = Literal["time", "memory"]
+_SHOW = {"time": format_seconds, "memory": format_bytes}
+_BASE = {"time": 1000, "memory": 1024}
+_NAME = {"time": "step time", "memory": "peak memory"}
+
+
+def against(results: Sequence[StepResult], quantity: Quantity) -> svg.Figure | None:
+    """Predicted over measured, one point a run, with the prediction's interval and y = x."""
+    points: list[tuple[str, Outcome]] = [
+        (result.plan.layout.name, outcome)
+        for result in results
+        if (outcome := getattr(result, quantity)) is not None
+    ]
+    if not points:
+        return None
+    top = 1.12 * max(max(outcome.high, outcome.measured) for _, outcome in points)
+
+    def paint(axes: "Axes") -> None:
+        axes.plot([0, top], [0, top], color=svg.MUTED, linestyle=(0, (4, 3)), linewidth=1)
+        names = list(dict.fromkeys(name for name, _ in points))
+        labelled = set()
+        for name, o in points:
+            spread = [[max(0.0, o.predicted - o.low)], [max(0.0, o.high - o.predicted)]]
+            axes.errorbar(
+                o.measured, o.predicted, yerr=spread, fmt="o", capsize=3, markersize=6,
+                color=svg.colour(names.index(name)), label=None if name in labelled else name,
+            )  # fmt: skip
+            labelled.add(name)
+        axes.set(xlim=(0, top), ylim=(0, top), xlabel="measured", ylabel="predicted")
+        for axis in (axes.xaxis, axes.yaxis):
+            svg.linear_ticks(axis, top, _SHOW[quantity], _BASE[quantity])
+        axes.legend(loc="upper left")
+
+    return svg.draw(
+        f"Predicted against measured {_NAME[quantity]}; on the dashed line they are equal, bars "
+        "are the prediction's interval.",
+        paint,
+    )
+
+
+class _Bar(NamedTuple):
+    name: str
+    parts: tuple[Part, ...]
+    measured: float | None
+
+
+def breakdown(
+    plan: Plan | None, results: Sequence[StepResult], quantity: Quantity
+) -> svg.Figure | None:
+    """Predicted parts of each run as one bar, with a mark where the measurement ended."""
+    bars = _bars(plan, results, quantity)
+    if not bars:
+        return None
+    names = list(dict.fromkeys(part.name for bar in bars for part in bar.parts if part.value > 0))
+
+    def paint(axes: "Axes") -> None:
+        for index, name in enumerate(names):
+            for row, bar in enumerate(bars):
+                before = [names.index(p.name) < index for p in bar.parts]
+                left = sum(p.value for p, is_left in zip(bar.parts, before, strict=True) if is_left)
+                width = sum(p.value for p in bar.parts if p.name == name)
+                axes.barh(
+                    row, width, left=left, height=0.55, color=svg.colour(index),
+                    label=name if row == 0 else None,
+                )  # fmt: skip
+        marked = [(bar.measured, row) for row, bar in enumerate(bars) if bar.measured is not None]
+        if marked:
+            x, y = zip(*marked, strict=True)
+            axes.plot(x, y, "D", color=svg.INK, markersize=6, label="measured", zorder=3)
+        axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        svg.linear_ticks(axes.xaxis, axes.get_xlim()[1], _SHOW[quantity], _BASE[quantity])
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.5 / len(bars) - 0.1), ncols=3)
+
+    rows = -(-(len(names) + 1) // 3)
+    return svg.draw(
+        f"Predicted {_NAME[quantity]} by part; a diamond marks what was measured.",
+        paint,
+        width=8.8,
+        height=0.8 + 0.42 * len(bars) + 0.2 * rows,
+    )
+
+
+def _bars(plan: Plan | None, results: Sequence[StepResult], quantity: Quantity) -> list[_Bar]:
+    """Every run; without one, the plan's best five layouts."""
+    found = []
+    for result in results:
+        outcome: Outcome | None = getattr(result, quantity)
+        measured = None if outcome is None else outcome.measured
+        parts = getattr(result.plan.prediction, f"{quantity}_parts")
+        found.append(_Bar(result.plan.layout.name, parts, measured))
+    if not found and plan is not None:
+        best = [(plan.layout, plan.prediction)]
+        best += [(rival.layout, rival.prediction) for rival in plan.runners_up[:4]]
+        found = [
+            _Bar(layout.name, getattr(prediction, f"{quantity}_parts"), None)
+            for layout, prediction in best
+        ]
+    return found
+
+
+def collectives(costs: Costs) -> list[svg.Figure]:
+    """Bandwidth over size, one figure a kind, one colour a group."""
+    kinds: dict[str, list[tuple[str, int, Curve]]] = {}
+    for curve in costs.curves:
+        kind, _, place = curve.key.partition("/")
+        if kind != "elementwise":
+            tier, _, size = place.rpartition("/")
+            kinds.setdefault(kind, []).append((tier, int(size), curve))
+    return [_collective(kind, groups) for kind, groups in kinds.items()]
+
+
+def _collective(kind: str, groups: list[tuple[str, int, Curve]]) -> svg.Figure:
+    def paint(axes: "Axes") -> None:
+        ends: list[float] = []
+        for index, (tier, size, curve) in enumerate(groups):
+            op = Collective(kind=kind, size_bytes=1, group_size=size)  # type: ignore[arg-type]
+            x, t = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
+            fine = np.geomspace(x[0], x[-1], 60)
+            fitted = np.asarray([_time_s(curve, at) for at in fine])
+            colour = svg.colour(index)
+            axes.plot(x, op.bus_factor * x / t, "o", color=colour)
+            axes.plot(
+                fine, op.bus_factor * fine / fitted, color=colour, label=f"{size} ranks, {tier}"
+            )
+            axes.plot(fine, fine / fitted, color=colour, linestyle=":", linewidth=1)
+            ends += [*(x / t), *(op.bus_factor * x / t)]
+        axes.set(xscale="log", yscale="log", xlabel="size", title=kind)
+        sizes = [x for _, _, curve in groups for x in curve.x_bytes]
+        svg.byte_ticks(axes.xaxis, min(sizes), max(sizes))
+        svg.rate_ticks(axes.yaxis, min(ends), max(ends), "B/s")
+        axes.legend(loc="lower right")
+
+    return svg.draw(f"{kind}: busbw (solid, as fitted), algbw (dotted), points as measured.", paint)
+
+
+def _time_s(curve: Curve, x: float) -> float:
+    if curve.law == "alpha_beta":
+        return curve.alpha_s + x * curve.beta_s_per_byte
+    return interpolate_loglog(x, np.asarray(curve.x_bytes), np.asarray(curve.time_s))
+
+
+def memory_bound(costs: Costs) -> svg.Figure | None:
+    """Bytes per second of copies and other memory-bound work, over bytes read and written."""
+    curves = [curve for curve in costs.curves if curve.key.startswith("elementwise/")]
+    if not curves:
+        return None
+
+    def paint(axes: "Axes") -> None:
+        rates: list[float] = []
+        for index, curve in enumerate(curves):
+            x, t = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
+            fine = np.geomspace(x[0], x[-1], 60)
+            axes.plot(x, x / t, "o", color=svg.colour(index))
+            rate = fine / np.asarray([_time_s(curve, at) for at in fine])
+            axes.plot(fine, rate, color=svg.colour(index), label=curve.key.split("/")[1])
+            rates += [*(x / t)]
+        axes.set(xscale="log", yscale="log", xlabel="bytes read and written", title="memory")
+        sizes = [x for curve in curves for x in curve.x_bytes]
+        svg.byte_ticks(axes.xaxis, min(sizes), max(sizes))
+        svg.rate_ticks(axes.yaxis, min(rates), max(rates), "B/s")
+        axes.legend(loc="lower right")
+
+    return svg.draw("Memory-bound work: bytes a second, as fitted and as measured.", paint)
+
+
+def rates(costs: Costs) -> svg.Figure | None:
+    """A roofline: FLOP/s of every measured product and attention over FLOPs per byte."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for surface in costs.surfaces:
+        for shape, time_s in zip(surface.shapes, surface.time_s, strict=True):
+            op = _op(surface.key, shape)
+            name = "gemm" if isinstance(op, Gemm) else f"attention {op.direction}"
+            series.setdefault(name, []).append((op.flops / op.bytes, op.flops / time_s))
+    if not series:
+        return None
+    everything = [point for points in series.values() for point in points]
+    bandwidth = max(surface.bytes_per_s for surface in costs.surfaces)
+    peak = costs.cluster.device.peak_flops.get(costs.dtype)
+
+    def paint(axes: "Axes") -> None:
+        for index, (name, points) in enumerate(series.items()):
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, "o", color=svg.colour(index), label=name, alpha=0.75)
+        x_low, x_high = min(x for x, _ in everything), max(x for x, _ in everything)
+        top = max(max(y for _, y in everything), peak or 0.0)
+        roof = np.geomspace(x_low, x_high, 100)
+        ceiling = np.minimum(roof * bandwidth, top)
+        label = "copy rate, then " + ("datasheet peak" if peak == top else "best measured")
+        axes.plot(roof, ceiling, color=svg.MUTED, linestyle=(0, (4, 3)), linewidth=1, label=label)
+        axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", title="products")
+        low = min(min(y for _, y in everything), float(ceiling[0]))
+        svg.rate_ticks(axes.xaxis, x_low, x_high, "")
+        svg.rate_ticks(axes.yaxis, low, top, "FLOP/s")
+        axes.legend(loc="lower right")
+
+    return svg.draw("Matrix products and attention as measured, under their roofline.", paint)
+
+
+def _op(key: str, shape: tuple[float, ...]) -> Gemm | Attention:
+    """The operation of a surface's measured shape (``prices.surface_key`` reversed)."""
+    kind, dtype, *rest = key.split("/")
+    a, b, c = map(int, shape)
+    if kind == "gemm":
+        return Gemm(m=a, n=b, k=c, dtype=dtype)  # type: ignore[arg-type]
+    return Attention(
+        batch=1, heads=a, kv_heads=a, q_len=b, kv_len=b, head_dim=c,
+        direction=rest[0], causal="causal" in rest, dtype=dtype,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def factors(costs: Costs) -> svg.Figure | None:
+    """Measured over composed time of every kind of block, over its activation's elements."""
+    if not costs.factors:
+        return None
+    kinds = list(dict.fromkeys(_split(factor.key)[0] for factor in costs.factors))
+    degrees = list(dict.fromkeys(_split(factor.key)[1] for factor in costs.factors))
+
+    def paint(axes: "Axes") -> None:
+        axes.axhline(1, color=svg.MUTED, linestyle=(0, (4, 3)), linewidth=1)
+        for factor in costs.factors:
+            kind, degree = _split(factor.key)
+            axes.plot(
+                factor.activation_elements, factor.ratio, linewidth=1, markersize=6,
+                marker="os^DvPX*"[degrees.index(degree) % 8],
+                color=svg.colour(kinds.index(kind)), label=factor.key,
+            )  # fmt: skip
+        elements = [x for factor in costs.factors for x in factor.activation_elements]
+        axes.set(xscale="log", title="blocks", xlabel="microbatch x seq x hidden")
+        axes.set_ylabel("measured / composed")
+        svg.rate_ticks(axes.xaxis, min(elements), max(elements), "")
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05))
+
+    return svg.draw(
+        "Blocks: measured time over the sum of their operations' prices.",
+        paint,
+        width=8.8,
+        height=max(3.2, 0.6 + 0.19 * len(costs.factors)),
+    )
+
+
+def _split(key: str) -> tuple[str, str]:
+    """``layer/forward/tp2+sp`` as what it is and how it is sharded."""
+    kind, _, degree = key.rpartition("/")
+    return kind, degree

@@ -1,0 +1,157 @@
+"""The report: what was planned, run and measured in, one self-contained page out.
+
+No script and no address in it: tables, inline SVG and one style sheet. Names from files are
+escaped. What is missing becomes a sentence that names the verb to run.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwise.pages import figures, samples, tables
+from meshwise.pages.steps import StepResult
+from meshwise.pages.svg import Figure
+from meshwise.pages.table import Table
+from meshwise.spec import Costs, Plan, RunInfo, Sample
+from meshwise.units import format_bytes, format_seconds
+
+
+class Contents(NamedTuple):
+    """``results``: runs of the plan's model; ``runs``: all runs that numbers came from."""
+
+    plan: Plan | None
+    costs: Costs | None
+    results: tuple[StepResult, ...]
+    runs: tuple[tuple[RunInfo, tuple[Sample, ...]], ...]
+
+
+class Section(NamedTuple):
+    """Sentences, then figures, then tables; ``folded`` tables are shown on demand."""
+
+    title: str
+    sentences: tuple[str, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
+    folded: tuple[Table, ...] = ()
+
+
+class Headline(NamedTuple):
+    name: str
+    value: str
+    note: str
+
+
+LEGEND = (
+    "Error is predicted/measured - 1: +5 % means the prediction was 5 % too high.",
+    "The interval of a prediction carries the error that its prices made on points left out of "
+    "the fit. * marks a measurement outside it.",
+    samples.BUS_LEGEND,
+    tables.MFU_LEGEND,
+    "MFU is FLOP/s over the datasheet's dense peak; it is left out where the peak is not known.",
+    "GB = 1e9 bytes, GiB = 2^30 bytes.",
+)
+
+
+def page(contents: Contents) -> str:
+    """The whole document."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        title=_title(contents),
+        headlines=_headlines(contents),
+        sections=[_outcome(contents), _plan(contents), _prices(contents), _provenance(contents)],
+        legend=LEGEND,
+    )
+
+
+def _title(contents: Contents) -> str:
+    plan = contents.plan or (contents.results[0].plan if contents.results else None)
+    if plan is not None:
+        return f"{plan.model.name or 'model'} on {plan.cluster.name}"
+    cluster = contents.costs.cluster if contents.costs else contents.runs[0][0].cluster
+    return cluster.name
+
+
+def _headlines(contents: Contents) -> list[Headline]:
+    plan = contents.plan
+    if plan is None:
+        return []
+    prediction = plan.prediction
+    shown = [
+        Headline("best layout", plan.layout.name, f"of {plan.num_considered} considered"),
+        Headline(
+            "predicted step",
+            format_seconds(prediction.step_time_s),
+            tables.interval(prediction.low_s, prediction.high_s),
+        ),
+    ]
+    result = next((r for r in reversed(contents.results) if r.plan.layout == plan.layout), None)
+    if result is None or result.time is None:
+        memory = format_bytes(prediction.peak_memory_bytes)
+        return [*shown, Headline("predicted memory", memory, "peak of one device")]
+    error = tables.percent(result.time.error, sign=True)
+    shown.append(Headline("measured step", format_seconds(result.time.measured), f"error {error}"))
+    if result.memory is not None:
+        error = tables.percent(result.memory.error, sign=True)
+        measured = format_bytes(result.memory.measured)
+        shown.append(Headline("measured memory", measured, f"error {error}"))
+    return shown
+
+
+def _outcome(contents: Contents) -> Section:
+    title = "Predicted beside measured"
+    if not contents.results:
+        return Section(title, ("No plan has been run yet; `meshwise run` does.",))
+    drawn = [figures.against(contents.results, quantity) for quantity in ("time", "memory")]
+    return Section(
+        title,
+        figures=tuple(figure for figure in drawn if figure is not None),
+        tables=tuple(tables.steps(contents.results)),
+    )
+
+
+def _plan(contents: Contents) -> Section:
+    title = "The plan"
+    drawn = [
+        figures.breakdown(contents.plan, contents.results, quantity)
+        for quantity in ("time", "memory")
+    ]
+    shown = tuple(figure for figure in drawn if figure is not None)
+    if contents.plan is None:
+        return Section(title, ("There is no plan; `meshwise plan` makes one.",), shown)
+    *candidates, parts = tables.plan(contents.plan)
+    return Section(title, figures=shown, tables=tuple(candidates), folded=(parts,))
+
+
+def _prices(contents: Contents) -> Section:
+    title = "What the prices rest on"
+    if contents.costs is None:
+        return Section(title, ("There are no prices; `meshwise calibrate` makes them.",))
+    costs = contents.costs
+    single = (figures.rates(costs), figures.memory_bound(costs), figures.factors(costs))
+    return Section(
+        title,
+        (f"Measured in {', '.join(costs.runs)}: {costs.dtype}, {costs.lowering}.",),
+        (*(figure for figure in single if figure is not None), *figures.collectives(costs)),
+        folded=tuple(tables.costs(costs)),
+    )
+
+
+def _provenance(contents: Contents) -> Section:
+    title = "Where the numbers come from"
+    if not contents.runs:
+        return Section(title, ("The run directories are not here, so only the prices are shown.",))
+    facts = []
+    for info, measured in contents.runs:
+        table = samples.state(info, measured)
+        row = ("clocks", samples.clocks(measured))
+        facts.append(table._replace(rows=(*table.rows, row)))
+    clusters = {info.cluster.name: info.cluster for info, _ in contents.runs}
+    described = [table for cluster in clusters.values() for table in tables.cluster(cluster)]
+    return Section(title, tables=tuple(described), folded=tuple(facts))

@@ -1,0 +1,27 @@
+"""Any of our records as tables."""
+
+from meshwise.pages import samples, tables
+from meshwise.pages.steps import result
+from meshwise.pages.table import Table
+from meshwise.spec import Cluster, Costs, Plan, Record, RunInfo, Sample
+
+
+class Run(Record, kw_only=True):
+    """A run directory as one document."""
+
+    info: RunInfo
+    samples: tuple[Sample, ...]
+
+
+def of(record: Cluster | Costs | Plan | Run) -> list[Table]:
+    """The tables that tell what the record holds."""
+    if isinstance(record, Cluster):
+        return tables.cluster(record)
+    if isinstance(record, Costs):
+        return tables.costs(record)
+    if isinstance(record, Plan):
+        return tables.plan(record)
+    if record.info.plan is None:
+        return samples.run(record.info, record.samples)
+    found = result(record.info, list(record.samples))
+    return [samples.state(record.info, record.samples), *tables.steps([found])]

@@ -1,0 +1,132 @@
+"""How every figure is drawn: one set of axes in, an inline SVG element out.
+
+No script, no fonts, no addresses. Colours are written as fixed values and then replaced by the
+page's CSS variables, so that one figure suits light and dark; text stays text.
+"""
+
+import html
+import io
+import math
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshwise.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, MUTED, GRID = "#010203", "#040506", "#070809"
+SERIES = tuple(f"#0a0b{index:02x}" for index in range(16, 26))
+_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {
+    colour: f"--s{index}" for index, colour in enumerate(SERIES)
+}
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a model may be called a$b
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+}
+
+
+class Figure(NamedTuple):
+    """An SVG element and what it says in one sentence; ``wide`` ones take a row of the page."""
+
+    svg: str
+    caption: str
+    wide: bool = False
+
+
+def draw(
+    caption: str, paint: Callable[["Axes"], None], *, width: float = 4.4, height: float = 3.2
+) -> Figure:
+    """Paint one set of axes of ``width`` x ``height`` inches."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure as Canvas
+
+    # the salt keeps names of markers and clip paths apart between the figures of a page
+    style: Any = {**_STYLE, "svg.hashsalt": caption}
+    with mpl.rc_context(style):
+        canvas = Canvas(figsize=(width, height), layout="constrained")
+        canvas.patch.set_visible(False)
+        axes = canvas.add_subplot()
+        axes.patch.set_visible(False)
+        axes.minorticks_off()
+        paint(axes)
+        axes.minorticks_off()
+        buffer = io.StringIO()
+        FigureCanvasSVG(canvas).print_svg(buffer, metadata={"Date": None})  # type: ignore[no-untyped-call]
+    return Figure(_inline(buffer.getvalue(), caption), caption, wide=width > 6)
+
+
+def _inline(svg: str, caption: str) -> str:
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same names in every figure
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    head, rest = svg.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    svg = f'{head} role="img" aria-label="{html.escape(caption)}">{rest}'
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return svg
+
+
+def colour(index: int) -> str:
+    return SERIES[index % len(SERIES)]
+
+
+def byte_ticks(axis: Any, low: float, high: float) -> None:
+    """At most six powers of two between ``low`` and ``high``, named with units."""
+    powers = range(math.ceil(math.log2(low) - 0.01), math.floor(math.log2(high) + 0.01) + 1)
+    step = max(1, math.ceil(len(powers) / 6))
+    _ticks(axis, [2.0**power for power in powers[::step]], format_bytes)
+
+
+def rate_ticks(axis: Any, low: float, high: float, unit: str) -> None:
+    """Powers of ten, or 1-2-5 when there are few, named with units."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    fine = (1, 2, 5) if len(decades) < 4 else (1,)
+    values = [factor * 10.0**decade for decade in decades for factor in fine]
+    inside = [value for value in values if low * 0.8 <= value <= high * 1.25]
+    _ticks(axis, inside, lambda value: format_rate(value, unit))
+
+
+def linear_ticks(axis: Any, top: float, show: Callable[[float], str], base: int) -> None:
+    """At most five round values up to ``top``; ``base`` 1000 for seconds, 1024 for bytes."""
+    unit = float(base) ** math.floor(math.log(top, base))
+    rough = top / unit / 5
+    decade = 10.0 ** math.floor(math.log10(rough))
+    step = unit * decade * next(factor for factor in (1, 2, 5, 10) if factor * decade >= rough)
+    values = [step * index for index in range(int(top / step) + 1)]
+    _ticks(axis, values, lambda value: show(value) if value else "0")
+
+
+def _ticks(axis: Any, values: list[float], show: Callable[[float], str]) -> None:
+    axis.set_ticks(values, labels=[_short(show(value)) for value in values])
+
+
+def _short(text: str) -> str:
+    """``1.00 GB/s`` and ``64.0 KiB`` without zeros that say nothing."""
+    return re.sub(r"\.0+ |(\.\d*[1-9])0+ ", lambda match: f"{match[1] or ''} ", text)

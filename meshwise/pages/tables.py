@@ -1,0 +1,309 @@
+"""Tables of what stages hand on: clusters, prices, plans, steps, comparisons. Records in."""
+
+from collections.abc import Callable, Sequence
+
+from meshwise.pages.steps import CONVENTION, Outcome, StepResult
+from meshwise.pages.table import Table
+from meshwise.spec import Candidate, Cluster, Costs, HeldOut, Plan
+from meshwise.units import format_bytes, format_count, format_rate, format_seconds
+
+ABSENT = "–"
+MFU_LEGEND = (
+    f"FLOP/s and MFU count FLOPs as {CONVENTION} does: 6 per parameter and token without embedding "
+    "lookups, plus 12 x layers x hidden x seq a token, attention not halved."
+)
+
+CHECK_LEGEND = "Loss error: largest relative difference from one device in fp32 over three steps."
+
+
+def percent(value: float | None, sign: bool = False) -> str:
+    if value is None:
+        return ABSENT
+    return f"{100 * value:{'+' if sign else ''}.1f} %"
+
+
+def interval(low: float, high: float, show: Callable[[float], str] = format_seconds) -> str:
+    """``1.20 – 1.31 ms``: the unit once where both ends share it, one number where they agree."""
+    first, last = show(low), show(high)
+    if first == last:
+        return last
+    (number, unit), (_, last_unit) = first.split(), last.split()
+    return f"{number if unit == last_unit else first} – {last}"
+
+
+def cluster(described: Cluster) -> list[Table]:
+    """The machine, its links, and what is not known of it."""
+    device = described.device
+    peaks = ", ".join(
+        f"{dtype} {format_rate(rate, 'FLOP/s')}" for dtype, rate in device.peak_flops.items()
+    )
+    memory_rate = device.peak_memory_bytes_per_s
+    rows = [
+        ("devices", f"{described.num_hosts} x {described.num_devices_per_host} {device.name}"),
+        ("memory of each", format_bytes(device.memory_bytes)),
+        ("datasheet peaks", peaks or "not known"),
+        ("memory bandwidth", format_rate(memory_rate, "B/s") if memory_rate else "not known"),
+        ("back end", described.backend),
+    ]
+    if described.host_cores:
+        rows.append(("cores of a host", str(described.host_cores)))
+    tiers = tuple(
+        (
+            tier.name,
+            tier.source or "rate not known",
+            str(tier.num_devices),
+            format_rate(tier.bytes_per_s, "B/s") if tier.bytes_per_s else ABSENT,
+        )
+        for tier in described.tiers
+    )
+    return [
+        Table(f"Cluster {described.name}", ("", ""), tuple(rows), left=2),
+        Table(
+            "Links, innermost first",
+            ("tier", "source", "reaches devices", "each way"),
+            tiers,
+            described.notes,
+            left=2,
+        ),
+    ]
+
+
+def costs(prices: Costs) -> list[Table]:
+    """Every price with its error on points that were left out of the fit."""
+    curves = tuple(
+        (
+            curve.key,
+            {"loglog": "log-log", "alpha_beta": "alpha-beta"}[curve.law],
+            str(len(curve.x_bytes)),
+            f"{format_bytes(curve.x_bytes[0])} – {format_bytes(curve.x_bytes[-1])}",
+            format_seconds(curve.alpha_s),
+            format_rate(1 / curve.beta_s_per_byte, "B/s") if curve.beta_s_per_byte else ABSENT,
+            *_held_out(curve.held_out[curve.law]),
+        )
+        for curve in prices.curves
+    )
+    surfaces = tuple(
+        (
+            surface.key,
+            str(len(surface.shapes)),
+            format_seconds(surface.floor_s),
+            format_rate(surface.flops_per_s, "FLOP/s"),
+            *_held_out(surface.held_out),
+        )
+        for surface in prices.surfaces
+    )
+    factors = tuple(
+        (
+            factor.key,
+            str(len(factor.ratio)),
+            f"{min(factor.ratio):.2f} – {max(factor.ratio):.2f}",
+            f"{min(factor.saved_ratio):.2f} – {max(factor.saved_ratio):.2f}"
+            if factor.saved_ratio
+            else ABSENT,
+            *_held_out(factor.held_out),
+        )
+        for factor in prices.factors
+    )
+    error = ("median error", "p90 error")
+    return [
+        Table(
+            "Time against bytes",
+            ("price", "law", "points", "measured sizes", "alpha", "1/beta", *error),
+            curves,
+            (
+                "Errors are |predicted/measured - 1| on points left out of the fit, one at a time.",
+                "t = alpha + bytes x beta; log-log interpolates between measured points. A "
+                "collective is kind/tier/group size, its bytes nccl-tests' size.",
+            ),
+            left=2,
+        ),
+        Table(
+            "Matrix products and attention",
+            ("price", "shapes", "floor", "best rate", *error),
+            surfaces,
+            ("A shape that was not measured takes the utilisation of its nearest neighbours.",),
+        ),
+        Table(
+            "Blocks: measured time over the sum of their operations' prices",
+            ("block", "sizes", "time ratio", "saved bytes ratio", *error),
+            factors,
+            ("part/direction/parallelism. The ratio corrects every plan that holds the block.",),
+        ),
+    ]
+
+
+def _held_out(error: HeldOut) -> tuple[str, str]:
+    if not error.num_points:
+        return ABSENT, ABSENT
+    return percent(error.median), percent(error.p90)
+
+
+def plan(chosen: Plan) -> list[Table]:
+    """The best layouts, what the constraints removed, the nearest that does not fit."""
+    best = Candidate(layout=chosen.layout, prediction=chosen.prediction)
+    legend = (
+        "dp, tp: data and tensor parallel degrees; +sp: sequence parallel; zero: what dp shards; "
+        "mb: microbatch size x count.",
+        MFU_LEGEND,
+        *chosen.prediction.notes,
+    )
+    ranked = _ranked(_headline(chosen), (best, *chosen.runners_up), legend)
+    return [ranked, _removed(chosen), parts(chosen)]
+
+
+def layouts(plans: Sequence[Plan]) -> Table:
+    """What ``run --dry-run`` would execute."""
+    chosen = [Candidate(layout=plan.layout, prediction=plan.prediction) for plan in plans]
+    return _ranked(_headline(plans[0]), chosen, ("Nothing was run.",))
+
+
+def _headline(chosen: Plan) -> str:
+    work = chosen.workload
+    return (
+        f"{chosen.model.name or 'model'} on {chosen.layout.num_devices} devices of "
+        f"{chosen.cluster.name}: batch {work.global_batch_size} x {work.seq_len}, "
+        f"{chosen.dtype}, {chosen.lowering}"
+    )
+
+
+def _ranked(title: str, candidates: Sequence[Candidate], legend: tuple[str, ...]) -> Table:
+    rows = tuple(
+        (
+            str(rank),
+            candidate.layout.name,
+            format_seconds(candidate.prediction.step_time_s),
+            interval(candidate.prediction.low_s, candidate.prediction.high_s),
+            format_count(candidate.prediction.tokens_per_s),
+            format_rate(candidate.prediction.flops_per_device_per_s, "FLOP/s"),
+            percent(candidate.prediction.mfu),
+            format_bytes(candidate.prediction.peak_memory_bytes),
+        )
+        for rank, candidate in enumerate(candidates, 1)
+    )
+    columns = ("", "layout", "step", "interval", "tokens/s", "FLOP/s a device", "MFU", "memory")
+    return Table(title, columns, rows, legend, left=2)
+
+
+def _removed(chosen: Plan) -> Table:
+    rows = tuple((str(removal.count), removal.constraint) for removal in chosen.removed)
+    kept = chosen.num_considered - sum(removal.count for removal in chosen.removed)
+    legend = [f"{kept} layouts were left and ranked."]
+    if chosen.nearest_infeasible is not None:
+        near = chosen.nearest_infeasible
+        legend.append(f"Nearest that does not fit: {near.layout.name}; {near.reason}.")
+    title = f"Of {chosen.num_considered} layouts, removed by"
+    return Table(title, ("layouts", "constraint"), rows, tuple(legend), left=2)
+
+
+def parts(chosen: Plan) -> Table:
+    """Where the best layout spends a step and its memory."""
+    prediction = chosen.prediction
+    rows = [
+        (
+            "time",
+            part.name,
+            format_seconds(part.value),
+            percent(part.value / prediction.step_time_s),
+        )
+        for part in prediction.time_parts
+    ] + [
+        (
+            "memory",
+            part.name,
+            format_bytes(part.value),
+            percent(part.value / prediction.peak_memory_bytes),
+        )
+        for part in prediction.memory_parts
+    ]
+    title = f"Predicted parts of {chosen.layout.name}"
+    return Table(title, ("of", "part", "amount", "share"), tuple(rows), left=2)
+
+
+def steps(results: Sequence[StepResult]) -> list[Table]:
+    """Predicted beside measured, time then memory; how fast that is; what failed."""
+    done = [result for result in results if result.time is not None]
+    if not done:
+        return failures(results)
+    kinds = " and ".join(sorted({result.memory_kind for result in done}))
+    times = tuple(
+        (
+            result.plan.layout.name,
+            *_outcome(result.time, format_seconds),
+            *_spread(result),
+            str(result.num_steps),
+        )
+        for result in done
+    )
+    compared = ("layout", "predicted", "interval", "measured", "error")
+    memory = tuple(
+        (result.plan.layout.name, *_outcome(result.memory, format_bytes)) for result in done
+    )
+    checked = any(result.check_loss_error is not None for result in done)
+    speed = ("layout", "tokens/s", "FLOP/s a device", "MFU", "parameters")
+    return [
+        Table(
+            f"Step time, predicted beside measured: {_headline(done[0].plan)}",
+            (*compared, "95 % interval", "mean", "std", "steps"),
+            times,
+            (
+                "error = predicted/measured - 1; * marks a measurement outside the prediction's "
+                "interval. Measured: median over steps of the slowest rank.",
+            ),
+        ),
+        Table(
+            "Peak memory, predicted beside measured",
+            compared,
+            memory,
+            (f"Measured: largest over ranks, {kinds}.",),
+        ),
+        Table(
+            "As it ran",
+            (*speed, "loss error") if checked else speed,
+            tuple(_rates(result, checked) for result in done),
+            (MFU_LEGEND, *((CHECK_LEGEND,) if checked else ())),
+        ),
+        *failures(results),
+    ]
+
+
+def _outcome(outcome: Outcome | None, show: Callable[[float], str]) -> tuple[str, str, str, str]:
+    if outcome is None:
+        return (ABSENT,) * 4
+    return (
+        show(outcome.predicted),
+        interval(outcome.low, outcome.high, show),
+        show(outcome.measured) + ("" if outcome.within else " *"),
+        percent(outcome.error, sign=True),
+    )
+
+
+def _spread(result: StepResult) -> tuple[str, str, str]:
+    assert result.measured_low_s is not None and result.measured_high_s is not None
+    assert result.mean_s is not None and result.std_s is not None
+    spread = interval(result.measured_low_s, result.measured_high_s)
+    return spread, format_seconds(result.mean_s), format_seconds(result.std_s)
+
+
+def _rates(result: StepResult, checked: bool) -> tuple[str, ...]:
+    assert result.tokens_per_s is not None and result.flops_per_device_per_s is not None
+    row = (
+        result.plan.layout.name,
+        format_count(result.tokens_per_s),
+        format_rate(result.flops_per_device_per_s, "FLOP/s"),
+        percent(result.mfu),
+        format_count(result.num_parameters),
+    )
+    error = result.check_loss_error
+    return (*row, ABSENT if error is None else f"{error:.1e}") if checked else row
+
+
+def failures(results: Sequence[StepResult]) -> list[Table]:
+    """Runs without a measured step, with what ended them."""
+    rows = tuple(
+        (result.plan.layout.name, result.status, result.reason, result.run_id)
+        for result in results
+        if result.time is None
+    )
+    return (
+        [Table("Not measured", ("layout", "status", "reason", "run"), rows, left=4)] if rows else []
+    )

@@ -1,0 +1,27 @@
+"""compare: two runs in, the ratio of every case they share and the verdict out."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from meshwise.pages import compare as pages
+from meshwise.pages.compare import Comparison
+from meshwise.spec import Sample
+from meshwise.verbs import files
+
+
+def compare(
+    a: Path | str, b: Path | str, *, fail_if: str | None = None, force: bool = False
+) -> Comparison:
+    """Is run ``b`` faster than run ``a``? Both are run directories or their samples.jsonl.
+
+    ``fail_if``: ``slower>5%`` or ``faster>5%``; the cases it caught are in ``failed``. Samples of
+    different timing methods or regimes are refused unless ``force``.
+    """
+    return pages.compare(_samples(a), _samples(b), fail_if=fail_if, force=force)
+
+
+def _samples(path: Path | str) -> tuple[str, Iterable[Sample]]:
+    run_dir = Path(path).parent if Path(path).name == "samples.jsonl" else Path(path)
+    if not (run_dir / "run.json").exists():
+        raise ValueError(f"{path} is not a run directory; give runs/<id>")
+    return str(path), files.load(run_dir)[1]

@@ -1,0 +1,36 @@
+"""The files between verbs: taken by default from the working directory, and always announced."""
+
+import logging
+from pathlib import Path
+from typing import TypeVar
+
+from meshwise import store
+from meshwise.spec import Cluster, Costs, Plan, RunInfo, Sample
+
+T = TypeVar("T", Cluster, Costs, Plan)
+
+log = logging.getLogger("meshwise")
+
+_WRITER: dict[type, str] = {Cluster: "detect", Costs: "calibrate", Plan: "plan"}
+
+
+def take(path: Path | str, kind: type[T]) -> T:
+    """Read ``path`` and say so; a missing file names the verb that writes it."""
+    if not Path(path).exists():
+        raise ValueError(f"{path} does not exist; `meshwise {_WRITER[kind]}` writes it")
+    announce(path)
+    return store.read(path, kind)
+
+
+def announce(path: Path | str, what: str = "") -> None:
+    """``using ./cluster.toml``, ``using the newest run runs/...``."""
+    shown = Path(path) if Path(path).is_absolute() else f"./{Path(path)}"
+    log.info("using %s%s", f"{what} " if what else "", shown)
+
+
+def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample]]:
+    """A run directory; lines that had to be left out are said."""
+    info, samples, warnings = store.load(run_dir)
+    for warning in warnings:
+        log.warning("%s", warning)
+    return info, samples

@@ -1,0 +1,125 @@
+"""What the verbs that start ranks share: how many, which of them speaks, and how it ended.
+
+Under torchrun or srun every rank runs the verb, rank 0 alone writes and prints, and the request
+that rank 0 makes is the one that counts.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwise.spec import Cluster
+
+
+def leads() -> bool:
+    """Whether this process writes and prints: rank 0, or one that no launcher started."""
+    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
+
+
+def num_ranks(
+    *,
+    nproc: int | None = None,
+    gpus: int | None = None,
+    num_hosts: int | None = None,
+    num_devices_per_host: int | None = None,
+) -> int | None:
+    """The one number that all these options set; None when none is given."""
+    if (num_hosts is None) != (num_devices_per_host is None):
+        raise ValueError("--num-hosts and --num-devices-per-host go together; give both")
+    hosts = None if num_hosts is None else num_hosts * (num_devices_per_host or 0)
+    options = {
+        "--nproc": nproc,
+        "--gpus": gpus,
+        f"--num-hosts {num_hosts} x --num-devices-per-host {num_devices_per_host}": hosts,
+    }
+    given = {name: number for name, number in options.items() if number is not None}
+    for name, number in given.items():
+        if number < 1:
+            raise ValueError(f"{name} = {number}: must be >= 1")
+    if len(set(given.values())) > 1:
+        said = ", ".join(f"{name} = {number}" for name, number in given.items())
+        raise ValueError(f"{said}: these set the same number; give one, or make them equal")
+    return next(iter(given.values()), None)
+
+
+def world_size(asked: int | None, cluster: "Cluster", default: int) -> int:
+    """How many ranks to start; what the launcher or the cluster cannot hold is refused here."""
+    launched = _launched()
+    if launched is not None and asked not in (None, launched):
+        raise ValueError(
+            f"nproc = {asked}, but the launcher started {launched} ranks; "
+            "leave nproc out or make them equal"
+        )
+    size = launched or asked or default
+    if not 1 <= size <= cluster.num_devices:
+        raise ValueError(
+            f"nproc = {size}: cluster {cluster.name!r} has {cluster.num_devices} devices; "
+            f"use 1 to {cluster.num_devices}, or describe a larger cluster"
+        )
+    if launched is None and size > cluster.num_devices_per_host:
+        raise ValueError(
+            f"nproc = {size}: a host of {cluster.name!r} has {cluster.num_devices_per_host} "
+            "devices; start this verb on every host with torchrun or srun"
+        )
+    return size
+
+
+def _launched() -> int | None:
+    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
+        return None  # without importing torch
+    from meshwise import ranks
+
+    place = ranks.environment()
+    return None if place is None else place["world_size"]
+
+
+def check_machine(cluster: "Cluster", size: int) -> None:
+    """Refuse to start ``size`` ranks on a machine that is not the one described."""
+    import torch
+
+    device = cluster.device
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.kind == "cpu":
+        if visible:
+            raise ValueError(
+                f"cluster {cluster.name!r} is of CPUs, but {visible} GPUs are visible; set "
+                "CUDA_VISIBLE_DEVICES= to use the CPU, or run `meshwise detect`"
+            )
+        return
+    found = sorted({torch.cuda.get_device_name(i) for i in range(visible)})
+    if device.name not in found:
+        raise ValueError(
+            f"cluster {cluster.name!r} is of {device.name!r}, but here is "
+            f"{', '.join(found) or 'no GPU'}; run `meshwise detect` on this machine"
+        )
+    if visible < min(size, cluster.num_devices_per_host) and _launched() is None:
+        raise ValueError(f"{size} ranks need {size} GPUs, but {visible} are visible")
+
+
+def command(verb: str) -> tuple[str, ...]:
+    """What the user typed, or the verb when it was called from Python."""
+    program = Path(sys.argv[0])
+    typed = program.name == "meshwise" or program.parts[-2:] == ("meshwise", "__main__.py")
+    return ("meshwise", *sys.argv[1:]) if typed else (f"meshwise.{verb}(...)",)
+
+
+@contextlib.contextmanager
+def recorded(run_dir: Path, hint: str = "") -> Iterator[None]:
+    """However the ranks end, run.json says it; ``hint`` ends the message of Ctrl-C."""
+    try:
+        yield
+    except BaseException as error:
+        if not leads():
+            raise
+        from meshwise import store
+
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        reason = "stopped by the user" if stopped else str(error)
+        store.finish(run_dir, "interrupted" if stopped else "failed", reason)
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"what was measured is in {run_dir}{hint}") from None
+        raise

@@ -1,0 +1,66 @@
+"""plan: a model and prices in, the fastest layout that fits out (plan.json)."""
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from meshwise import store
+from meshwise.spec import Costs, Model, Plan, Workload
+from meshwise.verbs import files
+
+log = logging.getLogger("meshwise")
+
+
+def plan(
+    model: str | Model | None = None,
+    *,
+    gpus: int | None = None,
+    costs: Path | str = "costs.json",
+    global_batch_size: int | None = None,
+    seq_len: int | None = None,
+    top: int = 10,
+    out: Path | str = "plan.json",
+) -> Plan:
+    """Price every legal layout of ``model`` on ``gpus`` devices and keep the ``top`` fastest.
+
+    ``model``: a name of the catalogue or a record, by default the one that fills the cluster.
+    ``gpus``: all devices of the cluster by default (CPU ranks count as devices).
+    """
+    from meshwise import search
+    from meshwise.models import catalogue
+
+    if top < 1:
+        raise ValueError(f"top = {top}: must be >= 1")
+    chosen = catalogue.get(model) if isinstance(model, str) else model
+    prices = files.take(costs, Costs)
+    if chosen is None:
+        chosen = catalogue.default_model(prices.cluster)
+        log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
+    found = search.find(
+        chosen,
+        _workload(prices, chosen, global_batch_size, seq_len),
+        prices,
+        num_devices=prices.cluster.num_devices if gpus is None else gpus,
+        top=top,
+    )
+    store.write(out, found)
+    log.info("wrote %s", out)
+    return found
+
+
+def _workload(
+    costs: Costs, model: Model, global_batch_size: int | None, seq_len: int | None
+) -> Workload:
+    from meshwise.models import catalogue
+
+    if seq_len is not None and seq_len > model.max_seq_len:
+        raise ValueError(
+            f"seq_len = {seq_len}: {model.name or 'the model'} has positions for "
+            f"{model.max_seq_len} tokens; use at most that"
+        )
+    given = {"global_batch_size": global_batch_size, "seq_len": seq_len}
+    return msgspec.structs.replace(
+        catalogue.default_workload(costs.cluster, model),
+        **{name: value for name, value in given.items() if value is not None},
+    )

@@ -1,0 +1,73 @@
+"""report: one self-contained page of whatever runs, prices and plan there are."""
+
+import logging
+from pathlib import Path
+from typing import TypeVar
+
+from meshwise import store
+from meshwise.pages.html import Contents, page
+from meshwise.pages.steps import result
+from meshwise.spec import Costs, Plan, RunInfo
+from meshwise.verbs import files
+
+log = logging.getLogger("meshwise")
+
+T = TypeVar("T", Costs, Plan)
+
+
+def report(
+    *,
+    runs: Path | str = "runs",
+    costs: Path | str = "costs.json",
+    plan: Path | str = "plan.json",
+    out: Path | str = "report.html",
+) -> Path:
+    """Write the page and return its path. What is missing is a sentence on the page; nothing at
+    all is a ValueError that names the first verb."""
+    return write(gather(runs, costs, plan), out)
+
+
+def gather(runs: Path | str, costs: Path | str, plan: Path | str) -> Contents:
+    """The prices, the plan, the runs of its model on its cluster, the runs the prices rest on."""
+    prices, chosen = _found(costs, Costs), _found(plan, Plan)
+    infos = {path: store.read(path / "run.json", RunInfo) for path in store.runs_of(runs)}
+    if prices is None and chosen is None and not infos:
+        raise ValueError(
+            f"nothing to report: {costs}, {plan} and any run under {runs} are missing; "
+            "begin with `meshwise measure profile`"
+        )
+    ran = [files.load(path) for path, info in infos.items() if _of_plan(info, chosen)]
+    rested_on = None if prices is None else prices.runs
+    measured = [
+        files.load(path)
+        for path, info in infos.items()
+        if info.verb == "measure" and (rested_on is None or info.run_id in rested_on)
+    ]
+    return Contents(
+        plan=chosen,
+        costs=prices,
+        results=tuple(result(info, samples) for info, samples in ran),
+        runs=tuple((info, tuple(samples)) for info, samples in (*measured, *ran)),
+    )
+
+
+def write(contents: Contents, out: Path | str) -> Path:
+    """The page as a file."""
+    text, path = page(contents), Path(out)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _found(path: Path | str, kind: type[T]) -> T | None:
+    return files.take(path, kind) if Path(path).exists() else None
+
+
+def _of_plan(info: RunInfo, plan: Plan | None) -> bool:
+    """Whether a run executed the plan or a rival of it; any plan when there is none."""
+    if info.plan is None:
+        return False
+    return plan is None or (info.plan.model == plan.model and info.cluster == plan.cluster)

@@ -1,0 +1,118 @@
+"""run: execute a plan, and its runners-up if asked, one run directory each."""
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from meshwise import store
+from meshwise.spec import Candidate, Plan, RunInfo
+from meshwise.verbs import files, job
+
+log = logging.getLogger("meshwise")
+
+
+def run(
+    plan: Path | str = "plan.json",
+    *,
+    steps: int = 10,
+    warmup: int = 3,
+    rivals: int = 0,
+    check: bool = False,
+    data: str | None = None,
+    seed: int = 0,
+    nproc: int | None = None,
+    runs: Path | str = "runs",
+    dry_run: bool = False,
+) -> list[Path] | list[Plan]:
+    """Train ``steps`` steps of the plan; the run directories, or with ``dry_run`` the plans alone.
+
+    ``rivals``: also run that many runners-up. ``check``: compare the losses of three steps with
+    one device in fp32. ``data``: a token file, random tokens by default. ``nproc`` must be the
+    number of devices that the plan is for.
+    """
+    chosen = files.take(plan, Plan)
+    size = chosen.layout.num_devices
+    if nproc not in (None, size):
+        raise ValueError(
+            f"nproc = {nproc}: {plan} is for {size} ranks; plan anew with --gpus {nproc}, "
+            "or leave nproc out"
+        )
+    plans = [chosen, *_rivals(chosen, rivals)]
+    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
+        if value < least:
+            raise ValueError(f"{name} = {value}: must be >= {least}")
+    job.world_size(size, chosen.cluster, default=size)
+    if dry_run:
+        return plans
+    job.check_machine(chosen.cluster, size)
+    from meshwise.engine.train import TrainRequest
+
+    run_dirs = []
+    for one in plans:
+        run_dir = _created(runs, one)
+        request = TrainRequest(
+            plan=one,
+            run_dir=str(run_dir),
+            steps=steps,
+            warmup=warmup,
+            seed=seed,
+            data=data,
+            checked=check,
+        )
+        _start(run_dir, request, one)
+        run_dirs.append(run_dir)
+    return run_dirs
+
+
+def _rivals(plan: Plan, count: int) -> list[Plan]:
+    if not 0 <= count <= len(plan.runners_up):
+        raise ValueError(
+            f"rivals = {count}: the plan holds {len(plan.runners_up)} runners-up; "
+            f"use 0 to {len(plan.runners_up)}, or plan with a larger --top"
+        )
+    return [_of_candidate(plan, candidate) for candidate in plan.runners_up[:count]]
+
+
+def _of_candidate(plan: Plan, candidate: Candidate) -> Plan:
+    """The runner-up as a plan of its own."""
+    from meshwise.search.find import stage_of
+
+    return msgspec.structs.replace(
+        plan,
+        layout=candidate.layout,
+        prediction=candidate.prediction,
+        stages=(stage_of(plan.model, candidate.layout),),
+        runners_up=(),
+        removed=(),
+        nearest_infeasible=None,
+    )
+
+
+def _created(runs: Path | str, plan: Plan) -> Path:
+    if not job.leads():
+        return Path(runs)
+    from meshwise import provenance
+
+    size = plan.layout.num_devices
+    return store.create(
+        runs,
+        verb="run",
+        slug=f"{plan.model.name}-{plan.layout.name}",
+        cluster=plan.cluster,
+        world_size=size,
+        command=job.command("run"),
+        provenance=provenance.collect(nproc=size),
+        plan=plan,
+    )
+
+
+def _start(run_dir: Path, request: msgspec.Struct, plan: Plan) -> None:
+    from meshwise import launch
+
+    size = plan.layout.num_devices
+    log.info("%s %s on %d ranks, into %s", plan.model.name, plan.layout.name, size, run_dir)
+    with job.recorded(run_dir):
+        launch.run("meshwise.engine.train:run_ranks", request, nproc=size)  # type: ignore[arg-type]
+    if job.leads() and store.read(run_dir / "run.json", RunInfo).status == "running":
+        store.finish(run_dir, "complete")

@@ -1,0 +1,272 @@
+"""The cases of a profile: what must be there, in which order, under which name."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from meshwise.models import block_ops, catalogue
+from meshwise.probe import profile, progress
+from meshwise.spec import (
+    DTYPE_BYTES,
+    Attention,
+    Block,
+    Case,
+    Cluster,
+    Collective,
+    Device,
+    Elementwise,
+    Gemm,
+    Layout,
+    Model,
+    Sample,
+    Step,
+    Tier,
+    Workload,
+)
+
+MODEL = Model(hidden=96, layers=2, heads=6, ffn=384, vocab=1000, max_seq_len=256)
+
+
+def a_cluster(kind: str, num_devices: int, near: int | None = None) -> Cluster:
+    """One host; with ``near``, only that many neighbours share the fast links."""
+    tiers = [Tier(name="fast", num_devices=near)] if near else []
+    return Cluster(
+        name="test",
+        num_hosts=1,
+        num_devices_per_host=num_devices,
+        device=Device(name="device", kind=kind, memory_bytes=2**37),
+        tiers=(*tiers, Tier(name="all", num_devices=num_devices)),
+    )
+
+
+def a_profile(kind: str = "cpu", world_size: int = 4, models: tuple[Model, ...] = (MODEL,)):
+    gpu = kind == "cuda"
+    return profile.cases(
+        a_cluster(kind, world_size),
+        models=models,
+        world_size=world_size,
+        dtype="bf16" if gpu else "fp32",
+        lowering="compiled" if gpu else "eager",
+    )
+
+
+PROFILES = [("cpu", 1), ("cpu", 2), ("cpu", 4), ("cpu", 6), ("cuda", 1), ("cuda", 4), ("cuda", 8)]
+
+
+@pytest.mark.parametrize(("kind", "world_size"), PROFILES)
+def test_no_case_comes_twice_and_every_name_is_its_own(kind, world_size):
+    found = a_profile(kind, world_size, (MODEL, catalogue.get("gpt-125m"), MODEL))
+    assert len({case.id for case in found}) == len(found)
+    assert len({profile.label(case) for case in found}) == len(found)
+    assert all(case.world_size == world_size for case in found)
+
+
+@pytest.mark.parametrize(("kind", "world_size"), PROFILES)
+def test_a_block_comes_after_all_that_its_price_is_made_of(kind, world_size):
+    """Any prefix can be calibrated: products are there, and curves of every communication."""
+    measured, curves = set(), set()
+    ops = [case.op for case in a_profile(kind, world_size)]
+    assert isinstance(ops[0], Elementwise) and ops[0].kind == "copy"
+    for op in ops:
+        if isinstance(op, Collective):
+            curves.add((op.kind, op.group_size))
+        elif not isinstance(op, Block):
+            measured.add(op)
+            continue
+        else:
+            for part in block_ops(op):
+                if isinstance(part, Gemm | Attention):
+                    assert part in measured
+                elif isinstance(part, Collective):
+                    assert (part.kind, part.group_size) in curves
+
+
+@pytest.mark.parametrize(("kind", "world_size"), PROFILES)
+def test_backward_follows_its_forward(kind, world_size):
+    ops = [case.op for case in a_profile(kind, world_size)]
+    for at, op in enumerate(ops):
+        if isinstance(op, Block) and op.direction == "forward":
+            assert ops[at + 1] == msgspec.structs.replace(op, direction="backward")
+
+
+@pytest.mark.parametrize(("kind", "world_size"), PROFILES)
+def test_groups_tile_the_world_and_sizes_divide(kind, world_size):
+    found = [case.op for case in a_profile(kind, world_size) if isinstance(case.op, Collective)]
+    assert bool(found) == (world_size > 1)
+    for op in found:
+        assert world_size % (op.group_size * op.group_stride) == 0
+        assert op.size_bytes > 0
+        assert op.size_bytes % (op.group_size * DTYPE_BYTES[op.dtype]) == 0
+
+
+def test_degrees_are_those_the_model_allows():
+    """6 heads, 1000 words: tp 2 only; without a second rank no tp at all."""
+    for world_size, expected in ((1, {1}), (4, {1, 2}), (6, {1, 2})):
+        found = {case.op.tp for case in a_profile(world_size=world_size) if _is_block(case)}
+        assert found == expected
+    both = {
+        (case.op.part, case.op.sequence_parallel)
+        for case in a_profile()
+        if _is_block(case) and case.op.tp == 2
+    }
+    assert both == {("layer", False), ("layer", True), ("head", False), ("head", True)}
+
+
+def _is_block(case: Case) -> bool:
+    return isinstance(case.op, Block)
+
+
+def test_every_product_of_the_model_is_there():
+    """Shapes by hand, for a microbatch of 1: [tokens, out] from [tokens, in], and the gradients."""
+    h, ffn, vocab, tokens = 96, 384, 1000, 128
+    ops = {case.op for case in a_profile(world_size=1)}
+    for n, k in ((3 * h, h), (h, h), (ffn, h), (h, ffn), (vocab, h)):
+        assert Gemm(m=tokens, n=n, k=k, dtype="fp32") in ops
+        assert Gemm(m=tokens, n=k, k=n, dtype="fp32", trans_b=False) in ops
+        assert Gemm(m=n, n=k, k=tokens, dtype="fp32", trans_a=True, trans_b=False) in ops
+    for direction in ("forward", "backward"):
+        shape = {"batch": 1, "q_len": 128, "kv_len": 128, "heads": 6, "kv_heads": 6}
+        assert Attention(**shape, head_dim=16, direction=direction, dtype="fp32") in ops
+
+
+def test_equal_pieces_of_two_models_are_measured_once():
+    deeper = msgspec.structs.replace(MODEL, name="deeper", layers=40)
+    assert a_profile(models=(MODEL, deeper)) == a_profile(models=(MODEL,))
+
+
+def test_regime_and_lowering():
+    for case in a_profile("cuda", 4):
+        warm = isinstance(case.op, Block | Collective)
+        assert case.regime == ("warm" if warm else "cold")
+        assert case.lowering == ("compiled" if isinstance(case.op, Block) else "eager")
+    assert {case.regime for case in a_profile("cpu", 4)} == {"warm"}
+
+
+def test_far_groups_where_they_can_differ():
+    def strides(cluster: Cluster, kind: str) -> set[int]:
+        found = profile.cases(
+            cluster, models=(MODEL,), world_size=4, dtype="fp32", lowering="eager"
+        )
+        ops = (case.op for case in found if isinstance(case.op, Collective))
+        return {op.group_stride for op in ops if op.kind == kind and op.group_size == 2}
+
+    assert strides(a_cluster("cpu", 4), "all_gather") == {1, 2}
+    assert strides(a_cluster("cpu", 4), "all_reduce") == {1}
+    assert strides(a_cluster("cpu", 4, near=2), "all_reduce") == {1, 2}
+
+
+def test_too_large_a_world_is_refused():
+    with pytest.raises(ValueError, match=r"world_size = 8.*4 devices; use 1 to 4"):
+        profile.cases(
+            a_cluster("cpu", 4), models=(MODEL,), world_size=8, dtype="fp32", lowering="eager"
+        )
+
+
+LABELS = [
+    (Gemm(m=8192, n=2560, k=2560), "gemm 8192x2560x2560 bf16"),
+    (Gemm(m=1, n=2, k=3, trans_a=True, trans_b=False), "gemm 1x2x3 bf16 tn"),
+    (
+        Collective(kind="all_gather", size_bytes=2**24, group_size=4),
+        "all_gather 16.0 MiB x4",
+    ),
+    (
+        Collective(kind="all_reduce", size_bytes=512, group_size=2, group_stride=4),
+        "all_reduce 512 B x2 stride 4",
+    ),
+    (
+        Attention(batch=8, q_len=1024, kv_len=1024, heads=32, kv_heads=8, head_dim=80),
+        "attention b8 s1024 h32/8x80 bf16 causal forward",
+    ),
+    (Elementwise(kind="copy", read_bytes=2**15, write_bytes=2**15), "copy 64.0 KiB"),
+    (
+        Block(
+            part="layer", model=MODEL, microbatch_size=8, seq_len=128, tp=2,
+            sequence_parallel=True, direction="backward",
+        ),
+        "layer gpt h96 mb8 tp2+sp backward",
+    ),
+    (Block(part="head", model=MODEL, microbatch_size=1, seq_len=128), "head gpt h96 mb1 forward"),
+    (
+        Step(
+            model=catalogue.get("gpt-2.6b"),
+            workload=Workload(global_batch_size=32, seq_len=1024),
+            layout=Layout(dp=4, zero=3, microbatch_size=8),
+        ),
+        "step gpt-2.6b dp4 zero3 mb8x1",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "expected"), LABELS)
+def test_labels(op, expected):
+    assert profile.label(Case(op=op)) == expected
+    assert profile.label(Case(op=op, regime="graph")) == f"{expected} graph"
+
+
+def test_estimates_grow_with_the_work_and_count_compilation_once():
+    cluster = a_cluster("cuda", 4)
+    small, large = (
+        profile.estimate_s(Case(op=Gemm(m=n, n=n, k=n)), cluster) for n in (1024, 65536)
+    )
+    assert 0 < small < large
+    block = Block(part="layer", model=MODEL, microbatch_size=1, seq_len=128)
+    backward = msgspec.structs.replace(block, direction="backward")
+    eager, compiled, second = (
+        profile.estimate_s(Case(op=op, lowering=lowering), cluster)
+        for op, lowering in ((block, "eager"), (block, "compiled"), (backward, "compiled"))
+    )
+    assert compiled == eager + profile.COMPILE_S
+    assert second < profile.COMPILE_S
+
+
+def test_pace_corrects_its_estimates_and_keeps_to_the_budget(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(profile, "estimate_s", lambda case, cluster: 1.0)
+    copies = [Case(op=Elementwise(kind="copy", read_bytes=n, write_bytes=n)) for n in (1, 2, 3)]
+    gemm = Case(op=Gemm(m=1, n=1, k=1))
+    pace = progress.Pace(a_cluster("cpu", 1), [*copies, gemm], budget_s=10.0)
+    assert pace.fits(copies[0])
+    clock[0] = 6.0  # it took six times its estimate: the other copies will too
+    pace.done(copies[0])
+    assert pace.remaining_s() == 4.0
+    assert not pace.fits(copies[1])
+    assert pace.fits(gemm)
+    clock[0] = 9.0
+    pace.done(gemm)
+    assert not pace.fits(copies[2])
+
+    clock[0] = 0.0
+    unbounded = progress.Pace(a_cluster("cpu", 1), copies, budget_s=None)
+    assert unbounded.remaining_s() == 3.0
+    assert unbounded.fits(copies[2])
+
+
+def test_the_first_case_always_fits():
+    case = Case(op=Gemm(m=4096, n=4096, k=4096))
+    assert progress.Pace(a_cluster("cpu", 1), [case], budget_s=1e-6).fits(case)
+
+
+def test_progress_in_a_log_is_one_plain_line_a_case(capsys):
+    case = Case(op=Gemm(m=8, n=8, k=8))
+    done = Sample(case_id=case.id, case=case, status="ok", times_s=(2e-3,))
+    failed = Sample(case_id=case.id, case=case, status="oom", reason="rank 1: out of memory")
+    with progress.Progress(3, visible=True) as shown:
+        shown.end(done, 61.4)
+        shown.pass_over()
+        shown.end(failed, 0.0)
+    with progress.Progress(3, visible=False) as hidden:
+        hidden.end(done, 1.0)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "1/3  gemm 8x8x8 bf16  2.00 ms  (61 s left)",
+        "3/3  gemm 8x8x8 bf16  oom: rank 1: out of memory  (0 s left)",
+    ]
+
+
+def test_listing_cases_needs_no_torch():
+    code = "import sys, meshwise.probe.progress; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
