@@ -48,9 +48,12 @@ def _app() -> cyclopts.App:
 
 
 def _version() -> str:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    return version("meshwise")
+    try:
+        return version("meshwise")
+    except PackageNotFoundError:
+        return "a checkout that is not installed"
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -92,10 +95,5 @@ def _log_to_stderr() -> None:
     from meshwise.verbs import job
 
     log = logging.getLogger("meshwise")
-    if log.handlers:
-        return
-    handler = logging.StreamHandler() if job.leads() else logging.NullHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.addHandler(handler)
+    log.handlers = [logging.StreamHandler() if job.leads() else logging.NullHandler()]
     log.setLevel(logging.INFO)
-    log.propagate = False

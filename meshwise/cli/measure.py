@@ -17,7 +17,7 @@ def measure(
     *,
     cluster: str = "cluster.toml",
     model: tuple[str, ...] = (),
-    lowering: Literal["eager", "compiled"] = "eager",
+    lowering: Literal["eager", "compiled"] | None = None,
     budget: str | None = None,
     resume: bool = False,
     size: Size = ANY,
@@ -38,7 +38,7 @@ def measure(
         Model of the catalogue whose operations are measured; may be repeated. By default one that
         fills the cluster.
     lowering
-        How a model's blocks are run.
+        How a model's blocks are run; by default compiled on GPUs and eager on CPUs.
     budget
         Time to spend, as 120s or 2m; the most useful cases come first. By default all cases.
     resume

@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -33,27 +34,41 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def peak_tensor_bytes(work: Callable[[], object], held: Iterable[Tensor]) -> int:
     """High-water mark of CPU tensor bytes while ``work`` runs; ``held`` exist before it.
 
-    ``work`` runs three times and must leave nothing behind. A block that one of gloo's threads
-    happens to free is missed by the profiler, so the trace whose sum is nearest zero counts.
+    ``work`` runs three times, alike each time, and must leave nothing behind. A block whose last
+    holder is one of gloo's threads is freed unseen by the profiler. Which blocks that hits is
+    chance, so a free that any trace has seen counts for all.
     """
     before_bytes = storage_bytes(held)
-    sums = [_running_sum(work) for _ in range(NUM_TRACES)]
-    cleanest = min(sums, key=lambda running: abs(running[-1]))
-    return before_bytes + max(cleanest)
+    first, *others = [_trace(work) for _ in range(NUM_TRACES)]
+    sizes = [size for size, _ in first]
+    alike = [first, *(blocks for blocks in others if [size for size, _ in blocks] == sizes)]
+    ends = [min(end for _, end in same) for same in zip(*alike, strict=True)]
+    changes = [*sizes, 0]  # of the sum when block i appears and all that end before it are gone
+    for size, end in zip(sizes, ends, strict=True):
+        changes[end] -= size
+    return before_bytes + max(accumulate(changes, initial=0))
 
 
-def _running_sum(work: Callable[[], object]) -> list[int]:
-    """Bytes that ``work`` holds after each of its allocations and frees; it begins with 0."""
+def _trace(work: Callable[[], object]) -> list[tuple[int, int]]:
+    """Every block that ``work`` allocates, in order: its bytes, and the index of the next block
+    allocated after it was freed (the number of blocks if it was not)."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    changes = [event for event in events if event.get("name") == "[memory]"]
-    changes.sort(key=lambda event: event["ts"])
-    # not "Total Allocated": it goes on from earlier traces, whose blocks were freed unseen
-    return list(accumulate((int(event["args"]["Bytes"]) for event in changes), initial=0))
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    sizes: list[int] = []
+    ends: dict[int, int] = {}
+    living: dict[int, int] = {}
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=itemgetter("ts")):
+        size, address = int(event["args"]["Bytes"]), event["args"]["Addr"]
+        if size > 0:
+            living[address] = len(sizes)
+            sizes.append(size)
+        elif address in living:
+            ends[living.pop(address)] = len(sizes)
+    return [(size, ends.get(index, len(sizes))) for index, size in enumerate(sizes)]
 
 
 def cuda_peak() -> dict[str, float]:

@@ -61,7 +61,7 @@ def read(folder: Path) -> dict[int, Fate]:
 def explain(
     fates: Mapping[int, Fate], exit_codes: Mapping[int, int], killed: Collection[int]
 ) -> RanksFailed:
-    """Who died of what: an own error, else a death, else what the survivors said of it.
+    """Who died of what: an own error, else a death, else what the survivors said, else a stop.
 
     ``exit_codes`` as subprocess gives them (-9 is SIGKILL); ``killed`` are the ranks that the
     launcher ended itself because they did not answer.
@@ -82,6 +82,9 @@ def explain(
         message = sentence(cause, died, fates[cause].case if cause in fates else "")
     elif failed:
         cause, message = failed[0].rank, failed[0].error
+    elif killed:
+        cause = min(killed)
+        message = sentence(cause, " had stopped", fates[cause].case)
     else:
         cause, message = None, "the ranks were ended from outside"
     frozen = "".join(f", rank {r} did not answer and was killed" for r in sorted(killed))

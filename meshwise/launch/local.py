@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,7 @@ def start(errand: Errand, nproc: int, *, worker: tuple[str, ...] = _WORKER) -> N
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         )
-        with _quiet(), _own_signals(), _watch(folder) as killed:
+        with _quiet(), _own_signals(), _watch(folder, errand.timeout_s) as killed:
             try:
                 elastic_launch(config, sys.executable)(*worker, str(request))
             except ChildFailedError as error:
@@ -65,11 +66,12 @@ def start(errand: Errand, nproc: int, *, worker: tuple[str, ...] = _WORKER) -> N
 
 
 @contextlib.contextmanager
-def _watch(folder: Path) -> Iterator[set[int]]:
+def _watch(folder: Path, timeout_s: float) -> Iterator[set[int]]:
     """The ranks that had to be killed, filled while the body runs."""
     killed: set[int] = set()
     over = threading.Event()
-    watcher = threading.Thread(target=_end_stragglers, args=(folder, over, killed), daemon=True)
+    arguments = (folder, timeout_s, over, killed)
+    watcher = threading.Thread(target=_end_stragglers, args=arguments, daemon=True)
     watcher.start()
     try:
         yield killed
@@ -78,27 +80,46 @@ def _watch(folder: Path) -> Iterator[set[int]]:
         watcher.join()
 
 
-def _end_stragglers(folder: Path, over: threading.Event, killed: set[int]) -> None:
-    """Once a rank has ended badly, kill every rank that still runs ``_PATIENCE_S`` later."""
+def _end_stragglers(
+    folder: Path, timeout_s: float, over: threading.Event, killed: set[int]
+) -> None:
+    """Kill a rank that stays stopped, and once one has ended badly all that run on after it.
+
+    Others notice a stopped rank in most collectives, but NCCL waits for it without end while it
+    sets up a connection.
+    """
+    stopped_since: dict[int, float] = {}
+    gone: list[int] = []
     while not over.wait(0.2):
-        fates = failures.read(folder).values()
-        if any(f.state == "failed" or (f.state == "running" and not _runs(f.pid)) for f in fates):
+        fates = failures.read(folder)
+        lost = [rank for rank in gone if fates[rank].state == "running"]
+        if lost or any(fate.state == "failed" for fate in fates.values()):
             break
-    if over.wait(_PATIENCE_S):
-        return
-    for fate in failures.read(folder).values():
-        if _runs(fate.pid):
-            killed.add(fate.rank)
-            os.killpg(fate.pid, signal.SIGKILL)  # the agent gave each rank its own group
+        for rank, fate in fates.items():
+            if _process_state(fate.pid) != "T":
+                stopped_since.pop(rank, None)
+            elif time.monotonic() - stopped_since.setdefault(rank, time.monotonic()) > timeout_s:
+                _kill(fate, killed)
+        # a rank says that it is done before it ends: look at what it said after this
+        gone = [fate.rank for fate in fates.values() if not _process_state(fate.pid)]
+    if not over.wait(_PATIENCE_S):
+        for fate in failures.read(folder).values():
+            _kill(fate, killed)
 
 
-def _runs(pid: int) -> bool:
-    """Whether ``pid`` is a child of ours that has not ended."""
+def _kill(fate: failures.Fate, killed: set[int]) -> None:
+    if _process_state(fate.pid):
+        killed.add(fate.rank)
+        os.killpg(fate.pid, signal.SIGKILL)  # the agent gave each rank its own group
+
+
+def _process_state(pid: int) -> str:
+    """The kernel's letter for a child of ours (R, S, T for stopped, ...); empty when it ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    return fields[0] not in "ZX" and int(fields[1]) == os.getpid()
+        return ""
+    return "" if fields[0] in "ZX" or int(fields[1]) != os.getpid() else fields[0]
 
 
 @contextlib.contextmanager

@@ -55,7 +55,8 @@ def serve(
     setup_s: float = 600.0,
     note: Callable[[str], None] | None = None,
 ) -> None:
-    """Join, call, leave. Any error becomes a RanksFailed that names this rank and its case.
+    """Join, call with rank 0's request, leave. Any error becomes a RanksFailed that names this
+    rank and its case.
 
     After an error the process should just end: leaving would wait for ranks that do not come.
     """
@@ -66,7 +67,9 @@ def serve(
     joined = None
     try:
         joined = ranks.join(timeout_s, setup_s=setup_s, note=note)
-        target(joined, request)
+        # under torchrun every rank makes a request; one must count, or they would disagree
+        agreed = joined.gather(msgspec.Raw(request) if joined.rank == 0 else None)[0]
+        target(joined, msgspec.json.encode(agreed))
         joined.leave()
     except Exception as error:
         told = error if joined is None else joined.explain(error)

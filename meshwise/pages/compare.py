@@ -152,7 +152,7 @@ def table(comparison: Comparison) -> Table:
     if comparison.missing:
         legend.append(f"{comparison.missing} cases were finished on one side only.")
     if comparison.fail_if:
-        outcome = f"fails for {len(caught)} cases" if caught else "holds"
+        outcome = f"caught {len(caught)} of {len(rows)} cases" if caught else "holds"
         legend.append(f"Gate {comparison.fail_if}: {outcome}.")
     columns = ("case", "verdict", "a", "b", "b/a", "95 % interval")
     return Table(f"a = {comparison.a}, b = {comparison.b}", columns, rows, tuple(legend), left=2)

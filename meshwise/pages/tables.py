@@ -96,10 +96,8 @@ def costs(prices: Costs) -> list[Table]:
         (
             factor.key,
             str(len(factor.ratio)),
-            f"{min(factor.ratio):.2f} – {max(factor.ratio):.2f}",
-            f"{min(factor.saved_ratio):.2f} – {max(factor.saved_ratio):.2f}"
-            if factor.saved_ratio
-            else ABSENT,
+            _range(factor.ratio),
+            _range(factor.saved_ratio),
             *_held_out(factor.held_out),
         )
         for factor in prices.factors
@@ -130,6 +128,11 @@ def costs(prices: Costs) -> list[Table]:
             ("part/direction/parallelism. The ratio corrects every plan that holds the block.",),
         ),
     ]
+
+
+def _range(ratios: tuple[float, ...]) -> str:
+    ends = dict.fromkeys(f"{end(ratios):.2f}" for end in (min, max)) if ratios else (ABSENT,)
+    return " – ".join(ends)
 
 
 def _held_out(error: HeldOut) -> tuple[str, str]:

@@ -20,7 +20,7 @@ def measure(
     *,
     cluster: Path | str = DEFAULT_CLUSTER,
     model: tuple[str, ...] = (),
-    lowering: Literal["eager", "compiled"] = "eager",
+    lowering: Literal["eager", "compiled"] | None = None,
     budget: str | None = None,
     resume: bool = False,
     nproc: int | None = None,
@@ -32,13 +32,17 @@ def measure(
 
     ``model``: names of the catalogue, by default the one that fills the cluster. ``budget``:
     seconds to spend (``120s``, ``2m``), all cases by default. ``resume`` continues the newest run
-    of the same cluster and number of ranks. A missing cluster.toml is detected first.
+    of the same cluster and number of ranks. ``lowering`` of the blocks, and so of the plans made
+    from them: compiled on GPUs and eager on CPUs unless given. A missing cluster.toml is detected
+    first.
     """
     if what != "profile":
         raise ValueError(f"what = {what!r}: must be profile")
     budget_s = None if budget is None else parse_seconds(budget)
     machine = _cluster(cluster, nproc, keep=not dry_run)
     size = job.world_size(nproc, machine, default=machine.num_devices)
+    if lowering is None:
+        lowering = "compiled" if machine.device.kind == "cuda" else "eager"
     cases = _cases(machine, model, size, lowering)
     if dry_run:
         from meshwise.probe import profile

@@ -1,12 +1,22 @@
-"""show: any file of ours in, its record out; the command line prints it as tables."""
+"""show: any file of ours in, its record out; the command line prints it as tables.
+
+One operation of a plan can be followed from the model to its place in the sum (``follow``).
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwise import store
 from meshwise.pages.show import Run
-from meshwise.spec import Cluster, Costs, Plan
+from meshwise.pages.table import Table
+from meshwise.pages.tables import percent
+from meshwise.spec import Case, Cluster, Costs, Plan
+from meshwise.spec.label import label
+from meshwise.units import format_seconds
 from meshwise.verbs import files
+
+if TYPE_CHECKING:
+    from meshwise.search.explain import Explained
 
 KINDS = "cluster.toml, costs.json, plan.json, a run directory, run.json or samples.jsonl"
 
@@ -32,3 +42,33 @@ def show(path: Path | str) -> Cluster | Costs | Plan | Run:
     if "prediction" in fields:
         return store.read(path, Plan)
     raise ValueError(f"{path} is none of our files; show can read {KINDS}")
+
+
+def follow(
+    path: Path | str, node: str, costs: Path | str = "costs.json"
+) -> "tuple[Explained, ...]":
+    """What ``node`` of the model (``layers.0.up``) becomes in the plan at ``path``, and its price
+    there by the costs that the plan was made from."""
+    from meshwise import search
+
+    return search.explain(store.read(path, Plan), files.take(costs, Costs), node)
+
+
+def followed(tasks: "tuple[Explained, ...]") -> Table:
+    """One line a task of a rank."""
+    rows = tuple(
+        (
+            task.task,
+            label(Case(op=task.op)),
+            task.source,
+            format_seconds(task.price_s),
+            percent(task.relative_error),
+            f"{task.factor:.3f}",
+            str(task.times),
+            format_seconds(task.seconds),
+        )
+        for task in tasks
+    )
+    legend = "in a step = price x factor of its block x times; error: of the price, p90 held out."
+    columns = ("task", "operation", "price from", "price", "error", "factor", "times", "in a step")
+    return Table("From the model to the plan, on one rank", columns, rows, (legend,), left=3)

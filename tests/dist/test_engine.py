@@ -1,0 +1,218 @@
+"""``train.run_ranks`` from request to sample: metrics, check, token files, faults."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from meshwise import store
+from meshwise.engine import check, data, step
+from meshwise.engine.train import TrainRequest, run_ranks, train
+from meshwise.spec import Layout, Model, Workload
+
+MODEL = Model(hidden=32, layers=2, heads=4, ffn=128, vocab=64, max_seq_len=16)
+WORKLOAD = Workload(global_batch_size=4, seq_len=16)
+SHARDED = Layout(dp=2, zero=3, microbatch_size=1, num_microbatches=2)
+SPLIT = Layout(tp=2, microbatch_size=4)
+
+
+@pytest.fixture
+def request_of(plan_of):
+    def build(layout=SHARDED, run_dir="", **changes):
+        plan = plan_of(MODEL, WORKLOAD, layout)
+        ordered = TrainRequest(plan=plan, run_dir=str(run_dir), steps=3, warmup=1, **changes)
+        return msgspec.json.encode(ordered).decode()
+
+    return build
+
+
+def result(ranks, text):
+    return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=TrainRequest)))
+
+
+def order(ranks, text):
+    run_ranks(ranks, text.encode())
+
+
+@pytest.mark.dist
+def test_a_run_leaves_one_sample(gloo_ranks, request_of, plan_of, tmp_path):
+    run_dir = store.create(
+        tmp_path,
+        verb="run",
+        slug="t",
+        cluster=plan_of(MODEL, WORKLOAD, SHARDED).cluster,
+        world_size=2,
+        command=("test",),
+        provenance={},
+    )
+    gloo_ranks(2, order, text=request_of(run_dir=run_dir, checked=True))
+    _, samples, warnings = store.load(run_dir)
+    assert not warnings
+    (sample,) = samples
+    assert (sample.status, sample.reason) == ("ok", "")
+    assert sample.case.op.layout == SHARDED
+    assert len(sample.times_s) == 3
+    assert len(sample.rank_times_s) == 2
+    assert sample.times_s == tuple(map(max, *sample.rank_times_s))
+    assert [state.rank for state in sample.before] == [0, 1]
+    metrics = sample.metrics
+    assert metrics["num_parameters"] == sum(
+        [2 * (12 * 32**2 + 13 * 32), 64 * 32, 16 * 32, 2 * 32]  # layers, embedding, positions, norm
+    )
+    assert metrics["check_loss_error"] <= 1e-5
+    assert len(metrics["losses"]) == 5  # one of set-up, one untimed, three timed
+    assert metrics["tokens_per_s"] == pytest.approx(4 * 16 / sorted(sample.times_s)[1])
+    fp32_state = 4 * metrics["num_parameters"] / 2 * 3  # this rank's parameters and two moments
+    assert fp32_state < metrics["peak_bytes"] < 10 * fp32_state
+    assert "reserved_bytes" not in metrics
+
+
+def losses(ranks, text):
+    return result(ranks, text)["metrics"]["losses"]
+
+
+@pytest.mark.dist
+def test_layouts_see_the_same_data(gloo_ranks, request_of):
+    texts = [
+        request_of(layout, seed=7) for layout in (SHARDED, SPLIT, Layout(dp=2, microbatch_size=2))
+    ]
+    first, *others = [gloo_ranks(2, losses, text=text)[0] for text in texts]
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-5)
+    assert first == gloo_ranks(2, losses, text=texts[0])[1]  # both ranks report the mean
+
+
+def wrong_check(ranks, text):
+    """One device learns ten times as fast as the plan."""
+    prepare_alone = step.prepare_alone
+
+    def altered(*arguments, **options):
+        training = prepare_alone(*arguments, **options)
+        for group in training.optimizer.param_groups:
+            group["lr"] *= 10
+        return training
+
+    step.prepare_alone = altered
+    try:
+        return result(ranks, text)
+    finally:
+        step.prepare_alone = prepare_alone
+
+
+@pytest.mark.dist
+def test_a_wrong_plan_fails_its_check(gloo_ranks, request_of):
+    text = request_of(checked=True)
+    for sample in gloo_ranks(2, wrong_check, text=text):
+        assert sample["status"] == "error"
+        assert "its losses differ from those of one device" in sample["reason"]
+        assert sample["metrics"]["check_loss_error"] > check.TOLERANCE["cpu"]
+        assert len(sample["times_s"]) == 3
+
+
+def faulty(ranks, text, failing_ranks, kind):
+    """Train with a step that fails at index 2 on some ranks."""
+    run = step.run
+
+    def failing(training, index):
+        if index == 2 and ranks.rank in failing_ranks:
+            if kind == "cuda":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            if kind == "cpu":
+                torch.empty(2**60, dtype=torch.uint8)
+            run(training, index)
+            return torch.tensor(float("nan"))
+        return run(training, index)
+
+    step.run = failing
+    try:
+        return result(ranks, text)
+    finally:
+        step.run = run
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("failing", "kind"), [([0, 1], "cuda"), ([1], "cpu")])
+def test_memory_that_runs_out_is_a_sample(gloo_ranks, request_of, failing, kind):
+    """Also when one rank alone lacks it and the other waits for that rank in a collective."""
+    text = request_of()
+    found = gloo_ranks(2, faulty, text=text, failing_ranks=failing, kind=kind)
+    assert found[0] == found[1]
+    assert found[0]["status"] == "oom"
+    assert "timed steps, step 2: " in found[0]["reason"]
+    assert "memory" in found[0]["reason"]
+    assert not found[0]["times_s"]
+    if failing == [1]:
+        assert found[0]["reason"].startswith("rank 1, ")
+        gloo_ranks.end(2)  # the collective that timed out broke their group
+    else:
+        assert len(gloo_ranks(2, losses, text=text)[0]) == 5  # they go on with the next plan
+
+
+@pytest.mark.dist
+def test_a_loss_that_is_not_finite_names_its_step(gloo_ranks, request_of):
+    text = request_of()
+    for sample in gloo_ranks(2, faulty, text=text, failing_ranks=[1], kind="nan"):
+        assert (sample["status"], sample["reason"]) == ("error", "the loss is nan at step 2")
+        assert len(sample["metrics"]["losses"]) == 2
+
+
+def test_rows_of_all_ranks_make_the_global_batch():
+    layout = Layout(dp=2, tp=2, microbatch_size=1, num_microbatches=2)
+    everything = batches(slice(None))
+    for rank in range(4):
+        mine = batches(step.rows(layout, rank))
+        assert np.array_equal(mine, everything[:, [0, 1] if rank < 2 else [2, 3]])
+    assert everything.shape == (2, 4, 17)
+    assert not np.array_equal(everything[0], everything[1])
+    assert everything.min() >= 0 and everything.max() < 64
+
+
+def batches(rows, file=None):
+    file = None if file is None else str(file)
+    return data.batches(WORKLOAD, vocab=64, steps=2, seed=0, file=file, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("t.bin", np.uint16), ("t.uint32.bin", np.uint32), ("t.npy", np.int64)],
+)
+def test_token_files_yield_windows(tmp_path, name, dtype):
+    tokens = (np.arange(500) * 7 % 64).astype(dtype)
+    file = tmp_path / name
+    np.save(file, tokens) if name.endswith(".npy") else tokens.tofile(file)
+    found = batches(slice(None), file)
+    assert found.dtype == np.int64
+    assert np.all(np.diff(found) % 64 == 7)  # neighbours in the file are neighbours here
+    assert len(np.unique(found[:, :, 0])) > 1
+
+
+def written(folder: Path, name: str, tokens: np.ndarray) -> str:
+    file = folder / name
+    np.save(file, tokens) if name.endswith(".npy") else tokens.tofile(file)
+    return str(file)
+
+
+def test_bad_token_files_are_named_with_the_fix(tmp_path):
+    few = written(tmp_path, "few.bin", np.zeros(16, np.uint16))
+    large = written(tmp_path, "large.bin", np.full(100, 64, np.uint16))
+    negative = written(tmp_path, "negative.npy", np.full(100, -1))
+    floats = written(tmp_path, "floats.npy", np.zeros(100))
+    odd = written(tmp_path, "odd.bin", np.zeros(101, np.uint8))
+    text = written(tmp_path, "text.npy", np.zeros(0, np.uint8))
+    Path(text).write_text("no array")
+    for file, words in [
+        (str(tmp_path / "none.bin"), "no such file; name a .bin or .npy file"),
+        (few, "holds 16 tokens, but one sequence needs 17; use a longer file"),
+        (large, "holds token 64, but the model's vocab is 64; use a file of its tokenizer"),
+        (negative, "holds token -1"),
+        (floats, "holds float64 of shape (100,); write a one-dimensional integer array"),
+        (odd, "is 101 bytes"),
+        (text, "is not an array"),
+        (written(tmp_path, "tokens.txt", np.zeros(9)), "ends in '.txt'; name a .bin or .npy"),
+    ]:
+        with pytest.raises(ValueError) as caught:
+            batches(slice(None), file)
+        assert words in str(caught.value)
+        assert file in str(caught.value)

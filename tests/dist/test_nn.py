@@ -1,0 +1,110 @@
+"""The plain GPT: parameter count, initial weights, mathematics against an independent forward."""
+
+import math
+
+import pytest
+import torch
+
+from meshwise.nn import gpt
+from meshwise.spec import Model
+
+MODEL = Model(hidden=32, layers=2, heads=4, ffn=128, vocab=61, max_seq_len=24)
+
+
+def built(model=MODEL, seed=0):
+    module = gpt.GPT(model)
+    module.init_weights(seed)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "vocab"), [(32, 2, 61), (64, 3, 100), (768, 12, 50257)]
+)
+def test_parameter_count(hidden, layers, vocab):
+    model = Model(hidden=hidden, layers=layers, heads=4, ffn=4 * hidden, vocab=vocab)
+    with torch.device("meta"):
+        module = gpt.GPT(model)
+    counted = sum(parameter.numel() for parameter in module.parameters())
+    formula = layers * (12 * hidden**2 + 13 * hidden) + vocab * hidden + 1024 * hidden + 2 * hidden
+    assert counted == formula
+
+
+def test_initial_weights():
+    first, again, other = built(), built(), built(seed=1)
+    weights = dict(first.named_parameters())
+    for (name, a), (_, b), (_, c) in zip(
+        first.named_parameters(), again.named_parameters(), other.named_parameters(), strict=True
+    ):
+        assert torch.equal(a, b), name
+        if name.endswith(".bias"):
+            assert (a == 0).all()
+        elif "norm" in name:
+            assert (a == 1).all()
+        else:
+            assert not torch.equal(a, c), name
+            assert a.std().item() == pytest.approx(0.02, rel=0.1)
+            assert abs(a.mean().item()) < 0.003
+    qkvs = [weights[f"layers.{i}.attention.qkv.weight"] for i in range(2)]
+    assert not torch.equal(*qkvs)  # every parameter has numbers of its own
+    assert first.head.projection.weight is first.embed.weight
+
+
+def test_forward_against_explicit_loops():
+    """One head and one position at a time, in float64, from the formulas of the paper."""
+    module = built().double()
+    for parameter in module.parameters():  # biases and norms away from 0 and 1
+        generator = torch.Generator().manual_seed(parameter.numel())
+        parameter.data.add_(
+            torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.1
+        )
+    weights = {name: value.detach() for name, value in module.state_dict().items()}
+    tokens = torch.randint(MODEL.vocab, (2, 7), generator=torch.Generator().manual_seed(3))
+    logits = module(tokens)
+    for row in range(2):
+        expected = _forward(weights, tokens[row])
+        torch.testing.assert_close(logits[row], expected, rtol=1e-9, atol=1e-9)
+    targets = torch.randint(MODEL.vocab, (2, 7), generator=torch.Generator().manual_seed(4))
+    chosen = [
+        math.log(logits[b, s].softmax(0)[targets[b, s]].item()) for b in range(2) for s in range(7)
+    ]
+    assert gpt.loss(logits, targets).item() == pytest.approx(-sum(chosen) / 14, rel=1e-5)
+
+
+def _forward(weights, tokens):
+    x = torch.stack(
+        [weights["embed.weight"][t] + weights["positions.weight"][i] for i, t in enumerate(tokens)]
+    )
+    for layer in range(MODEL.layers):
+        own = {
+            name.removeprefix(f"layers.{layer}."): value
+            for name, value in weights.items()
+            if name.startswith(f"layers.{layer}.")
+        }
+        x = x + _attention(own, _norm(x, own["norm1.weight"], own["norm1.bias"]))
+        h = _norm(x, own["norm2.weight"], own["norm2.bias"])
+        h = h @ own["mlp.up.weight"].T + own["mlp.up.bias"]
+        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        x = x + h @ own["mlp.down.weight"].T + own["mlp.down.bias"]
+    x = _norm(x, weights["head.norm.weight"], weights["head.norm.bias"])
+    return x @ weights["embed.weight"].T
+
+
+def _norm(x, weight, bias):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-5) * weight + bias
+
+
+def _attention(own, x):
+    d = MODEL.head_dim
+    heads = []
+    for head in range(MODEL.heads):
+        rows = [slice((head * 3 + part) * d, (head * 3 + part + 1) * d) for part in range(3)]
+        q, k, v = (
+            x @ own["attention.qkv.weight"][r].T + own["attention.qkv.bias"][r] for r in rows
+        )
+        out = []
+        for i in range(len(x)):
+            scores = torch.stack([q[i] @ k[j] / math.sqrt(d) for j in range(i + 1)])
+            out.append(sum(p * v[j] for j, p in enumerate(scores.softmax(0))))
+        heads.append(torch.stack(out))
+    return torch.cat(heads, -1) @ own["attention.out.weight"].T + own["attention.out.bias"]

@@ -1,0 +1,181 @@
+"""The command line: light help, one-line errors, exit codes, JSON, silence of other ranks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshwise
+from meshwise import store
+from meshwise.cli import app
+from tests import sample_records as known
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "scipy", "matplotlib", "jinja2", "numpy"}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def call(*arguments: str) -> int:
+    """The exit code of ``meshwise ARGUMENTS``."""
+    with pytest.raises(SystemExit) as ended:
+        app.main(list(arguments))
+    return ended.value.code
+
+
+def files() -> None:
+    """Every file of a finished session, made by hand."""
+    store.write("cluster.toml", known.CLUSTER)
+    store.write("costs.json", known.COSTS)
+    store.write("plan.json", known.plan())
+    known.write_run(Path("runs"), known.info(), known.SAMPLES)
+    plan = known.plan()
+    run = known.info("run", plan, "20260101T000100-run-gpt-small")
+    known.write_run(Path("runs"), run, [known.step_sample(plan, [0.01] * 5, peak_bytes=4e9)])
+
+
+def test_help_imports_nothing_heavy():
+    code = """
+import contextlib, io, sys
+from meshwise.cli.app import main
+for arguments in [["--help"], []] + [[verb, "--help"] for verb in sys.argv[1:]]:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
+        main(arguments)
+    assert "Usage" in out.getvalue(), arguments
+print(*sorted(sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *meshwise.VERBS], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not {name.split(".")[0] for name in done.stdout.split()} & HEAVY
+
+
+def test_help_lists_the_verbs_in_the_order_of_the_flow(capsys):
+    assert call("--help") == 0
+    text = capsys.readouterr().out
+    places = [re.search(rf"│ {verb} ", text) for verb in meshwise.VERBS]
+    assert all(places)
+    assert [p.start() for p in places] == sorted(p.start() for p in places)
+
+
+@pytest.mark.parametrize("verb", meshwise.VERBS)
+def test_every_verb_can_print_json(verb, capsys):
+    assert call(verb, "--help") == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plann", "Did you mean \"plan\"?"),
+        ("plan --gpu 4", "Did you mean --gpus?"),
+        ("plan --gpus four", "--gpus"),
+        ("plan gpt-125", "did you mean gpt-125m?"),
+        ("plan --gpus 0", "--gpus = 0: must be >= 1"),
+        ("plan --top 0", "top = 0: must be >= 1"),
+        ("plan", "costs.json does not exist; `meshwise calibrate` writes it"),
+        ("calibrate", "no measure run under runs"),
+        ("measure profile --nproc 2 --gpus 4", "--nproc = 2, --gpus = 4: these set the same"),
+        ("measure everything", "everything"),
+        ("measure --num-hosts 2", "give both"),
+        ("measure --cluster other.toml", "other.toml does not exist; `meshwise detect` writes"),
+        ("measure --budget soon", "time 'soon' is not understood"),
+        ("run", "plan.json does not exist; `meshwise plan` writes it"),
+        ("refit", "refit is not built yet"),
+        ("compare a b", "a is not a run directory"),
+        ("report", "nothing to report"),
+        ("show nothing.json", "nothing.json does not exist; show can read cluster.toml"),
+        ("detect --peak bf16", "write dtype=FLOP/s, as in bf16=990e12"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert call(*arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ") and message in last
+    assert "Traceback" not in err and err.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "show cluster.toml",
+        "show costs.json",
+        "show plan.json",
+        "show runs/20260101T000000-measure-profile-four",
+        "show runs/20260101T000100-run-gpt-small/run.json",
+        "report",
+        "run --dry-run",
+        "measure --dry-run",
+        "compare runs/20260101T000100-run-gpt-small runs/20260101T000100-run-gpt-small",
+    ],
+)
+def test_tables_or_one_json_document(arguments, capsys):
+    files()
+    assert call(*arguments.split()) == 0
+    assert capsys.readouterr().out.strip()
+    assert call(*arguments.split(), "--json") == 0
+    json.loads(capsys.readouterr().out)
+
+
+def test_json_of_a_file_is_the_record_on_disk(capsys):
+    files()
+    assert call("show", "plan.json", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(Path("plan.json").read_text())
+
+
+def test_defaults_are_announced(capsys):
+    files()
+    assert call("report") == 0
+    out, err = capsys.readouterr()
+    assert "using ./costs.json" in err and "using ./plan.json" in err
+    assert "predicted beside measured" in out
+    assert out.strip().splitlines()[-1] == "report.html"
+
+
+def test_a_caught_gate_is_exit_code_3(capsys):
+    fast = known.sample(known.GEMM, [1e-3 + 1e-6 * i for i in range(12)])
+    slow = known.sample(known.GEMM, [2e-3 + 1e-6 * i for i in range(12)])
+    a = known.write_run(Path("runs"), known.info(run_id="a"), [fast])
+    b = known.write_run(Path("runs"), known.info(run_id="b"), [slow])
+    assert call("compare", a, b, "--fail-if", "slower>5%") == 3
+    assert call("compare", a, b) == 0
+    assert call("compare", a, f"{a}/samples.jsonl", "--fail-if", "slower>5%") == 0
+    capsys.readouterr()
+
+
+def test_only_rank_0_prints(monkeypatch, capsys):
+    files()
+    monkeypatch.setenv("RANK", "1")
+    assert call("show", "plan.json") == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_python_dash_m_and_version():
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwise", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*|a checkout .*", done.stdout.strip())
+
+
+def test_no_color_and_width(capsys, monkeypatch):
+    files()
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    assert call("show", "plan.json") == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "dp2 tp2+sp zero3 mb4x1   12.0 ms" in out  # not folded into 40 columns

@@ -1,0 +1,278 @@
+"""Tables against golden files, the page against what it promises, numbers against hand counts."""
+
+import functools
+import io
+import re
+import statistics
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import msgspec
+import pytest
+
+from meshwise.pages import compare, html, samples, show, svg, table, tables
+from meshwise.pages.html import Contents
+from meshwise.pages.steps import result
+from meshwise.spec import Gemm
+from tests import sample_records as known
+
+STEPS_S = [0.0100, 0.0102, 0.0104, 0.0106, 0.0108, 0.0110, 0.0112]
+
+
+def rendered(shown) -> str:
+    stream = io.StringIO()
+    table.write(shown, stream)
+    return stream.getvalue()
+
+
+def results():
+    """The plan within its interval, its rival outside, a third that ran out of memory."""
+    good, rival = known.plan(), known.plan(known.RIVAL, 0.008)
+    step = known.step_sample(good, STEPS_S, peak_bytes=float(4.1 * 2**30), check_loss_error=2e-6)
+    slow = known.step_sample(rival, [0.0125] * 6, peak_bytes=float(2**30))
+    oom = msgspec.structs.replace(
+        known.step_sample(good, [1.0]), status="oom", times_s=(), reason="CUDA out of memory"
+    )
+    return (
+        result(known.info("run", good, "run-1"), [step]),
+        result(known.info("run", rival, "run-2"), [slow]),
+        result(known.info("run", good, "run-3"), [oom]),
+    )
+
+
+def comparison():
+    before = [known.sample(known.GEMM, [1e-3 + 1e-6 * i for i in range(12)])]
+    after = [known.sample(known.GEMM, [2e-3 + 1e-6 * i for i in range(12)])]
+    return compare.compare(("runs/a", before), ("runs/b", after), fail_if="slower>5%")
+
+
+TABLES = {
+    "cluster": lambda: tables.cluster(known.CLUSTER),
+    "costs": lambda: tables.costs(known.COSTS),
+    "plan": lambda: tables.plan(known.plan()),
+    "steps": lambda: tables.steps(results()),
+    "run": lambda: samples.run(known.info(), known.SAMPLES),
+    "cases": lambda: [samples.listing([(s.case, 0.25) for s in known.SAMPLES])],
+    "compare": lambda: [compare.table(comparison())],
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_as_recorded(name, golden):
+    golden(f"{name}.txt", rendered(TABLES[name]()))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_fits_a_log_without_colour(name, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "")
+    text = rendered(TABLES[name]())
+    assert max(map(len, text.splitlines())) <= table.WIDTH
+    assert "\x1b" not in text
+
+
+def test_predicted_beside_measured_by_hand():
+    good, rival, failed = results()
+    assert good.time.measured == statistics.median(STEPS_S)
+    assert good.time.error == pytest.approx(0.010 / 0.0106 - 1)
+    assert good.time.within and not rival.time.within
+    assert good.mean_s == pytest.approx(statistics.mean(STEPS_S))
+    assert good.std_s == pytest.approx(statistics.stdev(STEPS_S))
+    # torchtitan's count, by hand: 4 layers of 12h^2 + 13h, final norm, tied embedding 1024 x 1024
+    parameters = 4 * (12 * 1024**2 + 13 * 1024) + 2 * 1024 + 1024 * 1024
+    flops = 8 * 512 * (6 * parameters + 12 * 4 * 1024 * 512)
+    assert good.num_parameters == parameters + 1024 * 1024  # and the positions
+    assert good.flops_per_device_per_s == pytest.approx(flops / 0.0106 / 4)
+    assert good.mfu == pytest.approx(flops / 0.0106 / 4 / 1e15)
+    assert good.memory.error == pytest.approx(4 / 4.1 - 1)
+    assert failed.time is None and failed.reason == "CUDA out of memory"
+
+
+def test_without_a_known_peak_there_is_no_mfu():
+    plan = known.plan()
+    device = msgspec.structs.replace(known.CLUSTER.device, peak_flops={}, kind="cpu")
+    cluster = msgspec.structs.replace(known.CLUSTER, device=device)
+    plan = msgspec.structs.replace(plan, cluster=cluster)
+    found = result(known.info("run", plan), [known.step_sample(plan, STEPS_S, peak_bytes=1.0)])
+    assert found.mfu is None
+    assert found.memory_kind == "high-water mark of tensor bytes"
+
+
+def full() -> Contents:
+    return Contents(
+        plan=known.plan(),
+        costs=known.COSTS,
+        results=results(),
+        runs=((known.info(), known.SAMPLES),),
+    )
+
+
+PAGES = {
+    "everything": full,
+    "only a plan": lambda: Contents(known.plan(), None, (), ()),
+    "only prices": lambda: Contents(None, known.COSTS, (), ()),
+    "only runs": lambda: Contents(None, None, results(), ((known.info(), known.SAMPLES),)),
+    "only a failed run": lambda: Contents(known.plan(), None, results()[2:], ()),
+}
+
+
+@functools.cache
+def page(name: str) -> str:
+    return html.page(PAGES[name]())
+
+
+class Tags(HTMLParser):
+    """Every element is closed in order; collects ids and attributes that could load something."""
+
+    VOID = ("meta", "br", "img", "link", "input", "hr")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.ids, self.references, self.tags = [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "data", "action"):
+                self.references.append(value)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_is_whole_and_self_contained(name):
+    text = page(name)
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert not {"script", "link", "img", "iframe"} & set(tags.tags)
+    assert "http" not in text and "@import" not in text
+    assert all(reference.startswith("#") for reference in tags.references)
+    assert len(tags.ids) == len(set(tags.ids))
+    targets = set(re.findall(r"url\(#([^)]*)\)", text)) | {r[1:] for r in tags.references}
+    assert targets <= set(tags.ids)
+
+
+def test_the_page_shows_every_part():
+    text = page("everything")
+    for word in (
+        "all_gather", "all_reduce", "products", "memory", "blocks", "predicted against",
+        "dp4 zero2 mb2x1", "tp = 3 does not divide heads = 16", "rank 0 needs 3.1 GiB more",
+        "torch 2.11.0", "1980", "power cap", "CUDA out of memory", "busbw", "torchtitan",
+        "layer/backward/tp1", "3.4 %",
+    ):  # fmt: skip
+        assert word.lower() in text.lower(), word
+    assert text.count("<svg") == 2 + 2 + 3 + 2  # scatter, parts, single prices, two collectives
+
+
+def test_what_is_missing_is_a_sentence():
+    assert "meshwise run" in page("only a plan")
+    assert "meshwise calibrate" in page("only a plan")
+    assert "meshwise plan" in page("only prices")
+
+
+def test_names_are_text_and_never_markup():
+    nasty = "<script>alert('$x$')</script>&"
+    plan = known.plan()
+    model = msgspec.structs.replace(plan.model, name=nasty)
+    tier = msgspec.structs.replace(known.CLUSTER.tiers[0], name=nasty)
+    cluster = msgspec.structs.replace(known.CLUSTER, name=nasty, tiers=(tier,))
+    curve = known.curve(f"all_gather/{nasty}/4", 1e-5, 1e9)
+    costs = msgspec.structs.replace(known.COSTS, cluster=cluster, curves=(curve,))
+    plan = msgspec.structs.replace(plan, model=model, cluster=cluster)
+    done = result(known.info("run", plan), [known.step_sample(plan, STEPS_S, peak_bytes=1e9)])
+    text = html.page(Contents(plan, costs, (done,), ()))
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") >= 3
+
+
+def test_a_figure_is_well_formed_and_takes_its_colours_from_the_page():
+    def paint(axes):
+        axes.plot([1, 2], [3, 4], color=svg.colour(3), label="a $b & <c>")
+        axes.legend()
+
+    found = svg.draw('a "figure"', paint)
+    ET.fromstring(found.svg.replace("xlink:href", "href"))
+    assert "var(--s3)" in found.svg and "var(--ink)" in found.svg
+    assert not re.search(r"#0[0-9a-f]{5}\b", found.svg)
+    assert "a $b &amp; &lt;c&gt;" in found.svg
+    assert found == svg.draw('a "figure"', paint)  # the same bytes every time
+
+
+def test_any_record_can_be_shown():
+    plan = known.plan()
+    ran = show.Run(
+        info=known.info("run", plan), samples=(known.step_sample(plan, STEPS_S, peak_bytes=1.0),)
+    )
+    measured = show.Run(info=known.info(), samples=known.SAMPLES)
+    for record in (known.CLUSTER, known.COSTS, plan, ran, measured):
+        assert rendered(show.of(record))
+
+
+class TestCompare:
+    SLOW = [2e-3 + 1e-6 * i for i in range(12)]
+    FAST = [1e-3 + 1e-6 * i for i in range(12)]
+
+    def compared(self, a, b, **options):
+        return compare.compare(("a", a), ("b", b), **options)
+
+    def test_ratio_and_verdict(self):
+        found = comparison()
+        (case,) = found.cases
+        assert case.verdict == "slower"
+        assert found.ratio == case.ratio == pytest.approx(2.0055e-3 / 1.0055e-3)
+        assert found.failed == (case.case.id,)
+
+    @pytest.mark.parametrize(
+        ("gate", "fails"),
+        [("slower>5%", True), ("slower > 120 %", False), ("faster>1%", False), (None, False)],
+    )
+    def test_gate(self, gate, fails):
+        before, after = known.sample(known.GEMM, self.FAST), known.sample(known.GEMM, self.SLOW)
+        assert bool(self.compared([before], [after], fail_if=gate).failed) == fails
+
+    def test_faster_gate(self):
+        before, after = known.sample(known.GEMM, self.SLOW), known.sample(known.GEMM, self.FAST)
+        assert self.compared([before], [after], fail_if="faster>40%").failed
+        assert not self.compared([before], [after], fail_if="faster>60%").failed
+
+    @pytest.mark.parametrize("gate", ["slower", "slower>5", "__import__('os')", "worse>5%"])
+    def test_a_gate_that_is_not_understood(self, gate):
+        one = [known.sample(known.GEMM, self.FAST)]
+        with pytest.raises(ValueError, match="write it like 'slower>5%'"):
+            self.compared(one, one, fail_if=gate)
+
+    def test_geometric_mean_over_shared_cases(self):
+        other, alone = Gemm(m=8, n=8, k=8), Gemm(m=16, n=8, k=8)
+        a = [known.sample(op, [1.0] * 5) for op in (known.GEMM, other, alone)]
+        b = [known.sample(known.GEMM, [2.0] * 5), known.sample(other, [0.5] * 5)]
+        found = self.compared(a, b)
+        assert found.ratio == pytest.approx(1.0)
+        assert (len(found.cases), found.missing) == (2, 1)
+
+    def test_other_methods_are_refused_unless_forced(self):
+        before = [known.sample(known.GEMM, self.FAST)]
+        after = [known.sample(known.GEMM, self.FAST, method_version=2)]
+        with pytest.raises(ValueError, match=r"method 1 and b by method 2.*--force"):
+            self.compared(before, after)
+        assert self.compared(before, after, force=True).ratio == 1
+
+    def test_other_regimes_are_refused_unless_forced(self):
+        before = [known.sample(known.GEMM, self.FAST, regime="cold")]
+        after = [known.sample(known.GEMM, self.FAST, regime="warm")]
+        with pytest.raises(ValueError, match=r"measured cold and b warm.*--force"):
+            self.compared(before, after)
+        assert self.compared(before, after, force=True).ratio == 1
+
+    def test_nothing_in_common(self):
+        with pytest.raises(ValueError, match="share no case"):
+            self.compared([known.sample(known.GEMM, self.FAST)], [known.SAMPLES[-1]])

@@ -1,0 +1,365 @@
+"""The verbs from Python: each reachable after any import, on files whose law is known, and what
+they ask of the ranks they start (the start itself is replaced; tests/dist starts real ones)."""
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import meshwise
+from meshwise import spec, store
+from meshwise.spec import RunInfo, Sample
+from meshwise.verbs import job
+from tests import sample_records as known
+
+torch = pytest.importorskip("torch")
+TRAIN = "meshwise.engine.train:run_ranks"
+SWEEP = "meshwise.probe.sweep:measure_ranks"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Instead of starting ranks: the requests, and what one would have done with them."""
+    from meshwise import launch
+    from meshwise.engine.train import TrainRequest
+    from meshwise.probe.sweep import SweepRequest
+
+    requests = []
+
+    def run(target, request, *, nproc, threads=None):
+        requests.append((target, request, nproc))
+        kind = TrainRequest if target == TRAIN else SweepRequest
+        request = msgspec.json.decode(msgspec.json.encode(request), type=kind)
+        if target == TRAIN:
+            sample = known.step_sample(request.plan, [0.5] * request.steps, peak_bytes=1e9)
+            store.append(request.run_dir, sample)
+            return
+        todo = [case for case in request.cases if case.id not in request.skip]
+        for case in todo[:3]:
+            times_s = (known.law_s(case.op),) * 4
+            store.append(
+                request.run_dir, Sample(case_id=case.id, case=case, status="ok", times_s=times_s)
+            )
+        store.finish(request.run_dir, "partial", "budget")
+
+    monkeypatch.setattr(launch, "run", run)
+    return requests
+
+
+def test_every_verb_works_after_importing_every_module(started):
+    for module in pkgutil.walk_packages(meshwise.__path__, "meshwise."):
+        importlib.import_module(module.name)
+    assert set(meshwise.VERBS) <= set(dir(meshwise))
+    cluster = meshwise.detect(nproc=2, peak=("fp32=1e11",))
+    assert cluster.num_devices == 2 and cluster.device.peak_flops == {"fp32": 1e11}
+    assert meshwise.measure(dry_run=True)
+    run_dir = meshwise.measure()
+    known.synthetic_run(Path("runs2"))
+    costs = meshwise.calibrate(runs="runs2")
+    assert costs.cluster == known.CPUS
+    plan = meshwise.plan("gpt-30m", gpus=2, global_batch_size=4)
+    assert plan.workload.global_batch_size == 4 and plan.layout.num_devices == 2
+    run_dirs = meshwise.run(rivals=1)
+    assert [path.parent for path in run_dirs] == [Path("runs")] * 2
+    with pytest.raises(ValueError, match="not built yet"):
+        meshwise.refit()
+    assert meshwise.compare(run_dirs[0], run_dirs[0]).ratio == 1
+    assert meshwise.report().exists()
+    assert meshwise.show(run_dir).info.verb == "measure"
+
+
+def test_records_are_public():
+    for name in spec.__all__:
+        assert getattr(meshwise, name) is getattr(spec, name)
+    with pytest.raises(AttributeError, match="no attribute 'plans'"):
+        meshwise.plans  # noqa: B018
+
+
+class TestNumRanks:
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"nproc": 4},
+            {"gpus": 4},
+            {"num_hosts": 2, "num_devices_per_host": 2},
+            {"nproc": 4, "gpus": 4, "num_hosts": 1, "num_devices_per_host": 4},
+        ],
+    )
+    def test_three_spellings_of_one_number(self, given):
+        assert job.num_ranks(**given) == 4
+
+    def test_none(self):
+        assert job.num_ranks() is None
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"nproc": 4, "gpus": 8}, "--nproc = 4, --gpus = 8"),
+            ({"gpus": 4, "num_hosts": 2, "num_devices_per_host": 4}, "--gpus = 4, --num-hosts 2"),
+            ({"num_hosts": 2}, "give both"),
+            ({"nproc": 0}, ">= 1"),
+        ],
+    )
+    def test_disagreement(self, given, message):
+        with pytest.raises(ValueError, match=message):
+            job.num_ranks(**given)
+
+    def test_more_ranks_than_the_cluster_or_a_host_has(self):
+        with pytest.raises(ValueError, match="nproc = 3: cluster 'two-cpus' has 2 devices"):
+            job.world_size(3, known.CPUS, default=2)
+        two_hosts = msgspec.structs.replace(known.CLUSTER, num_hosts=2, num_devices_per_host=2)
+        with pytest.raises(ValueError, match="with torchrun or srun"):
+            job.world_size(None, two_hosts, default=4)
+
+    def test_the_launcher_decides(self, monkeypatch):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert job.world_size(None, known.CPUS, default=1) == 2
+        with pytest.raises(ValueError, match="nproc = 1, but the launcher started 2 ranks"):
+            job.world_size(1, known.CPUS, default=2)
+
+
+class TestMeasure:
+    def test_a_missing_cluster_is_detected_and_said(self, started, caplog):
+        caplog.set_level("INFO", "meshwise")
+        run_dir = meshwise.measure(nproc=2)
+        assert Path("cluster.toml").exists()
+        assert "cluster.toml does not exist" in caplog.text
+        target, request, nproc = started[0]
+        assert (target, nproc, request.run_dir) == (SWEEP, 2, str(run_dir))
+        assert {case.world_size for case in request.cases} == {2}
+
+    def test_a_dry_run_writes_nothing(self, started):
+        cases = meshwise.measure(nproc=2, dry_run=True)
+        assert all(seconds > 0 for _, seconds in cases)
+        assert not started and not list(Path().iterdir())
+
+    def test_models_budget_and_lowering_reach_the_ranks(self, started):
+        store.write("cluster.toml", known.CPUS)
+        meshwise.measure(model=("gpt-125m",), budget="2m", lowering="compiled")
+        request = started[0][1]
+        assert request.budget_s == 120
+        blocks = [case for case in request.cases if isinstance(case.op, spec.Block)]
+        assert {case.op.model.hidden for case in blocks} == {768}
+        assert {case.lowering for case in blocks} == {"compiled"}
+
+    def test_resume_continues_without_repeating(self, started):
+        store.write("cluster.toml", known.CPUS)
+        first = meshwise.measure()
+        failed = started[0][1].cases[3]
+        store.append(
+            first, Sample(case_id=failed.id, case=failed, status="error", reason="a hiccup")
+        )
+        second = meshwise.measure(resume=True)
+        assert second == first
+        done = {case.id for case in started[0][1].cases[:3]}
+        assert set(started[1][1].skip) == done  # and the failed case is tried again
+        lines = Path(first, "samples.jsonl").read_text().splitlines()
+        ids = [msgspec.json.decode(line)["case_id"] for line in lines]
+        assert len(ids) == 7 and ids.count(failed.id) == 2 and len(set(ids)) == 6
+
+    def test_resume_takes_the_newest_run_of_this_cluster_and_size(self, started):
+        store.write("cluster.toml", known.CPUS)
+        with pytest.raises(ValueError, match="no measure run of cluster 'two-cpus' with 2 ranks"):
+            meshwise.measure(resume=True)
+        mine = meshwise.measure()
+        meshwise.measure(nproc=1)
+        known.write_run(Path("runs"), known.info(run_id="99991231T000000-measure-other"), [])
+        assert meshwise.measure(resume=True) == mine
+
+    def test_resume_with_nothing_left_starts_nothing(self, started):
+        store.write("cluster.toml", known.CPUS)
+        run_dir = Path(known.synthetic_run(Path("runs")))
+        assert meshwise.measure(resume=True) == run_dir
+        assert not started
+
+    def test_an_unwritable_directory_is_an_error_before_measuring(self, started):
+        store.write("cluster.toml", known.CPUS)
+        Path("runs").write_text("a file in the way")
+        with pytest.raises(ValueError, match="runs cannot be written"):
+            meshwise.measure()
+        assert not started
+
+    @pytest.mark.parametrize(
+        ("ends", "raised", "status"),
+        [
+            ("ranks", "RanksFailed", "failed"),
+            ("ctrl-c", "KeyboardInterrupt", "interrupted"),
+            ("terminated", "SystemExit", "interrupted"),
+        ],
+    )
+    def test_how_it_ended_is_in_the_run(self, ends, raised, status, monkeypatch):
+        from meshwise import launch
+
+        errors = {
+            "ranks": launch.RanksFailed("rank 1 died of SIGKILL during case copy 1 MiB"),
+            "ctrl-c": KeyboardInterrupt(),
+            "terminated": SystemExit(143),
+        }
+
+        def run(*_, **__):
+            raise errors[ends]
+
+        monkeypatch.setattr(launch, "run", run)
+        store.write("cluster.toml", known.CPUS)
+        with pytest.raises(BaseException) as error:
+            meshwise.measure()
+        assert type(error.value).__name__ == raised
+        info = store.read(store.newest("runs", "measure") / "run.json", RunInfo)
+        assert info.status == status
+        if ends == "ctrl-c":
+            assert "--resume continues" in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("ends", "code", "said"),
+        [
+            ("ranks", 4, "error: rank 1 died of SIGKILL during case copy 1 MiB"),
+            ("ctrl-c", 130, "interrupted; what was measured is in runs/"),
+        ],
+    )
+    def test_what_the_command_line_makes_of_it(self, ends, code, said, monkeypatch, capsys):
+        from meshwise import launch
+        from meshwise.cli import app
+
+        def run(*_, **__):
+            if ends == "ranks":
+                raise launch.RanksFailed("rank 1 died of SIGKILL during case copy 1 MiB")
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(launch, "run", run)
+        store.write("cluster.toml", known.CPUS)
+        with pytest.raises(SystemExit) as ended:
+            app.main(["measure"])
+        assert ended.value.code == code
+        assert capsys.readouterr().err.strip().splitlines()[-1].startswith(said)
+
+    def test_failed_cases_are_exit_code_4(self, monkeypatch, capsys):
+        from meshwise import launch
+        from meshwise.cli import app
+
+        def run(target, request, **_):
+            case = request.cases[0]
+            sample = Sample(case_id=case.id, case=case, status="oom", reason="too large")
+            store.append(request.run_dir, sample)
+            store.finish(request.run_dir, "complete")
+
+        monkeypatch.setattr(launch, "run", run)
+        store.write("cluster.toml", known.CPUS)
+        with pytest.raises(SystemExit) as ended:
+            app.main(["measure", "--json"])
+        assert ended.value.code == 4
+        assert msgspec.json.decode(capsys.readouterr().out)["cases"] == {"oom": 1}
+
+
+class TestCalibrateAndPlan:
+    @pytest.fixture(autouse=True)
+    def prices(self, here):
+        known.synthetic_run(Path("runs"))
+        self.costs = meshwise.calibrate()
+
+    def test_the_newest_run_is_taken_and_said(self, caplog):
+        caplog.set_level("INFO", "meshwise")
+        meshwise.calibrate()
+        assert "using the newest run ./runs/20260101T000000-measure-profile-two-cpus" in caplog.text
+        assert meshwise.calibrate(("runs/20260101T000000-measure-profile-two-cpus",)) == self.costs
+
+    def test_plan_json_is_the_plan(self):
+        plan = meshwise.plan()
+        assert store.read("plan.json", spec.Plan) == plan
+        assert plan.model.name == "gpt-30m" and plan.runs == self.costs.runs
+
+    def test_a_model_record_and_a_workload(self):
+        model = msgspec.structs.replace(meshwise.plan().model, name="mine", layers=2)
+        plan = meshwise.plan(model, seq_len=64, global_batch_size=6, top=3)
+        assert plan.model == model
+        assert (plan.workload.seq_len, plan.workload.global_batch_size) == (64, 6)
+        assert len(plan.runners_up) == 2
+
+    def test_longer_than_the_model_has_positions(self):
+        with pytest.raises(ValueError, match="seq_len = 4096: gpt-30m has positions for 1024"):
+            meshwise.plan(seq_len=4096)
+
+
+class TestRun:
+    @pytest.fixture(autouse=True)
+    def plan(self, here):
+        known.synthetic_run(Path("runs"))
+        meshwise.calibrate()
+        self.plan = meshwise.plan()
+
+    def test_rivals_are_plans_of_their_own(self, started):
+        run_dirs = meshwise.run(rivals=2, steps=5, warmup=1, seed=7, check=True)
+        requests = [request for _, request, _ in started]
+        rivals = [candidate.layout for candidate in self.plan.runners_up[:2]]
+        assert [r.plan.layout for r in requests] == [self.plan.layout, *rivals]
+        assert {(r.steps, r.warmup, r.seed, r.checked) for r in requests} == {(5, 1, 7, True)}
+        for run_dir, request in zip(run_dirs, requests, strict=True):
+            info = store.read(run_dir / "run.json", RunInfo)
+            assert info.plan == request.plan and info.status == "complete"
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"nproc": 1}, "nproc = 1: plan.json is for 2 ranks"),
+            ({"rivals": 99}, "rivals = 99: the plan holds 9 runners-up"),
+            ({"steps": 0}, "steps = 0: must be >= 1"),
+        ],
+    )
+    def test_refused_before_any_process_starts(self, started, options, message):
+        with pytest.raises(ValueError, match=message):
+            meshwise.run(**options)
+        assert not started
+
+    def test_a_plan_for_gpus_on_a_machine_without(self, started):
+        store.write("gpu.json", known.plan())
+        with pytest.raises(ValueError, match="is of 'Accelerator X', but here is no GPU"):
+            meshwise.run("gpu.json")
+        assert not started and len(store.runs_of("runs", "run")) == 0
+
+    def test_a_dry_run_starts_nothing(self, started):
+        assert meshwise.run(rivals=1, dry_run=True)[0] == self.plan
+        assert not started and len(store.runs_of("runs", "run")) == 0
+
+    def test_the_report_takes_the_runs_of_this_plan(self, started):
+        from meshwise.verbs.report import gather
+
+        meshwise.run(rivals=1)
+        other = known.plan()
+        known.write_run(Path("runs"), known.info("run", other, "20270101-run-other"), [])
+        contents = gather("runs", "costs.json", "plan.json")
+        assert [r.plan.model.name for r in contents.results] == ["gpt-30m"] * 2
+        assert {info.verb for info, _ in contents.runs} == {"measure", "run"}
+
+
+def test_show_tells_files_apart_by_content():
+    store.write("machine.toml", known.CPUS)
+    store.write("a.json", known.COSTS)
+    store.write("b.json", known.plan())
+    run = known.write_run(Path("runs"), known.info(), known.SAMPLES)
+    assert meshwise.show("machine.toml") == known.CPUS
+    assert meshwise.show("a.json") == known.COSTS
+    assert meshwise.show("b.json") == known.plan()
+    for path in (run, f"{run}/run.json", f"{run}/samples.jsonl"):
+        assert meshwise.show(path).samples == known.SAMPLES
+    Path("c.json").write_text("{}")
+    with pytest.raises(ValueError, match="none of our files; show can read"):
+        meshwise.show("c.json")
+
+
+def test_a_torn_line_is_said(caplog):
+    run = known.write_run(Path("runs"), known.info(), known.SAMPLES[:1])
+    with open(f"{run}/samples.jsonl", "a") as file:
+        file.write('{"case_id": "abc", "ca')
+    caplog.set_level("WARNING", "meshwise")
+    assert len(meshwise.show(run).samples) == 1
+    assert "samples.jsonl:2 is truncated" in caplog.text
