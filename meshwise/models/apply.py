@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from meshwise.models.graph import BYTES, Graph, Node, Tensor, elementwise, operation
 from meshwise.models.shard import Buffer, Sharded, Task, shard
-from meshwise.spec import Collective, Layout
+from meshwise.spec import Collective, Layout, Op
 
 Runs = list[tuple[str, list[Task]]]
 
@@ -148,37 +148,29 @@ class _DataParallel:
         """Reduce a unit's gradients once its backward is done, or add them to those before."""
         zero, dp = self.layout.zero, self.layout.dp
         wide, compute = 4 * self.elements[unit], BYTES[self.dtype] * self.elements[unit]
-        reduce_now = dp > 1 and (last or zero >= 2)
-        total = f"gradient.{unit}" if zero < 2 else f"gradient_shard.{unit}"
         tasks = []
-        if not reduce_now or zero < 2:
+
+        def task(name: str, op: Op, stream: str, writes: str) -> None:
+            tasks.append(Task(f"{unit}.{name}", op, stream, "dp", self.era, gradients, (writes,)))
+
+        if zero < 2 and (self.layout.num_microbatches > 1 or not self.copies):
+            total = f"accumulated.{unit}"
             self.buffers[total] = Buffer(wide, "gradient")
-            self.kept.add(total)
-            kind = "copy" if self.layout.num_microbatches == 1 else "add"
-            copy = elementwise(kind, compute, wide, "backward")
-            tasks.append(
-                Task(f"{unit}.accumulate", copy, "compute", "dp", self.era, gradients, (total,))
-            )
+            task("accumulate", elementwise("add", compute, wide, "backward"), "compute", total)
             gradients = (total,)
-        if not reduce_now:
+            if not self.copies:
+                self.kept.add(total)
+        if not self.copies or not (last or zero >= 2):
             return tasks
-        if zero == 0:
-            reduce = self._collective("all_reduce", wide, "fp32")
-            done = f"reduced.{unit}"
-            self.buffers[done] = Buffer(0, "gradient")
-        else:
-            flat, done = f"reduce_in.{unit}.{self.era}", f"gradient_shard.{unit}"
-            self.buffers[flat] = Buffer(wide, "communication")
-            self.buffers[done] = Buffer(-(-wide // dp), "gradient")
-            copy = elementwise("copy", compute, wide, "backward")
-            tasks.append(
-                Task(f"{unit}.copy_in", copy, "compute", "dp", self.era, gradients, (flat,))
-            )
-            gradients = (flat,)
-            reduce = self._collective("reduce_scatter", wide, "fp32")
+        flat, done = f"reduce_in.{unit}.{self.era}", f"gradient.{unit}"
+        self.buffers[flat] = Buffer(wide, "communication")
+        self.buffers[done] = Buffer(-(-wide // dp) if zero else wide, "gradient")
         self.kept.add(done)
-        name = f"{unit}.{reduce.kind}"
-        return [*tasks, Task(name, reduce, "dp", "dp", self.era, gradients, (done,))]
+        task("copy_in", elementwise("copy", compute, wide, "backward"), "compute", flat)
+        gradients = (flat,)
+        reduce = self._collective("reduce_scatter" if zero else "all_reduce", wide, "fp32")
+        task(reduce.kind, reduce, "dp", done)
+        return tasks
 
     def _collective(self, kind: str, size_bytes: int, dtype: str) -> Collective:
         return Collective(

@@ -15,7 +15,16 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwise.models.graph import BYTES, Graph, Node, Tensor, num_elements, operation
+from meshwise.models.graph import (
+    BYTES,
+    Graph,
+    Node,
+    Tensor,
+    elementwise,
+    num_bytes,
+    num_elements,
+    operation,
+)
 from meshwise.spec import Collective, Layout, Op
 
 TP_DIMS = ("vocab", "heads", "ffn")
@@ -96,6 +105,12 @@ class _Placements:
         for tensor in outputs:
             placed = dim if dim in tensor.dims else PARTIAL if contracted else WHOLE
             self._define(tensor, tensor.name, placed)
+        if node.name == "loss.softmax" and dim == "vocab":  # one kernel on one device only
+            shifted = f"{node.name}.shifted"
+            self.buffers[shifted] = Buffer(num_bytes(outputs[0], sizes), "activation")
+            op = elementwise("cross_entropy", *[self.buffers[shifted].num_bytes] * 2, "forward")
+            yield Task(shifted, op, "compute", node.part, node.phase, tuple(reads), (shifted,))
+            reads.append(shifted)
         op = operation(node, inputs, outputs, sizes)
         writes = tuple(tensor.name for tensor in outputs)
         yield Task(node.name, op, "compute", node.part, node.phase, tuple(reads), writes)
