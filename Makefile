@@ -1,6 +1,6 @@
 # PYTHON: the interpreter .venv is built on. One that has torch >= 2.11 lends it to .venv.
 PYTHON ?= python3
-BUDGET ?= 75s
+BUDGET ?= 90s
 VENV := .venv/bin/python
 
 .PHONY: help venv test check demo clean always

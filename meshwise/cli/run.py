@@ -11,8 +11,8 @@ from meshwise.verbs import job
 def run(
     plan: str = "plan.json",
     *,
-    steps: int = 10,
-    warmup: int = 3,
+    steps: int | None = None,
+    warmup: int | None = None,
     rivals: int = 0,
     check: bool = False,
     data: str | None = None,
@@ -29,9 +29,9 @@ def run(
     plan
         The plan to execute.
     steps
-        Training steps to time.
+        Training steps to time; 20 on GPUs and 5 on CPUs by default.
     warmup
-        Untimed steps before them.
+        Untimed steps before them; 3 on GPUs and 1 on CPUs by default.
     rivals
         Also run this many runners-up.
     check

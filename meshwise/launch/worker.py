@@ -87,6 +87,7 @@ def main(request_path: str, package: str = "meshwise") -> None:
     os.environ["OMP_NUM_THREADS"] = str(errand.threads)
     # the store's C++ code warns of every timeout that we report ourselves
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
     # all ranks are on this host: gloo need not ask the resolver for our own name
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     fate = Fate(rank=int(os.environ["RANK"]), pid=os.getpid())

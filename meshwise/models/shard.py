@@ -108,8 +108,9 @@ class _Placements:
         if node.name == "loss.softmax" and dim == "vocab":  # one kernel on one device only
             shifted = f"{node.name}.shifted"
             self.buffers[shifted] = Buffer(num_bytes(outputs[0], sizes), "activation")
-            op = elementwise("cross_entropy", *[self.buffers[shifted].num_bytes] * 2, "forward")
-            yield Task(shifted, op, "compute", node.part, node.phase, tuple(reads), (shifted,))
+            size = self.buffers[shifted].num_bytes
+            shift = elementwise("cross_entropy", size, size, "forward")
+            yield Task(shifted, shift, "compute", node.part, node.phase, tuple(reads), (shifted,))
             reads.append(shifted)
         op = operation(node, inputs, outputs, sizes)
         writes = tuple(tensor.name for tensor in outputs)

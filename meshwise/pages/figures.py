@@ -45,7 +45,7 @@ def against(results: Sequence[StepResult], quantity: Quantity) -> svg.Figure | N
         axes.set(xlim=(0, top), ylim=(0, top), xlabel="measured", ylabel="predicted")
         for axis in (axes.xaxis, axes.yaxis):
             svg.linear_ticks(axis, top, _SHOW[quantity], _BASE[quantity])
-        axes.legend(loc="upper left")
+        axes.legend(loc="best")
 
     return svg.draw(
         f"Predicted against measured {_NAME[quantity]}; on the dashed line they are equal, bars "

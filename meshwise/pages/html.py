@@ -91,7 +91,8 @@ def _headlines(contents: Contents) -> list[Headline]:
             tables.interval(prediction.low_s, prediction.high_s),
         ),
     ]
-    result = next((r for r in reversed(contents.results) if r.plan.layout == plan.layout), None)
+    mine = [r for r in contents.results if r.plan.layout == plan.layout and r.time is not None]
+    result = mine[-1] if mine else None
     if result is None or result.time is None:
         memory = format_bytes(prediction.peak_memory_bytes)
         return [*shown, Headline("predicted memory", memory, "peak of one device")]

@@ -118,7 +118,7 @@ def linear_ticks(axis: Any, top: float, show: Callable[[float], str], base: int)
     unit = float(base) ** math.floor(math.log(top, base))
     rough = top / unit / 5
     decade = 10.0 ** math.floor(math.log10(rough))
-    step = unit * decade * next(factor for factor in (1, 2, 5, 10) if factor * decade >= rough)
+    step = unit * decade * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * decade >= rough)
     values = [step * index for index in range(int(top / step) + 1)]
     _ticks(axis, values, lambda value: show(value) if value else "0")
 

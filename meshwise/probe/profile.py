@@ -3,9 +3,9 @@
 Cluster, models and dtype in; cases out, ordered so that any prefix calibrates as well as it can:
 
     1  copies; the operations of each model's layer and head at a typical microbatch size; the
-       collectives that plans are made of; those blocks themselves; then the same at size 1
+       collectives that plans are made of; those blocks themselves
     2  operations and blocks of every tensor-parallel degree, with and without sequence
-       parallelism; the remaining microbatch sizes
+       parallelism; then unsharded at the other microbatch sizes, the smallest first
     3  the other collectives, sizes in between, square and skinny GEMMs, attention shapes; the
        sharded blocks at the smallest microbatch
 
@@ -54,7 +54,7 @@ OTHER: tuple[CollectiveKind, ...] = ("all_to_all", "broadcast", "send_recv")
 class Scale(NamedTuple):
     """Sizes that suit one kind of device; ``coarse`` ones come first, ``dense`` ones last."""
 
-    microbatches: tuple[int, int]  # of round 1: a typical one and the smallest
+    microbatches: tuple[int, int]  # a typical one, for round 1, and the smallest
     more_microbatches: tuple[int, ...]
     coarse_bytes: tuple[int, ...]  # collectives
     dense_bytes: tuple[int, ...]  # by importance: beyond the coarse ones first
@@ -146,20 +146,17 @@ def _case(scope: Scope, op: Op) -> Case:
 
 def _round_1(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
     yield from map(_copy, scope.scale.coarse_copies)
-    typical, smallest = (
-        [block for model in models for block in _blocks(scope, model, microbatch_size)]
-        for microbatch_size in scope.scale.microbatches
-    )
-    yield from _products(typical)
+    typical = scope.scale.microbatches[0]
+    blocks = [block for model in models for block in _blocks(scope, model, typical)]
+    yield from _products(blocks)
     yield from map(_adamw, scope.scale.coarse_copies)
     yield from _collectives(scope, MAIN, scope.scale.coarse_bytes)
-    yield from typical
-    yield from _behind_their_products(smallest)
+    yield from blocks
 
 
 def _round_2(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
     yield from _tensor_parallel(scope, models, scope.scale.microbatches[0])
-    for microbatch_size in scope.scale.more_microbatches:
+    for microbatch_size in (scope.scale.microbatches[1], *scope.scale.more_microbatches):
         for model in models:
             yield from _behind_their_products(list(_blocks(scope, model, microbatch_size)))
 
