@@ -34,6 +34,7 @@ from meshwise.stats import median_interval
 METHOD_VERSION = 1
 
 _CHUNK = 10
+_BUSY_S = 0.1  # a chunk this long hides the pause after it from the power cap's average
 _CUDA_FLUSH_BYTES = 256 * 2**20
 _CPU_FLUSH_BYTES = 64 * 2**20  # twice the last-level cache of usual hosts
 
@@ -54,11 +55,11 @@ class Stop(NamedTuple):
     max_seconds: float
     relative_interval: float
 
-    def next_chunk(self, times_s: Sequence[float], elapsed_s: float) -> int:
-        """How many iterations to time next; 0 when it is enough."""
+    def next_chunk(self, times_s: Sequence[float], elapsed_s: float, first: int = 2) -> int:
+        """How many iterations to time next, ``first`` at the start; 0 when it is enough."""
         done = len(times_s)
         if done == 0:
-            return min(2, self.max_iterations)
+            return min(first, self.max_iterations)
         median, low, high = median_interval(times_s)
         # a call longer than the whole allowance is timed twice, any other at least five times
         least = min(2 if median > self.max_seconds else 5, self.max_iterations)
@@ -101,12 +102,9 @@ def measure(
     ranks.arrive("warm-up")
     times_s: list[float] = []
     rank_times_s: list[list[float]] = [[] for _ in range(ranks.world_size)]
+    first = _settle(chunk, ranks, settle_s, max_iterations) if settle_s > 0 else 2
     started, elapsed_s = time.perf_counter(), 0.0
-    while elapsed_s < settle_s:
-        _agree(ranks, functools.partial(chunk, _CHUNK))
-        elapsed_s = ranks.gather(time.perf_counter() - started)[0]
-    started, elapsed_s = time.perf_counter(), 0.0
-    while size := stop.next_chunk(times_s, elapsed_s):
+    while size := stop.next_chunk(times_s, elapsed_s, first):
         mine = _agree(ranks, functools.partial(chunk, size))
         replies = ranks.gather((mine, time.perf_counter() - started))
         elapsed_s = replies[0][1]  # rank 0's clock decides for all
@@ -114,6 +112,19 @@ def measure(
             own.extend(found)
         times_s = [max(iteration) for iteration in zip(*rank_times_s, strict=True)]
     return Timed(tuple(times_s), tuple(map(tuple, rank_times_s)), before, device_states(ranks))
+
+
+def _settle(
+    chunk: Callable[[int], list[float]], ranks: Ranks, settle_s: float, max_iterations: int
+) -> int:
+    """Run untimed for ``settle_s``; the size of chunk that kept the device busy without pauses."""
+    size, elapsed_s, started = min(_CHUNK, max_iterations), 0.0, time.perf_counter()
+    while elapsed_s < settle_s:
+        _agree(ranks, functools.partial(chunk, size))
+        before_s, elapsed_s = elapsed_s, ranks.gather(time.perf_counter() - started)[0]
+        if elapsed_s - before_s < _BUSY_S:
+            size = min(2 * size, max_iterations)
+    return size
 
 
 def randn(

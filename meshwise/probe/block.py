@@ -7,10 +7,10 @@ compiles it: the layer, and of the head the loss.
 Forward is timed saving for backward, its graph dropped untimed. Backward is timed alone, from
 gradients that are None, with an untimed forward before each.
 
-``saved_bytes`` of a rank is what one forward keeps for backward, the block's input included,
-without the parameters and the targets: on a CPU the distinct storages of all tensors that
-autograd saves; on a GPU what the allocator still holds when the result is dropped and its graph
-is not (the hooks that list saved tensors change what compiled code saves).
+``saved_bytes`` of a rank is what one forward keeps for backward: the distinct storages of all
+tensors that autograd saves, the block's input included when it is saved, without the parameters
+and the targets. The same rule holds on every device and lowering. (The allocator cannot be asked
+instead: what compiled code saved last stays allocated until the next forward.)
 """
 
 from collections.abc import Callable
@@ -114,23 +114,7 @@ class _Built:
             self.y.backward(self.gradient)
 
     def saved_bytes(self) -> int:
-        """Bytes that one forward keeps for backward; see the module's docstring."""
         self.drop()
-        return self._held_bytes() if self.x.is_cuda else self._listed_bytes()
-
-    def _held_bytes(self) -> int:
-        self.forward()  # libraries allocate their workspaces once
-        self.drop()
-        before = torch.cuda.memory_allocated()
-        self.forward()
-        assert self.y is not None
-        graph = self.y.grad_fn
-        self.drop()
-        held = torch.cuda.memory_allocated() - before
-        assert graph is not None  # alive until here
-        return held + self.x.nbytes
-
-    def _listed_bytes(self) -> int:
         known = {_storage(t).data_ptr() for t in (*self.module.parameters(), self.targets)}
         found: dict[int, int] = {}
 

@@ -31,8 +31,8 @@ def run(
 
     ``rivals``: also run that many runners-up. ``check``: compare the losses of three steps with
     one device in fp32. ``steps`` are timed, ``warmup`` ones come before: 20 and 3 on GPUs, 5 and
-    1 on CPUs, whose steps take seconds. ``data``: a token file, random tokens by default. ``nproc`` must be the
-    number of devices that the plan is for.
+    1 on CPUs, whose steps take seconds. ``data``: a token file, random tokens by default.
+    ``nproc`` must be the number of devices that the plan is for.
     """
     chosen = files.take(plan, Plan)
     size = chosen.layout.num_devices

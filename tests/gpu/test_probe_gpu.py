@@ -103,8 +103,8 @@ def test_saved_bytes_are_those_of_the_graph(part):
         assert made.metrics is not None
         found[lowering] = made.metrics()["saved_bytes"]
     counted = models.saved_block_bytes(op)
-    assert found["eager"] == pytest.approx(counted, rel=0.02)  # the allocator rounds to 512 bytes
-    assert 0 < found["compiled"] <= 1.01 * found["eager"]
+    assert found["eager"] == pytest.approx(counted, rel=0.001)  # the loss saves its divisor
+    assert 0.3 * found["eager"] < found["compiled"] <= 1.01 * found["eager"]
 
 
 def test_cold_cases_rotate_through_more_than_the_cache_holds():
