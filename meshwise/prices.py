@@ -13,6 +13,7 @@ is an error that names the command to measure it; nothing is invented.
 import math
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from meshwise.spec import (
@@ -31,6 +32,7 @@ from meshwise.spec import (
 )
 
 MEASURE = "measure it: meshwise measure profile --resume && meshwise calibrate"
+TP_DEGREES = tuple(2**power for power in range(8))
 NEIGHBOURS = 4
 FAR = 4.0  # beyond this factor outside the measured range an interval doubles
 
@@ -179,16 +181,26 @@ class Prices:
         """Measured over composed time of a block like this one; 1 when none was measured."""
         found = self.factors.get(factor_key(block))
         if found is None:
-            near = f"{block.part}/{block.direction}/"
-            same = [factor for key, factor in self.factors.items() if key.startswith(near)]
-            if not same:
-                self._note(
-                    f"no {block.part} was measured; operations are added up as they are", True
-                )
-                return 1.0, None
-            self._note(f"no {factor_key(block)} was measured; the nearest one stands in", True)
-            found = same[0]
+            found = self._nearest_factor(block)
+        if found is None:
+            self._note(f"no {block.part} was measured; operations are added up as they are", True)
+            return 1.0, None
         return _at_size(found, found.ratio, block), found.held_out
+
+    def _nearest_factor(self, block: Block) -> Factor | None:
+        """The same part and direction at the nearest tp, the same sequence parallelism first."""
+        others = [
+            msgspec.structs.replace(block, tp=tp, sequence_parallel=sp)
+            for tp in sorted(TP_DEGREES, key=lambda tp: abs(math.log(tp / block.tp)))
+            for sp in (block.sequence_parallel, not block.sequence_parallel)
+            if not (sp and tp == 1)
+        ]
+        for other in others:
+            if factor_key(other) in self.factors:
+                stands_in = f"{factor_key(other)} stands in"
+                self._note(f"no {factor_key(block)} was measured; {stands_in}", True)
+                return self.factors[factor_key(other)]
+        return None
 
     def saved_ratio(self, block: Block) -> float:
         """Measured over counted bytes that a block saves for backward; 1 when not measured."""
@@ -203,8 +215,6 @@ def _at_size(factor: Factor, values: tuple[float, ...], block: Block) -> float:
 
 def shape_op(like: Gemm | Attention, shape: tuple[float, ...]) -> Gemm | Attention:
     """The operation of a stored shape, of the same kind as ``like``."""
-    import msgspec
-
     a, b, c = map(int, shape)
     if isinstance(like, Gemm):
         return msgspec.structs.replace(like, m=a, n=b, k=c)

@@ -4,6 +4,7 @@
 one line per case as it is measured, flushed to disk, so a killed run keeps what it finished.
 """
 
+import gzip
 import json
 import os
 import re
@@ -167,7 +168,7 @@ def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
     samples: dict[str, Sample] = {}
     warnings = []
     path = run_dir / "samples.jsonl"
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    lines = _lines(path)
     for number, line in enumerate(lines, 1):
         try:
             sample = convert(json.loads(line), Sample, f"{path}:{number}")
@@ -176,6 +177,14 @@ def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
             continue
         samples[sample.case_id] = sample
     return info, list(samples.values()), warnings
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a file, or of what ``gzip`` made of it for an archive."""
+    packed = path.with_name(path.name + ".gz")
+    if packed.exists():
+        return gzip.decompress(packed.read_bytes()).splitlines()
+    return path.read_bytes().splitlines() if path.exists() else []
 
 
 def runs_of(runs: Path | str, verb: str | None = None) -> list[Path]:

@@ -142,6 +142,17 @@ def test_factor_carries_what_composition_misses(costs):
     )
 
 
+def test_the_nearest_measured_degree_stands_in(costs):
+    prices = Prices(costs)
+    block = Block(
+        part="layer", model=MODEL, microbatch_size=2, seq_len=1024, tp=4, sequence_parallel=True
+    )
+    assert prices.factor(block)[0] == pytest.approx(1.25, rel=0.05)
+    assert list(prices.notes) == [
+        "no layer/forward/tp4+sp was measured; layer/forward/tp1 stands in"
+    ]
+
+
 def test_an_unmeasured_block_is_said(costs):
     prices = Prices(costs)
     assert prices.factor(Block(part="head", model=MODEL, microbatch_size=1, seq_len=1024)) == (

@@ -1,5 +1,6 @@
 """Files: round trips, errors that name the field, torn lines, run directories."""
 
+import gzip
 import os
 
 import pytest
@@ -76,6 +77,16 @@ def test_the_last_sample_of_a_case_counts(tmp_path):
     store.append(run_dir, Sample(case_id=CASE.id, case=CASE, status="oom", reason="first"))
     store.append(run_dir, SAMPLE)
     assert store.load(run_dir)[1] == [SAMPLE]
+
+
+def test_an_archived_run_reads_the_same(tmp_path):
+    run_dir = new_run(tmp_path)
+    store.append(run_dir, SAMPLE)
+    plain = store.load(run_dir)
+    path = run_dir / "samples.jsonl"
+    (run_dir / "samples.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    assert store.load(run_dir) == plain
 
 
 def test_newest_run_by_verb(tmp_path):
