@@ -60,7 +60,7 @@ def apply(graph: Graph, layout: Layout, dtype: str) -> Program:
                     writes = tuple([renamed[name] for name in task.writes])
                     tasks.append(task._replace(reads=reads, writes=writes))
                 if phase == "backward" and final[unit] == index:
-                    gradients = tuple([renamed[f"d.{name}"] for name in members[unit]])
+                    gradients = tuple([renamed[graph.gradients[name]] for name in members[unit]])
                     tasks += data.after(unit, gradients, microbatch + 1 == layout.num_microbatches)
     local = -(-sum(elements.values()) // (layout.dp if layout.zero else 1))
     tasks += [_optimizer_task(node, local) for node in graph.nodes if node.phase == "optimizer"]

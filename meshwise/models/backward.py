@@ -86,4 +86,5 @@ def training_step(graph: Graph) -> Graph:
     weights = tuple(tensor.name for tensor in graph.parameters())
     for name in ("grad_norm", "adamw"):
         nodes.append(Node(name, name, weights, (), "optimizer", 0, "optimizer"))
-    return Graph(graph.sizes, tensors, tuple(nodes))
+    gradients = {name: gradient_of[name] for name in weights}
+    return Graph(graph.sizes, tensors, tuple(nodes), gradients)

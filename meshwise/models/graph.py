@@ -10,7 +10,7 @@ lacks are contracted, k.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -51,6 +51,7 @@ class Graph:
     sizes: Mapping[str, int]
     tensors: Mapping[str, Tensor]
     nodes: tuple[Node, ...]
+    gradients: Mapping[str, str] = field(default_factory=dict)  # parameter -> its whole gradient
 
     def parameters(self) -> list[Tensor]:
         return [tensor for tensor in self.tensors.values() if tensor.role == "parameter"]

@@ -95,7 +95,7 @@ class _Placements:
         dim = self._dim_of(tensors)
         reads = []
         for tensor in tensors[: len(node.inputs)]:
-            if tensor.role == "activation":
+            if tensor.role in ("activation", "gradient"):
                 wanted = dim if dim in tensor.dims else WHOLE
                 yield from self._redistribute(node, tensor.name, wanted)
                 reads.append(self.version[tensor.name, wanted])
