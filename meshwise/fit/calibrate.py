@@ -54,6 +54,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
         cluster=info.cluster,
         dtype=_most_common([op.dtype for op, _ in _ops(timed, Gemm)], "fp32"),
         lowering=_most_common([sample.case.lowering for sample, _ in blocks], "eager"),
+        world_size=info.world_size,
         curves=curves,
         surfaces=surfaces,
         runs=run_ids,

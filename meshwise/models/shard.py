@@ -30,6 +30,9 @@ from meshwise.spec import Collective, Layout, Op
 TP_DIMS = ("vocab", "heads", "ffn")
 WHOLE, PARTIAL = "whole", "partial"
 
+# One kernel on one device; split by vocabulary, they leave a result between two kernels.
+SPLIT_LOSS = {"loss.softmax": "shifted", "loss.softmax.grad": "exp"}
+
 
 class Task(NamedTuple):
     """One operation of a rank. It starts when its stream is free and all it reads is written."""
@@ -105,16 +108,17 @@ class _Placements:
         for tensor in outputs:
             placed = dim if dim in tensor.dims else PARTIAL if contracted else WHOLE
             self._define(tensor, tensor.name, placed)
-        if node.name == "loss.softmax" and dim == "vocab":  # one kernel on one device only
-            shifted = f"{node.name}.shifted"
-            self.buffers[shifted] = Buffer(num_bytes(outputs[0], sizes), "activation")
-            size = self.buffers[shifted].num_bytes
-            shift = elementwise("cross_entropy", size, size, "forward")
-            yield Task(shifted, shift, "compute", node.part, node.phase, tuple(reads), (shifted,))
-            reads.append(shifted)
-        op = operation(node, inputs, outputs, sizes)
+        if node.name in SPLIT_LOSS and dim == "vocab":
+            between = f"{node.name}.{SPLIT_LOSS[node.name]}"
+            size = num_bytes(outputs[0], sizes)
+            self.buffers[between] = Buffer(size, "activation")
+            direction = "backward" if node.phase == "backward" else "forward"
+            op = elementwise("cross_entropy", size, size, direction)
+            yield Task(between, op, "compute", node.part, node.phase, tuple(reads), (between,))
+            reads.append(between)
+        whole = operation(node, inputs, outputs, sizes)
         writes = tuple(tensor.name for tensor in outputs)
-        yield Task(node.name, op, "compute", node.part, node.phase, tuple(reads), writes)
+        yield Task(node.name, whole, "compute", node.part, node.phase, tuple(reads), writes)
         for tensor in outputs:  # a replicated weight that saw only a slice: its gradient is a sum
             if tensor.role == "gradient" and self.placement[tensor.name] == PARTIAL:
                 yield from self._redistribute(node, tensor.name, WHOLE)

@@ -23,6 +23,7 @@ from meshwise.search.simulate import WAITING, Timeline, peak_memory, run_program
 from meshwise.spec import (
     Block,
     Collective,
+    Costs,
     Elementwise,
     Layout,
     Model,
@@ -94,7 +95,7 @@ def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) ->
         tokens_per_s=workload.tokens / timeline.time_s,
         flops_per_device_per_s=rate,
         mfu=rate / peak_flops if peak_flops else None,
-        notes=tuple(prices.notes),
+        notes=(*_shared_cores(costs, layout), *prices.notes),
     )
 
 
@@ -156,6 +157,14 @@ def _parts(parts: dict[str, float], relative: float) -> tuple[Part, ...]:
         )
         for name in order
     )
+
+
+def _shared_cores(costs: Costs, layout: Layout) -> tuple[str, ...]:
+    """On a CPU ranks share cores, so prices hold for as many ranks as were measured."""
+    if costs.cluster.device.kind != "cpu" or layout.num_devices == costs.world_size:
+        return ()
+    measured, wanted = costs.world_size, layout.num_devices
+    return (f"measured with {measured} ranks sharing the cores; {wanted} will run differently",)
 
 
 def _one_unit(program: Program) -> float:

@@ -73,6 +73,7 @@ class Costs(Record, kw_only=True):
     cluster: Cluster
     dtype: Dtype
     lowering: Literal["eager", "compiled"]
+    world_size: Positive = 1  # ranks that worked at once while this was measured
     curves: tuple[Curve, ...]
     surfaces: tuple[Surface, ...]
     factors: tuple[Factor, ...] = ()
