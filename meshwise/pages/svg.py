@@ -9,6 +9,7 @@ import io
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwise.units import format_bytes, format_rate
@@ -91,6 +92,17 @@ def _inline(svg: str, caption: str) -> str:
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")
     return svg
+
+
+def standalone(figure: Figure) -> str:
+    """The figure as a file of its own, on white, in the colours of the page."""
+    page = (Path(__file__).parent / "report.html.j2").read_text()
+    colours = re.search(r":root\s*{[^}]*}", page)
+    assert colours is not None
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    head, rest = figure.svg.replace("<svg", f"<svg {names}", 1).split(">", 1)
+    paper = '<rect width="100%" height="100%" fill="white"/>'
+    return f"{head}><style>{colours[0]}</style>{paper}{rest}"
 
 
 def colour(index: int) -> str:
