@@ -34,15 +34,17 @@ from meshwise.spec import (
 MEASURE = "measure it: meshwise measure profile --resume && meshwise calibrate"
 TP_DEGREES = tuple(2**power for power in range(8))
 NEIGHBOURS = 4
-FAR = 4.0  # beyond this factor outside the measured range an interval doubles
+FAR = 4.0  # each such factor beyond the measured range adds the held-out error once more
 
 
 class Estimate(NamedTuple):
-    """``error`` is relative (held-out p90 of the price); ``source`` says how it was found."""
+    """``error`` is relative (held-out p90 of the price); ``source`` says how it was found, and
+    ``note`` what a user should know of it."""
 
     time_s: float
     error: float
     source: str
+    note: str = ""
 
 
 def gemm_dims(op: Gemm) -> tuple[float, ...]:
@@ -95,7 +97,8 @@ def interpolate_loglog(x: float, knots_x: np.ndarray, knots_t: np.ndarray) -> fl
 
 
 class Prices:
-    """Costs indexed for evaluation. ``notes`` gathers every price that was extrapolated."""
+    """Costs indexed for evaluation. ``notes`` gathers what to know of the prices
+    asked for since it was last cleared."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -111,6 +114,8 @@ class Prices:
         found = self._cache.get(op)
         if found is None:
             found = self._cache[op] = self._estimate(op)
+        if found.note:
+            self.notes[found.note] = self.notes.get(found.note, 0) + 1
         return found
 
     def _estimate(self, op: Op) -> Estimate:
@@ -132,12 +137,17 @@ class Prices:
         if curve is None:
             raise ValueError(f"no price for {key}; {MEASURE}")
         first, last = curve.x_bytes[0], curve.x_bytes[-1]
-        error = curve.held_out[curve.law].p90
+        error = _untested_as_unknown(curve.held_out[curve.law])
         if x > last:  # continue the last knot at the fitted rate
-            self._note(f"{key}: {x / last:.1f} x beyond the largest measured size", x > FAR * last)
+            beyond = f"{key}: {x / last:.1f} x beyond the largest measured size"
             slope = curve.beta_s_per_byte or curve.time_s[-1] / last
-            error *= 2 if x > FAR * last else 1
-            return Estimate(curve.time_s[-1] + slope * (x - last), error, "extrapolated")
+            error *= 1 + math.log(x / last, FAR)
+            return Estimate(
+                curve.time_s[-1] + slope * (x - last),
+                error,
+                "extrapolated",
+                beyond if x > FAR * last else "",
+            )
         if curve.law == "alpha_beta":
             return Estimate(curve.alpha_s + x * curve.beta_s_per_byte, error, "alpha-beta")
         time_s = interpolate_loglog(
@@ -152,17 +162,18 @@ class Prices:
             raise ValueError(f"no price for {key}; {MEASURE}")
         dims = gemm_dims(op) if isinstance(op, Gemm) else attention_dims(op)
         if dims in surface.shapes:
-            return Estimate(surface.time_s[surface.shapes.index(dims)], 0.02, "measured")
+            time_s = surface.time_s[surface.shapes.index(dims)]
+            return Estimate(time_s, surface.noise, "measured")
         shapes, log_utilisation = self._log_utilisation(surface, op)
         utilisation = interpolate_utilisation(dims, shapes, log_utilisation)
-        error = surface.held_out.p90
+        error, note = _untested_as_unknown(surface.held_out), ""
         outside = np.max(
             np.maximum(np.asarray(dims) / shapes.max(0), shapes.min(0) / np.asarray(dims))
         )
         if outside > FAR:
-            self._note(f"{key}: shape {'x'.join(map(str, dims))} is {outside:.0f} x outside", True)
-            error *= 2
-        return Estimate(roofline_s(op, surface) / utilisation, error, "nearest utilisation")
+            note = f"{key}: shape {'x'.join(map(str, dims))} is {outside:.0f} x outside"
+            error *= 1 + math.log(outside, FAR)
+        return Estimate(roofline_s(op, surface) / utilisation, error, "nearest utilisation", note)
 
     def _log_utilisation(
         self, surface: Surface, like: Gemm | Attention
@@ -173,17 +184,17 @@ class Prices:
             self._logs[surface.key] = (np.asarray(surface.shapes, float), logs)
         return self._logs[surface.key]
 
-    def _note(self, text: str, worth_saying: bool) -> None:
-        if worth_saying:
-            self.notes[text] = self.notes.get(text, 0) + 1
+    def _note(self, text: str) -> None:
+        self.notes[text] = self.notes.get(text, 0) + 1
 
     def factor(self, block: Block) -> tuple[float, HeldOut | None]:
         """Measured over composed time of a block like this one; 1 when none was measured."""
         found = self.factors.get(factor_key(block))
         if found is None:
-            found = self._nearest_factor(block)
-        if found is None:
-            self._note(f"no {block.part} was measured; operations are added up as they are", True)
+            stand_in = self._nearest_factor(block)
+            if stand_in is not None:
+                return _at_size(stand_in, stand_in.ratio, block), self._spread(block)
+            self._note(f"no {block.part} was measured; operations are added up as they are")
             return 1.0, None
         return _at_size(found, found.ratio, block), found.held_out
 
@@ -198,14 +209,26 @@ class Prices:
         for other in others:
             if factor_key(other) in self.factors:
                 stands_in = f"{factor_key(other)} stands in"
-                self._note(f"no {factor_key(block)} was measured; {stands_in}", True)
+                self._note(f"no {factor_key(block)} was measured; {stands_in}")
                 return self.factors[factor_key(other)]
         return None
+
+    def _spread(self, block: Block) -> HeldOut:
+        """How much the measured ratios of a part and direction differ: the error of a stand-in."""
+        kind = f"{block.part}/{block.direction}/"
+        ratios = [r for key, f in self.factors.items() if key.startswith(kind) for r in f.ratio]
+        half = (max(ratios) / min(ratios) - 1) / 2
+        return HeldOut(median=half, p90=half, num_points=len(ratios))
 
     def saved_ratio(self, block: Block) -> float:
         """Measured over counted bytes that a block saves for backward; 1 when not measured."""
         found = self.factors.get(factor_key(block))
         return _at_size(found, found.saved_ratio, block) if found and found.saved_ratio else 1.0
+
+
+def _untested_as_unknown(held_out: HeldOut) -> float:
+    """The error of a price; one that could not be tested may be wrong by as much as it is."""
+    return held_out.p90 if held_out.num_points else 1.0
 
 
 def _at_size(factor: Factor, values: tuple[float, ...], block: Block) -> float:

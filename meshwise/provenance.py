@@ -160,7 +160,7 @@ def _code() -> dict[str, Any]:
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return {"meshwise": version, "git_commit": None, "git_dirty": None}
-    changes = _git(root, "status", "--porcelain")
+    changes = _git(root, "status", "--porcelain", "--", "meshwise")
     return {
         "meshwise": version,
         "git_commit": _git(root, "rev-parse", "HEAD"),

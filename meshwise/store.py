@@ -33,10 +33,13 @@ def read(path: Path | str, kind: type[T]) -> T:
         raise ValueError(f"{path} does not exist") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file; name a .json or .toml file") from None
     try:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is not {path.suffix[1:].upper()}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        language = "TOML" if path.suffix == ".toml" else "JSON"
+        raise ValueError(f"{path} is not {language}: {error}") from None
     return convert(data, kind, str(path))
 
 
@@ -80,6 +83,8 @@ def _lookup(data: Any, field: str) -> Any:
 def write(path: Path | str, record: msgspec.Struct) -> Path:
     """Write one record by the suffix of its path, whole or not at all."""
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a file that can be written anew; name another")
     if path.suffix == ".toml":
         import tomli_w
 
@@ -174,6 +179,11 @@ def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
             sample = convert(json.loads(line), Sample, f"{path}:{number}")
         except ValueError as error:
             warnings.append(f"{path}:{number} is truncated or damaged and was skipped ({error})")
+            continue
+        if sample.case_id != sample.case.id:
+            warnings.append(
+                f"{path}:{number} was skipped: case_id {sample.case_id} is not its case's"
+            )
             continue
         samples[sample.case_id] = sample
     return info, list(samples.values()), warnings

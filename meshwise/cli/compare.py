@@ -8,7 +8,8 @@ from meshwise.cli.output import DONE, GATE_FAILED, emit
 def compare(
     a: str, b: str, *, fail_if: str | None = None, force: bool = False, json: Json = False
 ) -> int:
-    """Is run b faster than run a? Ratio of medians, interval and verdict of every shared case.
+    """Is run b faster than run a? Ratio of medians, interval and verdict of every shared case, or
+    of the steps of two layouts of one model.
 
     Parameters
     ----------

@@ -1,22 +1,30 @@
 """``meshwise measure``."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
 
 import meshwise
-from meshwise.cli.options import ANY, DryRun, Json, Runs, Size
+from meshwise.cli.options import ANY, MODELS, DryRun, Json, Runs, Size
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
     from meshwise.spec import Case
 
+_HELP = (
+    f"Model whose operations are measured, of {', '.join(MODELS)}; may be repeated. By default one "
+    "that fills the cluster."
+)
+Models = Annotated[tuple[str, ...], Parameter(help=_HELP)]
+
 
 def measure(
     what: Literal["profile"] = "profile",
     *,
     cluster: str = "cluster.toml",
-    model: tuple[str, ...] = (),
+    model: Models = (),
     lowering: Literal["eager", "compiled"] | None = None,
     budget: str | None = None,
     resume: bool = False,
@@ -34,9 +42,6 @@ def measure(
         What to measure.
     cluster
         The machine; detected first when cluster.toml does not exist.
-    model
-        Model of the catalogue whose operations are measured; may be repeated. By default one that
-        fills the cluster.
     lowering
         How a model's blocks are run; by default compiled on GPUs and eager on CPUs.
     budget

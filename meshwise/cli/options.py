@@ -9,6 +9,12 @@ Json = Annotated[bool, Parameter(help="Print one JSON document on standard outpu
 DryRun = Annotated[bool, Parameter(help="Say what would be done, do and write nothing.")]
 Runs = Annotated[str, Parameter(help="Where run directories are.")]
 
+# models.catalogue.names(), spelt out since --help imports no room; a test compares them
+MODELS = (
+    "gpt-30m", "gpt-125m", "gpt-350m", "gpt-760m", "gpt-1.3b", "gpt-2.6b", "gpt-6.7b", "gpt-15b",
+    "gpt-39b", "gpt-76b",
+)  # fmt: skip
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +22,7 @@ class Size:
     """How many ranks: three spellings of one number, which must agree."""
 
     nproc: int | None = None
-    "Ranks to start, or that the launcher has started."
+    "Ranks, one on each device: measure and run start them, or join those of a launcher."
     gpus: int | None = None
     "The same number, as GPUs."
     num_hosts: int | None = None

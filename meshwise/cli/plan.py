@@ -1,12 +1,19 @@
 """``meshwise plan``."""
 
+from typing import Annotated
+
+from cyclopts import Parameter
+
 import meshwise
-from meshwise.cli.options import ANY, Json, Size
+from meshwise.cli.options import ANY, MODELS, Json, Size
 from meshwise.cli.output import DONE, emit
+
+_HELP = f"One of {', '.join(MODELS)}; by default one that fills the cluster."
+Model = Annotated[str | None, Parameter(help=_HELP)]
 
 
 def plan(
-    model: str | None = None,
+    model: Model = None,
     *,
     size: Size = ANY,
     costs: str = "costs.json",
@@ -20,8 +27,6 @@ def plan(
 
     Parameters
     ----------
-    model
-        Model of the catalogue; by default one that fills the cluster.
     costs
         Prices of the cluster to plan for.
     global_batch_size

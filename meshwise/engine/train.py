@@ -14,6 +14,7 @@ import gc
 import itertools
 import math
 import statistics
+import sys
 from typing import Any
 
 import msgspec
@@ -92,6 +93,7 @@ def train(ranks: Ranks, request: TrainRequest) -> Sample:
         return filled(status="oom", reason=str(error))
     check.free(ranks.device)
     if request.checked and "reason" not in found:
+        _say(ranks, "checking three steps in fp32 against one device")
         found |= _check(ranks, mesh, request, found["metrics"])
     return filled(**{"status": "error" if "reason" in found else "ok", "reason": "", **found})
 
@@ -111,14 +113,17 @@ def _measure(
         seed=request.seed,
         max_grad_norm=request.max_grad_norm,
     )
+    compiling = plan.lowering == "compiled"
+    _say(ranks, "building the model" + (", then compiling it" if compiling else ""))
     training = together(ranks, mesh, "building the model", build)
     warm_up = functools.partial(_warm_up, ranks, training, request.warmup)
-    compiling = plan.lowering == "compiled"
     losses = together(ranks, mesh, "warm-up", warm_up, compiling=compiling)
+    _say(ranks, f"warmed up by {request.warmup} steps; timing {request.steps}")
     before = device_states(ranks)
     timed = functools.partial(_timed_steps, ranks, training, request.warmup)
     times_s, more = together(ranks, mesh, "timed steps", timed)
     after = device_states(ranks)
+    _say(ranks, f"{statistics.median(times_s):.3g} s a step; measuring memory")
     peaks = together(ranks, mesh, "memory", functools.partial(_peak, ranks, training))
     mine = {"times_s": times_s, "losses": [float(loss) for loss in losses + more], "peaks": peaks}
     num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
@@ -142,6 +147,12 @@ def _fields(plan: Plan, replies: list[dict[str, Any]], num_parameters: int) -> d
     if len(finite) < len(losses):
         found["reason"] = f"the loss is {losses[len(finite)]} at step {len(finite)}"
     return found
+
+
+def _say(ranks: Ranks, what: str) -> None:
+    """Progress, for whoever waits: a plain line on rank 0's stderr."""
+    if ranks.rank == 0:
+        print(f"  {what}", file=sys.stderr, flush=True)
 
 
 def _mean_losses(of_ranks: list[list[float | None]]) -> tuple[float, ...]:
@@ -176,6 +187,10 @@ def _timed_steps(
                 ranks.synchronize(f"step {index - 2}", marks[-2])
             losses.append(step.run(training, index))
             marks.append(mark())
+            if ranks.device.type == "cpu" and len(marks) > 1:  # a GPU's steps are not waited for
+                took_s = elapsed_s(*marks[-2:])
+                total = len(training.inputs) - first - 1
+                _say(ranks, f"step {len(marks) - 1} of {total}: {took_s:.3g} s")
     finally:
         gc.enable()
     ranks.synchronize("the last step")

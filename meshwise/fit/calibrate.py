@@ -23,6 +23,7 @@ from meshwise.spec import (
     Surface,
     digest,
 )
+from meshwise.stats import median_interval
 
 Kind = TypeVar("Kind", Gemm, Elementwise, Collective)
 Word = TypeVar("Word", bound=str)
@@ -41,6 +42,11 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
         for sample in samples
         if sample.status == "ok"
     ]
+    versions = {sample.method_version for sample, _ in timed}
+    if len(versions) > 1:
+        raise ValueError(
+            f"the samples were timed by methods {sorted(versions)}; calibrate runs of one method"
+        )
     copies = [op for op, _ in _ops(timed, Elementwise) if op.kind == "copy"]
     if not copies:
         raise ValueError(
@@ -101,15 +107,26 @@ def _surfaces(
     timed: Timed, curves: tuple[Curve, ...], runs: tuple[str, ...]
 ) -> tuple[Surface, ...]:
     groups: dict[str, tuple[list[Gemm | Attention], list[float]]] = {}
+    noise: dict[str, list[float]] = {}
     for sample, time_s in timed:
         op = sample.case.op
         if isinstance(op, Gemm | Attention):
             ops, times = groups.setdefault(surface_key(op), ([], []))
             ops.append(op)
             times.append(time_s)
+            middle, low, high = median_interval(sample.times_s)
+            noise.setdefault(surface_key(op), []).append((high - low) / 2 / middle)
     copy = next(curve for curve in curves if curve.key == "elementwise/copy")
     rate = max(x / t for x, t in zip(copy.x_bytes, copy.time_s, strict=True))
     return tuple(
-        fit_surface(key, ops, times, floor_s=min(copy.time_s), copy_bytes_per_s=rate, runs=runs)
+        fit_surface(
+            key,
+            ops,
+            times,
+            floor_s=min(copy.time_s),
+            copy_bytes_per_s=rate,
+            noise=median(noise[key]),
+            runs=runs,
+        )
         for key, (ops, times) in sorted(groups.items())
     )

@@ -29,6 +29,7 @@ def fit_surface(
     *,
     floor_s: float,
     copy_bytes_per_s: float,
+    noise: float,
     runs: tuple[str, ...],
 ) -> Surface:
     """A surface through measured shapes; a shape measured twice keeps the median."""
@@ -50,6 +51,7 @@ def fit_surface(
             copy_bytes_per_s,
             *(op.bytes / t for op, t in zip(representatives, measured, strict=True)),
         ),
+        noise=noise,
         held_out=HeldOut(median=0.0, p90=0.0, num_points=0),
         runs=runs,
     )

@@ -155,8 +155,9 @@ class _DataParallel:
 
         if zero < 2 and (self.layout.num_microbatches > 1 or not self.copies):
             total = f"accumulated.{unit}"
+            read = compute + (wide if total in self.buffers else 0)
             self.buffers[total] = Buffer(wide, "gradient")
-            task("accumulate", elementwise("add", compute, wide, "backward"), "compute", total)
+            task("accumulate", elementwise("add", read, wide, "backward"), "compute", total)
             gradients = (total,)
             if not self.copies:
                 self.kept.add(total)

@@ -1,6 +1,7 @@
 """Two runs' samples in; the ratio of every case they share, its interval and verdict out.
 
-ratio = median(b) / median(a), below 1 when b is faster; the whole is the geometric mean.
+ratio = median(b) / median(a), below 1 when b is faster; the whole is the geometric mean. Runs that
+share no case may be of two layouts: then steps that differ in nothing else are compared.
 """
 
 import re
@@ -11,16 +12,18 @@ import msgspec
 
 from meshwise import stats
 from meshwise.pages.table import Table
-from meshwise.spec import Case, Record, Sample
+from meshwise.spec import Case, Layout, Record, Sample, Step
 from meshwise.spec.label import label
 from meshwise.spec.record import PositiveFloat
 from meshwise.units import format_seconds
 
 
 class Compared(Record, kw_only=True):
-    """One case: ``ratio`` with its 95 % interval."""
+    """One case: ``ratio`` with its 95 % interval. ``a_layout``: a's, where ``case``, which is b's,
+    has another."""
 
     case: Case
+    a_layout: Layout | None = None
     a_s: PositiveFloat
     b_s: PositiveFloat
     ratio: PositiveFloat
@@ -67,31 +70,34 @@ def compare(
     *,
     fail_if: str | None = None,
     force: bool = False,
+    layouts: bool = True,
 ) -> Comparison:
     """Compare two named sets of samples, case by case.
 
     Nothing in common, other timing methods or other regimes are a ValueError; ``force`` compares
-    across methods and regimes.
+    across methods and regimes, ``layouts`` (where both are of one cluster) steps of two layouts.
     """
     gate = None if fail_if is None else parse_gate(fail_if)
     before, after = ({_key(s, force): s for s in side if s.status == "ok"} for _, side in (a, b))
-    shared = [key for key in before if key in after]
-    if not shared:
+    pairs = [(before[key], after[key]) for key in before if key in after]
+    if not pairs and layouts:
+        pairs = _two_layouts(before, after, force)
+    if not pairs:
         raise ValueError(_nothing_shared(a[0], b[0], before, after))
-    for key in shared:
-        methods = before[key].method_version, after[key].method_version
+    for pair in pairs:
+        methods = pair[0].method_version, pair[1].method_version
         if methods[0] != methods[1] and not force:
             raise ValueError(
                 f"{a[0]} was timed by method {methods[0]} and {b[0]} by method {methods[1]}; "
                 "measure again, or compare anyway with --force"
             )
-    cases = tuple(_compared(before[key], after[key]) for key in shared)
+    cases = tuple(_compared(*pair) for pair in pairs)
     return Comparison(
         a=a[0],
         b=b[0],
         cases=cases,
         ratio=stats.geometric_mean([case.ratio for case in cases]),
-        missing=len(before.keys() ^ after.keys()),
+        missing=len(before) + len(after) - 2 * len(pairs),
         fail_if=fail_if,
         failed=tuple(c.case.id for c in cases if gate is not None and gate.catches(c)),
     )
@@ -101,6 +107,27 @@ def _key(sample: Sample, any_regime: bool) -> str:
     if any_regime:
         return msgspec.structs.replace(sample.case, regime="warm").id
     return sample.case_id
+
+
+def _two_layouts(
+    before: dict[str, Sample], after: dict[str, Sample], any_regime: bool
+) -> list[tuple[Sample, Sample]]:
+    """Steps of one model, workload, dtype, regime, lowering and number of ranks."""
+    a, b = (
+        {_key(_without_layout(s), any_regime): s for s in side.values() if _layout(s)}
+        for side in (before, after)
+    )
+    return [(a[key], b[key]) for key in a if key in b]
+
+
+def _layout(sample: Sample) -> Layout | None:
+    return sample.case.op.layout if isinstance(sample.case.op, Step) else None
+
+
+def _without_layout(sample: Sample) -> Sample:
+    op = msgspec.structs.replace(sample.case.op, layout=Layout())
+    case = msgspec.structs.replace(sample.case, op=op)
+    return msgspec.structs.replace(sample, case=case, case_id=case.id)
 
 
 def _nothing_shared(a: str, b: str, before: dict[str, Sample], after: dict[str, Sample]) -> str:
@@ -114,7 +141,8 @@ def _nothing_shared(a: str, b: str, before: dict[str, Sample], after: dict[str, 
             )
     return (
         f"{a} ({len(before)} finished cases) and {b} ({len(after)}) share no case; "
-        "compare two runs of the same measurement"
+        "compare two runs of the same measurement, or of two layouts of one model, workload, dtype "
+        "and cluster"
     )
 
 
@@ -122,6 +150,7 @@ def _compared(a: Sample, b: Sample) -> Compared:
     found = stats.compare(a.times_s, b.times_s)
     return Compared(
         case=b.case,
+        a_layout=_layout(a) if _layout(a) != _layout(b) else None,
         a_s=stats.median_interval(a.times_s)[0],
         b_s=stats.median_interval(b.times_s)[0],
         ratio=found.ratio,
@@ -136,7 +165,7 @@ def table(comparison: Comparison) -> Table:
     caught = set(comparison.failed)
     rows = tuple(
         (
-            label(case.case),
+            label(case.case) + (f" (a: {case.a_layout.name})" if case.a_layout else ""),
             case.verdict + (" (fails)" if case.case.id in caught else ""),
             format_seconds(case.a_s),
             format_seconds(case.b_s),
@@ -149,10 +178,12 @@ def table(comparison: Comparison) -> Table:
         f"Geometric mean of {len(rows)} ratios: {comparison.ratio:.3f}. Below 1, b is faster.",
         "Ratio of medians (b/a) with its 95 % interval; unclear: too few or too noisy times.",
     ]
+    if any(c.verdict == "unclear" and isinstance(c.case.op, Step) for c in comparison.cases):
+        legend.append("For more times a step run both plans again: meshwise run --steps 20.")
     if comparison.missing:
         legend.append(f"{comparison.missing} cases were finished on one side only.")
     if comparison.fail_if:
         outcome = f"caught {len(caught)} of {len(rows)} cases" if caught else "holds"
         legend.append(f"Gate {comparison.fail_if}: {outcome}.")
-    columns = ("case", "verdict", "a", "b", "b/a", "95 % interval")
+    columns = ("case", "verdict", "a", "b", "b/a", "interval")
     return Table(f"a = {comparison.a}, b = {comparison.b}", columns, rows, tuple(legend), left=2)

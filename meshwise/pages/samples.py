@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from meshwise.pages.table import Table
-from meshwise.pages.tables import ABSENT, interval
+from meshwise.pages.tables import ABSENT, INTERVAL, interval
 from meshwise.spec import (
     Attention,
     Block,
@@ -130,8 +130,8 @@ def _timed(title: str, samples: Sequence[Sample]) -> Table:
                 _slowest(sample),
             )
         )
-    columns = ("case", "regime", "median", "95 % interval", "times", "rate", "slowest rank")
-    return Table(title, columns, tuple(rows), left=2)
+    columns = ("case", "regime", "median", "interval", "times", "rate", "slowest rank")
+    return Table(title, columns, tuple(rows), (f"Interval: {INTERVAL}.",), left=2)
 
 
 def _rate(sample: Sample, time_s: float) -> str:
@@ -176,11 +176,12 @@ def _collectives(samples: Sequence[Sample]) -> Table:
             )
         )
     columns = (
-        "collective", "dtype", "group", "size", "median", "95 % interval", "algbw", "busbw",
+        "collective", "dtype", "group", "size", "median", "interval", "algbw", "busbw",
         "slowest rank",
     )  # fmt: skip
     rows.sort(key=lambda row: (row[0], row[2]))
-    return Table("Collectives", columns, tuple(rows), (BUS_LEGEND,), left=3)
+    legend = (f"Interval: {INTERVAL}.", BUS_LEGEND)
+    return Table("Collectives", columns, tuple(rows), legend, left=3)
 
 
 def failed(samples: Sequence[Sample]) -> list[Table]:

@@ -1,5 +1,6 @@
 """Tables of what stages hand on: clusters, prices, plans, steps, comparisons. Records in."""
 
+import re
 from collections.abc import Callable, Sequence
 
 from meshwise.pages.steps import CONVENTION, Outcome, StepResult
@@ -8,11 +9,16 @@ from meshwise.spec import Candidate, Cluster, Costs, HeldOut, Plan
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
 ABSENT = "–"
+INTERVAL = "95 % interval of the median; with fewer than 6 values their range"
 MFU_LEGEND = (
     f"FLOP/s and MFU count FLOPs as {CONVENTION} does: 6 per parameter and token without embedding "
     "lookups, plus 12 x layers x hidden x seq a token, attention not halved."
 )
 
+PARTS_LEGEND = (
+    "Memory: parts are what is alive at the peak; zero 0 runs as FSDP2 on a (dp, 1) mesh, so it "
+    "holds a gathered copy too."
+)
 CHECK_LEGEND = "Loss error: largest relative difference from one device in fp32 over three steps."
 
 
@@ -76,7 +82,7 @@ def costs(prices: Costs) -> list[Table]:
             {"loglog": "log-log", "alpha_beta": "alpha-beta"}[curve.law],
             str(len(curve.x_bytes)),
             f"{format_bytes(curve.x_bytes[0])} – {format_bytes(curve.x_bytes[-1])}",
-            format_seconds(curve.alpha_s),
+            format_seconds(curve.alpha_s) if curve.alpha_s else ABSENT,
             format_rate(1 / curve.beta_s_per_byte, "B/s") if curve.beta_s_per_byte else ABSENT,
             *_held_out(curve.held_out[curve.law]),
         )
@@ -126,7 +132,9 @@ def costs(prices: Costs) -> list[Table]:
             ("block", "sizes", "time ratio", "saved bytes ratio", *error),
             factors,
             ("part/direction/parallelism. The ratio corrects every plan that holds the block.",),
-        ),
+        )
+        if factors
+        else Table("No block was measured; plans add operations up as they are.", (), ()),
     ]
 
 
@@ -148,10 +156,22 @@ def plan(chosen: Plan) -> list[Table]:
         "dp, tp: data and tensor parallel degrees; +sp: sequence parallel; zero: what dp shards; "
         "mb: microbatch size x count.",
         MFU_LEGEND,
-        *chosen.prediction.notes,
     )
     ranked = _ranked(_headline(chosen), (best, *chosen.runners_up), legend)
-    return [ranked, _removed(chosen), parts(chosen)]
+    return [ranked, *warnings(chosen.prediction.notes), _removed(chosen), parts(chosen)]
+
+
+def warnings(notes: Sequence[str]) -> list[Table]:
+    """What the prediction rests on beyond the measurement; of one price only the farthest size."""
+    farthest: dict[str, tuple[float, str]] = {}
+    for note in notes:
+        match = re.fullmatch(r"(.*): ([\d.]+) x beyond the largest measured size", note)
+        key, factor = (match[1], float(match[2])) if match else (note, 0.0)
+        if key not in farthest or factor > farthest[key][0]:
+            farthest[key] = factor, note
+    rows = tuple((note,) for _, note in farthest.values())
+    more = ("measure more: meshwise measure profile --resume",)
+    return [Table("Warnings", ("",), rows, more)] if rows else []
 
 
 def layouts(plans: Sequence[Plan]) -> Table:
@@ -188,14 +208,23 @@ def _ranked(title: str, candidates: Sequence[Candidate], legend: tuple[str, ...]
 
 
 def _removed(chosen: Plan) -> Table:
-    rows = tuple((str(removal.count), removal.constraint) for removal in chosen.removed)
+    rows = tuple((str(removal.count), _why(removal.constraint)) for removal in chosen.removed)
     kept = chosen.num_considered - sum(removal.count for removal in chosen.removed)
-    legend = [f"{kept} layouts were left and ranked."]
-    if chosen.nearest_infeasible is not None:
-        near = chosen.nearest_infeasible
-        legend.append(f"Nearest that does not fit: {near.layout.name}; {near.reason}.")
+    near = chosen.nearest_infeasible
+    legend = (
+        f"{kept} layouts were left and ranked.",
+        f"Nearest that does not fit: {near.layout.name}; {near.reason}."
+        if near
+        else "All fit in memory.",
+    )
     title = f"Of {chosen.num_considered} layouts, removed by"
-    return Table(title, ("layouts", "constraint"), rows, tuple(legend), left=2)
+    return Table(title, ("layouts", "constraint"), rows, legend, left=2)
+
+
+def _why(constraint: str) -> str:
+    """Layouts dropped as duplicates broke no constraint: the row says so first."""
+    duplicate = constraint.startswith("zero 1 is zero 2")
+    return f"same program as another layout: {constraint}" if duplicate else constraint
 
 
 def parts(chosen: Plan) -> Table:
@@ -219,7 +248,7 @@ def parts(chosen: Plan) -> Table:
         for part in prediction.memory_parts
     ]
     title = f"Predicted parts of {chosen.layout.name}"
-    return Table(title, ("of", "part", "amount", "share"), tuple(rows), left=2)
+    return Table(title, ("of", "part", "amount", "share"), tuple(rows), (PARTS_LEGEND,), left=2)
 
 
 def steps(results: Sequence[StepResult]) -> list[Table]:
@@ -246,11 +275,12 @@ def steps(results: Sequence[StepResult]) -> list[Table]:
     return [
         Table(
             f"Step time, predicted beside measured: {_headline(done[0].plan)}",
-            (*compared, "95 % interval", "mean", "std", "steps"),
+            (*compared, "interval", "mean", "std", "steps"),
             times,
             (
                 "error = predicted/measured - 1; * marks a measurement outside the prediction's "
                 "interval. Measured: median over steps of the slowest rank.",
+                f"First interval: the prediction's. Second: {INTERVAL}.",
             ),
         ),
         Table(

@@ -150,8 +150,9 @@ def _round_1(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
     blocks = [block for model in models for block in _blocks(scope, model, typical)]
     yield from _products(blocks)
     yield from map(_adamw, scope.scale.coarse_copies)
-    yield from _collectives(scope, MAIN, scope.scale.coarse_bytes)
+    yield from _collectives(scope, MAIN, scope.scale.coarse_bytes[:2])
     yield from blocks
+    yield from _collectives(scope, MAIN, scope.scale.coarse_bytes[2:])
 
 
 def _round_2(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:

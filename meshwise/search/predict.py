@@ -1,8 +1,8 @@
 """One layout in, its predicted step out: time and peak memory by part, with intervals.
 
 Time: every task of a rank's program is priced (``prices``), tasks of a measured block times the
-block's factor, then the program is run on paper (``simulate``). One and two microbatches are
-simulated; the rest repeat the second: T(m) = T(1) + (m-1) (T(2) - T(1)).
+block's factor, then the program is run on paper (``simulate``). Up to three microbatches are
+simulated; more repeat the third: T(m) = T(2) + (m-2) (T(3) - T(2)).
 
 Interval of the time: for each group of prices the held-out error (p90) times its share, taken as
 wholly correlated inside a group and independent between groups. Interval of the memory: one
@@ -40,6 +40,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) -> Prediction:
     """Predict a training step of ``workload`` under ``layout``."""
     costs = prices.costs
+    prices.notes.clear()
     blocks = blocks_of(model, workload, layout, costs.dtype)
     factors = {key: prices.factor(block) for key, block in blocks.items()}
     saved: dict[str, float] = {part: prices.saved_ratio(blocks[part, "backward"]) for part in PARTS}
@@ -64,7 +65,7 @@ def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) ->
             msgspec.structs.replace(layout, num_microbatches=n),
             costs.dtype,
         )
-        for n in range(1, min(layout.num_microbatches, 2) + 1)
+        for n in sorted({min(layout.num_microbatches, n) for n in (2, 3)})
     ]
     one_stream = costs.cluster.device.kind == "cpu"
     timelines = [run_program(program, time_of, _part_of, one_stream) for program in programs]
@@ -136,7 +137,7 @@ def _part_of(task: Task) -> str:
 
 def _repeat(timelines: list[Timeline], count: int) -> Timeline:
     first, last = timelines[0], timelines[-1]
-    repeats = count - 1 if len(timelines) > 1 else 0
+    repeats = count - 2 if len(timelines) > 1 else 0
     names = {**first.parts, **last.parts}
     parts = {
         name: first.parts.get(name, 0.0)

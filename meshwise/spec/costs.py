@@ -4,7 +4,7 @@ from typing import Literal
 
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.op import Dtype
-from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, Record
+from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 
 SCHEMA_VERSION = 1
 
@@ -15,6 +15,13 @@ class HeldOut(Record, kw_only=True):
     median: NonNegativeFloat
     p90: NonNegativeFloat
     num_points: NonNegative
+
+
+def _check_times(record: "Curve | Surface", points: tuple[object, ...]) -> None:
+    if len(record.time_s) != len(points):
+        record.fail("time_s", f"must hold one time for each of {len(points)} points")
+    if not all(time_s > 0 for time_s in record.time_s):
+        record.fail("time_s", "every time must be > 0")
 
 
 class Curve(Record, kw_only=True):
@@ -33,6 +40,13 @@ class Curve(Record, kw_only=True):
     held_out: dict[str, HeldOut]
     runs: tuple[str, ...]
 
+    def check(self) -> None:
+        if not self.x_bytes or list(self.x_bytes) != sorted(set(self.x_bytes)):
+            self.fail("x_bytes", "must hold sizes, each larger than the one before")
+        _check_times(self, self.x_bytes)
+        if self.law not in self.held_out:
+            self.fail("held_out", f"must hold the error of the law used, {self.law}")
+
 
 class Surface(Record, kw_only=True):
     """Times of many-dimensional operations: nearest measured utilisation times a roofline.
@@ -46,10 +60,18 @@ class Surface(Record, kw_only=True):
     shapes: tuple[tuple[float, ...], ...]
     time_s: tuple[float, ...]
     floor_s: NonNegativeFloat
-    flops_per_s: NonNegativeFloat
-    bytes_per_s: NonNegativeFloat
+    flops_per_s: PositiveFloat
+    bytes_per_s: PositiveFloat
     held_out: HeldOut
+    noise: NonNegativeFloat = 0.0  # half the median's interval over the median, of a usual sample
     runs: tuple[str, ...]
+
+    def check(self) -> None:
+        if not self.shapes or any(len(shape) != len(self.dims) for shape in self.shapes):
+            self.fail("shapes", f"must hold shapes of the {len(self.dims)} dims {self.dims}")
+        if not all(extent > 0 for shape in self.shapes for extent in shape):
+            self.fail("shapes", "every extent must be > 0")
+        _check_times(self, self.shapes)
 
 
 class Factor(Record, kw_only=True):
@@ -64,6 +86,17 @@ class Factor(Record, kw_only=True):
     saved_ratio: tuple[float, ...] = ()
     held_out: HeldOut
     runs: tuple[str, ...]
+
+    def check(self) -> None:
+        sizes = self.activation_elements
+        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] <= 0:
+            self.fail("activation_elements", "must hold sizes > 0, each larger than the last")
+        for field in ("ratio", "saved_ratio"):
+            values = getattr(self, field)
+            if (values or field == "ratio") and len(values) != len(sizes):
+                self.fail(field, f"must hold one number for each of {len(sizes)} sizes")
+            if not all(value > 0 for value in values):
+                self.fail(field, "every ratio must be > 0")
 
 
 class Costs(Record, kw_only=True):

@@ -1,5 +1,9 @@
 """What a model is: sizes only. ``models/`` turns it into operations, ``nn/`` into a module."""
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from meshwise.spec.record import Positive, Record
 
 
@@ -13,7 +17,7 @@ class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
 
     name: str = ""
     hidden: Positive
-    layers: Positive
+    layers: Annotated[int, Meta(ge=1, le=10_000)]
     heads: Positive
     ffn: Positive
     vocab: Positive = 51200

@@ -6,7 +6,7 @@ from meshwise.spec.cluster import Cluster
 from meshwise.spec.layout import Layout, Workload
 from meshwise.spec.model import Model
 from meshwise.spec.op import Dtype
-from meshwise.spec.record import NonNegative, Positive, Record
+from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 
 SCHEMA_VERSION = 1
 
@@ -28,17 +28,17 @@ class Prediction(Record, kw_only=True):
     peak; None when the device has no known peak.
     """
 
-    step_time_s: float
-    low_s: float
-    high_s: float
+    step_time_s: PositiveFloat
+    low_s: NonNegativeFloat
+    high_s: NonNegativeFloat
     time_parts: tuple[Part, ...]
-    peak_memory_bytes: float
-    memory_low_bytes: float
-    memory_high_bytes: float
+    peak_memory_bytes: NonNegativeFloat
+    memory_low_bytes: NonNegativeFloat
+    memory_high_bytes: NonNegativeFloat
     memory_parts: tuple[Part, ...]
-    tokens_per_s: float
-    flops_per_device_per_s: float
-    mfu: float | None = None
+    tokens_per_s: NonNegativeFloat
+    flops_per_device_per_s: NonNegativeFloat
+    mfu: NonNegativeFloat | None = None
     notes: tuple[str, ...] = ()  # prices that were extrapolated or stood in for another
 
 
@@ -104,3 +104,9 @@ class Plan(Record, kw_only=True):
             )
         if layout.num_devices > self.cluster.num_devices:
             self.fail("layout", f"needs {layout.num_devices} of {self.cluster.num_devices} devices")
+        devices = tuple(range(layout.num_devices))
+        covered = [(stage.first_layer, stage.last_layer, stage.devices) for stage in self.stages]
+        if covered != [(0, self.model.layers, devices)]:
+            self.fail("stages", f"must be one stage of all {self.model.layers} layers on {devices}")
+        if self.schedule != "none":
+            self.fail("schedule", "must be none while there is one stage")

@@ -15,8 +15,8 @@ from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0, le=1e300)]
+NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e300)]
 
 _BOUNDS = (
     ("ge", lambda value, bound: value >= bound, ">="),

@@ -1,5 +1,6 @@
 """A run directory: ``run.json`` (one ``RunInfo``) and ``samples.jsonl`` (one ``Sample`` a line)."""
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -72,6 +73,8 @@ class Sample(Record, kw_only=True):
     def check(self) -> None:
         if self.status == "ok" and not self.times_s:
             self.fail("times_s", "an ok sample must hold at least one time")
+        if not all(0 < time_s < math.inf for time_s in self.times_s):
+            self.fail("times_s", "every time must be > 0 and finite")
         if self.status != "ok" and not self.reason:
             self.fail("reason", f"a sample with status {self.status} must say why")
 

@@ -11,15 +11,23 @@ log = logging.getLogger("meshwise")
 
 
 def calibrate(
-    run: tuple[Path | str, ...] = (), *, runs: Path | str = "runs", out: Path | str = "costs.json"
+    run: Path | str | tuple[Path | str, ...] = (),
+    *,
+    runs: Path | str = "runs",
+    out: Path | str = "costs.json",
 ) -> Costs:
-    """Fit prices to the samples of ``run`` (run directories), by default the newest measure run."""
+    """Fit prices to the samples of ``run`` (run directories), by default the newest measure run
+    that holds any."""
     from meshwise import fit
 
-    chosen = [Path(path) for path in run]
+    chosen = [Path(path) for path in files.several(run)]
     if not chosen:
-        chosen = [store.newest(runs, "measure")]
+        newest = store.newest(runs, "measure")
+        begun = [path for path in store.runs_of(runs, "measure") if store.load(path)[1]]
+        chosen = [begun[-1] if begun else newest]
         files.announce(chosen[0], "the newest run")
+        if chosen[0] != newest:
+            log.warning("%s is newer but holds no samples", newest)
     costs = fit.calibrate([files.load(path) for path in chosen])
     store.write(out, costs)
     log.info("wrote %s", out)

@@ -1,11 +1,10 @@
 """compare: two runs in, the ratio of every case they share and the verdict out."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from meshwise.pages import compare as pages
 from meshwise.pages.compare import Comparison
-from meshwise.spec import Sample
+from meshwise.spec import RunInfo, Sample
 from meshwise.verbs import files
 
 
@@ -15,13 +14,21 @@ def compare(
     """Is run ``b`` faster than run ``a``? Both are run directories or their samples.jsonl.
 
     ``fail_if``: ``slower>5%`` or ``faster>5%``; the cases it caught are in ``failed``. Samples of
-    different timing methods or regimes are refused unless ``force``.
+    different timing methods or regimes are refused unless ``force``. Two layouts of one model,
+    workload, dtype and cluster are compared step by step.
     """
-    return pages.compare(_samples(a), _samples(b), fail_if=fail_if, force=force)
+    (info_a, samples_a), (info_b, samples_b) = _load(a), _load(b)
+    return pages.compare(
+        (str(a), samples_a),
+        (str(b), samples_b),
+        fail_if=fail_if,
+        force=force,
+        layouts=info_a.cluster == info_b.cluster,
+    )
 
 
-def _samples(path: Path | str) -> tuple[str, Iterable[Sample]]:
+def _load(path: Path | str) -> tuple[RunInfo, list[Sample]]:
     run_dir = Path(path).parent if Path(path).name == "samples.jsonl" else Path(path)
     if not (run_dir / "run.json").exists():
         raise ValueError(f"{path} is not a run directory; give runs/<id>")
-    return str(path), files.load(run_dir)[1]
+    return files.load(run_dir)

@@ -5,20 +5,20 @@ from pathlib import Path
 
 from meshwise import store
 from meshwise.spec import Cluster
-from meshwise.verbs import job
+from meshwise.verbs import files, job
 
 log = logging.getLogger("meshwise")
 
 
 def detect(
-    *, nproc: int | None = None, peak: tuple[str, ...] = (), out: Path | str = "cluster.toml"
+    *, nproc: int | None = None, peak: str | tuple[str, ...] = (), out: Path | str = "cluster.toml"
 ) -> Cluster:
     """The cluster this process would run on, written to ``out``.
 
     ``nproc``: devices (on a CPU, ranks) to use of each host; all by default. ``peak``: FLOP/s that
     the datasheet does not give, as ``bf16=990e12``; several are allowed.
     """
-    cluster = look(nproc, peak)
+    cluster = look(nproc, files.several(peak))
     if job.leads():
         store.write(out, cluster)
         log.info("wrote %s", out)

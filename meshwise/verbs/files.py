@@ -11,6 +11,7 @@ T = TypeVar("T", Cluster, Costs, Plan)
 
 log = logging.getLogger("meshwise")
 
+T2 = TypeVar("T2", str, Path | str)
 _WRITER: dict[type, str] = {Cluster: "detect", Costs: "calibrate", Plan: "plan"}
 
 
@@ -20,6 +21,11 @@ def take(path: Path | str, kind: type[T]) -> T:
         raise ValueError(f"{path} does not exist; `meshwise {_WRITER[kind]}` writes it")
     announce(path)
     return store.read(path, kind)
+
+
+def several(value: T2 | tuple[T2, ...]) -> tuple[T2, ...]:
+    """One of something, or some of them."""
+    return value if isinstance(value, tuple) else (value,)
 
 
 def announce(path: Path | str, what: str = "") -> None:

@@ -1,6 +1,7 @@
 """measure: time operations on every rank, into a run directory."""
 
 import logging
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +20,9 @@ def measure(
     what: str = "profile",
     *,
     cluster: Path | str = DEFAULT_CLUSTER,
-    model: tuple[str, ...] = (),
+    model: str | tuple[str, ...] = (),
     lowering: Literal["eager", "compiled"] | None = None,
-    budget: str | None = None,
+    budget: str | float | None = None,
     resume: bool = False,
     nproc: int | None = None,
     runs: Path | str = "runs",
@@ -38,12 +39,14 @@ def measure(
     """
     if what != "profile":
         raise ValueError(f"what = {what!r}: must be profile")
-    budget_s = None if budget is None else parse_seconds(budget)
+    budget_s = None if budget is None else parse_seconds(str(budget))
+    if budget_s is not None and not 0 < budget_s < math.inf:
+        raise ValueError(f"budget = {budget!r}: must be some time, as 60s; all cases without it")
     machine = _cluster(cluster, nproc, keep=not dry_run)
     size = job.world_size(nproc, machine, default=machine.num_devices)
     if lowering is None:
         lowering = "compiled" if machine.device.kind == "cuda" else "eager"
-    cases = _cases(machine, model, size, lowering)
+    cases = _cases(machine, files.several(model), size, lowering)
     if dry_run:
         from meshwise.probe import profile
 
@@ -55,6 +58,8 @@ def measure(
         return run_dir
     if run_dir is None:
         run_dir = _created(runs, what, machine, size)
+    elif job.leads():
+        store.finish(run_dir, "running")
     _start(run_dir, cases, budget_s, skip, size)
     return run_dir
 

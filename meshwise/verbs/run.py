@@ -51,6 +51,11 @@ def run(
         if value < 1:
             raise ValueError(f"{name} = {value}: must be >= 1")
     job.world_size(size, chosen.cluster, default=size)
+    if seed < 0:
+        raise ValueError(f"seed = {seed}: must be >= 0")
+    for one in plans:
+        _check_exists(one)
+    _check_data(chosen, data, seed, steps + warmup + 1)
     if dry_run:
         return plans
     job.check_machine(chosen.cluster, size)
@@ -71,6 +76,38 @@ def run(
         _start(run_dir, request, one)
         run_dirs.append(run_dir)
     return run_dirs
+
+
+def _check_exists(plan: Plan) -> None:
+    """Refuse a layout that cannot be, before any process starts."""
+    from meshwise.models import check_divides
+
+    model, seq_len = plan.model, plan.workload.seq_len
+    if seq_len > model.max_seq_len:
+        raise ValueError(
+            f"Workload.seq_len = {seq_len}: must be <= {model.max_seq_len}, the model's"
+        )
+    sizes = {"vocab": plan.layout.tp, "heads": model.heads, "ffn": model.ffn}  # any vocab is padded
+    reason = check_divides(sizes, plan.layout, seq_len)
+    if reason is not None:
+        raise ValueError(f"Plan.layout {plan.layout.name} cannot be: {reason}; plan anew")
+    if plan.dtype not in ("fp32", "bf16"):
+        raise ValueError(f"Plan.dtype = {plan.dtype!r}: training runs in fp32 or bf16")
+
+
+def _check_data(plan: Plan, data: str | None, seed: int, steps: int) -> None:
+    """Refuse a token file that the run could not use, before any process starts."""
+    if data is not None:
+        from meshwise.engine.data import batches
+
+        batches(
+            plan.workload,
+            vocab=plan.model.vocab,
+            steps=steps,
+            seed=seed,
+            file=data,
+            rows=slice(0, 0),
+        )
 
 
 def _rivals(plan: Plan, count: int) -> list[Plan]:

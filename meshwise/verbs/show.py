@@ -3,6 +3,7 @@
 One operation of a plan can be followed from the model to its place in the sum (``follow``).
 """
 
+import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +49,20 @@ def follow(
     path: Path | str, node: str, costs: Path | str = "costs.json"
 ) -> "tuple[Explained, ...]":
     """What ``node`` of the model (``layers.0.up``) becomes in the plan at ``path``, and its price
-    there by the costs that the plan was made from."""
-    from meshwise import search
+    there by the costs that the plan was made from. Another file than a plan or an unknown node is a
+    ValueError; the node's suggests the nearest name."""
+    from meshwise import models, search
 
-    return search.explain(store.read(path, Plan), files.take(costs, Costs), node)
+    plan = show(path)
+    if not isinstance(plan, Plan):
+        raise ValueError(f"{path}: --node needs a plan.json")
+    work, layout = plan.workload, plan.layout
+    whole = models.graph(plan.model, layout.microbatch_size, work.seq_len, plan.dtype)
+    known = [n.name for n in whole.nodes if n.phase == "forward"]
+    near = difflib.get_close_matches(node, known, n=1)
+    if near and node not in known:
+        raise ValueError(f"no operation {node!r} in {plan.model.name}; did you mean {near[0]}?")
+    return search.explain(plan, files.take(costs, Costs), node)
 
 
 def followed(tasks: "tuple[Explained, ...]") -> Table:

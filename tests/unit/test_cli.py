@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import meshwise
 from meshwise import store
-from meshwise.cli import app
+from meshwise.cli import app, options
+from meshwise.models import catalogue
+from meshwise.spec import RunInfo
 from tests import sample_records as known
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +146,45 @@ def test_defaults_are_announced(capsys):
     assert "using ./costs.json" in err and "using ./plan.json" in err
     assert "predicted beside measured" in out
     assert out.strip().splitlines()[-1] == "report.html"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("show costs.json --node layers.0.up", "--node needs a plan.json"),
+        ("show runs/20260101T000100-run-gpt-small --node up", "--node needs a plan.json"),
+        ("show plan.json --node layers.0.upp", "did you mean layers.0.up?"),
+        ("show plan.json --node nothing", "for example layers.0"),
+    ],
+)
+def test_a_node_that_cannot_be_followed(arguments, message, capsys):
+    files()
+    assert call(*arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and "Traceback" not in err
+
+
+def test_rivals_can_be_compared_on_one_cluster(capsys):
+    runs = []
+    for plan in (known.plan(), known.plan(known.RIVAL)):
+        info = known.info("run", plan, f"run-{plan.layout.name}")
+        runs.append(known.write_run(Path("runs"), info, [known.step_sample(plan, [0.01] * 5)]))
+    assert call("compare", *runs) == 0
+    out = capsys.readouterr().out
+    assert known.LAYOUT.name in out and known.RIVAL.name in out
+    run_json = Path(runs[1], "run.json")
+    info = store.read(run_json, RunInfo)
+    cluster = msgspec.structs.replace(info.cluster, name="another")
+    store.write(run_json, msgspec.structs.replace(info, cluster=cluster))
+    assert call("compare", *runs) == 2
+    assert "share no case" in capsys.readouterr().err
+
+
+def test_help_names_the_models_of_the_catalogue(capsys):
+    assert catalogue.names() == options.MODELS
+    for verb in ("plan", "measure"):
+        assert call(verb, "--help") == 0
+        assert "gpt-2.6b" in capsys.readouterr().out
 
 
 def test_a_caught_gate_is_exit_code_3(capsys):

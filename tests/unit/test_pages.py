@@ -13,7 +13,7 @@ import pytest
 from meshwise.pages import compare, html, samples, show, svg, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
-from meshwise.spec import Gemm
+from meshwise.spec import Gemm, Removal
 from tests import sample_records as known
 
 STEPS_S = [0.0100, 0.0102, 0.0104, 0.0106, 0.0108, 0.0110, 0.0112]
@@ -208,6 +208,35 @@ def test_a_figure_is_well_formed_and_takes_its_colours_from_the_page():
     assert found == svg.draw('a "figure"', paint)  # the same bytes every time
 
 
+def test_warnings_keep_the_farthest_size_of_each_price():
+    beyond = "x beyond the largest measured size"
+    notes = (f"a/4: 5.0 {beyond}", "other", f"b/2: 6.5 {beyond}", f"a/4: 12.0 {beyond}", "other")
+    (shown,) = tables.warnings(notes)
+    assert shown.rows == ((f"a/4: 12.0 {beyond}",), ("other",), (f"b/2: 6.5 {beyond}",))
+    assert tables.warnings(()) == []
+    text = page("only a plan")
+    assert text.count("Warnings") == 1 and "measure profile --resume" in text
+
+
+def test_layouts_that_all_fit_and_layouts_that_are_the_same():
+    same = Removal(constraint="zero 1 is zero 2 when there is one microbatch", count=3)
+    plan = msgspec.structs.replace(known.plan(), nearest_infeasible=None, removed=(same,))
+    text = rendered(tables.plan(plan))
+    assert "All fit in memory." in text and "Nearest" not in text
+    assert "same program as another layout: zero 1 is zero 2" in text
+
+
+def test_prices_that_were_not_measured_are_not_numbers():
+    curve = msgspec.structs.replace(
+        known.COSTS.curves[0], law="loglog", alpha_s=0.0, beta_s_per_byte=0.0
+    )
+    bare = msgspec.structs.replace(known.COSTS, factors=(), curves=(curve,))
+    curves, _, blocks = tables.costs(bare)
+    assert curves.rows[0][4:6] == ("–", "–")
+    assert rendered([blocks]) == ("No block was measured; plans add operations up as they are.\n\n")
+    assert "No block was measured" in html.page(Contents(None, bare, (), ()))
+
+
 def test_any_record_can_be_shown():
     plan = known.plan()
     ran = show.Run(
@@ -272,6 +301,39 @@ class TestCompare:
         with pytest.raises(ValueError, match=r"measured cold and b warm.*--force"):
             self.compared(before, after)
         assert self.compared(before, after, force=True).ratio == 1
+
+    def test_steps_of_two_layouts_of_one_model(self):
+        plans = known.plan(), known.plan(known.RIVAL)
+        a, b = (known.step_sample(plan, [0.01] * 3) for plan in plans)
+        found = self.compared([a], [b])
+        assert found.cases[0].a_layout == known.LAYOUT and found.missing == 0
+        shown = rendered([compare.table(found)])
+        assert known.RIVAL.name in shown and f"(a: {known.LAYOUT.name})" in shown
+        same = self.compared([a], [a])
+        assert same.cases[0].a_layout is None and "(a: " not in rendered([compare.table(same)])
+        with pytest.raises(ValueError, match="share no case"):
+            self.compared([a], [b], layouts=False)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"model": msgspec.structs.replace(known.MODEL, layers=5)},
+            {"workload": msgspec.structs.replace(known.WORKLOAD, seq_len=256)},
+            {"dtype": "fp32"},
+        ],
+    )
+    def test_steps_that_differ_in_more_than_the_layout_are_refused(self, other):
+        a = known.step_sample(known.plan(), [0.01] * 3)
+        op = msgspec.structs.replace(a.case.op, layout=known.RIVAL, **other)
+        b = known.sample(op, [0.01] * 3)
+        with pytest.raises(ValueError, match="share no case"):
+            self.compared([a], [b])
+
+    def test_an_unclear_step_says_how_to_get_more_times(self):
+        few = known.step_sample(known.plan(), [0.01, 0.02, 0.03])
+        found = self.compared([few], [few])
+        assert found.cases[0].verdict == "unclear"
+        assert "meshwise run --steps 20" in rendered([compare.table(found)])
 
     def test_nothing_in_common(self):
         with pytest.raises(ValueError, match="share no case"):

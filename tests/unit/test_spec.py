@@ -24,13 +24,18 @@ from meshwise.spec import (
     Case,
     Cluster,
     Collective,
+    Curve,
     Device,
+    Factor,
     Gemm,
+    HeldOut,
     Layout,
     Model,
     Plan,
     Record,
     Sample,
+    Stage,
+    Surface,
     Tier,
     Workload,
     digest,
@@ -62,8 +67,19 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "layout": Layout(dp=2, zero=3, microbatch_size=4, num_microbatches=3),
         "workload": Workload(global_batch_size=24, seq_len=128),
         "cluster": cluster_of(num_devices=2),
+        "schedule": "none",
+        "stages": (
+            Stage(first_layer=0, last_layer=f["model"].layers, devices=(0, 1), sharding={}),
+        ),
     },
-    Sample: lambda f: {"times_s": (1.0, *f["times_s"]), "reason": f["reason"] + "."},
+    Sample: lambda f: {"times_s": (1.0, 2.0), "reason": f["reason"] + "."},
+    Curve: lambda f: {
+        "x_bytes": (1.0, 2.0),
+        "time_s": (0.5, 0.25),
+        "held_out": {f["law"]: HeldOut(median=0.1, p90=0.2, num_points=3)},
+    },
+    Surface: lambda f: {"dims": ("m", "n"), "shapes": ((1.0, 2.0),), "time_s": (0.5,)},
+    Factor: lambda f: {"activation_elements": (4.0, 8.0), "ratio": (1.0, 2.0), "saved_ratio": ()},
 }
 
 
@@ -119,7 +135,7 @@ def outside(hint: Any) -> Any:
         return "no such choice"
     for arg in typing.get_args(hint):
         if isinstance(arg, Meta):
-            if arg.le is not None:
+            if arg.le is not None and arg.le + 1 > arg.le:  # 1e300 stands for "finite"
                 return arg.le + 1
             return arg.gt if arg.gt is not None else arg.ge - 1
         if typing.get_origin(arg) is typing.Annotated:  # Positive | None
