@@ -1,0 +1,148 @@
+"""The layout of a logical tensor: which index ranges each rank holds, and where in its buffer.
+
+A ``Box`` is a range of indices in every dim, [low, high). A ``Piece`` says that a rank holds a
+box of the logical tensor at an offset of its local buffer. A layout is a set of pieces: whole
+copies, slices, strided or packed slices (gate and up projections fused in one weight), uneven
+chunks, padding (indices beyond the logical tensor are nobody's) and replicas are all the same
+thing. Two layouts of the same logical shape can be intersected, whatever made them.
+"""
+
+import itertools
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """Indices [low, high) in every dim; a scalar has no dims and one element."""
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(high - low for low, high in zip(self.low, self.high, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The common indices, or None when there are none."""
+        low = tuple(map(max, self.low, other.low))
+        high = tuple(map(min, self.high, other.high))
+        return Box(low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
+
+    def shifted(self, by: Sequence[int]) -> "Box":
+        low = tuple(index + b for index, b in zip(self.low, by, strict=True))
+        high = tuple(index + b for index, b in zip(self.high, by, strict=True))
+        return Box(low, high)
+
+
+class Piece(NamedTuple):
+    """``rank`` holds ``box`` of the logical tensor at ``offset`` of its local buffer."""
+
+    rank: int
+    box: Box
+    offset: tuple[int, ...]
+
+    def local(self, box: Box) -> Box:
+        """Where a part of this piece lies in the rank's buffer."""
+        return box.shifted([o - low for o, low in zip(self.offset, self.box.low, strict=True)])
+
+
+Layout = tuple[Piece, ...]
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
+    """Every rank holds all of it."""
+    return tuple(Piece(rank, whole(shape), (0,) * len(shape)) for rank in ranks)
+
+
+def chunks(size: int, parts: int) -> list[int]:
+    """torch.chunk's sizes: ceil(size / parts) each, then what is left, then zeros."""
+    each = -(-size // parts)
+    return [max(0, min(each, size - i * each)) for i in range(parts)]
+
+
+def sharded(
+    shape: Sequence[int],
+    dim: int,
+    ranks: Sequence[int],
+    *,
+    sizes: Sequence[int] | None = None,
+    blocks: Sequence[int] | None = None,
+) -> Layout:
+    """``dim`` cut into one range a rank, in the order of ``ranks``.
+
+    ``sizes``: extents of the ranges (uneven chunks); by default those of torch.chunk.
+    ``blocks``: ``dim`` is a concatenation of blocks of these extents and every block is cut by
+    itself; a rank's buffer holds its parts one after the other. [n, n] is Megatron's stride 2
+    (gate and up), [q, k, v] a packed attention projection.
+    """
+    size = shape[dim]
+    blocks = [size] if blocks is None else list(blocks)
+    if sum(blocks) != size:
+        raise ValueError(f"blocks = {blocks}: must add up to the {size} indices of dim {dim}")
+    if sizes is not None and (len(blocks) > 1 or sum(sizes) != size or len(sizes) != len(ranks)):
+        raise ValueError(
+            f"sizes = {list(sizes)}: must be one for each of {len(ranks)} ranks, add up to {size}, "
+            "and go without blocks"
+        )
+    pieces = []
+    filled = dict.fromkeys(ranks, 0)
+    start = 0
+    for block in blocks:
+        extents = list(sizes) if sizes is not None else chunks(block, len(ranks))
+        edges = list(itertools.accumulate(extents, initial=start))
+        for rank, low, high in zip(ranks, edges, edges[1:], strict=False):
+            if low < high:
+                pieces.append(_slab(shape, dim, rank, low, high, filled[rank]))
+                filled[rank] += high - low
+        start += block
+    return tuple(pieces)
+
+
+def _slab(shape: Sequence[int], dim: int, rank: int, low: int, high: int, offset: int) -> Piece:
+    box = whole(shape)
+    cut = Box(
+        tuple(low if d == dim else index for d, index in enumerate(box.low)),
+        tuple(high if d == dim else index for d, index in enumerate(box.high)),
+    )
+    return Piece(rank, cut, tuple(offset if d == dim else 0 for d in range(len(shape))))
+
+
+def placed(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[int | None]
+) -> Layout:
+    """DTensor's layout: for each mesh axis the dim it shards, or None where it replicates.
+
+    Ranks fill the mesh row by row. As in DTensor, an earlier axis cuts first and every cut is
+    torch.chunk's, so the last ranks may hold less, or nothing.
+    """
+    if len(mesh_shape) != len(placements):
+        raise ValueError(
+            f"placements = {placements}: must be one for each of {len(mesh_shape)} axes"
+        )
+    pieces = []
+    for rank, place in enumerate(itertools.product(*map(range, mesh_shape))):
+        box: Box | None = whole(shape)
+        for axis, dim in enumerate(placements):
+            if dim is not None and box is not None:
+                box = _chunk_of(box, dim, mesh_shape[axis], place[axis])
+        if box is not None:
+            pieces.append(Piece(rank, box, (0,) * len(shape)))
+    return tuple(pieces)
+
+
+def _chunk_of(box: Box, dim: int, parts: int, index: int) -> Box | None:
+    edges = list(itertools.accumulate(chunks(box.shape[dim], parts), initial=box.low[dim]))
+    if edges[index] == edges[index + 1]:
+        return None
+    low, high = list(box.low), list(box.high)
+    low[dim], high[dim] = edges[index], edges[index + 1]
+    return Box(tuple(low), tuple(high))
