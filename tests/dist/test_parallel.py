@@ -95,7 +95,10 @@ def mesh_of(dp, tp, copied):
 
 def prepared(ranks, plan, layout):
     """``plan``, in JSON, with another layout."""
-    plan = msgspec.structs.replace(msgspec.json.decode(plan, type=Plan), layout=layout)
+    plan = msgspec.json.decode(plan, type=Plan)
+    devices = tuple(range(layout.num_devices))
+    stage = msgspec.structs.replace(plan.stages[0], devices=devices)
+    plan = msgspec.structs.replace(plan, layout=layout, stages=(stage,))
     return step.prepare(
         plan,
         mesh_of(layout.dp, layout.tp, layout.zero == 0),
