@@ -76,9 +76,12 @@ def compare(
 
     Nothing in common, other timing methods or other regimes are a ValueError; ``force`` compares
     across methods and regimes, ``layouts`` (where both are of one cluster) steps of two layouts.
+    A gate also catches what a finished and b failed.
     """
     gate = None if fail_if is None else parse_gate(fail_if)
-    before, after = ({_key(s, force): s for s in side if s.status == "ok"} for _, side in (a, b))
+    every = [{_key(s, force): s for s in side} for _, side in (a, b)]
+    before, after = ({k: s for k, s in side.items() if s.status == "ok"} for side in every)
+    broken = [s for key, s in every[1].items() if key in before and s.status in ("oom", "error")]
     pairs = [(before[key], after[key]) for key in before if key in after]
     if not pairs and layouts:
         pairs = _two_layouts(before, after, force)
@@ -99,7 +102,9 @@ def compare(
         ratio=stats.geometric_mean([case.ratio for case in cases]),
         missing=len(before) + len(after) - 2 * len(pairs),
         fail_if=fail_if,
-        failed=tuple(c.case.id for c in cases if gate is not None and gate.catches(c)),
+        failed=()
+        if gate is None
+        else (*(c.case.id for c in cases if gate.catches(c)), *(s.case_id for s in broken)),
     )
 
 

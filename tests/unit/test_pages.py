@@ -13,7 +13,7 @@ import pytest
 from meshwise.pages import compare, html, samples, show, svg, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
-from meshwise.spec import Gemm, Removal
+from meshwise.spec import Case, Gemm, Removal, Sample
 from tests import sample_records as known
 
 STEPS_S = [0.0100, 0.0102, 0.0104, 0.0106, 0.0108, 0.0110, 0.0112]
@@ -338,3 +338,12 @@ class TestCompare:
     def test_nothing_in_common(self):
         with pytest.raises(ValueError, match="share no case"):
             self.compared([known.sample(known.GEMM, self.FAST)], [known.SAMPLES[-1]])
+
+
+def test_a_gate_catches_what_broke():
+    cases = [Case(op=Gemm(m=n, n=8, k=8)) for n in (8, 16)]
+    fine = [Sample(case_id=c.id, case=c, status="ok", times_s=(1.0,) * 8) for c in cases]
+    lost = Sample(case_id=cases[1].id, case=cases[1], status="oom", reason="too large")
+    found = compare.compare(("a", fine), ("b", [fine[0], lost]), fail_if="slower>5%")
+    assert found.failed == (cases[1].id,)
+    assert compare.compare(("a", fine), ("b", fine), fail_if="slower>5%").failed == ()
