@@ -163,7 +163,7 @@ class Ranks:
                 return error
             if _timed_out(error):
                 return TimeoutError(self._absence("a collective", self.timeout_s))
-            return RuntimeError(f"{text.splitlines()[0]} ({self._absence('a collective')})")
+            return RuntimeError(f"{self._absence('a collective')}: {text.splitlines()[0]}")
         except dist.DistError:  # the store went with rank 0
             return error
 
@@ -212,6 +212,7 @@ class Ranks:
         except RuntimeError as error:
             if not _timed_out(error):
                 raise
+            self._unheard()  # a rank that stopped once it was here does not say that it waits
             raise TimeoutError(self._absence(what, self.timeout_s)) from None
 
     def _absence(self, what: str, waited_s: float | None = None) -> str:
@@ -291,7 +292,10 @@ def _open(host: str, port: int, master: bool, setup_s: float) -> dist.TCPStore:
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
-        raise TimeoutError(f"the store at {host}:{port} does not answer: {reason}") from None
+        raise TimeoutError(
+            f"rank 0 or its launcher {_ABSENT}: their store at {host}:{port} does not answer: "
+            f"{reason}"
+        ) from None
 
 
 def _device(place: Environment) -> torch.device:

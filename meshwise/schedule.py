@@ -1,20 +1,68 @@
 """Pipeline schedules as action tables: the engine executes them, the search simulates them.
 
-A table lists each rank's actions in order: F forward, B backward of one microbatch on one stage.
+In: a schedule's name, the pipeline ranks ``pp``, the stages on each, the microbatches. Out: one row
+of actions for each rank, in the order in which the rank does them.
 
-    gpipe   all forwards, then all backwards (Huang et al. 2019)
-    1f1b    min(P - p, m) forwards ahead, then one backward for each forward (PipeDream-flush,
-            Narayanan et al. 2021): rank p keeps at most P - p microbatches alive
-Both take (m + P - 1)(f + b) when the stages are equal: the bubble is the same, the memory is not.
+    F  forward of one microbatch through one stage      B  its whole backward
+    I  backward to the stage's input only               W  backward to its weights only
+After I the stage before can go on; W can wait and fill a bubble. Schedules in ``SPLIT`` use the
+pair (and B where there is no bubble to fill), the others B alone.
+
+    none                     one stage: F and B of each microbatch in turn
+    gpipe                    all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)
+    1f1b                     rank p is pp - 1 - p forwards ahead, then does F and B in turn: no more
+                             than pp - p microbatches are alive (PipeDream-flush, Narayanan et al.
+                             2020, arXiv:2006.09503)
+    interleaved_1f1b         several stages on a rank and microbatches in rounds, each round through
+                             all stages before the next round (Megatron-LM, Narayanan et al. 2021,
+                             arXiv:2104.04473)
+    looped_bfs               several stages on a rank, all microbatches through one before the next
+                             (Breadth-First Pipeline Parallelism, Lamy-Poirier 2022,
+                             arXiv:2211.05953)
+    interleaved_zero_bubble  as interleaved_1f1b with fewer forwards ahead, and each W on rank p
+                             comes p backwards late (Zero Bubble, Qi et al. 2023, arXiv:2401.10241)
+    zbv                      two stages on a rank, placed as a V: rank 0 has the first and the last
+                             (Zero Bubble's section 6)
+    dualpipev                the same V, with F of one stage beside B of the other so that one's
+                             communication hides behind the other's work (DualPipe, DeepSeek-V3
+                             2024, arXiv:2412.19437, cut in half by Qi et al. 2025). In a table the
+                             two follow each other.
+Orders are those of torch.distributed.pipelining. When a rank's share of the model takes 1 forward
+and 2 backward, in equal stages, m microbatches take
+    3 m + (pp - 1) (1 if SPLIT else 3) / stages_per_rank
+if m >= pp (zbv: 2 pp - 1), so for 4 ranks, 8 microbatches and, where there may be several, 2 stages
+on a rank: 33 (gpipe, 1f1b), 28.5 (interleaved_1f1b, looped_bfs) and 25.5 (all in ``SPLIT``).
 """
 
-from typing import Literal, NamedTuple
+from collections import Counter
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Literal, NamedTuple, cast, get_args
+
+Kind = Literal["F", "B", "I", "W"]
+Name = Literal[
+    "none",
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+]
+SPLIT: frozenset[Name] = frozenset({"interleaved_zero_bubble", "zbv", "dualpipev"})
+_SINGLE: frozenset[Name] = frozenset({"none", "gpipe", "1f1b"})  # one stage on a rank
+_V_SHAPED: frozenset[Name] = frozenset({"zbv", "dualpipev"})
+_IN_ROUNDS: frozenset[Name] = frozenset({"interleaved_1f1b", "interleaved_zero_bubble"})
 
 
 class Action(NamedTuple):
-    kind: Literal["F", "B"]
+    kind: Kind
     stage: int
     microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of microbatch {self.microbatch} on stage {self.stage}"
 
 
 class Span(NamedTuple):
@@ -26,78 +74,244 @@ class Span(NamedTuple):
 
 
 Table = tuple[tuple[Action, ...], ...]
+_Key = tuple[Kind, int, int]  # equals its Action, and is made much faster
+_Phases = list[tuple[int, str]]  # as _in_phases reads them
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Table:
-    """One row of actions for each rank; stage p runs on rank p."""
-    _check(num_stages, num_microbatches)
+def table(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> Table:
+    """One row of actions for each pipeline rank; ValueError with the reason of ``check``."""
+    if reason := check(name, pp, stages_per_rank, num_microbatches):
+        raise ValueError(reason)
     return tuple(
-        tuple(Action(kind, stage, m) for kind in ("F", "B") for m in range(num_microbatches))
-        for stage in range(num_stages)
+        tuple(_row(name, pp, rank, stages_of(name, rank, pp, stages_per_rank), num_microbatches))
+        for rank in range(pp)
     )
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Table:
-    """As ``gpipe``, but a backward follows each forward once the pipeline is full."""
-    _check(num_stages, num_microbatches)
-    rows = []
-    for stage in range(num_stages):
-        ahead = min(num_stages - stage, num_microbatches)
-        row = [Action("F", stage, m) for m in range(ahead)]
-        for m in range(num_microbatches):
-            row.append(Action("B", stage, m))
-            if m + ahead < num_microbatches:
-                row.append(Action("F", stage, m + ahead))
-        rows.append(tuple(row))
-    return tuple(rows)
-
-
-def _check(num_stages: int, num_microbatches: int) -> None:
-    if num_stages < 1 or num_microbatches < 1:
-        raise ValueError(
-            f"a schedule needs stages and microbatches, not {num_stages} and {num_microbatches}"
+def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> str | None:
+    """Why the schedule cannot take these numbers, with the fix; None when it can."""
+    if name not in get_args(Name):
+        return f"schedule must be one of {', '.join(get_args(Name))}, not {name}"
+    if min(pp, stages_per_rank, num_microbatches) < 1:
+        return (
+            "a schedule needs pipeline ranks, stages on each and microbatches, at least 1 of all, "
+            f"not {pp}, {stages_per_rank} and {num_microbatches}"
         )
+    if name == "none" and pp != 1:
+        return f"schedule none is for one pipeline rank, not {pp}: choose 1f1b"
+    if name in _SINGLE and stages_per_rank != 1:
+        return f"{name} runs 1 stage on a rank, not {stages_per_rank}: choose interleaved_1f1b"
+    if name in _V_SHAPED and stages_per_rank != 2:
+        return f"{name} runs 2 stages on a rank, not {stages_per_rank}: set stages_per_rank to 2"
+    if name not in _SINGLE and stages_per_rank == 1:
+        return f"{name} runs 2 or more stages on a rank, not 1: choose 1f1b"
+    rounds = _num_rounds(pp, num_microbatches)
+    if name in _IN_ROUNDS and num_microbatches % rounds:
+        return (
+            f"{name} runs {num_microbatches} // {pp} = {rounds} rounds of equal size, which "
+            f"{num_microbatches} microbatches do not give: choose {rounds * pp} or "
+            f"{(rounds + 1) * pp}"
+        )
+    if name == "dualpipev" and num_microbatches < 2 * pp:
+        return (
+            f"dualpipev needs as many microbatches as stages, not {num_microbatches} for "
+            f"{2 * pp}: choose {2 * pp} microbatches or more, or zbv"
+        )
+    return None
 
 
-def simulate(table: Table, forward_s: float = 1.0, backward_s: float = 2.0) -> list[list[Span]]:
-    """Start and end of each action when ranks do their rows in order and data takes no time.
+def rank_of(name: Name, stage: int, pp: int) -> int:
+    """The pipeline rank of a stage: round and round, or there and back for a V."""
+    return 2 * pp - 1 - stage if name in _V_SHAPED and stage >= pp else stage % pp
 
-    F(s, m) needs F(s-1, m); B(s, m) needs F(s, m) and B(s+1, m). A row that waits for something
-    that never comes is a ValueError naming the action.
+
+def stages_of(name: Name, rank: int, pp: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The stages of a pipeline rank, ascending."""
+    return tuple(s for s in range(pp * stages_per_rank) if rank_of(name, s, pp) == rank)
+
+
+def _row(
+    name: Name, pp: int, rank: int, stages: tuple[int, ...], num_microbatches: int
+) -> list[Action]:
+    """What a rank does with its stages."""
+    m = num_microbatches
+    hops = pp - 1 - rank  # to the last rank
+    match name:
+        case "gpipe":
+            return _in_phases([(m, "F0"), (m, "B0")], stages)
+        case "none" | "1f1b":
+            ahead = min(hops, m)
+            return _in_phases([(ahead, "F0"), (m - ahead, "F0 B0"), (ahead, "B0")], stages)
+        case "looped_bfs":
+            forwards = [Action("F", stage, i) for stage in stages for i in range(m)]
+            return forwards + [action._replace(kind="B") for action in reversed(forwards)]
+        case "interleaved_1f1b":
+            return _in_rounds(pp, stages, m, ahead=2 * hops, late=None)
+        case "interleaved_zero_bubble":
+            return _in_rounds(pp, stages, m, ahead=hops, late=rank)
+        case "zbv":
+            # The phases need 2 * pp - 1 microbatches: those that are not there are left out again.
+            row = _in_phases(_zbv(hops, rank, max(m, 2 * pp - 1) - pp), stages)
+            return [action for action in row if action.microbatch < m]
+        case "dualpipev":
+            return _in_phases(_dualpipev(hops, rank, m - 2 * pp), stages)
+
+
+def _in_rounds(
+    pp: int, stages: tuple[int, ...], num_microbatches: int, *, ahead: int, late: int | None
+) -> list[Action]:
+    """Rounds of about pp microbatches, each through all stages before the next round.
+
+    The rank does ``ahead`` more forwards than the last rank before it begins to do a forward and a
+    backward in turn. Backwards are whole, or I with each W ``late`` turns after its I.
     """
-    last_stage = max(action.stage for row in table for action in row)
-    ended: dict[Action, float] = {}
+    size = num_microbatches // _num_rounds(pp, num_microbatches)
+    rounds = [range(first, first + size) for first in range(0, num_microbatches, size)]
+    forwards = [Action("F", stage, m) for ms in rounds for stage in stages for m in ms]
+    backwards = [Action("B", stage, m) for ms in rounds for stage in stages[::-1] for m in ms]
+    weights: list[Action | None] = []
+    if late is not None:
+        weights = [None] * late + [action._replace(kind="W") for action in backwards]
+        backwards = [action._replace(kind="I") for action in backwards]
+    ahead += (len(stages) - 1) * size
+    turns = zip_longest(forwards[ahead:], backwards, weights)
+    return forwards[:ahead] + [action for turn in turns for action in turn if action]
+
+
+def _num_rounds(pp: int, num_microbatches: int) -> int:
+    return max(1, num_microbatches // pp)
+
+
+def _zbv(hops: int, rank: int, steady: int) -> _Phases:
+    """Fill, first backwards on the way back, steady, drain with W in the bubbles."""
+    return [
+        (2 * hops + 1, "F0"),
+        (rank, "F1 F0"),
+        (hops + 1, "F1 I1 W1"),
+        (steady - hops, "F0 I0 W0 F1 I1 W1"),
+        (hops, "I0 W0 F1 I1 W1"),
+        (rank, "I0 I1"),
+        (hops + 1, "I0 W0"),
+        (rank, "W1"),
+        (rank, "W0"),
+    ]
+
+
+def _dualpipev(hops: int, rank: int, surplus: int) -> _Phases:
+    """Fill, split backwards on the way back, steady with whole backwards, drain half split.
+
+    ``surplus`` is the number of microbatches beyond one for each stage.
+    """
+    half, odd = divmod(rank + 1, 2)
+    return [
+        (2 * hops, "F0"),
+        (rank + 1, "F0 F1"),
+        (hops, "I1 W1 F1"),
+        (surplus + rank + 1, "F0 B1 F1 B0"),
+        (hops, "B1 F1 B0"),
+        (half, "B1 B0"),
+        (odd, "B1 I0"),
+        (half, "I1 I0"),
+        (hops, "W I0"),
+        (rank + 1, "W"),
+    ]
+
+
+def _in_phases(phases: _Phases, stages: tuple[int, ...]) -> list[Action]:
+    """_Phases written out: each is a number of times and letters, "F1" is F on the second stage.
+
+    F takes the next microbatch of its stage, B and I the next to go back. W follows the oldest I
+    that has none yet, "W1" the oldest of the second stage.
+    """
+    row: list[Action] = []
+    unpaired: list[Action] = []  # I without W
+    forwards, backwards = Counter[int](), Counter[int]()
+    for times, letters in phases:
+        for letter in letters.split() * times:
+            kind = cast(Kind, letter[0])
+            stage = stages[int(letter[1])] if letter[1:] else None
+            if kind == "W":
+                action = next(i for i in unpaired if stage in (None, i.stage))
+                unpaired.remove(action)
+                row.append(Action("W", action.stage, action.microbatch))
+                continue
+            assert stage is not None
+            count = forwards if kind == "F" else backwards
+            row.append(Action(kind, stage, count[stage]))
+            count[stage] += 1
+            if kind == "I":
+                unpaired.append(row[-1])
+    return row
+
+
+def unit(stages_per_rank: int = 1) -> Callable[[Action], float]:
+    """Durations for comparing schedules: a rank's share of the model takes F = 1, B = 2, I = W = 1.
+
+    A stage takes its part of that, so the same model is compared however many stages it has.
+    """
+    times = {"F": 1 / stages_per_rank, "B": 2 / stages_per_rank}
+    return lambda action: times.get(action.kind, times["F"])
+
+
+def simulate(
+    table: Table,
+    duration: Callable[[Action], float],
+    transfer: Callable[[int], float] = lambda stage: 0.0,
+) -> list[list[Span]]:
+    """Start and end of each action when ranks do their rows in order; linear in the actions.
+
+    ``duration`` gives an action's seconds; ``transfer(s)`` the seconds of a tensor between stages s
+    and s + 1, either way: they delay the receiver and keep no rank busy, and are not paid between
+    stages of one rank. F needs the F of the stage before; B and I need their own F and the B or I
+    of the stage after; W needs its own I. A row that waits for ever is a ValueError that names the
+    action waited for.
+    """
+    place = {action.stage: rank for rank, row in enumerate(table) for action in row}
+    last = max(place)
+    hops_s = [0.0 if place.get(s) == place.get(s + 1) else transfer(s) for s in range(last)]
+    backwards = {(a.stage, a.microbatch): a.kind for row in table for a in row if a.kind in "BI"}
+
+    def needs(action: Action) -> list[tuple[_Key, float]]:
+        """The actions that must have ended, each with the time its tensor is on the way."""
+        kind, stage, m = action
+        if kind == "F":
+            return [(("F", stage - 1, m), hops_s[stage - 1])] if stage else []
+        if kind == "W":
+            return [(("I", stage, m), 0.0)]
+        inputs: list[tuple[_Key, float]] = [(("F", stage, m), 0.0)]
+        if stage < last:
+            inputs.append(((backwards.get((stage + 1, m), "B"), stage + 1, m), hops_s[stage]))
+        return inputs
+
     spans: list[list[Span]] = [[] for _ in table]
-    clock = [0.0] * len(table)
-    position = [0] * len(table)
-    while any(position[rank] < len(row) for rank, row in enumerate(table)):
-        moved = False
-        for rank, row in enumerate(table):
-            while position[rank] < len(row):
-                action = row[position[rank]]
-                needs = _needs(action, last_stage)
-                if any(need not in ended for need in needs):
-                    break
-                start = max([clock[rank], *(ended[need] for need in needs)])
-                clock[rank] = start + (forward_s if action.kind == "F" else backward_s)
-                ended[action] = clock[rank]
-                spans[rank].append(Span(action, start, clock[rank]))
-                position[rank] += 1
-                moved = True
-        if not moved:
-            stuck = [
-                row[position[rank]] for rank, row in enumerate(table) if position[rank] < len(row)
-            ]
-            raise ValueError(f"the schedule deadlocks at {', '.join(map(str, stuck))}")
+    ended: dict[_Key, float] = {}
+    waiting: dict[_Key, list[int]] = {}  # ranks, by the action they wait for
+    ready = list(range(len(table)))
+    while ready:
+        rank = ready.pop()
+        row, done = table[rank], spans[rank]
+        start = done[-1].end_s if done else 0.0
+        while len(done) < len(row):
+            action = row[len(done)]
+            inputs = needs(action)
+            missing = [need for need, _ in inputs if need not in ended]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
+                break
+            for need, delay in inputs:
+                start = max(start, ended[need] + delay)
+            end = ended[action] = start + duration(action)
+            done.append(Span(action, start, end))
+            ready += waiting.pop(action, ())
+            start = end
+    if waiting:
+        stuck = [
+            f"rank {rank} at {table[rank][len(spans[rank])]}, which waits for {Action(*need)}"
+            for need, ranks in waiting.items()
+            for rank in ranks
+        ]
+        raise ValueError(f"the schedule deadlocks: {'; '.join(stuck)}")
     return spans
-
-
-def _needs(action: Action, last_stage: int) -> list[Action]:
-    kind, stage, microbatch = action
-    if kind == "F":
-        return [Action("F", stage - 1, microbatch)] if stage else []
-    after = [Action("B", stage + 1, microbatch)] if stage < last_stage else []
-    return [Action("F", stage, microbatch), *after]
 
 
 def end_time(spans: list[list[Span]]) -> float:
@@ -105,12 +319,16 @@ def end_time(spans: list[list[Span]]) -> float:
 
 
 def peak_in_flight(table: Table) -> list[int]:
-    """For each rank, the most microbatches whose forward is done and whose backward is not."""
+    """For each rank, the most microbatches alive, counted once on each of its stages.
+
+    A microbatch is alive on a stage from its F until its B, or until its W where the backward is
+    split: W still needs what the forward saved.
+    """
     peaks = []
     for row in table:
         alive = peak = 0
         for action in row:
-            alive += 1 if action.kind == "F" else -1
+            alive += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
             peak = max(peak, alive)
         peaks.append(peak)
     return peaks

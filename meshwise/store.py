@@ -45,6 +45,7 @@ def read(path: Path | str, kind: type[T]) -> T:
 
 def convert(data: Any, kind: type[T], source: str) -> T:
     """A record from plain data; a field that does not fit is named with its value."""
+    data = _upgraded(data)
     supported = _schema_version(kind)
     if supported is not None:
         found = data.get("schema_version") if isinstance(data, dict) else None
@@ -63,6 +64,23 @@ def convert(data: Any, kind: type[T], source: str) -> T:
         field = found_path[1].lstrip(".")
         reason = message[: found_path.start()]
         raise ValueError(f"{source}: {field} = {_lookup(data, field)!r}: {reason}") from None
+
+
+def _upgraded(data: Any) -> Any:
+    """Plans of version 1, alone or in a run: their one stage held all layers and devices."""
+    if not isinstance(data, dict):
+        return data
+    if isinstance(data.get("plan"), dict):
+        return data | {"plan": _upgraded(data["plan"])}
+    if data.get("schema_version") != 1 or data.get("schedule") != "none":
+        return data
+    axes = {name: data["layout"][name] for name in ("dp", "tp")}
+    stages = [
+        stage | axes | {"pipeline_rank": 0, "recompute": ["none"] * stage["last_layer"]}
+        for stage in data["stages"]
+    ]
+    rest = {name: value for name, value in data.items() if name != "schedule"}
+    return rest | {"schema_version": 2, "stages": stages}
 
 
 def _schema_version(kind: type) -> int | None:

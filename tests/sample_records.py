@@ -28,11 +28,11 @@ from meshwise.spec import (
     Removal,
     RunInfo,
     Sample,
-    Stage,
     Step,
     Surface,
     Tier,
     Workload,
+    stages_of,
 )
 
 CLUSTER = Cluster(
@@ -93,7 +93,7 @@ def plan(layout: Layout = LAYOUT, step_time_s: float = 0.010) -> Plan:
         dtype="bf16",
         lowering="eager",
         layout=layout,
-        stages=(Stage(first_layer=0, last_layer=4, devices=(0, 1, 2, 3), sharding={}),),
+        stages=stages_of(layout, MODEL.layers, {}),
         prediction=prediction(step_time_s, 4 * 2**30),
         runners_up=(Candidate(layout=RIVAL, prediction=prediction(0.012, 3 * 2**30)),),
         removed=(

@@ -36,6 +36,7 @@ def _app() -> cyclopts.App:
         help=_HELP,
         help_format="plaintext",
         version=_version,
+        config=_whole_numbers,
         default_parameter=cyclopts.Parameter(negative=()),
         exit_on_error=False,
         print_error=False,
@@ -45,6 +46,14 @@ def _app() -> cyclopts.App:
     for place, (verb, says) in enumerate(_VERBS.items()):
         app.command(f"meshwise.cli.{verb}:{verb}", name=verb, help=says, sort_key=place)
     return app
+
+
+def _whole_numbers(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:
+    """Refuse 1.5 where a whole number belongs; cyclopts would round it."""
+    for argument in arguments:
+        for token in argument.tokens if argument.hint in (int, int | None) else ():
+            if "." in token.value:
+                raise cyclopts.CoercionError(token=token, target_type=int)
 
 
 def _version() -> str:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwise.parallel import torch_private
+from meshwise.parallel.mesh import Place
 from meshwise.ranks import SETUP_S, Ranks
 from meshwise.timing import is_out_of_memory
 
@@ -21,7 +21,7 @@ _phases = itertools.count()  # every rank counts the same ones
 
 def together(
     ranks: Ranks,
-    mesh: DeviceMesh,
+    place: Place,
     phase: str,
     work: Callable[[], T],
     *,
@@ -35,7 +35,7 @@ def together(
     """
     assert ranks.store is not None
     key, result = f"out of memory/{next(_phases)}", None
-    torch_private.set_timeout(mesh, SETUP_S if compiling else ranks.timeout_s)
+    torch_private.set_timeout(place.groups, SETUP_S if compiling else ranks.timeout_s)
     try:
         result = work()
     except (RuntimeError, MemoryError, TimeoutError) as error:
@@ -46,7 +46,7 @@ def together(
             raise
     ranks.arrive(f"the end of {phase}")
     if ranks.store.check([key]):
-        torch_private.abort(mesh)
+        torch_private.abort(place.groups, ranks.device)
         raise torch.OutOfMemoryError(ranks.store.get(key).decode())
     ranks.synchronize(phase)
     return cast(T, result)

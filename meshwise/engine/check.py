@@ -1,6 +1,6 @@
 """Is the plan right? Three steps of it in fp32 against the same steps on one device.
 
-In: the plan, its mesh and its data. Out: the largest relative difference of the losses. Both
+In: the plan, this rank's place, its data. Out: the largest relative difference of the losses. Both
 sides start from the same weights and see the same tokens; one device takes the whole global
 batch in microbatches. On a CPU sums differ by rounding only; GPU kernels add in other orders.
 """
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from statistics import fmean
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwise.engine import step
 from meshwise.engine.agree import together
-from meshwise.engine.data import Tokens
+from meshwise.engine.data import Rows, Tokens
+from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec import Plan
 
@@ -25,8 +25,8 @@ TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 def loss_error(
     ranks: Ranks,
     plan: Plan,
-    mesh: DeviceMesh,
-    tokens: Callable[[int, slice], Tokens],
+    place: Place,
+    tokens: Callable[[int, Rows], Tokens],
     *,
     seed: int,
     max_grad_norm: float,
@@ -39,11 +39,11 @@ def loss_error(
 
     def split() -> list[float]:
         ranks.at("check: the plan in fp32")
-        mine = tokens(NUM_STEPS, step.rows(plan.layout, ranks.rank))
+        mine = tokens(NUM_STEPS, step.rows(plan.layout, place))
         device, dtype = ranks.device, "fp32"
         return _losses(
             step.prepare(
-                plan, mesh, mine, device, dtype=dtype, seed=seed, max_grad_norm=max_grad_norm
+                plan, place, mine, device, dtype=dtype, seed=seed, max_grad_norm=max_grad_norm
             )
         )
 
@@ -58,17 +58,20 @@ def loss_error(
         )
 
     compiling = plan.lowering == "compiled"
-    mine = together(ranks, mesh, "the check of the plan", split, compiling=compiling)
+    mine = together(ranks, place, "the check of the plan", split, compiling=compiling)
     free(ranks.device)
-    reference = together(ranks, mesh, "the check on one device", whole)
+    reference = together(ranks, place, "the check on one device", whole)
     replies = ranks.gather((mine, reference))
-    means = [fmean(losses) for losses in zip(*(split for split, _ in replies), strict=True)]
+    reports = [split for split, _ in replies if split]
+    means = [fmean(losses) for losses in zip(*reports, strict=True)]
     expected: list[float] = replies[0][1]
     return max(abs(mean / loss - 1) for mean, loss in zip(means, expected, strict=True))
 
 
 def _losses(training: step.Training) -> list[float]:
-    return [float(step.run(training, index)) for index in range(NUM_STEPS)]
+    """Of every step, where the last stage is; elsewhere none."""
+    losses = [float(step.run(training, index)) for index in range(NUM_STEPS)]
+    return losses if training.reports else []
 
 
 def free(device: torch.device) -> None:

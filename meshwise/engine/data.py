@@ -16,10 +16,11 @@ import numpy.typing as npt
 from meshwise.spec import Workload
 
 Tokens = npt.NDArray[np.int64]
+Rows = slice | npt.NDArray[np.int64]
 
 
 def batches(
-    workload: Workload, *, vocab: int, steps: int, seed: int, file: str | None, rows: slice
+    workload: Workload, *, vocab: int, steps: int, seed: int, file: str | None, rows: Rows
 ) -> Tokens:
     """[steps, rows, seq + 1]: rows ``rows`` of the global batch of every step.
 

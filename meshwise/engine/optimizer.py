@@ -28,24 +28,34 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     )
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    *,
+    alone: bool,
+    copy: nn.Parameter | None = None,
+) -> Tensor:
     """Scale all gradients by min(1, max_norm / norm); returns the norm before, on the device.
 
-    It works on the ranks' own shares: torch's clipping of many DTensors takes the host longer
+    ``alone``: this rank holds them all. ``copy`` is scaled too, but counted where its original
+    is. It works on the ranks' own shares: torch's clipping of many DTensors takes the host longer
     than the device.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     alike: dict[int, list[Tensor]] = defaultdict(list)  # by the number of ranks that hold the same
-    for gradient in gradients:
+    uncounted: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        alike[_num_replicas(gradient)].append(local)
+        held = uncounted if parameter is copy else alike[_num_replicas(gradient)]
+        held.append(local)
     norms = {n: nn.utils.get_total_norm(group, foreach=True) for n, group in alike.items()}
     total = torch.stack([norm.square() / n for n, norm in norms.items()]).sum()
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
+    if not alone:
         dist.all_reduce(total)
     norm = total.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils adds the same 1e-6
-    torch_private.scale(list(chain.from_iterable(alike.values())), factor)
+    torch_private.scale([*uncounted, *chain.from_iterable(alike.values())], factor)
     return norm
 
 

@@ -1,8 +1,8 @@
 """One training step of a laid-out GPT: microbatches, clipping, AdamW. Nothing waits for the device.
 
-Every rank holds its rows of the global batch; microbatches are taken from them in order. The loss
-of each is divided by their number, so gradients are means over the global batch and do not depend
-on the layout.
+Microbatch m of a step is rows m * microbatch_rows on of the global batch, cut evenly over dp. The
+loss of each is divided by their number, so gradients are means over the global batch and do not
+depend on the layout.
 """
 
 from dataclasses import dataclass
@@ -10,45 +10,59 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from meshwise import schedule
 from meshwise.engine import data, optimizer
 from meshwise.nn.gpt import GPT, loss
-from meshwise.parallel import apply, tensor
-from meshwise.parallel.data import before_microbatch
+from meshwise.parallel import apply, pipeline, tensor
+from meshwise.parallel.mesh import Place
+from meshwise.parallel.pipeline import Pipeline
 from meshwise.spec import Layout, Model, Plan
 
 
 @dataclass(frozen=True)
 class Training:
-    """A model with its optimizer and this rank's batches on the device."""
+    """A rank's stages with their optimizer and its batches on the device."""
 
-    layout: Layout
-    model: GPT
+    pipeline: Pipeline
     optimizer: torch.optim.Optimizer
     loss: apply.Loss
     inputs: Tensor  # [steps, rows, seq]
     targets: Tensor
     max_grad_norm: float
+    alone: bool  # no other rank takes part
+
+    @property
+    def reports(self) -> bool:
+        """Whether the loss is known here."""
+        return any(stage.module.last for stage in self.pipeline.stages.values())
+
+    def parameters(self) -> list[nn.Parameter]:
+        stages = self.pipeline.stages.values()
+        return [parameter for stage in stages for parameter in stage.module.parameters()]
 
     def tensors(self) -> list[Tensor]:
         """Everything on the device between two steps."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         kept = [value for value in states if isinstance(value, Tensor)]
-        return [*self.model.parameters(), *kept, self.inputs, self.targets]
+        return [*self.parameters(), *kept, self.inputs, self.targets]
 
 
-def rows(layout: Layout, rank: int) -> slice:
-    """Which rows of the global batch a rank computes; the ranks of a tp group share them."""
-    count = layout.microbatch_size * layout.num_microbatches
-    first = rank // layout.tp * count
-    return slice(first, first + count)
+def rows(layout: Layout, place: Place) -> npt.NDArray[np.int64]:
+    """Which rows of the global batch a rank computes, microbatch by microbatch; the ranks of a tp
+    group share them."""
+    inside, first = place.layout, layout.devices_of(place.pipeline_rank).start
+    share = (dist.get_rank() - first) // inside.tp * inside.microbatch_size
+    starts = np.arange(layout.num_microbatches) * layout.microbatch_rows + share
+    found: npt.NDArray[np.int64] = (starts[:, None] + np.arange(inside.microbatch_size)).ravel()
+    return found
 
 
 def prepare(
     plan: Plan,
-    mesh: DeviceMesh,
+    place: Place,
     tokens: data.Tokens,
     device: torch.device,
     *,
@@ -56,50 +70,80 @@ def prepare(
     seed: int,
     max_grad_norm: float,
 ) -> Training:
-    """Build a rank's share of the plan's model for its rows of ``tokens`` [steps, rows, seq+1]."""
-    layout = plan.layout
-    tensor.check(plan.model, plan.workload, layout)
-    model = apply.parallelize(
-        _on_meta(plan.model), layout, mesh, dtype=dtype, lowering=plan.lowering, seed=seed
+    """Build a rank's share of the plan's model for its rows of ``tokens`` [steps, rows, seq+1].
+
+    A schedule that splits the backward cannot run compiled code; that is a ValueError.
+    """
+    layout, inside = plan.layout, place.layout
+    if layout.schedule in schedule.SPLIT and plan.lowering == "compiled":
+        raise ValueError(
+            f"Layout.schedule = {layout.schedule!r}: splits each backward in two, but compiled "
+            "code has it in one piece; use another schedule, or lowering eager"
+        )
+    tensor.check(plan.model, plan.workload, inside)
+
+    def make(layers: range) -> GPT:
+        return apply.parallelize(
+            _on_meta(plan.model, layers),
+            inside,
+            place.mesh,
+            dtype=dtype,
+            lowering=plan.lowering,
+            seed=seed,
+        )
+
+    table = schedule.table(
+        layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
     )
-    loss_function = apply.loss_function(layout, plan.lowering)
-    return _training(layout, model, loss_function, tokens, device, max_grad_norm)
+    built = pipeline.build(
+        place,
+        layout,
+        plan.model,
+        plan.workload,
+        table[place.pipeline_rank],
+        make,
+        dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
+        device=device,
+    )
+    loss_function = apply.loss_function(inside, plan.lowering)
+    return _training(built, loss_function, tokens, max_grad_norm, alone=layout.num_devices == 1)
 
 
 def prepare_alone(
     plan: Plan, tokens: data.Tokens, device: torch.device, *, seed: int, max_grad_norm: float
 ) -> Training:
     """The same model and workload in fp32 on one device, in plain torch."""
-    size = plan.layout.microbatch_size
-    count = plan.workload.global_batch_size // size
-    model = _on_meta(plan.model).to_empty(device=device)
+    model = _on_meta(plan.model, None).to_empty(device=device)
     model.tie()
     model.init_weights(seed)
-    layout = Layout(microbatch_size=size, num_microbatches=count)
-    return _training(layout, model, loss, tokens, device, max_grad_norm)
+    rows = plan.layout.microbatch_size
+    count = plan.workload.global_batch_size // rows
+    built = pipeline.alone(model, Layout(microbatch_size=rows, num_microbatches=count), device)
+    return _training(built, loss, tokens, max_grad_norm, alone=True)
 
 
-def _on_meta(model: Model) -> GPT:
+def _on_meta(model: Model, layers: range | None) -> GPT:
     with torch.device("meta"):
-        return GPT(model)
+        return GPT(model, layers)
 
 
 def _training(
-    layout: Layout,
-    model: GPT,
+    built: Pipeline,
     loss_function: apply.Loss,
     tokens: data.Tokens,
-    device: torch.device,
     max_grad_norm: float,
+    *,
+    alone: bool,
 ) -> Training:
+    stages = built.stages.values()
     return Training(
-        layout=layout,
-        model=model,
-        optimizer=optimizer.adamw(model.parameters()),
+        pipeline=built,
+        optimizer=optimizer.adamw(p for stage in stages for p in stage.module.parameters()),
         loss=loss_function,
-        inputs=_on(device, tokens[:, :, :-1]),
-        targets=_on(device, tokens[:, :, 1:]),
+        inputs=_on(built.device, tokens[:, :, :-1]),
+        targets=_on(built.device, tokens[:, :, 1:]),
         max_grad_norm=max_grad_norm,
+        alone=alone,
     )
 
 
@@ -108,19 +152,19 @@ def _on(device: torch.device, tokens: npt.NDArray[np.int64]) -> Tensor:
 
 
 def run(training: Training, index: int) -> Tensor:
-    """One optimizer step on batch ``index``; returns this rank's mean loss, on the device."""
-    layout, model = training.layout, training.model
-    size, count = layout.microbatch_size, layout.num_microbatches
-    inputs = training.inputs[index].split(size)
-    targets = training.targets[index].split(size)
-    total = torch.zeros((), device=training.inputs.device)
-    for number in range(count):
-        before_microbatch(model, layout, last=number == count - 1)
-        with apply.loss_context(layout):
-            part = training.loss(model(inputs[number]), targets[number]) / count
-            part.backward()
-        total += part.detach()
-    optimizer.clip_gradients(model.parameters(), training.max_grad_norm)
+    """One optimizer step on batch ``index``; this rank's mean loss, on the device (0 where the
+    last stage is not)."""
+    built = training.pipeline
+    size = built.layout.microbatch_size
+    inputs, targets = (batch[index].split(size) for batch in (training.inputs, training.targets))
+    with apply.loss_context(built.layout):
+        total = pipeline.run(built, inputs, targets, training.loss)
+    optimizer.clip_gradients(
+        training.parameters(),
+        training.max_grad_norm,
+        alone=training.alone,
+        copy=built.tied.copy if built.tied else None,
+    )
     training.optimizer.step()
     training.optimizer.zero_grad()
     return total

@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from meshwise import store
+from meshwise import models, store
 from meshwise.engine import check, memory, step
 from meshwise.engine.agree import together
-from meshwise.engine.data import Tokens, batches
-from meshwise.parallel import mesh as meshes
+from meshwise.engine.data import Rows, Tokens, batches
+from meshwise.parallel import mesh
+from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Plan, Record, Sample, Step
 from meshwise.spec.record import NonNegative, Positive, PositiveFloat
@@ -51,7 +51,7 @@ class TrainRequest(Record, kw_only=True):
     def total_steps(self) -> int:
         return self.warmup + 1 + self.steps
 
-    def tokens(self, steps: int, rows: slice) -> Tokens:
+    def tokens(self, steps: int, rows: Rows) -> Tokens:
         """[steps, rows, seq + 1]: rows of the first global batches."""
         return batches(
             self.plan.workload,
@@ -85,28 +85,26 @@ def train(ranks: Ranks, request: TrainRequest) -> Sample:
     )
     filled = functools.partial(msgspec.structs.replace, sample)
     ranks.at("set-up")
-    mesh = meshes.build(plan.layout, ranks.device.type)
-    tokens = request.tokens(request.total_steps, step.rows(plan.layout, ranks.rank))
+    place = mesh.build(plan.layout, ranks.device.type)
+    tokens = request.tokens(request.total_steps, step.rows(plan.layout, place))
     try:
-        found = _measure(ranks, mesh, request, tokens)
+        found = _measure(ranks, place, request, tokens)
     except torch.OutOfMemoryError as error:
         return filled(status="oom", reason=str(error))
     check.free(ranks.device)
     if request.checked and "reason" not in found:
         _say(ranks, "checking three steps in fp32 against one device")
-        found |= _check(ranks, mesh, request, found["metrics"])
+        found |= _check(ranks, place, request, found["metrics"])
     return filled(**{"status": "error" if "reason" in found else "ok", "reason": "", **found})
 
 
-def _measure(
-    ranks: Ranks, mesh: DeviceMesh, request: TrainRequest, tokens: Tokens
-) -> dict[str, Any]:
+def _measure(ranks: Ranks, place: Place, request: TrainRequest, tokens: Tokens) -> dict[str, Any]:
     """Warm up, time, and measure memory: the fields of the sample."""
     plan = request.plan
     build = functools.partial(
         step.prepare,
         plan,
-        mesh,
+        place,
         tokens,
         ranks.device,
         dtype=plan.dtype,
@@ -115,18 +113,22 @@ def _measure(
     )
     compiling = plan.lowering == "compiled"
     _say(ranks, "building the model" + (", then compiling it" if compiling else ""))
-    training = together(ranks, mesh, "building the model", build)
+    training = together(ranks, place, "building the model", build)
     warm_up = functools.partial(_warm_up, ranks, training, request.warmup)
-    losses = together(ranks, mesh, "warm-up", warm_up, compiling=compiling)
+    losses = together(ranks, place, "warm-up", warm_up, compiling=compiling)
     _say(ranks, f"warmed up by {request.warmup} steps; timing {request.steps}")
     before = device_states(ranks)
     timed = functools.partial(_timed_steps, ranks, training, request.warmup)
-    times_s, more = together(ranks, mesh, "timed steps", timed)
+    times_s, more = together(ranks, place, "timed steps", timed)
     after = device_states(ranks)
     _say(ranks, f"{statistics.median(times_s):.3g} s a step; measuring memory")
-    peaks = together(ranks, mesh, "memory", functools.partial(_peak, ranks, training))
-    mine = {"times_s": times_s, "losses": [float(loss) for loss in losses + more], "peaks": peaks}
-    num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    peaks = together(ranks, place, "memory", functools.partial(_peak, ranks, training))
+    mine = {
+        "times_s": times_s,
+        "losses": [float(loss) for loss in losses + more] if training.reports else [],
+        "peaks": peaks,
+    }
+    num_parameters = models.num_parameters(plan.model)
     found = _fields(plan, ranks.gather(mine), num_parameters)
     return {**found, "before": before, "after": after}
 
@@ -156,8 +158,9 @@ def _say(ranks: Ranks, what: str) -> None:
 
 
 def _mean_losses(of_ranks: list[list[float | None]]) -> tuple[float, ...]:
-    """Mean over ranks of every step's loss. What is not finite travelled as null."""
-    steps = zip(*of_ranks, strict=True)
+    """Mean of every step's loss over the ranks that know it. What is not finite travelled as
+    null."""
+    steps = zip(*filter(None, of_ranks), strict=True)
     return tuple(statistics.fmean(math.nan if x is None else x for x in losses) for losses in steps)
 
 
@@ -206,15 +209,13 @@ def _peak(ranks: Ranks, training: step.Training) -> dict[str, float]:
     return {"peak_bytes": memory.peak_tensor_bytes(last, training.tensors())}
 
 
-def _check(
-    ranks: Ranks, mesh: DeviceMesh, request: TrainRequest, metrics: Metrics
-) -> dict[str, Any]:
+def _check(ranks: Ranks, place: Place, request: TrainRequest, metrics: Metrics) -> dict[str, Any]:
     """Compare with one device; a difference beyond the tolerance makes the sample an error."""
     try:
         error = check.loss_error(
             ranks,
             request.plan,
-            mesh,
+            place,
             request.tokens,
             seed=request.seed,
             max_grad_norm=request.max_grad_norm,

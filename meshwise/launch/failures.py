@@ -1,6 +1,6 @@
 """What became of each rank: a small file per rank while it lives, one sentence when it died.
 
-``Fate`` is what a rank writes beside its request: process id, case, and the error that ended it.
+``Fate`` is what a rank writes beside its request: its case, and the error that ended it.
 It outlives the rank, so the launcher can say what a killed rank was doing.
 """
 
@@ -31,7 +31,6 @@ class Fate(Record, kw_only=True):
     """The last words of a rank."""
 
     rank: int
-    pid: int
     state: Literal["running", "done", "failed"] = "running"
     case: str = ""
     error: str = ""
@@ -79,17 +78,21 @@ def explain(
     elif deaths:
         cause, code = next(iter(deaths.items()))
         died = f" died of {_signal_name(-code)}" if code < 0 else f" exited with code {code}"
-        message = sentence(cause, died, fates[cause].case if cause in fates else "")
+        message = sentence(cause, died, _case(fates, cause))
     elif failed:
         cause, message = failed[0].rank, failed[0].error
     elif killed:
         cause = min(killed)
-        message = sentence(cause, " had stopped", fates[cause].case)
+        message = sentence(cause, " had stopped", _case(fates, cause))
     else:
         cause, message = None, "the ranks were ended from outside"
     frozen = "".join(f", rank {r} did not answer and was killed" for r in sorted(killed))
     details = fates[cause].details if cause is not None and cause in fates else ""
     return RanksFailed(f"{message}; the other ranks were ended{frozen}", cause, details)
+
+
+def _case(fates: Mapping[int, Fate], rank: int) -> str:
+    return fates[rank].case if rank in fates else ""
 
 
 def sentence(rank: int, what: str, case: str) -> str:

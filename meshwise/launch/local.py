@@ -8,6 +8,7 @@ ignores that, so ``_end_stragglers`` kills it after 3 s.
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -53,7 +54,7 @@ def start(errand: Errand, nproc: int, *, worker: tuple[str, ...] = _WORKER) -> N
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         )
-        with _quiet(), _own_signals(), _watch(folder, errand.timeout_s) as killed:
+        with _quiet(), _own_signals(), _watch(request, nproc, errand.timeout_s) as killed:
             try:
                 elastic_launch(config, sys.executable)(*worker, str(request))
             except ChildFailedError as error:
@@ -66,11 +67,11 @@ def start(errand: Errand, nproc: int, *, worker: tuple[str, ...] = _WORKER) -> N
 
 
 @contextlib.contextmanager
-def _watch(folder: Path, timeout_s: float) -> Iterator[set[int]]:
+def _watch(request: Path, nproc: int, timeout_s: float) -> Iterator[set[int]]:
     """The ranks that had to be killed, filled while the body runs."""
     killed: set[int] = set()
     over = threading.Event()
-    arguments = (folder, timeout_s, over, killed)
+    arguments = (request, nproc, timeout_s, over, killed)
     watcher = threading.Thread(target=_end_stragglers, args=arguments, daemon=True)
     watcher.start()
     try:
@@ -81,36 +82,53 @@ def _watch(folder: Path, timeout_s: float) -> Iterator[set[int]]:
 
 
 def _end_stragglers(
-    folder: Path, timeout_s: float, over: threading.Event, killed: set[int]
+    request: Path, nproc: int, timeout_s: float, over: threading.Event, killed: set[int]
 ) -> None:
     """Kill a rank that stays stopped, and once one has ended badly all that run on after it.
 
     Others notice a stopped rank in most collectives, but NCCL waits for it without end while it
     sets up a connection.
     """
+    pids: dict[int, int] = {}
     stopped_since: dict[int, float] = {}
     gone: list[int] = []
     while not over.wait(0.2):
-        fates = failures.read(folder)
-        lost = [rank for rank in gone if fates[rank].state == "running"]
+        if len(pids) < nproc:
+            pids |= _started(request)
+        fates = failures.read(request.parent)
+        lost = [rank for rank in gone if rank not in fates or fates[rank].state == "running"]
         if lost or any(fate.state == "failed" for fate in fates.values()):
             break
-        for rank, fate in fates.items():
-            if _process_state(fate.pid) != "T":
+        for rank, pid in pids.items():
+            if _process_state(pid) != "T":
                 stopped_since.pop(rank, None)
             elif time.monotonic() - stopped_since.setdefault(rank, time.monotonic()) > timeout_s:
-                _kill(fate, killed)
+                _kill(rank, pid, killed)
         # a rank says that it is done before it ends: look at what it said after this
-        gone = [fate.rank for fate in fates.values() if not _process_state(fate.pid)]
+        gone = [rank for rank, pid in pids.items() if not _process_state(pid)]
     if not over.wait(_PATIENCE_S):
-        for fate in failures.read(folder).values():
-            _kill(fate, killed)
+        for rank, pid in (pids | _started(request)).items():
+            _kill(rank, pid, killed)
 
 
-def _kill(fate: failures.Fate, killed: set[int]) -> None:
-    if _process_state(fate.pid):
-        killed.add(fate.rank)
-        os.killpg(fate.pid, signal.SIGKILL)  # the agent gave each rank its own group
+def _started(request: Path) -> dict[int, int]:
+    """The processes of the ranks. One that never gets to say anything has one as well."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        pid = int(process.name)
+        with contextlib.suppress(OSError):
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+            if os.fsencode(request) in arguments and _process_state(pid):
+                rank = re.search(rb"(?:^|\0)RANK=(\d+)", (process / "environ").read_bytes())
+                assert rank is not None
+                found[int(rank[1])] = pid
+    return found
+
+
+def _kill(rank: int, pid: int, killed: set[int]) -> None:
+    if _process_state(pid):
+        killed.add(rank)
+        os.killpg(pid, signal.SIGKILL)  # the agent gave each rank its own group
 
 
 def _process_state(pid: int) -> str:

@@ -90,7 +90,7 @@ def main(request_path: str, package: str = "meshwise") -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
     # all ranks are on this host: gloo need not ask the resolver for our own name
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    fate = Fate(rank=int(os.environ["RANK"]), pid=os.getpid())
+    fate = Fate(rank=int(os.environ["RANK"]))
     failures.write(path.parent, fate)
 
     def note(case: str) -> None:

@@ -3,16 +3,18 @@
 from functools import lru_cache
 
 from meshwise.models import gpt
-from meshwise.models.apply import Program, apply
+from meshwise.models.apply import Program, Span, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.graph import Graph
 from meshwise.models.shard import Task, check_divides
 from meshwise.spec import Block, Layout, Model, Op
+from meshwise.spec.layout import Recompute
 
 __all__ = [
     "Graph",
     "Program",
+    "Span",
     "Task",
     "apply",
     "block_ops",
@@ -26,10 +28,25 @@ __all__ = [
 ]
 
 
-@lru_cache(maxsize=64)
-def graph(model: Model, batch: int, seq: int, dtype: str) -> Graph:
-    """Forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens, unsharded."""
-    return training_step(gpt.forward(model, batch, seq, dtype))
+@lru_cache(maxsize=256)
+def graph(
+    model: Model,
+    batch: int,
+    seq: int,
+    dtype: str,
+    *,
+    layers: int | None = None,
+    first: bool = True,
+    last: bool = True,
+    recompute: tuple[Recompute, ...] = (),
+) -> Graph:
+    """Forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens, unsharded.
+
+    Of the whole model, or of a pipeline stage of ``layers`` layers (``gpt.forward``).
+    ``recompute``: one word a layer; () is none.
+    """
+    forward = gpt.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
+    return training_step(forward, recompute)
 
 
 def block_tasks(block: Block) -> tuple[Task, ...]:

@@ -4,16 +4,34 @@
 woven in. It works on units (a layer, or the root: embedding, final norm, head), as FSDP2 does:
 gather the unit's weights ahead of its use, reduce its gradients behind it, on a stream of their
 own. ZeRO-3 gathers for each forward and backward, 1 and 2 once a step; 0 and 1 reduce on the last
-microbatch only, 2 and 3 on each. ZeRO-0 all-reduces.
+microbatch only, 2 and 3 on each. ZeRO-0 all-reduces. With replicas (HSDP) shards are gathered
+and reduced within one replica, then all-reduced over the replicas.
+
+The backward of a pipeline stage may be split into I, all but the weights' gradients, and W, these.
+FSDP2's hooks know nothing of that: all weights are gathered before I, freed and reduced after W.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from meshwise.models.graph import BYTES, Graph, Node, Tensor, elementwise, operation
 from meshwise.models.shard import Buffer, Sharded, Task, shard
 from meshwise.spec import Collective, Layout, Op
 
 Runs = list[tuple[str, list[Task]]]
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Span(NamedTuple):
+    """An action of a pipeline schedule: ``tasks[start:stop]`` of a program.
+
+    ``kind``: F forward, B backward, or B in two: I and then W, the weights' gradients.
+    """
+
+    kind: Kind
+    microbatch: int
+    start: int
+    stop: int
 
 
 class Program(NamedTuple):
@@ -27,45 +45,59 @@ class Program(NamedTuple):
     buffers: dict[str, Buffer]
     resident_bytes: dict[str, int]
     kept: frozenset[str]
+    actions: tuple[Span, ...] = ()
 
 
-def apply(graph: Graph, layout: Layout, dtype: str) -> Program:
-    """The program of one rank; ``graph`` is one microbatch of one dp rank, with backward."""
+def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> Program:
+    """The program of one rank; ``graph`` is one microbatch of one dp rank, with backward.
+
+    Of a stage, ``layout`` is that within its pipeline rank (``Layout.of_rank``). ``actions`` cover
+    all tasks but the optimizer's; ``split`` makes two of each backward.
+    """
     sharded = shard(graph, layout.tp, layout.sequence_parallel)
-    members: dict[str, list[str]] = {}  # unit -> its parameters
-    for name in sharded.parameter_elements:
-        parts = name.split(".")
-        unit = ".".join(parts[:2]) if parts[0] == "layers" else "root"
-        members.setdefault(unit, []).append(name)
+    members = _members(sharded)
     elements = {
         unit: sum(sharded.parameter_elements[name] for name in names)
         for unit, names in members.items()
     }
     data = _DataParallel(layout, elements, dtype)
-    phases = {phase: _runs_of_units(sharded, phase) for phase in ("forward", "backward")}
+    kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
+    runs = {kind: _runs_of_units(graph, sharded, kind) for kind in kinds}
+    received = _received(runs)
     tasks: list[Task] = []
+    actions: list[Span] = []
     buffers: dict[str, Buffer] = {}
     for microbatch in range(layout.num_microbatches):
+        last = microbatch + 1 == layout.num_microbatches
         renamed = {name: f"{name}#{microbatch}" for name in sharded.buffers}
         buffers |= {renamed[name]: buffer for name, buffer in sharded.buffers.items()}
-        for phase, runs in phases.items():
-            data.begin(phase, microbatch)
-            final = {unit: index for index, (unit, _) in enumerate(runs)}
-            for index, (unit, group) in enumerate(runs):
-                following = runs[index + 1][0] if index + 1 < len(runs) else None
-                tasks += data.before(unit, following)
+        for kind, groups in runs.items():
+            start = len(tasks)
+            data.begin(kind, microbatch)
+            if kind == "I":
+                tasks += data.before_all(unit for unit, _ in groups)
+            due = _due(kind, groups)
+            for index, (unit, group) in enumerate(groups):
+                following = groups[index + 1][0] if index + 1 < len(groups) else None
+                if kind in ("F", "B"):
+                    tasks += data.before(unit, following)
                 weights = data.weights(unit)
                 for task in group:
                     reads = (*[renamed[name] for name in task.reads], *weights)
                     writes = tuple([renamed[name] for name in task.writes])
                     tasks.append(task._replace(reads=reads, writes=writes))
-                if phase == "backward" and final[unit] == index:
-                    gradients = tuple([renamed[graph.gradients[name]] for name in members[unit]])
-                    tasks += data.after(unit, gradients, microbatch + 1 == layout.num_microbatches)
-    local = -(-sum(elements.values()) // (layout.dp if layout.zero else 1))
+                for done in due.get(index, ()):
+                    gradients = tuple([renamed[graph.gradients[name]] for name in members[done]])
+                    tasks += data.after(done, gradients, last)
+            arrived = tuple([renamed[name] for name in received[kind]])
+            tasks[start] = tasks[start]._replace(writes=(*tasks[start].writes, *arrived))
+            tasks[-1] = tasks[-1]._replace(reads=(*tasks[-1].reads, *arrived))
+            actions.append(Span(kind, microbatch, start, len(tasks)))
+    local = -(-sum(elements.values()) // layout.shards)
     tasks += [_optimizer_task(node, local) for node in graph.nodes if node.phase == "optimizer"]
     resident = {"parameters": 4 * local, "optimizer state": 8 * local}
-    return Program(tuple(tasks), buffers | data.buffers, resident, frozenset(data.kept))
+    everything = buffers | data.buffers
+    return Program(tuple(tasks), everything, resident, frozenset(data.kept), tuple(actions))
 
 
 def _optimizer_task(node: Node, num_elements: int) -> Task:
@@ -74,17 +106,61 @@ def _optimizer_task(node: Node, num_elements: int) -> Task:
     return Task(node.name, op, "compute", node.part, node.phase, (), ())
 
 
-def _runs_of_units(sharded: Sharded, phase: str) -> Runs:
-    """Consecutive tasks of one unit, in order; the root comes first and last."""
+def _members(sharded: Sharded) -> dict[str, list[str]]:
+    """The parameters of each unit."""
+    members: dict[str, list[str]] = {}
+    for name in sharded.parameter_elements:
+        parts = name.split(".")
+        unit = ".".join(parts[:2]) if parts[0] == "layers" else "root"
+        members.setdefault(unit, []).append(name)
+    return members
+
+
+def _runs_of_units(graph: Graph, sharded: Sharded, kind: Kind) -> Runs:
+    """Consecutive tasks of one unit in an action, in order; the root comes first and last."""
     runs: Runs = []
     for node, group in sharded.tasks:
-        if node.phase != phase:
+        if not _belongs(graph, node, kind):
             continue
         unit = f"layers.{node.layer}" if node.part == "layer" else "root"
         if not runs or runs[-1][0] != unit:
             runs.append((unit, []))
         runs[-1][1].extend(group)
     return runs
+
+
+def _belongs(graph: Graph, node: Node, kind: Kind) -> bool:
+    """Whether a node is part of an action. A norm's one kernel makes dx, dw and db, all in I."""
+    if kind == "F" or node.phase == "forward":
+        return kind == "F" and node.phase == "forward"
+    weights_only = all(graph.tensors[name].role == "gradient" for name in node.outputs)
+    return kind == "B" or (kind == "W") == weights_only
+
+
+def _received(runs: dict[Kind, Runs]) -> dict[Kind, tuple[str, ...]]:
+    """What arrives at each action: read there, and never written.
+
+    The action's first task is said to write it and its last to read it, so that its life has a
+    beginning, and spans the action: whoever calls backward holds the gradient until that is done.
+    """
+    groups = {kind: [task for _, group in runs[kind] for task in group] for kind in runs}
+    known = {name for group in groups.values() for task in group for name in task.writes}
+    received: dict[Kind, tuple[str, ...]] = {}
+    for kind, group in groups.items():
+        read = dict.fromkeys(name for task in group for name in task.reads)
+        received[kind] = tuple(name for name in read if name not in known)
+        known |= read.keys()
+    return received
+
+
+def _due(kind: Kind, runs: Runs) -> dict[int, list[str]]:
+    """After which run which units have all their gradients: B each at its last, W all at once."""
+    final = {unit: index for index, (unit, _) in enumerate(runs)}
+    due: dict[int, list[str]] = {}
+    if kind in ("B", "W"):
+        for unit, index in final.items():
+            due.setdefault(index if kind == "B" else len(runs) - 1, []).append(unit)
+    return due
 
 
 class _DataParallel:
@@ -100,12 +176,11 @@ class _DataParallel:
         # FSDP2 computes on a copy of its own, unless one device trains in fp32 without it.
         self.copies = layout.num_devices > 1 or dtype != "fp32"
 
-    def begin(self, phase: str, microbatch: int) -> None:
-        self.era = f"{phase}{microbatch}"
-        if self.layout.zero == 3:
-            self.current = {unit: name for unit, name in self.current.items() if unit == "root"}
-            if phase == "forward":
-                self.current = {}
+    def begin(self, kind: Kind, microbatch: int) -> None:
+        self.era = f"{'forward' if kind == 'F' else 'backward'}{microbatch}"
+        if self.layout.zero == 3 and kind != "W":
+            stays = self.current.items() if kind != "F" else ()
+            self.current = {unit: name for unit, name in stays if unit == "root"}
 
     def weights(self, unit: str) -> tuple[str, ...]:
         return (self.current[unit],) if unit in self.current else ()
@@ -116,6 +191,9 @@ class _DataParallel:
         if following is not None:
             tasks += self._gather(following, after=self.weights(unit))
         return tasks
+
+    def before_all(self, units: Iterable[str]) -> list[Task]:
+        return [task for unit in units for task in self.before(unit, None)]
 
     def _gather(self, unit: str, after: tuple[str, ...] = ()) -> list[Task]:
         """Start the all-gather of a unit, unless its weights are there or on their way."""
@@ -146,7 +224,7 @@ class _DataParallel:
 
     def after(self, unit: str, gradients: tuple[str, ...], last: bool) -> list[Task]:
         """Reduce a unit's gradients once its backward is done, or add them to those before."""
-        zero, dp = self.layout.zero, self.layout.dp
+        zero, shards = self.layout.zero, self.layout.shards
         wide, compute = 4 * self.elements[unit], BYTES[self.dtype] * self.elements[unit]
         tasks = []
 
@@ -165,19 +243,25 @@ class _DataParallel:
             return tasks
         flat, done = f"reduce_in.{unit}.{self.era}", f"gradient.{unit}"
         self.buffers[flat] = Buffer(wide, "communication")
-        self.buffers[done] = Buffer(-(-wide // dp) if zero else wide, "gradient")
+        self.buffers[done] = Buffer(-(-wide // shards), "gradient")
         self.kept.add(done)
         task("copy_in", elementwise("copy", compute, wide, "backward"), "compute", flat)
         gradients = (flat,)
-        reduce = self._collective("reduce_scatter" if zero else "all_reduce", wide, "fp32")
-        task(reduce.kind, reduce, "dp", done)
+        if zero:
+            task("reduce_scatter", self._collective("reduce_scatter", wide, "fp32"), "dp", done)
+            gradients, wide = (done,), self.buffers[done].num_bytes
+        if self.layout.dp > shards or not zero:
+            task("all_reduce", self._collective("all_reduce", wide, "fp32"), "dp", done)
         return tasks
 
     def _collective(self, kind: str, size_bytes: int, dtype: str) -> Collective:
+        """Over the shards, or over their replicas (of which ZeRO-0 has none and dp)."""
+        layout = self.layout
+        over_replicas = kind == "all_reduce"
         return Collective(
             kind=kind,  # type: ignore[arg-type]
             size_bytes=size_bytes,
-            group_size=self.layout.dp,
-            group_stride=self.layout.tp,
+            group_size=layout.dp // layout.shards if over_replicas else layout.shards,
+            group_stride=layout.tp * (layout.shards if over_replicas else 1),
             dtype=dtype,  # type: ignore[arg-type]
         )

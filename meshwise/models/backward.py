@@ -9,82 +9,141 @@ Rules, for a result's gradient dy:
     embedding           dw scatters dy into a dense table
     loss                d log_p from the targets, then dlogits from d log_p and log_p
 A tensor read twice gets its gradients added. What a rule reads of the forward pass is what eager
-autograd saves.
+autograd saves. A stage that ends without a loss is given the gradient of its last result.
+
+Recomputation (Chen et al. 2016, arXiv:1604.06174; selective: in the spirit of Korthikanti et al.
+2022, arXiv:2205.05198): what a recomputed layer's backward reads is not kept but computed again,
+``<tensor>.again``, from what is kept, just before its first reader. That is how
+``torch.utils.checkpoint`` runs, stopping early: what backward does not read is not redone.
+    full                the layer's input is kept
+    selective           results of norms and gelu are redone, all others that backward reads kept
 """
 
 from meshwise.models.graph import Graph, Node, Tensor
+from meshwise.spec.layout import Recompute
+
+SELECTIVE = ("layer_norm", "gelu")
 
 
-def training_step(graph: Graph) -> Graph:
-    """The forward graph with its backward nodes and the optimizer's appended."""
-    tensors = dict(graph.tensors)
-    nodes: list[Node] = list(graph.nodes)
-    gradient_of: dict[str, str] = {}  # forward tensor -> its gradient so far
+def training_step(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Graph:
+    """The forward graph with its backward nodes and the optimizer's appended.
 
-    def declare(of: str, suffix: str) -> str:
-        source = tensors[of]
+    ``recompute``: one word a layer; () is none.
+    """
+    step = _Backward(graph, recompute)
+    for node in reversed(graph.nodes):
+        step.differentiate(node)
+    weights = tuple(tensor.name for tensor in graph.parameters())
+    optimizer = [
+        Node(name, name, weights, (), "optimizer", 0, "optimizer")
+        for name in ("grad_norm", "adamw")
+    ]
+    gradients = {name: step.gradient_of[name] for name in weights}
+    return Graph(graph.sizes, step.tensors, (*step.nodes, *optimizer), gradients)
+
+
+class _Backward:
+    """The nodes and tensors so far, and where to find gradients and forward results in them."""
+
+    def __init__(self, graph: Graph, recompute: tuple[Recompute, ...]) -> None:
+        self.tensors = dict(graph.tensors)
+        self.nodes = list(graph.nodes)
+        self.gradient_of: dict[str, str] = {}  # forward tensor -> its gradient so far
+        self.recompute = recompute
+        self.producers = {name: node for node in graph.nodes for name in node.outputs}
+        if (last := graph.nodes[-1]).name != "loss":
+            (result,) = last.outputs
+            self.gradient_of[result] = self.declare(result, "")
+
+    def declare(self, of: str, suffix: str) -> str:
+        source = self.tensors[of]
         role = "gradient" if source.role == "parameter" else "activation"
         name = f"d.{of}{suffix}"
-        tensors[name] = Tensor(name, source.dims, source.dtype, role)
+        self.tensors[name] = Tensor(name, source.dims, source.dtype, role)
         return name
 
-    def add_node(of: Node, suffix: str, kind: str, inputs: list[str], outputs: list[str]) -> None:
-        name = f"{of.name}.{suffix}"
-        nodes.append(Node(name, kind, tuple(inputs), tuple(outputs), of.part, of.layer, "backward"))
+    def add_node(
+        self, of: Node, suffix: str, kind: str, inputs: list[str], outputs: list[str]
+    ) -> None:
+        name, read, written = f"{of.name}.{suffix}", tuple(inputs), tuple(outputs)
+        self.nodes.append(Node(name, kind, read, written, of.part, of.layer, "backward"))
 
-    def contribute(of: Node, to: list[str]) -> list[str]:
-        """Names for new gradients; the second contribution to a tensor is added to the first."""
-        return [declare(name, "" if name not in gradient_of else f".{of.name}") for name in to]
-
-    def accumulate(of: Node, to: list[str], new: list[str]) -> None:
+    def emit(self, of: Node, suffix: str, kind: str, inputs: list[str], to: list[str]) -> None:
+        """A node that computes the gradients of ``to``."""
+        new = [self.declare(t, f".{of.name}" if t in self.gradient_of else "") for t in to]
+        self.add_node(of, suffix, kind, inputs, new)
         for name, gradient in zip(to, new, strict=True):
-            first = gradient_of.setdefault(name, gradient)
-            if first != gradient:
-                total = declare(name, f".sum.{of.name}")
-                add_node(of, f"accumulate.{name}", "add", [first, gradient], [total])
-                gradient_of[name] = total
+            self.accumulate(of, name, gradient)
 
-    def emit(of: Node, suffix: str, kind: str, inputs: list[str], to: list[str]) -> None:
-        new = contribute(of, to)
-        add_node(of, suffix, kind, inputs, new)
-        accumulate(of, to, new)
+    def accumulate(self, of: Node, name: str, gradient: str) -> None:
+        """The second contribution to a tensor's gradient is added to the first."""
+        first = self.gradient_of.setdefault(name, gradient)
+        if first != gradient:
+            total = self.declare(name, f".sum.{of.name}")
+            self.add_node(of, f"accumulate.{name}", "add", [first, gradient], [total])
+            self.gradient_of[name] = total
 
-    for node in reversed(graph.nodes):
+    def saved(self, name: str, reader: Node) -> str:
+        """What ``reader``, forward or backward, finds of a forward result: the tensor if it is
+        kept, or a copy that is computed here and now."""
+        producer = self.producers.get(name)
+        if producer is None or not self.is_redone(producer, reader):
+            return name
+        if f"{name}.again" not in self.tensors:
+            inputs = tuple([self.saved(x, producer) for x in producer.inputs])
+            outputs = tuple([f"{y}.again" for y in producer.outputs])
+            for y, again in zip(producer.outputs, outputs, strict=True):
+                self.tensors[again] = self.tensors[y]._replace(name=again)
+            self.nodes.append(
+                producer._replace(
+                    name=f"{producer.name}.again",
+                    inputs=inputs,
+                    outputs=outputs,
+                    phase="recompute",
+                )
+            )
+        return f"{name}.again"
+
+    def is_redone(self, producer: Node, reader: Node) -> bool:
+        """Whether a result is not kept for ``reader``; a layer's input, made elsewhere, is."""
+        inside = producer.part == reader.part == "layer" and producer.layer == reader.layer
+        word = self.recompute[producer.layer] if inside and self.recompute else "none"
+        return word == "full" or (word == "selective" and producer.kind in SELECTIVE)
+
+    def differentiate(self, node: Node) -> None:
+        """Append the backward of a forward node."""
         if node.name == "loss":
-            log_p = "loss.log_p"
-            emit(node, "dlog_p", "cross_entropy", ["targets"], [log_p])
-            continue
-        dy = gradient_of[node.outputs[0]]
-        first = node.inputs[0]
+            self.emit(node, "dlog_p", "cross_entropy", ["targets"], ["loss.log_p"])
+            return
+        dy = self.gradient_of[node.outputs[0]]
+        x = node.inputs[0]
         if node.kind == "gemm":
-            x, weight = node.inputs[:2]
-            emit(node, "dgrad", "gemm", [dy, weight], [x])
-            emit(node, "wgrad", "gemm", [dy, x], [weight])
-            for bias in node.inputs[2:]:
-                emit(node, "bgrad", "add", [dy], [bias])
+            weight, *biases = node.inputs[1:]
+            saved = self.saved(x, node)  # one operator in torch: it is redone before either product
+            self.emit(node, "dgrad", "gemm", [dy, weight], [x])
+            self.emit(node, "wgrad", "gemm", [dy, saved], [weight])
+            for bias in biases:
+                self.emit(node, "bgrad", "add", [dy], [bias])
         elif node.kind == "layer_norm":
-            emit(
-                node, "grad", node.kind, [dy, *node.inputs[:2], node.outputs[1]], list(node.inputs)
+            saved, stats = self.saved(x, node), self.saved(node.outputs[1], node)
+            self.emit(
+                node, "grad", node.kind, [dy, saved, node.inputs[1], stats], list(node.inputs)
             )
         elif node.kind == "attention":
-            emit(node, "grad", node.kind, [first, dy, *node.outputs], [first])
+            saved, *results = [self.saved(name, node) for name in (x, *node.outputs)]
+            self.emit(node, "grad", node.kind, [saved, dy, *results], [x])
         elif node.kind == "gelu":
-            emit(node, "grad", node.kind, [dy, first], [first])
+            self.emit(node, "grad", node.kind, [dy, self.saved(x, node)], [x])
         elif node.kind == "cast":
-            emit(node, "grad", node.kind, [dy], [first])
+            self.emit(node, "grad", node.kind, [dy], [x])
         elif node.kind == "cross_entropy":
-            emit(node, "grad", node.kind, [dy, node.outputs[0]], [first])
+            self.emit(node, "grad", node.kind, [dy, node.outputs[0]], [x])
         elif node.kind == "add":
             for name in node.inputs:
-                if tensors[name].role == "parameter":  # positions: summed over the batch
-                    emit(node, f"grad.{name}", "add", [dy], [name])
+                if self.tensors[name].role == "parameter":  # positions: summed over the batch
+                    self.emit(node, f"grad.{name}", "add", [dy], [name])
                 else:
-                    accumulate(node, [name], [dy])
+                    self.accumulate(node, name, dy)
         else:
             assert node.kind == "embedding", node.kind
-            emit(node, "wgrad", node.kind, [dy, node.inputs[0]], [node.inputs[1]])
-    weights = tuple(tensor.name for tensor in graph.parameters())
-    for name in ("grad_norm", "adamw"):
-        nodes.append(Node(name, name, weights, (), "optimizer", 0, "optimizer"))
-    gradients = {name: gradient_of[name] for name in weights}
-    return Graph(graph.sizes, tensors, tuple(nodes), gradients)
+            self.emit(node, "wgrad", node.kind, [dy, x], [node.inputs[1]])

@@ -6,6 +6,7 @@ from meshwise.models import gpt
 from meshwise.models.backward import training_step
 from meshwise.models.graph import num_bytes, num_elements
 from meshwise.spec import Model, Workload
+from meshwise.spec.layout import Recompute
 
 Convention = Literal["torchtitan", "megatron", "alpa"]
 
@@ -33,13 +34,17 @@ def step_flops(model: Model, workload: Workload, convention: Convention = "torch
     return workload.tokens * (6 * products + attention)
 
 
-def saved_activation_bytes(model: Model, batch: int, seq: int, dtype: str) -> dict[str, int]:
-    """Bytes that backward reads of the forward pass, by part, on one device in eager mode."""
-    graph = training_step(gpt.forward(model, batch, seq, dtype))
+def saved_activation_bytes(
+    model: Model, batch: int, seq: int, dtype: str, recompute: tuple[Recompute, ...] = ()
+) -> dict[str, int]:
+    """Bytes that backward, and what it recomputes (one word a layer), read of the forward pass,
+    by part, on one device in eager mode."""
+    graph = training_step(gpt.forward(model, batch, seq, dtype), recompute)
     part_of = {
         out: node.part for node in graph.nodes if node.phase == "forward" for out in node.outputs
     }
-    read = {name for node in graph.nodes if node.phase == "backward" for name in node.inputs}
+    later = [node for node in graph.nodes if node.phase in ("recompute", "backward")]
+    read = {name for node in later for name in node.inputs}
     saved: dict[str, int] = {}
     for name in sorted(read & part_of.keys()):
         part = part_of[name]

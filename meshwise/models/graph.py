@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from meshwise.spec import DTYPE_BYTES, Attention, Elementwise, Gemm, Op
 
-Phase = Literal["forward", "backward", "optimizer"]
+Phase = Literal["forward", "recompute", "backward", "optimizer"]
 
 
 class Tensor(NamedTuple):
@@ -107,7 +107,7 @@ def operation(
         m = prod(sizes[dim] for dim in left.dims if dim not in shared)
         n = prod(sizes[dim] for dim in right.dims if dim not in shared)
         k = prod(sizes[dim] for dim in shared)
-        if node.phase == "forward":  # x[m,k] w[n,k]: the weight is stored transposed
+        if node.phase != "backward":  # x[m,k] w[n,k]: the weight is stored transposed
             return gemm(m, n, k, left.dtype, False, True)
         wgrad = result.role == "gradient"  # dw = dy^T x contracts the rows; dx = dy w does not
         return gemm(m, n, k, left.dtype, wgrad, False)

@@ -8,7 +8,8 @@ inputs have is partial. What a consumer needs and what a producer left decide th
     partial -> whole      all_reduce          partial -> seq slice   reduce_scatter
     sliced  -> whole      all_gather          whole   -> seq slice   nothing (a view)
 
-so Megatron's f, g and their conjugates follow, forward and backward, from one rule.
+so Megatron's f, g and their conjugates follow, forward and backward, from one rule. A stage's
+input and the gradient of its result arrive as the residual stream lies: whole, or a slice of seq.
 """
 
 from collections.abc import Iterator, Mapping
@@ -91,6 +92,10 @@ class _Placements:
         self.placement: dict[str, str] = {}
         self.buffers: dict[str, Buffer] = {}
         self.version: dict[tuple[str, str], str] = {}  # (tensor, placement) -> buffer
+        produced = {name for node in graph.nodes for name in node.outputs}
+        for tensor in graph.tensors.values():
+            if tensor.role == "activation" and tensor.name not in produced:
+                self._define(tensor, tensor.name, self._dim_of([]))
 
     def tasks(self, node: Node) -> Iterator[Task]:
         names = (*node.inputs, *node.outputs)
@@ -121,6 +126,10 @@ class _Placements:
         yield Task(node.name, whole, "compute", node.part, node.phase, tuple(reads), writes)
         for tensor in outputs:  # a replicated weight that saw only a slice: its gradient is a sum
             if tensor.role == "gradient" and self.placement[tensor.name] == PARTIAL:
+                yield from self._redistribute(node, tensor.name, WHOLE)
+        for tensor in outputs:  # gathered for a product that is not redone, so gather it here
+            before = (tensor.name.removesuffix(".again"), WHOLE)
+            if node.phase == "recompute" and dim == "seq" and before in self.version:
                 yield from self._redistribute(node, tensor.name, WHOLE)
 
     def _dim_of(self, tensors: list[Tensor]) -> str:

@@ -12,6 +12,7 @@ Parameters: layers*(12*hidden^2 + 13*hidden) for ffn = 4*hidden, + vocab*hidden
 """
 
 import zlib
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,12 @@ from meshwise.spec import Model
 
 INIT_STD = 0.02
 
+Part = Callable[[Tensor], Tensor]
+Run = Callable[[Part, Tensor], Tensor]
+
 
 class SelfAttention(nn.Module):
-    """Causal attention of all heads that ``qkv`` yields: x[b,s,hidden] -> [b,s,hidden]."""
+    """Causal attention of all heads that ``qkv`` yields, between its two projections."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -31,11 +35,12 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(model.hidden, 3 * model.hidden)
         self.out = nn.Linear(model.hidden, model.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # [b, s, heads, 3, head_dim]
+    def attend(self, qkv: Tensor) -> Tensor:
+        """[b,s,heads*3*head_dim] -> [b,s,heads*head_dim]"""
+        qkv = qkv.unflatten(-1, (-1, 3, self.head_dim))  # [b, s, heads, 3, head_dim]
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-2))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(attended.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+        return attended.transpose(1, 2).flatten(-2)
 
 
 class MLP(nn.Module):
@@ -46,12 +51,20 @@ class MLP(nn.Module):
         self.up = nn.Linear(model.hidden, model.ffn)
         self.down = nn.Linear(model.ffn, model.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+def call(part: Part, x: Tensor) -> Tensor:
+    return part(x)
 
 
 class Layer(nn.Module):
-    """One transformer layer: x[b,s,hidden] -> [b,s,hidden]."""
+    """One transformer layer: x[b,s,hidden] -> [b,s,hidden].
+
+    ``whole`` runs the layer and ``part`` each piece that is cheap to compute but dear to keep: a
+    norm or the activation, with the product that reads it. Recomputation replaces these two.
+    """
+
+    whole: Run = staticmethod(call)
+    part: Run = staticmethod(call)
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -61,8 +74,14 @@ class Layer(nn.Module):
         self.mlp = MLP(model)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+        return self.whole(self.compute, x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        qkv = self.part(lambda x: self.attention.qkv(self.norm1(x)), x)
+        x = x + self.attention.out(self.attention.attend(qkv))
+        up = self.part(lambda x: self.mlp.up(self.norm2(x)), x)
+        down = self.part(lambda up: self.mlp.down(F.gelu(up, approximate="tanh")), up)
+        return x + down
 
 
 class Positions(nn.Module):
@@ -89,19 +108,29 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model. Build it under ``torch.device("meta")`` and call ``init_weights`` later."""
+    """The whole model, or a pipeline stage of it: the layers in ``layers``, with the embedding if
+    they are the first and the head if they are the last.
 
-    def __init__(self, model: Model) -> None:
+    Build it under ``torch.device("meta")`` and call ``init_weights`` later. Parameters are named
+    as in the whole model, but a head without the embedding has a copy of its weight.
+    """
+
+    def __init__(self, model: Model, layers: range | None = None) -> None:
         super().__init__()
-        self.embed = nn.Embedding(model.vocab, model.hidden)
-        self.positions = Positions(model)
-        self.layers = nn.ModuleList(Layer(model) for _ in range(model.layers))
-        self.head = Head(model)
+        layers = layers or range(model.layers)
+        self.first, self.last = layers.start == 0, layers.stop == model.layers
+        if self.first:
+            self.embed = nn.Embedding(model.vocab, model.hidden)
+            self.positions = Positions(model)
+        self.layers = nn.ModuleDict({str(i): Layer(model) for i in layers})
+        if self.last:
+            self.head = Head(model)
         self.tie()
 
     def tie(self) -> None:
         """Make embedding and projection one parameter (again, after anything replaced either)."""
-        self.head.projection.weight = self.embed.weight
+        if self.first and self.last:
+            self.head.projection.weight = self.embed.weight
 
     def init_weights(self, seed: int) -> None:
         for name, parameter in self.named_parameters():
@@ -109,11 +138,13 @@ class GPT(nn.Module):
             with torch.no_grad():
                 parameter.copy_(value)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.positions(self.embed(tokens))
-        for layer in self.layers:
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [b,s], or what the stage before made of them; logits, or what the next needs."""
+        if self.first:
+            x = self.positions(self.embed(x))
+        for layer in self.layers.values():
             x = layer(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x) if self.last else x
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -124,9 +155,13 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 def initial_value(name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
     """The whole fp32 parameter ``name`` (as in ``GPT.named_parameters``) at the start.
 
+    A head's copy of the embedding starts as the embedding does.
+
     Weights are normal(0, 0.02), norms 1, biases 0. It depends on (seed, name) only, so every
     layout can cut its share out of the same model without ever holding more than one parameter.
     """
+    if name == "head.projection.weight":
+        name = "embed.weight"
     if name.endswith(".bias"):
         return torch.zeros(shape, device=device)
     if "norm" in name:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from meshwise import schedule
 from meshwise.pages import svg
 from meshwise.pages.steps import Outcome, StepResult
 from meshwise.prices import interpolate_loglog
@@ -77,6 +78,7 @@ def breakdown(
                 width = sum(p.value for p in bar.parts if p.name == name)
                 axes.barh(
                     row, width, left=left, height=0.55, color=svg.colour(index),
+                    alpha=1.0 if index < len(svg.SERIES) else 0.5,
                     label=name if row == 0 else None,
                 )  # fmt: skip
         marked = [(bar.measured, row) for row, bar in enumerate(bars) if bar.measured is not None]
@@ -114,6 +116,68 @@ def _bars(plan: Plan | None, results: Sequence[StepResult], quantity: Quantity) 
             for layout, prediction in best
         ]
     return found
+
+
+def pipeline(plan: Plan | None) -> svg.Figure | None:
+    """Who works when, a row for each pipeline rank; so many microbatches as show the rhythm."""
+    if plan is None or plan.layout.pp == 1:
+        return None
+    layout, work = plan.layout, _work(plan)
+    count = min(layout.num_microbatches, 4 * layout.pp)
+    table = schedule.table(layout.schedule, layout.pp, layout.stages_per_rank, count)
+    layers = [len(stage) for stage in layout.stage_layers(plan.model.layers)]
+    share = [mine * layout.pp / plan.model.layers for mine in layers]  # of a rank's work
+
+    def pieces(action: schedule.Action) -> dict[str, float]:
+        return {name: share[action.stage] * time_s for name, time_s in work[action.kind].items()}
+
+    spans = schedule.simulate(table, lambda action: sum(pieces(action).values()))
+    end_s = schedule.end_time(spans)
+
+    def paint(axes: "Axes") -> None:
+        names = list(dict.fromkeys(name for kind in work.values() for name in kind))
+        drawn: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+        for rank, row in enumerate(spans):
+            axes.broken_barh([(0, end_s)], (rank - 0.4, 0.8), color=svg.GRID)
+            for action, start_s, _ in row:
+                for name, time_s in pieces(action).items():
+                    key = name, rank, action.stage // layout.pp
+                    drawn.setdefault(key, []).append((start_s, time_s))
+                    start_s += time_s
+        for (name, rank, turn), bars in drawn.items():
+            axes.broken_barh(
+                bars, (rank - 0.4, 0.8), facecolor=svg.colour(names.index(name)),
+                alpha=1 - 0.5 * turn / layout.stages_per_rank, edgecolor=svg.GRID, linewidth=0.4,
+                label=name if (rank, turn) == (0, 0) else None,
+            )  # fmt: skip
+        axes.set_yticks(range(layout.pp), [f"pp {rank}" for rank in range(layout.pp)])
+        axes.set(xlim=(0, end_s), xticks=[], xlabel="time")
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=len(names))
+
+    return svg.draw(
+        f"{layout.name}: who works when, {count} of {layout.num_microbatches} microbatches, by the "
+        "mean times of the slowest rank, transfers left out. Paler: a rank's later stages. Empty: "
+        "the bubble.",
+        paint,
+        width=8.8,
+        height=0.9 + 0.3 * layout.pp,
+    )
+
+
+def _work(plan: Plan) -> dict[str, dict[str, float]]:
+    """Seconds of an action by what it does, as a rank's mean over microbatches."""
+    phases = dict.fromkeys(("forward", "recompute", "backward"), 0.0)
+    for part in plan.prediction.time_parts:
+        phase = part.name.split()[0]
+        if phase in phases:
+            phases[phase] += part.value / plan.layout.num_microbatches
+    forward = {"forward": phases.pop("forward")}
+    backward = {name: time_s for name, time_s in phases.items() if time_s}
+    half = backward["backward"] / 2
+    weights = {"backward, weights": half}
+    return {"F": forward, "B": backward, "I": backward | {"backward": half}, "W": weights}
 
 
 def collectives(costs: Costs) -> list[svg.Figure]:

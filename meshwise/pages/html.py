@@ -120,8 +120,8 @@ def _outcome(contents: Contents) -> Section:
 def _plan(contents: Contents) -> Section:
     title = "The plan"
     drawn = [
-        figures.breakdown(contents.plan, contents.results, quantity)
-        for quantity in ("time", "memory")
+        *(figures.breakdown(contents.plan, contents.results, of) for of in ("time", "memory")),
+        figures.pipeline(contents.plan),
     ]
     shown = tuple(figure for figure in drawn if figure is not None)
     if contents.plan is None:

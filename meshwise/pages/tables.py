@@ -15,10 +15,17 @@ MFU_LEGEND = (
     "lookups, plus 12 x layers x hidden x seq a token, attention not halved."
 )
 
+LAYOUT_LEGEND = (
+    "pp: pipeline ranks x stages on each, and their schedule; dp, tp: data and tensor parallel "
+    "degrees; dp/n: n replicas of the shards; +sp: sequence parallel; zero: what dp shards; mb: "
+    "microbatch size x count; selective, full: what backward computes again, full:n in n layers of "
+    "a stage."
+)
 PARTS_LEGEND = (
     "Memory: parts are what is alive at the peak; zero 0 runs as FSDP2 on a (dp, 1) mesh, so it "
     "holds a gathered copy too."
 )
+PEAK_NOTE = "memory peaks on "
 CHECK_LEGEND = "Loss error: largest relative difference from one device in fp32 over three steps."
 
 
@@ -152,11 +159,7 @@ def _held_out(error: HeldOut) -> tuple[str, str]:
 def plan(chosen: Plan) -> list[Table]:
     """The best layouts, what the constraints removed, the nearest that does not fit."""
     best = Candidate(layout=chosen.layout, prediction=chosen.prediction)
-    legend = (
-        "dp, tp: data and tensor parallel degrees; +sp: sequence parallel; zero: what dp shards; "
-        "mb: microbatch size x count.",
-        MFU_LEGEND,
-    )
+    legend = (LAYOUT_LEGEND, MFU_LEGEND)
     ranked = _ranked(_headline(chosen), (best, *chosen.runners_up), legend)
     return [ranked, *warnings(chosen.prediction.notes), _removed(chosen), parts(chosen)]
 
@@ -165,6 +168,8 @@ def warnings(notes: Sequence[str]) -> list[Table]:
     """What the prediction rests on beyond the measurement; of one price only the farthest size."""
     farthest: dict[str, tuple[float, str]] = {}
     for note in notes:
+        if note.startswith(PEAK_NOTE):
+            continue
         match = re.fullmatch(r"(.*): ([\d.]+) x beyond the largest measured size", note)
         key, factor = (match[1], float(match[2])) if match else (note, 0.0)
         if key not in farthest or factor > farthest[key][0]:
@@ -248,7 +253,9 @@ def parts(chosen: Plan) -> Table:
         for part in prediction.memory_parts
     ]
     title = f"Predicted parts of {chosen.layout.name}"
-    return Table(title, ("of", "part", "amount", "share"), tuple(rows), (PARTS_LEGEND,), left=2)
+    peak = [f"The {note}." for note in prediction.notes if note.startswith(PEAK_NOTE)]
+    columns = ("of", "part", "amount", "share")
+    return Table(title, columns, tuple(rows), (*peak, PARTS_LEGEND), left=2)
 
 
 def steps(results: Sequence[StepResult]) -> list[Table]:

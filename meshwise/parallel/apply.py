@@ -1,8 +1,9 @@
-"""Applies a whole layout to a GPT: tensor parallelism, then compilation, then data parallelism.
+"""Applies a layout to a GPT or a stage of one: tensor parallelism, recomputation, compilation,
+data parallelism.
 
-In: a GPT built on the meta device, a Layout, the mesh from ``mesh.build``. Out: the same module
-with initialised weights, each rank holding its share. The order is torchtitan's: DTensor hooks
-are compiled with the layer, FSDP2's run outside the compiled code.
+In: a GPT built on the meta device, the Layout within a pipeline rank, its mesh. Out: the same
+module with initialised weights, each rank holding its share. The order is torchtitan's: DTensor
+hooks are compiled with the layer, FSDP2's run outside the compiled code.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwise.nn import gpt
-from meshwise.parallel import data, tensor
+from meshwise.parallel import data, recompute, tensor
 from meshwise.spec import Layout
 
 Lowering = Literal["eager", "compiled"]
@@ -43,16 +44,23 @@ def parallelize(
         tensor.apply(model, mesh["tp"], layout.sequence_parallel)
     device = _device(mesh)
     sharded = data.is_needed(layout, dtype)
-    for index, layer in enumerate(model.layers):
+    kinds = layout.recomputed(len(model.layers))
+    for (index, layer), kind in zip(model.layers.items(), kinds, strict=True):
+        assert isinstance(layer, gpt.Layer)
         _fill(layer, f"layers.{index}", seed, device)
+        recompute.apply(layer, kind)
         if lowering == "compiled":
             layer.compile(fullgraph=True, dynamic=False)
         if sharded:
             data.shard(layer, layout, mesh, dtype, root=False)
-    _fill(model.embed, "embed", seed, device)
+    if model.first:
+        _fill(model.embed, "embed", seed, device)
+        _fill(model.positions, "positions", seed, device)
+    if model.last:
+        _fill(model.head.norm, "head.norm", seed, device)
+        if not model.first:
+            _fill(model.head.projection, "head.projection", seed, device)
     model.tie()
-    _fill(model.positions, "positions", seed, device)
-    _fill(model.head.norm, "head.norm", seed, device)
     if sharded:
         data.shard(model, layout, mesh, dtype, root=True)
     return model

@@ -8,11 +8,12 @@ are reduced in fp32, so fp32 masters cost no extra copy. Rajbhandari et al. 2020
 - zero 2: parameters stay until the step's last backward, gradients are scattered per microbatch;
 - zero 1: the same, but gradients are summed whole (fp32) and scattered after the last microbatch;
 - zero 0: every rank is a shard group of its own, and the groups all-reduce after the last
-  microbatch (FSDP2 on a (dp, 1) mesh). It shares all code with the others; its price against a
-  bare module is one more copy of the parameters from forward to backward (in bf16 that copy is
-  the compute copy, which mixed precision needs anyway; in fp32 it is overhead).
+  microbatch (FSDP2 on a mesh of copies of one shard). It shares all code with the others; its
+  price against a bare module is one more copy of the parameters from forward to backward (in bf16
+  that copy is the compute copy, which mixed precision needs anyway; in fp32 it is overhead).
 
-A mesh of one rank is sharded too when there is a dtype to cast to or a tp axis.
+With ``replicas`` (HSDP) a gradient is scattered within a group of shards, then all-reduced between
+the groups. A mesh of one rank is sharded too when there is a dtype to cast to or a tp axis.
 """
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from meshwise.parallel import torch_private
 from meshwise.parallel.mesh import data_axes
 from meshwise.spec import Layout
 
@@ -41,8 +43,25 @@ def shard(unit: nn.Module, layout: Layout, mesh: DeviceMesh, dtype: str, *, root
     fully_shard(unit, mesh=data_axes(mesh), reshard_after_forward=reshard, mp_policy=policy)
 
 
-def before_microbatch(model: nn.Module, layout: Layout, *, last: bool) -> None:
+def before_backward(model: nn.Module, layout: Layout, *, last: bool) -> None:
     """Say what the coming backward does with parameters and gradients; call it every time."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last or layout.zero == 3)
         model.set_requires_gradient_sync(last or layout.zero >= 2)
+
+
+def before_split_backward(model: nn.Module) -> None:
+    """Have the weights for either part of a split backward; what it leaves is taken up later."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+
+
+def after_split_backward(model: nn.Module, layout: Layout, *, last: bool) -> None:
+    """Take up the weights' gradients: hooks that do so in a whole backward did not run."""
+    before_backward(model, layout, last=last)
+    if isinstance(model, FSDPModule):
+        torch_private.end_backward(model)

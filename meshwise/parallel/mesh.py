@@ -1,31 +1,87 @@
-"""The device mesh of a layout: axes ``dp`` and ``tp``, tp innermost.
+"""Where a process stands in a layout: its pipeline rank, the mesh within it, links to others.
 
-In: a Layout whose degrees multiply to the number of joined ranks. Out: a DeviceMesh. Rank r is
-number r % tp of its tp group and number r // tp along dp, so tp groups are neighbours.
+In: a Layout whose degrees multiply to the number of joined ranks. Out: a ``Place``. Rank r of a
+pipeline rank is number r % tp of its tp group, and tp groups are neighbours; then come the shards
+of one copy of the model, then the copies: axes ``replica``, ``shard``, ``tp``.
+
+Every rank makes all groups in the same order, its own or not. On GPUs each boundary between two
+stages has one communicator forward and one backward, so that neither direction and no other
+boundary can block a message.
 """
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from meshwise.spec import Layout
+from meshwise.spec import Layout, rank_of
 
 
-def build(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh of all joined ranks. Every rank calls it, in the same order as other meshes."""
+class Link(NamedTuple):
+    """The groups of a boundary: all ranks of the stage before it and the stage behind it."""
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+class Place(NamedTuple):
+    """``layout`` is that within the pipeline rank; ``links`` by the stage before the boundary, the
+    ends of the pipeline linked as -1."""
+
+    layout: Layout
+    pipeline_rank: int
+    mesh: DeviceMesh
+    links: Mapping[int, Link]
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups that this process communicates in."""
+        world = dist.group.WORLD
+        assert world is not None
+        of_links = [group for link in self.links.values() for group in link]
+        return [world, *self.mesh.get_all_groups(), *of_links]
+
+
+def build(layout: Layout, device_type: str) -> Place:
+    """This process's place among all joined ranks."""
     if layout.num_devices != dist.get_world_size():
         raise ValueError(
             f"layout {layout.name} needs {layout.num_devices} ranks, but {dist.get_world_size()} "
             f"joined; start {layout.num_devices} (--nproc {layout.num_devices})"
         )
-    if layout.dp > 1 and layout.zero == 0:
-        # Copies of the whole model are shards of one rank each: the axis of size 1 says so.
-        return init_device_mesh(
-            device_type, (layout.dp, 1, layout.tp), mesh_dim_names=("dp", "shard", "tp")
-        )
-    return init_device_mesh(device_type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+    meshes = [_mesh(layout, rank, device_type) for rank in range(layout.pp)]
+    here = dist.get_rank()
+    mine = next(p for p in range(layout.pp) if here in layout.devices_of(p))
+    return Place(layout.of_rank(mine), mine, meshes[mine], _links(layout, device_type))
+
+
+def _mesh(layout: Layout, pipeline_rank: int, device_type: str) -> DeviceMesh:
+    inside = layout.of_rank(pipeline_rank)
+    shape = (inside.dp // inside.shards, inside.shards, inside.tp)
+    devices = torch.tensor(layout.devices_of(pipeline_rank)).view(shape)
+    return DeviceMesh(device_type, devices, mesh_dim_names=("replica", "shard", "tp"))
+
+
+def _links(layout: Layout, device_type: str) -> dict[int, Link]:
+    """Links of this rank, each warmed up: the first message on a group needs all its ranks."""
+    rank, links = dist.get_rank(), {}
+    for stage in range(-1, layout.num_stages - 1 if layout.pp > 1 else -1):
+        ends = [
+            rank_of(layout.schedule, s % layout.num_stages, layout.pp) for s in (stage, stage + 1)
+        ]
+        if ends[0] == ends[1]:
+            continue
+        members = sorted({*layout.devices_of(ends[0]), *layout.devices_of(ends[1])})
+        groups = [dist.new_group(members) for _ in Link._fields]
+        if rank in members:
+            links[stage] = Link(*groups)
+            for group in groups:
+                dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+    return links
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh that data parallelism works on: (dp) sharded, (dp, shard) copied."""
-    names = mesh.mesh_dim_names or ()
-    return mesh["dp", "shard"] if "shard" in names else mesh["dp"]
+    """The part of the mesh that data parallelism works on: sharded, or copies of shards."""
+    return mesh["shard"] if mesh["replica"].size() == 1 else mesh["replica", "shard"]

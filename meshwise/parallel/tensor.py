@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshwise.nn.gpt import GPT, Head, Layer, Positions
+from meshwise.nn.gpt import GPT, Head, Layer
 from meshwise.spec import Layout, Model, Workload
 
 SEQ_DIM = 1
@@ -88,19 +88,19 @@ def apply_head(head: Head, tp_mesh: DeviceMesh, sequence_parallel: bool) -> Head
 
 
 def apply(model: GPT, tp_mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
-    """Split a whole model."""
+    """Split a whole model, or a stage of one."""
     stream = _stream(sequence_parallel)
-    parallelize_module(
-        model,
-        tp_mesh,
-        {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)},
-    )
-    positions = model.positions
-    assert isinstance(positions, Positions)
-    _replicate(positions, tp_mesh, stream)
-    for layer in model.layers:
+    if model.first:
+        parallelize_module(
+            model,
+            tp_mesh,
+            {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)},
+        )
+        _replicate(model.positions, tp_mesh, stream)
+    for layer in model.layers.values():
         assert isinstance(layer, Layer)
         apply_layer(layer, tp_mesh, sequence_parallel)
-    apply_head(model.head, tp_mesh, sequence_parallel)
+    if model.last:
+        apply_head(model.head, tp_mesh, sequence_parallel)
     model.tie()  # the splits made two parameters of one
     return model

@@ -3,39 +3,64 @@
 Tried on torch 2.11 and 2.13.
 """
 
+from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+Postponed = list[dict[str, Any]]
 
 
-def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    world = dist.group.WORLD
-    assert world is not None
-    return [world, *mesh.get_all_groups()]
-
-
-def set_timeout(mesh: DeviceMesh, timeout_s: float) -> None:
-    """How long a mesh's collectives wait from now on.
+def set_timeout(groups: Iterable[dist.ProcessGroup], timeout_s: float) -> None:
+    """How long collectives wait from now on.
 
     A mesh makes its groups with torch's 10 or 30 minutes, whatever the default group was given,
     and a group's timeout is public only where the group is made.
     """
-    for group in _groups(mesh):
+    for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-def abort(mesh: DeviceMesh) -> None:
-    """End the GPU collectives of a mesh that a rank has left, so that this process can go on.
+def abort(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """End the GPU collectives of groups that a rank has left, so that this process can go on.
 
     The public ``destroy_process_group`` waits for them.
     """
-    if mesh.device_type == "cuda":
-        for group in _groups(mesh):
-            group._get_backend(torch.device("cuda")).abort()
+    if device.type == "cuda":
+        for group in groups:
+            group._get_backend(device).abort()
 
 
-def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+def scale(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply many tensors in place in few kernels; torch's optimizers do so by this name."""
     torch._foreach_mul_(tensors, factor)
+
+
+def backward_of_input(
+    result: Tensor, gradient: Tensor | None, x: Tensor, weights: Iterable[nn.Parameter]
+) -> Postponed:
+    """Fill ``x.grad`` and return what is left to do for the weights.
+
+    Public autograd would go through the whole graph again for the weights. torch's pipelines call
+    the same two functions.
+    """
+    from torch.distributed.pipelining import _backward
+
+    gradients = None if gradient is None else [gradient]
+    return _backward.stage_backward_input([result], gradients, [x], iter(weights))[1]
+
+
+def backward_of_weights(weights: Iterable[nn.Parameter], postponed: Postponed) -> None:
+    """Add to the gradients of the weights what ``backward_of_input`` left."""
+    from torch.distributed.pipelining import _backward
+
+    _backward.stage_backward_weight(iter(weights), postponed)
+
+
+def end_backward(model: nn.Module) -> None:
+    """What FSDP2 does when autograd has ended, for gradients that no hook of its saw."""
+    fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]

@@ -57,7 +57,7 @@ class Blocks:
     def _tp_mesh(self, tp: int) -> DeviceMesh | None:
         if tp > 1 and tp not in self.meshes:
             layout = Layout(dp=self.ranks.world_size // tp, tp=tp)
-            self.meshes[tp] = mesh.build(layout, self.ranks.device.type)["tp"]
+            self.meshes[tp] = mesh.build(layout, self.ranks.device.type).mesh["tp"]
         return self.meshes.get(tp)
 
 

@@ -3,7 +3,7 @@
 Cluster, models and dtype in; cases out, ordered so that any prefix calibrates as well as it can:
 
     1  copies; the operations of each model's layer and head at a typical microbatch size; the
-       collectives that plans are made of; those blocks themselves
+       collectives that plans are made of, and the exchanges of pipelines; those blocks themselves
     2  operations and blocks of every tensor-parallel degree, with and without sequence
        parallelism; then unsharded at the other microbatch sizes, the smallest first
     3  the other collectives, sizes in between, square and skinny GEMMs, attention shapes; the
@@ -151,6 +151,7 @@ def _round_1(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
     yield from _products(blocks)
     yield from map(_adamw, scope.scale.coarse_copies)
     yield from _collectives(scope, MAIN, scope.scale.coarse_bytes[:2])
+    yield from _pairs(scope)
     yield from blocks
     yield from _collectives(scope, MAIN, scope.scale.coarse_bytes[2:])
 
@@ -260,6 +261,18 @@ def _collectives(
                         kind=kind, size_bytes=whole, group_size=group_size, group_stride=stride,
                         dtype=scope.dtype,
                     )  # fmt: skip
+
+
+def _pairs(scope: Scope) -> Iterator[Collective]:
+    """Neighbouring pipeline ranks, as near as each tier of links allows."""
+    reaches = [1, *(tier.num_devices for tier in scope.cluster.tiers)]
+    for size in scope.scale.coarse_bytes:
+        for stride in reaches:
+            if scope.world_size % (2 * stride) == 0:
+                yield Collective(
+                    kind="send_recv", size_bytes=size, group_size=2, group_stride=stride,
+                    dtype=scope.dtype,
+                )  # fmt: skip
 
 
 def _strides(scope: Scope, kind: CollectiveKind, group_size: int) -> tuple[int, ...]:

@@ -1,13 +1,15 @@
 """Follow one operation from the model to the plan: what it is, what it costs, where that is from.
 
-A node of the graph (``layers.0.up``) becomes tasks on every rank, forward and backward; each
-task is an operation record with a price; the block it lies in corrects the price; the plan adds
-it up once a microbatch.
+A node of the model's graph (``layers.0.up``) lies in one stage and becomes tasks on every rank of
+it, forward, backward and computed again; each task is an operation record with a price; the block
+it lies in corrects the price; the plan adds it up once a microbatch.
 """
 
-from meshwise.models import apply, graph
+import msgspec
+
+from meshwise.models import apply
 from meshwise.prices import Estimate, Prices
-from meshwise.search.predict import blocks_of
+from meshwise.search.stage import StageKind, blocks_of, direction_of, graph_of, kinds_of
 from meshwise.spec import Costs, Op, Plan, Record
 from meshwise.spec.record import NonNegativeFloat, Positive
 
@@ -28,29 +30,21 @@ class Explained(Record, kw_only=True):
 
 def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     """The tasks of ``node`` in ``plan``'s step; an unknown node is a ValueError that lists some."""
-    layout = plan.layout
-    whole = graph(plan.model, layout.microbatch_size, plan.workload.seq_len, plan.dtype)
-    known = [n.name for n in whole.nodes if n.phase == "forward"]
-    if node not in known:
-        some = ", ".join(name for name in known if name.startswith("layers.0")) or ", ".join(known)
-        raise ValueError(f"no operation {node!r} in {plan.model.name}; for example {some}")
+    kind, local = _find(plan, node)
     prices = Prices(costs)
-    factors = {
-        key: prices.factor(block)[0]
-        for key, block in blocks_of(plan.model, plan.workload, layout, plan.dtype).items()
-    }
+    blocks = blocks_of(plan.model, plan.workload.seq_len, kind.layout, plan.dtype)
+    factors = {key: prices.factor(block)[0] for key, block in blocks.items()}
+    once = msgspec.structs.replace(kind.layout, num_microbatches=1)
     rows: list[Explained] = []
-    for task in apply(whole, layout, plan.dtype).tasks:
-        if not task.name.startswith(f"{node}.") and task.name != node:
-            continue
-        if task.name in (row.task for row in rows):  # the same in every microbatch
+    for task in apply(graph_of(kind, plan.dtype), once, plan.dtype, split=kind.split).tasks:
+        if not task.name.startswith(f"{local}.") and task.name != local:
             continue
         estimate: Estimate = prices.estimate(task.op)
-        factor = factors.get((task.part, task.phase), 1.0)
-        times = layout.num_microbatches
+        factor = factors.get((task.part, direction_of(task.phase)), 1.0)
+        times = plan.layout.num_microbatches
         rows.append(
             Explained(
-                task=task.name,
+                task=node + task.name.removeprefix(local),
                 phase=task.phase,
                 op=task.op,
                 price_s=estimate.time_s,
@@ -62,3 +56,22 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
             )
         )
     return tuple(rows)
+
+
+def _find(plan: Plan, node: str) -> tuple[StageKind, str]:
+    """The stage that ``node`` lies in, and its name there: stages count their layers from 0."""
+    examples: list[str] = []
+    kinds = kinds_of(plan.model, plan.workload.seq_len, plan.layout)
+    for kind, stage in zip(kinds, plan.stages, strict=True):
+        for known in graph_of(kind, plan.dtype).nodes:
+            if known.phase != "forward":
+                continue
+            local = f"layers.{known.layer}."
+            name = known.name
+            if known.part == "layer":
+                name = f"layers.{known.layer + stage.first_layer}.{name.removeprefix(local)}"
+            if name == node:
+                return kind, known.name
+            examples += [name] if name.startswith("layers.0.") else []
+    some = ", ".join(examples)
+    raise ValueError(f"no operation {node!r} in {plan.model.name}; for example {some}")

@@ -1,7 +1,21 @@
-"""The plan: the fastest layout that fits, its runners-up, and why the rest are not it."""
+"""The plan: the fastest layout that fits, its runners-up, and why the rest are not it.
 
-from meshwise.prices import Prices
-from meshwise.search.predict import predict
+Best first: layouts wait in the order of the least time they can take (``bound``), that bound is
+sharpened, then the layout priced, until none that waits can be among the best. One that does not
+fit waits again with more recomputed; of one that fits, more recomputation would only cost time.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+import msgspec
+
+from meshwise.prices import MEASURE, Prices, curve_key
+from meshwise.search import bound
+from meshwise.search.predict import memory_of, moved, predict
+from meshwise.search.simulate import Peak
 from meshwise.search.space import legal_layouts
 from meshwise.spec import (
     Candidate,
@@ -11,8 +25,8 @@ from meshwise.spec import (
     Model,
     Plan,
     Removal,
-    Stage,
     Workload,
+    stages_of,
 )
 from meshwise.units import format_bytes
 
@@ -24,39 +38,30 @@ STRATEGY = {
 def find(
     model: Model, workload: Workload, costs: Costs, *, num_devices: int, top: int = 10
 ) -> Plan:
-    """Price every legal layout on ``num_devices`` and keep the ``top`` fastest that fit."""
+    """The ``top`` fastest layouts on ``num_devices`` that fit, of all legal ones."""
     cluster = costs.cluster
     if num_devices > cluster.num_devices:
         raise ValueError(
             f"gpus = {num_devices}: cluster {cluster.name!r} has {cluster.num_devices} devices; "
             "plan for fewer, or describe and measure the larger cluster"
         )
-    layouts, removed = legal_layouts(model, workload, num_devices, cluster.num_devices_per_host)
+    layouts, removed = legal_layouts(model, workload, costs, num_devices)
     if not layouts:
         reasons = "; ".join(f"{r.constraint} ({r.count})" for r in removed)
         raise ValueError(f"no layout of {num_devices} devices is legal: {reasons}")
     prices = Prices(costs)
-    candidates = [
-        Candidate(layout=layout, prediction=predict(model, workload, layout, prices))
-        for layout in layouts
-    ]
     limit = cluster.device.memory_bytes - cluster.reserved_bytes
-    fitting = [c for c in candidates if c.prediction.peak_memory_bytes <= limit]
-    too_large = [c for c in candidates if c.prediction.peak_memory_bytes > limit]
-    nearest = _nearest(too_large, limit)
-    if too_large:
-        removed.append(
-            Removal(
-                constraint=f"memory: more than {format_bytes(limit)} a device", count=len(too_large)
-            )
-        )
-    if not fitting:
+    ladders = [_ladder(layout, model) for layout in layouts]
+    ranked, too_large, passed_over = _best_first(model, workload, prices, ladders, limit, top)
+    passed_over[f"memory: more than {format_bytes(limit)} a device"] = len(too_large)
+    removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
+    nearest = _nearest(model, workload, prices, too_large, limit)
+    if not ranked:
         assert nearest is not None
         raise ValueError(
             f"no layout of {model.name or 'the model'} fits {num_devices} devices; the nearest, "
             f"{nearest.layout.name}: {nearest.reason}"
         )
-    ranked = sorted(fitting, key=lambda c: c.prediction.step_time_s)
     best = ranked[0]
     return Plan(
         model=model,
@@ -65,36 +70,108 @@ def find(
         dtype=costs.dtype,
         lowering=costs.lowering,
         layout=best.layout,
-        stages=(stage_of(model, best.layout),),
+        stages=stages_of(best.layout, model.layers, STRATEGY),
         prediction=best.prediction,
         runners_up=tuple(ranked[1:top]),
         removed=tuple(removed),
         nearest_infeasible=nearest,
-        num_considered=len(layouts) + sum(r.count for r in removed if "memory" not in r.constraint),
+        num_considered=len(ranked) + sum(removal.count for removal in removed),
         runs=costs.runs,
     )
 
 
-def stage_of(model: Model, layout: Layout) -> Stage:
-    """The only stage of a layout without pipeline: all layers on all devices."""
-    sharded = layout.tp > 1
-    return Stage(
-        first_layer=0,
-        last_layer=model.layers,
-        devices=tuple(range(layout.num_devices)),
-        sharding={name: how if sharded else "replicated" for name, how in STRATEGY.items()},
+def _ladder(layout: Layout, model: Model) -> tuple[Layout, ...]:
+    """``layout`` with more and more recomputed, the fastest first."""
+    replace = msgspec.structs.replace
+    half = model.layers // layout.num_stages // 2
+    return (
+        layout,
+        replace(layout, recompute="selective"),
+        *([replace(layout, recompute="full", recompute_layers=half)] if half else []),
+        replace(layout, recompute="full"),
     )
 
 
-def _nearest(too_large: list[Candidate], limit: float) -> Infeasible | None:
-    if not too_large:
+def _best_first(
+    model: Model,
+    workload: Workload,
+    prices: Prices,
+    ladders: Sequence[tuple[Layout, ...]],
+    limit: float,
+    top: int,
+) -> tuple[list[Candidate], list[tuple[float, Layout]], Counter[str]]:
+    """Candidates that fit, fastest first; layouts that do not, with at least how many bytes they
+    need; how many were passed over, and why."""
+    ranked: list[Candidate] = []
+    too_large: list[tuple[float, Layout]] = []
+    passed_over = Counter[str]()
+    about = (model, workload.seq_len)
+    waiting = [
+        (bound.mathematics_s(*about, ladder[0], prices), number, 0, False)
+        for number, ladder in enumerate(ladders)
+    ]
+    heapify(waiting)
+    while waiting:
+        least_s, number, rung, sharp = heappop(waiting)
+        layout, *rest = ladders[number][rung:]
+        if len(ranked) >= top and least_s > ranked[top - 1].prediction.step_time_s:
+            others = sum(len(ladders[number]) - rung for _, number, rung, _ in waiting)
+            passed_over[f"slower than the {top} fastest, by a lower bound"] = 1 + len(rest) + others
+            break
+        needed = bound.memory_bytes(*about, layout, prices)
+        if needed <= limit and not sharp:
+            if missing := _unmeasured(model, workload, layout, prices):
+                passed_over[missing] += 1 + len(rest)
+                continue
+            traffic_s = bound.traffic_s(*about, layout, prices)
+            heappush(waiting, (max(least_s, traffic_s), number, rung, True))
+            continue
+        if needed <= limit:
+            prediction = predict(model, workload, layout, prices)
+            needed = prediction.peak_memory_bytes
+            if needed <= limit:
+                candidate = Candidate(layout=layout, prediction=prediction)
+                insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)
+                passed_over["recomputation that is not needed to fit"] += len(rest)
+                continue
+        too_large.append((needed, layout))
+        if rest:
+            least_s = bound.mathematics_s(*about, rest[0], prices)
+            heappush(waiting, (least_s, number, rung + 1, False))
+    return ranked, too_large, passed_over
+
+
+def _unmeasured(model: Model, workload: Workload, layout: Layout, prices: Prices) -> str | None:
+    """What has to be measured before this pipeline can be priced."""
+    for op in moved(model, workload, layout, prices.costs):
+        if op and (key := curve_key(op, prices.costs.cluster)) not in prices.curves:
+            return f"no price for {key}; {MEASURE}"
+    return None
+
+
+def _nearest(
+    model: Model,
+    workload: Workload,
+    prices: Prices,
+    too_large: Sequence[tuple[float, Layout]],
+    limit: float,
+) -> Infeasible | None:
+    """The layout that needs least of those that do not fit."""
+    found: tuple[Layout, int, Peak] | None = None
+    for at_least, layout in sorted(too_large, key=lambda needed: needed[0]):
+        if found is not None and at_least >= found[2].total_bytes:
+            break
+        rank, peak = memory_of(model, workload, layout, prices)
+        if found is None or peak.total_bytes < found[2].total_bytes:
+            found = layout, rank, peak
+    if found is None:
         return None
-    nearest = min(too_large, key=lambda c: c.prediction.peak_memory_bytes)
-    missing = nearest.prediction.peak_memory_bytes - limit
-    largest = max(nearest.prediction.memory_parts, key=lambda part: part.value)
+    layout, rank, peak = found
+    missing = peak.total_bytes - limit
+    name, size = max(peak.parts.items(), key=lambda part: part[1])
     return Infeasible(
-        layout=nearest.layout,
+        layout=layout,
         missing_bytes=missing,
-        reason=f"rank 0 needs {format_bytes(missing)} more: {largest.name} "
-        f"({format_bytes(largest.value)} of {format_bytes(nearest.prediction.peak_memory_bytes)})",
+        reason=f"rank {rank} needs {format_bytes(missing)} more: {name} "
+        f"({format_bytes(size)} of {format_bytes(peak.total_bytes)})",
     )

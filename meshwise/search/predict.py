@@ -1,8 +1,9 @@
 """One layout in, its predicted step out: time and peak memory by part, with intervals.
 
-Time: every task of a rank's program is priced (``prices``), tasks of a measured block times the
-block's factor, then the program is run on paper (``simulate``). Up to three microbatches are
-simulated; more repeat the third: T(m) = T(2) + (m-2) (T(3) - T(2)).
+The stages of the layout are priced action by action (``stage``), their schedule is run on paper
+(``pipeline``), and what moves between them is priced here: the activation of a microbatch, or its
+gradient, to the rank that holds the same slice of the next stage, and once a step the gradients of
+an embedding whose two uses lie on different ranks.
 
 Interval of the time: for each group of prices the held-out error (p90) times its share, taken as
 wholly correlated inside a group and independent between groups. Interval of the memory: one
@@ -11,144 +12,153 @@ ahead of, or behind, the order assumed here.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
+from itertools import accumulate, pairwise
 
-import msgspec
-
-from meshwise.models import Program, Task, apply, graph, step_flops
+from meshwise.models import step_flops
 from meshwise.prices import Prices
-from meshwise.search.simulate import WAITING, Timeline, peak_memory, run_program
+from meshwise.search.pipeline import BUBBLE, Timetable, peak_memory, step_time, timetable
+from meshwise.search.simulate import WAITING, Amounts, Charge, Peak
+from meshwise.search.stage import kinds_of, stage_cost, views
 from meshwise.spec import (
-    Block,
+    DTYPE_BYTES,
+    Cluster,
     Collective,
     Costs,
-    Elementwise,
     Layout,
     Model,
     Part,
     Prediction,
     Workload,
 )
-from meshwise.spec.op import Direction, Dtype
+from meshwise.spec.layout import rank_of
 
-PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+TRANSFER, EXCHANGE = "pipeline transfer", "tied embedding exchange"
+_flops = lru_cache(step_flops)
 
 
 def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) -> Prediction:
     """Predict a training step of ``workload`` under ``layout``."""
     costs = prices.costs
+    stages = [stage_cost(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
     prices.notes.clear()
-    blocks = blocks_of(model, workload, layout, costs.dtype)
-    factors = {key: prices.factor(block) for key, block in blocks.items()}
-    saved: dict[str, float] = {part: prices.saved_ratio(blocks[part, "backward"]) for part in PARTS}
-    prices_used: dict[str, list[float]] = {}
+    hops = [_charge(op, TRANSFER, prices) for op in moved(model, workload, layout, costs)]
+    exchange = _charge(_exchanged(model, layout, costs), EXCHANGE, prices)
+    step = step_time(stages, _timetable(layout), hops, exchange)
+    busy_s = step.time_s - step.parts.get(BUBBLE, 0.0)
+    relative = math.sqrt(sum(error_s**2 for error_s in step.errors.values())) / busy_s
 
-    def time_of(task: Task) -> float:
-        estimate = prices.estimate(task.op)
-        ratio, error = factors.get((task.part, task.phase), (1.0, None))
-        group, relative = task.part + task.phase, estimate.error
-        if error is None or error.num_points == 0:
-            group = type(task.op).__name__
-        else:
-            relative = error.p90
-        time_s = estimate.time_s * ratio
-        prices_used.setdefault(group, []).append(time_s * relative)
-        return time_s
-
-    programs = [
-        _program(
-            model,
-            workload.seq_len,
-            msgspec.structs.replace(layout, num_microbatches=n),
-            costs.dtype,
-        )
-        for n in sorted({min(layout.num_microbatches, n) for n in (2, 3)})
-    ]
-    one_stream = costs.cluster.device.kind == "cpu"
-    timelines = [run_program(program, time_of, _part_of, one_stream) for program in programs]
-    timeline = _repeat(timelines, layout.num_microbatches)
-    spread = math.sqrt(sum(sum(group) ** 2 for group in prices_used.values()))
-    busy = sum(sum(timeline.parts.values()) for timeline in timelines)
-    relative = spread / busy if busy else 0.0
-
-    peak = peak_memory(programs[-1], _sizes(programs[-1], saved, costs.lowering == "compiled"))
-    extra = _one_unit(programs[-1])
-    total = peak.total_bytes + costs.memory_overhead_bytes
-    flops = step_flops(model, workload)
-    rate = flops / timeline.time_s / layout.num_devices
+    rank, peak = memory_of(model, workload, layout, prices)
+    extra = max(stage.unit_bytes for stage in stages)
+    rate = _flops(model, workload) / step.time_s / layout.num_devices
     peak_flops = costs.cluster.device.peak_flops.get(costs.dtype)
+    notes = dict.fromkeys([note for stage in stages for note in stage.notes] + list(prices.notes))
     return Prediction(
-        step_time_s=timeline.time_s,
-        low_s=timeline.time_s * max(0.0, 1 - relative),
-        high_s=timeline.time_s * (1 + relative),
-        time_parts=_parts(timeline.parts, relative),
-        peak_memory_bytes=total,
-        memory_low_bytes=max(0.0, total - extra),
-        memory_high_bytes=total + extra,
+        step_time_s=step.time_s,
+        low_s=step.time_s * max(0.0, 1 - relative),
+        high_s=step.time_s * (1 + relative),
+        time_parts=_parts(step.parts, relative),
+        peak_memory_bytes=peak.total_bytes,
+        memory_low_bytes=max(0.0, peak.total_bytes - extra),
+        memory_high_bytes=peak.total_bytes + extra,
         memory_parts=tuple(
             Part(name=name, value=value, low=value, high=value)
             for name, value in peak.parts.items()
             if value
         ),
-        tokens_per_s=workload.tokens / timeline.time_s,
+        tokens_per_s=workload.tokens / step.time_s,
         flops_per_device_per_s=rate,
         mfu=rate / peak_flops if peak_flops else None,
-        notes=(*_shared_cores(costs, layout), *prices.notes),
+        notes=(*_shared_cores(costs, layout), *notes, *_not_on_rank_0(rank)),
     )
 
 
-@lru_cache(maxsize=256)
-def _program(model: Model, seq_len: int, layout: Layout, dtype: str) -> Program:
-    whole = graph(model, layout.microbatch_size, seq_len, dtype)
-    return apply(whole, layout, dtype)
+def memory_of(model: Model, workload: Workload, layout: Layout, prices: Prices) -> tuple[int, Peak]:
+    """The rank that needs most memory (the first of its pipeline rank), and its peak."""
+    costs = prices.costs
+    stages = [stage_cost(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
+    # Besides what stages count: the next input, already received, and a result not yet sent.
+    moving = [op.size_bytes for op in moved(model, workload, layout, costs) if op]
+    exchanged = _exchanged(model, layout, costs)
+    rank, peak = peak_memory(
+        stages,
+        _timetable(layout),
+        moving_bytes=2 * max(moving, default=0),
+        exchange_bytes=exchanged.size_bytes if exchanged else 0,
+    )
+    total = peak.total_bytes + costs.memory_overhead_bytes
+    return layout.devices_of(rank)[0], Peak(total, peak.parts)
 
 
-def blocks_of(
-    model: Model, workload: Workload, layout: Layout, dtype: Dtype
-) -> dict[tuple[str, str], Block]:
-    """The blocks of a layout by (part, direction), as ``probe`` measures them."""
-    piece = msgspec.structs.replace(model, name="", layers=1)
-    return {
-        (part, direction): Block(
-            part=part,
-            model=piece,
-            microbatch_size=layout.microbatch_size,
-            seq_len=workload.seq_len,
-            tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
-            direction=direction,
-            dtype=dtype,
-        )
-        for part in PARTS
-        for direction in DIRECTIONS
-    }
+def moved(
+    model: Model, workload: Workload, layout: Layout, costs: Costs
+) -> list[Collective | None]:
+    """What moves from each stage to the next; None within a rank, and behind the last stage."""
+    inside = views(layout)
+    sizes = [
+        view.microbatch_size * workload.seq_len // (view.tp if view.sequence_parallel else 1)
+        * model.hidden * DTYPE_BYTES[costs.dtype]
+        for view in inside
+    ]  # fmt: skip
+    ranks = [rank_of(layout.schedule, stage, layout.pp) for stage in range(layout.num_stages)]
+    ops = [
+        _between(inside, costs, here, there, max(sizes[here], sizes[there]))
+        for here, there in pairwise(ranks)
+    ]
+    return [*ops, None]
 
 
-def _part_of(task: Task) -> str:
-    if task.part == "dp":
-        return "data-parallel copies"
-    if isinstance(task.op, Collective):
-        return "tensor-parallel communication"
-    return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"
+def _exchanged(model: Model, layout: Layout, costs: Costs) -> Collective | None:
+    """The gradient of a tied embedding, float32, that the first and the last stage exchange."""
+    inside = views(layout)
+    here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
+    cuts = min(inside[rank].tp * inside[rank].shards for rank in (here, there))
+    return _between(inside, costs, here, there, 4 * model.vocab * model.hidden // cuts)
 
 
-def _repeat(timelines: list[Timeline], count: int) -> Timeline:
-    first, last = timelines[0], timelines[-1]
-    repeats = count - 2 if len(timelines) > 1 else 0
-    names = {**first.parts, **last.parts}
-    parts = {
-        name: first.parts.get(name, 0.0)
-        + repeats * (last.parts.get(name, 0.0) - first.parts.get(name, 0.0))
-        for name in names
-    }
-    return Timeline(first.time_s + repeats * (last.time_s - first.time_s), parts)
+def _between(
+    inside: Sequence[Layout], costs: Costs, here: int, there: int, size_bytes: int
+) -> Collective | None:
+    """A tensor that each device of one pipeline rank sends to its like on another."""
+    if here == there:
+        return None
+    starts = [0, *accumulate(view.num_devices for view in inside)]
+    low, high = sorted((starts[here], starts[there]))
+    return Collective(
+        kind="send_recv",
+        size_bytes=size_bytes,
+        group_size=2,
+        group_stride=_stride(costs.cluster, low, high),
+        dtype=costs.dtype,
+    )
 
 
-def _parts(parts: dict[str, float], relative: float) -> tuple[Part, ...]:
-    order = sorted(parts, key=lambda name: (name == WAITING, -parts[name]))
+def _stride(cluster: Cluster, low: int, high: int) -> int:
+    """The distance of two devices, or more: so much that rank 0 and its partner so far away share
+    the same tier of links as these two, which may lie on either side of a border."""
+    within = 0
+    for tier in cluster.tiers:
+        if low // tier.num_devices == high // tier.num_devices:
+            break
+        within = tier.num_devices
+    return max(high - low, within)
+
+
+def _charge(op: Collective | None, part: str, prices: Prices) -> Charge | None:
+    if op is None:
+        return None
+    estimate = prices.estimate(op)
+    return Charge(estimate.time_s, part, "Collective", estimate.time_s * estimate.error)
+
+
+def _timetable(layout: Layout) -> Timetable:
+    return timetable(layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches)
+
+
+def _parts(parts: Amounts, relative: float) -> tuple[Part, ...]:
+    idle = (WAITING, TRANSFER, EXCHANGE, BUBBLE)
+    order = sorted(parts, key=lambda name: (idle.index(name) if name in idle else -1, -parts[name]))
     return tuple(
         Part(
             name=name,
@@ -168,34 +178,5 @@ def _shared_cores(costs: Costs, layout: Layout) -> tuple[str, ...]:
     return (f"measured with {measured} ranks sharing the cores; {wanted} will run differently",)
 
 
-def _one_unit(program: Program) -> float:
-    """Bytes of the largest unit: its gathered weights and its gradients on their way."""
-    sizes: dict[str, int] = {}
-    for buffer in program.buffers.values():
-        sizes[buffer.role] = max(sizes.get(buffer.role, 0), buffer.num_bytes)
-    return float(sizes.get("weights", 0) + sizes.get("communication", 0))
-
-
-def _sizes(program: Program, ratio: dict[str, float], compiled: bool) -> Callable[[str], float]:
-    """What to multiply a buffer's counted size by.
-
-    What backward reads of a block's forward pass: the measured ratio. In compiled code, what one
-    elementwise operation hands to the next is never written: nothing.
-    """
-    writers = {name: task for task in program.tasks for name in task.writes}
-    readers: dict[str, list[Task]] = {}
-    for task in program.tasks:
-        for name in task.reads:
-            readers.setdefault(name, []).append(task)
-
-    def scale(name: str) -> float:
-        writer, used = writers[name], readers.get(name, [])
-        if writer.part not in PARTS:
-            return 1.0
-        if writer.phase == "forward" and any(task.phase == "backward" for task in used):
-            return ratio[writer.part]
-        within = {(task.part, task.phase) for task in used} == {(writer.part, writer.phase)}
-        chain = all(isinstance(task.op, Elementwise) for task in (writer, *used))
-        return 0.0 if compiled and within and chain else 1.0
-
-    return scale
+def _not_on_rank_0(rank: int) -> tuple[str, ...]:
+    return (f"memory peaks on rank {rank}",) if rank else ()

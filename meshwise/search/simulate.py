@@ -1,104 +1,155 @@
-"""Run a rank's program on paper: when each task ends, and how many bytes live at each moment.
+"""Run a rank's program on paper, action by action: seconds, and bytes that live at each moment.
 
 Time: a task starts when its stream is free and everything it reads has been written; the
-optimizer waits for all streams. On devices whose communication uses the same processors as the
-mathematics (CPUs), both streams are one.
+optimizer waits for all streams. An action takes as long as it keeps the compute stream. On devices
+whose communication uses the same processors as the mathematics (CPUs), both streams are one.
 
 Memory: a buffer lives from its first writer to its last reader in issue order, on top of what is
-resident. The peak is reported by role.
+resident. Of an action this leaves two numbers for each role of buffer: how far it rises above what
+lived before it, and what it leaves alive (or frees). Actions of other microbatches add to both
+what they left, so a schedule can be walked without its tasks. Microbatches share one copy of
+gathered weights: these count in full, not as a difference.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from meshwise.models import Program, Task
 
+Amounts = dict[str, float]
+WAITING, COPIES = "data-parallel communication (exposed)", "data-parallel copies"
+WEIGHTS = "gathered weights"
+ROLES = {
+    "activation": "activations",
+    "weights": WEIGHTS,
+    "gradient": "gradients",
+    "communication": "communication buffers",
+}
 
-class Timeline(NamedTuple):
-    """``parts``: seconds of the compute stream by what it did; idle time is exposed traffic."""
+
+class Charge(NamedTuple):
+    """Price of a task: its seconds, what they are spent on, and by how many seconds the group of
+    prices that it belongs to may err."""
 
     time_s: float
-    parts: dict[str, float]
+    part: str
+    group: str
+    error_s: float
+
+
+class Spent(NamedTuple):
+    """Seconds of the compute stream by what it did, which add up to ``time_s``; idle time is
+    exposed traffic. ``errors``: seconds by group of prices, of either stream."""
+
+    time_s: float
+    parts: Amounts
+    errors: Amounts
+
+
+class Timeline(NamedTuple):
+    """``tail_s``: from the last action to the end of all traffic, then the optimizer."""
+
+    actions: tuple[Spent, ...]
+    tail_s: float
+    optimizer: Spent
+
+    @property
+    def time_s(self) -> float:
+        return sum(spent.time_s for spent in self.actions) + self.tail_s + self.optimizer.time_s
 
 
 class Peak(NamedTuple):
     total_bytes: float
-    parts: dict[str, float]
+    parts: Amounts
 
 
-WAITING = "data-parallel communication (exposed)"
+class Live(NamedTuple):
+    """Bytes by role above what lived before: at an action's worst moment, and after it.
+
+    Of gathered weights all bytes at these moments.
+    """
+
+    rise: Amounts
+    left: Amounts
 
 
-def run_program(
-    program: Program,
-    time_of: Callable[[Task], float],
-    part_of: Callable[[Task], str],
-    one_stream: bool,
-) -> Timeline:
-    """Finish time of the step and where the compute stream's time went; parts add up to it."""
+def add(amounts: Amounts, name: str, amount: float) -> None:
+    if amount:
+        amounts[name] = amounts.get(name, 0.0) + amount
+
+
+def run_program(program: Program, charge: Callable[[Task], Charge], one_stream: bool) -> Timeline:
+    """Seconds of each action and of the optimizer when the tasks run in their order."""
     free = {"compute": 0.0, "dp": 0.0}
     written: dict[str, float] = {}
-    parts: dict[str, float] = {}
-    for task in program.tasks:
-        stream = "compute" if one_stream else task.stream
-        start = max(free[stream], *(written.get(name, 0.0) for name in task.reads), 0.0)
-        if task.phase == "optimizer":
-            start = max(start, *free.values())
-        duration = time_of(task)
-        if stream == "compute":
-            _add(parts, WAITING, start - free[stream])
-            _add(parts, WAITING if task.stream == "dp" else part_of(task), duration)
-        free[stream] = start + duration
-        for name in task.writes:
-            written[name] = free[stream]
-    end = max(free.values())
-    _add(parts, WAITING, end - free["compute"])
-    return Timeline(end, parts)
+
+    def run(tasks: Sequence[Task]) -> Spent:
+        begin, parts, errors = free["compute"], Amounts(), Amounts()
+        for task in tasks:
+            time_s, part, group, error_s = charge(task)
+            stream = "compute" if one_stream else task.stream
+            start = max([free[stream], *[written.get(name, 0.0) for name in task.reads]])
+            if stream == "compute":
+                add(parts, WAITING, start - free[stream])
+                add(parts, part, time_s)
+            add(errors, group, error_s)
+            free[stream] = start + time_s
+            for name in task.writes:
+                written[name] = free[stream]
+        return Spent(free["compute"] - begin, parts, errors)
+
+    actions = tuple(run(program.tasks[span.start : span.stop]) for span in program.actions)
+    tail_s = max(free.values()) - free["compute"]
+    end = program.actions[-1].stop
+    return Timeline(actions, tail_s, run(program.tasks[end:]))
 
 
-def _add(parts: dict[str, float], name: str, amount: float) -> None:
-    if amount > 0:
-        parts[name] = parts.get(name, 0.0) + amount
+def action_memory(program: Program, scale: Callable[[str], float]) -> tuple[Live, ...]:
+    """What each action does to memory; ``scale`` corrects a buffer's counted size by its name."""
+    return _walk(program, scale, [(span.start, span.stop) for span in program.actions])
 
 
 def peak_memory(program: Program, scale: Callable[[str], float]) -> Peak:
-    """The largest sum of live bytes; ``scale`` corrects a buffer's counted size by its name."""
-    first: dict[str, int] = {}
+    """The largest sum of live bytes of a program run by itself."""
+    (whole,) = _walk(program, scale, [(0, len(program.tasks))])
+    parts = {role: float(size) for role, size in program.resident_bytes.items()} | whole.rise
+    return Peak(sum(parts.values()), parts)
+
+
+def _walk(
+    program: Program, scale: Callable[[str], float], spans: Sequence[tuple[int, int]]
+) -> tuple[Live, ...]:
     last: dict[str, int] = {}
+    born: list[list[str]] = []
     for index, task in enumerate(program.tasks):
-        for name in task.writes:
-            first.setdefault(name, index)
-            last[name] = index
-        for name in task.reads:
-            last[name] = index
+        born.append([name for name in task.writes if name not in last])
+        last.update(dict.fromkeys((*task.reads, *task.writes), index))
     ends: dict[int, list[str]] = {}
     for name, index in last.items():
         if name not in program.kept:
             ends.setdefault(index, []).append(name)
-    live: dict[str, float] = dict.fromkeys(program.resident_bytes, 0.0) | program.resident_bytes
-    best = Peak(sum(live.values()), dict(live))
-    for index, task in enumerate(program.tasks):
-        for name in task.writes:
-            if first[name] == index:
-                _change(live, program, name, scale(name))
-        total = sum(live.values())
-        if total > best.total_bytes:
-            best = Peak(total, dict(live))
-        for name in ends.get(index, ()):
-            if name in first:
-                _change(live, program, name, -scale(name))
-    return best
+    alive: dict[str, tuple[str, float]] = {}  # role and bytes of each buffer
+    live = Amounts()
+    found = []
+    for start, stop in spans:
+        before = {role: size for role, size in live.items() if role != WEIGHTS}
+        best, highest, total = dict(live), 0.0, 0.0
+        for index in range(start, stop):
+            for name in born[index]:
+                buffer = program.buffers[name]
+                role, size = alive[name] = ROLES[buffer.role], buffer.num_bytes * scale(name)
+                add(live, role, size)
+                total += size
+            if total > highest:
+                best, highest = dict(live), total
+            for name in ends.get(index, ()):
+                if name in alive:
+                    role, size = alive.pop(name)
+                    add(live, role, -size)
+                    total -= size
+        found.append(Live(_difference(best, before), _difference(live, before)))
+    return tuple(found)
 
 
-def _change(live: dict[str, float], program: Program, name: str, factor: float) -> None:
-    buffer = program.buffers[name]
-    role = ROLES[buffer.role]
-    live[role] = live.get(role, 0.0) + factor * buffer.num_bytes
-
-
-ROLES = {
-    "activation": "activations",
-    "weights": "gathered weights",
-    "gradient": "gradients",
-    "communication": "communication buffers",
-}
+def _difference(after: Amounts, before: Amounts) -> Amounts:
+    return {role: after[role] - before.get(role, 0.0) for role in after}

@@ -1,14 +1,30 @@
-"""Every legal uniform layout of a model on N devices, and why the others are not legal.
+"""Every legal layout of a model on N devices with equal stages, and why the others are not legal.
 
-dp * tp = N; ZeRO 0 to 3 over dp; sequence parallelism over tp; the batch of a dp rank cut into
-equal microbatches. Layouts that would run the same program as another are dropped by name.
+pp * dp * tp = N, the pipeline outermost; every schedule; ZeRO 0 to 3 over dp, over several hosts
+also with replicas; sequence parallelism over tp; the batch of a dp rank cut into equal
+microbatches, of every size that divides it: most of the cuts cost nothing to list, since ``find``
+prices only what can be among the best. Layouts that would run the same program as another, or the
+same with nothing gained, are dropped by name.
+
+What is recomputed is no axis of this space. It costs time to save memory, so ``find`` asks for it
+where a layout does not fit without.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 
+from meshwise import schedule
 from meshwise.models import check_divides, graph
-from meshwise.spec import Layout, Model, Removal, Workload
+from meshwise.spec import Cluster, Costs, Layout, Model, Removal, Workload
+from meshwise.spec.layout import ScheduleName
+
+Reasons = Counter[str]
+
+# What a pipeline can run, with its stages on a rank.
+PIPELINES: tuple[tuple[ScheduleName, int], ...] = (
+    ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 2),
+    ("looped_bfs", 4), ("interleaved_zero_bubble", 2), ("zbv", 2), ("dualpipev", 2),
+)  # fmt: skip
 
 
 def divisors(n: int) -> list[int]:
@@ -16,16 +32,18 @@ def divisors(n: int) -> list[int]:
 
 
 def legal_layouts(
-    model: Model, workload: Workload, num_devices: int, max_tp: int
+    model: Model, workload: Workload, costs: Costs, num_devices: int
 ) -> tuple[list[Layout], list[Removal]]:
     """Layouts in a fixed order, and how many candidates each constraint removed."""
     sizes = dict(graph(model, 1, workload.seq_len, "fp32").sizes)
-    removed: Counter[str] = Counter()
+    removed = Reasons()
     layouts = []
-    for layout in _candidates(workload, num_devices, max_tp, removed):
-        reason = check_divides(sizes, layout, workload.seq_len)
-        if reason is None and layout.zero == 1 and layout.num_microbatches == 1:
-            reason = "zero 1 is zero 2 when there is one microbatch"
+    for layout in _candidates(workload, costs.cluster, num_devices, removed):
+        reason = (
+            check_divides(sizes, layout, workload.seq_len)
+            or _nothing_gained(layout, costs.cluster, num_devices)
+            or _cannot_run(layout, model, costs)
+        )
         if reason is None:
             layouts.append(layout)
         else:
@@ -34,27 +52,63 @@ def legal_layouts(
 
 
 def _candidates(
-    workload: Workload, num_devices: int, max_tp: int, removed: Counter[str]
+    workload: Workload, cluster: Cluster, num_devices: int, removed: Reasons
 ) -> Iterator[Layout]:
-    for tp in divisors(num_devices):
-        dp = num_devices // tp
-        if tp > max_tp:
-            removed[f"tp = {tp} would leave the host (tp <= {max_tp})"] += 1
+    """Every cut of devices and batch; a cut of the devices that is none counts once."""
+    batch, host = workload.global_batch_size, cluster.num_devices_per_host
+    for pp in divisors(num_devices):
+        inside = num_devices // pp
+        if pp > 1 and inside % host and host % inside:
+            removed[f"pp = {pp}: its ranks of {inside} devices straddle hosts of {host}"] += 1
             continue
-        if workload.global_batch_size % dp:
-            removed[
-                f"dp = {dp} does not divide global_batch_size = {workload.global_batch_size}"
-            ] += 1
-            continue
-        local_batch = workload.global_batch_size // dp
-        for microbatch_size in divisors(local_batch):
-            for zero in range(4) if dp > 1 else (0,):
+        for tp in divisors(inside):
+            dp = inside // tp
+            if tp > host:
+                removed[f"tp = {tp} would leave the host (tp <= {host})"] += 1
+            elif batch % dp:
+                removed[f"dp = {dp} does not divide global_batch_size = {batch}"] += 1
+            else:
+                yield from _cuts(batch // dp, pp, dp, tp)
+
+
+def _cuts(local_batch: int, pp: int, dp: int, tp: int) -> Iterator[Layout]:
+    for microbatch_size in divisors(local_batch):
+        for zero in range(4) if dp > 1 else (0,):
+            for replicas in divisors(dp)[:-1] if zero else (1,):
                 for sequence_parallel in (False, True) if tp > 1 else (False,):
-                    yield Layout(
-                        dp=dp,
-                        tp=tp,
-                        zero=zero,
-                        sequence_parallel=sequence_parallel,
-                        microbatch_size=microbatch_size,
-                        num_microbatches=local_batch // microbatch_size,
-                    )
+                    for name, stages in PIPELINES if pp > 1 else (("none", 1),):
+                        yield Layout(
+                            pp=pp,
+                            dp=dp,
+                            tp=tp,
+                            zero=zero,
+                            replicas=replicas,
+                            sequence_parallel=sequence_parallel,
+                            microbatch_size=microbatch_size,
+                            num_microbatches=local_batch // microbatch_size,
+                            schedule=name,
+                            stages_per_rank=stages,
+                        )
+
+
+def _nothing_gained(layout: Layout, cluster: Cluster, num_devices: int) -> str | None:
+    if layout.zero == 1 and layout.num_microbatches == 1:
+        return "zero 1 is zero 2 when there is one microbatch"
+    if layout.schedule == "gpipe":
+        return "gpipe is 1f1b with more memory"
+    if layout.replicas > 1 and num_devices <= cluster.num_devices_per_host:
+        return "replicas save traffic between hosts, and there is one host"
+    if layout.replicas > 1 and layout.shards * layout.tp > cluster.num_devices_per_host:
+        return "replicas save traffic between hosts only if a host holds all shards"
+    return None
+
+
+def _cannot_run(layout: Layout, model: Model, costs: Costs) -> str | None:
+    name, pp, stages = layout.schedule, layout.pp, layout.stages_per_rank
+    if name in schedule.SPLIT and costs.lowering == "compiled":
+        return f"{name} splits the backward, which compiled code cannot"
+    if model.layers % (pp * stages):
+        return f"{pp * stages} stages do not divide layers = {model.layers}"
+    if schedule.check(name, pp, stages, layout.num_microbatches):
+        return f"{name} needs another number of microbatches"
+    return None

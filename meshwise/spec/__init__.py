@@ -2,7 +2,7 @@
 
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import Costs, Curve, Factor, HeldOut, Surface
-from meshwise.spec.layout import Layout, Workload
+from meshwise.spec.layout import Layout, Recompute, ScheduleName, Workload, rank_of
 from meshwise.spec.model import Model
 from meshwise.spec.op import (
     DTYPE_BYTES,
@@ -13,7 +13,16 @@ from meshwise.spec.op import (
     Gemm,
     Op,
 )
-from meshwise.spec.plan import Candidate, Infeasible, Part, Plan, Prediction, Removal, Stage
+from meshwise.spec.plan import (
+    Candidate,
+    Infeasible,
+    Part,
+    Plan,
+    Prediction,
+    Removal,
+    Stage,
+    stages_of,
+)
 from meshwise.spec.record import Record, digest
 from meshwise.spec.run import Case, DeviceState, RunInfo, Sample, Step
 
@@ -40,14 +49,18 @@ __all__ = [
     "Part",
     "Plan",
     "Prediction",
+    "Recompute",
     "Record",
     "Removal",
     "RunInfo",
     "Sample",
+    "ScheduleName",
     "Stage",
     "Step",
     "Surface",
     "Tier",
     "Workload",
     "digest",
+    "rank_of",
+    "stages_of",
 ]

@@ -1,10 +1,38 @@
-"""How a model is laid out: the degree of every mesh axis, and how the batch is cut."""
+"""How a model is laid out: the degree of every mesh axis, and how model and batch are cut.
 
+Ranks are numbered with tp innermost, then the shards of a dp group, its replicas, and the
+pipeline outermost: every pipeline rank is a range of neighbouring ranks. Its pp=1 view,
+``Layout.of_rank``, is all that data and tensor parallelism within it need to know.
+"""
+
+from itertools import accumulate, pairwise
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from meshwise.spec.record import Positive, Record
+
+Recompute = Literal["none", "selective", "full"]
+ScheduleName = Literal[
+    "none",
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+]
+
+
+V_SHAPED = ("zbv", "dualpipev")
+
+
+def rank_of(schedule: ScheduleName, stage: int, pp: int) -> int:
+    """The pipeline rank of a stage: round and round, or down and up again in a V."""
+    turn, place = divmod(stage, pp)
+    return pp - 1 - place if schedule in V_SHAPED and turn % 2 else place
 
 
 class Workload(Record, kw_only=True):
@@ -19,40 +47,143 @@ class Workload(Record, kw_only=True):
 
 
 class Layout(Record, kw_only=True):
-    """Degrees of the mesh axes (tp innermost) and the cut of the batch.
+    """Degrees of the mesh axes and the cut of the batch.
 
     ``zero``: 0 replicates the model over dp, 1 shards optimizer state, 2 gradients too, 3
-    parameters too. The batch of a step is ``dp * microbatch_size * num_microbatches``.
+    parameters too; over dp / ``replicas`` ranks, which ``replicas`` groups repeat (HSDP).
+    ``schedule``: of the pipeline, see ``meshwise.schedule``; ``stages_per_rank`` stages each.
+    ``recompute``: what backward computes again: nothing, the norms and activation functions
+    (selective) or whole layers (full); in the first ``recompute_layers`` layers of each stage,
+    by default in all. The batch of a step is ``dp * microbatch_size * num_microbatches``.
+
+    Pipelines may be uneven: ``layers`` of each stage, and (dp, tp) ``meshes`` of each pipeline
+    rank. With ``meshes`` dp and tp are 1 and ``microbatch_size`` is that of the whole pipeline.
     """
 
     dp: Positive = 1
     tp: Positive = 1
     pp: Positive = 1
     zero: Annotated[int, Meta(ge=0, le=3)] = 0
+    replicas: Positive = 1
     sequence_parallel: bool = False
     microbatch_size: Positive = 1
     num_microbatches: Positive = 1
-    recompute: Literal["none"] = "none"
+    schedule: ScheduleName = "none"
+    stages_per_rank: Positive = 1
+    recompute: Recompute = "none"
+    recompute_layers: Positive | None = None
+    layers: tuple[Positive, ...] = ()
+    meshes: tuple[tuple[Positive, Positive], ...] = ()
 
     def check(self) -> None:
-        if self.zero and self.dp == 1:
+        widest_dp = max((dp for dp, _ in self.meshes), default=self.dp)
+        widest_tp = max((tp for _, tp in self.meshes), default=self.tp)
+        if self.zero and widest_dp == 1:
             self.fail("zero", "shards over dp, which is 1; use zero = 0")
-        if self.sequence_parallel and self.tp == 1:
+        if self.sequence_parallel and widest_tp == 1:
             self.fail("sequence_parallel", "shards over tp, which is 1; set it to false")
-        if self.pp != 1:
-            self.fail("pp", "pipelines are not built yet; use pp = 1")
+        if self.dp % self.replicas or (self.replicas > 1 and self.replicas == self.dp):
+            self.fail("replicas", f"must divide dp = {self.dp} and be less")
+        if self.replicas > 1 and not self.zero:
+            self.fail("replicas", "repeat shards, and zero = 0 has none; use zero = 1 to 3")
+        if (self.pp == 1) != (self.schedule == "none"):
+            self.fail("schedule", "pp = 1 has none, a pipeline has one; for example 1f1b")
+        if self.pp == 1 and self.stages_per_rank > 1:
+            self.fail("stages_per_rank", "must be 1 without a pipeline")
+        if self.recompute_layers and self.recompute == "none":
+            self.fail("recompute_layers", "recompute is none; use selective or full")
+        self._check_uneven()
+
+    def _check_uneven(self) -> None:
+        if self.layers and len(self.layers) != self.num_stages:
+            self.fail("layers", f"must be one number for each of {self.num_stages} stages")
+        if not self.meshes:
+            return
+        if len(self.meshes) != self.pp or self.dp > 1 or self.tp > 1:
+            self.fail("meshes", f"must be (dp, tp) for each of pp = {self.pp}; dp, tp themselves 1")
+        if any(self.microbatch_size % dp for dp, _ in self.meshes):
+            self.fail("meshes", f"every dp must divide microbatch_size = {self.microbatch_size}")
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.stages_per_rank
 
     @property
     def num_devices(self) -> int:
-        return self.dp * self.tp * self.pp
+        return sum(dp * tp for dp, tp in self.meshes) or self.dp * self.tp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks one copy of the state is cut."""
+        return self.dp // self.replicas if self.zero else 1
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Sequences of one microbatch over all dp ranks."""
+        return self.dp * self.microbatch_size
+
+    def of_rank(self, pipeline_rank: int) -> "Layout":
+        """The layout within one pipeline rank: no pipeline, its own degrees."""
+        dp, tp = self.meshes[pipeline_rank] if self.meshes else (self.dp, self.tp)
+        return msgspec.structs.replace(
+            self,
+            dp=dp,
+            tp=tp,
+            pp=1,
+            zero=self.zero if dp > 1 else 0,
+            sequence_parallel=self.sequence_parallel and tp > 1,
+            microbatch_size=self.microbatch_rows // dp,
+            schedule="none",
+            stages_per_rank=1,
+            layers=(),
+            meshes=(),
+        )
+
+    def devices_of(self, pipeline_rank: int) -> range:
+        """The ranks of one pipeline rank."""
+        sizes = [self.of_rank(p).num_devices for p in range(self.pp)]
+        edges = list(accumulate(sizes, initial=0))
+        return range(edges[pipeline_rank], edges[pipeline_rank + 1])
+
+    def stage_layers(self, num_layers: int) -> tuple[range, ...]:
+        """The layers of each stage; equal shares unless ``layers`` says otherwise."""
+        stages = self.num_stages
+        if not self.layers and num_layers % stages:
+            raise ValueError(
+                f"Layout.pp = {self.pp}: {stages} stages do not divide {num_layers} layers; give "
+                "layers, one number a stage"
+            )
+        counts = self.layers or (num_layers // stages,) * stages
+        if sum(counts) != num_layers:
+            self.fail("layers", f"must add up to the model's {num_layers}")
+        return tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
+
+    def recomputed(self, num_layers: int) -> tuple[Recompute, ...]:
+        """What is recomputed in each layer of a stage of ``num_layers``."""
+        count = min(num_layers, self.recompute_layers or num_layers)
+        return tuple(self.recompute if i < count else "none" for i in range(num_layers))
 
     @property
     def name(self) -> str:
-        """``dp4 zero3 mb8x1`` or ``dp2 tp2+sp zero1 mb4x2``: microbatch size x count."""
-        parts = [f"dp{self.dp}"] if self.dp > 1 or self.tp == 1 else []
-        if self.tp > 1:
-            parts.append(f"tp{self.tp}" + ("+sp" if self.sequence_parallel else ""))
+        """``dp4 zero3 mb8x1``, ``pp2x2 interleaved_1f1b dp2 tp2+sp zero1 mb4x8 full``:
+        microbatch size x count."""
+        parts = []
+        if self.pp > 1:
+            looped = f"x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
+            parts.append(f"pp{self.pp}{looped} {self.schedule}")
+        if self.meshes:
+            parts.append("meshes " + ",".join(f"{dp}x{tp}" for dp, tp in self.meshes))
+        elif self.dp > 1 or self.num_devices == 1:
+            parts.append(f"dp{self.dp}" + (f"/{self.replicas}" if self.replicas > 1 else ""))
+        sequence_parallel = "+sp" if self.sequence_parallel else ""
+        if self.tp > 1 or (self.meshes and sequence_parallel):
+            parts.append((f"tp{self.tp}" if self.tp > 1 else "") + sequence_parallel)
+        if self.layers:
+            parts.append("layers " + ",".join(map(str, self.layers)))
         if self.zero:
             parts.append(f"zero{self.zero}")
         parts.append(f"mb{self.microbatch_size}x{self.num_microbatches}")
+        if self.recompute != "none":
+            some = f":{self.recompute_layers}" if self.recompute_layers else ""
+            parts.append(f"{self.recompute}{some}")
         return " ".join(parts)

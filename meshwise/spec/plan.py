@@ -2,13 +2,15 @@
 
 from typing import Literal
 
+import msgspec
+
 from meshwise.spec.cluster import Cluster
-from meshwise.spec.layout import Layout, Workload
+from meshwise.spec.layout import Layout, Recompute, Workload, rank_of
 from meshwise.spec.model import Model
 from meshwise.spec.op import Dtype
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had no pipelines
 
 
 class Part(Record, kw_only=True):
@@ -63,15 +65,41 @@ class Infeasible(Record, kw_only=True):
 
 
 class Stage(Record, kw_only=True):
-    """Layers ``first_layer`` to ``last_layer`` (exclusive) on ``devices``, in rank order.
+    """Layers ``first_layer`` to ``last_layer`` (exclusive) on one pipeline rank.
 
-    ``sharding`` names the strategy of each weight operation: col, row, vocab or replicated.
+    ``devices`` in rank order hold the axes dp and tp (innermost). ``sharding`` names the strategy
+    of each weight operation: col, row, vocab or replicated. ``recompute``: one word a layer.
     """
 
     first_layer: NonNegative
     last_layer: Positive
+    pipeline_rank: NonNegative
     devices: tuple[int, ...]
+    dp: Positive
+    tp: Positive
     sharding: dict[str, str]
+    recompute: tuple[Recompute, ...]
+
+
+def stages_of(layout: Layout, num_layers: int, sharding: dict[str, str]) -> tuple[Stage, ...]:
+    """The stages of a layout; ``sharding`` holds where tp is more than 1."""
+    stages = []
+    for number, layers in enumerate(layout.stage_layers(num_layers)):
+        rank = rank_of(layout.schedule, number, layout.pp)
+        inside = layout.of_rank(rank)
+        stages.append(
+            Stage(
+                first_layer=layers.start,
+                last_layer=layers.stop,
+                pipeline_rank=rank,
+                devices=tuple(layout.devices_of(rank)),
+                dp=inside.dp,
+                tp=inside.tp,
+                sharding=sharding if inside.tp > 1 else dict.fromkeys(sharding, "replicated"),
+                recompute=layout.recomputed(len(layers)),
+            )
+        )
+    return tuple(stages)
 
 
 class Plan(Record, kw_only=True):
@@ -84,7 +112,6 @@ class Plan(Record, kw_only=True):
     dtype: Dtype
     lowering: Literal["eager", "compiled"]
     layout: Layout
-    schedule: Literal["none", "gpipe", "1f1b"] = "none"
     stages: tuple[Stage, ...]
     prediction: Prediction
     runners_up: tuple[Candidate, ...] = ()
@@ -95,7 +122,7 @@ class Plan(Record, kw_only=True):
 
     def check(self) -> None:
         layout, workload = self.layout, self.workload
-        batch = layout.dp * layout.microbatch_size * layout.num_microbatches
+        batch = layout.microbatch_rows * layout.num_microbatches
         if batch != workload.global_batch_size:
             self.fail(
                 "layout",
@@ -104,9 +131,10 @@ class Plan(Record, kw_only=True):
             )
         if layout.num_devices > self.cluster.num_devices:
             self.fail("layout", f"needs {layout.num_devices} of {self.cluster.num_devices} devices")
-        devices = tuple(range(layout.num_devices))
-        covered = [(stage.first_layer, stage.last_layer, stage.devices) for stage in self.stages]
-        if covered != [(0, self.model.layers, devices)]:
-            self.fail("stages", f"must be one stage of all {self.model.layers} layers on {devices}")
-        if self.schedule != "none":
-            self.fail("schedule", "must be none while there is one stage")
+        sharding = [stage.sharding for stage in self.stages]
+        due = stages_of(layout, self.model.layers, {})
+        if len(due) != len(sharding) or any(
+            msgspec.structs.replace(stage, sharding=of) != found
+            for stage, of, found in zip(due, sharding, self.stages, strict=True)
+        ):
+            self.fail("stages", "must be those of layout; write the plan anew")

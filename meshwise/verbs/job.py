@@ -5,14 +5,19 @@ that rank 0 makes is the one that counts.
 """
 
 import contextlib
+import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshwise.spec import Cluster
+
+log = logging.getLogger("meshwise")
 
 
 def leads() -> bool:
@@ -108,18 +113,64 @@ def command(verb: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def recorded(run_dir: Path, hint: str = "") -> Iterator[None]:
-    """However the ranks end, run.json says it; ``hint`` ends the message of Ctrl-C."""
-    try:
+def locked(run_dir: Path) -> Iterator[None]:
+    """ValueError when another process writes to the run; none may while the body runs.
+
+    The kernel holds the lock for this process, so that it ends with it.
+    """
+    if not leads():
         yield
+        return
+    import fcntl
+
+    with open(run_dir / "samples.jsonl", "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process measures into {run_dir}; wait for its end, or start a new run "
+                "without --resume"
+            ) from None
+        except OSError as error:
+            log.warning("%s cannot be locked: %s", run_dir, error.strerror)
+        yield
+
+
+@contextlib.contextmanager
+def recorded(run_dir: Path, kept: str) -> Iterator[None]:
+    """However the ranks end, run.json says it; ``kept`` is what to tell after Ctrl-C."""
+    try:
+        with _ends_on_sigterm():
+            yield
     except BaseException as error:
         if not leads():
             raise
         from meshwise import store
 
-        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-        reason = "stopped by the user" if stopped else str(error)
-        store.finish(run_dir, "interrupted" if stopped else "failed", reason)
+        outside = {KeyboardInterrupt: "stopped by the user", SystemExit: "ended from outside"}
+        reason = outside.get(type(error))
+        status = "interrupted" if reason else "failed"
+        store.finish(run_dir, status, reason or str(error) or repr(error))
         if isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(f"what was measured is in {run_dir}{hint}") from None
+            raise KeyboardInterrupt(kept) from None
         raise
+
+
+@contextlib.contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit. torchrun sends it when another rank failed, a batch system when
+    time is over; without this the run would look as if it went on."""
+    handled = sys.exception()
+
+    def end(number: int, _: object) -> None:
+        if sys.exception() is handled:  # else an error is about to say which rank is missing
+            raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

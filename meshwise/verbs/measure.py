@@ -52,15 +52,15 @@ def measure(
 
         return [(case, profile.estimate_s(case, machine)) for case in cases]
     job.check_machine(machine, size)
-    run_dir, skip = _resumed(runs, machine, size) if resume else (None, frozenset[str]())
-    if run_dir is not None and all(case.id in skip for case in cases):
-        log.info("all %d cases are measured already", len(cases))
-        return run_dir
-    if run_dir is None:
-        run_dir = _created(runs, what, machine, size)
-    elif job.leads():
-        store.finish(run_dir, "running")
-    _start(run_dir, cases, budget_s, skip, size)
+    run_dir = _newest(runs, machine, size) if resume else _created(runs, what, machine, size)
+    with job.locked(run_dir):
+        skip = _measured(run_dir) if resume else frozenset()
+        if all(case.id in skip for case in cases):
+            log.info("all %d cases are measured already", len(cases))
+            return run_dir
+        if resume and job.leads():
+            store.finish(run_dir, "running")
+        _start(run_dir, cases, budget_s, skip, size)
     return run_dir
 
 
@@ -106,20 +106,23 @@ def _created(runs: Path | str, what: str, cluster: Cluster, size: int) -> Path:
     )
 
 
-def _resumed(runs: Path | str, cluster: Cluster, size: int) -> tuple[Path, frozenset[str]]:
-    """The newest run of this cluster with the cases that need not be measured again."""
+def _newest(runs: Path | str, cluster: Cluster, size: int) -> Path:
+    """The newest run of this cluster with this many ranks."""
     for run_dir in reversed(store.runs_of(runs, "measure")):
         info = store.read(run_dir / "run.json", RunInfo)
         if digest(info.cluster) == digest(cluster) and info.world_size == size:
-            break
-    else:
-        raise ValueError(
-            f"no measure run of cluster {cluster.name!r} with {size} ranks under {runs}; "
-            "start one without --resume"
-        )
-    files.announce(run_dir, "the newest run")
+            files.announce(run_dir, "the newest run")
+            return run_dir
+    raise ValueError(
+        f"no measure run of cluster {cluster.name!r} with {size} ranks under {runs}; "
+        "start one without --resume"
+    )
+
+
+def _measured(run_dir: Path) -> frozenset[str]:
+    """The cases that need not be measured again."""
     _, samples = files.load(run_dir)
-    return run_dir, frozenset(sample.case_id for sample in samples if sample.status != "error")
+    return frozenset(sample.case_id for sample in samples if sample.status != "error")
 
 
 def _start(
@@ -132,5 +135,5 @@ def _start(
         cases=tuple(cases), run_dir=str(run_dir), budget_s=budget_s, skip=tuple(sorted(skip))
     )
     log.info("%d cases on %d ranks, into %s", len(cases) - len(skip), size, run_dir)
-    with job.recorded(run_dir, ", --resume continues"):
+    with job.recorded(run_dir, f"what was measured is in {run_dir}, --resume continues"):
         launch.run("meshwise.probe.sweep:measure_ranks", request, nproc=size)

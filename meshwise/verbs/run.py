@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from meshwise import store
-from meshwise.spec import Candidate, Plan, RunInfo
+from meshwise.spec import Candidate, Plan, RunInfo, stages_of
 from meshwise.verbs import files, job
 
 log = logging.getLogger("meshwise")
@@ -61,7 +61,7 @@ def run(
     job.check_machine(chosen.cluster, size)
     from meshwise.engine.train import TrainRequest
 
-    run_dirs = []
+    run_dirs: list[Path] = []
     for one in plans:
         run_dir = _created(runs, one)
         request = TrainRequest(
@@ -73,7 +73,7 @@ def run(
             data=data,
             checked=check,
         )
-        _start(run_dir, request, one)
+        _start(run_dir, request, one, finished=run_dirs)
         run_dirs.append(run_dir)
     return run_dirs
 
@@ -87,10 +87,12 @@ def _check_exists(plan: Plan) -> None:
         raise ValueError(
             f"Workload.seq_len = {seq_len}: must be <= {model.max_seq_len}, the model's"
         )
-    sizes = {"vocab": plan.layout.tp, "heads": model.heads, "ffn": model.ffn}  # any vocab is padded
-    reason = check_divides(sizes, plan.layout, seq_len)
-    if reason is not None:
-        raise ValueError(f"Plan.layout {plan.layout.name} cannot be: {reason}; plan anew")
+    for pipeline_rank in range(plan.layout.pp):
+        inside = plan.layout.of_rank(pipeline_rank)
+        sizes = {"vocab": inside.tp, "heads": model.heads, "ffn": model.ffn}  # vocab: may be uneven
+        reason = check_divides(sizes, inside, seq_len)
+        if reason is not None:
+            raise ValueError(f"Plan.layout {plan.layout.name} cannot be: {reason}; plan anew")
     if plan.dtype not in ("fp32", "bf16"):
         raise ValueError(f"Plan.dtype = {plan.dtype!r}: training runs in fp32 or bf16")
 
@@ -121,13 +123,13 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
 
 def _of_candidate(plan: Plan, candidate: Candidate) -> Plan:
     """The runner-up as a plan of its own."""
-    from meshwise.search.find import stage_of
+    from meshwise.search.find import STRATEGY
 
     return msgspec.structs.replace(
         plan,
         layout=candidate.layout,
         prediction=candidate.prediction,
-        stages=(stage_of(plan.model, candidate.layout),),
+        stages=stages_of(candidate.layout, plan.model.layers, STRATEGY),
         runners_up=(),
         removed=(),
         nearest_infeasible=None,
@@ -152,12 +154,13 @@ def _created(runs: Path | str, plan: Plan) -> Path:
     )
 
 
-def _start(run_dir: Path, request: msgspec.Struct, plan: Plan) -> None:
+def _start(run_dir: Path, request: msgspec.Struct, plan: Plan, finished: list[Path]) -> None:
     from meshwise import launch
 
     size = plan.layout.num_devices
     log.info("%s %s on %d ranks, into %s", plan.model.name, plan.layout.name, size, run_dir)
-    with job.recorded(run_dir):
+    kept = f"finished: {', '.join(map(str, finished)) or 'no layout'}"
+    with job.recorded(run_dir, kept):
         launch.run("meshwise.engine.train:run_ranks", request, nproc=size)  # type: ignore[arg-type]
     if job.leads() and store.read(run_dir / "run.json", RunInfo).status == "running":
         store.finish(run_dir, "complete")

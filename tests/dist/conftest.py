@@ -37,7 +37,7 @@ def plan_of():
 
 def _plan(model, workload, layout, dtype="fp32", lowering="eager"):
     """A plan as the engine needs it; its prediction and sharding say nothing."""
-    from meshwise.spec import Cluster, Device, Plan, Prediction, Stage, Tier
+    from meshwise.spec import Cluster, Device, Plan, Prediction, Tier, stages_of
 
     size = layout.num_devices
     cluster = Cluster(
@@ -49,7 +49,6 @@ def _plan(model, workload, layout, dtype="fp32", lowering="eager"):
     )
     numbers = ["step_time_s", "low_s", "high_s", "tokens_per_s", "flops_per_device_per_s"]
     numbers += ["peak_memory_bytes", "memory_low_bytes", "memory_high_bytes"]
-    devices = tuple(range(size))
     return Plan(
         model=model,
         workload=workload,
@@ -57,7 +56,7 @@ def _plan(model, workload, layout, dtype="fp32", lowering="eager"):
         dtype=dtype,
         lowering=lowering,
         layout=layout,
-        stages=(Stage(first_layer=0, last_layer=model.layers, devices=devices, sharding={}),),
+        stages=stages_of(layout, model.layers, {}),
         prediction=Prediction(time_parts=(), memory_parts=(), **dict.fromkeys(numbers, 1.0)),
     )
 

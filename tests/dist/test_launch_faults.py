@@ -215,7 +215,7 @@ def test_ranks_that_srun_started_join_by_themselves(tmp_path: Path) -> None:
 
 def test_the_cause_is_found_among_what_each_rank_left_behind() -> None:
     def fate(rank: int, **rest: object) -> failures.Fate:
-        return failures.Fate(rank=rank, pid=1, case="copy", **rest)  # type: ignore[arg-type]
+        return failures.Fate(rank=rank, case="copy", **rest)  # type: ignore[arg-type]
 
     lost = {"state": "failed", "error": "rank 0: RuntimeError: Connection closed by peer"}
     own = {"state": "failed", "error": "rank 0: KeyError: 'x', during case copy"}

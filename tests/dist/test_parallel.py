@@ -11,9 +11,8 @@ import torch
 
 from meshwise.engine import data, step
 from meshwise.nn import gpt
-from meshwise.parallel import apply, mesh
-from meshwise.parallel.data import before_microbatch
-from meshwise.spec import Layout, Model, Plan, Workload
+from meshwise.parallel import apply, mesh, pipeline
+from meshwise.spec import Layout, Model, Plan, Workload, stages_of
 
 # an uneven vocabulary, and fewer positions used than there are
 MODEL = Model(hidden=32, layers=2, heads=4, ffn=128, vocab=101, max_seq_len=20)
@@ -88,7 +87,7 @@ def encoded_plan(plan_of):
 
 
 @functools.cache
-def mesh_of(dp, tp, copied):
+def place_of(dp, tp, copied):
     """Connections are made once for all layouts of the same degrees."""
     return mesh.build(Layout(dp=dp, tp=tp, zero=0 if copied or dp == 1 else 3), "cpu")
 
@@ -96,13 +95,13 @@ def mesh_of(dp, tp, copied):
 def prepared(ranks, plan, layout):
     """``plan``, in JSON, with another layout."""
     plan = msgspec.json.decode(plan, type=Plan)
-    devices = tuple(range(layout.num_devices))
-    stage = msgspec.structs.replace(plan.stages[0], devices=devices)
-    plan = msgspec.structs.replace(plan, layout=layout, stages=(stage,))
+    stages = stages_of(layout, MODEL.layers, {})
+    plan = msgspec.structs.replace(plan, layout=layout, stages=stages)
+    place = place_of(layout.dp, layout.tp, layout.zero == 0)._replace(layout=layout)
     return step.prepare(
         plan,
-        mesh_of(layout.dp, layout.tp, layout.zero == 0),
-        tokens(step.rows(layout, ranks.rank)),
+        place,
+        tokens(step.rows(layout, place)),
         ranks.device,
         dtype=plan.dtype,
         seed=0,
@@ -110,17 +109,17 @@ def prepared(ranks, plan, layout):
     )
 
 
+def parameters_of(training):
+    return dict(training.pipeline.stages[0].module.named_parameters())
+
+
 def gradients(training):
     """Whole gradients of the first batch, without an optimizer step."""
-    layout = training.layout
-    for number in range(layout.num_microbatches):
-        rows = slice(number * layout.microbatch_size, (number + 1) * layout.microbatch_size)
-        before_microbatch(training.model, layout, last=number == layout.num_microbatches - 1)
-        with apply.loss_context(layout):
-            logits = training.model(training.inputs[0][rows])
-            loss = training.loss(logits, training.targets[0][rows]) / layout.num_microbatches
-            loss.backward()
-    found = {name: whole(value.grad) for name, value in training.model.named_parameters()}
+    size = training.pipeline.layout.microbatch_size
+    batch = [tokens[0].split(size) for tokens in (training.inputs, training.targets)]
+    with apply.loss_context(training.pipeline.layout):
+        pipeline.run(training.pipeline, *batch, training.loss)
+    found = {name: whole(value.grad) for name, value in parameters_of(training).items()}
     training.optimizer.zero_grad()
     return found
 
@@ -150,7 +149,7 @@ def errors(ranks, plan, layout_names):
         if layout.name not in layout_names:
             continue
         training = prepared(ranks, plan, layout)
-        named = dict(training.model.named_parameters())
+        named = parameters_of(training)
         # the cut of the batch is nothing to the weights, and two microbatches are the harder sum
         initial = gradient = 0.0
         if layout.num_microbatches == 1:
@@ -184,7 +183,7 @@ def bf16_losses(ranks, plan, layout_names):
     for layout in layouts(ranks.world_size):
         if layout.name in layout_names:
             training = prepared(ranks, plan, layout)
-            kept = {str(value.dtype) for value in training.model.parameters()}
+            kept = {str(value.dtype) for value in training.parameters()}
             mine = [float(step.run(training, index)) for index in range(STEPS)]
             found[layout.name] = [mean_over_ranks(ranks, mine), sorted(kept)]
     return found

@@ -34,17 +34,18 @@ from meshwise.spec import (
     Plan,
     Record,
     Sample,
-    Stage,
     Surface,
     Tier,
     Workload,
     digest,
+    stages_of,
 )
 
 KINDS: list[type[Record]] = [
     kind for kind in vars(spec).values() if isinstance(kind, type) and kind is not Record
 ]
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=6)
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "2026-11-21-gpt-2.6b-4xh200"
 FEW = settings(
     max_examples=8,
     deadline=None,
@@ -57,6 +58,12 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Attention: lambda f: {"heads": f["kv_heads"] * f["heads"]},
     Layout: lambda f: {
         "pp": 1,
+        "schedule": "none",
+        "stages_per_rank": 1,
+        "layers": (),
+        "meshes": (),
+        "replicas": 1,
+        "recompute_layers": None,
         "zero": f["zero"] if f["dp"] > 1 else 0,
         "sequence_parallel": f["sequence_parallel"] and f["tp"] > 1,
     },
@@ -67,10 +74,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "layout": Layout(dp=2, zero=3, microbatch_size=4, num_microbatches=3),
         "workload": Workload(global_batch_size=24, seq_len=128),
         "cluster": cluster_of(num_devices=2),
-        "schedule": "none",
-        "stages": (
-            Stage(first_layer=0, last_layer=f["model"].layers, devices=(0, 1), sharding={}),
-        ),
+        "stages": stages_of(Layout(dp=2, zero=3), f["model"].layers, {}),
     },
     Sample: lambda f: {"times_s": (1.0, 2.0), "reason": f["reason"] + "."},
     Curve: lambda f: {
@@ -327,3 +331,50 @@ def test_a_group_lies_in_the_innermost_tier_that_holds_it(size: int, stride: int
     else:
         holding = [n for n in reaches if all(rank // n == 0 for rank in ranks)]
         assert cluster.tier_of(size, stride).num_devices == holding[0]
+
+
+def test_a_plan_of_version_1_is_read():
+    old = json.loads((BENCHMARK / "plan.json").read_text())
+    assert old["schema_version"] == 1
+    read = store.convert(old, Plan, "plan.json")
+    assert read.schema_version == 2 and read.stages[0].dp == read.layout.dp
+
+
+def test_an_uneven_pipeline():
+    layout = Layout(
+        pp=3, schedule="1f1b", meshes=((1, 1), (1, 1), (1, 2)), layers=(1, 2, 1), microbatch_size=2
+    )
+    assert (
+        layout.num_devices == 4 and layout.name == "pp3 1f1b meshes 1x1,1x1,1x2 layers 1,2,1 mb2x1"
+    )
+    stages = stages_of(layout, 4, {"up": "col"})
+    assert [stage.devices for stage in stages] == [(0,), (1,), (2, 3)]
+    assert [stage.sharding["up"] for stage in stages] == ["replicated", "replicated", "col"]
+    assert [(stage.first_layer, stage.last_layer) for stage in stages] == [(0, 1), (1, 3), (3, 4)]
+    assert layout.of_rank(2) == Layout(tp=2, microbatch_size=2)
+
+
+def test_a_v_puts_the_ends_on_one_rank():
+    layout = Layout(pp=2, schedule="zbv", stages_per_rank=2, dp=2, zero=1, num_microbatches=4)
+    stages = stages_of(layout, 4, {})
+    assert [stage.pipeline_rank for stage in stages] == [0, 1, 1, 0]
+    assert stages[3].devices == (0, 1) and layout.of_rank(0).zero == 1
+
+
+@pytest.mark.parametrize(
+    "fields, field",
+    [
+        ({"pp": 2}, "schedule"),
+        ({"schedule": "gpipe"}, "schedule"),
+        ({"stages_per_rank": 2}, "stages_per_rank"),
+        ({"dp": 4, "replicas": 2}, "replicas"),
+        ({"dp": 4, "zero": 1, "replicas": 4}, "replicas"),
+        ({"recompute_layers": 1}, "recompute_layers"),
+        ({"pp": 2, "schedule": "1f1b", "layers": (1,)}, "layers"),
+        ({"pp": 2, "schedule": "1f1b", "meshes": ((1, 1),)}, "meshes"),
+        ({"pp": 2, "schedule": "1f1b", "meshes": ((1, 1), (2, 1))}, "meshes"),
+    ],
+)
+def test_layouts_that_contradict_themselves(fields, field):
+    with pytest.raises(ValueError, match=rf"Layout\.{field} = "):
+        Layout(**fields)

@@ -1,0 +1,258 @@
+"""Runs a step's action table on this rank: forwards and backwards of its stages, and the messages
+between them. Without a pipeline the table is forward, backward, forward, backward, ...
+
+In: a rank's ``Place``, its stages (each already laid out), its row of the table, the tokens of its
+microbatches. Out: gradients in the parameters, and the loss where the last stage is.
+
+A stage's result is cut by the mesh that made it and needed as the next stage's mesh cuts it: rows
+over dp, positions over tp with sequence parallelism, copies over tp without. ``reshard`` plans who
+sends which part to whom; equal meshes come out as one message to the counterpart. Gradients
+travel the other way. Receives are started one action ahead, sends are not waited for, so that
+messages travel beside computation.
+
+Each stage's data parallelism takes the mean over its own dp ranks, so a gradient that crosses from
+dp = a to dp = b ranks is scaled by b / a.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from meshwise.nn.gpt import GPT
+from meshwise.parallel import tied, torch_private
+from meshwise.parallel.data import after_split_backward, before_backward, before_split_backward
+from meshwise.parallel.mesh import Link, Place
+from meshwise.reshard.regions import Layout as Regions
+from meshwise.reshard.regions import placed
+from meshwise.reshard.transports import p2p
+from meshwise.schedule import Action, stages_of, table
+from meshwise.spec import Layout, Model, Workload, rank_of
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Between a stage and the next one, when that is on another pipeline rank."""
+
+    forward: p2p.Route  # of activations
+    backward: p2p.Route  # of their gradients
+    scale: float  # of a gradient that has crossed
+
+
+@dataclass(frozen=True)
+class Stage:
+    number: int
+    module: GPT
+    before: Boundary | None  # None: there is no such stage, or it is on this rank
+    after: Boundary | None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A rank's share of the pipeline, ready to run."""
+
+    layout: Layout  # within this pipeline rank
+    stages: dict[int, Stage]
+    row: tuple[Action, ...]
+    activation: tuple[int, int, int]  # shape of a microbatch between stages, on this rank
+    dtype: torch.dtype
+    device: torch.device
+    tied: tied.Tie | None
+
+
+def build(
+    place: Place,
+    layout: Layout,
+    model: Model,
+    workload: Workload,
+    row: tuple[Action, ...],
+    make: Callable[[range], GPT],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Pipeline:
+    """Link the stages of this rank, each made by ``make`` from the layers it holds."""
+    shape = (layout.microbatch_rows, workload.seq_len, model.hidden)
+    mine = stages_of(layout.schedule, place.pipeline_rank, layout.pp, layout.stages_per_rank)
+    layers = layout.stage_layers(model.layers)
+
+    def boundary(stage: int) -> Boundary | None:
+        linked = stage >= 0 and stage in place.links
+        return _boundary(layout, stage, shape, place.links[stage]) if linked else None
+
+    modules = {number: make(layers[number]) for number in mine}
+    stages = {
+        number: Stage(number, module, boundary(number - 1), boundary(number))
+        for number, module in modules.items()
+    }
+    inside = place.layout
+    seq_len = workload.seq_len // (inside.tp if inside.sequence_parallel else 1)
+    return Pipeline(
+        layout=inside,
+        stages=stages,
+        row=row,
+        activation=(inside.microbatch_size, seq_len, model.hidden),
+        dtype=dtype,
+        device=device,
+        tied=tied.tie(place, layout, model, modules) if layout.pp > 1 else None,
+    )
+
+
+def alone(model: GPT, layout: Layout, device: torch.device) -> Pipeline:
+    """A whole model on one device, in fp32."""
+    row = table("none", 1, 1, layout.num_microbatches)[0]
+    stages = {0: Stage(0, model, None, None)}
+    return Pipeline(layout, stages, row, (0, 0, 0), torch.float32, device, None)
+
+
+def _boundary(layout: Layout, stage: int, shape: tuple[int, ...], link: Link) -> Boundary:
+    ends = [rank_of(layout.schedule, s, layout.pp) for s in (stage, stage + 1)]
+    cuts = [_activations(layout, rank, shape) for rank in ends]
+    dp = [layout.of_rank(rank).dp for rank in ends]
+    return Boundary(
+        forward=p2p.route(cuts[0], cuts[1], link.forward),
+        backward=p2p.route(cuts[1], cuts[0], link.backward),
+        scale=dp[0] / dp[1],
+    )
+
+
+def _activations(layout: Layout, pipeline_rank: int, shape: tuple[int, ...]) -> Regions:
+    """Who holds what of a microbatch's activation [rows, seq, hidden]."""
+    inside = layout.of_rank(pipeline_rank)
+    pieces = placed(shape, (inside.dp, inside.tp), (0, 1 if inside.sequence_parallel else None))
+    devices = layout.devices_of(pipeline_rank)
+    return tuple(piece._replace(rank=devices[piece.rank]) for piece in pieces)
+
+
+def run(
+    pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: Loss
+) -> Tensor:
+    """Forward and backward of all microbatches; their mean loss, 0 where the last stage is not.
+
+    ``inputs`` and ``targets``: this rank's rows of each microbatch.
+    """
+    step = _Step(pipeline, inputs, targets, loss)
+    for action, following in zip_longest(pipeline.row, pipeline.row[1:]):
+        step.expect(action)
+        if following is not None:
+            step.expect(following)
+        step.work(action)
+    for sending in step.sending:
+        sending.wait()
+    if pipeline.tied is not None:
+        pipeline.tied.add_gradients()
+    return step.total
+
+
+class _Step:
+    """One step under way: its graphs, and its messages."""
+
+    def __init__(
+        self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: Loss
+    ) -> None:
+        self.pipeline, self.inputs, self.targets, self.loss = pipeline, inputs, targets, loss
+        self.total = torch.zeros((), device=pipeline.device)
+        self.split = any(action.kind == "I" for action in pipeline.row)
+        self.last_of = {(action.kind, action.stage): action for action in pipeline.row}
+        self.saved: dict[tuple[int, int], tuple[Tensor, Tensor | GradientEdge]] = {}
+        self.postponed: dict[tuple[int, int], Callable[[], None]] = {}
+        self.received: dict[Action, p2p.Receiving] = {}
+        self.handed: dict[Action, Tensor] = {}  # between stages of this rank
+        self.sending: list[p2p.Sending] = []
+
+    def expect(self, action: Action) -> None:
+        """Start receiving what an action needs from another rank."""
+        stage = self.pipeline.stages[action.stage]
+        boundary = stage.before if action.kind == "F" else stage.after
+        if boundary is None or action.kind == "W" or action in self.received:
+            return
+        route = boundary.forward if action.kind == "F" else boundary.backward
+        built = self.pipeline
+        self.received[action] = p2p.receive(route, built.activation, built.dtype, built.device)
+
+    def take(self, action: Action) -> Tensor:
+        """What ``expect`` asked for, or what another stage of this rank left; nobody else's."""
+        if action in self.received:
+            return self.received.pop(action).wait()
+        return self.handed.pop(action)
+
+    def give(self, value: Tensor, action: Action, boundary: Boundary | None) -> None:
+        """Pass a result, or a gradient, to the ``action`` that needs it."""
+        if boundary is None:
+            self.handed[action] = value
+            return
+        assert value.dtype == self.pipeline.dtype and value.shape == self.pipeline.activation
+        route = boundary.forward if action.kind == "F" else boundary.backward
+        self.sending = [sending for sending in self.sending if not sending.is_done()]
+        self.sending.append(p2p.send(route, value))
+
+    def work(self, action: Action) -> None:
+        stage, key = self.pipeline.stages[action.stage], (action.stage, action.microbatch)
+        layout, module = self.pipeline.layout, stage.module
+        last = self.last_of[action.kind, action.stage] == action
+        if action.kind == "F":
+            self.saved[key] = self.forward(stage, action)
+        elif action.kind == "B":
+            before_backward(module, layout, last=last)
+            x, result = self.saved.pop(key)
+            torch.autograd.backward(result, self.gradient(stage, action))
+            self.send_back(stage, action, x)
+        elif action.kind == "I":
+            before_split_backward(module)
+            self.postponed[key] = self.backward_of_input(stage, action)
+        else:
+            before_split_backward(module)
+            self.postponed.pop(key)()
+            after_split_backward(module, layout, last=last)
+
+    def forward(self, stage: Stage, action: Action) -> tuple[Tensor, Tensor | GradientEdge]:
+        """The stage's input and what its backward starts from."""
+        number = action.microbatch
+        module = stage.module
+        x = self.inputs[number] if module.first else self.take(action).requires_grad_()
+        result: Tensor = module(x)
+        if module.last:
+            loss = self.loss(result, self.targets[number]) / len(self.inputs)
+            self.total += loss.detach()
+            return x, loss
+        self.give(result.detach(), Action("F", stage.number + 1, number), stage.after)
+        # A backward in one part starts from the result's place in the graph: once it is sent, the
+        # result itself may go.
+        return x, result if self.split else get_gradient_edge(result)
+
+    def gradient(self, stage: Stage, action: Action) -> Tensor | None:
+        """Of the stage's result; of the loss it is 1."""
+        if stage.module.last:
+            return None
+        gradient = self.take(action)
+        if stage.after is not None and stage.after.scale != 1:
+            gradient *= stage.after.scale
+        return gradient
+
+    def send_back(self, stage: Stage, action: Action, x: Tensor) -> None:
+        if not stage.module.first:
+            assert x.grad is not None
+            before = action._replace(stage=stage.number - 1)
+            self.give(x.grad, before, stage.before)
+            x.grad = None
+
+    def backward_of_input(self, stage: Stage, action: Action) -> Callable[[], None]:
+        """Send the input's gradient back; what is left to do for the weights.
+
+        The first stage's input has none, so all of its backward is left.
+        """
+        x, result = self.saved.pop((action.stage, action.microbatch))
+        assert isinstance(result, Tensor)
+        gradient = self.gradient(stage, action)
+        if stage.module.first:
+            return partial(torch.autograd.backward, result, gradient)
+        weights = list(stage.module.parameters())
+        postponed = torch_private.backward_of_input(result, gradient, x, weights)
+        self.send_back(stage, action, x)
+        return partial(torch_private.backward_of_weights, weights, postponed)

@@ -1,0 +1,85 @@
+"""Embedding and head are one weight, in the first stage and in the last: a gradient for both.
+
+In: the stages of this rank, each with the gradient of its own use of the weight. Out: both hold
+the sum of the two, bit for bit, so that the optimizer keeps them equal. The stages may have
+unequal meshes: ``reshard`` moves a gradient from the one's cut to the other's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwise.nn.gpt import GPT
+from meshwise.parallel.mesh import Place
+from meshwise.reshard.regions import Layout as Regions
+from meshwise.reshard.regions import placed
+from meshwise.reshard.transports import p2p
+from meshwise.spec import Layout, Model, rank_of
+
+
+@dataclass(frozen=True)
+class Tie:
+    """``there``: the other weight where it is on this rank too (the ends of a V). Elsewhere the
+    routes lead out to it and back."""
+
+    weight: nn.Parameter
+    is_copy: bool  # the head's; the embedding's is the original
+    there: nn.Parameter | None
+    out: p2p.Route | None
+    back: p2p.Route | None
+
+    @property
+    def copy(self) -> nn.Parameter | None:
+        """The one of the two that is on this rank and not to be counted."""
+        return self.weight if self.is_copy else self.there
+
+    def add_gradients(self) -> None:
+        mine = _local(self.weight)
+        if self.there is not None:
+            other = _local(self.there)
+            mine.copy_(other.copy_(mine + other))
+            return
+        assert self.out is not None and self.back is not None
+        sending = p2p.send(self.out, mine)
+        other = p2p.receive(self.back, mine.shape, mine.dtype, mine.device).wait()
+        sending.wait()
+        mine += other
+
+
+def _local(weight: nn.Parameter) -> Tensor:
+    """This rank's part of the gradient."""
+    assert weight.grad is not None
+    return weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+
+
+def tie(place: Place, layout: Layout, model: Model, stages: Mapping[int, GPT]) -> Tie | None:
+    """This rank's part in the tie of the pipeline's ends, if it has one."""
+    ends = [stages[number] for number in (0, layout.num_stages - 1) if number in stages]
+    weights = [end.embed.weight if end.first else end.head.projection.weight for end in ends]
+    assert all(isinstance(weight, nn.Parameter) for weight in weights)
+    if not weights:
+        return None
+    if len(weights) == 2:
+        return Tie(weights[0], False, weights[1], None, None)  # type: ignore[arg-type]
+    ranks = [rank_of(layout.schedule, s, layout.pp) for s in (layout.num_stages - 1, 0)]
+    last, first = [_vocabulary(layout, rank, model) for rank in ranks]
+    to_first = p2p.route(last, first, place.links[-1].forward)
+    to_last = p2p.route(first, last, place.links[-1].backward)
+    out, back = (to_last, to_first) if ends[0].first else (to_first, to_last)
+    return Tie(weights[0], ends[0].last, None, out, back)  # type: ignore[arg-type]
+
+
+def _vocabulary(layout: Layout, pipeline_rank: int, model: Model) -> Regions:
+    """Who holds which rows of the embedding: cut over tp, each part over the shards."""
+    inside = layout.of_rank(pipeline_rank)
+    pieces = placed((model.vocab, model.hidden), (inside.tp, inside.shards), (0, 0))
+    devices = layout.devices_of(pipeline_rank)
+    found = []
+    for replica in range(inside.dp // inside.shards):
+        for piece in pieces:
+            tp_rank, shard = divmod(piece.rank, inside.shards)
+            place = (replica * inside.shards + shard) * inside.tp + tp_rank
+            found.append(piece._replace(rank=devices[place]))
+    return tuple(found)

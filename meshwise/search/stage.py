@@ -1,0 +1,237 @@
+"""What a pipeline stage's actions cost: seconds and bytes of each, read off its program on paper.
+
+A kind of stage (how many layers, with or without embedding and head, its layout within a pipeline
+rank, what it recomputes) is run once, alone, for up to three microbatches: the first gathers
+weights, the last reduces gradients, all between are alike. Every layout with such a stage shares
+the result, whatever its schedule. Without a pipeline there is one stage: the model.
+
+Tasks of a measured block cost their price times the block's factor; what is computed again costs
+what it did in forward.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from meshwise.models import Graph, Program, Task, apply, graph, saved_activation_bytes
+from meshwise.prices import Prices
+from meshwise.schedule import SPLIT, Kind
+from meshwise.search.simulate import (
+    COPIES,
+    WAITING,
+    Charge,
+    Live,
+    Spent,
+    action_memory,
+    run_program,
+)
+from meshwise.spec import Block, Collective, Elementwise, Layout, Model
+from meshwise.spec.layout import Recompute, rank_of
+from meshwise.spec.op import Direction, Dtype
+
+PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+class StageKind(NamedTuple):
+    """``layout``: within the pipeline rank, for as many microbatches as have to be told apart."""
+
+    model: Model
+    seq_len: int
+    layers: int
+    first: bool
+    last: bool
+    recompute: tuple[Recompute, ...]
+    layout: Layout
+    split: bool
+
+
+class StageCost(NamedTuple):
+    """``actions``: by kind, of the first, a middle and the last microbatch, or as many as there
+    are. ``unit_bytes``: the largest unit's gathered weights and gradients on their way."""
+
+    actions: dict[Kind, tuple[tuple[Spent, Live], ...]]
+    tail_s: float
+    optimizer: Spent
+    resident: dict[str, int]
+    unit_bytes: float
+    notes: tuple[str, ...]
+
+
+def views(layout: Layout) -> list[Layout]:
+    """The layout within each pipeline rank."""
+    if layout.meshes:
+        return [layout.of_rank(rank) for rank in range(layout.pp)]
+    return [layout.of_rank(0)] * layout.pp
+
+
+def kinds_of(model: Model, seq_len: int, layout: Layout) -> list[StageKind]:
+    """The kind of every stage of ``layout``."""
+    count = min(3, layout.num_microbatches)
+    plain = {"num_microbatches": count, "recompute": "none", "recompute_layers": None}
+    inside = views(msgspec.structs.replace(layout, **plain))
+    return [
+        StageKind(
+            model=model,
+            seq_len=seq_len,
+            layers=len(layers),
+            first=stage == 0,
+            last=stage == layout.num_stages - 1,
+            recompute=layout.recomputed(len(layers)) if layout.recompute != "none" else (),
+            layout=inside[rank_of(layout.schedule, stage, layout.pp)],
+            split=layout.schedule in SPLIT,
+        )
+        for stage, layers in enumerate(layout.stage_layers(model.layers))
+    ]
+
+
+def graph_of(kind: StageKind, dtype: Dtype) -> Graph:
+    """The operations of such a stage for one microbatch."""
+    return graph(
+        kind.model,
+        kind.layout.microbatch_size,
+        kind.seq_len,
+        dtype,
+        layers=kind.layers,
+        first=kind.first,
+        last=kind.last,
+        recompute=kind.recompute,
+    )
+
+
+@lru_cache(maxsize=8192)
+def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
+    """Seconds and bytes of the actions of a stage."""
+    costs = prices.costs
+    prices.notes.clear()
+    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype)
+    saved: dict[str, float] = {part: prices.saved_ratio(blocks[part, "backward"]) for part in PARTS}
+    if "selective" in kind.recompute:
+        saved["layer"] = _of_selective(saved["layer"], kind, costs.dtype)
+    program = apply(graph_of(kind, costs.dtype), kind.layout, costs.dtype, split=kind.split)
+    one_stream = costs.cluster.device.kind == "cpu"
+    times = run_program(program, _charges(prices, blocks), one_stream)
+    memory = action_memory(program, _sizes(program, saved, costs.lowering == "compiled"))
+    actions: dict[Kind, tuple[tuple[Spent, Live], ...]] = {}
+    for span, spent, live in zip(program.actions, times.actions, memory, strict=True):
+        actions[span.kind] = (*actions.get(span.kind, ()), (spent, live))
+    return StageCost(
+        actions=actions,
+        tail_s=times.tail_s,
+        optimizer=times.optimizer,
+        resident=program.resident_bytes,
+        unit_bytes=_one_unit(program),
+        notes=tuple(prices.notes),
+    )
+
+
+def blocks_of(
+    model: Model, seq_len: int, layout: Layout, dtype: Dtype
+) -> dict[tuple[str, str], Block]:
+    """The blocks of a layout by (part, direction), as ``probe`` measures them."""
+    piece = msgspec.structs.replace(model, name="", layers=1)
+    return {
+        (part, direction): Block(
+            part=part,
+            model=piece,
+            microbatch_size=layout.microbatch_size,
+            seq_len=seq_len,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            direction=direction,
+            dtype=dtype,
+        )
+        for part in PARTS
+        for direction in DIRECTIONS
+    }
+
+
+def direction_of(phase: str) -> str:
+    """Whose factor a task takes: what is computed again runs as in forward."""
+    return "forward" if phase == "recompute" else phase
+
+
+def _charges(prices: Prices, blocks: dict[tuple[str, str], Block]) -> Callable[[Task], Charge]:
+    factors = {key: prices.factor(block) for key, block in blocks.items()}
+    known: dict[tuple[int, str, str, str], Charge] = {}  # equal tasks share their record
+
+    def charge(task: Task) -> Charge:
+        key = (id(task.op), task.part, task.phase, task.stream)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = priced(task)
+        return found
+
+    def priced(task: Task) -> Charge:
+        estimate = prices.estimate(task.op)
+        direction = direction_of(task.phase)
+        ratio, error = factors.get((task.part, direction), (1.0, None))
+        group, relative = task.part + direction, estimate.error
+        if error is None or error.num_points == 0:
+            group = type(task.op).__name__
+        else:
+            relative = error.p90
+        time_s = estimate.time_s * ratio
+        return Charge(time_s, _spent_on(task), group, time_s * relative)
+
+    return charge
+
+
+def _spent_on(task: Task) -> str:
+    if task.part == "dp":
+        return WAITING if task.stream == "dp" else COPIES
+    if isinstance(task.op, Collective):
+        return "tensor-parallel communication"
+    return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"
+
+
+def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:
+    """Measured over counted bytes of a layer that keeps less.
+
+    Where compiled code keeps less than counted, it does so by computing again what selective
+    recomputation does not keep either: both together save it once.
+    """
+    piece = msgspec.structs.replace(kind.model, layers=1)
+    size = (piece, kind.layout.microbatch_size, kind.seq_len, dtype)
+    whole = saved_activation_bytes(*size)["layer"]
+    return max(
+        ratio, min(1.0, ratio * whole / saved_activation_bytes(*size, ("selective",))["layer"])
+    )
+
+
+def _one_unit(program: Program) -> float:
+    sizes: dict[str, int] = {}
+    for buffer in program.buffers.values():
+        sizes[buffer.role] = max(sizes.get(buffer.role, 0), buffer.num_bytes)
+    return float(sizes.get("weights", 0) + sizes.get("communication", 0))
+
+
+def _sizes(program: Program, ratio: dict[str, float], compiled: bool) -> Callable[[str], float]:
+    """What to multiply a buffer's counted size by.
+
+    What backward reads of a block's forward pass: the measured ratio. In compiled code, what one
+    elementwise operation hands to the next is never written: nothing.
+    """
+    writers = {name: task for task in program.tasks for name in task.writes}
+    readers: dict[str, list[Task]] = {}
+    for task in program.tasks:
+        for name in task.reads:
+            readers.setdefault(name, []).append(task)
+
+    def scale(name: str) -> float:
+        writer, used = writers[name], readers.get(name, [])
+        if writer.part not in PARTS:
+            return 1.0
+        if writer.phase != "backward" and any(task.phase == "backward" for task in used):
+            return ratio[writer.part]
+        if not compiled or not isinstance(writer.op, Elementwise):
+            return 1.0
+        place = (writer.part, writer.phase)
+        within = all(
+            (task.part, task.phase) == place and isinstance(task.op, Elementwise) for task in used
+        )
+        return 0.0 if used and within else 1.0
+
+    return scale

@@ -1,0 +1,284 @@
+"""Every device verb under every fault: it ends within the timeout, exits with a code that is not
+zero, says in one line which rank it was and what that rank was doing, keeps the samples that were
+finished and leaves no process.
+
+The command line runs as users run it (this file started as a program is ``meshwise``), but for two
+things: ranks time out after ``TIMEOUT_S``, and a file ``raise`` makes rank 1 raise an error when it
+comes to its next case.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from meshwise import store
+from meshwise.launch import failures
+from meshwise.spec import Candidate, Cluster, Device, Layout, Model, RunInfo, Tier, Workload
+from meshwise.verbs import job as job_of_verbs
+
+pytestmark = pytest.mark.dist
+HERE, ROOT = "tests.dist.test_faults", Path(__file__).resolve().parents[2]
+TIMEOUT_S = 4.0
+ENDING_S = 8.0  # beyond the timeout: who is missing is asked, ranks that do not answer are killed
+CLUSTER = Cluster(
+    name="here",
+    num_hosts=1,
+    num_devices_per_host=2,
+    device=Device(name="cpu", kind="cpu", memory_bytes=2**30),
+    tiers=(Tier(name="host", num_devices=2),),
+)
+MODEL = Model(name="tiny", hidden=64, layers=2, heads=4, ffn=256, vocab=128, max_seq_len=32)
+PLANNED, RIVAL = Layout(dp=2, microbatch_size=2), Layout(tp=2, microbatch_size=4)
+
+
+class Job:
+    """A verb that runs in the folder ``here``; what its ranks leave behind is there as well."""
+
+    def __init__(self, here: Path, arguments: str, *launcher: str, **variables: object) -> None:
+        self.here = here
+        settings = {"PYTHONPATH": ROOT, "TMPDIR": here, "CUDA_VISIBLE_DEVICES": ""}
+        settings |= {"OMP_NUM_THREADS": 1} | variables
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, "-m", HERE, *arguments.split()],
+            cwd=here,
+            env=os.environ | {name: str(value) for name, value in settings.items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the whole group
+        )
+
+    def wait_for(self, ready: Callable[["Job"], bool]) -> None:
+        limit = time.monotonic() + 90
+        while not ready(self):
+            if self.process.poll() is not None or time.monotonic() > limit:
+                pytest.fail("\n".join(["too late", *self.end(0)]))
+            time.sleep(0.02)
+
+    def end(self, within_s: float) -> list[str]:
+        """The lines on standard error."""
+        try:
+            return self.process.communicate(timeout=within_s)[1].splitlines()
+        except subprocess.TimeoutExpired:
+            for pid in self.pids():
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"no end after {within_s} s: {self.process.communicate()[1]}")
+
+    def pids(self) -> dict[int, int | None]:
+        """The processes of this job and their ranks; what starts ranks has none."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environ = (process / "environ").read_text().split("\0")
+                if f"TMPDIR={self.here}" in environ:
+                    ranks = [int(entry[5:]) for entry in environ if entry.startswith("RANK=")]
+                    found[int(process.name)] = ranks[0] if ranks else None
+        return found
+
+    def kill(self, rank: int, number: signal.Signals) -> None:
+        (pid,) = (pid for pid, its_rank in self.pids().items() if its_rank == rank)
+        os.kill(pid, number)
+
+    def case(self) -> str:
+        """What rank 1 is doing."""
+        for folder in self.here.glob("meshwise-*"):
+            with contextlib.suppress(OSError, KeyError):  # it has just ended
+                return failures.read(folder)[1].case
+        return ""
+
+    def samples(self) -> list[str]:
+        files = sorted(self.here.glob("runs/*/samples.jsonl"))
+        return [line for file in files for line in file.read_text().splitlines()]
+
+    def runs(self) -> list[RunInfo]:
+        return [store.read(file, RunInfo) for file in sorted(self.here.glob("runs/*/run.json"))]
+
+
+class Verb(NamedTuple):
+    """``starts``: whether the ranks that the fault is for are being started; ``busy``: whether
+    they are amid their work; ``case``: what that work is called."""
+
+    arguments: str
+    starts: Callable[[Job], bool]
+    busy: Callable[[Job], bool]
+    case: str
+
+
+class Fault(NamedTuple):
+    """``said`` is the last line on standard error."""
+
+    commit: Callable[[Job], None]
+    said: str
+    early: bool = False  # when ranks start, else amid their work
+    code: int = 4
+    status: str = "failed"
+
+
+def in_a_step(job: Job) -> bool:
+    return re.match("step [1-9]", job.case()) is not None
+
+
+VERBS = {
+    "measure": Verb(
+        "measure", lambda job: True, lambda job: len(job.samples()) > 0, r"copy \S+ .iB"
+    ),
+    "run": Verb("run --steps 30", lambda job: True, in_a_step, r"step \d+( \(warm-up\))?"),
+    "second layout": Verb(
+        "run --steps 3 --rivals 1",
+        lambda job: len(job.runs()) == 2,
+        lambda job: len(job.runs()) == 2 and job.case() != "",
+        ".+",
+    ),
+}
+OTHERS = "; the other ranks were ended"
+# the launcher says so or, when its time is over a little earlier, the rank that waits
+STOPPED = (
+    r"error: (rank 1 had stopped|rank 0: TimeoutError: rank 1 \(.+\) had not arrived at .+,) "
+    f"(before its first case|during case CASE){OTHERS}, rank 1 did not answer and was killed"
+)
+FAULTS = {
+    "killed": Fault(  # the rank that writes the samples
+        lambda job: job.kill(0, signal.SIGKILL),
+        f"error: rank 0 died of SIGKILL during case CASE{OTHERS}",
+    ),
+    "stopped": Fault(lambda job: job.kill(1, signal.SIGSTOP), STOPPED),
+    "never joins": Fault(lambda job: job.kill(1, signal.SIGSTOP), STOPPED, early=True),
+    "raises": Fault(
+        lambda job: (job.here / "raise").touch(),
+        f"error: rank 1: ValueError: no such shape, during case CASE{OTHERS}",
+    ),
+    "ctrl-c": Fault(
+        lambda job: os.killpg(job.process.pid, signal.SIGINT),
+        "interrupted; (what was measured is in runs/.+, --resume continues|"
+        "finished: (no layout|runs/.+-dp2-.+))",
+        code=130,
+        status="interrupted",
+    ),
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, plan_of) -> Path:  # type: ignore[no-untyped-def]
+    plan = plan_of(MODEL, Workload(global_batch_size=4, seq_len=32), PLANNED)
+    rival = Candidate(layout=RIVAL, prediction=plan.prediction)
+    store.write(tmp_path / "cluster.toml", CLUSTER)
+    store.write(tmp_path / "plan.json", msgspec.structs.replace(plan, runners_up=(rival,)))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("verb", "fault"), MATRIX)
+def test_a_fault_ends_the_verb_and_loses_nothing(here: Path, verb: str, fault: str) -> None:
+    job = Job(here, verb.arguments)
+    job.wait_for(
+        lambda job: verb.starts(job) and 1 in job.pids().values() if fault.early else verb.busy(job)
+    )
+    finished = job.samples()
+    assert finished or fault.early
+    fault.commit(job)
+    errors = job.end(TIMEOUT_S + ENDING_S)
+
+    assert job.process.returncode == fault.code
+    assert re.fullmatch(fault.said.replace("CASE", verb.case), errors[-1]), errors
+    assert "Traceback" not in "".join(errors)
+    assert job.samples()[: len(finished)] == finished
+    *earlier, hit = job.runs()
+    assert (hit.status, bool(hit.reason)) == (fault.status, True)
+    assert [run.status for run in earlier] == ["complete"] * (len(job.runs()) - 1)
+    assert not job.pids()
+
+
+def test_the_run_says_why_torchrun_ended_it(here: Path) -> None:
+    """torchrun sends rank 0 SIGTERM when rank 1 is gone."""
+    job = Job(here, "measure", "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    job.wait_for(VERBS["measure"].busy)
+    job.kill(1, signal.SIGKILL)
+    errors = job.end(TIMEOUT_S + ENDING_S)
+    (run,) = job.runs()
+    assert run.status == "failed" and f"error: {run.reason}" in errors
+    assert re.match(r"rank 0: .*rank 1 \(in case copy .+\) had not arrived at ", run.reason)
+    assert job.samples() and not job.pids()
+
+
+@pytest.mark.parametrize(
+    ("verb", "rank", "said"),
+    [
+        ("measure", 0, r"rank 1 \(before its first case\) had not arrived at the start after 4 s"),
+        ("run", 1, "rank 0 or its launcher had not arrived: their store at .+ does not answer.+"),
+    ],
+)
+def test_a_rank_that_no_launcher_started(here: Path, verb: str, rank: int, said: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = Job(here, verb, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    job.wait_for(lambda job: rank in job.pids().values())
+    errors = job.end(60)  # beside the timeout it takes as long as torch takes to be imported
+    assert job.process.returncode == 4
+    assert re.fullmatch(
+        rf"error: rank {rank}: TimeoutError: {said}, before its first case", errors[-1]
+    )
+    assert [run.status for run in job.runs()] == ["failed"] * (rank == 0)
+
+
+def test_two_processes_never_measure_into_one_run(here: Path) -> None:
+    first = Job(here, "measure")
+    first.wait_for(VERBS["measure"].busy)
+    second = Job(here, "measure --resume")
+    errors = second.end(60)
+    (run_dir,) = here.glob("runs/*")
+    assert second.process.returncode == 2
+    assert errors[-1].startswith(
+        f"error: another process measures into {run_dir.relative_to(here)}; "
+    )
+    assert first.process.poll() is None and first.runs()[0].status == "running"
+    first.process.kill()
+    first.process.communicate()
+    with job_of_verbs.locked(run_dir):
+        pass  # the lock ended with its holder
+
+
+def _work(request_path: str) -> None:
+    """One rank; rank 1 may raise."""
+    from meshwise.launch import worker
+    from meshwise.ranks import Ranks
+
+    usual = Ranks.at
+
+    def at(ranks: Ranks, name: str) -> None:
+        usual(ranks, name)
+        if ranks.rank == 1 and Path("raise").exists():
+            raise ValueError("no such shape")
+
+    Ranks.at = at  # type: ignore[method-assign]
+    worker.main(request_path)
+
+
+def _command_line(arguments: list[str]) -> None:
+    """``meshwise`` with short timeouts and ranks that may raise."""
+    from meshwise import launch
+    from meshwise.cli import app
+    from meshwise.launch import local, worker
+
+    launch.run = functools.partial(launch.run, timeout_s=TIMEOUT_S)
+    local.start = functools.partial(local.start, worker=("-m", HERE, "--rank"))
+    worker.serve = functools.partial(worker.serve, setup_s=TIMEOUT_S)
+    app.main(arguments)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--rank":
+        _work(sys.argv[2])
+    else:
+        _command_line(sys.argv[1:])
