@@ -53,7 +53,7 @@ def _whole_numbers(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentColl
     for argument in arguments:
         for token in argument.tokens if argument.hint in (int, int | None) else ():
             if "." in token.value:
-                raise cyclopts.CoercionError(token=token, target_type=int)
+                raise cyclopts.CoercionError(f"{token.value} is not a whole number", token=token)
 
 
 def _version() -> str:

@@ -39,7 +39,7 @@ def loss_error(
 
     def split() -> list[float]:
         ranks.at("check: the plan in fp32")
-        mine = tokens(NUM_STEPS, step.rows(plan.layout, place))
+        mine = tokens(NUM_STEPS, step.rows(plan.layout, ranks.rank))
         device, dtype = ranks.device, "fp32"
         return _losses(
             step.prepare(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwise import schedule
@@ -50,11 +49,12 @@ class Training:
         return [*self.parameters(), *kept, self.inputs, self.targets]
 
 
-def rows(layout: Layout, place: Place) -> npt.NDArray[np.int64]:
+def rows(layout: Layout, rank: int) -> npt.NDArray[np.int64]:
     """Which rows of the global batch a rank computes, microbatch by microbatch; the ranks of a tp
     group share them."""
-    inside, first = place.layout, layout.devices_of(place.pipeline_rank).start
-    share = (dist.get_rank() - first) // inside.tp * inside.microbatch_size
+    pipeline_rank = layout.pipeline_rank_of(rank)
+    inside, first = layout.of_rank(pipeline_rank), layout.devices_of(pipeline_rank).start
+    share = (rank - first) // inside.tp * inside.microbatch_size
     starts = np.arange(layout.num_microbatches) * layout.microbatch_rows + share
     found: npt.NDArray[np.int64] = (starts[:, None] + np.arange(inside.microbatch_size)).ravel()
     return found

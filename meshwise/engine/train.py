@@ -86,7 +86,7 @@ def train(ranks: Ranks, request: TrainRequest) -> Sample:
     filled = functools.partial(msgspec.structs.replace, sample)
     ranks.at("set-up")
     place = mesh.build(plan.layout, ranks.device.type)
-    tokens = request.tokens(request.total_steps, step.rows(plan.layout, place))
+    tokens = request.tokens(request.total_steps, step.rows(plan.layout, ranks.rank))
     try:
         found = _measure(ranks, place, request, tokens)
     except torch.OutOfMemoryError as error:

@@ -52,8 +52,7 @@ def build(layout: Layout, device_type: str) -> Place:
             f"joined; start {layout.num_devices} (--nproc {layout.num_devices})"
         )
     meshes = [_mesh(layout, rank, device_type) for rank in range(layout.pp)]
-    here = dist.get_rank()
-    mine = next(p for p in range(layout.pp) if here in layout.devices_of(p))
+    mine = layout.pipeline_rank_of(dist.get_rank())
     return Place(layout.of_rank(mine), mine, meshes[mine], _links(layout, device_type))
 
 

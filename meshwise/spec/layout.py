@@ -145,6 +145,10 @@ class Layout(Record, kw_only=True):
         edges = list(accumulate(sizes, initial=0))
         return range(edges[pipeline_rank], edges[pipeline_rank + 1])
 
+    def pipeline_rank_of(self, rank: int) -> int:
+        """On which pipeline rank a rank is."""
+        return next(p for p in range(self.pp) if rank in self.devices_of(p))
+
     def stage_layers(self, num_layers: int) -> tuple[range, ...]:
         """The layers of each stage; equal shares unless ``layers`` says otherwise."""
         stages = self.num_stages

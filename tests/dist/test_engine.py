@@ -163,10 +163,18 @@ def test_rows_of_all_ranks_make_the_global_batch():
     everything = batches(slice(None))
     for rank in range(4):
         mine = batches(step.rows(layout, rank))
-        assert np.array_equal(mine, everything[:, [0, 1] if rank < 2 else [2, 3]])
+        assert np.array_equal(mine, everything[:, [0, 2] if rank < 2 else [1, 3]])
     assert everything.shape == (2, 4, 17)
     assert not np.array_equal(everything[0], everything[1])
     assert everything.min() >= 0 and everything.max() < 64
+
+
+def test_rows_of_an_uneven_pipeline():
+    layout = Layout(
+        pp=2, schedule="1f1b", meshes=((1, 1), (2, 1)), microbatch_size=2, num_microbatches=2
+    )
+    found = [step.rows(layout, rank).tolist() for rank in range(3)]
+    assert found == [[0, 1, 2, 3], [0, 2], [1, 3]]
 
 
 def batches(rows, file=None):

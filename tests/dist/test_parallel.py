@@ -101,7 +101,7 @@ def prepared(ranks, plan, layout):
     return step.prepare(
         plan,
         place,
-        tokens(step.rows(layout, place)),
+        tokens(step.rows(layout, ranks.rank)),
         ranks.device,
         dtype=plan.dtype,
         seed=0,

@@ -155,7 +155,7 @@ def errors(ranks, plan, layouts, dtype="fp32"):
         place = place_of(shape_of(layout))
         place = place._replace(layout=layout.of_rank(place.pipeline_rank))
         training = step.prepare(
-            plan_, place, tokens(step.rows(layout, place)), ranks.device,
+            plan_, place, tokens(step.rows(layout, ranks.rank)), ranks.device,
             dtype=dtype, seed=0, max_grad_norm=CLIP,
         )  # fmt: skip
         mine = [float(step.run(training, index)) for index in range(STEPS)]

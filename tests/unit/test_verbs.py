@@ -2,7 +2,9 @@
 they ask of the ranks they start (the start itself is replaced; tests/dist starts real ones)."""
 
 import importlib
+import os
 import pkgutil
+import signal
 from pathlib import Path
 
 import msgspec
@@ -183,6 +185,23 @@ class TestMeasure:
         assert meshwise.measure(resume=True) == run_dir
         assert not started
 
+    def test_a_run_that_goes_on_is_not_resumed(self, monkeypatch):
+        from meshwise import launch
+
+        refusals = []
+
+        def run(target, request, **_):
+            with pytest.raises(ValueError) as refused:
+                meshwise.measure(resume=True)
+            refusals.append(str(refused.value))
+
+        monkeypatch.setattr(launch, "run", run)
+        store.write("cluster.toml", known.CPUS)
+        run_dir = meshwise.measure()
+        assert meshwise.measure(resume=True) == run_dir  # nobody holds it any more
+        assert refusals == [f"another process measures into {run_dir}; wait for its end, or start "
+                            "a new run without --resume"] * 2  # fmt: skip
+
     def test_an_unwritable_directory_is_an_error_before_measuring(self, started):
         store.write("cluster.toml", known.CPUS)
         Path("runs").write_text("a file in the way")
@@ -219,6 +238,31 @@ class TestMeasure:
         assert info.status == status
         if ends == "ctrl-c":
             assert "--resume continues" in str(error.value)
+
+    def test_sigterm_ends_a_run_unless_an_error_is_about_to(self, monkeypatch):
+        """As torchrun sends it to rank 0, whose collective may have failed by then."""
+        from meshwise import launch
+
+        def working(*_, **__):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def failing(*_, **__):
+            try:
+                raise launch.RanksFailed("rank 1 is gone")
+            except launch.RanksFailed:
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise
+
+        store.write("cluster.toml", known.CPUS)
+        before = signal.getsignal(signal.SIGTERM)
+        for run, raised in ((working, SystemExit), (failing, launch.RanksFailed)):
+            monkeypatch.setattr(launch, "run", run)
+            with pytest.raises(raised):
+                meshwise.measure()
+        infos = [store.read(path / "run.json", RunInfo) for path in store.runs_of("runs")]
+        ends = [(info.status, info.reason) for info in infos]
+        assert ends == [("interrupted", "ended from outside"), ("failed", "rank 1 is gone")]
+        assert signal.getsignal(signal.SIGTERM) == before
 
     @pytest.mark.parametrize(
         ("ends", "code", "said"),
