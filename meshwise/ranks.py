@@ -12,11 +12,12 @@ import functools
 import itertools
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 import torch
@@ -28,6 +29,7 @@ _GRACE_S = 2.0  # ranks of one collective fail this close to each other
 _ABSENT = "had not arrived"
 _LOST = r"timed out|timeout|closed by peer|reset by peer|broken pipe"
 _joins = itertools.count()
+T = TypeVar("T")
 
 
 class Environment(TypedDict):
@@ -107,13 +109,18 @@ class Ranks:
         """Set-up barrier on the store: TimeoutError names who is missing, their cases, ``name``."""
         if self.store is None:
             return
+        store, started = self.store, time.monotonic()
         key = f"arrived/{self._meet()}"
-        if self.store.add(key, 1) == self.world_size:
-            self.store.set(f"{key}/all", "")
-        try:
-            self.store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            raise TimeoutError(self._absence(name, timeout_s)) from None
+
+        def meet() -> bool:
+            if store.add(key, 1) == self.world_size:
+                store.set(f"{key}/all", "")
+            store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
+            return True
+
+        if not _asked(meet, timeout_s):
+            waited_s = round(time.monotonic() - started, 1)
+            raise TimeoutError(self._absence(name, min(timeout_s, waited_s)))
 
     def barrier(self, what: str = "a barrier") -> None:
         """Steady-state barrier on the control group."""
@@ -148,7 +155,7 @@ class Ranks:
         limit = time.monotonic() + 0.8 * self.timeout_s
         while not event.query():
             if self.control is not None and time.monotonic() > limit:
-                if self._unheard():
+                if _asked(self._unheard) != []:
                     raise TimeoutError(self._absence(what, self.timeout_s))
                 limit += self.timeout_s  # all ranks wait like this one: the work is long
             time.sleep(5e-5)
@@ -158,14 +165,11 @@ class Ranks:
         text = str(error)
         if self.store is None or _ABSENT in text or not re.search(_LOST, text, re.IGNORECASE):
             return error
-        try:
-            if not self._unheard():
-                return error
-            if _timed_out(error):
-                return TimeoutError(self._absence("a collective", self.timeout_s))
-            return RuntimeError(f"{self._absence('a collective')}: {text.splitlines()[0]}")
-        except dist.DistError:  # the store went with rank 0
+        if _asked(self._unheard) == []:
             return error
+        if _timed_out(error):
+            return TimeoutError(self._absence("a collective", self.timeout_s))
+        return RuntimeError(f"{self._absence('a collective')}: {text.splitlines()[0]}")
 
     def leave(self) -> None:
         """Part from the others, together."""
@@ -212,15 +216,18 @@ class Ranks:
         except RuntimeError as error:
             if not _timed_out(error):
                 raise
-            self._unheard()  # a rank that stopped once it was here does not say that it waits
+            _asked(self._unheard)  # a rank that stopped once it was here will not say that it waits
             raise TimeoutError(self._absence(what, self.timeout_s)) from None
 
     def _absence(self, what: str, waited_s: float | None = None) -> str:
+        who = _asked(self._who) or "rank 0 (its store does not answer)"
+        return f"{who} {_ABSENT} at {what}" + (f" after {waited_s:g} s" if waited_s else "")
+
+    def _who(self) -> str:
         missing = self._missing()
         cases = [f"rank {r} ({_in_case(self._read(f'case/{r}'))})" for r in missing[:8]]
         more = [f"{len(missing) - 8} more"] if len(missing) > 8 else []
-        who = ", ".join(cases + more) or "a rank that answers by now"
-        return f"{who} {_ABSENT} at {what}" + (f" after {waited_s:g} s" if waited_s else "")
+        return ", ".join(cases + more) or "a rank that answers by now"
 
     def _read(self, key: str) -> str:
         assert self.store is not None
@@ -296,6 +303,21 @@ def _open(host: str, port: int, master: bool, setup_s: float) -> dist.TCPStore:
             f"rank 0 or its launcher {_ABSENT}: their store at {host}:{port} does not answer: "
             f"{reason}"
         ) from None
+
+
+def _asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
+    """What ``ask`` learns from the store, or None. The store's client cannot be interrupted, and
+    waits without end when the process that holds the store has stopped."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(dist.DistError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(waits_s + 2 * _GRACE_S)
+    return answers[0] if answers else None
 
 
 def _device(place: Environment) -> torch.device:

@@ -20,6 +20,7 @@ from torch import Tensor
 PHASES = ("forward", "backward", "optimizer")
 ROWS = ("GEMM", "attention", "elementwise", "optimizer", "FSDP copies", "NCCL exposed", "idle")
 _PATTERNS = (  # the first that matches; cutlass names attention kernels too
+    ("elementwise", r"^triton_"),  # inductor's names list all that it fused, as split_with_sizes
     ("NCCL exposed", r"nccl"),
     ("attention", r"flash|fmha|sdpa|cudnn|dot_do_o|convert_dq"),
     ("GEMM", r"gemm|nvjet|cutlass|splitk|xmma|cublas"),

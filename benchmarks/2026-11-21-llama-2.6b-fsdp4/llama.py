@@ -82,6 +82,9 @@ class Layer(nn.Module):
 
     def rotate(self, x: Tensor) -> Tensor:
         """x[b, s, heads, head_dim]: pair i turns by position * 10000^(-2i / head_dim)."""
+        if self.rope == "flip":  # its backward needs no stack, which inductor is slow at
+            flipped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            return (x.float() * self.table[0] + flipped.float() * self.table[1]).type_as(x)
         pairs = x.float().unflatten(-1, (-1, 2))
         if self.rope == "complex":
             turned = torch.view_as_real(torch.view_as_complex(pairs) * self.table)
@@ -135,9 +138,13 @@ def create(shape: Shape, device: torch.device, joined: bool, rope: str, attentio
 def set_table(model: Llama, shape: Shape, device: torch.device, rope: str) -> None:
     """One table for all layers. A buffer: FSDP would cast an argument to bf16."""
     table = turns(shape, device)
+    if rope == "flip":  # what a lane and its neighbour are multiplied by
+        cos, sin = table.real, table.imag
+        table = torch.stack((torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1))).flatten(-2)
+    elif rope == "real":
+        table = torch.view_as_real(table)
     for layer in model.layers:
-        complex_or_pairs = table if rope == "complex" else torch.view_as_real(table)
-        layer.register_buffer("table", complex_or_pairs, persistent=False)
+        layer.register_buffer("table", table, persistent=False)
 
 
 def turns(shape: Shape, device: torch.device) -> Tensor:

@@ -46,9 +46,9 @@ TINY = Shape(hidden=64, layers=2, heads=4, ffn=192, vocab=256, seq=32, rows=2)
 PEAK_FLOPS = 989e12  # dense bf16, data sheet
 TIMEOUT_S = 90.0
 TIMED, ROUNDS = 4, 5  # steps timed in a row after one untimed, and how often
-ALLOWED = {  # relative errors
+ALLOWED = {  # relative errors; of bf16's gradients, as multiples of what plain eager bf16 errs by
     "fp32": {"loss": 1e-5, "gradients": 1e-5, "norm": 1e-5, "loss_after": 1e-5},
-    "bf16": {"loss": 1e-3, "gradients": 5e-2, "norm": 1e-2, "loss_after": 1e-2},
+    "bf16": {"loss": 1e-3, "gradients": 1.25, "norm": 1e-2, "loss_after": 1e-2},
 }
 Batch = tuple[Tensor, Tensor]  # tokens and targets
 
@@ -58,7 +58,7 @@ class Variant:
     name: str
     zero: int = 2  # 3: gathered again for backward; 2: kept till then
     joined: bool = True  # q, k, v as one product, gate and up as one
-    rope: str = "real"  # or torchtitan's complex one, for which inductor has no code
+    rope: str = "real"  # or flip; or torchtitan's complex one, for which inductor has no code
     attention: str = "cudnn"  # or flash
     reduce: str = "fp32"  # or bf16, which adds up less exactly
     max_ctas: int = 0  # blocks that NCCL may occupy; 0: its own choice
@@ -67,20 +67,26 @@ class Variant:
     alone: bool = False  # no communication: a bf16 model, and AdamW on one rank's share
 
 
-BEST = Variant("joined")
+JOINED = Variant("joined")
 TITAN = Variant("titan", zero=3, joined=False, rope="complex", clip="torch")
-VARIANTS = (  # the first four each change one thing or two, the others one thing in BEST
+ZERO2 = Variant("zero2", joined=False)
+VARIANTS = (  # of the second run
     TITAN,
-    replace(TITAN, name="zero3", rope="real", clip="own"),
-    replace(BEST, name="zero2", joined=False),
-    BEST,
-    replace(BEST, name="alone", alone=True),
-    replace(BEST, name="ctas8", max_ctas=8),
-    replace(BEST, name="bf16-reduce", reduce="bf16"),
-    replace(BEST, name="rooted", rooted=True),
-    replace(BEST, name="flash", attention="flash"),
+    JOINED,
+    ZERO2,
+    replace(ZERO2, name="zero2-alone", alone=True),
+    replace(ZERO2, name="zero2-ctas16", max_ctas=16),
+    replace(ZERO2, name="zero2-bf16", reduce="bf16"),
+    replace(ZERO2, name="zero2-flip", rope="flip"),
 )
-MORE = tuple(replace(BEST, name=f"ctas{n}", max_ctas=n) for n in (2, 4, 16))  # by --only
+MORE = (  # of the first run, by --only
+    replace(TITAN, name="zero3", rope="real", clip="own"),
+    replace(JOINED, name="alone", alone=True),
+    replace(JOINED, name="ctas8", max_ctas=8),
+    replace(JOINED, name="bf16-reduce", reduce="bf16"),
+    replace(JOINED, name="rooted", rooted=True),
+    replace(JOINED, name="flash", attention="flash"),
+)
 
 
 @dataclass
@@ -210,7 +216,31 @@ def share_update(model: Llama, num_ranks: int) -> Callable[[], Tensor]:
 # ---------------------------------------------------------------- is it right, how fast is it?
 
 
-def check(job: Job, batch: Batch, right: llama.Expected, dtype: str) -> None:
+def gradient_error(model: Llama, right: llama.Expected) -> float:
+    difference = square = 0.0
+    for name, gradient in llama.gradients(model, right.gradients):
+        expected = right.gradients[name]
+        difference += float((gradient - expected).square().sum())
+        square += float(expected.square().sum())
+    return (difference / square) ** 0.5
+
+
+def allow(
+    dtype: str, shape: Shape, me: ranks.Ranks, batch: Batch, right: llama.Expected
+) -> dict[str, float]:
+    """The largest errors that are right. What bf16 does to gradients depends on the model, so the
+    yardstick is measured: the same model in plain eager bf16, averaged over ranks in fp32."""
+    allowed = dict(ALLOWED[dtype])
+    if dtype == "bf16":
+        model = llama.create(shape, me.device, joined=False, rope="real", attention="flash")
+        model.bfloat16()
+        llama.set_table(model, shape, me.device, "real")  # back in fp32
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        allowed["gradients"] *= gradient_error(model, right)
+    return allowed
+
+
+def check(job: Job, batch: Batch, right: llama.Expected, allowed: dict[str, float]) -> None:
     """Two steps on one batch against the oracle."""
     errors = job.found["errors"] = {}
 
@@ -218,19 +248,14 @@ def check(job: Job, batch: Batch, right: llama.Expected, dtype: str) -> None:
         errors[name] = abs(float(value) - expected) / abs(expected)
 
     def compare_gradients() -> None:
-        difference = square = 0.0
-        for name, gradient in llama.gradients(job.model, right.gradients):
-            expected = right.gradients[name]
-            difference += float((gradient - expected).square().sum())
-            square += float(expected.square().sum())
-        errors["gradients"] = (difference / square) ** 0.5
+        errors["gradients"] = gradient_error(job.model, right)
 
     loss, norm = job.step(batch, compare_gradients)
     relative("loss", llama.averaged(loss), right.loss)
     if not job.variant.alone:  # whose optimizer updates other parameters
         relative("norm", norm, right.norm)
         relative("loss_after", llama.averaged(job.step(batch)[0]), right.loss_after)
-    job.found["wrong"] = [name for name, e in errors.items() if not e <= ALLOWED[dtype][name]]
+    job.found["wrong"] = [name for name, e in errors.items() if not e <= allowed[name]]
 
 
 def time_block(job: Job, me: ranks.Ranks, batches: Sequence[Batch]) -> None:
@@ -238,6 +263,7 @@ def time_block(job: Job, me: ranks.Ranks, batches: Sequence[Batch]) -> None:
     mark, elapsed_s = timing.clock(me.device)
     on_cuda = me.device.type == "cuda"
     held = torch.cuda.memory_allocated() if on_cuda else 0
+    retries = _alloc_retries()
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     gc.disable()
@@ -251,11 +277,17 @@ def time_block(job: Job, me: ranks.Ranks, batches: Sequence[Batch]) -> None:
     if on_cuda:
         used = torch.cuda.max_memory_allocated() - held
         job.found["peak_bytes"] = job.found["state_bytes"] + used
+        job.found["alloc_retries"] = job.found.get("alloc_retries", 0) + _alloc_retries() - retries
     replies = me.gather(([elapsed_s(a, b) for a, b in itertools.pairwise(marks)], state))
     job.rank_times_s = job.rank_times_s or [[] for _ in replies]
     for own, (times_s, _) in zip(job.rank_times_s, replies, strict=True):
         own.extend(times_s)
     job.states.append([state for _, state in replies])
+
+
+def _alloc_retries() -> int:
+    """How often the allocator had to hand its cache back, which waits for the device."""
+    return torch.cuda.memory_stats()["num_alloc_retries"] if torch.cuda.is_available() else 0
 
 
 def profile_steps(job: Job, me: ranks.Ranks, batches: Sequence[Batch]) -> dict[str, Any] | None:
@@ -319,12 +351,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="variants, separated by commas")
-    parser.add_argument("--seconds", type=float, default=225.0, help="start no work after these")
+    parser.add_argument("--seconds", type=float, default=150.0, help="start no work after these")
     parser.add_argument("--backend", help="of torch.compile")
     parser.add_argument("--dtype", choices=ALLOWED, help="of the computation")
     options = parser.parse_args()
-    known = {variant.name: variant for variant in VARIANTS + MORE}
-    variants = [known[name] for name in options.only.split(",")] if options.only else VARIANTS
+    by_name = {variant.name: variant for variant in VARIANTS + MORE}
+    variants = [by_name[name] for name in options.only.split(",")] if options.only else VARIANTS
     torch._dynamo.config.recompile_limit = 64  # all variants share Layer.forward
     me = ranks.join(TIMEOUT_S)
     on_cuda = me.device.type == "cuda"
@@ -339,6 +371,10 @@ def main() -> None:
     batches = draw(shape, me)
     right = llama.expect(shape, me.device, batches[0])
     log.say(f"oracle: loss {right.loss:.4f}, norm {right.norm:.4f}, then {right.loss_after:.4f}")
+    allowed = allow(dtype, shape, me, batches[0], right)
+    free(on_cuda)
+    log.write("allowed", errors=allowed)
+    log.say(f"allowed errors: {allowed}")
     floors = {}
     for joined in sorted({variant.joined for variant in variants}):
         floors[joined] = rates(shape, joined, me, seconds=2.0 if on_cuda else 0.05)
@@ -346,18 +382,18 @@ def main() -> None:
         sustained_ms, burst_ms = (1e3 * floors[joined][f"{x}_s"] for x in ("sustained", "burst"))
         log.say(f"products, {joined=}: {sustained_ms:.0f} ms sustained, {burst_ms:.0f} in bursts")
     free(on_cuda)
-    jobs = []
+    jobs, known = [], (right, allowed)
     for variant in variants:
         job, reason = None, "no time left to build it"
         if not log.is_late(0.6):
-            work = functools.partial(prepare, variant, shape, me, batches[0], right, dtype, backend)
+            work = functools.partial(prepare, variant, shape, me, batches[0], known, dtype, backend)
             job, reason = log.attempt(variant.name, "building", work)
         if reason:
             log.write("variant", variant=variant, status="error", reason=reason)
             continue
         log.say(f"{variant.name}: {job.found}")
         jobs.append(job)
-    del right
+    del right, known
     free(on_cuda)
     measure(jobs, log, shape, floors, batches)
     log.write("end", after=timing.device_states(me), seconds=time.perf_counter() - log.started)
@@ -382,7 +418,7 @@ def prepare(
     shape: Shape,
     me: ranks.Ranks,
     batch: Batch,
-    right: llama.Expected,
+    known: tuple[llama.Expected, dict[str, float]],
     dtype: str,
     backend: str,
 ) -> Job:
@@ -390,7 +426,7 @@ def prepare(
     began, on_cuda = time.perf_counter(), me.device.type == "cuda"
     before_bytes = torch.cuda.memory_allocated() if on_cuda else 0
     job = build(variant, shape, me, dtype, backend)
-    check(job, batch, right, dtype)
+    check(job, batch, *known)
     me.synchronize("the check")
     job.found["state_bytes"] = torch.cuda.memory_allocated() - before_bytes if on_cuda else 0
     job.found["built_s"] = round(time.perf_counter() - began, 1)

@@ -47,6 +47,8 @@ from meshwise.units import GiB
 
 LINK_BYTES_PER_S = 365e9  # NCCL send and receive, one direction, 4 H200
 BACKWARD_FLOPS = 2.5  # over the forward's: five products for two
+FULL = 32, 128, torch.bfloat16  # heads, head_dim, dtype
+TINY = 16, 16, torch.float32
 
 
 def schemes(
@@ -248,12 +250,11 @@ def run_size(
     tokens: int, here: ranks.Ranks, group: Any, lanes: tuple[Lane, Lane], options: Any, write: Any
 ) -> None:
     """All schemes at one number of tokens: check each, then time those that are right."""
-    dtype = getattr(torch, options.dtype)
     on_gpu = here.device.type == "cuda"
     kernels = (cudnn_forward, cudnn_backward) if on_gpu else (cpu_forward, cpu_backward)
-    sizes = tokens, options.heads, options.head_dim, dtype, here.device
-    case = Case(here.rank, here.world_size, *sizes, *kernels)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    sizes = FULL if on_gpu else TINY
+    case = Case(here.rank, here.world_size, tokens, *sizes, here.device, *kernels)
+    tolerance = 1e-2 if on_gpu else 1e-5
     ready, records = {}, {}
     with contextlib.ExitStack() as stack:
         makers = schemes(case, here, group, *lanes, stack)
@@ -319,9 +320,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", type=lambda x: x.split(","), help="scheme names, by comma")
     parser.add_argument("--tokens", default="32768,131072" if on_gpu else "256")
-    parser.add_argument("--heads", type=int, default=32 if on_gpu else 16)
-    parser.add_argument("--head-dim", type=int, default=128 if on_gpu else 16)
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--iterations", type=int, default=20 if on_gpu else 2)
     parser.add_argument("--seconds", type=float, default=130.0, help="no new round after these")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """What does each way of moving weights between four GPUs reach of what their links give?
 
 torchrun --nproc-per-node 4 benchmarks/2026-11-21-moving-weights/move.py --out DIR
-    [--patterns NAME,NAME] [--only PREFIX,PREFIX] [--rounds 20] [--backend CUDA]
+    [--patterns NAME,NAME] [--only PREFIX,PREFIX] [--rounds 20]
 
 A pattern is a Llama model in two layouts (``plans.py``); ``meshwise.reshard`` says which index
 ranges go from whom to whom. A variant is a way to move them (``ways.py``):
@@ -15,6 +15,8 @@ ranges go from whom to whom. A variant is a way to move them (``ways.py``):
     source       the weights lie in symmetric memory: slices are pulled as they are, contiguous
                  ones by copy engine, strided ones by kernels
     source-2d    the same, strided ones by copy engine as well (cudaMemcpy2DAsync)
+    *-turns      peers in an order in which no sender serves two at once
+    *-peers      a stream a peer
 
 All variants of a pattern fill the same destination, copies within a rank included, and are timed
 in turns. A call starts on idle devices that have just met; its time is the slowest rank's. Before
@@ -95,8 +97,12 @@ def variants(here: Here) -> Builders:
         **{f"pull-{name[s]}x1": partial(ways.pull, here, s, 1) for s in sizes},
         **{f"pull-{name[middle]}x{n}": partial(ways.pull, here, middle, n) for n in (2, 4)},
         f"pull-{name[middle]}-sm": partial(ways.pull, here, middle, 0),
+        f"pull-{name[middle]}-turns": partial(ways.pull, here, middle, 1, in_turns=True),
+        f"pull-{name[middle]}-peers": partial(ways.pull, here, middle, None),
         "source": partial(ways.source, here, False),
         "source-2d": partial(ways.source, here, True),
+        "source-turns": partial(ways.source, here, False, in_turns=True),
+        "source-peers": partial(ways.source, here, False, peers_apart=True),
     }
 
 
@@ -298,16 +304,14 @@ def summary(here: Here, variant: Variant, found: list[Once]) -> dict[str, Any]:
 # ---- setting up and reporting -----------------------------------------------------------------
 
 
-def symmetric(ranks: Ranks, jobs: list[Job], backend: str) -> Symmetric:
-    """Symmetric memory for all jobs, allocated once: its back end is for the life of a process."""
+def symmetric(ranks: Ranks, jobs: list[Job]) -> Symmetric:
+    """Symmetric memory for all jobs, of the default back end, CUDA."""
     if ranks.device.type != "cuda":
         raise NotImplementedError("symmetric memory needs CUDA devices")
     import torch.distributed._symmetric_memory as memory  # an alpha interface, here only
 
     world = dist.group.WORLD
     assert world is not None
-    if backend != "CUDA":  # the default where there are GPUs; 2.11 does not know it by name yet
-        memory.set_backend(backend)
     slots = 2 * (max(max(job.pattern.buckets) for job in jobs) + MiB) // WORD  # and some rows
     sources = max(plans.held_words(job.source, rank) for job in jobs for rank in range(WORLD))
     by_rank, handles = [], []
@@ -360,9 +364,6 @@ def main() -> None:
     parser.add_argument("--patterns", default="")
     parser.add_argument("--only", default="", help="variants whose names start so")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument(
-        "--backend", default="CUDA", help="of symmetric memory: CUDA, NVSHMEM, NCCL"
-    )
     args = parser.parse_args()
     started = time.perf_counter()
     ranks = join()
@@ -388,13 +389,13 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "results.jsonl").unlink(missing_ok=True)
     before = timing.device_states(ranks)
-    symm, lacking = together(ranks, partial(symmetric, ranks, [*jobs.values()], args.backend))
+    symm, lacking = together(ranks, partial(symmetric, ranks, [*jobs.values()]))
     say(f"symmetric memory: {lacking or 'ok'}")
     keep(
         {
             "command": sys.argv,
             **provenance.collect(nproc=WORLD),
-            "symmetric_memory": {"backend": args.backend, "lacking": lacking},
+            "symmetric_memory": {"lacking": lacking},
             "before": before,
         }
     )

@@ -6,6 +6,7 @@ free view, and torch's kernels for strided copies move one element a thread.
 """
 
 from collections.abc import Iterator
+from itertools import permutations
 from math import prod
 from typing import NamedTuple
 
@@ -111,6 +112,29 @@ def plan(pattern: Pattern) -> Job:
     floor = bounds.lower_bounds(layouts, bytes_per_s_in=int(LINK), bytes_per_s_out=int(LINK))
     into = [sum(words(s) for (_, to), s in table.items() if to == rank) for rank in range(WORLD)]
     return Job(pattern, source, destination, table, local, floor.time_s, max(into) * WORD)
+
+
+def senders(table: Table, rank: int, in_turns: bool) -> list[int]:
+    """Whom a receiver pulls from, in order: in turns, or from the next rank on."""
+    if in_turns:
+        return turns(table)[rank]
+    return sorted((s for s, r in table if r == rank), key=lambda s: (s - rank) % WORLD)
+
+
+def turns(table: Table) -> dict[int, list[int]]:
+    """Every receiver's senders, in an order in which no sender serves two at once: matchings of
+    receivers and senders, the heaviest first."""
+    left = {pair: words(slices) for pair, slices in table.items()}
+    order: dict[int, list[int]] = {rank: [] for rank in range(WORLD)}
+    while left:
+        best = max(
+            permutations(range(WORLD)),
+            key=lambda senders: sum(left.get((s, r), 0) for r, s in enumerate(senders)),
+        )
+        for receiver, sender in enumerate(best):
+            if left.pop((sender, receiver), 0):
+                order[receiver].append(sender)
+    return order
 
 
 def words(slices: list[Slice]) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from plans import WORD, WORLD, Job, Slice, spans, steps_of, window
+from plans import WORD, WORLD, Job, Slice, senders, spans, steps_of, window
 
 from meshwise.ranks import Ranks
 
@@ -169,7 +169,12 @@ class Staging(NamedTuple):
 
 
 def staged(
-    here: Here, bucket_bytes: int | None, *, symmetric: bool = False, straight: bool = False
+    here: Here,
+    bucket_bytes: int | None,
+    *,
+    symmetric: bool = False,
+    straight: bool = False,
+    in_turns: bool = False,
 ) -> Staging:
     """The steps of a job over two slots, or over one if all goes at once.
 
@@ -192,7 +197,7 @@ def staged(
         sends = {p: send[at, slice(*span)] for p, span in spans(table, here.rank, 0).items()}
         own = spans(table, here.rank, 1)
         far = {}
-        for peer in sorted(own, key=lambda p: (p - here.rank) % WORLD) if symmetric else ():
+        for peer in senders(table, here.rank, in_turns) if symmetric else ():
             slot = here.symm().slots[peer][at * size :]
             far[peer] = slot[slice(*spans(table, peer, 0)[here.rank])]
         receives = far if straight else {p: receive[at, slice(*span)] for p, span in own.items()}
@@ -307,37 +312,43 @@ def all_to_all(here: Here) -> Variant:
     return Variant(pipeline(here, [step], [[move]]), staging.nbytes)
 
 
-def pull(here: Here, bucket_bytes: int, streams: int) -> Variant:
-    """Receivers pull packed slots by copy engine; 0 streams: unpacking reads peers' slots."""
-    staging = staged(here, bucket_bytes, symmetric=True, straight=streams == 0)
+def pull(here: Here, bucket_bytes: int, streams: int | None, in_turns: bool = False) -> Variant:
+    """Receivers pull packed slots by copy engine; 0 streams: unpacking reads peers' slots; None:
+    a stream a peer."""
+    staging = staged(here, bucket_bytes, symmetric=True, straight=streams == 0, in_turns=in_turns)
+
+    def lanes(pulls: Copies) -> list[Copies]:
+        if streams is None:
+            return [[pair] for pair in pulls]
+        cut = [[t.tensor_split(streams) for t in pair] for pair in pulls] if streams else []
+        return [[(to[k], source[k]) for to, source in cut] for k in range(streams)]
+
     moves: list[list[Call]] = [
-        [
-            partial(
-                one_by_one, [tuple(t.tensor_split(streams)[k] for t in pair) for pair in step.pulls]
-            )
-            for k in range(streams)
-        ]
-        for step in staging.steps
+        [partial(one_by_one, copies) for copies in lanes(step.pulls)] for step in staging.steps
     ]
     return Variant(pipeline(here, staging.steps, moves, here.symm().meet), staging.nbytes)
 
 
-def source(here: Here, by_engine: bool) -> Variant:
+def source(
+    here: Here, by_engine: bool, in_turns: bool = False, peers_apart: bool = False
+) -> Variant:
     """No staging: slices are pulled from the peers' weights as they are.
 
-    Contiguous ones by copy engine; strided ones by kernels on a second stream or, ``by_engine``,
-    by copy engine as well.
+    Contiguous ones by copy engine, on one stream or on one a peer; strided ones by kernels on
+    another stream or, ``by_engine``, by copy engine as well.
     """
     meet = here.symm().meet
-    copies: Copies = []
-    for peer in sorted(here.far, key=lambda p: (p - here.rank) % WORLD):
-        moved = here.job.table.get((peer, here.rank), [])
+    plain: list[Copies] = []
+    strided: Copies = []
+    for peer in senders(here.job.table, here.rank, in_turns):
+        moved = here.job.table[peer, here.rank]
         reads = [here.far[peer][s.weight][window(s.read)] for s in moved]
-        copies += zip(here.writes(moved), reads, strict=True)
-    plain = [pair for pair in copies if all(t.is_contiguous() for t in pair)]
-    strided = [pair for pair in copies if not all(t.is_contiguous() for t in pair)]
+        copies: Copies = [*zip(here.writes(moved), reads, strict=True)]
+        plain.append([pair for pair in copies if all(t.is_contiguous() for t in pair)])
+        strided += [pair for pair in copies if not all(t.is_contiguous() for t in pair)]
+    streams = plain if peers_apart else [[pair for copies in plain for pair in copies]]
     works: list[Call] = [
-        partial(one_by_one, plain),
+        *(partial(one_by_one, copies) for copies in streams),
         two_dimensional(strided) if by_engine else partial(one_by_one, strided),
     ]
     within, lanes = here.copy_local(), here.lanes

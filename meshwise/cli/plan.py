@@ -23,7 +23,9 @@ def plan(
     out: str = "plan.json",
     json: Json = False,
 ) -> int:
-    """Price every legal layout of a model and rank those that fit. Writes plan.json. Needs no GPU.
+    """Search the legal layouts of a model, pipelines included, for the fastest that fit.
+
+    Writes plan.json. Needs no GPU.
 
     Parameters
     ----------

@@ -64,7 +64,7 @@ def _mesh(layout: Layout, pipeline_rank: int, device_type: str) -> DeviceMesh:
 
 
 def _links(layout: Layout, device_type: str) -> dict[int, Link]:
-    """Links of this rank, each warmed up: the first message on a group needs all its ranks."""
+    """Links of this rank, each warmed up: the first use of a group needs all its ranks."""
     rank, links = dist.get_rank(), {}
     for stage in range(-1, layout.num_stages - 1 if layout.pp > 1 else -1):
         ends = [

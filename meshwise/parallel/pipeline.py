@@ -82,13 +82,16 @@ def build(
     mine = stages_of(layout.schedule, place.pipeline_rank, layout.pp, layout.stages_per_rank)
     layers = layout.stage_layers(model.layers)
 
-    def boundary(stage: int) -> Boundary | None:
-        linked = stage >= 0 and stage in place.links
-        return _boundary(layout, stage, shape, place.links[stage]) if linked else None
-
     modules = {number: make(layers[number]) for number in mine}
+    # Connected in one order on all ranks, the tie last: see p2p.connect.
+    boundaries = {
+        stage: _boundary(layout, stage, shape, link, device)
+        for stage, link in sorted(place.links.items())
+        if stage >= 0
+    }
+    tie = tied.tie(place, layout, model, modules, device) if layout.pp > 1 else None
     stages = {
-        number: Stage(number, module, boundary(number - 1), boundary(number))
+        number: Stage(number, module, boundaries.get(number - 1), boundaries.get(number))
         for number, module in modules.items()
     }
     inside = place.layout
@@ -100,7 +103,7 @@ def build(
         activation=(inside.microbatch_size, seq_len, model.hidden),
         dtype=dtype,
         device=device,
-        tied=tied.tie(place, layout, model, modules) if layout.pp > 1 else None,
+        tied=tie,
     )
 
 
@@ -111,13 +114,15 @@ def alone(model: GPT, layout: Layout, device: torch.device) -> Pipeline:
     return Pipeline(layout, stages, row, (0, 0, 0), torch.float32, device, None)
 
 
-def _boundary(layout: Layout, stage: int, shape: tuple[int, ...], link: Link) -> Boundary:
+def _boundary(
+    layout: Layout, stage: int, shape: tuple[int, ...], link: Link, device: torch.device
+) -> Boundary:
     ends = [rank_of(layout.schedule, s, layout.pp) for s in (stage, stage + 1)]
-    cuts = [_activations(layout, rank, shape) for rank in ends]
+    here, there = [_activations(layout, rank, shape) for rank in ends]
     dp = [layout.of_rank(rank).dp for rank in ends]
     return Boundary(
-        forward=p2p.route(cuts[0], cuts[1], link.forward),
-        backward=p2p.route(cuts[1], cuts[0], link.backward),
+        forward=p2p.connected(here, there, link.forward, device),
+        backward=p2p.connected(there, here, link.backward, device),
         scale=dp[0] / dp[1],
     )
 

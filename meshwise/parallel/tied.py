@@ -8,6 +8,7 @@ unequal meshes: ``reshard`` moves a gradient from the one's cut to the other's.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -54,7 +55,13 @@ def _local(weight: nn.Parameter) -> Tensor:
     return weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
 
 
-def tie(place: Place, layout: Layout, model: Model, stages: Mapping[int, GPT]) -> Tie | None:
+def tie(
+    place: Place,
+    layout: Layout,
+    model: Model,
+    stages: Mapping[int, GPT],
+    device: torch.device,
+) -> Tie | None:
     """This rank's part in the tie of the pipeline's ends, if it has one."""
     ends = [stages[number] for number in (0, layout.num_stages - 1) if number in stages]
     weights = [end.embed.weight if end.first else end.head.projection.weight for end in ends]
@@ -65,8 +72,8 @@ def tie(place: Place, layout: Layout, model: Model, stages: Mapping[int, GPT]) -
         return Tie(weights[0], False, weights[1], None, None)  # type: ignore[arg-type]
     ranks = [rank_of(layout.schedule, s, layout.pp) for s in (layout.num_stages - 1, 0)]
     last, first = [_vocabulary(layout, rank, model) for rank in ranks]
-    to_first = p2p.route(last, first, place.links[-1].forward)
-    to_last = p2p.route(first, last, place.links[-1].backward)
+    to_first = p2p.connected(last, first, place.links[-1].forward, device)
+    to_last = p2p.connected(first, last, place.links[-1].backward, device)
     out, back = (to_last, to_first) if ends[0].first else (to_first, to_last)
     return Tie(weights[0], ends[0].last, None, out, back)  # type: ignore[arg-type]
 

@@ -117,9 +117,12 @@ def _ranks(model: Model, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
     words = layout.recomputed(model.layers // layout.num_stages)
     for word, count in Counter(words).items():
         layers = layers.plus(one_layer(word), count * layout.stages_per_rank)
+    if layout.pp == 1:  # both ends hold one weight
+        whole = layers.plus(one_layer(first=True, last=True)).plus(one_layer(), -1)
+        return Ranks(layers, whole, whole)
     first = layers.plus(one_layer(first=True)).plus(one_layer(), -1)
     head = one_layer(last=True).plus(one_layer(), -1)
-    if layout.pp == 1 or layout.schedule in V_SHAPED:
+    if layout.schedule in V_SHAPED:
         return Ranks(layers, first.plus(head), layers)
     return Ranks(layers, first, layers.plus(head))
 

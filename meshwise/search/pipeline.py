@@ -20,7 +20,17 @@ import numpy as np
 
 from meshwise import schedule
 from meshwise.schedule import SPLIT, Action, Kind, Name, Span, Table
-from meshwise.search.simulate import ROLES, WAITING, WEIGHTS, Amounts, Charge, Live, Peak, add
+from meshwise.search.simulate import (
+    ROLES,
+    WAITING,
+    WEIGHTS,
+    Amounts,
+    Charge,
+    Live,
+    Peak,
+    Spent,
+    add,
+)
 from meshwise.search.stage import StageCost
 
 BUBBLE = "pipeline bubble"
@@ -101,7 +111,7 @@ def step_time(
     hop_s = [hop.time_s if hop else 0.0 for hop in hops]
     spans = schedule.simulate(times.table, duration.__getitem__, hop_s.__getitem__)
     held = [sorted({action.stage for action in row}) for row in times.table]
-    over = [_traffic_ends(row, stages) for row in spans]
+    over = [_traffic_ends(row, times, spent) for row in spans]
     ready = list(over)
     if exchange is not None:
         ends = [rank for rank, mine in enumerate(held) if {0, len(stages) - 1} & set(mine)]
@@ -127,10 +137,15 @@ def step_time(
     return Step(finish[rank], rank, parts, errors)
 
 
-def _traffic_ends(row: Sequence[Span], stages: Sequence[StageCost]) -> float:
-    """When the actions of a rank and the traffic behind each stage's last one have ended."""
-    ends = {span.action.stage: span.end_s for span in row}
-    return max(end_s + stages[stage].tail_s for stage, end_s in ends.items())
+def _traffic_ends(row: Sequence[Span], times: Timetable, spent: Sequence[Spent]) -> float:
+    """When the actions of a rank and their data-parallel traffic, in a queue, have ended."""
+    traffic_ends = 0.0
+    for action, clock, _ in row:
+        for number in times.of_action[action]:
+            clock += spent[number].time_s
+            queued = traffic_ends + spent[number].traffic_s
+            traffic_ends = max(queued, clock + spent[number].lag_s)
+    return max(traffic_ends, row[-1].end_s)
 
 
 def _wait(idle_s: float, came: Charge | None, parts: Amounts, errors: Amounts) -> None:

@@ -1,8 +1,9 @@
 """Run a rank's program on paper, action by action: seconds, and bytes that live at each moment.
 
-Time: a task starts when its stream is free and everything it reads has been written; the
-optimizer waits for all streams. An action takes as long as it keeps the compute stream. On devices
-whose communication uses the same processors as the mathematics (CPUs), both streams are one.
+Time: a task starts when its stream is free and everything it reads has been written. An action
+takes as long as it keeps the compute stream; what it leaves on the other stream is noted, so that
+a schedule can add it up. On devices whose communication uses the same processors as the
+mathematics (CPUs), both streams are one.
 
 Memory: a buffer lives from its first writer to its last reader in issue order, on top of what is
 resident. Of an action this leaves two numbers for each role of buffer: how far it rises above what
@@ -39,23 +40,17 @@ class Charge(NamedTuple):
 
 class Spent(NamedTuple):
     """Seconds of the compute stream by what it did, which add up to ``time_s``; idle time is
-    exposed traffic. ``errors``: seconds by group of prices, of either stream."""
+    exposed traffic. ``errors``: seconds by group of prices, of either stream.
+
+    ``traffic_s``: of the other stream; that ends ``lag_s`` after the compute stream does, or
+    later when it began with traffic of earlier actions.
+    """
 
     time_s: float
     parts: Amounts
     errors: Amounts
-
-
-class Timeline(NamedTuple):
-    """``tail_s``: from the last action to the end of all traffic, then the optimizer."""
-
-    actions: tuple[Spent, ...]
-    tail_s: float
-    optimizer: Spent
-
-    @property
-    def time_s(self) -> float:
-        return sum(spent.time_s for spent in self.actions) + self.tail_s + self.optimizer.time_s
+    traffic_s: float
+    lag_s: float
 
 
 class Peak(NamedTuple):
@@ -78,30 +73,36 @@ def add(amounts: Amounts, name: str, amount: float) -> None:
         amounts[name] = amounts.get(name, 0.0) + amount
 
 
-def run_program(program: Program, charge: Callable[[Task], Charge], one_stream: bool) -> Timeline:
-    """Seconds of each action and of the optimizer when the tasks run in their order."""
+def run_program(
+    program: Program, charge: Callable[[Task], Charge], one_stream: bool
+) -> tuple[list[Spent], Spent]:
+    """Seconds of each action, and of the optimizer, when the tasks run in their order."""
     free = {"compute": 0.0, "dp": 0.0}
     written: dict[str, float] = {}
 
     def run(tasks: Sequence[Task]) -> Spent:
-        begin, parts, errors = free["compute"], Amounts(), Amounts()
+        begin = own_traffic_ends = free["compute"]
+        parts, errors, traffic_s = Amounts(), Amounts(), 0.0
         for task in tasks:
             time_s, part, group, error_s = charge(task)
             stream = "compute" if one_stream else task.stream
-            start = max([free[stream], *[written.get(name, 0.0) for name in task.reads]])
+            ready = max([0.0, *[written.get(name, 0.0) for name in task.reads]])
+            start = max(free[stream], ready)
             if stream == "compute":
                 add(parts, WAITING, start - free[stream])
                 add(parts, part, time_s)
+            else:
+                traffic_s += time_s
+                own_traffic_ends = max(own_traffic_ends, ready) + time_s
             add(errors, group, error_s)
             free[stream] = start + time_s
             for name in task.writes:
                 written[name] = free[stream]
-        return Spent(free["compute"] - begin, parts, errors)
+        end = free["compute"]
+        return Spent(end - begin, parts, errors, traffic_s, own_traffic_ends - end)
 
-    actions = tuple(run(program.tasks[span.start : span.stop]) for span in program.actions)
-    tail_s = max(free.values()) - free["compute"]
-    end = program.actions[-1].stop
-    return Timeline(actions, tail_s, run(program.tasks[end:]))
+    actions = [run(program.tasks[span.start : span.stop]) for span in program.actions]
+    return actions, run(program.tasks[program.actions[-1].stop :])
 
 
 def action_memory(program: Program, scale: Callable[[str], float]) -> tuple[Live, ...]:

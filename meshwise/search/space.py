@@ -41,7 +41,7 @@ def legal_layouts(
     for layout in _candidates(workload, costs.cluster, num_devices, removed):
         reason = (
             check_divides(sizes, layout, workload.seq_len)
-            or _nothing_gained(layout, costs.cluster, num_devices)
+            or _nothing_gained(layout, costs.cluster.num_devices_per_host)
             or _cannot_run(layout, model, costs)
         )
         if reason is None:
@@ -91,14 +91,14 @@ def _cuts(local_batch: int, pp: int, dp: int, tp: int) -> Iterator[Layout]:
                         )
 
 
-def _nothing_gained(layout: Layout, cluster: Cluster, num_devices: int) -> str | None:
+def _nothing_gained(layout: Layout, host: int) -> str | None:
     if layout.zero == 1 and layout.num_microbatches == 1:
         return "zero 1 is zero 2 when there is one microbatch"
     if layout.schedule == "gpipe":
         return "gpipe is 1f1b with more memory"
-    if layout.replicas > 1 and num_devices <= cluster.num_devices_per_host:
-        return "replicas save traffic between hosts, and there is one host"
-    if layout.replicas > 1 and layout.shards * layout.tp > cluster.num_devices_per_host:
+    if layout.replicas > 1 and layout.dp * layout.tp <= host:
+        return "replicas save traffic between hosts, and all ranks are on one"
+    if layout.replicas > 1 and layout.shards * layout.tp > host:
         return "replicas save traffic between hosts only if a host holds all shards"
     return None
 

@@ -22,7 +22,7 @@ def plan(
     top: int = 10,
     out: Path | str = "plan.json",
 ) -> Plan:
-    """Price every legal layout of ``model`` on ``gpus`` devices and keep the ``top`` fastest.
+    """Search the legal layouts of ``model`` on ``gpus`` devices for the ``top`` fastest that fit.
 
     ``model``: a name of the catalogue or a record, by default the one that fills the cluster.
     ``gpus``: all devices of the cluster by default (CPU ranks count as devices).

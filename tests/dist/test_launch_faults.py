@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwise import ranks
 from meshwise.launch import RanksFailed, failures, local, worker
 from meshwise.ranks import Ranks
 from meshwise.spec import Record
@@ -219,6 +221,33 @@ def test_a_rank_that_nobody_started_is_named(tmp_path: Path) -> None:
         "rank 1: TimeoutError: rank 0 or its launcher had not arrived: their store at 127.0.0.1:"
     )
     assert [task.returncode for task in tasks] == [1] * NPROC
+
+
+def test_a_rank_that_stopped_with_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun starts them: the store is in rank 0."""
+    monkeypatch.setattr(ranks, "_GRACE_S", 0.2)
+    code = (
+        "import torch.distributed as dist; "
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+        "print(store.port, flush=True); input()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    store = dist.TCPStore("127.0.0.1", int(holder.stdout.readline()), is_master=False)
+    other = Ranks(1, 1, 2, torch.device("cpu"), "gloo", store)
+    holder.send_signal(signal.SIGSTOP)
+    absent = r"rank 0 \(its store does not answer\) had not arrived at warm-up after 1 s"
+    try:
+        with pytest.raises(TimeoutError, match=absent):
+            other.arrive("warm-up", timeout_s=1.0)
+    finally:
+        holder.kill()
+        holder.wait()
+        for thread in threading.enumerate():  # the store's client, which complains at length
+            if thread.daemon:
+                thread.join(1.0)
 
 
 def test_the_cause_is_found_among_what_each_rank_left_behind() -> None:

@@ -1,81 +1,219 @@
 """The search against brute force and closed forms, on the synthetic cluster of test_prices."""
 
 import itertools
+import re
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwise import models, search
-from meshwise.models.apply import Program
+from meshwise import models, schedule, search
+from meshwise.models.apply import Program, Span
 from meshwise.models.shard import Buffer, Task
-from meshwise.prices import Prices
-from meshwise.search.simulate import peak_memory, run_program
-from meshwise.search.space import legal_layouts
-from meshwise.spec import Elementwise, Layout, Model, Workload
-from tests.unit.test_prices import CLUSTER, costs  # noqa: F401
+from meshwise.pages import figures, html, tables
+from meshwise.prices import Prices, curve_key
+from meshwise.probe import profile
+from meshwise.search import bound, pipeline
+from meshwise.search.find import STRATEGY
+from meshwise.search.predict import moved
+from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_program
+from meshwise.search.space import PIPELINES, legal_layouts
+from meshwise.search.stage import StageCost
+from meshwise.spec import Elementwise, Layout, Model, Plan, Tier, Workload, stages_of
+from tests.unit.test_prices import CLUSTER
+from tests.unit.test_prices import costs as measured  # noqa: F401
 
 MODEL = Model(name="small", hidden=1024, layers=4, heads=16, ffn=4096, vocab=1024)
 WORKLOAD = Workload(global_batch_size=8, seq_len=512)
 
 
+@pytest.fixture(scope="module")
+def costs(measured):  # noqa: F811
+    """With messages between neighbours, priced like gathers."""
+    gather = next(curve for curve in measured.curves if curve.key == "all_gather/nvlink/2")
+    pair = msgspec.structs.replace(gather, key="send_recv/nvlink/2")
+    return msgspec.structs.replace(measured, curves=(*measured.curves, pair), lowering="eager")
+
+
+def on(costs, **changes):
+    """The same prices on another cluster, or a device with other memory."""
+    device = CLUSTER.device
+    if "memory_bytes" in changes:
+        device = msgspec.structs.replace(device, memory_bytes=int(changes.pop("memory_bytes")))
+    cluster = msgspec.structs.replace(costs.cluster, device=device, **changes)
+    return msgspec.structs.replace(costs, cluster=cluster)
+
+
+def two_hosts(costs, per_host=2):
+    """Prices on two hosts; all groups of one kind cost the same in either tier."""
+    tiers = (Tier(name="nvlink", num_devices=per_host), Tier(name="net", num_devices=2 * per_host))
+    kinds = {key.split("/")[0]: curve for curve in costs.curves if "/nvlink/" in (key := curve.key)}
+    curves = [
+        msgspec.structs.replace(curve, key=f"{kind}/{tier.name}/{size}")
+        for kind, curve in kinds.items()
+        for tier in tiers
+        for size in (2, 4, 8)
+    ]
+    kept = [curve for curve in costs.curves if "/nvlink/" not in curve.key]
+    there = on(costs, num_hosts=2, num_devices_per_host=per_host, tiers=tiers)
+    return msgspec.structs.replace(there, curves=(*kept, *curves))
+
+
+def ladder(layout):
+    """None, selective, full in half of the layers, full."""
+    half = MODEL.layers // layout.num_stages // 2
+    words = [("none", None), ("selective", None), ("full", half), ("full", None)]
+    return [
+        msgspec.structs.replace(layout, recompute=word, recompute_layers=count)
+        for word, count in words
+        if count != 0
+    ]
+
+
 def brute_force_layouts(num_devices, batch, max_tp):
-    """Every combination, filtered by the definitions."""
-    for dp, tp, mb, n, zero, sp in itertools.product(
-        range(1, num_devices + 1), range(1, num_devices + 1), range(1, batch + 1),
-        range(1, batch + 1), range(4), (False, True),
-    ):  # fmt: skip
-        if dp * tp != num_devices or dp * mb * n != batch or tp > max_tp:
+    """Every combination of positive numbers, filtered by the definitions."""
+    numbers, batches = range(1, num_devices + 1), range(1, batch + 1)
+    for pp, dp, tp, mb, n in itertools.product(numbers, numbers, numbers, batches, batches):
+        if pp * dp * tp != num_devices or dp * mb * n != batch or tp > max_tp:
             continue
-        if (zero and dp == 1) or (sp and tp == 1) or (zero == 1 and n == 1):
-            continue
-        yield (dp, tp, zero, sp, mb, n)
+        for zero, sp, run in itertools.product(range(4), (False, True), (("none", 1), *PIPELINES)):
+            if (zero and dp == 1) or (sp and tp == 1) or (zero == 1 and n == 1):
+                continue
+            name, stages = run
+            if (name == "none") != (pp == 1) or name == "gpipe" or MODEL.layers % (pp * stages):
+                continue
+            if not schedule.check(name, pp, stages, n):
+                yield (pp, dp, tp, zero, sp, mb, n, name, stages)
 
 
 @pytest.mark.parametrize(("num_devices", "batch"), [(1, 4), (2, 4), (4, 8), (8, 8)])
-def test_every_legal_layout_once(num_devices, batch):
+def test_every_legal_layout_once(costs, num_devices, batch):
     workload = Workload(global_batch_size=batch, seq_len=512)
-    layouts, removed = legal_layouts(MODEL, workload, num_devices, max_tp=4)
+    layouts, removed = legal_layouts(MODEL, workload, costs, num_devices)
     found = [
-        (x.dp, x.tp, x.zero, x.sequence_parallel, x.microbatch_size, x.num_microbatches)
+        (
+            x.pp, x.dp, x.tp, x.zero, x.sequence_parallel, x.microbatch_size, x.num_microbatches,
+            x.schedule, x.stages_per_rank,
+        )
         for x in layouts
-    ]
+        if x.replicas == 1
+    ]  # fmt: skip
     assert sorted(found) == sorted(brute_force_layouts(num_devices, batch, 4))
-    assert bool([r for r in removed if "would leave the host" in r.constraint]) == (
-        num_devices == 8
-    )
+    reasons = {removal.constraint for removal in removed}
+    assert any("would leave the host" in reason for reason in reasons) == (num_devices == 8)
+    assert ("gpipe is 1f1b with more memory" in reasons) == (num_devices > 1)
+    assert ("8 stages do not divide layers = 4" in reasons) == (num_devices > 1)
 
 
-def test_heads_that_do_not_divide_are_counted():
+def test_why_layouts_are_no_candidates(costs):
     model = msgspec.structs.replace(MODEL, hidden=960, heads=15)
-    layouts, removed = legal_layouts(model, WORKLOAD, 4, max_tp=4)
+    layouts, removed = legal_layouts(model, WORKLOAD, costs, 4)
     assert {layout.tp for layout in layouts} == {1}
     assert any(r.constraint == "tp = 2 does not divide heads = 15" for r in removed)
 
+    compiled = msgspec.structs.replace(costs, lowering="compiled")
+    layouts, removed = legal_layouts(MODEL, WORKLOAD, compiled, 4)
+    assert not schedule.SPLIT & {layout.schedule for layout in layouts}
+    assert any(r.constraint.startswith("zbv splits the backward, which comp") for r in removed)
 
-def test_plan_is_the_fastest_that_fits(costs):  # noqa: F811
-    plan = search.find(MODEL, WORKLOAD, costs, num_devices=4)
-    layouts, _ = legal_layouts(MODEL, WORKLOAD, 4, 4)
-    times = {x: search.predict(MODEL, WORKLOAD, x, Prices(costs)).step_time_s for x in layouts}
-    assert plan.prediction.step_time_s == min(times.values())
-    ranked = [plan.prediction.step_time_s, *(c.prediction.step_time_s for c in plan.runners_up)]
-    assert ranked == sorted(times.values())[:10]
+
+def test_replicas_are_for_several_hosts(costs):
+    one, removed = legal_layouts(MODEL, WORKLOAD, costs, 4)
+    assert {layout.replicas for layout in one} == {1}
+    assert any(r.constraint.startswith("replicas save traffic") for r in removed)
+    two, _ = legal_layouts(MODEL, WORKLOAD, two_hosts(costs), 4)
+    assert {layout.name for layout in two} - {layout.name for layout in one} == {
+        f"dp4/2 zero{zero} mb{mb}" for zero in (1, 2, 3) for mb in ("1x2", "2x1")
+    } - {"dp4/2 zero1 mb2x1"}
+    three, removed = legal_layouts(MODEL, WORKLOAD, two_hosts(costs, per_host=3), 4)
+    assert any(
+        r.constraint == "pp = 2: its ranks of 2 devices straddle hosts of 3" for r in removed
+    )
+    assert 2 not in {layout.pp for layout in three}
+
+
+def test_the_plan_is_the_fastest_that_fits(costs):
+    """Against pricing every layout, each with as little recomputation as fits."""
+    sizes, limit = {}, 330e6
+    prices = Prices(costs)
+    layouts, _ = legal_layouts(MODEL, WORKLOAD, costs, 4)
+    for layout in layouts:
+        for rung in ladder(layout):
+            prediction = search.predict(MODEL, WORKLOAD, rung, prices)
+            if prediction.peak_memory_bytes <= limit:
+                sizes[rung.name] = prediction.step_time_s
+                break
+    plan = search.find(MODEL, WORKLOAD, on(costs, memory_bytes=limit), num_devices=4)
+    ranked = [plan.prediction, *(candidate.prediction for candidate in plan.runners_up)]
+    assert [p.step_time_s for p in ranked] == sorted(sizes.values())[:10]
+    assert sizes[plan.layout.name] == plan.prediction.step_time_s
     assert plan.prediction.low_s <= plan.prediction.step_time_s <= plan.prediction.high_s
 
+    kinds = {name.split()[-1] for name in sizes}
+    assert {"selective", "full:1", "full"} & kinds, "the limit should make some recompute"
+    counts = {removal.constraint: removal.count for removal in plan.removed}
+    assert counts["memory: more than 314.7 MiB a device"] > 0
+    assert counts["slower than the 10 fastest, by a lower bound"] > 0
+    assert counts["recomputation that is not needed to fit"] > 0
+    _, illegal = legal_layouts(MODEL, WORKLOAD, costs, 4)
+    total = sum(len(ladder(layout)) for layout in layouts) + sum(r.count for r in illegal)
+    assert plan.num_considered == total
 
-def test_parts_add_up(costs):  # noqa: F811
-    plan = search.find(MODEL, WORKLOAD, costs, num_devices=4)
-    for candidate in plan.runners_up:
-        p = candidate.prediction
+
+def test_bounds_are_bounds(costs):
+    """No prediction is below its bounds, whatever the schedule; and they are of some use."""
+    for there, devices in ((costs, 4), (two_hosts(costs, per_host=4), 8)):
+        prices, ratios = Prices(there), []
+        layouts, _ = legal_layouts(MODEL, WORKLOAD, there, devices)
+        for number, layout in enumerate(layouts[:: len(layouts) // 60]):
+            rung = ladder(layout)[number % len(ladder(layout))]
+            of = (MODEL, WORKLOAD.seq_len, rung, prices)
+            prediction = search.predict(MODEL, WORKLOAD, rung, prices)
+            least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
+            ratios.append(prediction.step_time_s / least_s)
+            assert prediction.peak_memory_bytes >= bound.memory_bytes(*of), rung.name
+        assert 1 <= min(ratios) < 1.1
+
+
+def test_parts_add_up(costs):
+    prices = Prices(costs)
+    for layout in legal_layouts(MODEL, WORKLOAD, costs, 4)[0]:
+        p = search.predict(MODEL, WORKLOAD, layout, prices)
         assert sum(part.value for part in p.time_parts) == pytest.approx(p.step_time_s)
         assert sum(part.value for part in p.memory_parts) == pytest.approx(p.peak_memory_bytes)
         assert p.tokens_per_s == pytest.approx(WORKLOAD.tokens / p.step_time_s)
         flops = models.step_flops(MODEL, WORKLOAD)
         assert p.mfu == pytest.approx(flops / p.step_time_s / 4 / 1e15)
+        names = {part.name for part in p.time_parts}
+        assert ("pipeline bubble" in names) >= (layout.schedule == "1f1b")
+        ends_apart = layout.pp > 1 and layout.schedule not in ("zbv", "dualpipev")
+        assert ("tied embedding exchange" in names) == ends_apart
 
 
-def test_memory_falls_with_zero_and_grows_with_the_microbatch(costs):  # noqa: F811
+@pytest.mark.parametrize("zero", range(3))
+@pytest.mark.parametrize("layers", [1, 4])
+def test_three_microbatches_say_what_many_do(costs, zero, layers):
+    """Time and memory of all microbatches in one program, on two streams; traffic-bound too."""
+    model = msgspec.structs.replace(MODEL, layers=layers, ffn=16384)
+    workload = Workload(global_batch_size=28, seq_len=64)
+    layout = Layout(dp=4, zero=zero, num_microbatches=7)
+    program = models.apply(models.graph(model, 1, 64, "bf16"), layout, "bf16")
+    bare = msgspec.structs.replace(costs, factors=())
+    prices = Prices(bare)
+    prediction = search.predict(model, workload, layout, prices)
+    free, written = {"compute": 0.0, "dp": 0.0}, {}
+    for job in program.tasks:
+        start = max([free[job.stream], *(written.get(name, 0.0) for name in job.reads)])
+        start = max(start, *free.values()) if job.phase == "optimizer" else start
+        free[job.stream] = start + prices.estimate(job.op).time_s
+        written.update(dict.fromkeys(job.writes, free[job.stream]))
+    assert prediction.step_time_s == pytest.approx(max(free.values()), rel=1e-9)
+    peak = peak_memory(program, lambda name: 1.0)
+    assert prediction.peak_memory_bytes == pytest.approx(peak.total_bytes)
+
+
+def test_memory_falls_with_zero_and_grows_with_the_microbatch(costs):
     prices = Prices(costs)
 
     def memory(**layout):
@@ -84,32 +222,195 @@ def test_memory_falls_with_zero_and_grows_with_the_microbatch(costs):  # noqa: F
     by_zero = [memory(dp=4, zero=zero, num_microbatches=2) for zero in range(4)]
     assert by_zero == sorted(by_zero, reverse=True)
     assert memory(dp=4, microbatch_size=4) > memory(dp=4, microbatch_size=1)
+    pipe = {"pp": 2, "schedule": "1f1b", "microbatch_size": 8, "num_microbatches": 4}
+    by_recomputation = [
+        memory(**pipe, recompute=word, recompute_layers=count)
+        for word, count in (("none", None), ("selective", None), ("full", 1), ("full", None))
+    ]
+    assert by_recomputation == sorted(by_recomputation, reverse=True)
 
 
-def test_too_small_a_device_names_what_is_missing(costs):  # noqa: F811
-    def on_memory(limit):
-        device = msgspec.structs.replace(CLUSTER.device, memory_bytes=limit)
-        return msgspec.structs.replace(
-            costs, cluster=msgspec.structs.replace(CLUSTER, device=device)
-        )
-
-    needs = sorted(
-        search.predict(MODEL, WORKLOAD, layout, Prices(costs)).peak_memory_bytes
-        for layout in legal_layouts(MODEL, WORKLOAD, 4, 4)[0]
-    )
-    plan = search.find(MODEL, WORKLOAD, on_memory(int(needs[3])), num_devices=4)
+def test_too_small_a_device_names_what_is_missing(costs):
+    layouts, _ = legal_layouts(MODEL, WORKLOAD, costs, 4)
+    prices = Prices(costs)
+    needed = {
+        rung.name: search.predict(MODEL, WORKLOAD, rung, prices).peak_memory_bytes
+        for layout in layouts
+        for rung in ladder(layout)
+    }
+    needs = sorted(needed.values())
+    plan = search.find(MODEL, WORKLOAD, on(costs, memory_bytes=needs[3]), num_devices=4)
     assert plan.nearest_infeasible is not None
-    assert plan.nearest_infeasible.missing_bytes == pytest.approx(needs[4] - int(needs[3]), abs=1)
-    assert any(r.constraint.startswith("memory") and r.count > 0 for r in plan.removed)
-    with pytest.raises(
-        ValueError, match=r"no layout of small fits 4 devices; .* rank 0 needs .* more"
-    ):
-        search.find(MODEL, WORKLOAD, on_memory(1000), num_devices=4)
+    assert plan.nearest_infeasible.missing_bytes >= needs[4] - needs[3]
+    assert plan.prediction.peak_memory_bytes <= needs[3]
+    with pytest.raises(ValueError) as refusal:
+        search.find(MODEL, WORKLOAD, on(costs, memory_bytes=1000), num_devices=4)
+    assert "no layout of small fits 4 devices; the nearest" in str(refusal.value)
+    nearest = re.search("the nearest, (.*): rank", str(refusal.value))
+    assert nearest is not None and needed[nearest[1]] == needs[0]
 
 
-def test_more_devices_than_the_cluster_has(costs):  # noqa: F811
+def test_more_devices_than_the_cluster_has(costs):
     with pytest.raises(ValueError, match="gpus = 8: cluster 'four' has 4 devices"):
         search.find(MODEL, WORKLOAD, costs, num_devices=8)
+
+
+class TestPipeline:
+    """Steps of invented stages: forward 1, backward 2 (I and W 1 each), optimizer 5."""
+
+    F, B, OPTIMIZER = 1.0, 2.0, 5.0
+    FREE = Charge(0.0, "pipeline transfer", "Collective", 0.0)
+    SAVED, WORKING = 10.0, 3.0
+
+    def stage(self, kinds="FB", resident=100, *, tail=0.0):
+        def cost(kind, last):
+            time_s = {"F": self.F, "B": self.B}.get(kind, self.B / 2)
+            left = {"F": self.SAVED, "I": 0.0}.get(kind, -self.SAVED)
+            traffic = tail if last and kind in "BW" else 0.0
+            spent = Spent(time_s, {kind: time_s}, {}, traffic, traffic or -time_s)
+            rise = max(left, 0.0) + self.WORKING
+            return spent, Live({"activations": rise}, {"activations": left})
+
+        actions = {kind: tuple(cost(kind, place == 2) for place in range(3)) for kind in kinds}
+        optimizer = Spent(self.OPTIMIZER, {"optimizer": self.OPTIMIZER}, {}, 0.0, 0.0)
+        return StageCost(actions, optimizer, {"parameters": resident}, 0.0, ())
+
+    @given(pp=st.integers(1, 6), count=st.integers(3, 20))
+    def test_1f1b_is_its_closed_form(self, pp, count):
+        times = pipeline.timetable("1f1b" if pp > 1 else "none", pp, 1, count)
+        step = pipeline.step_time([self.stage()] * pp, times, [self.FREE] * pp, None)
+        expected = (count + pp - 1) * (self.F + self.B) + self.OPTIMIZER
+        assert step.time_s == pytest.approx(expected, rel=1e-9)
+        assert step.parts.get("pipeline bubble", 0.0) == (pp - 1) * (self.F + self.B)
+        assert step.rank == 0
+
+    @pytest.mark.parametrize("name", ["interleaved_1f1b", "looped_bfs"])
+    def test_stages_in_a_loop_divide_the_bubble(self, name):
+        pp, stages, count = 4, 2, 8
+        times = pipeline.timetable(name, pp, stages, count)
+        step = pipeline.step_time([self.stage()] * 8, times, [self.FREE] * 8, None)
+        expected = (count * stages + pp - 1) * (self.F + self.B) + stages * self.OPTIMIZER
+        assert step.time_s == pytest.approx(expected)
+
+    @pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+    def test_a_split_backward_costs_what_its_halves_do(self, name):
+        times = pipeline.timetable(name, 4, 2, 8)
+        stages = [self.stage("FIW")] * 8
+        step = pipeline.step_time(stages, times, [self.FREE] * 8, None)
+        halves = {"F": self.F, "B": self.B, "I": self.B / 2, "W": self.B / 2}
+        spans = schedule.simulate(times.table, lambda action: halves[action.kind])
+        assert step.time_s == schedule.end_time(spans) + 2 * self.OPTIMIZER
+        busy = sum(step.parts[kind] for kind in "FIW")
+        assert busy == 2 * 8 * (self.F + self.B)
+
+    def test_transfers_and_traffic_are_paid_where_nothing_hides_them(self):
+        hop = Charge(0.25, "pipeline transfer", "Collective", 0.1)
+        times = pipeline.timetable("1f1b", 2, 1, 4)
+        stages = [self.stage(tail=1.5)] * 2
+        step = pipeline.step_time(stages, times, [hop, None], None)
+        spans = schedule.simulate(
+            times.table, lambda action: {"F": self.F, "B": self.B}[action.kind], lambda stage: 0.25
+        )
+        assert step.time_s == schedule.end_time(spans) + 1.5 + self.OPTIMIZER
+        assert step.parts["data-parallel communication (exposed)"] == 1.5
+        waits = [b.start_s - a.end_s for a, b in itertools.pairwise(spans[0])]
+        assert step.parts["pipeline transfer"] == sum(min(wait, 0.25) for wait in waits)
+        assert step.errors == {"Collective": pytest.approx(0.4 * step.parts["pipeline transfer"])}
+
+    def test_a_tied_embedding_waits_for_both_ends(self):
+        exchange = Charge(0.5, "tied embedding exchange", "Collective", 0.0)
+        times = pipeline.timetable("1f1b", 3, 1, 4)
+        args = ([self.stage()] * 3, times, [self.FREE] * 3)
+        without, tied = (pipeline.step_time(*args, x) for x in (None, exchange))
+        assert tied.time_s == without.time_s + 0.5
+        assert tied.parts["tied embedding exchange"] == 0.5
+
+    @settings(deadline=None)
+    @given(data=st.data(), pp=st.integers(2, 5), count=st.integers(3, 12))
+    def test_memory_is_the_highest_moment_of_a_walk(self, data, pp, count):
+        """Counted action by action from the table itself, for every schedule that can be."""
+        runs = [(n, v) for n, v in PIPELINES if not schedule.check(n, pp, v, count)]
+        name, stages_per_rank = data.draw(st.sampled_from(runs))
+        split = name in schedule.SPLIT
+        stage = self.stage("FIW" if split else "FB")
+        times = pipeline.timetable(name, pp, stages_per_rank, count)
+        rank, peak = pipeline.peak_memory([stage] * pp * stages_per_rank, times, 7.0, 0.0)
+        highest = []
+        for row in schedule.table(name, pp, stages_per_rank, count):
+            alive, worst = 0, 0.0
+            for action in row:
+                worst = max(worst, (alive + (action.kind == "F")) * self.SAVED + self.WORKING)
+                alive += {"F": 1, "I": 0}.get(action.kind, -1)
+            highest.append(100 * stages_per_rank + worst + 7.0)
+        assert peak.total_bytes == max(highest) == highest[rank]
+        if name == "1f1b":  # the first rank holds most, the last one microbatch
+            assert rank == 0 and highest == sorted(highest, reverse=True)
+            assert highest[-1] == 100 + self.SAVED + self.WORKING + 7.0
+
+    def test_gathered_weights_are_one_copy_for_all_microbatches(self):
+        gathered = {"gathered weights": 50.0, "activations": 10.0}
+        freed = {"gathered weights": 0.0, "activations": -10.0}
+        nothing = Spent(1.0, {}, {}, 0.0, 0.0)
+        used = {"gathered weights": 50.0}
+        forward, backward = (nothing, Live(gathered, gathered)), (nothing, Live(used, freed))
+        stage = StageCost({"F": (forward,) * 3, "B": (backward,) * 3}, nothing, {}, 0.0, ())
+        _, peak = pipeline.peak_memory([stage] * 3, pipeline.timetable("1f1b", 3, 1, 6), 0.0, 0.0)
+        assert peak.parts["gathered weights"] == 50.0 and peak.parts["activations"] == 30.0
+
+    def test_the_other_gradient_of_a_tie_counts_when_all_is_done(self):
+        times = pipeline.timetable("1f1b", 2, 1, 4)
+        _, peak = pipeline.peak_memory([self.stage()] * 2, times, 0.0, 1000.0)
+        assert peak.total_bytes == 100 + 1000.0
+
+
+@pytest.mark.parametrize("pp, schedule_name, stages", [(2, "1f1b", 1), (2, "zbv", 2)])
+def test_what_moves_between_stages(costs, pp, schedule_name, stages):
+    layout = Layout(
+        pp=pp, schedule=schedule_name, stages_per_rank=stages, tp=2, sequence_parallel=True,
+        microbatch_size=4, num_microbatches=2,
+    )  # fmt: skip
+    ops = moved(MODEL, WORKLOAD, layout, costs)
+    crossing = [op for op in ops if op is not None]
+    assert len(ops) == layout.num_stages and ops[-1] is None
+    assert len(crossing) == (1 if stages == 1 else 2)  # down and up the V, its turn is on one rank
+    assert {op.size_bytes for op in crossing} == {4 * 512 * 1024 * 2 // 2}
+    assert {(op.kind, op.group_size, op.group_stride) for op in crossing} == {("send_recv", 2, 2)}
+
+
+@given(per_host=st.sampled_from([2, 4, 8]), inside=st.sampled_from([1, 2, 4, 8]))
+def test_a_transfer_takes_the_links_between_its_ranks(measured, per_host, inside):  # noqa: F811
+    """By brute force: the first tier in whose blocks of neighbours both ranks lie."""
+    there = two_hosts(measured, per_host)
+    pp = 2 * per_host // inside
+    if pp < 2:
+        return
+    layout = Layout(pp=pp, schedule="1f1b", dp=inside, num_microbatches=4)
+    model = msgspec.structs.replace(MODEL, layers=pp)
+    for stage, op in enumerate(moved(model, WORKLOAD, layout, there)[:-1]):
+        devices = range(stage * inside, (stage + 1) * inside)
+        same_host = all(d // per_host == (d + inside) // per_host for d in devices)
+        assert curve_key(op, there.cluster).split("/")[1] == ("nvlink" if same_host else "net")
+
+
+def test_without_a_price_for_messages_there_is_no_pipeline(measured):  # noqa: F811
+    plan = search.find(MODEL, WORKLOAD, measured, num_devices=4)
+    assert {x.pp for x in (plan.layout, *(c.layout for c in plan.runners_up))} == {1}
+    (missing,) = [r for r in plan.removed if r.constraint.startswith("no price for send_recv/nv")]
+    assert "meshwise measure profile" in missing.constraint and missing.count > 0
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_the_profile_measures_messages_of_every_tier_early(costs, kind):
+    there = two_hosts(costs).cluster
+    device = msgspec.structs.replace(there.device, kind=kind)
+    cluster = msgspec.structs.replace(there, device=device)
+    cases = profile.cases(cluster, models=(MODEL,), world_size=4, dtype="fp32", lowering="eager")
+    pairs, spent_s = set(), 0.0
+    for case in cases:
+        spent_s += profile.estimate_s(case, cluster)
+        if getattr(case.op, "kind", "") == "send_recv" and spent_s < 30:
+            pairs.add(curve_key(case.op, cluster))
+    assert pairs == {"send_recv/nvlink/2", "send_recv/net/2"}
 
 
 def task(name, stream, reads=(), writes=(), phase="forward"):
@@ -118,22 +419,27 @@ def task(name, stream, reads=(), writes=(), phase="forward"):
 
 
 def test_two_streams_overlap_and_waiting_is_counted():
-    """gather (4) runs beside a (3); b needs both: it waits 1, then takes 2."""
-    seconds = {"a": 3.0, "gather": 4.0, "b": 2.0}
-    program = Program(
-        (
-            task("gather", "dp", writes="w"),
-            task("a", "compute", writes="x"),
-            task("b", "compute", "xw"),
-        ),
-        {"w": Buffer(1, "weights"), "x": Buffer(1, "activation")}, {}, frozenset(),
-    )  # fmt: skip
-    two = run_program(program, lambda t: seconds[t.name], lambda t: t.name, one_stream=False)
-    assert two.time_s == 6 and two.parts == {
-        "data-parallel communication (exposed)": 1, "a": 3, "b": 2,
-    }  # fmt: skip
-    one = run_program(program, lambda t: seconds[t.name], lambda t: t.name, one_stream=True)
-    assert one.time_s == 9
+    """gather (4) runs beside a (3); b needs both: it waits 1, then takes 2; reduce (5) is left."""
+    seconds = {"a": 3.0, "gather": 4.0, "b": 2.0, "reduce": 5.0, "optimizer": 1.0}
+    tasks = (
+        task("gather", "dp", writes="w"),
+        task("a", "compute", writes="x"),
+        task("b", "compute", "xw", "y"),
+        task("reduce", "dp", "y"),
+        task("optimizer", "compute", phase="optimizer"),
+    )
+    program = Program(tasks, {}, {}, frozenset(), (Span("F", 0, 0, 4),))
+
+    def charge(t):
+        return Charge(seconds[t.name], t.name, "group", 0.1)
+
+    (action,), optimizer = run_program(program, charge, one_stream=False)
+    assert action.time_s == 6 and optimizer.time_s == 1
+    assert action.parts == {"data-parallel communication (exposed)": 1, "a": 3, "b": 2}
+    assert (action.traffic_s, action.lag_s) == (9, 5)
+    assert action.errors["group"] == pytest.approx(0.4)
+    (action,), _ = run_program(program, charge, one_stream=True)
+    assert action.time_s == 14 and action.traffic_s == 0 and action.lag_s <= 0
 
 
 @given(
@@ -161,7 +467,20 @@ def test_peak_memory_equals_a_count_at_every_moment(spans):
     assert peak_memory(program, lambda name: 1.0).total_bytes == expected + 7
 
 
-def test_one_gemm_from_the_model_to_the_plan(costs):  # noqa: F811
+def a_plan(costs, layout):
+    return Plan(
+        model=MODEL,
+        workload=WORKLOAD,
+        cluster=costs.cluster,
+        dtype="bf16",
+        lowering="eager",
+        layout=layout,
+        stages=stages_of(layout, MODEL.layers, STRATEGY),
+        prediction=search.predict(MODEL, WORKLOAD, layout, Prices(costs)),
+    )
+
+
+def test_one_gemm_from_the_model_to_the_plan(costs):
     plan = search.find(MODEL, WORKLOAD, costs, num_devices=4)
     rows = search.explain(plan, costs, "layers.0.up")
     assert [row.task for row in rows] == [
@@ -176,3 +495,47 @@ def test_one_gemm_from_the_model_to_the_plan(costs):  # noqa: F811
         ValueError, match=r"no operation 'layers.9.up' in small; for example layers.0"
     ):
         search.explain(plan, costs, "layers.9.up")
+
+
+def test_an_operation_of_any_stage_is_found(costs):
+    layout = Layout(pp=4, schedule="1f1b", microbatch_size=2, num_microbatches=4, recompute="full")
+    plan = a_plan(costs, layout)
+    rows = search.explain(plan, costs, "layers.3.up")
+    assert [row.task for row in rows] == [
+        f"layers.3.up{x}" for x in ("", ".again", ".dgrad", ".wgrad", ".bgrad")
+    ]
+    assert rows[1].phase == "recompute" and rows[1].seconds == rows[0].seconds
+    for node in ("embed", "head"):
+        assert search.explain(plan, costs, node)[0].task == node
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"schedule": "1f1b", "recompute": "full", "dp": 2, "num_microbatches": 4},
+        {"schedule": "zbv", "stages_per_rank": 2, "dp": 2, "num_microbatches": 4},
+        {"schedule": "1f1b", "layers": (1, 3), "num_microbatches": 8},
+    ],
+)
+def test_a_pipeline_is_shown(costs, fields):
+    plan = a_plan(costs, Layout(pp=2, **fields))
+    drawn = figures.pipeline(plan)
+    assert drawn is not None and plan.layout.name in drawn.caption
+    words = ["forward", "backward", "pp 0", "pp 1"]
+    words += ["recompute"] if plan.layout.recompute != "none" else []
+    words += ["backward, weights"] if plan.layout.schedule in schedule.SPLIT else []
+    assert all(f">{word}<" in drawn.svg for word in words)
+    page = html.page(html.Contents(plan, None, (), ()))
+    assert plan.layout.schedule in page and "pipeline bubble" in page
+    assert figures.pipeline(a_plan(costs, Layout(dp=4, num_microbatches=2))) is None
+
+
+def test_the_rank_that_needs_most_memory_is_named(costs):
+    """The head's float32 logits outweigh what the first of two ranks keeps."""
+    model = msgspec.structs.replace(MODEL, vocab=51200)
+    layout = Layout(pp=2, schedule="1f1b", dp=2, microbatch_size=2, num_microbatches=2)
+    prediction = search.predict(model, WORKLOAD, layout, Prices(costs))
+    assert prediction.notes[-1] == "memory peaks on rank 2"
+    plan = msgspec.structs.replace(a_plan(costs, layout), model=model, prediction=prediction)
+    assert "The memory peaks on rank 2." in tables.parts(plan).legend
+    assert all("memory peaks" not in str(t.rows) for t in tables.warnings(prediction.notes))

@@ -27,14 +27,27 @@ class Route:
     group: dist.ProcessGroup
 
 
-def route(source: Layout, destination: Layout, group: dist.ProcessGroup) -> Route:
+def connected(
+    source: Layout, destination: Layout, group: dist.ProcessGroup, device: torch.device
+) -> Route:
+    """This rank's route, its connections open. All ranks of a group make their routes in the same
+    order.
+
+    NCCL makes a connection when a message is first sent, and holds up the host of one end until
+    the other sends or receives too: two ranks that each send first, on routes that are not yet
+    connected, would wait for each other for ever.
+    """
     here, moves = dist.get_rank(), transfer_list(source, destination)
     assert not any(move.is_local for move in moves)
-    return Route(
-        sends=tuple(move for move in moves if move.source == here),
-        receives=tuple(move for move in moves if move.destination == here),
-        group=group,
-    )
+    sends = tuple(move for move in moves if move.source == here)
+    receives = tuple(move for move in moves if move.destination == here)
+    to, by = {move.destination for move in sends}, {move.source for move in receives}
+    words = iter(torch.zeros(len(to) + len(by), 1, device=device))
+    operations = [dist.P2POp(dist.isend, next(words), rank, group) for rank in sorted(to)]
+    operations += [dist.P2POp(dist.irecv, next(words), rank, group) for rank in sorted(by)]
+    for work in _start(operations):
+        work.wait()
+    return Route(sends, receives, group)
 
 
 @dataclass(frozen=True)
