@@ -38,7 +38,8 @@ STRATEGY = {
 def find(
     model: Model, workload: Workload, costs: Costs, *, num_devices: int, top: int = 10
 ) -> Plan:
-    """The ``top`` fastest layouts on ``num_devices`` that fit, of all legal ones."""
+    """The ``top`` fastest layouts on ``num_devices`` that fit, of all legal ones, and the fastest
+    pipeline if none is among them: users compare with it."""
     cluster = costs.cluster
     if num_devices > cluster.num_devices:
         raise ValueError(
@@ -62,7 +63,11 @@ def find(
             f"no layout of {model.name or 'the model'} fits {num_devices} devices; the nearest, "
             f"{nearest.layout.name}: {nearest.reason}"
         )
-    best = ranked[0]
+    num_considered = len(ranked) + sum(removal.count for removal in removed)
+    best, *others = ranked[:top]
+    if not any(candidate.layout.pp > 1 for candidate in ranked[:top]):
+        pipelines = [ladder for ladder in ladders if ladder[0].pp > 1]
+        others += _best_first(model, workload, prices, pipelines, limit, 1)[0][:1]
     return Plan(
         model=model,
         workload=workload,
@@ -72,10 +77,10 @@ def find(
         layout=best.layout,
         stages=stages_of(best.layout, model.layers, STRATEGY),
         prediction=best.prediction,
-        runners_up=tuple(ranked[1:top]),
+        runners_up=tuple(others),
         removed=tuple(removed),
         nearest_infeasible=nearest,
-        num_considered=len(ranked) + sum(removal.count for removal in removed),
+        num_considered=num_considered,
         runs=costs.runs,
     )
 

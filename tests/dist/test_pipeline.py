@@ -197,3 +197,4 @@ def test_equal_to_one_device(gloo_ranks, plan_of, layouts):
             for layout, (loss, parameters) in zip(of_size, of_rank, strict=True):
                 assert loss <= 1e-5, (layout.name, rank)
                 assert parameters <= 1e-4, (layout.name, rank)
+        gloo_ranks.end(size)  # and the threads of all their groups

@@ -327,7 +327,7 @@ class TestCalibrateAndPlan:
         plan = meshwise.plan(model, seq_len=64, global_batch_size=6, top=3)
         assert plan.model == model
         assert (plan.workload.seq_len, plan.workload.global_batch_size) == (64, 6)
-        assert len(plan.runners_up) == 2
+        assert len(plan.runners_up) == 3 and plan.runners_up[2].layout.pp == 2
 
     def test_longer_than_the_model_has_positions(self):
         with pytest.raises(ValueError, match="seq_len = 4096: gpt-30m has positions for 1024"):
@@ -355,7 +355,7 @@ class TestRun:
         ("options", "message"),
         [
             ({"nproc": 1}, "nproc = 1: plan.json is for 2 ranks"),
-            ({"rivals": 99}, "rivals = 99: the plan holds 9 runners-up"),
+            ({"rivals": 99}, "rivals = 99: the plan holds 10 runners-up"),
             ({"steps": 0}, "steps = 0: must be >= 1"),
         ],
     )
