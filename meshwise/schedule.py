@@ -39,20 +39,11 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Literal, NamedTuple, cast, get_args
 
+from meshwise.spec.layout import V_SHAPED, ScheduleName, rank_of
+
 Kind = Literal["F", "B", "I", "W"]
-Name = Literal[
-    "none",
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "interleaved_zero_bubble",
-    "zbv",
-    "dualpipev",
-]
-SPLIT: frozenset[Name] = frozenset({"interleaved_zero_bubble", "zbv", "dualpipev"})
+Name = ScheduleName
 _SINGLE: frozenset[Name] = frozenset({"none", "gpipe", "1f1b"})  # one stage on a rank
-_V_SHAPED: frozenset[Name] = frozenset({"zbv", "dualpipev"})
 _IN_ROUNDS: frozenset[Name] = frozenset({"interleaved_1f1b", "interleaved_zero_bubble"})
 
 
@@ -101,7 +92,7 @@ def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> s
         return f"schedule none is for one pipeline rank, not {pp}: choose 1f1b"
     if name in _SINGLE and stages_per_rank != 1:
         return f"{name} runs 1 stage on a rank, not {stages_per_rank}: choose interleaved_1f1b"
-    if name in _V_SHAPED and stages_per_rank != 2:
+    if name in V_SHAPED and stages_per_rank != 2:
         return f"{name} runs 2 stages on a rank, not {stages_per_rank}: set stages_per_rank to 2"
     if name not in _SINGLE and stages_per_rank == 1:
         return f"{name} runs 2 or more stages on a rank, not 1: choose 1f1b"
@@ -118,11 +109,6 @@ def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> s
             f"{2 * pp}: choose {2 * pp} microbatches or more, or zbv"
         )
     return None
-
-
-def rank_of(name: Name, stage: int, pp: int) -> int:
-    """The pipeline rank of a stage: round and round, or there and back for a V."""
-    return 2 * pp - 1 - stage if name in _V_SHAPED and stage >= pp else stage % pp
 
 
 def stages_of(name: Name, rank: int, pp: int, stages_per_rank: int) -> tuple[int, ...]:

@@ -70,16 +70,8 @@ def prepare(
     seed: int,
     max_grad_norm: float,
 ) -> Training:
-    """Build a rank's share of the plan's model for its rows of ``tokens`` [steps, rows, seq+1].
-
-    A schedule that splits the backward cannot run compiled code; that is a ValueError.
-    """
+    """Build a rank's share of the plan's model for its rows of ``tokens`` [steps, rows, seq+1]."""
     layout, inside = plan.layout, place.layout
-    if layout.schedule in schedule.SPLIT and plan.lowering == "compiled":
-        raise ValueError(
-            f"Layout.schedule = {layout.schedule!r}: splits each backward in two, but compiled "
-            "code has it in one piece; use another schedule, or lowering eager"
-        )
     tensor.check(plan.model, plan.workload, inside)
 
     def make(layers: range) -> GPT:

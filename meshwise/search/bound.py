@@ -25,11 +25,11 @@ import msgspec
 from meshwise import schedule
 from meshwise.models import apply
 from meshwise.prices import Prices
-from meshwise.schedule import SPLIT, Name
+from meshwise.schedule import Name
 from meshwise.search.simulate import COPIES, WEIGHTS
 from meshwise.search.stage import StageKind, graph_of, stage_cost
 from meshwise.spec import Collective, Layout, Model
-from meshwise.spec.layout import V_SHAPED, Recompute
+from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute
 
 
 class Work(NamedTuple):

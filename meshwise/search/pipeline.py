@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwise import schedule
-from meshwise.schedule import SPLIT, Action, Kind, Name, Span, Table
+from meshwise.schedule import Action, Kind, Name, Span, Table
 from meshwise.search.simulate import (
     ROLES,
     WAITING,
@@ -32,6 +32,7 @@ from meshwise.search.simulate import (
     add,
 )
 from meshwise.search.stage import StageCost
+from meshwise.spec.layout import SPLIT
 
 BUBBLE = "pipeline bubble"
 

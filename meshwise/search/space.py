@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from meshwise import schedule
 from meshwise.models import check_divides, graph
 from meshwise.spec import Cluster, Costs, Layout, Model, Removal, Workload
-from meshwise.spec.layout import ScheduleName
+from meshwise.spec.layout import SPLIT, ScheduleName
 
 Reasons = Counter[str]
 
@@ -105,7 +105,7 @@ def _nothing_gained(layout: Layout, host: int) -> str | None:
 
 def _cannot_run(layout: Layout, model: Model, costs: Costs) -> str | None:
     name, pp, stages = layout.schedule, layout.pp, layout.stages_per_rank
-    if name in schedule.SPLIT and costs.lowering == "compiled":
+    if name in SPLIT and costs.lowering == "compiled":
         return f"{name} splits the backward, which compiled code cannot"
     if model.layers % (pp * stages):
         return f"{pp * stages} stages do not divide layers = {model.layers}"

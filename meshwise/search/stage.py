@@ -19,7 +19,7 @@ import msgspec
 
 from meshwise.models import Graph, Program, Task, apply, graph, saved_activation_bytes
 from meshwise.prices import Prices
-from meshwise.schedule import SPLIT, Kind
+from meshwise.schedule import Kind
 from meshwise.search.simulate import (
     COPIES,
     WAITING,
@@ -30,7 +30,7 @@ from meshwise.search.simulate import (
     run_program,
 )
 from meshwise.spec import Block, Collective, Elementwise, Layout, Model
-from meshwise.spec.layout import Recompute, rank_of
+from meshwise.spec.layout import SPLIT, Recompute, rank_of
 from meshwise.spec.op import Direction, Dtype
 
 PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")

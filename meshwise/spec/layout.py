@@ -26,7 +26,9 @@ ScheduleName = Literal[
 ]
 
 
-V_SHAPED = ("zbv", "dualpipev")
+V_SHAPED: frozenset[ScheduleName] = frozenset({"zbv", "dualpipev"})
+# Each backward is done in two parts: of the stage's input, and later of its weights.
+SPLIT: frozenset[ScheduleName] = V_SHAPED | {"interleaved_zero_bubble"}
 
 
 def rank_of(schedule: ScheduleName, stage: int, pp: int) -> int:

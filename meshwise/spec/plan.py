@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from meshwise.spec.cluster import Cluster
-from meshwise.spec.layout import Layout, Recompute, Workload, rank_of
+from meshwise.spec.layout import SPLIT, Layout, Recompute, Workload, rank_of
 from meshwise.spec.model import Model
 from meshwise.spec.op import Dtype
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
@@ -131,6 +131,12 @@ class Plan(Record, kw_only=True):
             )
         if layout.num_devices > self.cluster.num_devices:
             self.fail("layout", f"needs {layout.num_devices} of {self.cluster.num_devices} devices")
+        if layout.schedule in SPLIT and self.lowering == "compiled":
+            self.fail(
+                "lowering",
+                f"{layout.schedule} splits each backward in two, and compiled code has it in one "
+                "piece; use eager, or another schedule",
+            )
         sharding = [stage.sharding for stage in self.stages]
         due = stages_of(layout, self.model.layers, {})
         if len(due) != len(sharding) or any(

@@ -22,7 +22,8 @@ def plan(
     top: int = 10,
     out: Path | str = "plan.json",
 ) -> Plan:
-    """Search the legal layouts of ``model`` on ``gpus`` devices for the ``top`` fastest that fit.
+    """Search the legal layouts of ``model`` on ``gpus`` devices for the ``top`` fastest that fit,
+    and the fastest pipeline to compare them with if none of them is one.
 
     ``model``: a name of the catalogue or a record, by default the one that fills the cluster.
     ``gpus``: all devices of the cluster by default (CPU ranks count as devices).

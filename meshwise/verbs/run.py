@@ -80,9 +80,14 @@ def run(
 
 def _check_exists(plan: Plan) -> None:
     """Refuse a layout that cannot be, before any process starts."""
+    from meshwise import schedule
     from meshwise.models import check_divides
 
-    model, seq_len = plan.model, plan.workload.seq_len
+    model, seq_len, layout = plan.model, plan.workload.seq_len, plan.layout
+    name = layout.schedule
+    reason = schedule.check(name, layout.pp, layout.stages_per_rank, layout.num_microbatches)
+    if reason is not None:
+        raise ValueError(f"Plan.layout {layout.name} cannot be: {reason}")
     if seq_len > model.max_seq_len:
         raise ValueError(
             f"Workload.seq_len = {seq_len}: must be <= {model.max_seq_len}, the model's"

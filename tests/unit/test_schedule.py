@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from meshwise import schedule
 from meshwise.schedule import Action
+from meshwise.spec.layout import SPLIT, rank_of
 
-MULTIPLE = ["interleaved_1f1b", "looped_bfs", *sorted(schedule.SPLIT)]
+MULTIPLE = ["interleaved_1f1b", "looped_bfs", *sorted(SPLIT)]
 NAMES = ["none", "gpipe", "1f1b", *MULTIPLE]
 ADMITTED = [
     numbers
@@ -56,7 +57,7 @@ def test_names_are_all_tried():
 def test_equal_stages_follow_the_closed_form(numbers):
     name, pp, stages_per_rank, num_microbatches = numbers
     closed_form = 3 * num_microbatches
-    closed_form += (pp - 1) * (1 if name in schedule.SPLIT else 3) / stages_per_rank
+    closed_form += (pp - 1) * (1 if name in SPLIT else 3) / stages_per_rank
     if num_microbatches >= (2 * pp - 1 if name == "zbv" else pp) or stages_per_rank == 1:
         assert unit_time(*numbers) == pytest.approx(closed_form)
     else:  # the pipeline never fills
@@ -71,13 +72,13 @@ def test_every_action_once_on_the_rank_of_its_stage(numbers):
     for rank, row in enumerate(table):
         kinds = Counter()
         for action in row:
-            assert schedule.rank_of(name, action.stage, pp) == rank
+            assert rank_of(name, action.stage, pp) == rank
             kinds[action.stage, action.microbatch] += {"F": 1, "B": 20, "I": 300, "W": 4000}[
                 action.kind
             ]
         stages = schedule.stages_of(name, rank, pp, stages_per_rank)
         assert set(kinds) == {(s, m) for s in stages for m in range(num_microbatches)}
-        assert set(kinds.values()) <= ({21, 4301} if name in schedule.SPLIT else {21})
+        assert set(kinds.values()) <= ({21, 4301} if name in SPLIT else {21})
 
 
 def brute_force(table, duration, transfer):
@@ -181,8 +182,8 @@ def test_only_the_weights_backward_frees_what_a_split_backward_saved():
 
 
 def test_stages_go_round_or_there_and_back():
-    assert [schedule.rank_of("interleaved_1f1b", s, 3) for s in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert [schedule.rank_of("dualpipev", s, 3) for s in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [rank_of("interleaved_1f1b", s, 3) for s in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [rank_of("dualpipev", s, 3) for s in range(6)] == [0, 1, 2, 2, 1, 0]
     assert schedule.stages_of("looped_bfs", 1, 3, 3) == (1, 4, 7)
     assert schedule.stages_of("zbv", 1, 3, 2) == (1, 4)
 

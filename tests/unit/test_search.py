@@ -21,6 +21,7 @@ from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_progr
 from meshwise.search.space import PIPELINES, legal_layouts
 from meshwise.search.stage import StageCost
 from meshwise.spec import Elementwise, Layout, Model, Plan, Tier, Workload, stages_of
+from meshwise.spec.layout import SPLIT
 from tests.unit.test_prices import CLUSTER
 from tests.unit.test_prices import costs as measured  # noqa: F401
 
@@ -114,7 +115,7 @@ def test_why_layouts_are_no_candidates(costs):
 
     compiled = msgspec.structs.replace(costs, lowering="compiled")
     layouts, removed = legal_layouts(MODEL, WORKLOAD, compiled, 4)
-    assert not schedule.SPLIT & {layout.schedule for layout in layouts}
+    assert not SPLIT & {layout.schedule for layout in layouts}
     assert any(r.constraint.startswith("zbv splits the backward, which comp") for r in removed)
 
 
@@ -331,7 +332,7 @@ class TestPipeline:
         """Counted action by action from the table itself, for every schedule that can be."""
         runs = [(n, v) for n, v in PIPELINES if not schedule.check(n, pp, v, count)]
         name, stages_per_rank = data.draw(st.sampled_from(runs))
-        split = name in schedule.SPLIT
+        split = name in SPLIT
         stage = self.stage("FIW" if split else "FB")
         times = pipeline.timetable(name, pp, stages_per_rank, count)
         rank, peak = pipeline.peak_memory([stage] * pp * stages_per_rank, times, 7.0, 0.0)
@@ -523,7 +524,7 @@ def test_a_pipeline_is_shown(costs, fields):
     assert drawn is not None and plan.layout.name in drawn.caption
     words = ["forward", "backward", "pp 0", "pp 1"]
     words += ["recompute"] if plan.layout.recompute != "none" else []
-    words += ["backward, weights"] if plan.layout.schedule in schedule.SPLIT else []
+    words += ["backward, weights"] if plan.layout.schedule in SPLIT else []
     assert all(f">{word}<" in drawn.svg for word in words)
     page = html.page(html.Contents(plan, None, (), ()))
     assert plan.layout.schedule in page and "pipeline bubble" in page

@@ -40,6 +40,7 @@ from meshwise.spec import (
     digest,
     stages_of,
 )
+from tests import sample_records as known
 
 KINDS: list[type[Record]] = [
     kind for kind in vars(spec).values() if isinstance(kind, type) and kind is not Record
@@ -352,6 +353,16 @@ def test_an_uneven_pipeline():
     assert [stage.sharding["up"] for stage in stages] == ["replicated", "replicated", "col"]
     assert [(stage.first_layer, stage.last_layer) for stage in stages] == [(0, 1), (1, 3), (3, 4)]
     assert layout.of_rank(2) == Layout(tp=2, microbatch_size=2)
+
+
+def test_a_split_backward_refuses_compiled_code():
+    layout = Layout(pp=2, schedule="zbv", stages_per_rank=2, dp=2, num_microbatches=4)
+    stages = stages_of(layout, known.MODEL.layers, {})
+    workload = Workload(global_batch_size=8, seq_len=128)
+    fields = {"layout": layout, "stages": stages, "workload": workload}
+    plan = msgspec.structs.replace(known.plan(), **fields, lowering="eager")
+    with pytest.raises(ValueError, match="splits each backward in two, and compiled"):
+        msgspec.structs.replace(plan, lowering="compiled")
 
 
 def test_a_v_puts_the_ends_on_one_rank():
