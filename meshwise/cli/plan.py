@@ -20,6 +20,7 @@ def plan(
     global_batch_size: int | None = None,
     seq_len: int | None = None,
     top: int = 10,
+    layout: str | None = None,
     out: str = "plan.json",
     json: Json = False,
 ) -> int:
@@ -37,6 +38,9 @@ def plan(
         Tokens in a sequence.
     top
         How many layouts to keep.
+    layout
+        Price the layout in this JSON file instead of searching, for example {"pp": 2, "dp": 2,
+        "schedule": "1f1b", "num_microbatches": 4}; docs/formats.md lists the fields.
     out
         The file to write.
     """
@@ -47,6 +51,7 @@ def plan(
         global_batch_size=global_batch_size,
         seq_len=seq_len,
         top=top,
+        layout=layout,
         out=out,
     )
     from meshwise.pages import tables

@@ -120,64 +120,50 @@ def _bars(plan: Plan | None, results: Sequence[StepResult], quantity: Quantity) 
 
 def pipeline(plan: Plan | None) -> svg.Figure | None:
     """Who works when, a row for each pipeline rank; so many microbatches as show the rhythm."""
-    if plan is None or plan.layout.pp == 1:
+    if plan is None or not plan.prediction.stage_times:
         return None
-    layout, work = plan.layout, _work(plan)
+    layout, times = plan.layout, plan.prediction.stage_times
     count = min(layout.num_microbatches, 4 * layout.pp)
     table = schedule.table(layout.schedule, layout.pp, layout.stages_per_rank, count)
-    layers = [len(stage) for stage in layout.stage_layers(plan.model.layers)]
-    share = [mine * layout.pp / plan.model.layers for mine in layers]  # of a rank's work
+    names = {"F": "forward", "B": "backward", "I": "backward", "W": "backward of weights"}
 
-    def pieces(action: schedule.Action) -> dict[str, float]:
-        return {name: share[action.stage] * time_s for name, time_s in work[action.kind].items()}
+    def seconds(action: schedule.Action) -> float:
+        of_stage = times[action.stage]
+        whole_s = of_stage.backward_s + of_stage.weights_s
+        of_kind = {"F": of_stage.forward_s, "B": whole_s, "I": of_stage.backward_s}
+        return of_kind.get(action.kind, of_stage.weights_s)
 
-    spans = schedule.simulate(table, lambda action: sum(pieces(action).values()))
+    spans = schedule.simulate(table, seconds)
     end_s = schedule.end_time(spans)
 
     def paint(axes: "Axes") -> None:
-        names = list(dict.fromkeys(name for kind in work.values() for name in kind))
-        drawn: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+        shown = list(dict.fromkeys(names[action.kind] for row in table for action in row))
+        labelled = set[str]()
         for rank, row in enumerate(spans):
             axes.broken_barh([(0, end_s)], (rank - 0.4, 0.8), color=svg.GRID)
-            for action, start_s, _ in row:
-                for name, time_s in pieces(action).items():
-                    key = name, rank, action.stage // layout.pp
-                    drawn.setdefault(key, []).append((start_s, time_s))
-                    start_s += time_s
-        for (name, rank, turn), bars in drawn.items():
-            axes.broken_barh(
-                bars, (rank - 0.4, 0.8), facecolor=svg.colour(names.index(name)),
-                alpha=1 - 0.5 * turn / layout.stages_per_rank, edgecolor=svg.GRID, linewidth=0.4,
-                label=name if (rank, turn) == (0, 0) else None,
-            )  # fmt: skip
+            for action, start_s, action_end_s in row:
+                name = names[action.kind]
+                axes.broken_barh(
+                    [(start_s, action_end_s - start_s)], (rank - 0.4, 0.8),
+                    facecolor=svg.colour(shown.index(name)), edgecolor=svg.GRID, linewidth=0.4,
+                    alpha=1 - 0.5 * (action.stage // layout.pp) / layout.stages_per_rank,
+                    label=None if name in labelled else name,
+                )  # fmt: skip
+                labelled.add(name)
         axes.set_yticks(range(layout.pp), [f"pp {rank}" for rank in range(layout.pp)])
-        axes.set(xlim=(0, end_s), xticks=[], xlabel="time")
+        axes.set(xlim=(0, end_s), xlabel="seconds")
         axes.invert_yaxis()
         axes.grid(visible=False)
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=len(names))
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.35), ncols=len(shown))
 
     return svg.draw(
-        f"{layout.name}: who works when, {count} of {layout.num_microbatches} microbatches, by the "
-        "mean times of the slowest rank, transfers left out. Paler: a rank's later stages. Empty: "
-        "the bubble.",
+        f"{layout.name}: who works when, {count} of {layout.num_microbatches} microbatches, each "
+        "stage at its predicted times, transfers and reductions left out. Paler: a rank's later "
+        "stages. Empty: the bubble.",
         paint,
         width=8.8,
-        height=0.9 + 0.3 * layout.pp,
+        height=1.2 + 0.3 * layout.pp,
     )
-
-
-def _work(plan: Plan) -> dict[str, dict[str, float]]:
-    """Seconds of an action by what it does, as a rank's mean over microbatches."""
-    phases = dict.fromkeys(("forward", "recompute", "backward"), 0.0)
-    for part in plan.prediction.time_parts:
-        phase = part.name.split()[0]
-        if phase in phases:
-            phases[phase] += part.value / plan.layout.num_microbatches
-    forward = {"forward": phases.pop("forward")}
-    backward = {name: time_s for name, time_s in phases.items() if time_s}
-    half = backward["backward"] / 2
-    weights = {"backward, weights": half}
-    return {"F": forward, "B": backward, "I": backward | {"backward": half}, "W": weights}
 
 
 def collectives(costs: Costs) -> list[svg.Figure]:

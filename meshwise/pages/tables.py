@@ -161,7 +161,13 @@ def plan(chosen: Plan) -> list[Table]:
     best = Candidate(layout=chosen.layout, prediction=chosen.prediction)
     legend = (LAYOUT_LEGEND, MFU_LEGEND)
     ranked = _ranked(_headline(chosen), (best, *chosen.runners_up), legend)
-    return [ranked, *warnings(chosen.prediction.notes), _removed(chosen), parts(chosen)]
+    return [
+        ranked,
+        *warnings(chosen.prediction.notes),
+        *([_removed(chosen)] if chosen.removed else []),
+        parts(chosen),
+        *stages(chosen),
+    ]
 
 
 def warnings(notes: Sequence[str]) -> list[Table]:
@@ -230,6 +236,37 @@ def _why(constraint: str) -> str:
     """Layouts dropped as duplicates broke no constraint: the row says so first."""
     duplicate = constraint.startswith("zero 1 is zero 2")
     return f"same program as another layout: {constraint}" if duplicate else constraint
+
+
+def stages(chosen: Plan) -> list[Table]:
+    """What each stage of a pipeline holds, and how long a microbatch takes there."""
+    times = chosen.prediction.stage_times
+    if not times:
+        return []
+    busy = [0.0] * chosen.layout.pp
+    for stage, of_stage in zip(chosen.stages, times, strict=True):
+        busy[stage.pipeline_rank] += of_stage.forward_s + of_stage.backward_s + of_stage.weights_s
+    rows = tuple(
+        (
+            str(number),
+            f"pp {stage.pipeline_rank}",
+            f"{stage.first_layer} to {stage.last_layer - 1}"
+            + (" + embedding" if number == 0 else "")
+            + (" + head" if number == len(times) - 1 else ""),
+            f"dp{stage.dp} tp{stage.tp}",
+            format_seconds(of_stage.forward_s),
+            format_seconds(of_stage.backward_s + of_stage.weights_s),
+            percent(busy[stage.pipeline_rank] / max(busy)),
+        )
+        for number, (stage, of_stage) in enumerate(zip(chosen.stages, times, strict=True))
+    )
+    columns = ("stage", "rank", "layers", "mesh", "forward", "backward", "of the busiest rank")
+    legend = (
+        "Forward and backward of one microbatch; last column: a rank's work on a microbatch, all "
+        "its stages, against the rank that has most. What is short of 100 % waits: uneven stages "
+        "rather than the schedule.",
+    )
+    return [Table(f"Stages of {chosen.layout.name}", columns, rows, legend, left=4)]
 
 
 def parts(chosen: Plan) -> Table:

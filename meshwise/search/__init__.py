@@ -1,7 +1,7 @@
 """Find the best layout: enumerate the legal ones, price each, rank by predicted step time."""
 
 from meshwise.search.explain import explain
-from meshwise.search.find import find
+from meshwise.search.find import find, given
 from meshwise.search.predict import predict
 
-__all__ = ["explain", "find", "predict"]
+__all__ = ["explain", "find", "given", "predict"]

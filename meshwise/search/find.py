@@ -28,6 +28,7 @@ from meshwise.spec import (
     Workload,
     stages_of,
 )
+from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
 
 STRATEGY = {
@@ -85,8 +86,27 @@ def find(
     )
 
 
+def given(model: Model, workload: Workload, costs: Costs, layout: Layout) -> Plan:
+    """The plan of one layout, whatever else there is; it may be uneven, and need not fit."""
+    return Plan(
+        model=model,
+        workload=workload,
+        cluster=costs.cluster,
+        dtype=costs.dtype,
+        lowering=costs.lowering,
+        layout=layout,
+        stages=stages_of(layout, model.layers, STRATEGY),
+        prediction=predict(model, workload, layout, Prices(costs)),
+        num_considered=1,
+        runs=costs.runs,
+    )
+
+
 def _ladder(layout: Layout, model: Model) -> tuple[Layout, ...]:
-    """``layout`` with more and more recomputed, the fastest first."""
+    """``layout`` with more and more recomputed, the fastest first. Not with a split backward: for
+    the weights torch then computes a layer again once for each of them."""
+    if layout.schedule in SPLIT:
+        return (layout,)
     replace = msgspec.structs.replace
     half = model.layers // layout.num_stages // 2
     return (

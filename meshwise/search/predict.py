@@ -20,7 +20,7 @@ from meshwise.models import step_flops
 from meshwise.prices import Prices
 from meshwise.search.pipeline import BUBBLE, Timetable, peak_memory, step_time, timetable
 from meshwise.search.simulate import WAITING, Amounts, Charge, Peak
-from meshwise.search.stage import kinds_of, stage_cost, views
+from meshwise.search.stage import StageCost, kinds_of, stage_cost, views
 from meshwise.spec import (
     DTYPE_BYTES,
     Cluster,
@@ -30,6 +30,7 @@ from meshwise.spec import (
     Model,
     Part,
     Prediction,
+    StageTimes,
     Workload,
 )
 from meshwise.spec.layout import rank_of
@@ -70,7 +71,20 @@ def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) ->
         tokens_per_s=workload.tokens / step.time_s,
         flops_per_device_per_s=rate,
         mfu=rate / peak_flops if peak_flops else None,
+        stage_times=tuple(map(_of_microbatch, stages)) if layout.pp > 1 else (),
         notes=(*_shared_cores(costs, layout), *notes, *_not_on_rank_0(rank)),
+    )
+
+
+def _of_microbatch(stage: StageCost) -> StageTimes:
+    """A microbatch in the middle, or the last if there is none."""
+    seconds = {
+        kind: of_kind[min(1, len(of_kind) - 1)][0].time_s for kind, of_kind in stage.actions.items()
+    }
+    return StageTimes(
+        forward_s=seconds["F"],
+        backward_s=seconds["I"] if "I" in seconds else seconds["B"],
+        weights_s=seconds.get("W", 0.0),
     )
 
 

@@ -21,6 +21,7 @@ from meshwise.spec.plan import (
     Prediction,
     Removal,
     Stage,
+    StageTimes,
     stages_of,
 )
 from meshwise.spec.record import Record, digest
@@ -56,6 +57,7 @@ __all__ = [
     "Sample",
     "ScheduleName",
     "Stage",
+    "StageTimes",
     "Step",
     "Surface",
     "Tier",

@@ -22,12 +22,22 @@ class Part(Record, kw_only=True):
     high: float
 
 
+class StageTimes(Record, kw_only=True):
+    """Seconds of one microbatch in a stage. Where backward is split, ``backward_s`` is that of the
+    input and ``weights_s`` that of the weights; else the whole and 0."""
+
+    forward_s: NonNegativeFloat
+    backward_s: NonNegativeFloat
+    weights_s: NonNegativeFloat
+
+
 class Prediction(Record, kw_only=True):
     """What a layout should cost. Intervals carry the held-out error of the prices used.
 
     ``mfu`` counts FLOPs as torchtitan does (6 per parameter and token without the embedding
     lookup, plus 12*layers*hidden*seq per token, attention not halved) against the datasheet
-    peak; None when the device has no known peak.
+    peak; None when the device has no known peak. ``time_parts`` are of the rank that ends last,
+    ``stage_times`` of every stage of a pipeline.
     """
 
     step_time_s: PositiveFloat
@@ -41,6 +51,7 @@ class Prediction(Record, kw_only=True):
     tokens_per_s: NonNegativeFloat
     flops_per_device_per_s: NonNegativeFloat
     mfu: NonNegativeFloat | None = None
+    stage_times: tuple[StageTimes, ...] = ()
     notes: tuple[str, ...] = ()  # prices that were extrapolated or stood in for another
 
 
@@ -137,10 +148,14 @@ class Plan(Record, kw_only=True):
                 f"{layout.schedule} splits each backward in two, and compiled code has it in one "
                 "piece; use eager, or another schedule",
             )
-        sharding = [stage.sharding for stage in self.stages]
         due = stages_of(layout, self.model.layers, {})
-        if len(due) != len(sharding) or any(
-            msgspec.structs.replace(stage, sharding=of) != found
-            for stage, of, found in zip(due, sharding, self.stages, strict=True)
-        ):
-            self.fail("stages", "must be those of layout; write the plan anew")
+        found = [msgspec.structs.replace(stage, sharding={}) for stage in self.stages]
+        if found != list(due):
+            pairs = zip(due, found, strict=False)
+            number = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(due), len(found))
+            )
+            raise ValueError(
+                f"Plan.stages: stage {number} of {len(due)} is not what layout {layout.name} makes "
+                "of it; meshwise plan --layout writes the plan of a layout"
+            )

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from meshwise import store
-from meshwise.spec import Costs, Model, Plan, Workload
+from meshwise.spec import Costs, Layout, Model, Plan, Workload
 from meshwise.verbs import files
 
 log = logging.getLogger("meshwise")
@@ -20,13 +20,15 @@ def plan(
     global_batch_size: int | None = None,
     seq_len: int | None = None,
     top: int = 10,
+    layout: Layout | Path | str | None = None,
     out: Path | str = "plan.json",
 ) -> Plan:
     """Search the legal layouts of ``model`` on ``gpus`` devices for the ``top`` fastest that fit,
     and the fastest pipeline to compare them with if none of them is one.
 
     ``model``: a name of the catalogue or a record, by default the one that fills the cluster.
-    ``gpus``: all devices of the cluster by default (CPU ranks count as devices).
+    ``gpus``: all devices of the cluster by default (CPU ranks count as devices). ``layout``: price
+    this one, a record or a JSON file of one, instead of searching; a pipeline may be uneven.
     """
     from meshwise import search
     from meshwise.models import catalogue
@@ -38,13 +40,14 @@ def plan(
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
-    found = search.find(
-        chosen,
-        _workload(prices, chosen, global_batch_size, seq_len),
-        prices,
-        num_devices=prices.cluster.num_devices if gpus is None else gpus,
-        top=top,
-    )
+    workload = _workload(prices, chosen, global_batch_size, seq_len)
+    if layout is not None:
+        if not isinstance(layout, Layout):
+            layout = store.read(layout, Layout)
+        found = search.given(chosen, workload, prices, layout)
+    else:
+        num_devices = prices.cluster.num_devices if gpus is None else gpus
+        found = search.find(chosen, workload, prices, num_devices=num_devices, top=top)
     store.write(out, found)
     log.info("wrote %s", out)
     return found
