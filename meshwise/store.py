@@ -74,11 +74,14 @@ def _upgraded(data: Any) -> Any:
         return data | {"plan": _upgraded(data["plan"])}
     if data.get("schema_version") != 1 or data.get("schedule") != "none":
         return data
-    axes = {name: data["layout"][name] for name in ("dp", "tp")}
-    stages = [
-        stage | axes | {"pipeline_rank": 0, "recompute": ["none"] * stage["last_layer"]}
-        for stage in data["stages"]
-    ]
+    try:
+        axes = {name: data["layout"][name] for name in ("dp", "tp")}
+        kept = ["none"] * len(range(min(data["model"]["layers"], 10_000)))
+        stages = [
+            stage | axes | {"pipeline_rank": 0, "recompute": kept} for stage in data["stages"]
+        ]
+    except (KeyError, TypeError):
+        return data  # damaged: refused as a version that is not read
     rest = {name: value for name, value in data.items() if name != "schedule"}
     return rest | {"schema_version": 2, "stages": stages}
 

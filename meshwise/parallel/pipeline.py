@@ -155,6 +155,12 @@ def run(
     return step.total
 
 
+def _needed(action: Action) -> tuple[bool, int, int]:
+    """Activation or gradient, and whose. dualpipev splits some backwards and others not, so the
+    stage before may ask for by I what came of a B."""
+    return action.kind == "F", action.stage, action.microbatch
+
+
 class _Step:
     """One step under way: its graphs, and its messages."""
 
@@ -168,7 +174,7 @@ class _Step:
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor | GradientEdge]] = {}
         self.postponed: dict[tuple[int, int], Callable[[], None]] = {}
         self.received: dict[Action, p2p.Receiving] = {}
-        self.handed: dict[Action, Tensor] = {}  # between stages of this rank
+        self.handed: dict[tuple[bool, int, int], Tensor] = {}  # between stages of this rank
         self.sending: list[p2p.Sending] = []
 
     def expect(self, action: Action) -> None:
@@ -185,12 +191,12 @@ class _Step:
         """What ``expect`` asked for, or what another stage of this rank left; nobody else's."""
         if action in self.received:
             return self.received.pop(action).wait()
-        return self.handed.pop(action)
+        return self.handed.pop(_needed(action))
 
     def give(self, value: Tensor, action: Action, boundary: Boundary | None) -> None:
         """Pass a result, or a gradient, to the ``action`` that needs it."""
         if boundary is None:
-            self.handed[action] = value
+            self.handed[_needed(action)] = value
             return
         assert value.dtype == self.pipeline.dtype and value.shape == self.pipeline.activation
         route = boundary.forward if action.kind == "F" else boundary.backward

@@ -3,5 +3,6 @@
 from meshwise.search.explain import explain
 from meshwise.search.find import find, given
 from meshwise.search.predict import predict
+from meshwise.search.space import check
 
-__all__ = ["explain", "find", "given", "predict"]
+__all__ = ["check", "explain", "find", "given", "predict"]

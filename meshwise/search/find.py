@@ -16,7 +16,7 @@ from meshwise.prices import MEASURE, Prices, curve_key
 from meshwise.search import bound
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.simulate import Peak
-from meshwise.search.space import legal_layouts
+from meshwise.search.space import check, legal_layouts
 from meshwise.spec import (
     Candidate,
     Costs,
@@ -58,6 +58,9 @@ def find(
     passed_over[f"memory: more than {format_bytes(limit)} a device"] = len(too_large)
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
     nearest = _nearest(model, workload, prices, too_large, limit)
+    if not ranked and nearest is None:
+        reasons = "; ".join(f"{r.constraint} ({r.count})" for r in removed)
+        raise ValueError(f"no layout of {num_devices} devices can be priced: {reasons}")
     if not ranked:
         assert nearest is not None
         raise ValueError(
@@ -88,6 +91,7 @@ def find(
 
 def given(model: Model, workload: Workload, costs: Costs, layout: Layout) -> Plan:
     """The plan of one layout, whatever else there is; it may be uneven, and need not fit."""
+    check(model, workload, layout)
     return Plan(
         model=model,
         workload=workload,

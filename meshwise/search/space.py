@@ -51,6 +51,20 @@ def legal_layouts(
     return layouts, [Removal(constraint=name, count=n) for name, n in sorted(removed.items())]
 
 
+def check(model: Model, workload: Workload, layout: Layout) -> None:
+    """Refuse, with the reason, a layout that cannot run; it may be uneven, and so may vocab."""
+    reason = schedule.check(
+        layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
+    )
+    layout.stage_layers(model.layers)
+    for pipeline_rank in range(layout.pp):
+        inside = layout.of_rank(pipeline_rank)
+        sizes = {"vocab": inside.tp, "heads": model.heads, "ffn": model.ffn}
+        reason = reason or check_divides(sizes, inside, workload.seq_len)
+    if reason is not None:
+        raise ValueError(f"Plan.layout {layout.name} cannot be: {reason}; plan anew")
+
+
 def _candidates(
     workload: Workload, cluster: Cluster, num_devices: int, removed: Reasons
 ) -> Iterator[Layout]:

@@ -143,8 +143,8 @@ class Layout(Record, kw_only=True):
 
     def devices_of(self, pipeline_rank: int) -> range:
         """The ranks of one pipeline rank."""
-        sizes = [self.of_rank(p).num_devices for p in range(self.pp)]
-        edges = list(accumulate(sizes, initial=0))
+        meshes = self.meshes or ((self.dp, self.tp),) * self.pp
+        edges = list(accumulate((dp * tp for dp, tp in meshes), initial=0))
         return range(edges[pipeline_rank], edges[pipeline_rank + 1])
 
     def pipeline_rank_of(self, rank: int) -> int:

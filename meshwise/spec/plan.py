@@ -148,6 +148,10 @@ class Plan(Record, kw_only=True):
                 f"{layout.schedule} splits each backward in two, and compiled code has it in one "
                 "piece; use eager, or another schedule",
             )
+        if len(self.prediction.stage_times) not in (0, len(self.stages)):
+            self.fail(
+                "prediction", f"stage_times must be one for each of {len(self.stages)} stages"
+            )
         due = stages_of(layout, self.model.layers, {})
         found = [msgspec.structs.replace(stage, sharding={}) for stage in self.stages]
         if found != list(due):

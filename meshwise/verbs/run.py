@@ -80,24 +80,14 @@ def run(
 
 def _check_exists(plan: Plan) -> None:
     """Refuse a layout that cannot be, before any process starts."""
-    from meshwise import schedule
-    from meshwise.models import check_divides
+    from meshwise import search
 
-    model, seq_len, layout = plan.model, plan.workload.seq_len, plan.layout
-    name = layout.schedule
-    reason = schedule.check(name, layout.pp, layout.stages_per_rank, layout.num_microbatches)
-    if reason is not None:
-        raise ValueError(f"Plan.layout {layout.name} cannot be: {reason}")
+    model, seq_len = plan.model, plan.workload.seq_len
     if seq_len > model.max_seq_len:
         raise ValueError(
             f"Workload.seq_len = {seq_len}: must be <= {model.max_seq_len}, the model's"
         )
-    for pipeline_rank in range(plan.layout.pp):
-        inside = plan.layout.of_rank(pipeline_rank)
-        sizes = {"vocab": inside.tp, "heads": model.heads, "ffn": model.ffn}  # vocab: may be uneven
-        reason = check_divides(sizes, inside, seq_len)
-        if reason is not None:
-            raise ValueError(f"Plan.layout {plan.layout.name} cannot be: {reason}; plan anew")
+    search.check(model, plan.workload, plan.layout)
     if plan.dtype not in ("fp32", "bf16"):
         raise ValueError(f"Plan.dtype = {plan.dtype!r}: training runs in fp32 or bf16")
 

@@ -102,9 +102,9 @@ def whole(tensor):
 
 
 @functools.cache
-def one_device():
+def one_device(layers):
     """Losses of three steps and parameters after the last."""
-    model = gpt.GPT(MODEL)
+    model = gpt.GPT(msgspec.structs.replace(MODEL, layers=layers))
     model.init_weights(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
@@ -144,18 +144,17 @@ def shape_of(layout):
 
 def errors(ranks, plan, layouts, dtype="fp32"):
     """[error of losses, of parameters] of each layout, as this rank sees them."""
-    losses, parameters = one_device()
+    plan = msgspec.json.decode(plan, type=Plan)
+    layers = plan.model.layers
+    losses, parameters = one_device(layers)
     found = []
     for layout in msgspec.json.decode(layouts, type=list[Layout]):
-        plan_ = msgspec.structs.replace(
-            msgspec.json.decode(plan, type=Plan),
-            layout=layout,
-            stages=stages_of(layout, MODEL.layers, {}),
-        )
+        stages = stages_of(layout, layers, {})
+        plan = msgspec.structs.replace(plan, layout=layout, stages=stages)
         place = place_of(shape_of(layout))
         place = place._replace(layout=layout.of_rank(place.pipeline_rank))
         training = step.prepare(
-            plan_, place, tokens(step.rows(layout, ranks.rank)), ranks.device,
+            plan, place, tokens(step.rows(layout, ranks.rank)), ranks.device,
             dtype=dtype, seed=0, max_grad_norm=CLIP,
         )  # fmt: skip
         mine = [float(step.run(training, index)) for index in range(STEPS)]
@@ -187,8 +186,9 @@ def distance(training, expected):
     [ALONE, RECOMPUTED, FLAT, DEEP, DATA, TENSOR, UNEVEN, HYBRID, ALL_AXES],
     ids=["alone", "recomputed", "flat", "deep", "data", "tensor", "uneven", "hybrid", "all-axes"],
 )
-def test_equal_to_one_device(gloo_ranks, plan_of, layouts):
-    plan = msgspec.json.encode(plan_of(MODEL, WORKLOAD, Layout(dp=8))).decode()
+def test_equal_to_one_device(gloo_ranks, plan_of, layouts, layers=MODEL.layers):
+    model = msgspec.structs.replace(MODEL, layers=layers)
+    plan = msgspec.json.encode(plan_of(model, WORKLOAD, Layout(dp=8))).decode()
     for size in sorted({layout.num_devices for layout in layouts}):
         of_size = [layout for layout in layouts if layout.num_devices == size]
         encoded = msgspec.json.encode(of_size).decode()
@@ -198,3 +198,21 @@ def test_equal_to_one_device(gloo_ranks, plan_of, layouts):
                 assert loss <= 1e-5, (layout.name, rank)
                 assert parameters <= 1e-4, (layout.name, rank)
         gloo_ranks.end(size)  # and the threads of all their groups
+
+
+def test_dualpipev_on_an_odd_number_of_ranks(gloo_ranks, plan_of):
+    """The rank at the turn does B on one of its stages and I and W on the other."""
+    layout = piped("dualpipev", pp=3)
+    test_equal_to_one_device(gloo_ranks, plan_of, [layout], layers=6)
+
+
+def test_bf16_stays_near_fp32(gloo_ranks, plan_of):
+    """Weights' gradients of a split backward are added up in fp32 too."""
+    layouts = [piped(schedule, dp=2, zero=2) for schedule in ("1f1b", "zbv")]
+    arguments = {
+        "plan": msgspec.json.encode(plan_of(MODEL, WORKLOAD, Layout(dp=8), "bf16")).decode(),
+        "layouts": msgspec.json.encode(layouts).decode(),
+    }
+    for loss, _ in gloo_ranks(4, errors, **arguments, dtype="bf16")[0]:
+        assert 0 < loss <= 2e-3
+    gloo_ranks.end(4)
