@@ -32,6 +32,7 @@ from meshwise.spec import (
     Layout,
     Model,
     Plan,
+    Prediction,
     Record,
     Sample,
     Surface,
@@ -71,6 +72,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Cluster: lambda f: {
         "tiers": (Tier(name="all", num_devices=f["num_hosts"] * f["num_devices_per_host"]),)
     },
+    Prediction: lambda f: {"stage_times": ()},  # one for each stage, and others draw those
     Plan: lambda f: {
         "layout": Layout(dp=2, zero=3, microbatch_size=4, num_microbatches=3),
         "workload": Workload(global_batch_size=24, seq_len=128),
