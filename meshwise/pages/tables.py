@@ -156,11 +156,24 @@ def _held_out(error: HeldOut) -> tuple[str, str]:
     return percent(error.median), percent(error.p90)
 
 
+def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Why a pipeline stands behind layouts that are none: how long it waits."""
+    *others, last = candidates
+    if last.layout.pp == 1 or not others or any(c.layout.pp > 1 for c in others):
+        return ()
+    bubble_s = sum(p.value for p in last.prediction.time_parts if p.name == "pipeline bubble")
+    share = percent(bubble_s / last.prediction.step_time_s)
+    return (
+        f"Last row: the fastest pipeline, to compare with; the rank that ends last waits {share} of it.",
+    )
+
+
 def plan(chosen: Plan) -> list[Table]:
     """The best layouts, what the constraints removed, the nearest that does not fit."""
     best = Candidate(layout=chosen.layout, prediction=chosen.prediction)
-    legend = (LAYOUT_LEGEND, MFU_LEGEND)
-    ranked = _ranked(_headline(chosen), (best, *chosen.runners_up), legend)
+    candidates = (best, *chosen.runners_up)
+    legend = (*_last_row(candidates), LAYOUT_LEGEND, MFU_LEGEND)
+    ranked = _ranked(_headline(chosen), candidates, legend)
     return [
         ranked,
         *warnings(chosen.prediction.notes),
