@@ -163,9 +163,8 @@ def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
         return ()
     bubble_s = sum(p.value for p in last.prediction.time_parts if p.name == "pipeline bubble")
     share = percent(bubble_s / last.prediction.step_time_s)
-    return (
-        f"Last row: the fastest pipeline, to compare with; the rank that ends last waits {share} of it.",
-    )
+    waits = f"the rank that ends last waits {share} of it"
+    return (f"Last row: the fastest pipeline, to compare with; {waits}.",)
 
 
 def plan(chosen: Plan) -> list[Table]:
