@@ -4,6 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)  # a loaded one is slow, not wrong
+settings.load_profile("any machine")
 
 GOLDEN = Path(__file__).parent / "golden"
 
