@@ -44,6 +44,10 @@ class Boundary:
     backward: p2p.Route  # of their gradients
     scale: float  # of a gradient that has crossed
 
+    def route(self, action: Action) -> p2p.Route:
+        """Of what the action needs: a forward an activation, a backward a gradient."""
+        return self.forward if action.kind == "F" else self.backward
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -81,9 +85,8 @@ def build(
     shape = (layout.microbatch_rows, workload.seq_len, model.hidden)
     mine = stages_of(layout.schedule, place.pipeline_rank, layout.pp, layout.stages_per_rank)
     layers = layout.stage_layers(model.layers)
-
     modules = {number: make(layers[number]) for number in mine}
-    # Connected in one order on all ranks, the tie last: see p2p.connect.
+    # Connected in one order on all ranks, the tie last: see p2p.connected.
     boundaries = {
         stage: _boundary(layout, stage, shape, link, device)
         for stage, link in sorted(place.links.items())
@@ -183,8 +186,7 @@ class _Step:
         boundary = stage.before if action.kind == "F" else stage.after
         if boundary is None or action.kind == "W" or action in self.received:
             return
-        route = boundary.forward if action.kind == "F" else boundary.backward
-        built = self.pipeline
+        built, route = self.pipeline, boundary.route(action)
         self.received[action] = p2p.receive(route, built.activation, built.dtype, built.device)
 
     def take(self, action: Action) -> Tensor:
@@ -199,9 +201,8 @@ class _Step:
             self.handed[_needed(action)] = value
             return
         assert value.dtype == self.pipeline.dtype and value.shape == self.pipeline.activation
-        route = boundary.forward if action.kind == "F" else boundary.backward
         self.sending = [sending for sending in self.sending if not sending.is_done()]
-        self.sending.append(p2p.send(route, value))
+        self.sending.append(p2p.send(boundary.route(action), value))
 
     def work(self, action: Action) -> None:
         stage, key = self.pipeline.stages[action.stage], (action.stage, action.microbatch)

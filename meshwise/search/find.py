@@ -49,8 +49,7 @@ def find(
         )
     layouts, removed = legal_layouts(model, workload, costs, num_devices)
     if not layouts:
-        reasons = "; ".join(f"{r.constraint} ({r.count})" for r in removed)
-        raise ValueError(f"no layout of {num_devices} devices is legal: {reasons}")
+        raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
     prices = Prices(costs)
     limit = cluster.device.memory_bytes - cluster.reserved_bytes
     ladders = [_ladder(layout, model) for layout in layouts]
@@ -59,8 +58,7 @@ def find(
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
     nearest = _nearest(model, workload, prices, too_large, limit)
     if not ranked and nearest is None:
-        reasons = "; ".join(f"{r.constraint} ({r.count})" for r in removed)
-        raise ValueError(f"no layout of {num_devices} devices can be priced: {reasons}")
+        raise ValueError(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
         assert nearest is not None
         raise ValueError(
@@ -72,35 +70,36 @@ def find(
     if not any(candidate.layout.pp > 1 for candidate in ranked[:top]):
         pipelines = [ladder for ladder in ladders if ladder[0].pp > 1]
         others += _best_first(model, workload, prices, pipelines, limit, 1)[0][:1]
-    return Plan(
-        model=model,
-        workload=workload,
-        cluster=cluster,
-        dtype=costs.dtype,
-        lowering=costs.lowering,
-        layout=best.layout,
-        stages=stages_of(best.layout, model.layers, STRATEGY),
-        prediction=best.prediction,
+    return msgspec.structs.replace(
+        _plan(model, workload, costs, best),
         runners_up=tuple(others),
         removed=tuple(removed),
         nearest_infeasible=nearest,
         num_considered=num_considered,
-        runs=costs.runs,
     )
+
+
+def _reasons(removed: Sequence[Removal]) -> str:
+    return "; ".join(f"{removal.constraint} ({removal.count})" for removal in removed)
 
 
 def given(model: Model, workload: Workload, costs: Costs, layout: Layout) -> Plan:
     """The plan of one layout, whatever else there is; it may be uneven, and need not fit."""
     check(model, workload, layout)
+    prediction = predict(model, workload, layout, Prices(costs))
+    return _plan(model, workload, costs, Candidate(layout=layout, prediction=prediction))
+
+
+def _plan(model: Model, workload: Workload, costs: Costs, chosen: Candidate) -> Plan:
     return Plan(
         model=model,
         workload=workload,
         cluster=costs.cluster,
         dtype=costs.dtype,
         lowering=costs.lowering,
-        layout=layout,
-        stages=stages_of(layout, model.layers, STRATEGY),
-        prediction=predict(model, workload, layout, Prices(costs)),
+        layout=chosen.layout,
+        stages=stages_of(chosen.layout, model.layers, STRATEGY),
+        prediction=chosen.prediction,
         num_considered=1,
         runs=costs.runs,
     )
