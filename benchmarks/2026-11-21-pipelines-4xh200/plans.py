@@ -2,7 +2,7 @@
 
     python plans.py COSTS OUT
 
-A plan holds its layout and what ``meshwise.search.predict`` says of it; ``meshwise run`` takes it.
+A plan holds its layout and what ``meshwise.search.given`` says of it; ``meshwise run`` takes it.
 """
 
 import sys
@@ -10,10 +10,8 @@ from pathlib import Path
 
 from meshwise import store
 from meshwise.models import catalogue
-from meshwise.prices import Prices
-from meshwise.search.find import STRATEGY
-from meshwise.search.predict import predict
-from meshwise.spec import Costs, Layout, Plan, Workload, stages_of
+from meshwise.search import given
+from meshwise.spec import Costs, Layout, Workload
 
 MODEL, WORKLOAD = catalogue.get("gpt-2.6b"), Workload(global_batch_size=32, seq_len=1024)
 TWO = {"schedule": "1f1b", "pp": 2, "dp": 2, "zero": 1, "microbatch_size": 4, "num_microbatches": 4}
@@ -32,17 +30,6 @@ LAYOUTS = {
 costs, out = store.read(Path(sys.argv[1]), Costs), Path(sys.argv[2])
 out.mkdir(exist_ok=True)
 for name, layout in LAYOUTS.items():
-    found = predict(MODEL, WORKLOAD, layout, Prices(costs))
-    plan = Plan(
-        model=MODEL,
-        workload=WORKLOAD,
-        cluster=costs.cluster,
-        dtype=costs.dtype,
-        lowering=costs.lowering,
-        layout=layout,
-        stages=stages_of(layout, MODEL.layers, STRATEGY),
-        prediction=found,
-        runs=costs.runs,
-    )
+    plan = given(MODEL, WORKLOAD, costs, layout)
     store.write(out / f"{name}.json", plan)
-    print(f"{name:9} {layout.name:50} {1e3 * found.step_time_s:.1f} ms")
+    print(f"{name:9} {layout.name:50} {1e3 * plan.prediction.step_time_s:.1f} ms")
