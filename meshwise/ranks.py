@@ -144,9 +144,16 @@ class Ranks:
         return [msgspec.json.decode(part.numpy().tobytes()) for part in parts]
 
     def synchronize(
-        self, what: str = "work on the device", event: torch.cuda.Event | None = None
+        self,
+        what: str = "work on the device",
+        event: torch.cuda.Event | None = None,
+        *,
+        poll_s: float = 5e-5,
     ) -> None:
-        """Wait for the device, or for an event; name the missing before NCCL's watchdog ends us."""
+        """Wait for the device, or for an event; name the missing before NCCL's watchdog ends us.
+
+        Looks every ``poll_s``; 0 looks without a pause, which costs a core and no time.
+        """
         if self.device.type != "cuda":
             return
         if event is None:
@@ -158,7 +165,7 @@ class Ranks:
                 if _asked(self._unheard) != []:
                     raise TimeoutError(self._absence(what, self.timeout_s))
                 limit += self.timeout_s  # all ranks wait like this one: the work is long
-            time.sleep(5e-5)
+            time.sleep(poll_s)
 
     def explain(self, error: Exception) -> Exception:
         """The error itself or, when a collective failed, one that names who does not answer."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from meshwise.spec import Cluster, Plan, RunInfo, Sample
+from meshwise.spec import Cluster, Plan, RunInfo, Sample, digest
 
 T = TypeVar("T")
 
@@ -197,16 +197,19 @@ def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
     lines = _lines(path)
     for number, line in enumerate(lines, 1):
         try:
-            sample = convert(json.loads(line), Sample, f"{path}:{number}")
+            entry = json.loads(line)
+            sample = convert(entry, Sample, f"{path}:{number}")
         except ValueError as error:
             warnings.append(f"{path}:{number} is truncated or damaged and was skipped ({error})")
             continue
-        if sample.case_id != sample.case.id:
+        case_id = sample.case.id
+        # older lines name the case with all the fields that it had then
+        if sample.case_id not in (case_id, digest(entry["case"])):
             warnings.append(
                 f"{path}:{number} was skipped: case_id {sample.case_id} is not its case's"
             )
             continue
-        samples[sample.case_id] = sample
+        samples[case_id] = msgspec.structs.replace(sample, case_id=case_id)
     return info, list(samples.values()), warnings
 
 
@@ -219,7 +222,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def runs_of(runs: Path | str, verb: str | None = None) -> list[Path]:
-    """Run directories, oldest first."""
+    """Run directories, oldest first; of a verb, or of a kind of it (``measure-profile``)."""
     found = sorted(path.parent for path in Path(runs).glob("*/run.json"))
     return [path for path in found if verb is None or f"-{verb}-" in path.name]
 
@@ -228,5 +231,6 @@ def newest(runs: Path | str, verb: str) -> Path:
     """The latest run directory of a verb."""
     found = runs_of(runs, verb)
     if not found:
-        raise ValueError(f"no {verb} run under {runs}; run `meshwise {verb}` first")
+        spoken = verb.replace("-", " ")
+        raise ValueError(f"no {spoken} run under {runs}; run `meshwise {spoken}` first")
     return found[-1]

@@ -6,9 +6,11 @@ In: callables that do the same work on rotated buffers. Out: ``Timed``, every it
 host waits once per chunk; on a CPU ``perf_counter`` does.
 
 Regimes: ``warm`` repeats ``calls[0]`` on the same buffers; ``cold`` rotates through ``calls`` and
-before each overwrites a buffer larger than the cache; ``graph`` replays a CUDA graph of
-``calls[0]``. In the warm regime a kernel shorter than its launch takes as long as its launch,
-which is what eager code pays.
+before each overwrites a buffer larger than the cache; ``graph`` replays a CUDA graph of ``batch``
+calls of ``calls[0]`` and ``pipelined`` makes as many in a row, each then counting its share of the
+time; ``blocking`` waits on the host after each call, on the host's clock; ``sustained`` calls for
+seconds without a pause and times a tenth of a second at once, noting clocks and power. In the warm
+regime a kernel shorter than its launch takes as long as its launch, which is what eager code pays.
 
 After each chunk of iterations every rank's times are gathered on all, so that all ranks decide
 alike when to stop: when the 95 % interval of the median (``stats.median_interval``) is narrow
@@ -18,8 +20,11 @@ untimed iteration there brings the ranks into step.
 
 import functools
 import gc
+import itertools
+import math
 import re
 import time
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -28,13 +33,14 @@ import torch
 
 from meshwise import provenance
 from meshwise.ranks import Ranks
-from meshwise.spec import DeviceState
+from meshwise.spec import DeviceState, Regime
 from meshwise.stats import median_interval
 
 METHOD_VERSION = 1
 
 _CHUNK = 10
 _BUSY_S = 0.1  # a chunk this long hides the pause after it from the power cap's average
+REGIMES: tuple[Regime, ...] = typing.get_args(Regime)
 _CUDA_FLUSH_BYTES = 256 * 2**20
 _CPU_FLUSH_BYTES = 64 * 2**20  # twice the last-level cache of usual hosts
 
@@ -46,6 +52,7 @@ class Timed(NamedTuple):
     rank_times_s: tuple[tuple[float, ...], ...]
     before: tuple[DeviceState, ...]
     after: tuple[DeviceState, ...]
+    metrics: dict[str, float | tuple[float, ...]] = {}
 
 
 class Stop(NamedTuple):
@@ -54,6 +61,7 @@ class Stop(NamedTuple):
     max_iterations: int
     max_seconds: float
     relative_interval: float
+    min_iterations: int = 1
 
     def next_chunk(self, times_s: Sequence[float], elapsed_s: float, first: int = 2) -> int:
         """How many iterations to time next, ``first`` at the start; 0 when it is enough."""
@@ -65,7 +73,7 @@ class Stop(NamedTuple):
         least = min(2 if median > self.max_seconds else 5, self.max_iterations)
         if done < least:
             return least - done
-        narrow = high - low <= self.relative_interval * median
+        narrow = high - low <= self.relative_interval * median and done >= self.min_iterations
         if narrow or done >= self.max_iterations or elapsed_s >= self.max_seconds:
             return 0
         affordable = int((self.max_seconds - elapsed_s) / max(median, 1e-9))
@@ -83,22 +91,28 @@ def measure(
     relative_interval: float = 0.02,
     prepare: Callable[[], None] | None = None,
     settle_s: float = 0.0,
+    batch: int = 1,
+    min_iterations: int = 1,
 ) -> Timed:
     """Time ``calls``, with ``prepare`` untimed before each; every rank must call this together.
 
     ``distributed`` says that the calls communicate, so that ranks must start each together.
     ``settle_s`` of untimed calls come first: a device under its power cap slows down within half
-    a second, to the clocks at which a long job runs.
-    Raises ``torch.OutOfMemoryError`` on all ranks when one of them ran out of memory.
+    a second, to the clocks at which a long job runs. ``batch``: calls in a graph, or in a row.
+    ``min_iterations`` are timed however narrow the interval is before. A sustained measurement
+    lasts ``max_seconds``; its metrics are, over time, the lowest clock and the highest power of
+    the ranks. Raises ``torch.OutOfMemoryError`` on all ranks when one of them ran out of memory.
     """
-    if regime not in ("cold", "warm", "graph"):
-        raise ValueError(f"regime = {regime!r}: must be cold, warm or graph")
+    if regime not in REGIMES:
+        raise ValueError(f"regime = {regime!r}: must be one of {', '.join(REGIMES)}")
     if regime == "graph" and ranks.device.type != "cuda":
         raise ValueError("regime = 'graph': needs a CUDA device; use warm or cold")
     assert calls and max_iterations >= 1
-    stop = Stop(max_iterations, max_seconds, relative_interval)
+    if regime == "sustained":
+        return _sustained(calls[0], ranks, max_seconds)
+    stop = Stop(max_iterations, max_seconds, relative_interval, min_iterations)
     before = device_states(ranks)
-    chunk = _agree(ranks, lambda: _chunk(calls, ranks, regime, distributed, prepare))
+    chunk = _agree(ranks, lambda: _chunk(calls, ranks, regime, distributed, prepare, batch))
     ranks.arrive("warm-up")
     times_s: list[float] = []
     rank_times_s: list[list[float]] = [[] for _ in range(ranks.world_size)]
@@ -173,16 +187,22 @@ def _chunk(
     regime: str,
     distributed: bool,
     prepare: Callable[[], None] | None,
+    batch: int,
 ) -> Callable[[int], list[float]]:
     """A function that runs one untimed and ``size`` timed iterations; it has run one already."""
     on_cuda = ranks.device.type == "cuda"
+    together = batch if regime in ("graph", "pipelined") else 1
     if regime == "graph":
-        calls = [_capture(calls[0]).replay]
+        calls = [_capture(calls[0], batch).replay]
+    elif regime == "pipelined":
+        calls = [functools.partial(_repeat, calls[0], batch)]
+    elif regime == "blocking":
+        calls = [functools.partial(_wait_for, calls[0], ranks)]
     work = calls if regime == "cold" else calls[:1]
     flush = _cache_sized(ranks.device) if regime == "cold" else None
     # on a CPU the untimed part takes each rank its own time; on a GPU it only fills the queue
     meet = distributed and not on_cuda and (flush is not None or prepare is not None)
-    mark, elapsed_s = clock(ranks.device)
+    mark, elapsed_s = clock(torch.device("cpu") if regime == "blocking" else ranks.device)
 
     def run(size: int) -> list[float]:
         marks = []
@@ -197,7 +217,7 @@ def _chunk(
             work[i % len(work)]()
             marks.append((start, mark()))
         ranks.synchronize("a chunk of timed iterations")
-        return [elapsed_s(start, end) for start, end in marks[1:]]
+        return [elapsed_s(start, end) / together for start, end in marks[1:]]
 
     run(0)
     return functools.partial(_uncollected, run)
@@ -214,8 +234,57 @@ def _uncollected(run: Callable[[int], list[float]], size: int) -> list[float]:
             gc.enable()
 
 
-def _capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """One call as a CUDA graph, after eager runs on a side stream as capture requires."""
+def _repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def _wait_for(call: Callable[[], object], ranks: Ranks) -> None:
+    call()
+    ranks.synchronize("a call", poll_s=0.0)
+
+
+def _sustained(call: Callable[[], object], ranks: Ranks, seconds: float) -> Timed:
+    """Chunks of calls in a row without a pause; the mean time of a call in each chunk."""
+    mark, elapsed_s = clock(ranks.device)
+    before = device_states(ranks)
+    started = mark()
+    _agree(ranks, lambda: _repeat(call, 3))
+    marks = [mark()]
+    ranks.synchronize("warm-up")
+    once_s = max(ranks.gather(elapsed_s(started, marks[0]))) / 3
+    size = max(1, round(_BUSY_S / once_s))
+    states = []
+    for chunk in range(max(2, math.ceil(seconds / (size * once_s)))):
+        _repeat(call, size)
+        marks.append(mark())
+        states.append(provenance.device_state(ranks))  # while the device works
+        if chunk:
+            ranks.synchronize("sustained work", marks[-2])
+    ranks.synchronize("sustained work")
+    mine = [elapsed_s(a, b) / size for a, b in itertools.pairwise(marks)]
+    per_rank = ranks.gather(mine)
+    return Timed(
+        times_s=tuple(max(chunk) for chunk in zip(*per_rank, strict=True)),
+        rank_times_s=tuple(map(tuple, per_rank)),
+        before=before,
+        after=device_states(ranks),
+        metrics=_extremes(ranks.gather(states)),
+    )
+
+
+def _extremes(states: list[Any]) -> dict[str, float | tuple[float, ...]]:
+    """Over time the lowest clock and the highest power of all ranks, where they are known."""
+    found: dict[str, float | tuple[float, ...]] = {}
+    for name, choose in (("sm_clock_mhz", min), ("power_w", max)):
+        values = [[state[name] for state in chunk] for chunk in zip(*states, strict=True)]
+        if all(value is not None for chunk in values for value in chunk):
+            found[name] = tuple(float(choose(chunk)) for chunk in values)
+    return found
+
+
+def _capture(call: Callable[[], object], batch: int) -> torch.cuda.CUDAGraph:
+    """Calls as a CUDA graph, after eager runs on a side stream as capture requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -225,7 +294,7 @@ def _capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     # other threads (NCCL's watchdog) may call CUDA during capture
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
+        _repeat(call, batch)
     return graph
 
 

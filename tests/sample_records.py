@@ -4,7 +4,8 @@ measurement whose law is known, for verbs that need a whole one. No torch."""
 from meshwise import store
 from meshwise.models import block_ops
 from meshwise.models.catalogue import get
-from meshwise.probe import profile
+from meshwise.probe.cases import profile
+from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
     Block,
     Candidate,
@@ -284,9 +285,7 @@ def law_s(op) -> float:  # type: ignore[no-untyped-def]
 
 def synthetic_run(runs) -> str:  # type: ignore[no-untyped-def]
     """A complete profile of CPUS for gpt-30m, as ``measure`` would leave it."""
-    cases = profile.cases(
-        CPUS, models=(get("gpt-30m"),), world_size=2, dtype="fp32", lowering="eager"
-    )
+    cases = profile.cases(Scope(CPUS, 2, "fp32"), models=(get("gpt-30m"),))
     measured = RunInfo(
         run_id="20260101T000000-measure-profile-two-cpus",
         verb="measure",

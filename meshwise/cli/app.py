@@ -44,7 +44,8 @@ def _app() -> cyclopts.App:
         result_action="return_value",
     )
     for place, (verb, says) in enumerate(_VERBS.items()):
-        app.command(f"meshwise.cli.{verb}:{verb}", name=verb, help=says, sort_key=place)
+        function = "app" if verb == "measure" else verb  # it has commands of its own
+        app.command(f"meshwise.cli.{verb}:{function}", name=verb, help=says, sort_key=place)
     return app
 
 

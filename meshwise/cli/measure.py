@@ -1,68 +1,423 @@
-"""``meshwise measure``."""
+"""``meshwise measure``: one sub-command for each kind of measurement."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import cyclopts
 from cyclopts import Parameter
 
 import meshwise
-from meshwise.cli.options import ANY, MODELS, DryRun, Json, Runs, Size
+from meshwise.cli.options import ANY, DECODERS, MODELS, DryRun, Json, Runs, Size
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
-    from meshwise.spec import Case
+    from collections.abc import Sequence
 
-_HELP = (
-    f"Model whose operations are measured, of {', '.join(MODELS)}; may be repeated. By default one "
-    "that fills the cluster."
+    from meshwise.spec import Case, Derived
+
+app = cyclopts.App(
+    name="measure",
+    help="Time operations on every rank, into a new run directory. Starts its ranks, or joins "
+    "those of torchrun or srun. Without a command: profile.",
+    result_action="return_value",
+    default_parameter=Parameter(negative=()),
 )
-Models = Annotated[tuple[str, ...], Parameter(help=_HELP)]
+
+Models = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--model",
+        help=f"Whose operations: of {', '.join((*MODELS, *DECODERS))}, or of a Hugging Face "
+        "config.json or its folder; may be repeated.",
+    ),
+]
+Mode = Literal["warm", "blocking", "pipelined", "graph"]
+Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
-def measure(
-    what: Literal["profile"] = "profile",
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """How any kind is measured."""
+
+    cluster: str = "cluster.toml"
+    "The machine; detected first when cluster.toml does not exist."
+    dtype: Dtype | None = None
+    "By default bf16 on GPUs and fp32 on CPUs."
+    budget: str | None = None
+    "Time to spend, as 120s or 2m; the most useful cases come first. By default all cases."
+    timeout: str = "30s"
+    "How long ranks wait for each other before a case counts as hung."
+    resume: bool = False
+    "Continue the newest run of this kind and cluster without repeating finished cases."
+    master_addr: str | None = None
+    "With --master-port: where the ranks of several hosts meet, when no launcher says it."
+    master_port: int | None = None
+    "See --master-addr."
+
+    def options(self) -> dict[str, Any]:
+        """As ``meshwise.measure`` takes them."""
+        job.meet_at(self.master_addr, self.master_port)
+        names = ("cluster", "dtype", "budget", "timeout", "resume")
+        return {name: getattr(self, name) for name in names}
+
+
+USUAL = Sweep()
+
+
+@app.default
+def profile(
     *,
-    cluster: str = "cluster.toml",
     model: Models = (),
     lowering: Literal["eager", "compiled"] | None = None,
-    budget: str | None = None,
-    resume: bool = False,
+    quick: bool = False,
+    sweep: Sweep = USUAL,
     size: Size = ANY,
     runs: Runs = "runs",
     dry_run: DryRun = False,
     json: Json = False,
 ) -> int:
-    """Time operations on every rank, into a new run directory. Starts its ranks, or joins those
-    of torchrun or srun.
+    """What prices rest on, the most useful first.
 
     Parameters
     ----------
-    what
-        What to measure.
-    cluster
-        The machine; detected first when cluster.toml does not exist.
     lowering
         How a model's blocks are run; by default compiled on GPUs and eager on CPUs.
-    budget
-        Time to spend, as 120s or 2m; the most useful cases come first. By default all cases.
-    resume
-        Continue the newest run of this cluster without repeating finished cases.
+    quick
+        Spend 65 s of measuring, under 90 s in all.
     """
+    options = {"model": model, "quick": quick, **_given(lowering=lowering)}
+    return _measure("profile", options, sweep, size, runs, dry_run, json)
+
+
+app.command(profile, name="profile", sort_key=0)
+
+
+@app.command(sort_key=1)
+def gemm(
+    *,
+    model: Models = (),
+    model_config_path: str | None = None,
+    microbatch_size: tuple[int, ...] = (),
+    seq_len: int | None = None,
+    dtypes: tuple[Dtype, ...] = (),
+    mode: tuple[Literal["cold", "warm", "graph", "sustained"], ...] = (),
+    square: tuple[int, ...] = (),
+    skinny: bool = False,
+    tiny: bool = False,
+    search: bool = False,
+    sustain: str = "10s",
+    report_dir_path: str | None = None,
+    sweep: Sweep = USUAL,
+    size: Size = ANY,
+    runs: Runs = "runs",
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> int:
+    """Matrix products: of models, square, skinny, tiny, and the best shape there is.
+
+    Parameters
+    ----------
+    model_config_path
+        A file of models as Primus writes it (model_configs.json).
+    microbatch_size
+        Sequences at once; may be repeated. By default 1, or 1 to 8 with --model-config-path.
+    seq_len
+        Tokens of a sequence; by default the model's, at most 4096.
+    dtypes
+        Products in each of these instead of --dtype; may be repeated.
+    mode
+        How products are called; cold by default. sustained lasts --sustain.
+    square
+        Sides of square products.
+    skinny
+        Also products with few rows.
+    tiny
+        Also products that take microseconds.
+    search
+        Search the shape with the highest rate.
+    sustain
+        How long a sustained case lasts.
+    report_dir_path
+        Also write benchmark_gemm_<model>.csv and .json with Primus' columns into this folder.
+    """
+    if report_dir_path is not None and not (model or model_config_path):
+        raise ValueError(
+            f"report_dir_path = {report_dir_path!r}: its files are of models; give --model or "
+            "--model-config-path"
+        )
+    options = {"sustain": sustain, **_given(
+        model=model, configs=model_config_path, microbatch_sizes=microbatch_size, seq_len=seq_len,
+        dtypes=dtypes, regimes=mode, square=square, skinny=skinny, tiny=tiny, search=search,
+    )}  # fmt: skip
+    reports = _given(report_dir_path=report_dir_path)
+    return _measure("gemm", options, sweep, size, runs, dry_run, json, reports)
+
+
+@app.command(sort_key=2)
+def attention(
+    *,
+    model: Models = (),
+    shapes_json_path: str | None = None,
+    microbatch_size: tuple[int, ...] = (),
+    seq_len: tuple[int, ...] = (),
+    backend: tuple[str, ...] = (),
+    window: tuple[int, ...] = (),
+    full: bool = False,
+    exact_flops: bool = False,
+    report_csv_path: str | None = None,
+    sweep: Sweep = USUAL,
+    size: Size = ANY,
+    runs: Runs = "runs",
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> int:
+    """Attention by every back end there is, forward and backward.
+
+    Parameters
+    ----------
+    shapes_json_path
+        A file of shapes as Primus writes it (attention_shapes.json).
+    microbatch_size
+        Sequences at once; may be repeated. By default 1, or 1 to 8 with --shapes-json-path.
+    seq_len
+        Lengths; may be repeated.
+    backend
+        flash, cudnn, efficient, math, flex, varlen, fa3, fa4, or torch (what it picks); all by
+        default.
+    window
+        Keys that a query sees at most; may be repeated.
+    full
+        Not causal.
+    exact_flops
+        Count the pairs that the mask leaves, instead of half of all when causal.
+    report_csv_path
+        Also write a CSV with Primus' columns.
+    """
+    options = _given(
+        model=model, shapes=shapes_json_path, microbatch_sizes=microbatch_size, seq_lens=seq_len,
+        backends=backend, windows=window,
+    )  # fmt: skip
+    options |= {"causal": False} if full else {}
+    reports = _given(report_csv_path=report_csv_path, exact_flops=exact_flops)
+    return _measure("attention", options, sweep, size, runs, dry_run, json, reports)
+
+
+@app.command(sort_key=3)
+def collectives(
+    *kind: str,
+    sizes: str | None = None,
+    model: Models = (),
+    microbatch_size: tuple[int, ...] = (),
+    seq_len: int | None = None,
+    sizes_from: str | None = None,
+    splits: str | None = None,
+    tables: str | None = None,
+    groups: int = 1,
+    ranks: str | None = None,
+    pairs: bool = False,
+    mode: tuple[Mode, ...] = (),
+    backend: tuple[str, ...] = (),
+    place: Literal["out", "in", "both"] = "out",
+    as_measured: bool = False,
+    report_dir_path: str | None = None,
+    sweep: Sweep = USUAL,
+    size: Size = ANY,
+    runs: Runs = "runs",
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> int:
+    """Collectives and messages, over any group and size, checked.
+
+    Parameters
+    ----------
+    kind
+        all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter,
+        send_recv (a ring shift); by default the usual five.
+    sizes
+        As 8..8G:x2, 1M..4M:+1M or 64K,1M; nccl-tests' size.
+    microbatch_size
+        Of --model; may be repeated.
+    seq_len
+        Of --model; by default the model's, at most 4096.
+    sizes_from
+        A plan whose collectives are measured.
+    splits
+        An all_to_all_v: a JSON file of the bytes from each rank to each other, a list a rank.
+    tables
+        An all_to_all_v of embeddings: BATCH,T0-T1-...,DIM with the tables of each rank.
+    groups
+        So many groups of equal size at once.
+    ranks
+        One group of these ranks alone, as 0,2.
+    pairs
+        One message between every ordered pair of ranks, a pair at a time.
+    mode
+        warm (events around each call), blocking, pipelined or graph; graph on GPUs and warm on
+        CPUs by default. May be repeated.
+    backend
+        torch (what it picks) by default; gloo, nccl (called directly), one_shot, two_shot and
+        peer_copy (through symmetric memory). May be repeated.
+    place
+        In place or out of place, where a back end has both.
+    as_measured
+        Measure these sizes only, without more where a curve bends.
+    report_dir_path
+        Also write five CSVs with Primus' columns into this folder: allreduce_benchmark.csv, ...
+    """
+    if report_dir_path is not None and not model:  # Primus measures what its models exchange
+        model, microbatch_size = DECODERS, microbatch_size or tuple(range(1, 9))
+    options = _given(
+        kinds=kind, sizes=sizes, model=model, microbatch_sizes=microbatch_size, seq_len=seq_len,
+        plan=sizes_from, splits=splits, tables=tables, ranks=ranks, pairs=pairs, modes=mode,
+        backends=backend,
+    )  # fmt: skip
+    options |= {"groups": groups, "place": place, "follow": not as_measured}
+    reports = _given(report_dir_path=report_dir_path)
+    return _measure("collectives", options, sweep, size, runs, dry_run, json, reports)
+
+
+@app.command(sort_key=4)
+def fsdp(
+    *,
+    model: Models = (),
+    replicas: int = 1,
+    param_dtype: Dtype | None = None,
+    reduce_dtype: Dtype | None = None,
+    mode: tuple[Mode, ...] = (),
+    allgather_report_csv_path: str | None = None,
+    reducescatter_report_csv_path: str | None = None,
+    sweep: Sweep = USUAL,
+    size: Size = ANY,
+    runs: Runs = "runs",
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> int:
+    """The messages that FSDP2 sends for a model, unit by unit, and their nccl-tests commands.
+
+    Parameters
+    ----------
+    replicas
+        Groups among which the shards are repeated (HSDP).
+    param_dtype
+        Of gathered weights; --dtype unless given.
+    reduce_dtype
+        Of reduced gradients; --dtype unless given.
+    mode
+        How they are called; warm by default. May be repeated.
+    allgather_report_csv_path
+        Also write a CSV of all-gathers with Primus' columns.
+    reducescatter_report_csv_path
+        The same of reduce-scatters.
+    """
+    options = {"replicas": replicas, **_given(
+        model=model, param_dtype=param_dtype, reduce_dtype=reduce_dtype, modes=mode,
+    )}  # fmt: skip
+    reports = _given(
+        allgather_report_csv_path=allgather_report_csv_path,
+        reducescatter_report_csv_path=reducescatter_report_csv_path,
+    )
+    return _measure("fsdp", options, sweep, size, runs, dry_run, json, reports)
+
+
+@app.command(sort_key=5)
+def overlap(
+    *,
+    model: Models = (),
+    kind: tuple[str, ...] = (),
+    sizes: str | None = None,
+    sweep: Sweep = USUAL,
+    size: Size = ANY,
+    runs: Runs = "runs",
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> int:
+    """How much products and collectives slow each other down.
+
+    Parameters
+    ----------
+    kind
+        Collectives; may be repeated.
+    sizes
+        Of the messages, as 16M,256M.
+    """
+    options = _given(model=model, kinds=kind, sizes=sizes)
+    return _measure("overlap", options, sweep, size, runs, dry_run, json)
+
+
+@app.command(sort_key=6)
+def health(
+    *,
+    quick: bool = False,
+    baseline: tuple[str, ...] = (),
+    sweep: Sweep = USUAL,
+    size: Size = ANY,
+    runs: Runs = "runs",
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> int:
+    """All devices and links at once: which is slow, and by what evidence. Exit code 4 on a fault.
+
+    Parameters
+    ----------
+    quick
+        Neighbouring pairs only, nothing sustained.
+    baseline
+        Run directories of earlier health runs to compare with; may be repeated.
+    """
+    reports = _given(baseline=baseline)
+    return _measure("health", _given(quick=quick), sweep, size, runs, dry_run, json, reports)
+
+
+@app.command(name="import", sort_key=7)
+def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: Json = False) -> int:
+    """Turn logs of nccl-tests, PARAM, NCCL and Primus into run directories.
+
+    Parameters
+    ----------
+    file
+        Logs, JSON or CSV files; what wrote them is seen from what they say.
+    cluster
+        The machine they are of; by default what the file says of it.
+    """
+    from meshwise.pages import samples
+    from meshwise.verbs.imports import import_files
+
+    run_dirs = import_files(file, cluster=cluster, runs=runs)
+    emit([str(path) for path in run_dirs], samples.imported(run_dirs), json)
+    return DONE
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that say something."""
+    return {name: value for name, value in options.items() if value not in (None, (), False)}
+
+
+def _measure(
+    what: str, options: dict[str, Any], sweep: Sweep, size: Size, runs: str, dry_run: bool,
+    json: bool, reports: dict[str, Any] | None = None,
+) -> int:  # fmt: skip
     found = meshwise.measure(
-        what,
-        cluster=cluster,
-        model=model,
-        lowering=lowering,
-        budget=budget,
-        resume=resume,
-        nproc=size.ranks,
-        runs=runs,
-        dry_run=dry_run,
+        what, nproc=size.ranks, runs=runs, dry_run=dry_run, **sweep.options(), **options
     )
     if isinstance(found, list):
         return _list(found, json)
-    return _summarize(found, json) if job.leads() else DONE
+    if not job.leads():
+        return DONE
+    reports = reports or {}
+    baseline, exact = reports.pop("baseline", ()), reports.pop("exact_flops", False)
+    if what == "health":
+        return _judge(found, baseline, json)
+    from meshwise.verbs import reports as files
+
+    rest = {name: value for name, value in options.items() if name not in ("sustain", "follow")}
+    rows = []
+    if reports or what == "fsdp":
+        rows = files.derived(what, found, dtype=sweep.dtype, **rest)
+        files.write(what, found, rows, **reports)
+    return _summarize(what, found, json, exact, rows)
 
 
 def _list(cases: "list[tuple[Case, float]]", json: bool) -> int:
@@ -73,17 +428,29 @@ def _list(cases: "list[tuple[Case, float]]", json: bool) -> int:
     return DONE
 
 
-def _summarize(run_dir: Path, json: bool) -> int:
+def _summarize(what: str, run_dir: Path, json: bool, exact: bool, rows: "Sequence[Derived]") -> int:
+    """The whole measurement, but of a profile, which is for ``calibrate``, only how it ended."""
     from meshwise import store
     from meshwise.pages import samples
 
     info, measured, _ = store.load(run_dir)
-    statuses = [sample.status for sample in measured]
-    document = {
-        "run_dir": str(run_dir),
-        "status": info.status,
-        "reason": info.reason,
-        "cases": {status: statuses.count(status) for status in sorted(set(statuses))},
-    }
-    emit(document, [samples.state(info, measured), *samples.failed(measured)], json)
-    return SOME_FAILED if {"error", "oom"} & set(statuses) else DONE
+    if what == "profile":
+        tables = [samples.state(info, measured), *samples.failed(measured)]
+    else:
+        tables = samples.run(info, measured, exact=exact, rows=rows)
+    emit(samples.document(run_dir, info, measured), tables, json)
+    failed = {"error", "oom", "hung"} & {sample.status for sample in measured}
+    return SOME_FAILED if failed else DONE
+
+
+def _judge(run_dir: Path, baseline: tuple[str, ...], json: bool) -> int:
+    from meshwise import store
+    from meshwise.pages import health, samples
+
+    info, measured, _ = store.load(run_dir)
+    past = [sample for path in baseline for sample in store.load(path)[1]] or None
+    found = health.findings(info, measured, past)
+    document = samples.document(run_dir, info, measured)
+    document |= {"verdict": health.verdict(found), "findings": [one._asdict() for one in found]}
+    emit(document, health.tables(info, measured, past), json)
+    return DONE if health.verdict(found) == "healthy" else SOME_FAILED

@@ -15,6 +15,12 @@ MODELS = (
     "gpt-39b", "gpt-76b",
 )  # fmt: skip
 
+DECODERS = (  # models.catalogue.decoder_names(), likewise
+    "llama-2-7b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b",
+    "llama-3.1-405b", "mixtral-8x7b", "mixtral-8x22b", "deepseek-v2-lite", "deepseek-v2",
+    "deepseek-v3",
+)  # fmt: skip
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)

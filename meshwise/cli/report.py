@@ -5,7 +5,7 @@ from meshwise.cli.output import DONE, emit
 
 
 def report(
-    *,
+    *run: str,
     runs: Runs = "runs",
     costs: str = "costs.json",
     plan: str = "plan.json",
@@ -16,6 +16,9 @@ def report(
 
     Parameters
     ----------
+    run
+        Run directories to show in any case. Without them the page has the runs of the plan and
+        those that the prices rest on; without prices, all that was measured.
     costs
         Prices to show.
     plan
@@ -26,7 +29,7 @@ def report(
     from meshwise.pages import tables
     from meshwise.verbs.report import gather, write
 
-    contents = gather(runs, costs, plan)
+    contents = gather(runs, costs, plan, run)
     path = write(contents, out)
     emit({"path": str(path), "results": contents.results}, tables.steps(contents.results), json)
     if not json:

@@ -17,6 +17,7 @@ def run(
     check: bool = False,
     data: str | None = None,
     seed: int = 0,
+    nccl_trace: bool = False,
     size: Size = ANY,
     runs: Runs = "runs",
     dry_run: DryRun = False,
@@ -40,6 +41,8 @@ def run(
         A file of tokens; by default they are random.
     seed
         Of weights and data.
+    nccl_trace
+        On the GPUs of one host: compare the collectives that NCCL logs with the plan's.
     """
     done = meshwise.run(
         plan,
@@ -51,6 +54,7 @@ def run(
         seed=seed,
         nproc=size.ranks,
         runs=runs,
+        nccl_trace=nccl_trace,
         dry_run=dry_run,
     )
     from meshwise.pages import tables
@@ -64,5 +68,15 @@ def run(
     if not job.leads():
         return DONE
     found = results(run_dirs)
-    emit(found, tables.steps(found), json)
-    return DONE if all(result.status == "ok" for result in found) else SOME_FAILED
+    good = all(result.status == "ok" for result in found)
+    if not nccl_trace:
+        emit(found, tables.steps(found), json)
+        return DONE if good else SOME_FAILED
+    from meshwise.pages import trace as page
+    from meshwise.verbs import trace
+
+    checks = {path.name: trace.read_check(path) for path in run_dirs}
+    shown = [page.table(check, f"Plan against trace: {name}") for name, check in checks.items()]
+    emit({"steps": found, "nccl_checks": checks}, [*tables.steps(found), *shown], json)
+    agree = all(check.agrees is not False for check in checks.values())
+    return DONE if good and agree else SOME_FAILED

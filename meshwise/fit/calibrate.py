@@ -13,11 +13,13 @@ from meshwise.prices import Prices, curve_key, surface_key
 from meshwise.spec import (
     Attention,
     Block,
+    Case,
     Collective,
     Costs,
     Curve,
     Elementwise,
     Gemm,
+    Overlap,
     RunInfo,
     Sample,
     Surface,
@@ -40,7 +42,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
         (sample, expected_s(sample))
         for _, samples in runs
         for sample in samples
-        if sample.status == "ok"
+        if sample.status == "ok" and _is_priced(sample.case)
     ]
     versions = {sample.method_version for sample, _ in timed}
     if len(versions) > 1:
@@ -66,6 +68,20 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
         runs=run_ids,
     )
     return msgspec.structs.replace(costs, factors=fit_factors(blocks, Prices(costs), run_ids))
+
+
+def _is_priced(case: Case) -> bool:
+    """Whether plans hold such work, done so: torch's own choice of kernels, eagerly called."""
+    op = case.op
+    if case.backend or case.regime not in ("cold", "warm"):
+        return False
+    if isinstance(op, Gemm):
+        return op.groups == 1
+    if isinstance(op, Attention):
+        return op.head_dim_v is None and op.window is None
+    if isinstance(op, Collective):
+        return not op.ranks and not op.splits
+    return not isinstance(op, Overlap)
 
 
 def expected_s(sample: Sample) -> float:

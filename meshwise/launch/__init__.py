@@ -5,6 +5,8 @@ process that torchrun or srun started, joins the others. Each rank calls ``targe
 with the request as JSON. Results are files; nothing comes back but ``RanksFailed``.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
 from meshwise.launch.failures import RanksFailed
@@ -20,11 +22,14 @@ def run(
     nproc: int,
     threads: int | None = None,
     timeout_s: float = 30.0,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Call ``target`` on ``nproc`` ranks; RanksFailed says which rank died of what, in which case.
 
     ``threads`` is each rank's OMP_NUM_THREADS, by default what the environment says, else an
     equal share of the cores. ``timeout_s`` is the steady-state timeout of every collective.
+    ``environment`` is set in each rank, with its number for ``{rank}``; not where a launcher
+    started the ranks.
     """
     from meshwise import provenance, ranks
     from meshwise.launch.local import start
@@ -40,9 +45,12 @@ def run(
             request=msgspec.Raw(payload),
             threads=threads or provenance.threads_per_rank(nproc),
             timeout_s=timeout_s,
+            environment=dict(environment or {}),
         )
         start(errand, nproc)
         return
+    if environment:
+        raise ValueError("a launcher started the ranks: set their environment there")
     if nproc != place["world_size"]:
         raise ValueError(
             f"nproc = {nproc}, but the launcher started {place['world_size']} ranks; "

@@ -26,6 +26,11 @@ class RanksFailed(RuntimeError):
         self.rank = rank
         self.details = details
 
+    @property
+    def hung(self) -> bool:
+        """Whether a rank stayed away, and none died or raised an error of its own."""
+        return re.search("had not arrived|had stopped", str(self)) is not None
+
 
 class Fate(Record, kw_only=True):
     """The last words of a rank."""

@@ -36,6 +36,7 @@ class Errand(Record, kw_only=True):
     request: msgspec.Raw
     threads: int
     timeout_s: float
+    environment: dict[str, str] = {}
 
 
 def find(target: str, package: str = "meshwise") -> Target:
@@ -85,6 +86,8 @@ def main(request_path: str, package: str = "meshwise") -> None:
     path = Path(request_path)
     errand = msgspec.json.decode(path.read_bytes(), type=Errand)
     os.environ["OMP_NUM_THREADS"] = str(errand.threads)
+    for variable, value in errand.environment.items():
+        os.environ[variable] = value.replace("{rank}", os.environ["RANK"])
     # the store's C++ code warns of every timeout that we report ourselves
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop

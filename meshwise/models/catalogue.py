@@ -3,11 +3,16 @@
 Sizes of the GPT family from gpt-125m on: Alpa's table (OSDI'22, table 5; benchmark/alpa
 suite_manual_gpt.py), sequence 1024, vocabulary 51200. Parameters here include biases, norms and
 positions, which Alpa's formula leaves out. gpt-30m is for machines without an accelerator.
+
+Sizes of the decoders: their published config.json files (meta-llama, mistralai, deepseek-ai on
+Hugging Face); DeepSeek-V3 without its head that predicts a second token.
 """
 
 import difflib
+from pathlib import Path
 
-from meshwise.spec import Cluster, Model, Workload
+from meshwise.models import hugging_face
+from meshwise.spec import Cluster, Decoder, Experts, Mla, Model, Workload
 
 _GPT = {  # hidden, layers, heads
     "gpt-30m": (384, 6, 6),
@@ -22,9 +27,86 @@ _GPT = {  # hidden, layers, heads
     "gpt-76b": (10240, 60, 80),
 }
 
+_DECODERS = {  # hidden, layers, heads, kv_heads, ffn, vocab, max_seq_len
+    "llama-2-7b": (4096, 32, 32, 32, 11008, 32000, 4096),
+    "llama-2-70b": (8192, 80, 64, 8, 28672, 32000, 4096),
+    "llama-3-8b": (4096, 32, 32, 8, 14336, 128256, 8192),
+    "llama-3-70b": (8192, 80, 64, 8, 28672, 128256, 8192),
+    "llama-3.1-8b": (4096, 32, 32, 8, 14336, 128256, 131072),
+    "llama-3.1-70b": (8192, 80, 64, 8, 28672, 128256, 131072),
+    "llama-3.1-405b": (16384, 126, 128, 8, 53248, 128256, 131072),
+    "mixtral-8x7b": (4096, 32, 32, 8, 14336, 32000, 32768),
+    "mixtral-8x22b": (6144, 56, 48, 8, 16384, 32000, 65536),
+    "deepseek-v2-lite": (2048, 27, 16, 16, 10944, 102400, 163840),
+    "deepseek-v2": (5120, 60, 128, 128, 12288, 102400, 163840),
+    "deepseek-v3": (7168, 61, 128, 128, 18432, 129280, 163840),
+}
+_EXPERTS = {  # num_experts, top_k, ffn, shared_ffn, first_dense
+    "mixtral-8x7b": (8, 2, 14336, 0, 0),
+    "mixtral-8x22b": (8, 2, 16384, 0, 0),
+    "deepseek-v2-lite": (64, 6, 1408, 2 * 1408, 1),
+    "deepseek-v2": (160, 6, 1536, 2 * 1536, 1),
+    "deepseek-v3": (256, 8, 2048, 2048, 3),
+}
+_Q_LORA_RANK = {"deepseek-v2-lite": None, "deepseek-v2": 1536, "deepseek-v3": 1536}
+
 
 def names() -> tuple[str, ...]:
+    """Those that can be trained here."""
     return tuple(_GPT)
+
+
+def decoder_names() -> tuple[str, ...]:
+    """Those whose operations can be measured."""
+    return tuple(_DECODERS)
+
+
+def find(text: str) -> Model | Decoder:
+    """A model of either family by name, or by the path of a Hugging Face config.json or its
+    folder; an unknown name suggests the nearest."""
+    if text in _GPT:
+        return get(text)
+    if text in _DECODERS:
+        return _decoder(text)
+    if "/" in text or text.endswith(".json") or Path(text).is_dir():
+        return hugging_face.read_config(text)
+    known = (*_GPT, *_DECODERS)
+    near = difflib.get_close_matches(text, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    raise ValueError(f"model {text!r} is not in the catalogue and no config.json; {hint}")
+
+
+def _decoder(name: str) -> Decoder:
+    hidden, layers, heads, kv_heads, ffn, vocab, max_seq_len = _DECODERS[name]
+    experts = mla = None
+    if name in _EXPERTS:
+        num_experts, top_k, width, shared_ffn, first_dense = _EXPERTS[name]
+        experts = Experts(
+            num_experts=num_experts,
+            top_k=top_k,
+            ffn=width,
+            shared_ffn=shared_ffn,
+            first_dense=first_dense,
+            router_bias=name == "deepseek-v3",
+        )
+    if name in _Q_LORA_RANK:
+        rank = _Q_LORA_RANK[name]
+        mla = Mla(
+            q_lora_rank=rank, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128
+        )
+    return Decoder(
+        name=name,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=192 if mla else hidden // heads,
+        ffn=ffn,
+        vocab=vocab,
+        max_seq_len=max_seq_len,
+        mla=mla,
+        experts=experts,
+    )
 
 
 def get(name: str) -> Model:

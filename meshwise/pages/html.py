@@ -7,7 +7,7 @@ escaped. What is missing becomes a sentence that names the verb to run.
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwise.pages import figures, samples, tables
+from meshwise.pages import collectives, figures, operators, samples, show, tables
 from meshwise.pages.steps import StepResult
 from meshwise.pages.svg import Figure
 from meshwise.pages.table import Table
@@ -44,7 +44,7 @@ LEGEND = (
     "Error is predicted/measured - 1: +5 % means the prediction was 5 % too high.",
     "The interval of a prediction carries the error that its prices made on points left out of "
     "the fit. * marks a measurement outside it.",
-    samples.BUS_LEGEND,
+    collectives.BUS_LEGEND,
     tables.MFU_LEGEND,
     "MFU is FLOP/s over the datasheet's dense peak; it is left out where the peak is not known.",
     "GB = 1e9 bytes, GiB = 2^30 bytes.",
@@ -65,7 +65,7 @@ def page(contents: Contents) -> str:
     return environment.get_template("report.html.j2").render(
         title=_title(contents),
         headlines=_headlines(contents),
-        sections=[_outcome(contents), _plan(contents), _prices(contents), _provenance(contents)],
+        sections=[*_story(contents), *_measured(contents), _provenance(contents)],
         legend=LEGEND,
     )
 
@@ -105,6 +105,13 @@ def _headlines(contents: Contents) -> list[Headline]:
     return shown
 
 
+def _story(contents: Contents) -> list[Section]:
+    """From prices to outcome, where at least one of them is there."""
+    if contents.plan is None and contents.costs is None and not contents.results:
+        return []
+    return [_outcome(contents), _plan(contents), _prices(contents)]
+
+
 def _outcome(contents: Contents) -> Section:
     title = "Predicted beside measured"
     if not contents.results:
@@ -142,6 +149,18 @@ def _prices(contents: Contents) -> Section:
         (*(figure for figure in single if figure is not None), *figures.collectives(costs)),
         folded=tuple(tables.costs(costs)),
     )
+
+
+def _measured(contents: Contents) -> list[Section]:
+    """A section for each measure run that no price rests on: its operators."""
+    priced = contents.costs.runs if contents.costs is not None else ()
+    sections = []
+    for info, measured in contents.runs:
+        if info.verb == "measure" and info.run_id not in priced:
+            drawn = tuple(figure for _, figure in operators.figures(info, measured))
+            _, *shown = show.of(show.Run(info=info, samples=measured))
+            sections.append(Section(f"Measured: {info.run_id}", figures=drawn, folded=tuple(shown)))
+    return sections
 
 
 def _provenance(contents: Contents) -> Section:

@@ -1,29 +1,19 @@
-"""Tables of measured samples, one for each kind of operation, with nccl-tests' columns."""
+"""The tables of a measure run: its state, what was measured kind by kind, what was not and why."""
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from meshwise import store
+from meshwise.pages import collectives, compute, fsdp
+from meshwise.pages.spread import slowest
 from meshwise.pages.table import Table
 from meshwise.pages.tables import ABSENT, INTERVAL, interval
-from meshwise.spec import (
-    Attention,
-    Block,
-    Case,
-    Collective,
-    Elementwise,
-    Gemm,
-    RunInfo,
-    Sample,
-    Step,
-)
+from meshwise.spec import Block, Case, Derived, Elementwise, RunInfo, Sample, Step
 from meshwise.spec.label import label
 from meshwise.stats import median_interval
-from meshwise.units import format_bytes, format_rate, format_seconds
-
-BUS_LEGEND = (
-    "algbw = size/time. busbw = algbw x what each rank must send: 2(n-1)/n for all_reduce, (n-1)/n "
-    "for all_gather, reduce_scatter and all_to_all, 1 otherwise, so that it compares with a link."
-)
+from meshwise.units import format_rate, format_seconds
 
 
 def listing(cases: Sequence[tuple[Case, float]]) -> Table:
@@ -37,22 +27,50 @@ def listing(cases: Sequence[tuple[Case, float]]) -> Table:
     return Table("Cases, most useful first", ("", "case", "regime", "about"), rows, (legend,), 3)
 
 
-def run(info: RunInfo, samples: Sequence[Sample]) -> list[Table]:
-    """A measure run: its state, then what it measured, kind by kind, then what failed."""
-    kinds: tuple[tuple[str, tuple[type, ...]], ...] = (
-        ("Matrix products and attention", (Gemm, Attention)),
-        ("Memory-bound operations", (Elementwise,)),
-        ("Blocks", (Block,)),
-        ("Steps", (Step,)),
+def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[str, Any]:
+    """A measure run for programs: how it ended, and of every case its median with interval."""
+    statuses = [sample.status for sample in samples]
+    results: list[dict[str, Any]] = []
+    for sample in samples:
+        one: dict[str, Any] = {"id": sample.case_id, "case": sample.case, "status": sample.status}
+        if sample.times_s:
+            names = ("median_s", "low_s", "high_s")
+            one |= dict(zip(names, median_interval(sample.times_s), strict=True))
+        results.append(one | {"reason": sample.reason, "metrics": sample.metrics})
+    return {
+        "run_dir": str(run_dir),
+        "status": info.status,
+        "reason": info.reason,
+        "cases": {status: statuses.count(status) for status in sorted(set(statuses))},
+        "results": results,
+    }
+
+
+def run(
+    info: RunInfo, samples: Sequence[Sample], *, exact: bool = False, rows: Sequence[Derived] = ()
+) -> list[Table]:
+    """A measure run: its state, then what it measured, kind by kind, then what failed.
+
+    ``exact`` counts attention's FLOPs by the pairs that its mask leaves; ``rows`` say which of
+    FSDP's units the cases are of.
+    """
+    kinds: tuple[tuple[str, type], ...] = (
+        ("Memory-bound operations", Elementwise),
+        ("Blocks", Block),
+        ("Steps", Step),
     )
     done = [sample for sample in samples if sample.status == "ok"]
     tables = [state(info, samples)]
-    for title, types in kinds:
-        chosen = [sample for sample in done if isinstance(sample.case.op, types)]
+    tables += compute.products(done, info.cluster)
+    tables += compute.attention(done, exact=exact)
+    for title, kind in kinds:
+        chosen = [sample for sample in done if isinstance(sample.case.op, kind)]
         if chosen:
             tables.append(_timed(title, chosen))
-    if any(isinstance(sample.case.op, Collective) for sample in done):
-        tables.append(_collectives(done))
+    tables += compute.overlaps(done)
+    if collectives.are_fsdp_units(info):
+        tables += fsdp.tables(rows, samples)
+    tables += collectives.tables(done)
     return tables + failed(samples)
 
 
@@ -90,7 +108,25 @@ def facts(info: RunInfo) -> list[tuple[str, str]]:
     found = [("software", ", ".join(versions)), ("device", count + ", ".join(devices))]
     settings = known.get("settings") or {}
     found.append(("settings", " ".join(f"{key}={value}" for key, value in settings.items())))
+    if source := known.get("imported"):
+        meaning = f"size: {source['size_kind']}; time: {source['time_kind']}"
+        found.append(("imported", f"{source['file']} of {source['tool']}; {meaning}"))
+        found.append(("suspicious", "; ".join(source["warnings"])))
     return [(name, text) for name, text in found if text]
+
+
+def imported(run_dirs: Sequence[Path]) -> list[Table]:
+    """What ``measure import`` made of each file, and what looked suspicious in it."""
+    rows, doubts = [], []
+    for run_dir in run_dirs:
+        info, samples, _ = store.load(run_dir)
+        source = info.provenance["imported"]
+        rows.append((source["file"], source["tool"], str(len(samples)), str(run_dir)))
+        doubts += [(source["file"], warning) for warning in source["warnings"]]
+    shown = [Table("Imported", ("file", "of", "samples", "into"), tuple(rows), left=2)]
+    if doubts:
+        shown.append(Table("Suspicious", ("file", "what"), tuple(doubts), left=2))
+    return shown
 
 
 def throttled(samples: Sequence[Sample]) -> str:
@@ -127,7 +163,7 @@ def _timed(title: str, samples: Sequence[Sample]) -> Table:
                 interval(low, high),
                 str(len(sample.times_s)),
                 _rate(sample, middle),
-                _slowest(sample),
+                slowest(sample),
             )
         )
     columns = ("case", "regime", "median", "interval", "times", "rate", "slowest rank")
@@ -136,52 +172,11 @@ def _timed(title: str, samples: Sequence[Sample]) -> Table:
 
 def _rate(sample: Sample, time_s: float) -> str:
     op = sample.case.op
-    if isinstance(op, Gemm | Attention):
-        return format_rate(op.flops / time_s, "FLOP/s")
     if isinstance(op, Elementwise):
         return format_rate(op.bytes / time_s, "B/s")
     if isinstance(op, Step):
         return format_rate(op.workload.tokens / time_s, "token/s")
     return ABSENT
-
-
-def _slowest(sample: Sample) -> str:
-    """The rank with the largest median, and by how much it exceeds the fastest."""
-    if len(sample.rank_times_s) < 2:
-        return ABSENT
-    medians = [median_interval(times)[0] for times in sample.rank_times_s]
-    slowest = max(medians)
-    return f"{medians.index(slowest)} (+{100 * (slowest / min(medians) - 1):.0f} %)"
-
-
-def _collectives(samples: Sequence[Sample]) -> Table:
-    rows = []
-    for sample in samples:
-        op = sample.case.op
-        if not isinstance(op, Collective):
-            continue
-        middle, low, high = median_interval(sample.times_s)
-        group = f"{op.group_size}" + (f" every {op.group_stride}" if op.group_stride > 1 else "")
-        rows.append(
-            (
-                op.kind,
-                op.dtype,
-                group,
-                format_bytes(op.size_bytes),
-                format_seconds(middle),
-                interval(low, high),
-                format_rate(op.size_bytes / middle, "B/s"),
-                format_rate(op.bytes / middle, "B/s"),
-                _slowest(sample),
-            )
-        )
-    columns = (
-        "collective", "dtype", "group", "size", "median", "interval", "algbw", "busbw",
-        "slowest rank",
-    )  # fmt: skip
-    rows.sort(key=lambda row: (row[0], row[2]))
-    legend = (f"Interval: {INTERVAL}.", BUS_LEGEND)
-    return Table("Collectives", columns, tuple(rows), legend, left=3)
 
 
 def failed(samples: Sequence[Sample]) -> list[Table]:

@@ -1,6 +1,6 @@
 """Any of our records as tables."""
 
-from meshwise.pages import samples, tables
+from meshwise.pages import health, samples, tables
 from meshwise.pages.steps import result
 from meshwise.pages.table import Table
 from meshwise.spec import Cluster, Costs, Plan, Record, RunInfo, Sample
@@ -21,6 +21,9 @@ def of(record: Cluster | Costs | Plan | Run) -> list[Table]:
         return tables.costs(record)
     if isinstance(record, Plan):
         return tables.plan(record)
+    if "-measure-health-" in record.info.run_id:  # nothing else tells it apart
+        state = samples.state(record.info, record.samples)
+        return [state, *health.tables(record.info, record.samples)]
     if record.info.plan is None:
         return samples.run(record.info, record.samples)
     found = result(record.info, list(record.samples))

@@ -40,6 +40,20 @@ def scale(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def sleep(cycles: int) -> None:
+    """Keep the current CUDA stream, and nothing else of the device, busy for so many cycles."""
+    torch.cuda._sleep(cycles)
+
+
+def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> Tensor:
+    """out = (a * scale_a) @ (b * scale_b) of fp8 operands, summed in full precision.
+
+    The public ``F.scaled_mm`` allocates its result, and has no CPU kernel before 2.13.
+    """
+    torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
+    return out
+
+
 def backward_of_input(
     result: Tensor, gradient: Tensor | None, x: Tensor, weights: Iterable[nn.Parameter]
 ) -> Postponed:

@@ -1,2 +1,2 @@
-"""What ``measure`` times. ``profile`` lists the cases (no torch), ``sweep`` runs them on every
-rank; each of the other modules builds the work of one kind of operation."""
+"""What ``measure`` times. ``cases`` lists it and ``importers`` reads what others timed (no torch),
+``sweep`` runs the cases on every rank; each other module builds the work of one kind."""

@@ -1,27 +1,50 @@
-"""Collectives over groups of ranks that a mesh axis would make, every group of a kind at once.
+"""Collectives over groups of ranks, as a mesh's axes make them or as the user names them.
 
 A group of ``size`` ranks ``stride`` apart is {o, o+stride, ..., o+(size-1)*stride}: stride 1 as
-the innermost axis (tp), a larger one as an outer axis (dp). ``size_bytes`` is nccl-tests'
-``size``: the gathered tensor of all_gather, the unreduced one of reduce_scatter, the whole send
-buffer of all_to_all. send_recv is a ring shift: every rank sends to the next, receives from the
-previous.
+the innermost axis (tp), a larger one as an outer axis (dp); all such groups work at once. A case
+that names its ranks keeps the others idle. ``size_bytes`` is nccl-tests' ``size``.
+
+Back ends: what torch picks for the device (""), ``gloo`` on host memory, ``nccl`` called directly
+(``probe.nccl``), and those of ``probe.symmetric``. torch's all_reduce, reduce and broadcast are in
+place; nobody's all_to_all is. Every case is checked once, on data that reveal permutations
+(``probe.pattern``).
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from meshwise.probe import nccl, pattern, symmetric
 from meshwise.probe.work import Unavailable, Work, torch_dtype
+from meshwise.ranks import Ranks
 from meshwise.spec import Case, Collective
-from meshwise.timing import randn
-
-Groups = dict[tuple[int, int], dist.ProcessGroup]  # (size, stride) -> the one this rank is in
 
 # torch 2.13 renamed these two and warns about the old names, 2.11 has only those.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+IN_PLACE_ONLY = ("all_reduce", "reduce", "broadcast")  # of torch.distributed
+WHOLE = (*IN_PLACE_ONLY, "send_recv", "send")  # kinds that need not divide among the ranks
+_BATCH = ((64 * 2**20, 20), (2**30, 10))  # calls in a graph up to these sizes
+_LARGE_BATCH = 4
+
+
+class Party(NamedTuple):
+    """The group of a case that this rank is in: its global ranks, this rank's index there."""
+
+    ranks: tuple[int, ...]
+    here: int
+    group: dist.ProcessGroup
+
+
+class Buffers(NamedTuple):
+    """Flat; one overlaps the other where the operation is in place."""
+
+    source: torch.Tensor
+    result: torch.Tensor
 
 
 def members(world_size: int, size: int, stride: int) -> list[list[int]]:
@@ -35,64 +58,223 @@ def members(world_size: int, size: int, stride: int) -> list[list[int]]:
     return [[start + i * stride for i in range(size)] for start in starts]
 
 
-def make_groups(cases: Iterable[Case], rank: int, world_size: int, device: torch.device) -> Groups:
-    """Every group that ``cases`` need, made in the same order on all ranks, and connected."""
-    ops = [case.op for case in cases if isinstance(case.op, Collective)]
-    groups: Groups = {}
-    for size, stride in sorted({(op.group_size, op.group_stride) for op in ops}):
-        for ranks in members(world_size, size, stride):
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                groups[size, stride] = group
-        dist.all_reduce(torch.zeros(1, device=device), group=groups[size, stride])
-    return groups
+class Groups:
+    """Process groups, communicators and symmetric memory, made when a case first needs them.
+
+    All ranks build the same case at the same time, so they make the same groups in one order.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self.communicators: dict[tuple[int, ...], nccl.Communicator] = {}
+        self.heap = symmetric.Heap()
+
+    def party(self, op: Collective, backend: str = "") -> Party | None:
+        """Where this rank works in ``op``; None if it stays idle. Every rank must ask."""
+        size, stride = op.group_size, op.group_stride
+        tiles = [list(op.ranks)] if op.ranks else members(self.ranks.world_size, size, stride)
+        if op.ranks and max(op.ranks) >= self.ranks.world_size:
+            raise ValueError(
+                f"Collective.ranks = {op.ranks}: there are {self.ranks.world_size} ranks"
+            )
+        library = backend if backend == "gloo" else ""
+        found = None
+        for tile in tiles:
+            group = self._group(tuple(sorted(tile)), library)
+            if self.ranks.rank in tile:
+                found = Party(tuple(tile), tile.index(self.ranks.rank), group)
+        return found
+
+    def _group(self, tile: tuple[int, ...], library: str) -> dist.ProcessGroup:
+        if (tile, library) not in self.groups:
+            group = dist.new_group(list(tile), backend=library or None)
+            assert isinstance(group, dist.ProcessGroup | int)  # no member gets a number
+            self.groups[tile, library] = group  # type: ignore[assignment]
+            if self.ranks.rank in tile:  # connect, while the others wait at the next gather
+                device = torch.device("cpu") if library else self.ranks.device
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return self.groups[tile, library]
+
+    def communicator(self, op: Collective, party: Party | None) -> nccl.Communicator | None:
+        """A communicator of NCCL's own for the case's group. Every rank must ask."""
+        known = party is not None and party.ranks in self.communicators
+        if not all(self.ranks.gather(known or party is None)):
+            leads = party is not None and party.here == 0
+            ids = self.ranks.gather(nccl.unique_id() if leads else None)
+            if party is not None:
+                self.communicators[party.ranks] = nccl.Communicator(
+                    ids[party.ranks[0]], party.here, op.group_size
+                )
+        return None if party is None else self.communicators[party.ranks]
 
 
-def build(case: Case, device: torch.device, groups: Groups) -> Work:
-    op = case.op
+def build(case: Case, groups: Groups) -> Work:
+    op, backend = case.op, case.backend
     assert isinstance(op, Collective)
-    group = groups[op.group_size, op.group_stride]
-    source, result = allocate(op, device, seed=dist.get_rank())
-    return Work(calls=(functools.partial(communicate, op, source, result, group),))
+    _check_offered(op, backend)
+    on_host = backend == "gloo"
+    if on_host and case.regime == "graph":
+        raise Unavailable("gloo cannot be captured in a graph")
+    device = torch.device("cpu") if on_host else groups.ranks.device
+    party = groups.party(op, backend)
+    communicator = groups.communicator(op, party) if backend == "nccl" else None
+    if party is None:
+        idle = torch.zeros(1, device=device)
+        return Work(calls=(idle.zero_,), check=lambda: 0, batch=batch(op), on_host=on_host)
+    make = functools.partial(_symmetric if backend in symmetric.BACKENDS else _plain, op, party)
+    buffers, call = make(backend, groups, device, communicator)
+    check = functools.partial(_num_wrong, op, party, buffers, call, groups.ranks)
+    return Work(calls=(call,), check=check, batch=batch(op), on_host=on_host)
 
 
-def allocate(op: Collective, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank sends and where it receives; one tensor twice when the operation is in place."""
+def _plain(
+    op: Collective, party: Party, backend: str, groups: Groups, device: torch.device,
+    communicator: nccl.Communicator | None,
+) -> tuple[Buffers, Callable[[], object]]:  # fmt: skip
+    buffers = allocate(op, party.here, device)
+    if communicator is None:
+        return buffers, functools.partial(communicate, op, buffers, party)
+    return buffers, _direct(op, buffers, party.here, communicator)
+
+
+def _symmetric(
+    op: Collective, party: Party, backend: str, groups: Groups, device: torch.device, _: None
+) -> tuple[Buffers, Callable[[], object]]:
     dtype = torch_dtype(op.dtype)
-    whole, rest = divmod(op.size_bytes, op.group_size * dtype.itemsize)
+    sent, received = _lengths(op, party.here)
+    source, handle = groups.heap.source(sent, dtype, party.group, device)
+    in_place = backend == "two_shot"
+    result = source if in_place else torch.empty(received, dtype=dtype, device=device)
+    return Buffers(source, result), symmetric.call(op, backend, source, result, handle, party.group)
+
+
+def batch(op: Collective) -> int:
+    """Calls that are timed as one where a regime does so: fewer of the large ones."""
+    return next((calls for limit, calls in _BATCH if op.size_bytes <= limit), _LARGE_BATCH)
+
+
+def _check_offered(op: Collective, backend: str) -> None:
+    kinds = symmetric.BACKENDS.get(backend)
+    if backend == "nccl":
+        nccl.library()
+    if kinds is not None:
+        if op.kind not in kinds:
+            raise Unavailable(f"{backend} does {', '.join(kinds)}, not {op.kind}")
+        if op.in_place != (backend == "two_shot"):
+            raise Unavailable(
+                f"{backend} works {'in' if backend == 'two_shot' else 'out of'} place"
+            )
+    elif backend not in ("", "gloo", "nccl"):
+        known = ", ".join(["gloo", "nccl", *symmetric.BACKENDS])
+        raise Unavailable(f"no back end {backend!r} for collectives; there are {known}")
+    elif op.in_place and op.kind not in (*IN_PLACE_ONLY, "all_gather", "reduce_scatter"):
+        raise Unavailable(f"{op.kind} has no form in place")
+    elif not op.in_place and op.kind in IN_PLACE_ONLY and backend != "nccl":
+        raise Unavailable(f"torch's {op.kind} is in place; the nccl back end has it out of place")
+
+
+def _lengths(op: Collective, here: int) -> tuple[int, int]:
+    """Elements that a rank sends and receives."""
+    size = torch_dtype(op.dtype).itemsize
+    total, rest = divmod(op.size_bytes, size * (1 if op.kind in WHOLE else op.group_size))
+    if op.splits:
+        sent, received = sum(op.splits[here]), sum(row[here] for row in op.splits)
+        if any(count % size for row in op.splits for count in row):
+            raise ValueError(f"Collective.splits: must be multiples of {size} bytes ({op.dtype})")
+        return sent // size, received // size
     if rest:
         raise ValueError(
             f"Collective.size_bytes = {op.size_bytes}: must be a multiple of "
-            f"{op.group_size * dtype.itemsize} (group size x {op.dtype})"
+            f"{size * op.group_size} (group size x {op.dtype})"
         )
-    total = whole * op.group_size
-    source = randn((whole if op.kind == "all_gather" else total,), dtype, device, seed)
-    if op.kind in ("all_reduce", "broadcast"):
-        return source, source
-    received = whole if op.kind == "reduce_scatter" else total
-    return source, torch.empty(received, dtype=dtype, device=device)
+    whole = total * (1 if op.kind in WHOLE else op.group_size)
+    sends_part = op.kind in ("all_gather", "gather")
+    gets_part = op.kind in ("reduce_scatter", "scatter")
+    return total if sends_part else whole, total if gets_part else whole
 
 
-def communicate(
-    op: Collective, source: torch.Tensor, result: torch.Tensor, group: dist.ProcessGroup
-) -> None:
-    """One operation. A repeated all-reduce sums its own sums: they overflow, at no cost in time."""
+def allocate(op: Collective, here: int, device: torch.device) -> Buffers:
+    """What a rank of the group sends and where it receives."""
+    dtype = torch_dtype(op.dtype)
+    sent, received = _lengths(op, here)
+    larger = torch.empty(max(sent, received), dtype=dtype, device=device)
+    if not op.in_place:
+        other = torch.empty(min(sent, received), dtype=dtype, device=device)
+        return Buffers(larger, other) if sent > received else Buffers(other, larger)
+    if op.kind == "all_gather":
+        return Buffers(larger[here * sent :][:sent], larger)
+    if op.kind == "reduce_scatter":
+        return Buffers(larger, larger[here * received :][:received])
+    return Buffers(larger, larger)
+
+
+def communicate(op: Collective, buffers: Buffers, party: Party) -> None:
+    """One operation by torch.distributed. A repeated all-reduce sums its own sums: they overflow,
+    at no cost in time."""
+    (source, result), group, here = buffers, party.group, party.here
+    parts = functools.partial(torch.chunk, chunks=op.group_size)
     if op.kind == "all_reduce":
         dist.all_reduce(result, group=group)
+    elif op.kind == "reduce":
+        dist.reduce(result, group=group, group_dst=0)
+    elif op.kind == "broadcast":
+        dist.broadcast(result, group=group, group_src=0)
     elif op.kind == "all_gather":
         _gather(result, source, group=group)
     elif op.kind == "reduce_scatter":
         _scatter(result, source, group=group)
     elif op.kind == "all_to_all":
         dist.all_to_all_single(result, source, group=group)
-    elif op.kind == "broadcast":
-        dist.broadcast(result, group=group, group_src=0)
-    elif op.kind == "send_recv":
-        here = dist.get_rank(group)
-        onward = dist.P2POp(dist.isend, source, group=group, group_peer=(here + 1) % op.group_size)
-        inward = dist.P2POp(dist.irecv, result, group=group, group_peer=(here - 1) % op.group_size)
-        for request in dist.batch_isend_irecv([onward, inward]):
-            request.wait()
+    elif op.kind == "all_to_all_v":
+        size = source.element_size()
+        outward = [count // size for count in op.splits[here]]
+        inward = [row[here] // size for row in op.splits]
+        dist.all_to_all_single(result, source, inward, outward, group=group)
+    elif op.kind == "gather":
+        dist.gather(source, list(parts(result)) if here == 0 else None, group=group, group_dst=0)
+    elif op.kind == "scatter":
+        dist.scatter(result, list(parts(source)) if here == 0 else None, group=group, group_src=0)
     else:
-        raise Unavailable(f"no probe for {op.kind}")
+        _send(op, buffers, party)
+
+
+def _send(op: Collective, buffers: Buffers, party: Party) -> None:
+    """A ring shift, or one message from the first of the case's ranks to the last."""
+    ends, n, here = [], op.group_size, party.here
+    peer = functools.partial(dist.P2POp, group=party.group)
+    if op.kind == "send_recv" or here == 0:
+        ends.append(peer(dist.isend, buffers.source, party.ranks[(here + 1) % n]))
+    if op.kind == "send_recv" or here == n - 1:
+        ends.append(peer(dist.irecv, buffers.result, party.ranks[(here - 1) % n]))
+    for request in dist.batch_isend_irecv(ends):
+        request.wait()
+
+
+def _direct(
+    op: Collective, buffers: Buffers, here: int, communicator: nccl.Communicator
+) -> Callable[[], object]:
+    if op.kind in (*IN_PLACE_ONLY, "all_gather", "reduce_scatter"):
+        return communicator.collective(op.kind, *buffers)
+    sent = [
+        nccl.Message(there, buffers.source[piece.start :][: piece.length])
+        for there in range(op.group_size)
+        for piece in pattern.pieces(op, there)
+        if piece.sources == (here,)
+    ]
+    received = [
+        nccl.Message(piece.sources[0], buffers.result[piece.at :][: piece.length])
+        for piece in pattern.pieces(op, here)
+    ]
+    return communicator.exchange(sent, received)
+
+
+def _num_wrong(
+    op: Collective, party: Party, buffers: Buffers, call: Callable[[], object], ranks: Ranks
+) -> int:
+    """Elements of one operation's result that are not what they must be, on this rank."""
+    buffers.result.fill_(pattern.POISON)
+    pattern.fill(buffers.source, party.here, op.group_size)
+    call()
+    ranks.synchronize("the checked call")
+    return pattern.num_wrong(buffers.result, pattern.pieces(op, party.here), op.group_size)

@@ -8,8 +8,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from meshwise.probe import profile
+from meshwise.probe.cases import effort
 from meshwise.spec import Case, Cluster, Sample
+from meshwise.spec.label import label
 from meshwise.stats import median_interval
 from meshwise.units import format_seconds
 
@@ -20,11 +21,19 @@ if TYPE_CHECKING:
 class Pace:
     """The clock of a sweep: estimates, corrected by how long cases of a kind really took."""
 
-    def __init__(self, cluster: Cluster, cases: list[Case], budget_s: float | None) -> None:
-        self.budget_s = budget_s
+    def __init__(
+        self, cluster: Cluster, cases: list[Case], budget_s: float | None, sustain_s: float
+    ) -> None:
+        self.cluster, self.budget_s, self.sustain_s = cluster, budget_s, sustain_s
         self.started = self.mark = time.monotonic()
-        self.waiting = {case: profile.estimate_s(case, cluster) for case in cases}
+        self.waiting: dict[Case, float] = {}
         self.seen: dict[tuple[str, ...], tuple[float, float]] = {}  # kind -> estimated, measured
+        self.add(cases)
+
+    def add(self, cases: list[Case]) -> None:
+        """More to do."""
+        estimates = {case: effort.estimate_s(case, self.cluster, self.sustain_s) for case in cases}
+        self.waiting |= estimates
 
     def fits(self, case: Case) -> bool:
         """Whether ``case`` should end within the budget. The first always does, so that a sweep
@@ -54,7 +63,7 @@ class Pace:
 def _kind(case: Case) -> tuple[str, ...]:
     """What cases must share for one's duration to say something of another's."""
     fields = (getattr(case.op, field, "") for field in ("kind", "part", "direction"))
-    return (type(case.op).__name__, *fields, case.lowering)
+    return (type(case.op).__name__, *fields, case.lowering, case.regime, case.backend)
 
 
 class Progress:
@@ -84,6 +93,12 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
+    def add(self, count: int) -> None:
+        """More to do."""
+        self.total += count
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], total=self.total)
+
     def pass_over(self) -> None:
         """A case that does not fit the budget: it counts, and is not shown."""
         self.count += 1
@@ -92,7 +107,7 @@ class Progress:
         self.count += 1
         if not self.visible:
             return
-        said = f"{profile.label(sample.case)}  {_outcome(sample)}"
+        said = f"{label(sample.case)}  {_outcome(sample)}"
         left = f"{remaining_s:.0f} s left"
         if self.bar is None:
             print(f"{self.count}/{self.total}  {said}  ({left})", file=sys.stderr, flush=True)

@@ -8,9 +8,14 @@ budget; a case that does not is passed over for cheaper ones and leaves no sampl
 resumed run measures it. Whether a case can be done is agreed on twice, after its buffers are
 allocated and after a first untimed call: out of memory on one rank is ``oom`` on all, a missing
 back end ``skipped``, any other failure of a case without communication ``error``. A failed
-collective ends the job, since the ranks no longer know of each other.
+collective ends the job, since the ranks no longer know of each other: ``current.json`` in the run
+directory then says which case it was.
+
+``follow`` names a rule by which rank 0 adds cases to those that were measured, round by round.
 """
 
+import contextlib
+import dataclasses
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +25,10 @@ import msgspec
 import torch
 
 from meshwise import store, timing
-from meshwise.probe import attention, collectives, elementwise, gemm, profile
+from meshwise.probe import attention, collectives, elementwise, gemm, overlap
 from meshwise.probe.block import Blocks
+from meshwise.probe.cases import effort
+from meshwise.probe.cases.follow import Follow, next_cases
 from meshwise.probe.progress import Pace, Progress
 from meshwise.probe.work import Unavailable, Work, communicates
 from meshwise.ranks import Ranks
@@ -32,23 +39,29 @@ from meshwise.spec import (
     Collective,
     Elementwise,
     Gemm,
+    Overlap,
     Record,
     RunInfo,
     Sample,
 )
+from meshwise.spec.label import label
 from meshwise.spec.record import PositiveFloat
 
 T = TypeVar("T")
 Status = Literal["oom", "skipped", "error"]
+CURRENT = "current.json"  # the case in hand, while it is measured
 
 
 class SweepRequest(Record, kw_only=True):
-    """``skip``: ids of cases that are measured already. No budget means all cases."""
+    """``skip``: ids of cases that are measured already. No budget means all cases. ``sustain_s``:
+    how long a sustained case lasts."""
 
     cases: tuple[Case, ...]
     run_dir: str
     budget_s: PositiveFloat | None = None
     skip: tuple[str, ...] = ()
+    follow: Follow = "nothing"
+    sustain_s: PositiveFloat = effort.SUSTAIN_S
 
 
 class CaseFailed(Exception):
@@ -70,25 +83,45 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
                 f"Case.world_size = {case.world_size}: {ranks.world_size} ranks were started; "
                 f"start {case.world_size} (--nproc {case.world_size})"
             )
-    bench, missed = Bench(ranks, todo), 0
+    bench, missed = Bench(ranks, sweep.sustain_s), 0
     pace = _pace(ranks, sweep, todo)
     with Progress(len(todo), visible=pace is not None) as progress:
-        for case in todo:
-            if not ranks.gather(pace.fits(case) if pace else None)[0]:
-                missed += 1
-                progress.pass_over()
-                continue
-            ranks.at(profile.label(case))
-            sample = _measure(case, bench)
+        while todo:
+            missed += _round(bench, sweep, todo, pace, progress)
+            more = next_cases(sweep.follow, store.load(sweep.run_dir)[1]) if pace else None
+            replies = ranks.gather([msgspec.Raw(msgspec.json.encode(case)) for case in more or []])
+            todo = [] if missed else msgspec.convert(replies[0], list[Case])
+            progress.add(len(todo))
             if pace:
-                store.append(sweep.run_dir, sample)
-                pace.done(case)
-                progress.end(sample, pace.remaining_s())
+                pace.add(todo)
     if pace and missed:
-        left = f"budget: {missed} of {len(todo)} cases not measured; --resume continues"
+        left = f"budget: {missed} of {progress.total} cases not measured; --resume continues"
         store.finish(sweep.run_dir, "partial", left)
     elif pace:
         store.finish(sweep.run_dir, "complete")
+
+
+def _round(
+    bench: "Bench", sweep: SweepRequest, todo: list[Case], pace: Pace | None, progress: Progress
+) -> int:
+    """Measure the cases that fit the budget; how many do not."""
+    missed, ranks = 0, bench.ranks
+    for case in todo:
+        if not ranks.gather(pace.fits(case) if pace else None)[0]:
+            missed += 1
+            progress.pass_over()
+            continue
+        ranks.at(label(case))
+        if pace:
+            store.write(Path(sweep.run_dir) / CURRENT, case)
+        sample = _measure(case, bench)
+        if pace:
+            store.append(sweep.run_dir, sample)
+            pace.done(case)
+            progress.end(sample, pace.remaining_s())
+    if pace:
+        (Path(sweep.run_dir) / CURRENT).unlink(missing_ok=True)
+    return missed
 
 
 def _pace(ranks: Ranks, sweep: SweepRequest, todo: list[Case]) -> Pace | None:
@@ -96,18 +129,21 @@ def _pace(ranks: Ranks, sweep: SweepRequest, todo: list[Case]) -> Pace | None:
     if ranks.rank > 0:
         return None
     cluster = store.read(Path(sweep.run_dir) / "run.json", RunInfo).cluster
-    return Pace(cluster, todo, sweep.budget_s)
+    return Pace(cluster, todo, sweep.budget_s, sweep.sustain_s)
 
 
 class Bench:
     """Holds what cases share: process groups, meshes, the module of the last block."""
 
-    def __init__(self, ranks: Ranks, cases: list[Case]) -> None:
+    def __init__(self, ranks: Ranks, sustain_s: float = effort.SUSTAIN_S) -> None:
         self.ranks = ranks
+        self.sustain_s = sustain_s
         self.blocks = Blocks(ranks)
-        self.groups = collectives.make_groups(cases, ranks.rank, ranks.world_size, ranks.device)
+        self.groups = collectives.Groups(ranks)
+        self.settings = contextlib.ExitStack()  # choices of the process that a case needs
 
     def build(self, case: Case) -> Work:
+        self.settings.close()
         device = self.ranks.device
         if case.regime == "graph" and device.type != "cuda":
             raise Unavailable("graph replay needs a CUDA device")
@@ -115,16 +151,19 @@ class Bench:
             return self.blocks.build(case)
         self.blocks.release()
         if isinstance(case.op, Collective):
-            return collectives.build(case, device, self.groups)
+            return collectives.build(case, self.groups)
+        if isinstance(case.op, Overlap):
+            return overlap.build(case, self.groups, self.settings)
         if isinstance(case.op, Gemm):
-            return gemm.build(case, device)
+            return gemm.build(case, device, self.settings)
         if isinstance(case.op, Attention):
-            return attention.build(case, device)
+            return attention.build(case, device, self.settings)
         assert isinstance(case.op, Elementwise), case.op
         return elementwise.build(case, device)
 
     def free(self) -> None:
         """Give memory back after a case that did not get enough of it."""
+        self.settings.close()
         self.blocks.release()
         gc.collect()
         if self.ranks.device.type == "cuda":
@@ -151,16 +190,10 @@ def _time(case: Case, bench: Bench) -> Sample:
     work = _together(ranks, lambda: bench.build(case), fatal=distributed)
     waits = "compiling" if case.lowering == "compiled" else ""
     metrics = _together(ranks, lambda: _try(work, ranks), fatal=distributed, waits=waits)
+    if work.check is not None:
+        metrics["wrong"] = float(sum(ranks.gather(work.check())))
     try:
-        timed = timing.measure(
-            work.calls,
-            ranks=ranks,
-            regime=case.regime,
-            distributed=distributed,
-            max_seconds=profile.max_seconds(case),
-            prepare=work.prepare,
-            settle_s=profile.settle_s(case, ranks.device.type),
-        )
+        timed = _timed(case, work, bench)
     except torch.OutOfMemoryError as error:  # raised on every rank
         raise CaseFailed("oom", _first_line(error)) from None
     return Sample(
@@ -169,10 +202,30 @@ def _time(case: Case, bench: Bench) -> Sample:
         status="ok",
         times_s=timed.times_s,
         rank_times_s=timed.rank_times_s,
-        metrics=metrics,
+        metrics=metrics | timed.metrics,
         before=timed.before,
         after=timed.after,
         method_version=timing.METHOD_VERSION,
+    )
+
+
+def _timed(case: Case, work: Work, bench: Bench) -> timing.Timed:
+    seconds = effort.max_seconds(case, bench.sustain_s)
+    if work.measure is not None:
+        return work.measure(seconds)
+    ranks = bench.ranks
+    if work.on_host:
+        ranks = dataclasses.replace(ranks, device=torch.device("cpu"))
+    return timing.measure(
+        work.calls,
+        ranks=ranks,
+        regime=case.regime,
+        distributed=communicates(case.op),
+        max_seconds=seconds,
+        prepare=work.prepare,
+        settle_s=effort.settle_s(case, ranks.device.type),
+        batch=work.batch,
+        min_iterations=effort.min_iterations(case),
     )
 
 

@@ -1,13 +1,25 @@
 """A case made ready to be timed: buffers allocated, nothing run yet."""
 
+import re
+import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from meshwise.spec import Block, Case, Collective, Op, Step
+from meshwise.spec import Block, Case, Collective, Op, Overlap, Step
+from meshwise.timing import Timed
+
+T = TypeVar("T")
 
 _MAX_BUFFERS = 32
+# how torch, cuDNN, Inductor and FlashAttention say that they have no code for a case
+_NO_KERNEL = re.compile(
+    r"no (available|viable|valid|engine)|not (currently )?(supported|implemented)|could not run"
+    r"|only supports?\b|only supported|does not support|unsupported|no kernel image|NOT_SUPPORTED"
+    r"|multiples? of|divisible by|out of resource|compute capability",
+    re.IGNORECASE,
+)
 _DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -18,19 +30,47 @@ _DTYPES = {
 
 class Work(NamedTuple):
     """``calls``: the same work on rotated buffers. ``prepare``: untimed, before each iteration.
-    ``metrics``: other numbers, asked for after a first call."""
+    ``metrics``: other numbers, asked for after a first call. ``check``: how many elements of the
+    result of ``calls[0]`` are wrong on this rank. ``batch``: calls that a graph holds, and that
+    are timed as one when they are pipelined. ``on_host``: the work is the host's, also where there
+    is a GPU. ``measure``: how the case times itself, given seconds, in place of the sweep."""
 
     calls: tuple[Callable[[], object], ...]
     prepare: Callable[[], None] | None = None
     metrics: Callable[[], dict[str, float | tuple[float, ...]]] | None = None
+    check: Callable[[], int] | None = None
+    batch: int = 1
+    on_host: bool = False
+    measure: Callable[[float], Timed] | None = None
 
 
 class Unavailable(RuntimeError):
     """This machine or version has no back end for the case: it is skipped, and says why."""
 
 
+def tried(call: Callable[[], T]) -> T:
+    """The outcome of a first call; a kernel that does not exist is Unavailable, with the reasons
+    that the library gives as its error and, torch's attention, as warnings."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            return call()
+        except RuntimeError as error:
+            said = [str(error), *(str(warning.message) for warning in heard)]
+            if isinstance(error, NotImplementedError) or _NO_KERNEL.search(said[0]):
+                raise Unavailable(_first_sentences(said)) from None
+            raise
+
+
+def _first_sentences(said: list[str]) -> str:
+    """The first line of each text, without where in torch's sources it was written."""
+    lines = [text.strip().splitlines()[0].split(" (Triggered internally")[0] for text in said]
+    reasons = [line for line in lines if not line.endswith(("because:", "issues/new"))]
+    return "; ".join(dict.fromkeys(line.strip(" .") for line in reasons))
+
+
 def communicates(op: Op | Step) -> bool:
-    return isinstance(op, Collective) or (isinstance(op, Block) and op.tp > 1)
+    return isinstance(op, Collective | Overlap) or (isinstance(op, Block) and op.tp > 1)
 
 
 def torch_dtype(name: str) -> torch.dtype:

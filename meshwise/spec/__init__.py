@@ -3,7 +3,7 @@
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import Costs, Curve, Factor, HeldOut, Surface
 from meshwise.spec.layout import Layout, Recompute, ScheduleName, Workload, rank_of
-from meshwise.spec.model import Model
+from meshwise.spec.model import Decoder, Experts, Mla, Model
 from meshwise.spec.op import (
     DTYPE_BYTES,
     Attention,
@@ -12,6 +12,7 @@ from meshwise.spec.op import (
     Elementwise,
     Gemm,
     Op,
+    Overlap,
 )
 from meshwise.spec.plan import (
     Candidate,
@@ -25,7 +26,7 @@ from meshwise.spec.plan import (
     stages_of,
 )
 from meshwise.spec.record import Record, digest
-from meshwise.spec.run import Case, DeviceState, RunInfo, Sample, Step
+from meshwise.spec.run import Case, Derived, DeviceState, Regime, RunInfo, Sample, Step
 
 __all__ = [
     "DTYPE_BYTES",
@@ -37,21 +38,27 @@ __all__ = [
     "Collective",
     "Costs",
     "Curve",
+    "Decoder",
+    "Derived",
     "Device",
     "DeviceState",
     "Elementwise",
+    "Experts",
     "Factor",
     "Gemm",
     "HeldOut",
     "Infeasible",
     "Layout",
+    "Mla",
     "Model",
     "Op",
+    "Overlap",
     "Part",
     "Plan",
     "Prediction",
     "Recompute",
     "Record",
+    "Regime",
     "Removal",
     "RunInfo",
     "Sample",

@@ -1,34 +1,63 @@
 """A case in words short enough for a progress line, a table's first column or a figure's legend."""
 
-from meshwise.spec.op import Attention, Block, Collective, Elementwise, Gemm
+from meshwise.spec.op import Attention, Block, Collective, Elementwise, Gemm, Overlap
 from meshwise.spec.run import Case, Step
 from meshwise.units import format_bytes
 
 
 def label(case: Case) -> str:
     """``gemm 8192x2560x2560 bf16``, ``all_gather 16.0 MiB x4``, ``layer gpt h2560 mb8 tp2+sp
-    backward``. The regime is named unless it is warm or cold, which a device implies."""
-    text = _of_op(case.op)
-    return f"{text} graph" if case.regime == "graph" else text
+    backward``. The regime is named unless it is warm or cold, which a device implies; the back
+    end where it is not torch's choice."""
+    regime = "" if case.regime in ("cold", "warm") else case.regime
+    return " ".join(filter(None, (_of_op(case.op), regime, case.backend)))
 
 
-def _of_op(op: Gemm | Attention | Elementwise | Collective | Block | Step) -> str:
+def shape(op: Gemm | Attention) -> str:
+    """``4096x1024x2048``, ``4096x1024x2048 8 groups``, ``b1 s4096 h32/8x128 causal``."""
     if isinstance(op, Gemm):
-        stored = ("t" if op.trans_a else "n") + ("t" if op.trans_b else "n")
-        return f"gemm {op.m}x{op.n}x{op.k} {op.dtype}" + ("" if stored == "nt" else f" {stored}")
+        return f"{op.m}x{op.n}x{op.k}" + (f" {op.groups} groups" if op.groups > 1 else "")
+    width = f"{op.head_dim}" + ("" if op.value_dim == op.head_dim else f"/{op.value_dim}")
+    length = f"{op.q_len}" + ("" if op.q_len == op.kv_len else f"/{op.kv_len}")
+    heads = f"{op.heads}" + ("" if op.heads == op.kv_heads else f"/{op.kv_heads}")
+    mask = " causal" if op.causal else ""
+    mask += f" window {op.window}" if op.window is not None else ""
+    return f"b{op.batch} s{length} h{heads}x{width} {op.dtype}{mask}"
+
+
+def storage(op: Gemm) -> str:
+    """How the operands lie in memory, as BLAS says it: ``nt`` is A as it is, B transposed."""
+    return ("t" if op.trans_a else "n") + ("t" if op.trans_b else "n")
+
+
+def number_format(op: Gemm) -> str:
+    """``bf16``, ``fp8 row``."""
+    return op.dtype + ("" if op.scaling == "none" else f" {op.scaling}")
+
+
+def _of_op(op: Gemm | Attention | Elementwise | Collective | Overlap | Block | Step) -> str:
+    if isinstance(op, Gemm):
+        sizes, _, groups = shape(op).partition(" ")
+        stored = "" if storage(op) == "nt" else storage(op)
+        return " ".join(filter(None, ("gemm", sizes, number_format(op), groups, stored)))
     if isinstance(op, Attention):
-        length = f"{op.q_len}" + ("" if op.q_len == op.kv_len else f"/{op.kv_len}")
-        heads = f"{op.heads}" + ("" if op.heads == op.kv_heads else f"/{op.kv_heads}")
-        shape = f"b{op.batch} s{length} h{heads}x{op.head_dim}"
-        return f"attention {shape} {op.dtype}{' causal' if op.causal else ''} {op.direction}"
+        return f"attention {shape(op)} {op.direction}"
     if isinstance(op, Elementwise):
         return f"{op.kind} {format_bytes(op.bytes)}"
     if isinstance(op, Collective):
-        apart = f" stride {op.group_stride}" if op.group_stride > 1 else ""
-        return f"{op.kind} {format_bytes(op.size_bytes)} x{op.group_size}{apart}"
+        return _of_collective(op)
+    if isinstance(op, Overlap):
+        return f"{_of_op(op.compute)} beside {_of_op(op.collective)}"
     family = type(op.model).__struct_config__.tag
     if isinstance(op, Step):
         return f"step {op.model.name or f'{family} h{op.model.hidden}'} {op.layout.name}"
     parallel = f" tp{op.tp}" + ("+sp" if op.sequence_parallel else "") if op.tp > 1 else ""
-    shape = f"{family} h{op.model.hidden} mb{op.microbatch_size}"
-    return f"{op.part} {shape}{parallel} {op.direction}"
+    sizes = f"{family} h{op.model.hidden} mb{op.microbatch_size}"
+    return f"{op.part} {sizes}{parallel} {op.direction}"
+
+
+def _of_collective(op: Collective) -> str:
+    apart = f" stride {op.group_stride}" if op.group_stride > 1 else ""
+    group = f"ranks {','.join(map(str, op.ranks))}" if op.ranks else f"x{op.group_size}{apart}"
+    place = " in place" if op.in_place else ""
+    return f"{op.kind} {format_bytes(op.size_bytes)} {group}{place}"

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from meshwise.spec.record import Positive, Record
+from meshwise.spec.record import NonNegative, Positive, Record
 
 
 class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
@@ -30,3 +30,73 @@ class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
+
+
+class Mla(Record, kw_only=True):
+    """Multi-head latent attention (DeepSeek-V2): q through ``q_lora_rank`` unless it is None, k and
+    v through ``kv_lora_rank``; a head of q and k is ``nope_head_dim + rope_head_dim`` wide."""
+
+    q_lora_rank: Positive | None = None
+    kv_lora_rank: Positive
+    nope_head_dim: Positive
+    rope_head_dim: Positive
+    v_head_dim: Positive
+
+
+class Experts(Record, kw_only=True):
+    """A mixture of SwiGLU experts of width ``ffn``: ``top_k`` of ``num_experts`` for each token,
+    beside them a shared one of width ``shared_ffn`` (0: none) for every token.
+
+    The first ``first_dense`` layers keep the dense feed-forward; of the others those whose index
+    ``every`` divides have experts. ``shared_gate``: the shared expert has a gate of
+    [1, hidden]. ``router_bias``: a number an expert, added to its score.
+    """
+
+    num_experts: Positive
+    top_k: Positive
+    ffn: Positive
+    shared_ffn: NonNegative = 0
+    shared_gate: bool = False
+    first_dense: NonNegative = 0
+    every: Positive = 1
+    router_bias: bool = False
+
+    def check(self) -> None:
+        if self.top_k > self.num_experts:
+            self.fail("top_k", f"must be <= num_experts = {self.num_experts}")
+
+
+class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
+    """A Llama-type decoder: RMSNorm, rotary positions, SwiGLU; dense, GQA, MLA or with experts.
+
+    Shapes: embedding and, unless ``tied``, head [vocab, hidden]; per layer q [heads*head_dim,
+    hidden], k and v [kv_heads*head_dim, hidden], out [hidden, heads*head_dim], gate and up [ffn,
+    hidden], down [hidden, ffn], two norms of hidden; a last norm. With ``qk_norm`` two more norms
+    of head_dim. ``ffn`` is the dense feed-forward's width, also where some layers have experts.
+    """
+
+    name: str = ""
+    hidden: Positive
+    layers: Annotated[int, Meta(ge=1, le=10_000)]
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    ffn: Positive
+    vocab: Positive
+    max_seq_len: Positive
+    tied: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    mla: Mla | None = None
+    experts: Experts | None = None
+
+    def check(self) -> None:
+        if self.heads % self.kv_heads:
+            self.fail("kv_heads", f"must divide heads = {self.heads}")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer ``layer``, from 0, has experts in place of the dense feed-forward."""
+        moe = self.experts
+        return moe is not None and layer >= moe.first_dense and layer % moe.every == 0

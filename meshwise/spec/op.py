@@ -16,15 +16,23 @@ Direction = Literal["forward", "backward"]
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 ElementwiseKind = Literal[
-    "copy", "add", "layer_norm", "gelu", "cross_entropy", "embedding", "cast", "adamw", "grad_norm"
-]
+    "copy", "add", "layer_norm", "gelu", "cross_entropy", "embedding", "cast", "adamw",
+    "grad_norm", "h2d", "d2h",
+]  # fmt: skip
 CollectiveKind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"
-]
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast",
+    "reduce", "gather", "scatter", "send_recv", "send",
+]  # fmt: skip
+ROOTED = ("broadcast", "reduce", "gather", "scatter")  # the group's first rank is the root
 
 
 class Gemm(Record, kw_only=True, tag_field="op", tag="gemm"):
-    """C[m,n] = A[m,k] B[k,n]; ``trans_a``, ``trans_b`` say which operand is stored transposed."""
+    """C[m,n] = A[m,k] B[k,n]; ``trans_a``, ``trans_b`` say which operand is stored transposed.
+
+    ``groups`` > 1 is a grouped product, as experts do it: the rows m are divided among the groups,
+    each with its own B; with ``trans_a`` (a weight gradient) k is divided, each with its own C.
+    fp8 operands give a bf16 result, scaled by one number a tensor or one a row (``scaling``).
+    """
 
     m: Positive
     n: Positive
@@ -32,6 +40,12 @@ class Gemm(Record, kw_only=True, tag_field="op", tag="gemm"):
     dtype: Dtype = "bf16"
     trans_a: bool = False
     trans_b: bool = True
+    groups: Positive = 1
+    scaling: Literal["none", "tensor", "row"] = "none"
+
+    def check(self) -> None:
+        if (self.scaling == "none") == (self.dtype == "fp8"):
+            self.fail("scaling", "fp8 is scaled by tensor or row, other dtypes by none")
 
     @property
     def flops(self) -> int:
@@ -39,14 +53,21 @@ class Gemm(Record, kw_only=True, tag_field="op", tag="gemm"):
 
     @property
     def bytes(self) -> int:
-        return (self.m * self.k + self.k * self.n + self.m * self.n) * DTYPE_BYTES[self.dtype]
+        size = DTYPE_BYTES[self.dtype]
+        b_copies, c_copies = (1, self.groups) if self.trans_a else (self.groups, 1)
+        read = (self.m * self.k + b_copies * self.k * self.n) * size
+        return read + c_copies * self.m * self.n * max(size, 2)
 
 
 class Attention(Record, kw_only=True, tag_field="op", tag="attention"):
     """softmax(Q K^T) V over ``heads`` query heads; ``kv_heads`` may be fewer (GQA).
 
-    Forward is two products of 2*B*H*Sq*Skv*d, halved when causal (the exact count has
-    (S+1)/2S); backward is 2.5 times that, as flash-attention counts it.
+    ``head_dim`` is that of Q and K, ``head_dim_v`` that of V where it differs (MLA). ``window``:
+    a query sees that many keys at most, its own position included; causal only.
+
+    Forward is two products over all pairs of query and key, 2*B*H*Sq*Skv*(d + d_v), halved when
+    causal; backward is 2.5 times that, as flash-attention counts it. ``exact_flops`` counts the
+    pairs that the mask leaves: (S+1)/2S of them when causal. A window is always counted exactly.
     """
 
     batch: Positive
@@ -55,26 +76,55 @@ class Attention(Record, kw_only=True, tag_field="op", tag="attention"):
     heads: Positive
     kv_heads: Positive
     head_dim: Positive
+    head_dim_v: Positive | None = None
     causal: bool = True
+    window: Positive | None = None
     direction: Direction = "forward"
     dtype: Dtype = "bf16"
 
     def check(self) -> None:
         if self.heads % self.kv_heads:
             self.fail("kv_heads", f"must divide heads = {self.heads}")
+        if self.window is not None and not self.causal:
+            self.fail("window", "a window is of causal attention; set causal")
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of query and key that the mask leaves in one head, the last query seeing all."""
+        if not self.causal:
+            return self.q_len * self.kv_len
+        before = self.kv_len - self.q_len  # keys that every query sees
+        most = min(self.kv_len, self.window or self.kv_len)
+        short = min(self.q_len, max(0, most - max(0, before)))  # queries that see fewer than most
+        fewest = max(0, before) + 1
+        growing = short * fewest + short * (short - 1) // 2
+        return growing + (self.q_len - short) * most
 
     @property
     def flops(self) -> int:
-        full = 4 * self.batch * self.heads * self.q_len * self.kv_len * self.head_dim
-        forward = full // 2 if self.causal else full
+        if self.window is not None:
+            return self.exact_flops
+        full = self._flops_of(self.q_len * self.kv_len)
+        return full // 2 if self.causal else full
+
+    @property
+    def exact_flops(self) -> int:
+        return self._flops_of(self.pairs)
+
+    def _flops_of(self, pairs: int) -> int:
+        forward = 2 * self.batch * self.heads * pairs * (self.head_dim + self.value_dim)
         return forward if self.direction == "forward" else forward * 5 // 2
 
     @property
     def bytes(self) -> int:
-        q = self.batch * self.q_len * self.heads * self.head_dim
-        kv = 2 * self.batch * self.kv_len * self.kv_heads * self.head_dim
+        width = self.head_dim + self.value_dim  # of q and the output, and of k and v
+        rows = self.q_len * self.heads + self.kv_len * self.kv_heads
         passes = 1 if self.direction == "forward" else 2  # backward reads all and writes all grads
-        return passes * (2 * q + kv) * DTYPE_BYTES[self.dtype]
+        return passes * self.batch * rows * width * DTYPE_BYTES[self.dtype]
 
 
 class Elementwise(Record, kw_only=True, tag_field="op", tag="elementwise"):
@@ -95,11 +145,15 @@ class Elementwise(Record, kw_only=True, tag_field="op", tag="elementwise"):
 
 
 class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
-    """A collective of ``group_size`` ranks spaced ``group_stride`` apart, all groups at once.
+    """A collective of ``group_size`` ranks spaced ``group_stride`` apart, all groups at once; with
+    ``ranks`` of that one group alone, in this order, while the others wait.
 
     ``size_bytes`` is nccl-tests' ``size``: the larger of a rank's send and receive buffer, that
     is the gathered tensor for all_gather and the unreduced one for reduce_scatter.
     algbw = size/t; busbw = algbw * factor (nccl-tests, doc/PERFORMANCE.md).
+
+    send_recv is a ring shift, send one message from the first rank of the group to the last.
+    all_to_all_v sends ``splits[i][j]`` bytes from the group's rank i to its rank j.
     """
 
     kind: CollectiveKind
@@ -107,6 +161,22 @@ class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
     group_size: Positive
     group_stride: Positive = 1
     dtype: Dtype = "bf16"
+    in_place: bool = False
+    ranks: tuple[NonNegative, ...] = ()
+    splits: tuple[tuple[NonNegative, ...], ...] = ()
+
+    def check(self) -> None:
+        n = self.group_size
+        if self.ranks and (len(set(self.ranks)) != n or len(self.ranks) != n):
+            self.fail("ranks", f"must be group_size = {n} different ranks, or empty")
+        if self.kind != "send" and list(self.ranks) != sorted(self.ranks):
+            self.fail("ranks", "must ascend; only a send has a direction")
+        if (self.kind == "all_to_all_v") != bool(self.splits):
+            self.fail("splits", "all_to_all_v needs them, and no other kind has any")
+        if self.splits and not len(self.splits) == n == min(map(len, self.splits)):
+            self.fail("splits", f"must be {n} rows of {n} byte counts")
+        if self.splits and self.size_bytes != (size := max(self._loads(keep_own=True))):
+            self.fail("size_bytes", f"must be {size}, the most that a rank sends or receives")
 
     @property
     def flops(self) -> int:
@@ -122,8 +192,36 @@ class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
         n = self.group_size
         if n == 1:
             return 0.0
-        factors = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0, "send_recv": 1.0}
-        return factors.get(self.kind, (n - 1) / n)
+        if self.splits:  # the rank that sends or receives most to or from others sets the time
+            return max(self._loads(keep_own=False)) / max(self.size_bytes, 1)
+        factors = {"all_reduce": 2 * (n - 1) / n}
+        ones = ("broadcast", "reduce", "send_recv", "send")
+        return 1.0 if self.kind in ones else factors.get(self.kind, (n - 1) / n)
+
+    def _loads(self, *, keep_own: bool) -> list[int]:
+        """What each rank sends, then what each receives, with or without what it sends itself."""
+        n = len(self.splits)
+        kept = [[self.splits[i][j] * (keep_own or i != j) for j in range(n)] for i in range(n)]
+        return [*map(sum, kept), *map(sum, zip(*kept, strict=True))]
+
+
+class Overlap(Record, kw_only=True, tag_field="op", tag="overlap"):
+    """Compute on one stream while a collective runs on another, again and again.
+
+    Its time is that of one ``compute`` while collectives run. The baselines are measured in turns
+    with it and stand in the sample's metrics.
+    """
+
+    compute: Gemm | Attention
+    collective: Collective
+
+    @property
+    def flops(self) -> int:
+        return self.compute.flops
+
+    @property
+    def bytes(self) -> int:
+        return self.compute.bytes
 
 
 class Block(Record, kw_only=True, tag_field="op", tag="block"):
@@ -144,4 +242,4 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
     dtype: Dtype = "bf16"
 
 
-Op = Gemm | Attention | Elementwise | Collective | Block
+Op = Gemm | Attention | Elementwise | Collective | Overlap | Block

@@ -78,5 +78,25 @@ def _read_hint(hint: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def digest(record: Any) -> str:
-    """Twelve hex digits that name a record's content: the same on every machine."""
-    return hashlib.sha256(msgspec.json.encode(record, order="sorted")).hexdigest()[:12]
+    """Twelve hex digits that name a record's content: the same on every machine.
+
+    Fields that have their default value do not count, so that a record keeps its digest when a
+    field with a default is added.
+    """
+    return hashlib.sha256(msgspec.json.encode(_told(record), order="sorted")).hexdigest()[:12]
+
+
+def _told(value: Any) -> Any:
+    """Plain data without the fields that say what the default says."""
+    if isinstance(value, tuple | list):
+        return [_told(item) for item in value]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    config, told = value.__struct_config__, {}
+    if config.tag_field:
+        told[config.tag_field] = config.tag
+    for field in msgspec.structs.fields(value):
+        held = getattr(value, field.name)
+        if field.required or held != field.default:
+            told[field.name] = _told(held)
+    return told

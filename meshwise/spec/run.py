@@ -1,7 +1,7 @@
 """A run directory: ``run.json`` (one ``RunInfo``) and ``samples.jsonl`` (one ``Sample`` a line)."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,9 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.record import NonNegative, Positive, Record, digest
 
 SCHEMA_VERSION = 1
+
+
+Regime = Literal["cold", "warm", "graph", "blocking", "pipelined", "sustained"]
 
 
 class Step(Record, kw_only=True, tag_field="op", tag="step"):
@@ -28,17 +31,34 @@ class Case(Record, kw_only=True):
     """What is timed, and how: two cases with different regimes are never one number.
 
     ``regime``: cold (L2 flushed, buffers rotated), warm (same buffers), graph (CUDA graph
-    replay). ``lowering``: eager or compiled code. ``world_size``: ranks that worked at once.
+    replay), blocking (the host waits for each call), pipelined (many calls in a row, one time for
+    all), sustained (for seconds without a pause, at the clocks that the power cap leaves).
+    ``lowering``: eager or compiled code. ``backend``: whose code, where it is not what torch picks
+    by itself: a kernel of attention, a library of collectives. ``world_size``: ranks that worked
+    at once.
     """
 
     op: Op | Step
-    regime: Literal["cold", "warm", "graph"] = "warm"
+    regime: Regime = "warm"
     lowering: Literal["eager", "compiled"] = "eager"
+    backend: str = ""
     world_size: Positive = 1
 
     @property
     def id(self) -> str:
         return digest(self)
+
+
+class Derived(NamedTuple):
+    """A case and what it was derived from; ``name``: of the product or exchange (``qkv``)."""
+
+    model: str
+    microbatch_size: int
+    seq_len: int
+    hidden: int
+    top_k: int
+    name: str
+    case: Case
 
 
 class DeviceState(Record, kw_only=True):
@@ -53,7 +73,8 @@ class DeviceState(Record, kw_only=True):
 
 
 class Sample(Record, kw_only=True):
-    """The outcome of one case. A failure is data (``oom``, ``skipped``, ``error``), never a zero.
+    """The outcome of one case. A failure is data (``oom``, ``skipped``, ``error``, ``hung``), never
+    a zero.
 
     ``times_s``: per iteration, the largest over ranks. ``rank_times_s[rank][iteration]``: each
     rank's own. ``metrics``: other measured numbers by name (``saved_bytes``, ``peak_bytes``).
@@ -61,7 +82,7 @@ class Sample(Record, kw_only=True):
 
     case_id: str
     case: Case
-    status: Literal["ok", "oom", "skipped", "error"]
+    status: Literal["ok", "oom", "skipped", "error", "hung"]
     reason: str = ""
     times_s: tuple[float, ...] = ()
     rank_times_s: tuple[tuple[float, ...], ...] = ()

@@ -16,14 +16,14 @@ def calibrate(
     runs: Path | str = "runs",
     out: Path | str = "costs.json",
 ) -> Costs:
-    """Fit prices to the samples of ``run`` (run directories), by default the newest measure run
-    that holds any."""
+    """Fit prices to the samples of ``run`` (run directories), by default the newest run of
+    ``measure profile`` that holds any."""
     from meshwise import fit
 
     chosen = [Path(path) for path in files.several(run)]
     if not chosen:
-        newest = store.newest(runs, "measure")
-        begun = [path for path in store.runs_of(runs, "measure") if store.load(path)[1]]
+        newest = store.newest(runs, "measure-profile")
+        begun = [path for path in store.runs_of(runs, "measure-profile") if store.load(path)[1]]
         chosen = [begun[-1] if begun else newest]
         files.announce(chosen[0], "the newest run")
         if chosen[0] != newest:

@@ -51,6 +51,14 @@ def num_ranks(
     return next(iter(given.values()), None)
 
 
+def meet_at(address: str | None, port: int | None) -> None:
+    """Where the ranks of several hosts meet, under a launcher that does not say it (srun)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    given = {"MASTER_ADDR": address, "MASTER_PORT": None if port is None else str(port)}
+    os.environ.update({name: value for name, value in given.items() if value is not None})
+
+
 def world_size(asked: int | None, cluster: "Cluster", default: int) -> int:
     """How many ranks to start; what the launcher or the cluster cannot hold is refused here."""
     launched = _launched()
@@ -82,6 +90,11 @@ def _launched() -> int | None:
     return None if place is None else place["world_size"]
 
 
+def starts() -> bool:
+    """Whether this process starts ranks itself; else a launcher did."""
+    return _launched() is None
+
+
 def check_machine(cluster: "Cluster", size: int) -> None:
     """Refuse to start ``size`` ranks on a machine that is not the one described."""
     import torch
@@ -101,7 +114,7 @@ def check_machine(cluster: "Cluster", size: int) -> None:
             f"cluster {cluster.name!r} is of {device.name!r}, but here is "
             f"{', '.join(found) or 'no GPU'}; run `meshwise detect` on this machine"
         )
-    if visible < min(size, cluster.num_devices_per_host) and _launched() is None:
+    if visible < min(size, cluster.num_devices_per_host) and starts():
         raise ValueError(f"{size} ranks need {size} GPUs, but {visible} are visible")
 
 

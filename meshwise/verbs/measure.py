@@ -1,19 +1,30 @@
 """measure: time operations on every rank, into a run directory."""
 
+import importlib
+import inspect
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
 from meshwise import store
-from meshwise.spec import Case, Cluster, Model, RunInfo, digest
+from meshwise.spec import Case, Cluster, Plan, RunInfo, Sample, digest
 from meshwise.units import parse_seconds
 from meshwise.verbs import files, job
 from meshwise.verbs.detect import detect, look
 
+if TYPE_CHECKING:
+    from meshwise.probe.cases.follow import Follow
+    from meshwise.probe.cases.scope import Scope
+    from meshwise.probe.sweep import SweepRequest
+
 log = logging.getLogger("meshwise")
 
 DEFAULT_CLUSTER = "cluster.toml"
+KINDS = ("profile", "gemm", "attention", "collectives", "fsdp", "overlap", "health")
+QUICK_S = 65.0  # of measuring: starting ranks and the last case take the rest of 90 s
+MOST_HUNG = 3  # cases in a row, then the machine is at fault and not a case
 
 
 def measure(
@@ -21,47 +32,69 @@ def measure(
     *,
     cluster: Path | str = DEFAULT_CLUSTER,
     model: str | tuple[str, ...] = (),
-    lowering: Literal["eager", "compiled"] | None = None,
+    dtype: str | None = None,
     budget: str | float | None = None,
+    quick: bool = False,
+    follow: bool = True,
+    sustain: str | float = 10.0,
+    timeout: str | float = 30.0,
     resume: bool = False,
     nproc: int | None = None,
     runs: Path | str = "runs",
     dry_run: bool = False,
+    **options: Any,
 ) -> Path | list[tuple[Case, float]]:
-    """Measure what prices rest on, into a run directory whose path is returned. With ``dry_run``
-    nothing is written, and the cases are returned with about how many seconds each would take.
+    """Measure into a run directory whose path is returned. With ``dry_run`` nothing is written, and
+    the cases are returned with about how many seconds each would take.
 
-    ``model``: names of the catalogue, by default the one that fills the cluster. ``budget``:
-    seconds to spend (``120s``, ``2m``), all cases by default. ``resume`` continues the newest run
-    of the same cluster and number of ranks. ``lowering`` of the blocks, and so of the plans made
-    from them: compiled on GPUs and eager on CPUs unless given. A missing cluster.toml is detected
-    first.
+    ``what``: profile (what prices rest on), gemm, attention, collectives, fsdp, overlap or health.
+    ``model``: names of the catalogue or paths of Hugging Face configs whose operations are
+    measured. ``dtype``: bf16 on GPUs and fp32 on CPUs unless given. ``budget``: seconds to spend
+    (``120s``, ``2m``), all cases by default; ``quick`` is a budget of 65 s, of health fewer cases.
+    ``follow``: add sizes where a collective's curve bends, and shapes near the best where a best
+    one is searched. ``sustain``: how long a sustained case lasts. ``timeout``: how long ranks wait
+    for each other before a case counts as hung. ``resume`` continues the newest run of the same
+    kind, cluster and number of ranks. ``options``: those of ``probe.cases.<what>.cases``. A missing
+    cluster.toml is detected first.
     """
-    if what != "profile":
-        raise ValueError(f"what = {what!r}: must be profile")
-    budget_s = None if budget is None else parse_seconds(str(budget))
-    if budget_s is not None and not 0 < budget_s < math.inf:
-        raise ValueError(f"budget = {budget!r}: must be some time, as 60s; all cases without it")
+    if what not in KINDS:
+        raise ValueError(f"what = {what!r}: must be one of {', '.join(KINDS)}")
+    listing = importlib.import_module(f"meshwise.probe.cases.{what}").cases
+    if quick and "quick" in inspect.signature(listing).parameters:  # it knows what to leave out
+        options, quick = options | {"quick": True}, False
+    budget_s = QUICK_S if quick and budget is None else _seconds("budget", budget)
+    seconds = {"sustain_s": _seconds("sustain", sustain), "timeout_s": _seconds("timeout", timeout)}
     machine = _cluster(cluster, nproc, keep=not dry_run)
     size = job.world_size(nproc, machine, default=machine.num_devices)
-    if lowering is None:
-        lowering = "compiled" if machine.device.kind == "cuda" else "eager"
-    cases = _cases(machine, files.several(model), size, lowering)
-    if dry_run:
-        from meshwise.probe import profile
+    asked = chosen(listing, what, files.several(model), options)
+    cases: list[Case] = listing(scope_of(machine, size, dtype), **asked)
+    if not cases:
+        raise ValueError(f"measure {what}: these options leave no case; ask for more")
+    from meshwise.probe.cases import effort
 
-        return [(case, profile.estimate_s(case, machine)) for case in cases]
+    sustain_s, timeout_s = seconds["sustain_s"] or 1.0, seconds["timeout_s"] or 1.0
+    if dry_run:
+        return [(case, effort.estimate_s(case, machine, sustain_s)) for case in cases]
     job.check_machine(machine, size)
-    run_dir = _newest(runs, machine, size) if resume else _created(runs, what, machine, size)
+    run_dir = _newest(runs, what, machine, size) if resume else _created(runs, what, machine, size)
+    from meshwise.probe.sweep import SweepRequest
+
+    request = SweepRequest(
+        cases=tuple(cases), run_dir=str(run_dir), budget_s=budget_s, sustain_s=sustain_s,
+        follow=_follow(what, options) if follow else "nothing",
+    )  # fmt: skip
     with job.locked(run_dir):
-        skip = _measured(run_dir) if resume else frozenset()
-        if all(case.id in skip for case in cases):
-            log.info("all %d cases are measured already", len(cases))
-            return run_dir
-        if resume and job.leads():
-            store.finish(run_dir, "running")
-        _start(run_dir, cases, budget_s, skip, size)
+        _sweep(run_dir, request, size, timeout_s, resume=resume)
     return run_dir
+
+
+def _seconds(name: str, value: str | float | None) -> float | None:
+    if value is None:
+        return None
+    found = parse_seconds(str(value))
+    if not 0 < found < math.inf:
+        raise ValueError(f"{name} = {value!r}: must be some time, as 60s")
+    return found
 
 
 def _cluster(path: Path | str, nproc: int | None, *, keep: bool) -> Cluster:
@@ -71,23 +104,62 @@ def _cluster(path: Path | str, nproc: int | None, *, keep: bool) -> Cluster:
     return detect(nproc=nproc, out=path) if keep else look(nproc)
 
 
-def _cases(
-    cluster: Cluster,
-    names: tuple[str, ...],
-    size: int,
-    lowering: Literal["eager", "compiled"],
-) -> list[Case]:
-    from meshwise.models import catalogue
-    from meshwise.probe import profile
+def scope_of(cluster: Cluster, size: int, dtype: str | None) -> "Scope":
+    """bf16 on GPUs and fp32 on CPUs unless ``dtype`` says otherwise."""
+    from meshwise.probe.cases.scope import Scope
+    from meshwise.spec.op import DTYPE_BYTES
 
-    models: tuple[Model, ...] = tuple(map(catalogue.get, names))
-    return profile.cases(
-        cluster,
-        models=models or (catalogue.default_model(cluster),),
-        world_size=size,
-        dtype="bf16" if cluster.device.kind == "cuda" else "fp32",
-        lowering=lowering,
-    )
+    if dtype is not None and dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPE_BYTES)}")
+    usual = "bf16" if cluster.device.kind == "cuda" else "fp32"
+    return Scope(cluster, size, dtype or usual)  # type: ignore[arg-type]
+
+
+def chosen(
+    listing: Callable[..., Any], what: str, names: tuple[str, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The keyword arguments of ``listing``, read from the files that options name; an option that
+    this kind of measurement does not have is refused by name."""
+    from meshwise.models import catalogue, primus
+
+    read: dict[str, Callable[[Any], Any]] = {
+        "configs": primus.read_models,
+        "shapes": primus.read_attention_shapes,
+        "plan": lambda path: files.take(path, Plan),
+        "splits": _read_splits,
+        "ranks": _read_ranks,
+    }
+    given = options | ({"models": tuple(map(catalogue.find, names))} if names else {})
+    known = list(inspect.signature(listing).parameters)[1:]
+    for name, value in list(given.items()):
+        if name not in known:
+            shown = "model" if name == "models" else name
+            said = ", ".join("model" if option == "models" else option for option in known)
+            raise ValueError(f"{shown}: measure {what} has no such option; it has {said}")
+        if name in read and isinstance(value, str | Path):
+            given[name] = read[name](value)
+        if name == "backends":
+            given[name] = tuple("" if backend == "torch" else backend for backend in value)
+    if {"configs", "shapes"} & given.keys():
+        given.setdefault("microbatch_sizes", tuple(range(1, 9)))
+    return given
+
+
+def _read_splits(path: str | Path) -> tuple[tuple[int, ...], ...]:
+    return store.read(path, tuple[tuple[int, ...], ...])
+
+
+def _read_ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(rank) for rank in text.split(","))
+    except ValueError:
+        raise ValueError(f"ranks = {text!r}: must be numbers, as 0,2") from None
+
+
+def _follow(what: str, options: dict[str, Any]) -> "Follow":
+    if what == "collectives":
+        return "bends"
+    return "best_shape" if what == "gemm" and options.get("search") else "nothing"
 
 
 def _created(runs: Path | str, what: str, cluster: Cluster, size: int) -> Path:
@@ -106,34 +178,75 @@ def _created(runs: Path | str, what: str, cluster: Cluster, size: int) -> Path:
     )
 
 
-def _newest(runs: Path | str, cluster: Cluster, size: int) -> Path:
-    """The newest run of this cluster with this many ranks."""
-    for run_dir in reversed(store.runs_of(runs, "measure")):
+def _newest(runs: Path | str, what: str, cluster: Cluster, size: int) -> Path:
+    """The newest run of this kind and cluster with this many ranks."""
+    for run_dir in reversed(store.runs_of(runs, f"measure-{what}")):
         info = store.read(run_dir / "run.json", RunInfo)
         if digest(info.cluster) == digest(cluster) and info.world_size == size:
             files.announce(run_dir, "the newest run")
             return run_dir
     raise ValueError(
-        f"no measure run of cluster {cluster.name!r} with {size} ranks under {runs}; "
+        f"no run of measure {what} on cluster {cluster.name!r} with {size} ranks under {runs}; "
         "start one without --resume"
     )
 
 
+def _sweep(
+    run_dir: Path, request: "SweepRequest", size: int, timeout_s: float, *, resume: bool
+) -> None:
+    """Measure what is not measured yet. A case that hangs is recorded, and ranks that we started
+    are started again for the others."""
+    import msgspec
+
+    from meshwise import launch
+
+    kept = f"what was measured is in {run_dir}, --resume continues"
+    if resume and job.leads():
+        before = launch.RanksFailed(store.read(run_dir / "run.json", RunInfo).reason)
+        if before.hung:  # ranks that a launcher started were not started again
+            _record_hung(run_dir, str(before))
+    for _ in range(len(request.cases) + 1):
+        skip = _measured(run_dir)
+        if all(case.id in skip for case in request.cases) and request.follow == "nothing":
+            log.info("all %d cases are measured already", len(request.cases))
+            if job.leads() and store.read(run_dir / "run.json", RunInfo).status != "complete":
+                store.finish(run_dir, "complete")  # the last case hung, or the end was cut off
+            return
+        if job.leads():
+            store.finish(run_dir, "running")
+        left = sum(case.id not in skip for case in request.cases)
+        log.info("%d cases on %d ranks, into %s", left, size, run_dir)
+        todo = msgspec.structs.replace(request, skip=tuple(sorted(skip)))
+        try:
+            with job.recorded(run_dir, kept):
+                launch.run(
+                    "meshwise.probe.sweep:measure_ranks", todo, nproc=size, timeout_s=timeout_s
+                )
+            return
+        except launch.RanksFailed as failed:
+            if not (failed.hung and job.starts() and _record_hung(run_dir, str(failed))):
+                raise
+            log.warning("%s; the ranks are started again for the other cases", failed)
+
+
+def _record_hung(run_dir: Path, reason: str) -> bool:
+    """Make the case that was in hand a sample; False when there is none, or too many hung."""
+    from meshwise.probe.sweep import CURRENT
+
+    current = run_dir / CURRENT
+    if not current.exists():
+        return False
+    case = store.read(current, Case)
+    current.unlink()
+    if case.id not in _measured(run_dir):
+        store.append(run_dir, Sample(case_id=case.id, case=case, status="hung", reason=reason))
+    last = [sample.status for sample in store.load(run_dir)[1][-MOST_HUNG:]]
+    return last != ["hung"] * MOST_HUNG
+
+
 def _measured(run_dir: Path) -> frozenset[str]:
     """The cases that need not be measured again."""
+    if not job.leads() and not (run_dir / "run.json").exists():
+        return frozenset()  # rank 0's list counts
     _, samples = files.load(run_dir)
     return frozenset(sample.case_id for sample in samples if sample.status != "error")
-
-
-def _start(
-    run_dir: Path, cases: list[Case], budget_s: float | None, skip: frozenset[str], size: int
-) -> None:
-    from meshwise import launch
-    from meshwise.probe.sweep import SweepRequest
-
-    request = SweepRequest(
-        cases=tuple(cases), run_dir=str(run_dir), budget_s=budget_s, skip=tuple(sorted(skip))
-    )
-    log.info("%d cases on %d ranks, into %s", len(cases) - len(skip), size, run_dir)
-    with job.recorded(run_dir, f"what was measured is in {run_dir}, --resume continues"):
-        launch.run("meshwise.probe.sweep:measure_ranks", request, nproc=size)

@@ -16,33 +16,42 @@ T = TypeVar("T", Costs, Plan)
 
 
 def report(
-    *,
+    *named: Path | str,
     runs: Path | str = "runs",
     costs: Path | str = "costs.json",
     plan: Path | str = "plan.json",
     out: Path | str = "report.html",
 ) -> Path:
-    """Write the page and return its path. What is missing is a sentence on the page; nothing at
-    all is a ValueError that names the first verb."""
-    return write(gather(runs, costs, plan), out)
+    """Write the page and return its path. ``named``: run directories to show in any case. What is
+    missing is a sentence on the page; nothing at all is a ValueError that names the first verb."""
+    return write(gather(runs, costs, plan, named), out)
 
 
-def gather(runs: Path | str, costs: Path | str, plan: Path | str) -> Contents:
-    """The prices, the plan, the runs of its model on its cluster, the runs the prices rest on."""
+def gather(
+    runs: Path | str, costs: Path | str, plan: Path | str, named: tuple[Path | str, ...] = ()
+) -> Contents:
+    """The prices, the plan, the runs of its model on its cluster, the runs that the prices rest
+    on, those named; without prices all that was measured."""
     prices, chosen = _found(costs, Costs), _found(plan, Plan)
-    infos = {path: store.read(path / "run.json", RunInfo) for path in store.runs_of(runs)}
+    asked = {Path(path).resolve() for path in named}
+    paths = {path.resolve(): path for path in (*store.runs_of(runs), *map(Path, named))}
+    infos = {path: store.read(path / "run.json", RunInfo) for path in paths.values()}
     if prices is None and chosen is None and not infos:
         raise ValueError(
             f"nothing to report: {costs}, {plan} and any run under {runs} are missing; "
             "begin with `meshwise measure profile`"
         )
-    ran = [files.load(path) for path, info in infos.items() if _of_plan(info, chosen)]
-    rested_on = None if prices is None else prices.runs
-    measured = [
-        files.load(path)
-        for path, info in infos.items()
-        if info.verb == "measure" and (rested_on is None or info.run_id in rested_on)
-    ]
+    measured, ran, others = [], [], []
+    for path, info in infos.items():
+        wanted = path.resolve() in asked
+        if _of_plan(info, chosen) or (info.plan is not None and wanted):
+            ran.append(files.load(path))
+        elif info.verb == "measure" and (prices is None or wanted or info.run_id in prices.runs):
+            measured.append(files.load(path))
+        elif info.verb == "measure":
+            others.append(str(path))
+    if others:
+        log.info("not shown unless named, as no price rests on them: %s", ", ".join(others))
     return Contents(
         plan=chosen,
         costs=prices,

@@ -7,7 +7,7 @@ import msgspec
 
 from meshwise import store
 from meshwise.spec import Candidate, Plan, RunInfo, stages_of
-from meshwise.verbs import files, job
+from meshwise.verbs import files, job, trace
 
 log = logging.getLogger("meshwise")
 
@@ -25,6 +25,7 @@ def run(
     seed: int = 0,
     nproc: int | None = None,
     runs: Path | str = "runs",
+    nccl_trace: bool = False,
     dry_run: bool = False,
 ) -> list[Path] | list[Plan]:
     """Train ``steps`` steps of the plan; the run directories, or with ``dry_run`` the plans alone.
@@ -32,7 +33,9 @@ def run(
     ``rivals``: also run that many runners-up. ``check``: compare the losses of three steps with
     one device in fp32. ``steps`` are timed, ``warmup`` ones come before: 20 and 3 on GPUs, 5 and
     1 on CPUs, whose steps take seconds. ``data``: a token file, random tokens by default.
-    ``nproc`` must be the number of devices that the plan is for.
+    ``nproc`` must be the number of devices that the plan is for. ``nccl_trace``, on the GPUs of
+    one host: keep the calls of collectives that NCCL logs on each rank, and write how they compare
+    with the plan's into ``nccl_check.json``; logging slows the steps.
     """
     chosen = files.take(plan, Plan)
     size = chosen.layout.num_devices
@@ -56,6 +59,8 @@ def run(
     for one in plans:
         _check_exists(one)
     _check_data(chosen, data, seed, steps + warmup + 1)
+    if nccl_trace:
+        trace.check_possible(chosen.cluster, check=check)
     if dry_run:
         return plans
     job.check_machine(chosen.cluster, size)
@@ -73,7 +78,13 @@ def run(
             data=data,
             checked=check,
         )
-        _start(run_dir, request, one, finished=run_dirs)
+        environment = trace.environment(run_dir) if nccl_trace else {}
+        try:
+            _start(run_dir, request, one, environment, finished=run_dirs)
+        finally:
+            trace.keep_calls(run_dir)
+        if nccl_trace:
+            trace.write_check(run_dir, one, request.total_steps)
         run_dirs.append(run_dir)
     return run_dirs
 
@@ -149,13 +160,24 @@ def _created(runs: Path | str, plan: Plan) -> Path:
     )
 
 
-def _start(run_dir: Path, request: msgspec.Struct, plan: Plan, finished: list[Path]) -> None:
+def _start(
+    run_dir: Path,
+    request: msgspec.Struct,
+    plan: Plan,
+    environment: dict[str, str],
+    finished: list[Path],
+) -> None:
     from meshwise import launch
 
     size = plan.layout.num_devices
     log.info("%s %s on %d ranks, into %s", plan.model.name, plan.layout.name, size, run_dir)
     kept = f"finished: {', '.join(map(str, finished)) or 'no layout'}"
     with job.recorded(run_dir, kept):
-        launch.run("meshwise.engine.train:run_ranks", request, nproc=size)  # type: ignore[arg-type]
+        launch.run(
+            "meshwise.engine.train:run_ranks",
+            request,  # type: ignore[arg-type]
+            nproc=size,
+            environment=environment,
+        )
     if job.leads() and store.read(run_dir / "run.json", RunInfo).status == "running":
         store.finish(run_dir, "complete")

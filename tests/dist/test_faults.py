@@ -2,9 +2,11 @@
 zero, says in one line which rank it was and what that rank was doing, keeps the samples that were
 finished and leaves no process.
 
+A rank that stops amid a measurement is no end: the case is recorded, the ranks are started again.
+
 The command line runs as users run it (this file started as a program is ``meshwise``), but for two
-things: ranks time out after ``TIMEOUT_S``, and a file ``raise`` makes rank 1 raise an error when it
-comes to its next case.
+things: ranks time out after ``TIMEOUT_S``, and a file ``raise`` makes rank 1 raise an error, a file
+``stop`` makes it stop, when it comes to its next case.
 """
 
 import contextlib
@@ -130,7 +132,9 @@ def past_the_first_layout(job: Job) -> bool:
 
 
 VERBS = {
-    "measure": Verb("measure", lambda job: job.samples() != [], r"copy \S+ .iB"),
+    "measure": Verb(
+        f"measure --timeout {TIMEOUT_S}s", lambda job: job.samples() != [], r"copy \S+ .iB"
+    ),
     "run": Verb("run --steps 500", in_a_step, r"step \d+( \(warm-up\))?"),
     "run two": Verb("run --steps 3 --rivals 1", past_the_first_layout, ".+"),
 }
@@ -161,6 +165,7 @@ FAULTS = {
 }
 MATRIX = [(verb, fault) for verb in ("measure", "run") for fault in FAULTS]
 MATRIX[-1] = ("run two", "ctrl-c")  # the first layout's run stays
+MATRIX.remove(("measure", "stopped"))  # is a hung case, below
 
 
 @pytest.fixture
@@ -192,20 +197,49 @@ def test_a_fault_ends_the_verb_and_loses_nothing(here: Path, name: str, happens:
     assert not job.pids()
 
 
+def test_a_case_that_hangs_is_recorded_and_the_others_are_measured(here: Path) -> None:
+    job = Job(
+        here,
+        "measure collectives all_reduce --sizes 4K..1M:x4 --as-measured --nproc 2 "
+        f"--timeout {TIMEOUT_S}s",
+    )
+    job.wait_for(VERBS["measure"].busy)
+    (here / "stop").touch()
+    errors = job.end(90)
+
+    assert job.process.returncode == 4 and not job.pids()
+    assert not any("Traceback" in line or line.startswith("error:") for line in errors)
+    (run,) = job.runs()
+    assert run.status == "complete"
+    _, samples, warnings = store.load(next(here.glob("runs/*")))
+    assert not warnings and not (here / "stop").exists()
+    sizes = sorted(sample.case.op.size_bytes for sample in samples)
+    assert sizes == [4096 * 4**power for power in range(5)]
+    statuses = [sample.status for sample in samples]
+    assert sorted(statuses) == ["hung", *["ok"] * 4] and statuses[-1] == "ok"
+    (hung,) = (sample for sample in samples if sample.status == "hung")
+    case = rf"all_reduce {hung.case.op.size_bytes // 1024}\.0 KiB x2 in place"
+    said = STOPPED.removeprefix("error: ").replace("CASE", case)
+    assert re.fullmatch(said, hung.reason), hung.reason
+    (again,) = (line for line in errors if "the ranks are started again" in line)
+    assert again.startswith(hung.reason)
+
+
 def test_the_run_says_why_torchrun_ended_it(here: Path) -> None:
-    """torchrun sends rank 0 SIGTERM when rank 1 is gone."""
-    job = Job(here, "measure", "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    """torchrun sends rank 0 SIGTERM when rank 1 is gone, which a collective has noticed by then."""
+    arguments = f"measure collectives all_reduce --sizes 4K..4M:x2 --timeout {TIMEOUT_S}s"
+    job = Job(here, arguments, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     job.wait_for(VERBS["measure"].busy)
     job.kill(1, signal.SIGKILL)
     errors = job.end(TIMEOUT_S + ENDING_S)
     (run,) = job.runs()
     assert run.status == "failed" and f"error: {run.reason}" in errors
-    assert re.match(r"rank 0: .*rank 1 \(in case copy .+\) had not arrived at ", run.reason)
+    assert re.match(r"rank 0: .*rank 1 \(in case all_reduce .+\) had not arrived at ", run.reason)
     assert job.samples() and not job.pids()
 
 
 def _work(request_path: str) -> None:
-    """One rank; rank 1 may raise."""
+    """One rank; rank 1 may raise or stop."""
     from meshwise.launch import worker
     from meshwise.ranks import Ranks
 
@@ -215,13 +249,16 @@ def _work(request_path: str) -> None:
         usual(ranks, name)
         if ranks.rank == 1 and Path("raise").exists():
             raise ValueError("no such shape")
+        if ranks.rank == 1 and Path("stop").exists():
+            Path("stop").unlink()  # those that are started in its place go on
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     Ranks.at = at  # type: ignore[method-assign]
     worker.main(request_path)
 
 
 def _command_line(arguments: list[str]) -> None:
-    """``meshwise`` with short timeouts and ranks that may raise."""
+    """``meshwise`` with short timeouts and ranks that may raise or stop."""
     from meshwise import launch
     from meshwise.cli import app
     from meshwise.launch import local

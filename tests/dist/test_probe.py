@@ -1,4 +1,4 @@
-"""Sweeps: the right samples on disk, whatever goes wrong on the way; right collectives.
+"""Sweeps: the right samples on disk, whatever goes wrong on the way.
 
 This file is also the script that runs as a rank: ``python test_probe.py <request.json>``.
 """
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -30,6 +29,7 @@ from meshwise.spec import (
     Gemm,
     Model,
     Op,
+    Overlap,
     Record,
     Sample,
     Tier,
@@ -49,7 +49,6 @@ GROUPS = {
     (2, 2): [[0, 2], [1, 3]],
     (4, 1): [[0, 1, 2, 3]],
 }
-ELEMENTS = 16
 
 
 def attention(**changes: object) -> Attention:
@@ -64,10 +63,10 @@ def block(part: str, direction: str, tp: int = 1) -> Block:
     )  # fmt: skip
 
 
-def collective(kind: str, group_size: int, stride: int = 1) -> Collective:
+def collective(kind: str, group_size: int, stride: int = 1, **rest: object) -> Collective:
     return Collective(
-        kind=kind, size_bytes=4 * ELEMENTS, group_size=group_size, group_stride=stride,
-        dtype="fp32",
+        kind=kind, size_bytes=64, group_size=group_size, group_stride=stride, dtype="fp32",
+        in_place=kind in ("all_reduce", "broadcast"), **rest,
     )  # fmt: skip
 
 
@@ -108,6 +107,10 @@ def sweep_alone(ops: list[Op], run_dir: Path, **options: object) -> list[Sample]
 # --- targets: what the ranks of a job do ---
 
 
+def sweeps(ranks: Ranks, request: bytes) -> None:
+    sweep.measure_ranks(ranks, request)
+
+
 def dies_in_the_attention(ranks: Ranks, request: bytes) -> None:
     build = sweep.Bench.build
 
@@ -132,42 +135,8 @@ def lacks_memory_on_rank_1(ranks: Ranks, request: bytes) -> None:
     sweep.measure_ranks(ranks, request)
 
 
-def communicates_once(ranks: Ranks, request: bytes) -> None:
-    """Every collective over every group, on numbers that say where they come from."""
-    ops = [collective(kind, *group) for group in GROUPS for kind in KINDS]
-    groups = collectives.make_groups(cases_of(ops, 4), ranks.rank, 4, ranks.device)
-    found = []
-    for op in ops:
-        source, result = collectives.allocate(op, ranks.device, seed=0)
-        source.copy_(torch.arange(len(source)) + 100.0 * ranks.rank)
-        group = groups[op.group_size, op.group_stride]
-        collectives.communicate(op, source, result, group)
-        found.append(result.tolist())
-    folder = msgspec.json.decode(request, type=sweep.SweepRequest).run_dir
-    (Path(folder) / f"{ranks.rank}.json").write_bytes(msgspec.json.encode(found))
-    sweep.measure_ranks(ranks, request)
-
-
-# --- the oracle of collectives: numpy, on the data of all ranks of a group ---
-
-
-def expected(kind: str, group: list[int], at: int) -> np.ndarray:
-    n = len(group)
-    sent = ELEMENTS // n if kind == "all_gather" else ELEMENTS
-    data = np.stack([np.arange(sent) + 100.0 * rank for rank in group])
-    if kind == "all_reduce":
-        return data.sum(0)
-    if kind == "all_gather":
-        return data.reshape(-1)
-    if kind == "reduce_scatter":
-        return np.split(data.sum(0), n)[at]
-    if kind == "all_to_all":
-        return data.reshape(n, n, -1)[:, at].reshape(-1)
-    return data[0] if kind == "broadcast" else data[(at - 1) % n]
-
-
 def test_four_ranks(tmp_path):
-    """Collectives are right, and a sweep over every kind of operation writes its samples."""
+    """A sweep over every kind of operation and regime writes its samples."""
     run_dir = new_run(tmp_path, 4)
     ops = [
         GEMM,
@@ -176,24 +145,20 @@ def test_four_ranks(tmp_path):
         *(block(part, way, tp=2) for part in ("layer", "head") for way in WAYS),
         *(collective(kind, 4) for kind in KINDS),
         collective("all_gather", 2, 2),
+        collective("all_to_all", 2, ranks=(0, 2)),  # while 1 and 3 are idle
+        Overlap(compute=GEMM, collective=collective("all_gather", 4)),
     ]
+    regimes = ("blocking", "pipelined", "sustained", "graph")
     wanted = cases_of(ops, 4)
-    start(
-        "communicates_once",
-        sweep.SweepRequest(cases=wanted, run_dir=str(run_dir)),
-        4,
-    )
-    for rank in range(4):
-        replies = iter(msgspec.json.decode((run_dir / f"{rank}.json").read_bytes()))
-        for groups in GROUPS.values():
-            group = next(group for group in groups if rank in group)
-            for kind in KINDS:
-                np.testing.assert_array_equal(
-                    next(replies), expected(kind, group, group.index(rank)), err_msg=kind
-                )
+    wanted += tuple(Case(op=collective("send_recv", 4), regime=r, world_size=4) for r in regimes)
+    request = sweep.SweepRequest(cases=wanted, run_dir=str(run_dir), sustain_s=0.1)
+    start("sweeps", request, 4)
     info, samples, warnings = store.load(run_dir)
     assert (info.status, info.reason, warnings) == ("complete", "", [])
+    assert not (run_dir / sweep.CURRENT).exists()
     assert [sample.case for sample in samples] == list(wanted)
+    *samples, captured = samples
+    assert (captured.status, captured.reason) == ("skipped", "graph replay needs a CUDA device")
     for sample in samples:
         assert (sample.status, sample.case_id) == ("ok", sample.case.id)
         assert len(sample.rank_times_s) == len(sample.before) == len(sample.after) == 4
@@ -202,6 +167,12 @@ def test_four_ranks(tmp_path):
             # what backward reads, counted on the graph, but for scalars of the loss
             saved = sample.metrics["saved_bytes"]
             assert 0 <= saved - saved_block_bytes(sample.case.op) <= 8
+        if isinstance(sample.case.op, Collective):
+            assert sample.metrics["wrong"] == 0
+            calls = sample.case.regime in ("warm", "blocking")
+            assert not calls or len(sample.times_s) >= 20  # a single call varies
+        if isinstance(sample.case.op, Overlap):
+            assert sample.metrics["compute_slowdown"] > 0
 
 
 def test_a_killed_rank_loses_nothing_and_resume_repeats_nothing(tmp_path):
@@ -213,12 +184,13 @@ def test_a_killed_rank_loses_nothing_and_resume_repeats_nothing(tmp_path):
     info, samples, _ = store.load(run_dir)
     assert info.status == "running"  # the verb that started the ranks says how it ended
     assert [sample.case for sample in samples] == list(wanted[:2])
+    assert store.read(run_dir / sweep.CURRENT, Case) == wanted[2]
 
     done = tuple(sample.case_id for sample in samples)
     request = msgspec.structs.replace(request, skip=done)
     start("lacks_memory_on_rank_1", request, 2)
     info, samples, _ = store.load(run_dir)
-    assert info.status == "complete"
+    assert info.status == "complete" and not (run_dir / sweep.CURRENT).exists()
     assert [sample.case for sample in samples] == list(wanted)
     assert len((run_dir / "samples.jsonl").read_text().splitlines()) == len(wanted)
     # out of memory on one rank is out of memory for all, and the sweep went on
@@ -228,7 +200,8 @@ def test_a_killed_rank_loses_nothing_and_resume_repeats_nothing(tmp_path):
 
 def test_failures_are_data_and_the_sweep_goes_on(tmp_path):
     wrong = Elementwise(kind="copy", read_bytes=8, write_bytes=4)
-    ops = [TOO_LARGE, attention(q_len=8), Gemm(m=8, n=8, k=8, dtype="fp8"), wrong, GEMM]
+    unaligned = Gemm(m=8, n=8, k=8, dtype="fp8", scaling="tensor")
+    ops = [TOO_LARGE, attention(q_len=8), unaligned, wrong, GEMM]
     found = sweep_alone(ops, new_run(tmp_path, 1))
     assert [sample.status for sample in found] == ["oom", "skipped", "skipped", "error", "ok"]
     assert "allocate memory" in found[0].reason
@@ -277,9 +250,31 @@ def test_groups_that_do_not_tile_are_refused():
 
 
 def test_a_size_that_does_not_divide_is_refused():
+    cpu = torch.device("cpu")
     op = Collective(kind="all_gather", size_bytes=20, group_size=2, dtype="fp32")
     with pytest.raises(ValueError, match="size_bytes = 20: must be a multiple of 8"):
-        collectives.allocate(op, torch.device("cpu"), seed=0)
+        collectives.allocate(op, 0, cpu)
+    halves = Collective(
+        kind="all_to_all_v", size_bytes=8, group_size=2, dtype="fp32", splits=((4, 2), (4, 4))
+    )
+    with pytest.raises(ValueError, match=r"splits: must be multiples of 4 bytes \(fp32\)"):
+        collectives.allocate(halves, 0, cpu)
+
+
+def test_cases_that_follow_from_samples_are_measured_in_rounds(tmp_path, monkeypatch):
+    """Each round sees all samples so far; the sweep ends when nothing follows."""
+    heard = []
+
+    def following(how: str, samples: list[Sample]) -> list[Case]:
+        heard.append((how, len(samples)))
+        more = {1: [SMALL_COPY, attention()], 3: [block("head", "forward")]}
+        return list(cases_of(more.get(len(samples), []), 1))
+
+    monkeypatch.setattr(sweep, "next_cases", following)
+    found = sweep_alone([GEMM], run_dir := new_run(tmp_path, 1), follow="bends")
+    assert heard == [("bends", 1), ("bends", 3), ("bends", 4)]
+    assert [type(sample.case.op) for sample in found] == [Gemm, Elementwise, Attention, Block]
+    assert store.load(run_dir)[0].status == "complete"
 
 
 if __name__ == "__main__":

@@ -121,7 +121,13 @@ def test_groups_and_split_blocks_over_nccl(tmp_path):
     groups = {(2, 1), (2, world_size // 2), (world_size, 1)}
     ops: list[Op] = [
         *(
-            Collective(kind=kind, size_bytes=2**20, group_size=size, group_stride=stride)
+            Collective(
+                kind=kind,
+                size_bytes=2**20,
+                group_size=size,
+                group_stride=stride,
+                in_place=kind in ("all_reduce", "broadcast"),
+            )
             for kind in KINDS
             for size, stride in sorted(groups)
         ),

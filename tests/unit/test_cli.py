@@ -88,12 +88,27 @@ def test_every_verb_can_print_json(verb, capsys):
         ("plan --gpus 0", "--gpus = 0: must be >= 1"),
         ("plan --top 0", "top = 0: must be >= 1"),
         ("plan", "costs.json does not exist; `meshwise calibrate` writes it"),
-        ("calibrate", "no measure run under runs"),
+        ("calibrate", "no measure profile run under runs; run `meshwise measure profile` first"),
         ("measure profile --nproc 2 --gpus 4", "--nproc = 2, --gpus = 4: these set the same"),
         ("measure --nproc 1.5", "--nproc: 1.5 is not a whole number"),
         ("run --nproc 1.5", "--nproc: 1.5 is not a whole number"),
         ("run --steps 2.5", "--steps: 2.5 is not a whole number"),
         ("measure everything", "everything"),
+        ("measure gemm --colour red", "--colour"),
+        ("measure gemm --model llama-3-8", "did you mean llama-3-8b?"),
+        ("measure gemm --mode hot", "--mode"),
+        ("measure gemm --dtype int8", "--dtype"),
+        ("measure gemm --model-config-path none.json", "none.json does not exist"),
+        ("measure attention --shapes-json-path none.json", "none.json does not exist"),
+        ("measure attention --backend fash", "backends = fash: must be of flash"),
+        ("measure collectives --sizes 8..4", "sizes = '8..4': a range is LOW..HIGH"),
+        ("measure collectives all_to_some --nproc 1", "Collective.kind = 'all_to_some': must be"),
+        ("measure collectives --timeout 0s", "timeout = '0s': must be some time"),
+        ("measure collectives --nproc 1 --groups 2", "groups = 2: must divide the 1 ranks"),
+        ("measure fsdp --nproc 1 --replicas 2", "replicas = 2: must divide the 1 ranks"),
+        ("measure overlap --nproc 1", "overlap: 1 rank has no collective"),
+        ("measure import", "no file to import; name one or more"),
+        ("measure import none.log", "none.log does not exist"),
         ("measure --num-hosts 2", "give both"),
         ("measure --cluster other.toml", "other.toml does not exist; `meshwise detect` writes"),
         ("measure --budget soon", "time 'soon' is not understood"),
@@ -125,6 +140,12 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
         "report",
         "run --dry-run",
         "measure --dry-run",
+        "measure gemm --model deepseek-v3 --dtypes bf16 --dtypes fp8 --dry-run",
+        "measure attention --window 64 --dry-run",
+        "measure collectives all_reduce --pairs --groups 2 --dry-run",
+        "measure fsdp --model llama-3-70b --replicas 2 --dry-run",
+        "measure overlap --sizes 1M --dry-run",
+        "measure health --quick --dry-run",
         "compare runs/20260101T000100-run-gpt-small runs/20260101T000100-run-gpt-small",
     ],
 )
@@ -134,6 +155,44 @@ def test_tables_or_one_json_document(arguments, capsys):
     assert capsys.readouterr().out.strip()
     assert call(*arguments.split(), "--json") == 0
     json.loads(capsys.readouterr().out)
+
+
+def test_a_dry_run_lists_what_would_be_measured(capsys):
+    files()
+    assert (
+        call(
+            *["measure", "collectives", "all_reduce", "--sizes", "8..64:x2", "--dry-run", "--json"]
+        )
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert [one["case"]["op"]["size_bytes"] for one in found] == [8, 16, 32, 64]
+    assert all(one["about_s"] > 0 and len(one["id"]) == 12 for one in found)
+    assert call(*["measure", "gemm", "--model", "gpt-30m", "--gpus", "2", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "gemm 1024x1152x384 bf16" in out and "nothing was measured" in out
+    assert [path.name for path in Path("runs").iterdir()] == [
+        "20260101T000000-measure-profile-four", "20260101T000100-run-gpt-small",
+    ]  # fmt: skip
+
+
+def test_an_imported_log_is_a_run_that_show_prints(capsys):
+    log = Path(__file__).parents[1] / "data" / "nccl_tests_h200x4" / "nccl_tests_all_reduce.txt"
+    table = Path(__file__).parents[1] / "data" / "primus" / "model_configs.json"
+    assert call("measure", "import", str(log), "--json") == 0
+    (run_dir,) = json.loads(capsys.readouterr().out)
+    info, samples, _ = store.load(run_dir)
+    assert info.status == "complete" and info.verb == "measure" and info.world_size == 4
+    kinds = {(s.case.op.kind, s.case.op.dtype, s.case.op.group_size) for s in samples}
+    assert kinds == {("all_reduce", "fp32", 4)} and len(samples) == 24  # 12 rows, both places
+    assert info.provenance["imported"]["tool"] == "nccl-tests 2.19.6"
+    assert call("show", run_dir) == 0
+    out = capsys.readouterr().out
+    assert "nccl_tests_all_reduce.txt of nccl-tests" in out and "busbw" in out
+    assert call("measure", "import", str(log), str(table)) == 2  # nothing of either is stored
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: ") and "model_configs.json" in last
+    assert len(list(Path("runs").iterdir())) == 1
 
 
 def test_json_of_a_file_is_the_record_on_disk(capsys):
@@ -185,6 +244,7 @@ def test_rivals_can_be_compared_on_one_cluster(capsys):
 
 def test_help_names_the_models_of_the_catalogue(capsys):
     assert catalogue.names() == options.MODELS
+    assert catalogue.decoder_names() == options.DECODERS
     for verb in ("plan", "measure"):
         assert call(verb, "--help") == 0
         assert "gpt-2.6b" in capsys.readouterr().out

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "meshwise"
 TORCH_FREE = [
-    *("fit", "models", "pages", "prices", "schedule"),
-    *("search", "spec", "stats", "store", "units"),
+    *("fit", "models", "pages", "prices", "probe/cases", "probe/importers"),
+    *("schedule", "search", "spec", "stats", "store", "units"),
 ]
 HEAVY = {"jinja2", "matplotlib", "rich", "scipy", "torch"}  # each import belongs in a function
 

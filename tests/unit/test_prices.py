@@ -166,7 +166,7 @@ def test_what_was_never_measured_is_an_error_with_the_command(costs):
     with pytest.raises(ValueError, match=r"no price for all_to_all/nvlink/4; measure it: meshwise"):
         Prices(costs).estimate(Collective(kind="all_to_all", size_bytes=8, group_size=4))
     with pytest.raises(ValueError, match=r"no price for gemm/fp8"):
-        Prices(costs).estimate(Gemm(m=1, n=1, k=1, dtype="fp8"))
+        Prices(costs).estimate(Gemm(m=1, n=1, k=1, dtype="fp8", scaling="row"))
 
 
 def test_a_run_without_copies_cannot_be_calibrated():

@@ -7,7 +7,9 @@ import msgspec
 import pytest
 
 from meshwise.models import block_ops, catalogue
-from meshwise.probe import profile, progress
+from meshwise.probe import progress
+from meshwise.probe.cases import effort, profile
+from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
     DTYPE_BYTES,
     Attention,
@@ -25,6 +27,7 @@ from meshwise.spec import (
     Tier,
     Workload,
 )
+from meshwise.spec.label import label
 
 MODEL = Model(hidden=96, layers=2, heads=6, ffn=384, vocab=1000, max_seq_len=256)
 
@@ -43,13 +46,8 @@ def a_cluster(kind: str, num_devices: int, near: int | None = None) -> Cluster:
 
 def a_profile(kind: str = "cpu", world_size: int = 4, models: tuple[Model, ...] = (MODEL,)):
     gpu = kind == "cuda"
-    return profile.cases(
-        a_cluster(kind, world_size),
-        models=models,
-        world_size=world_size,
-        dtype="bf16" if gpu else "fp32",
-        lowering="compiled" if gpu else "eager",
-    )
+    scope = Scope(a_cluster(kind, world_size), world_size, "bf16" if gpu else "fp32")
+    return profile.cases(scope, models=models)
 
 
 PROFILES = [("cpu", 1), ("cpu", 2), ("cpu", 4), ("cpu", 6), ("cuda", 1), ("cuda", 4), ("cuda", 8)]
@@ -59,7 +57,7 @@ PROFILES = [("cpu", 1), ("cpu", 2), ("cpu", 4), ("cpu", 6), ("cuda", 1), ("cuda"
 def test_no_case_comes_twice_and_every_name_is_its_own(kind, world_size):
     found = a_profile(kind, world_size, (MODEL, catalogue.get("gpt-125m"), MODEL))
     assert len({case.id for case in found}) == len(found)
-    assert len({profile.label(case) for case in found}) == len(found)
+    assert len({label(case) for case in found}) == len(found)
     assert all(case.world_size == world_size for case in found)
 
 
@@ -146,9 +144,7 @@ def test_regime_and_lowering():
 
 def test_far_groups_where_they_can_differ():
     def strides(cluster: Cluster, kind: str) -> set[int]:
-        found = profile.cases(
-            cluster, models=(MODEL,), world_size=4, dtype="fp32", lowering="eager"
-        )
+        found = profile.cases(Scope(cluster, 4, "fp32"), models=(MODEL,))
         ops = (case.op for case in found if isinstance(case.op, Collective))
         return {op.group_stride for op in ops if op.kind == kind and op.group_size == 2}
 
@@ -159,9 +155,7 @@ def test_far_groups_where_they_can_differ():
 
 def test_too_large_a_world_is_refused():
     with pytest.raises(ValueError, match=r"world_size = 8.*4 devices; use 1 to 4"):
-        profile.cases(
-            a_cluster("cpu", 4), models=(MODEL,), world_size=8, dtype="fp32", lowering="eager"
-        )
+        profile.cases(Scope(a_cluster("cpu", 4), 8, "fp32"), models=(MODEL,))
 
 
 LABELS = [
@@ -201,33 +195,31 @@ LABELS = [
 
 @pytest.mark.parametrize(("op", "expected"), LABELS)
 def test_labels(op, expected):
-    assert profile.label(Case(op=op)) == expected
-    assert profile.label(Case(op=op, regime="graph")) == f"{expected} graph"
+    assert label(Case(op=op)) == expected
+    assert label(Case(op=op, regime="graph")) == f"{expected} graph"
 
 
 def test_estimates_grow_with_the_work_and_count_compilation_once():
     cluster = a_cluster("cuda", 4)
-    small, large = (
-        profile.estimate_s(Case(op=Gemm(m=n, n=n, k=n)), cluster) for n in (1024, 65536)
-    )
+    small, large = (effort.estimate_s(Case(op=Gemm(m=n, n=n, k=n)), cluster) for n in (1024, 65536))
     assert 0 < small < large
     block = Block(part="layer", model=MODEL, microbatch_size=1, seq_len=128)
     backward = msgspec.structs.replace(block, direction="backward")
     eager, compiled, second = (
-        profile.estimate_s(Case(op=op, lowering=lowering), cluster)
+        effort.estimate_s(Case(op=op, lowering=lowering), cluster)
         for op, lowering in ((block, "eager"), (block, "compiled"), (backward, "compiled"))
     )
-    assert compiled == eager + profile.COMPILE_S
-    assert second < profile.COMPILE_S
+    assert compiled == eager + effort.COMPILE_S
+    assert second < effort.COMPILE_S
 
 
 def test_pace_corrects_its_estimates_and_keeps_to_the_budget(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(profile, "estimate_s", lambda case, cluster: 1.0)
+    monkeypatch.setattr(effort, "estimate_s", lambda case, cluster, sustain_s: 1.0)
     copies = [Case(op=Elementwise(kind="copy", read_bytes=n, write_bytes=n)) for n in (1, 2, 3)]
     gemm = Case(op=Gemm(m=1, n=1, k=1))
-    pace = progress.Pace(a_cluster("cpu", 1), [*copies, gemm], budget_s=10.0)
+    pace = progress.Pace(a_cluster("cpu", 1), [*copies, gemm], budget_s=10.0, sustain_s=10.0)
     assert pace.fits(copies[0])
     clock[0] = 6.0  # it took six times its estimate: the other copies will too
     pace.done(copies[0])
@@ -239,14 +231,14 @@ def test_pace_corrects_its_estimates_and_keeps_to_the_budget(monkeypatch):
     assert not pace.fits(copies[2])
 
     clock[0] = 0.0
-    unbounded = progress.Pace(a_cluster("cpu", 1), copies, budget_s=None)
+    unbounded = progress.Pace(a_cluster("cpu", 1), copies, budget_s=None, sustain_s=10.0)
     assert unbounded.remaining_s() == 3.0
     assert unbounded.fits(copies[2])
 
 
 def test_the_first_case_always_fits():
     case = Case(op=Gemm(m=4096, n=4096, k=4096))
-    assert progress.Pace(a_cluster("cpu", 1), [case], budget_s=1e-6).fits(case)
+    assert progress.Pace(a_cluster("cpu", 1), [case], budget_s=1e-6, sustain_s=10.0).fits(case)
 
 
 def test_progress_in_a_log_is_one_plain_line_a_case(capsys):

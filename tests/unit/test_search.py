@@ -13,7 +13,8 @@ from meshwise.models.apply import Program, Span
 from meshwise.models.shard import Buffer, Task
 from meshwise.pages import figures, html, tables
 from meshwise.prices import Prices, curve_key
-from meshwise.probe import profile
+from meshwise.probe.cases import effort, profile
+from meshwise.probe.cases.scope import Scope
 from meshwise.search import bound, pipeline
 from meshwise.search.find import STRATEGY
 from meshwise.search.predict import moved
@@ -407,10 +408,10 @@ def test_the_profile_measures_messages_of_every_tier_early(costs, kind):
     there = two_hosts(costs).cluster
     device = msgspec.structs.replace(there.device, kind=kind)
     cluster = msgspec.structs.replace(there, device=device)
-    cases = profile.cases(cluster, models=(MODEL,), world_size=4, dtype="fp32", lowering="eager")
+    cases = profile.cases(Scope(cluster, 4, "fp32"), models=(MODEL,), lowering="eager")
     pairs, spent_s = set(), 0.0
     for case in cases:
-        spent_s += profile.estimate_s(case, cluster)
+        spent_s += effort.estimate_s(case, cluster)
         if getattr(case.op, "kind", "") == "send_recv" and spent_s < 30:
             pairs.add(curve_key(case.op, cluster))
     assert pairs == {"send_recv/nvlink/2", "send_recv/net/2"}

@@ -25,7 +25,9 @@ from meshwise.spec import (
     Cluster,
     Collective,
     Curve,
+    Decoder,
     Device,
+    Experts,
     Factor,
     Gemm,
     HeldOut,
@@ -44,7 +46,9 @@ from meshwise.spec import (
 from tests import sample_records as known
 
 KINDS: list[type[Record]] = [
-    kind for kind in vars(spec).values() if isinstance(kind, type) and kind is not Record
+    kind
+    for kind in vars(spec).values()
+    if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
 ]
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=6)
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "2026-11-21-gpt-2.6b-4xh200"
@@ -57,7 +61,18 @@ FEW = settings(
 # Fields that a rule ties together, made to keep it.
 TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Model: lambda f: {"hidden": f["heads"] * f["hidden"]},
-    Attention: lambda f: {"heads": f["kv_heads"] * f["heads"]},
+    Decoder: lambda f: {"heads": f["kv_heads"] * f["heads"]},
+    Experts: lambda f: {"num_experts": f["top_k"] + f["num_experts"]},
+    Gemm: lambda f: {"scaling": "row" if f["dtype"] == "fp8" else "none"},
+    Attention: lambda f: {
+        "heads": f["kv_heads"] * f["heads"],
+        "causal": f["causal"] or f["window"] is not None,
+    },
+    Collective: lambda f: {
+        "ranks": tuple(range(3, 3 + f["group_size"])),
+        "splits": ((5,) * f["group_size"],) * f["group_size"] * (f["kind"] == "all_to_all_v"),
+        "size_bytes": 5 * f["group_size"] if f["kind"] == "all_to_all_v" else f["size_bytes"],
+    },
     Layout: lambda f: {
         "pp": 1,
         "schedule": "none",
@@ -266,6 +281,39 @@ def test_the_values_of_a_table_have_ranges_too() -> None:
             lambda: Sample(case_id="x", case=Case(op=Gemm(m=1, n=1, k=1)), status="oom"),
             "Sample.reason = '': a sample with status oom must say why",
         ),
+        (
+            lambda: Sample(case_id="x", case=Case(op=Gemm(m=1, n=1, k=1)), status="hung"),
+            "Sample.reason = '': a sample with status hung must say why",
+        ),
+        (
+            lambda: Gemm(m=1, n=1, k=1, dtype="fp8"),
+            "Gemm.scaling = 'none': fp8 is scaled by tensor or row, other dtypes by none",
+        ),
+        (lambda: Gemm(m=1, n=1, k=1, scaling="row"), "Gemm.scaling = 'row': fp8 is scaled by"),
+        (
+            lambda: attention(2, 4, causal=False, window=2),
+            "Attention.window = 2: a window is of causal attention; set causal",
+        ),
+        (
+            lambda: Collective(kind="send", size_bytes=8, group_size=2, ranks=(1,)),
+            "Collective.ranks = (1,): must be group_size = 2 different ranks, or empty",
+        ),
+        (
+            lambda: Collective(kind="all_reduce", size_bytes=8, group_size=2, ranks=(1, 0)),
+            "Collective.ranks = (1, 0): must ascend; only a send has a direction",
+        ),
+        (
+            lambda: Collective(kind="all_to_all_v", size_bytes=8, group_size=2),
+            "Collective.splits = (): all_to_all_v needs them, and no other kind has any",
+        ),
+        (
+            lambda: uneven(8, (4, 4), (4,)),
+            "Collective.splits = ((4, 4), (4,)): must be 2 rows of 2 byte counts",
+        ),
+        (
+            lambda: uneven(8, (4, 4), (8, 0)),
+            "Collective.size_bytes = 8: must be 12, the most that a rank sends or receives",
+        ),
     ],
 )
 def test_rules_across_fields_say_what_to_do(make: Callable[[], object], message: str) -> None:
@@ -284,13 +332,21 @@ def test_a_plan_must_cut_its_whole_batch_and_fit_its_cluster(data) -> None:
 
 
 @given(records(Gemm))
-def test_a_digest_is_that_of_the_sorted_compact_json(gemm: Gemm) -> None:
-    text = json.dumps({"op": "gemm", **vars_of(gemm)}, sort_keys=True, separators=(",", ":"))
+def test_a_digest_is_that_of_the_sorted_compact_json_of_what_is_not_default(gemm: Gemm) -> None:
+    usual = {"dtype": "bf16", "trans_a": False, "trans_b": True, "groups": 1, "scaling": "none"}
+    told = {field: value for field, value in vars_of(gemm).items() if value != usual.get(field)}
+    text = json.dumps({"op": "gemm", **told}, sort_keys=True, separators=(",", ":"))
     assert digest(gemm) == hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def vars_of(record: Record) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def test_a_digest_of_nested_records_leaves_their_defaults_out_too() -> None:
+    case = Case(op=Gemm(m=1, n=2, k=3), regime="cold", world_size=2)
+    text = '{"op":{"k":3,"m":1,"n":2,"op":"gemm"},"regime":"cold","world_size":2}'
+    assert case.id == hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def test_flops_and_bytes_by_hand() -> None:
@@ -305,6 +361,51 @@ def test_flops_and_bytes_by_hand() -> None:
     assert Attention(**shape, direction="backward").flops == 2.5 * causal.flops
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (5, 5), (3, 7), (1, 6)])
+@pytest.mark.parametrize("window", [None, 1, 3, 20])
+def test_the_pairs_that_a_mask_leaves(q_len, kv_len, window, causal) -> None:
+    if window is not None and not causal:
+        return
+    seen = 0  # of queries and keys whose last positions are the same
+    for query in range(kv_len - q_len, kv_len):
+        keys = [key for key in range(kv_len) if key <= query or not causal]
+        seen += sum(window is None or key > query - window for key in keys)
+    op = attention(q_len, kv_len, causal=causal, window=window)
+    assert op.exact_flops == 2 * seen * (8 + 4)
+    halves = 1 if causal else 2
+    assert op.flops == (op.exact_flops if window else q_len * kv_len * (8 + 4) * halves)
+
+
+def attention(q_len: int, kv_len: int, **changes: Any) -> Attention:
+    """One head of 8 for q and k, 4 for v."""
+    shape = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 8, "head_dim_v": 4}
+    return Attention(q_len=q_len, kv_len=kv_len, **shape, **changes)
+
+
+def test_bytes_of_wide_keys_groups_and_fp8_by_hand() -> None:
+    assert attention(2, 3).bytes == 2 * (2 * (8 + 4) + 3 * (8 + 4))  # q and out, k and v
+    assert attention(2, 3, direction="backward").bytes == 2 * attention(2, 3).bytes
+    experts = {"m": 8, "n": 3, "k": 5, "groups": 4}
+    assert Gemm(**experts).bytes == 2 * (8 * 5 + 4 * 5 * 3 + 8 * 3)  # a B for each group
+    assert Gemm(**experts, trans_a=True).bytes == 2 * (8 * 5 + 5 * 3 + 4 * 8 * 3)  # a C for each
+    fp8 = Gemm(m=2, n=3, k=5, dtype="fp8", scaling="row")
+    assert fp8.bytes == 10 + 15 + 2 * 6  # the result is bf16
+
+
+def uneven(size_bytes: int, *splits: tuple[int, ...]) -> Collective:
+    return Collective(kind="all_to_all_v", size_bytes=size_bytes, group_size=2, splits=splits)
+
+
+def test_an_uneven_exchange_waits_for_the_rank_with_most_to_move() -> None:
+    op = uneven(12, (10, 1), (2, 3))  # rank 0 receives 12, 2 of them from elsewhere
+    assert (op.bytes, op.bus_factor) == (2, pytest.approx(2 / 12))
+    even = Collective(
+        kind="all_to_all_v", size_bytes=8, group_size=4, splits=tuple((2,) * 4 for _ in range(4))
+    )
+    assert even.bus_factor == 0.75  # as all_to_all
+
+
 @pytest.mark.parametrize(
     ("kind", "factor"),  # nccl-tests, doc/PERFORMANCE.md, for 4 ranks
     [
@@ -313,7 +414,11 @@ def test_flops_and_bytes_by_hand() -> None:
         ("reduce_scatter", 0.75),
         ("all_to_all", 0.75),
         ("broadcast", 1.0),
+        ("reduce", 1.0),
+        ("gather", 0.75),
+        ("scatter", 0.75),
         ("send_recv", 1.0),
+        ("send", 1.0),
     ],
 )
 def test_bus_factors(kind: Any, factor: float) -> None:

@@ -1,6 +1,7 @@
 """Files: round trips, errors that name the field, torn lines, run directories."""
 
 import gzip
+import hashlib
 import os
 
 import pytest
@@ -77,6 +78,36 @@ def test_the_last_sample_of_a_case_counts(tmp_path):
     store.append(run_dir, Sample(case_id=CASE.id, case=CASE, status="oom", reason="first"))
     store.append(run_dir, SAMPLE)
     assert store.load(run_dir)[1] == [SAMPLE]
+
+
+def test_an_id_of_before_a_field_was_added_is_read_as_that_of_the_case(tmp_path):
+    """Ids used to be of all fields, defaults included, as the line has them."""
+    run_dir = new_run(tmp_path)
+    case = (
+        '{"lowering":"eager","op":{"dtype":"bf16","k":3,"m":1,"n":2,"op":"gemm","trans_a":false,'
+        '"trans_b":true},"regime":"warm","world_size":2}'
+    )
+    old_id = hashlib.sha256(case.encode()).hexdigest()[:12]
+    line = f'{{"case_id":"{old_id}","case":{case},"status":"ok","times_s":[1.0,2.0]}}\n'
+    wrong = line.replace('"m":1', '"m":4')
+    (run_dir / "samples.jsonl").write_text(line + wrong)
+    _, samples, (warning,) = store.load(run_dir)
+    assert samples == [SAMPLE] and old_id != SAMPLE.case_id
+    assert "samples.jsonl:2 was skipped" in warning and "is not its case's" in warning
+    store.append(run_dir, SAMPLE)
+    assert store.load(run_dir)[1] == [SAMPLE]  # one case, not two
+
+
+def test_runs_are_found_by_verb_and_by_kind_of_measurement(tmp_path):
+    for run_id in ("1-measure-profile-a", "2-measure-gemm-a", "3-run-gpt"):
+        (tmp_path / run_id).mkdir()
+        (tmp_path / run_id / "run.json").touch()
+    names = [[path.name for path in store.runs_of(tmp_path, verb)] for verb in
+             (None, "measure", "measure-gemm", "calibrate")]  # fmt: skip
+    assert [len(found) for found in names] == [3, 2, 1, 0]
+    assert names[2] == ["2-measure-gemm-a"]
+    with pytest.raises(ValueError, match=r"no measure fsdp run under .*; run `meshwise measure fs"):
+        store.newest(tmp_path, "measure-fsdp")
 
 
 def test_an_archived_run_reads_the_same(tmp_path):

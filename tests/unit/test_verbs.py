@@ -2,6 +2,7 @@
 they ask of the ranks they start (the start itself is replaced; tests/dist starts real ones)."""
 
 import importlib
+import logging
 import os
 import pkgutil
 import signal
@@ -14,16 +15,20 @@ import meshwise
 from meshwise import spec, store
 from meshwise.spec import RunInfo, Sample
 from meshwise.verbs import job
+from meshwise.verbs import measure as measuring
 from tests import sample_records as known
 
 torch = pytest.importorskip("torch")
 TRAIN = "meshwise.engine.train:run_ranks"
 SWEEP = "meshwise.probe.sweep:measure_ranks"
+DATA = Path(__file__).parents[1] / "data"
+LLAMA_1B, PRIMUS = DATA / "hugging_face" / "llama-3.2-1b.json", DATA / "primus"
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("meshwise"), "handlers", [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
@@ -38,7 +43,7 @@ def started(monkeypatch):
 
     requests = []
 
-    def run(target, request, *, nproc, threads=None):
+    def run(target, request, *, nproc, threads=None, timeout_s=30.0, environment=None):
         requests.append((target, request, nproc))
         kind = TrainRequest if target == TRAIN else SweepRequest
         request = msgspec.json.decode(msgspec.json.encode(request), type=kind)
@@ -172,11 +177,16 @@ class TestMeasure:
 
     def test_resume_takes_the_newest_run_of_this_cluster_and_size(self, started):
         store.write("cluster.toml", known.CPUS)
-        with pytest.raises(ValueError, match="no measure run of cluster 'two-cpus' with 2 ranks"):
+        lacking = "no run of measure profile on cluster 'two-cpus' with 2 ranks under runs"
+        with pytest.raises(ValueError, match=lacking):
             meshwise.measure(resume=True)
         mine = meshwise.measure()
         meshwise.measure(nproc=1)
-        known.write_run(Path("runs"), known.info(run_id="99991231T000000-measure-other"), [])
+        for other in ("profile-other", "gemm-two-cpus"):
+            run = known.info(run_id=f"99991231T000000-measure-{other}")
+            if other == "gemm-two-cpus":
+                run = msgspec.structs.replace(run, cluster=known.CPUS, world_size=2)
+            known.write_run(Path("runs"), run, [])
         assert meshwise.measure(resume=True) == mine
 
     def test_resume_with_nothing_left_starts_nothing(self, started):
@@ -303,6 +313,129 @@ class TestMeasure:
             app.main(["measure", "--json"])
         assert ended.value.code == 4
         assert msgspec.json.decode(capsys.readouterr().out)["cases"] == {"oom": 1}
+
+
+class TestMeasureOptions:
+    """What each kind of measurement takes from its options, and what it refuses."""
+
+    @pytest.fixture(autouse=True)
+    def clusters(self, here):
+        store.write("cluster.toml", known.CPUS)
+        store.write("gpus.toml", known.CLUSTER)
+
+    @pytest.mark.parametrize("cluster", ["cluster.toml", "gpus.toml"])
+    @pytest.mark.parametrize("what", measuring.KINDS)
+    def test_every_kind_has_cases_on_cpus_and_on_gpus(self, what, cluster):
+        listed = meshwise.measure(what, cluster=cluster, dry_run=True)
+        world_size = store.read(cluster, spec.Cluster).num_devices
+        assert {case.world_size for case, _ in listed} == {world_size}
+        assert all(0 < about_s < 3600 for _, about_s in listed)
+        assert len({case.id for case, _ in listed}) == len(listed)
+        gpus = cluster == "gpus.toml"
+        products = [c.op for c, _ in listed if isinstance(c.op, spec.Gemm)]
+        assert {op.dtype for op in products} <= {"bf16" if gpus else "fp32"}
+        assert gpus or not {"cold", "graph"} & {case.regime for case, _ in listed}
+
+    @pytest.mark.parametrize("what", ["gemm", "attention", "collectives", "fsdp", "overlap"])
+    @pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-v2-lite", "gpt-125m"])
+    def test_every_operator_is_measured_of_models_of_either_family(self, what, model):
+        assert meshwise.measure(what, model=model, dry_run=True)
+
+    @pytest.mark.parametrize(
+        ("what", "options", "message"),
+        [
+            ("everything", {}, "what = 'everything': must be one of profile, gemm, attention"),
+            ("gemm", {"colour": 1}, "colour: measure gemm has no such option; it has model, conf"),
+            ("health", {"model": "gpt-30m"}, "model: measure health has no such option; it has qu"),
+            ("collectives", {"tiny": True}, "tiny: measure collectives has no such option"),
+            ("gemm", {"dtype": "int8"}, "dtype = 'int8': must be one of fp64, fp32, tf32"),
+            ("gemm", {"model": "llama-3-8"}, "did you mean llama-3-8b"),
+            ("gemm", {"model": "no/config.json"}, "no/config.json"),
+            ("profile", {"model": "llama-3-8b"}, "plans are made for GPTs so far"),
+            ("gemm", {"timeout": "0s"}, "timeout = '0s': must be some time, as 60s"),
+            ("gemm", {"budget": 0}, "budget = 0: must be some time"),
+            ("gemm", {"sustain": "soon"}, "time 'soon' is not understood"),
+            ("collectives", {"kinds": ()}, "measure collectives: these options leave no case"),
+            ("collectives", {"ranks": "0,two"}, "ranks = '0,two': must be numbers, as 0,2"),
+            (
+                "collectives",
+                {"ranks": "0,2"},
+                r"ranks = \(0, 2\): must be different numbers from 0",
+            ),
+            ("collectives", {"splits": "none.json"}, "none.json does not exist"),
+            ("collectives", {"plan": "none.json"}, "none.json does not exist; `meshwise plan` wri"),
+            ("gemm", {"configs": "none.json"}, "none.json does not exist"),
+            ("overlap", {"nproc": 1}, "overlap: 1 rank has no collective; use at least 2"),
+        ],
+    )
+    def test_what_it_refuses_before_any_rank_starts(self, started, what, options, message):
+        with pytest.raises(ValueError, match=message) as refused:
+            meshwise.measure(what, **options)
+        assert "\n" not in str(refused.value) and not started and not Path("runs").exists()
+
+    def test_a_hugging_face_config_is_a_model(self, started):
+        meshwise.measure("gemm", model=str(LLAMA_1B), seq_len=16, gradients=False)
+        shapes = {(c.op.m, c.op.n, c.op.k) for c in started[0][1].cases}
+        # 32 heads of 64 and 8 key heads; 8192 wide; tied to 128256 words
+        assert shapes == {
+            (16, 3072, 2048), (16, 2048, 2048), (16, 16384, 2048), (16, 2048, 8192),
+            (16, 128256, 2048),
+        }  # fmt: skip
+
+    def test_files_that_options_name_are_read(self):
+        store.write("plan.json", known.plan())
+        Path("splits.json").write_text("[[4, 8], [0, 4]]")
+        Path("models.json").write_text((PRIMUS / "model_configs.json").read_text())
+        (one,) = meshwise.measure("collectives", splits="splits.json", dry_run=True)
+        assert (one[0].op.kind, one[0].op.splits) == ("all_to_all_v", ((4, 8), (0, 4)))
+        four = {"cluster": "gpus.toml", "dry_run": True}
+        of_plan = meshwise.measure("collectives", plan="plan.json", **four)
+        assert {case.op.group_size for case, _ in of_plan} == {4}  # dp4 zero2
+        with pytest.raises(ValueError, match="plan: it is for 4 ranks, not 2; use --nproc 4"):
+            meshwise.measure("collectives", plan="plan.json")
+        named = meshwise.measure("collectives", sizes="64", backends=("torch", "gloo"), **four)
+        assert {case.backend for case, _ in named} == {"", "gloo"}  # what torch picks has no name
+        ranks = meshwise.measure("collectives", ranks="1,3", **four)
+        assert {case.op.ranks for case, _ in ranks} == {(1, 3)}
+        products = meshwise.measure("gemm", configs="models.json", dry_run=True)
+        rows = {case.op.m for case, _ in products if (case.op.n, case.op.k) == (12288, 4096)}
+        assert rows == {4096 * size for size in range(1, 9)}  # Llama2_7B at Primus' batches
+
+    def test_dtype_follow_sustain_and_timeout_reach_the_ranks(self, started, monkeypatch):
+        from meshwise import launch
+
+        waits, usual = [], launch.run
+        monkeypatch.setattr(
+            launch, "run", lambda *a, **b: (waits.append(b["timeout_s"]), usual(*a, **b))
+        )
+        meshwise.measure("gemm", dtype="bf16", square=(64,), sustain="2s", timeout="1m")
+        meshwise.measure("gemm", search=True)
+        meshwise.measure("gemm", search=True, follow=False)
+        meshwise.measure("collectives", sizes="64K", kinds=("all_reduce",))
+        meshwise.measure("collectives", sizes="64K", follow=False)
+        requests = [request for _, request, _ in started]
+        assert [c.op.dtype for c in requests[0].cases] == ["bf16"]
+        assert [r.follow for r in requests] == [
+            "nothing", "best_shape", "nothing", "bends", "nothing",
+        ]  # fmt: skip
+        assert [r.sustain_s for r in requests] == [2, 10, 10, 10, 10]
+        assert waits == [60, 30, 30, 30, 30]
+
+    def test_quick_is_a_budget_but_of_health_fewer_cases(self, started):
+        meshwise.measure(quick=True)
+        meshwise.measure(quick=True, budget="20s")
+        meshwise.measure("health", quick=True)
+        budgets = [request.budget_s for _, request, _ in started]
+        assert budgets == [measuring.QUICK_S, 20, None] and measuring.QUICK_S < 80
+        quick, whole = (
+            {case for case, _ in meshwise.measure("health", cluster="gpus.toml", quick=q,
+                                                  dry_run=True)}
+            for q in (True, False)
+        )  # fmt: skip
+        assert quick < whole
+        left_out = {(c.regime, getattr(c.op, "ranks", ())) for c in whole - quick}
+        opposite = {("warm", pair) for pair in ((0, 2), (2, 0), (1, 3), (3, 1))}
+        assert left_out == {("sustained", ()), *opposite}
 
 
 class TestCalibrateAndPlan:

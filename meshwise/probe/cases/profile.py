@@ -1,4 +1,4 @@
-"""What ``measure profile`` times, in which order, and about how long each case takes. No torch.
+"""``measure profile``: what prices rest on, in order of use. No torch.
 
 Cluster, models and dtype in; cases out, ordered so that any prefix calibrates as well as it can:
 
@@ -24,7 +24,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from meshwise.models import block_ops, check_divides
-from meshwise.models.catalogue import default_workload
+from meshwise.models.catalogue import default_model, default_workload
+from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
     DTYPE_BYTES,
     Attention,
@@ -32,26 +33,24 @@ from meshwise.spec import (
     Case,
     Cluster,
     Collective,
+    Decoder,
     Elementwise,
     Gemm,
     Layout,
     Model,
     Op,
-    Step,
 )
-from meshwise.spec.label import label
 from meshwise.spec.op import CollectiveKind, Direction, Dtype
-
-__all__ = ["cases", "estimate_s", "label", "max_seconds", "settle_s"]
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 SHARDING: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 MAIN: tuple[CollectiveKind, ...] = (*SHARDING, "all_reduce")
+IN_PLACE = ("all_reduce", "broadcast")  # as torch has them
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 OTHER: tuple[CollectiveKind, ...] = ("all_to_all", "broadcast", "send_recv")
 
 
-class Scale(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes that suit one kind of device; ``coarse`` ones come first, ``dense`` ones last."""
 
     microbatches: tuple[int, int]  # a typical one, for round 1, and the smallest
@@ -67,7 +66,7 @@ class Scale(NamedTuple):
 
 
 SCALES = {
-    "cuda": Scale(
+    "cuda": Sizes(
         microbatches=(8, 1),
         more_microbatches=(4, 2),
         coarse_bytes=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
@@ -85,7 +84,7 @@ SCALES = {
             (8, 8192, 128),
         ),
     ),
-    "cpu": Scale(
+    "cpu": Sizes(
         microbatches=(2, 1),
         more_microbatches=(4,),
         coarse_bytes=(4 * KiB, 64 * KiB, MiB, 16 * MiB),
@@ -100,74 +99,88 @@ SCALES = {
 }
 
 
-class Scope(NamedTuple):
+class Profile(NamedTuple):
     """What every case of one profile has in common."""
 
     cluster: Cluster
     world_size: int
     dtype: Dtype
     lowering: Literal["eager", "compiled"]
-    scale: Scale
+    scale: Sizes
 
 
 def cases(
-    cluster: Cluster,
+    scope: Scope,
     *,
-    models: tuple[Model, ...],
-    world_size: int,
-    dtype: Dtype,
-    lowering: Literal["eager", "compiled"],
+    models: tuple[Model | Decoder, ...] = (),
+    lowering: Literal["eager", "compiled"] | None = None,
 ) -> list[Case]:
     """The cases of a profile in priority order, none twice.
 
-    ``lowering`` is that of the blocks; single operations are eager in any case.
+    ``models``: whose operations, by default of one that fills the cluster. ``lowering`` of their
+    blocks, and so of the plans made from them: compiled on GPUs and eager on CPUs unless given;
+    single operations are eager in any case.
     """
+    cluster, world_size = scope.cluster, scope.world_size
     if not 1 <= world_size <= cluster.num_devices:
         raise ValueError(
             f"world_size = {world_size}: cluster {cluster.name!r} has {cluster.num_devices} "
             f"devices; use 1 to {cluster.num_devices}"
         )
-    kind = cluster.device.kind
-    scope = Scope(cluster, world_size, dtype, lowering, SCALES[kind])
-    ops = [*_round_1(scope, models), *_round_2(scope, models), *_round_3(scope, models)]
-    return [_case(scope, op) for op in dict.fromkeys(ops)]
+    planned = []
+    for model in models or (default_model(cluster),):
+        if not isinstance(model, Model):
+            raise ValueError(
+                f"model = {model.name!r}: plans are made for GPTs so far; measure gemm, attention, "
+                "collectives and fsdp take it"
+            )
+        planned.append(model)
+    profile = Profile(
+        cluster,
+        world_size,
+        scope.dtype,
+        lowering or ("compiled" if scope.on_gpus else "eager"),
+        SCALES[cluster.device.kind],
+    )
+    rounds = [part(profile, tuple(planned)) for part in (_round_1, _round_2, _round_3)]
+    return [_case(profile, op) for op in dict.fromkeys(op for part in rounds for op in part)]
 
 
-def _case(scope: Scope, op: Op) -> Case:
-    gpu = scope.cluster.device.kind == "cuda"
+def _case(profile: Profile, op: Op) -> Case:
+    gpu = profile.cluster.device.kind == "cuda"
     is_block = isinstance(op, Block)
     return Case(
         op=op,
         regime="warm" if is_block or isinstance(op, Collective) or not gpu else "cold",
-        lowering=scope.lowering if is_block else "eager",
-        world_size=scope.world_size,
+        lowering=profile.lowering if is_block else "eager",
+        world_size=profile.world_size,
     )
 
 
-def _round_1(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
-    yield from map(_copy, scope.scale.coarse_copies)
-    typical = scope.scale.microbatches[0]
-    blocks = [block for model in models for block in _blocks(scope, model, typical)]
+def _round_1(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
+    yield from map(_copy, profile.scale.coarse_copies)
+    typical = profile.scale.microbatches[0]
+    blocks = [block for model in models for block in _blocks(profile, model, typical)]
     yield from _products(blocks)
-    yield from map(_adamw, scope.scale.coarse_copies)
-    yield from _collectives(scope, MAIN, scope.scale.coarse_bytes[:2])
-    yield from _pairs(scope)
+    yield from map(_adamw, profile.scale.coarse_copies)
+    yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[:2])
+    yield from _pairs(profile)
     yield from blocks
-    yield from _collectives(scope, MAIN, scope.scale.coarse_bytes[2:])
+    yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[2:])
 
 
-def _round_2(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
-    yield from _tensor_parallel(scope, models, scope.scale.microbatches[0])
-    for microbatch_size in (scope.scale.microbatches[1], *scope.scale.more_microbatches):
+def _round_2(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
+    yield from _tensor_parallel(profile, models, profile.scale.microbatches[0])
+    for microbatch_size in (profile.scale.microbatches[1], *profile.scale.more_microbatches):
         for model in models:
-            yield from _behind_their_products(list(_blocks(scope, model, microbatch_size)))
+            yield from _behind_their_products(list(_blocks(profile, model, microbatch_size)))
 
 
-def _round_3(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
-    scale, dtype = scope.scale, scope.dtype
-    yield from _collectives(scope, MAIN, scale.dense_bytes[:1])
-    yield from _collectives(scope, OTHER, scale.coarse_bytes)
-    yield from _collectives(scope, MAIN, scale.dense_bytes[1:])
+def _round_3(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
+    scale, dtype = profile.scale, profile.dtype
+    yield from _collectives(profile, MAIN, scale.dense_bytes[:1])
+    yield from _collectives(profile, OTHER, scale.coarse_bytes)
+    yield from _collectives(profile, MAIN, scale.dense_bytes[1:])
     for size in scale.dense_copies:
         yield from (_copy(size), _adamw(size))
     for n in scale.squares:
@@ -181,14 +194,16 @@ def _round_3(scope: Scope, models: tuple[Model, ...]) -> Iterator[Op]:
                 batch=1, q_len=tokens, kv_len=tokens, heads=heads, kv_heads=heads,
                 head_dim=head_dim, direction=direction, dtype=dtype,
             )  # fmt: skip
-    yield from _tensor_parallel(scope, models, scale.microbatches[1])
+    yield from _tensor_parallel(profile, models, scale.microbatches[1])
 
 
-def _tensor_parallel(scope: Scope, models: tuple[Model, ...], microbatch_size: int) -> Iterator[Op]:
+def _tensor_parallel(
+    profile: Profile, models: tuple[Model, ...], microbatch_size: int
+) -> Iterator[Op]:
     """Blocks of every degree above 1, with sequence parallelism first: it saves memory."""
-    for tp in _degrees(scope.world_size)[1:]:
+    for tp in _degrees(profile.world_size)[1:]:
         for model in models:
-            sharded = (_blocks(scope, model, microbatch_size, tp, sp) for sp in (True, False))
+            sharded = (_blocks(profile, model, microbatch_size, tp, sp) for sp in (True, False))
             yield from _behind_their_products([block for blocks in sharded for block in blocks])
 
 
@@ -221,10 +236,14 @@ def _passes(m: int, n: int, k: int, dtype: Dtype) -> Iterator[Gemm]:
 
 
 def _blocks(
-    scope: Scope, model: Model, microbatch_size: int, tp: int = 1, sequence_parallel: bool = False
+    profile: Profile,
+    model: Model,
+    microbatch_size: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
 ) -> Iterator[Block]:
     """Layer and head, forward and backward; nothing where this degree cannot exist."""
-    seq_len = default_workload(scope.cluster, model).seq_len
+    seq_len = default_workload(profile.cluster, model).seq_len
     sizes = {"vocab": model.vocab, "heads": model.heads, "ffn": model.ffn}
     if check_divides(sizes, Layout(tp=tp, sequence_parallel=sequence_parallel), seq_len):
         return
@@ -238,7 +257,7 @@ def _blocks(
                 tp=tp,
                 sequence_parallel=sequence_parallel,
                 direction=direction,
-                dtype=scope.dtype,
+                dtype=profile.dtype,
             )
 
 
@@ -249,80 +268,36 @@ def _degrees(world_size: int) -> list[int]:
 
 
 def _collectives(
-    scope: Scope, kinds: tuple[CollectiveKind, ...], sizes: tuple[int, ...]
+    profile: Profile, kinds: tuple[CollectiveKind, ...], sizes: tuple[int, ...]
 ) -> Iterator[Collective]:
     """Every kind over every group that plans use, the small sizes of all before larger ones."""
     for size in sizes:
-        for group_size in _degrees(scope.world_size)[1:]:
-            whole = size - size % (group_size * DTYPE_BYTES[scope.dtype])
+        for group_size in _degrees(profile.world_size)[1:]:
+            whole = size - size % (group_size * DTYPE_BYTES[profile.dtype])
             for kind in kinds:
-                for stride in _strides(scope, kind, group_size):
+                for stride in _strides(profile, kind, group_size):
                     yield Collective(
                         kind=kind, size_bytes=whole, group_size=group_size, group_stride=stride,
-                        dtype=scope.dtype,
+                        dtype=profile.dtype, in_place=kind in IN_PLACE,
                     )  # fmt: skip
 
 
-def _pairs(scope: Scope) -> Iterator[Collective]:
+def _pairs(profile: Profile) -> Iterator[Collective]:
     """Neighbouring pipeline ranks, as near as each tier of links allows."""
-    reaches = [1, *(tier.num_devices for tier in scope.cluster.tiers)]
-    for size in scope.scale.coarse_bytes:
+    reaches = [1, *(tier.num_devices for tier in profile.cluster.tiers)]
+    for size in profile.scale.coarse_bytes:
         for stride in reaches:
-            if scope.world_size % (2 * stride) == 0:
+            if profile.world_size % (2 * stride) == 0:
                 yield Collective(
                     kind="send_recv", size_bytes=size, group_size=2, group_stride=stride,
-                    dtype=scope.dtype,
+                    dtype=profile.dtype,
                 )  # fmt: skip
 
 
-def _strides(scope: Scope, kind: CollectiveKind, group_size: int) -> tuple[int, ...]:
+def _strides(profile: Profile, kind: CollectiveKind, group_size: int) -> tuple[int, ...]:
     """1, as tp groups lie, and world/group, as dp groups lie, where that can differ: over
     another tier, or for the two collectives that sharding rests on."""
-    far = scope.world_size // group_size
-    tier = scope.cluster.tier_of
+    far = profile.world_size // group_size
+    tier = profile.cluster.tier_of
     differs = tier(group_size, far) != tier(group_size, 1) or kind in SHARDING
     return (1, far) if far > 1 and differs else (1,)
-
-
-# How long a case takes: set-up, then as many iterations as its time allows. The rates are those
-# of a slow device of each kind; the sweep corrects them by what it has seen.
-_RATES = {  # FLOP/s, memory bytes/s, wire bytes/s, launch, collective latency
-    "cuda": (2e14, 2e12, 1e11, 2e-5, 5e-5),
-    "cpu": (2e10, 4e9, 4e8, 3e-5, 5e-4),
-}
-COMPILE_S = 20.0
-SETUP_S = 0.05
-ITERATIONS = (6, 100)  # fewest that give an interval, and the cap of the timing loop
-
-
-def max_seconds(case: Case) -> float:
-    """The cap on one case's timed iterations: blocks correct whole plans and get more."""
-    return 1.0 if isinstance(case.op, Block) else 0.4
-
-
-def settle_s(case: Case, device_kind: str) -> float:
-    """Untimed seconds before a case: blocks on a GPU at the clocks of a long job."""
-    return 0.5 if isinstance(case.op, Block) and device_kind == "cuda" else 0.0
-
-
-def estimate_s(case: Case, cluster: Cluster) -> float:
-    """Rough seconds to measure ``case``, set-up and compilation included."""
-    op = case.op
-    assert not isinstance(op, Step), "whole steps are measured by run"
-    parts = block_ops(op) if isinstance(op, Block) else (op,)
-    once = sum(_once_s(part, cluster) for part in parts)
-    if isinstance(op, Block | Attention) and op.direction == "backward":
-        once *= 1.5  # each iteration does an untimed forward first
-    fewest, most = ITERATIONS
-    timed = min(max(max_seconds(case), fewest * once), most * once)
-    compiling = case.lowering == "compiled" and isinstance(op, Block) and op.direction == "forward"
-    timed += settle_s(case, cluster.device.kind)
-    return SETUP_S + 3 * once + timed + (COMPILE_S if compiling else 0.0)
-
-
-def _once_s(op: Op, cluster: Cluster) -> float:
-    assert not isinstance(op, Block)
-    flops, memory, wire, launch, latency = _RATES[cluster.device.kind]
-    if isinstance(op, Collective):
-        return latency + op.bytes / wire
-    return launch + op.flops / flops + op.bytes / memory

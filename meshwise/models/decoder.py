@@ -1,0 +1,312 @@
+"""What a model asks of one rank: its weights, matrix products, attention and messages.
+
+In: a ``Decoder`` or a GPT (``Model``), the microbatch, the degree of tensor parallelism. Out: the
+records that are measured. A weight W[n,k] multiplies m = microbatch_size * seq_len rows, 2mnk
+FLOPs; tensor parallelism divides n of the first and k of the second product of a pair (Megatron,
+arXiv:1909.08053), the latent projections of MLA and the router stay whole. Experts are one grouped
+product over all m * top_k rows.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+from math import prod
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from meshwise.models import gpt
+from meshwise.spec import DTYPE_BYTES, Attention, Collective, Decoder, Experts, Gemm, Mla, Model
+from meshwise.spec.op import Direction, Dtype
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+# No gradient reaches it (training nudges it from the load of the experts), so it is state beside
+# the parameters to FSDP2 and a buffer to transformers; published counts include it.
+ROUTER_BIAS = "router.bias"
+
+
+class Weight(NamedTuple):
+    """``unit``: of FSDP2, ``layers.3`` or ``root``."""
+
+    name: str
+    shape: tuple[int, ...]
+    unit: str
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+class Product(NamedTuple):
+    """A forward product of one rank; ``count``: how many such in one pass through the model.
+    ``part``: layer or head."""
+
+    name: str
+    part: str
+    gemm: Gemm
+    count: int  # type: ignore[assignment]  # not tuple's method
+
+
+class Exchange(NamedTuple):
+    name: str
+    collective: Collective
+
+
+def weights(model: Decoder | Model) -> list[Weight]:
+    """Every weight in module order, a tied one once. Experts are stacked, [experts, n, k]."""
+    return list(_gpt_weights(model) if isinstance(model, Model) else _decoder_weights(model))
+
+
+def num_parameters(model: Decoder | Model) -> int:
+    """As published: the routers' score biases included."""
+    return sum(weight.num_elements for weight in weights(model))
+
+
+def _gpt_weights(model: Model) -> Iterator[Weight]:
+    graph = gpt.forward(model, 1, 1, "fp32")
+    fused = {"heads", "three", "head_dim"}  # one dim of the module's weight
+    for tensor in graph.parameters():
+        runs = groupby(tensor.dims, key=lambda dim: "fused" if dim in fused else dim)
+        shape = tuple(prod(graph.sizes[dim] for dim in dims) for _, dims in runs)
+        parts = tensor.name.split(".")
+        unit = ".".join(parts[:2]) if parts[0] == "layers" else "root"
+        yield Weight(tensor.name, shape, unit)
+
+
+def _decoder_weights(model: Decoder) -> Iterator[Weight]:
+    table = (model.vocab, model.hidden)
+    yield Weight("embed.weight", table, "root")
+    for index in range(model.layers):
+        unit = f"layers.{index}"
+        for name, shape in _layer(model, model.has_experts(index)):
+            yield Weight(f"{unit}.{name}", shape, unit)
+    yield Weight("norm.weight", (model.hidden,), "root")
+    if not model.tied:
+        yield Weight("head.weight", table, "root")
+
+
+def _layer(model: Decoder, has_experts: bool) -> Shapes:
+    yield "norm1.weight", (model.hidden,)
+    yield from _latent_attention(model, model.mla) if model.mla else _attention(model)
+    yield "norm2.weight", (model.hidden,)
+    if has_experts and model.experts:
+        yield from _experts(model, model.experts)
+    else:
+        yield from _feed_forward(model, model.ffn)
+
+
+def _linear(name: str, n: int, k: int, bias: bool, stacked: tuple[int, ...] = ()) -> Shapes:
+    yield f"{name}.weight", (*stacked, n, k)
+    if bias:
+        yield f"{name}.bias", (*stacked, n)
+
+
+def _attention(model: Decoder) -> Shapes:
+    for name, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
+        yield from _linear(name, heads * model.head_dim, model.hidden, model.qkv_bias)
+    if model.qk_norm:
+        yield "q_norm.weight", (model.head_dim,)
+        yield "k_norm.weight", (model.head_dim,)
+    yield from _linear("out", model.hidden, model.heads * model.head_dim, model.out_bias)
+
+
+def _latent_attention(model: Decoder, mla: Mla) -> Shapes:
+    q = model.heads * (mla.nope_head_dim + mla.rope_head_dim)
+    if mla.q_lora_rank is None:
+        yield from _linear("q", q, model.hidden, False)
+    else:
+        yield from _linear("q_down", mla.q_lora_rank, model.hidden, model.qkv_bias)
+        yield "q_norm.weight", (mla.q_lora_rank,)
+        yield from _linear("q_up", q, mla.q_lora_rank, False)
+    latent = mla.kv_lora_rank
+    yield from _linear("kv_down", latent + mla.rope_head_dim, model.hidden, model.qkv_bias)
+    yield "kv_norm.weight", (latent,)
+    yield from _linear("kv_up", model.heads * (mla.nope_head_dim + mla.v_head_dim), latent, False)
+    yield from _linear("out", model.hidden, model.heads * mla.v_head_dim, model.out_bias)
+
+
+def _feed_forward(model: Decoder, width: int, prefix: str = "") -> Shapes:
+    yield from _linear(f"{prefix}gate", width, model.hidden, model.mlp_bias)
+    yield from _linear(f"{prefix}up", width, model.hidden, model.mlp_bias)
+    yield from _linear(f"{prefix}down", model.hidden, width, model.mlp_bias)
+
+
+def _experts(model: Decoder, moe: Experts) -> Shapes:
+    yield from _linear("router", moe.num_experts, model.hidden, False)
+    if moe.router_bias:
+        yield ROUTER_BIAS, (moe.num_experts,)
+    stacked = (moe.num_experts,)
+    yield from _linear("experts.gate_up", 2 * moe.ffn, model.hidden, model.mlp_bias, stacked)
+    yield from _linear("experts.down", model.hidden, moe.ffn, model.mlp_bias, stacked)
+    if moe.shared_ffn:
+        yield from _feed_forward(model, moe.shared_ffn, "shared.")
+    if moe.shared_gate:
+        yield from _linear("shared_gate", 1, model.hidden, False)
+
+
+def products(
+    model: Decoder | Model,
+    microbatch_size: int,
+    seq_len: int,
+    *,
+    tp: int = 1,
+    dtype: Dtype = "bf16",
+) -> list[Product]:
+    """The forward products of one rank, those of equal name and shape once with their count.
+
+    fp8 is scaled by tensor. A size that tp does not divide is a ValueError that names it.
+    """
+    _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len)
+    rows = microbatch_size * seq_len
+    shapes = _gpt_products(model, tp) if isinstance(model, Model) else _products(model, tp)
+    found = []
+    for name, n, k, count, groups, copies in shapes:
+        part = "head" if name == "vocab" else "layer"
+        scaling: Any = "tensor" if dtype == "fp8" else "none"
+        gemm = Gemm(m=rows * copies, n=n, k=k, dtype=dtype, groups=groups, scaling=scaling)
+        found.append(Product(name, part, gemm, count))
+    return found
+
+
+class _Shape(NamedTuple):
+    """W[n,k], in ``layers`` layers; ``copies`` of each token go to ``groups`` experts."""
+
+    name: str
+    n: int
+    k: int
+    layers: int
+    groups: int = 1
+    copies: int = 1
+
+
+def _gpt_products(model: Model, tp: int) -> Iterator[_Shape]:
+    h, layers = model.hidden, model.layers
+    yield _Shape("qkv", 3 * h // tp, h, layers)
+    yield _Shape("out", h, h // tp, layers)
+    yield _Shape("up", model.ffn // tp, h, layers)
+    yield _Shape("down", h, model.ffn // tp, layers)
+    yield _Shape("vocab", model.vocab // tp, h, 1)
+
+
+def _products(model: Decoder, tp: int) -> Iterator[_Shape]:
+    h, moe = model.hidden, model.experts
+    with_experts = sum(map(model.has_experts, range(model.layers)))
+    yield from _attention_products(model, model.heads // tp, model.kv_heads // tp)
+    if dense := model.layers - with_experts:
+        yield _Shape("gate_up", 2 * model.ffn // tp, h, dense)
+        yield _Shape("down", h, model.ffn // tp, dense)
+    if moe and with_experts:
+        yield _Shape("router", moe.num_experts, h, with_experts)
+        spread = (with_experts, moe.num_experts, moe.top_k)
+        yield _Shape("experts_gate_up", 2 * moe.ffn // tp, h, *spread)
+        yield _Shape("experts_down", h, moe.ffn // tp, *spread)
+        if moe.shared_ffn:
+            yield _Shape("shared_gate_up", 2 * moe.shared_ffn // tp, h, with_experts)
+            yield _Shape("shared_down", h, moe.shared_ffn // tp, with_experts)
+    yield _Shape("vocab", model.vocab // tp, h, 1)
+
+
+def _attention_products(model: Decoder, heads: int, kv_heads: int) -> Iterator[_Shape]:
+    h, mla, layers = model.hidden, model.mla, model.layers
+    if mla is None:
+        yield _Shape("qkv", (heads + 2 * kv_heads) * model.head_dim, h, layers)
+        yield _Shape("out", h, heads * model.head_dim, layers)
+        return
+    q, latent = heads * (mla.nope_head_dim + mla.rope_head_dim), mla.kv_lora_rank
+    if mla.q_lora_rank is None:
+        yield _Shape("q", q, h, layers)
+    else:
+        yield _Shape("q_down", mla.q_lora_rank, h, layers)
+        yield _Shape("q_up", q, mla.q_lora_rank, layers)
+    yield _Shape("kv_down", latent + mla.rope_head_dim, h, layers)
+    yield _Shape("kv_up", heads * (mla.nope_head_dim + mla.v_head_dim), latent, layers)
+    yield _Shape("out", h, heads * mla.v_head_dim, layers)
+
+
+def passes(forward: Gemm) -> tuple[Gemm, Gemm, Gemm]:
+    """Forward y = x W^T, weight gradient dW = dy^T x, input gradient dx = dy W: (m,n,k), (n,k,m),
+    (m,k,n), in Primus' order. A grouped weight gradient divides its k, the rows, by group."""
+    m, n, k = forward.m, forward.n, forward.k
+    wgrad = replace(forward, m=n, n=k, k=m, trans_a=True, trans_b=False)
+    return forward, wgrad, replace(forward, m=m, n=k, k=n, trans_b=False)
+
+
+def attention(
+    model: Decoder | Model,
+    microbatch_size: int,
+    seq_len: int,
+    *,
+    tp: int = 1,
+    dtype: Dtype = "bf16",
+    direction: Direction = "forward",
+) -> Attention:
+    """The causal attention of one layer on one rank. MLA trains with as many k and v as q heads,
+    k wider than v."""
+    _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len)
+    mla = None if isinstance(model, Model) else model.mla
+    kv_heads = model.heads if mla or isinstance(model, Model) else model.kv_heads
+    return Attention(
+        batch=microbatch_size,
+        q_len=seq_len,
+        kv_len=seq_len,
+        heads=model.heads // tp,
+        kv_heads=kv_heads // tp,
+        head_dim=mla.nope_head_dim + mla.rope_head_dim if mla else model.head_dim,
+        head_dim_v=mla.v_head_dim if mla else None,
+        direction=direction,
+        dtype=dtype,
+    )
+
+
+def exchanges(
+    model: Decoder | Model,
+    microbatch_size: int,
+    seq_len: int,
+    *,
+    tp: int,
+    ep: int = 1,
+    dtype: Dtype = "bf16",
+) -> list[Exchange]:
+    """The messages of one microbatch, each kind once: of tensor parallelism (with sequence
+    parallelism a gather and a scatter in place of the all-reduce), to the next pipeline stage, and
+    to the experts. A degree of 1 and, in a model without experts, ep send nothing."""
+    _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len, ep=ep)
+    if seq_len % tp:
+        raise ValueError(f"seq_len = {seq_len}: must be divisible by tp = {tp}")
+    size, tokens = DTYPE_BYTES[dtype], microbatch_size * seq_len
+
+    def exchange(axis: str, kind: Any, rows: int, ranks: int) -> Exchange:
+        size_bytes = rows * model.hidden * size
+        collective = Collective(kind=kind, size_bytes=size_bytes, group_size=ranks, dtype=dtype)
+        return Exchange(f"{axis}.{kind}", collective)
+
+    found = []
+    if tp > 1:
+        found.append(exchange("tp", "all_reduce", tokens, tp))
+        found.append(exchange("sp", "all_gather", tokens, tp))
+        found.append(exchange("sp", "reduce_scatter", tokens, tp))
+    found.append(exchange("pp", "send_recv", tokens, 2))
+    moe = None if isinstance(model, Model) else model.experts
+    if moe and ep > 1:
+        rows = -(-tokens * moe.top_k // ep) * ep
+        found.append(exchange("ep", "all_to_all", rows, ep))
+    return found
+
+
+def _check(model: Decoder | Model, *, tp: int, ep: int = 1, **sizes: int) -> None:
+    """Name the first size that is not positive or that a degree does not divide."""
+    for name, value in {"tp": tp, "ep": ep, **sizes}.items():
+        if value < 1:
+            raise ValueError(f"{name} = {value}: must be >= 1")
+    moe = None if isinstance(model, Model) else model.experts
+    divided: list[tuple[Any, str, str, int]] = [(model, "heads", "tp", tp)]
+    if isinstance(model, Decoder) and model.mla is None:
+        divided.append((model, "kv_heads", "tp", tp))
+    if isinstance(model, Model) or not all(map(model.has_experts, range(model.layers))):
+        divided.append((model, "ffn", "tp", tp))
+    if moe:
+        divided += [(moe, "ffn", "tp", tp), (moe, "shared_ffn", "tp", tp)]
+        divided.append((moe, "num_experts", "ep", ep))
+    for record, field, axis, degree in [*divided, (model, "vocab", "tp", tp)]:
+        if getattr(record, field) % degree:
+            record.fail(field, f"must be divisible by {axis} = {degree}")

@@ -1,0 +1,207 @@
+"""Models from Hugging Face: a ``config.json`` becomes a Decoder or, for GPT-2, a Model.
+
+What a key is called, what it defaults to when absent and which parameters follow from it is read
+off transformers 4.57.1 (models/*/configuration_*.py, modeling_*.py); a size whose default there
+is one model's and not derived from others must be given. No network, no transformers.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshwise import store
+from meshwise.spec import Decoder, Experts, Mla, Model
+
+T = TypeVar("T")
+
+
+def read_config(path: Path | str) -> Decoder | Model:
+    """A config.json or a folder with one. What does not fit is a ValueError naming file and key."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    config: dict[str, Any] = store.read(path, dict)
+    name = path.absolute().parent.name if path.name == "config.json" else path.stem
+    if config.get("model_type") == "gpt2":
+        return _gpt2(_Config(config, str(path)), name)
+    return decoder(config, name, str(path))
+
+
+def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
+    """The Decoder of a config whose ``model_type`` is one of those below; ``source`` is named in
+    errors."""
+    config, kind = _Config(data, source), data.get("model_type")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        known = ", ".join([*_KINDS, "gpt2"])
+        raise config.error("model_type", f"is not among those known exactly: {known}")
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    mla = _mla(config) if kind in _LATENT else None
+    return config.build(
+        Decoder,
+        name=name,
+        hidden=hidden,
+        layers=config.size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=heads if mla else _kv_heads(config, heads),
+        head_dim=mla.nope_head_dim + mla.rope_head_dim if mla else _head_dim(config),
+        ffn=config.size("intermediate_size"),
+        vocab=config.size("vocab_size"),
+        max_seq_len=config.size("max_position_embeddings"),
+        tied=config.flag("tie_word_embeddings", kind == "gemma"),
+        mla=mla,
+        experts=_KINDS[kind](config),
+        **_biases(config),
+    )
+
+
+class _Config:
+    """A config with the file it came from: values by key, checked."""
+
+    def __init__(self, data: Mapping[str, Any], source: str) -> None:
+        self.data, self.source = data, source
+        self.kind = data.get("model_type")
+
+    def error(self, key: str, fix: str) -> ValueError:
+        found = f"{key} = {self.data[key]!r}" if key in self.data else f"{key} is missing"
+        return ValueError(f"{self.source}: {found}: {fix}")
+
+    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number; absent or null is the default, if there is one."""
+        value = self.data.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.error(key, f"must be a whole number >= {least}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.data.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "must be true or false")
+        return value
+
+    def build(self, record: type[T], **fields: Any) -> T:
+        """A record whose own complaints name the file."""
+        try:
+            return record(**fields)
+        except ValueError as error:
+            raise ValueError(f"{self.source}: {error}") from None
+
+
+def _gpt2(config: _Config, name: str) -> Model:
+    if not config.flag("tie_word_embeddings", True):
+        raise config.error("tie_word_embeddings", "a GPT here is tied; leave it out")
+    hidden, heads = config.size("n_embd"), config.size("n_head")
+    if hidden % heads:
+        raise config.error("n_head", f"must divide n_embd = {hidden}")
+    return config.build(
+        Model,
+        name=name,
+        hidden=hidden,
+        layers=config.size("n_layer"),
+        heads=heads,
+        ffn=config.size("n_inner", 4 * hidden),
+        vocab=config.size("vocab_size"),
+        max_seq_len=config.size("n_positions"),
+    )
+
+
+def _kv_heads(config: _Config, heads: int) -> int:
+    """Null means as many as heads, and so does absent in Llama; the others' defaults are sizes."""
+    derived = config.kind == "llama" or "num_key_value_heads" in config.data
+    kv_heads = config.size("num_key_value_heads", heads if derived else None)
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", f"must divide num_attention_heads = {heads}")
+    return kv_heads
+
+
+def _head_dim(config: _Config) -> int:
+    if config.data.get("head_dim") is not None:
+        return config.size("head_dim")
+    if config.kind in ("qwen3", "gemma"):  # a size by default, whatever hidden_size is
+        return {"qwen3": 128, "gemma": 256}[config.kind]
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if hidden % heads:
+        raise config.error("hidden_size", f"must be divisible by num_attention_heads = {heads}")
+    return hidden // heads
+
+
+def _biases(config: _Config) -> dict[str, bool]:
+    """Which products have a bias and whether q and k are normed."""
+    kind = config.kind
+    if kind in ("mistral", "mixtral"):
+        return {}
+    if kind == "qwen2":
+        return {"qkv_bias": True}
+    if kind == "qwen2_moe":
+        return {"qkv_bias": config.flag("qkv_bias", True)}
+    bias = config.flag("attention_bias", False)
+    mlp_bias = kind in ("llama", "deepseek_v2") and config.flag("mlp_bias", False)
+    norm = kind in ("qwen3", "qwen3_moe")
+    return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": mlp_bias, "qk_norm": norm}
+
+
+def _mla(config: _Config) -> Mla:
+    if "q_lora_rank" not in config.data:
+        raise config.error("q_lora_rank", "must be given, or null for a q in one product")
+    whole = config.data["q_lora_rank"] is None
+    return Mla(
+        q_lora_rank=None if whole else config.size("q_lora_rank"),
+        kv_lora_rank=config.size("kv_lora_rank"),
+        nope_head_dim=config.size("qk_nope_head_dim"),
+        rope_head_dim=config.size("qk_rope_head_dim"),
+        v_head_dim=config.size("v_head_dim"),
+    )
+
+
+def _dense(config: _Config) -> None:
+    return None
+
+
+def _mixtral(config: _Config) -> Experts:
+    return config.build(
+        Experts,
+        num_experts=config.size("num_local_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        ffn=config.size("intermediate_size"),
+    )
+
+
+def _qwen(config: _Config) -> Experts:
+    if config.size("decoder_sparse_step", 1) != 1:
+        raise config.error("decoder_sparse_step", "experts in some layers only are not known")
+    dense = config.data.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise config.error("mlp_only_layers", "must be a list of the first layers")
+    shared = config.kind == "qwen2_moe"
+    return config.build(
+        Experts,
+        num_experts=config.size("num_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        ffn=config.size("moe_intermediate_size"),
+        shared_ffn=config.size("shared_expert_intermediate_size") if shared else 0,
+        shared_gate=shared,
+        first_dense=len(dense),
+    )
+
+
+def _deepseek(config: _Config) -> Experts:
+    width = config.size("moe_intermediate_size")
+    return config.build(
+        Experts,
+        num_experts=config.size("n_routed_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        ffn=width,
+        shared_ffn=width * config.size("n_shared_experts", 0, least=0),
+        first_dense=config.size("first_k_dense_replace", least=0),
+        every=config.size("moe_layer_freq", 1),
+        router_bias=config.kind == "deepseek_v3",
+    )
+
+
+_LATENT = ("deepseek_v2", "deepseek_v3")
+_KINDS = {
+    "llama": _dense, "mistral": _dense, "qwen2": _dense, "qwen3": _dense, "gemma": _dense,
+    "mixtral": _mixtral, "qwen2_moe": _qwen, "qwen3_moe": _qwen,
+    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek,
+}  # fmt: skip

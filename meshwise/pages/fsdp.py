@@ -1,0 +1,103 @@
+"""Tables of ``measure fsdp``: the messages of every unit of a model, and nccl-tests' commands.
+
+In: which units each case is of (``Derived``; a run directory does not keep it) and the samples.
+``elements a rank`` is the count that NCCL prints in its traces, ``total`` what nccl-tests calls
+size: of all ranks of a group together, of one message for all_reduce. busbw by the median time.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from meshwise.models.fsdp import nccl_tests_command
+from meshwise.pages.table import Table
+from meshwise.pages.tables import ABSENT
+from meshwise.spec import DTYPE_BYTES, Case, Collective, Derived, Sample
+from meshwise.stats import median_interval
+
+_ORDER = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+class Message(NamedTuple):
+    """What is sent for all units of equal size, and how it was measured."""
+
+    model: str
+    units: str
+    op: Collective
+    case: Case
+    sample: Sample | None
+
+    @property
+    def shard(self) -> int:
+        """Ranks among which a unit is cut; replicas of a part are that far apart."""
+        return self.op.group_stride if self.op.kind == "all_reduce" else self.op.group_size
+
+    @property
+    def elements_per_rank(self) -> int:
+        parts = 1 if self.op.kind == "all_reduce" else self.op.group_size
+        return self.op.size_bytes // DTYPE_BYTES[self.op.dtype] // parts
+
+    @property
+    def arrangement(self) -> tuple[str, int, int]:
+        return self.model, self.shard, self.case.world_size
+
+
+def tables(rows: Iterable[Derived], samples: Sequence[Sample]) -> list[Table]:
+    """Two for each model. Without ``rows`` the units have no names."""
+    known = {sample.case_id: sample for sample in samples}
+    named = [(row.model, row.name, row.case) for row in rows]
+    named = named or [("", ABSENT, sample.case) for sample in samples]
+    found = [
+        Message(model, units, case.op, case, known.get(case.id))
+        for model, units, case in named
+        if isinstance(case.op, Collective) and case.op.kind in _ORDER
+    ]
+    found.sort(key=lambda one: (one.arrangement, one.elements_per_rank, _ORDER.index(one.op.kind)))
+    shown = []
+    for (model, shard, world_size), same in groupby(found, key=lambda one: one.arrangement):
+        members = list(same)
+        shown += [_measured(model, shard, world_size, members), _commands(members)]
+    return shown
+
+
+def _measured(model: str, shard: int, world_size: int, messages: Iterable[Message]) -> Table:
+    rows = tuple(
+        (
+            one.units,
+            one.op.kind,
+            one.op.dtype,
+            one.case.regime,
+            str(one.elements_per_rank),
+            str(one.op.size_bytes),
+            *_outcome(one),
+        )
+        for one in messages
+    )
+    columns = (
+        "units", "collective", "type", "mode", "elements a rank", "total(B)", "time(us)", "busbw",
+    )  # fmt: skip
+    groups = world_size // shard
+    title = "FSDP units" + (f" of {model}" if model else "")
+    title += f", {groups} groups of {shard} ranks" if groups > 1 else f", {shard} ranks"
+    legend = (
+        "Units of equal size are one row. elements a rank: count as NCCL's traces print it, each "
+        "weight's dim 0 divided among ranks and rounded up; total: nccl-tests' size; time: median; "
+        "busbw in GB/s.",
+    )
+    return Table(title, columns, rows, legend, left=4)
+
+
+def _outcome(one: Message) -> tuple[str, str]:
+    """Time and bus bandwidth, or why there are none."""
+    if one.sample is None or not one.sample.times_s:
+        return (ABSENT if one.sample is None else one.sample.status), ABSENT
+    middle_s = median_interval(one.sample.times_s)[0]
+    busbw = one.op.size_bytes * one.op.bus_factor / middle_s / 1e9
+    return f"{1e6 * middle_s:.1f}", f"{busbw:.2f}"
+
+
+def _commands(messages: Iterable[Message]) -> Table:
+    rows = dict.fromkeys((one.units, one.op.kind, nccl_tests_command(one.op)) for one in messages)
+    legend = ("Of one group alone; -b and -e are the total of its ranks.",)
+    columns = ("units", "collective", "command")
+    return Table("The same with nccl-tests", columns, tuple(rows), legend, left=3)

@@ -1,0 +1,101 @@
+"""Tables of ``measure health``: the verdict, every GPU, every pair, all against the datasheet."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from meshwise.pages import collectives, faults
+from meshwise.pages.faults import Finding, findings, verdict
+from meshwise.pages.measured import Measured, device, measured, where
+from meshwise.pages.samples import failed
+from meshwise.pages.table import Table
+from meshwise.pages.tables import ABSENT, percent
+from meshwise.spec import DeviceState, Gemm, RunInfo, Sample
+
+__all__ = ["Finding", "findings", "tables", "verdict"]
+
+_LEGEND = (
+    "slow: in every quarter of its iterations more time than the median of its peers, by more than "
+    "8 % for a GPU, 15 % for a link, 60 % for the host's, or six robust sigma of the peers.",
+    "A note is a consequence or an explanation; it does not count.",
+)
+
+
+def tables(
+    info: RunInfo, samples: Sequence[Sample], baseline: Sequence[Sample] | None = None
+) -> list[Table]:
+    """``baseline``: the samples of one or several earlier health runs, for the last two columns."""
+    found = findings(info, samples, baseline)
+    ours = measured(info, samples)
+    done = [sample for sample in samples if sample.status == "ok"]
+    pairs = [one for one in collectives.series(done) if one.op.kind == "send"]
+    rows = tuple((f.severity, f.what, f.where, f.evidence) for f in found)
+    title = f"Health of {info.cluster.name}: {verdict(found)}"
+    shown = [Table(title, ("", "finding", "where", "evidence"), rows, _LEGEND if rows else (), 4)]
+    shown.append(_devices(info, ours))
+    shown += collectives.pair_matrices(pairs)
+    past = [measured(info, run) for run in faults.runs(samples, baseline)] if baseline else []
+    shown.append(_specification(info, ours, past))
+    return shown + failed(samples)
+
+
+def _devices(info: RunInfo, ours: Sequence[Measured]) -> Table:
+    """A line a GPU: its rates, and its state after the last matrix product."""
+    each = [one for one in ours if one.kind in ("gpu", "host")]
+    states = {s.rank: s for one in each if isinstance(one.op, Gemm) for s in one.states}
+    rows = []
+    for rank in range(info.world_size):
+        times = [one.times_s.get((rank,)) for one in each]
+        rates = [one.show(median(t)) if t else ABSENT for one, t in zip(each, times, strict=True)]
+        rows.append((where(info, (rank,)), *rates, *_state(states.get(rank))))
+    heads = [f"{one.name.split()[0]} {one.regime}".removesuffix(" warm") for one in each]
+    columns = ("", *heads, "SM clock", "power", "temp.", "throttled")
+    legend = (
+        f"All {device(info)}s at once; medians. Clock, power and temperature are those right after "
+        "the last matrix product. At its power cap a GPU works as intended.",
+    )
+    return Table("Each by itself", columns, tuple(rows), legend)
+
+
+def _state(state: DeviceState | None) -> tuple[str, ...]:
+    if state is None:
+        return (ABSENT,) * 4
+    known = (
+        (state.sm_clock_mhz, "MHz"), (state.power_w, "W"), (state.temperature_c, "°C")
+    )  # fmt: skip
+    shown = (ABSENT if value is None else f"{value:.0f} {unit}" for value, unit in known)
+    return (*shown, ", ".join(state.throttle) or ABSENT)
+
+
+def _specification(
+    info: RunInfo, ours: Sequence[Measured], past: Sequence[Sequence[Measured]]
+) -> Table:
+    rows = []
+    for one in ours:
+        if not one.times_s:
+            continue
+        middle = {key: median(series) for key, series in one.times_s.items()}
+        middle_s, worst = median(middle.values()), max(middle, key=lambda key: middle[key])
+        rate = one.rate(middle_s)
+        before = [
+            median(median(series) for series in earlier.times_s.values())
+            for run in past for earlier in run if earlier.name == one.name
+        ]  # fmt: skip
+        rows.append(
+            (
+                one.name,
+                one.show(middle[worst]),
+                where(info, worst),
+                one.show(middle_s),
+                one.show_rate(one.spec) if one.spec else ABSENT,
+                percent(rate / one.spec if rate and one.spec else None),
+                one.show(median(before)) if before else ABSENT,
+                percent(middle_s / median(before) - 1 if before else None, sign=True),
+            )
+        )
+    columns = ("", "slowest", "at", "median", "specification", "of it", "baseline", "time")
+    legend = (
+        "Medians over iterations, then over GPUs or pairs; of collectives busbw. specification: "
+        "the datasheet's peak, or the rate of the links in one direction; time: against the median "
+        "of the baselines.",
+    )
+    return Table("Against the specification", columns, tuple(rows), legend)

@@ -1,0 +1,92 @@
+"""Who is slower than its peers, or than it was? Repeated times by key in, ``Slow`` out.
+
+Every series is cut into quarters, in the order of measurement, and each quarter has its median: a
+key is slow when all of its quarters exceed the reference by more than a limit. The limit is the
+larger of a floor and some robust sigma (1.4826 MAD) of the quarters that it is compared with, so
+that it grows with the noise of the machine, drift within a measurement included.
+"""
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+K = TypeVar("K", bound=Hashable)
+QUARTERS = 4
+PEER_SIGMAS = 6.0
+PAST_SIGMAS = 3.0
+_ENOUGH = 4  # keys whose changes have a scatter
+
+
+class Slow(NamedTuple):
+    """``excess``: time over ``reference_s``, less 1; ``limit``: what was allowed."""
+
+    excess: float
+    limit: float
+    reference_s: float
+
+
+def than_peers(
+    times_s: Mapping[K, Sequence[float]], floor: float, *, alike: bool = True
+) -> dict[K, Slow]:
+    """The keys that are slower than the median of the others. Of two keys the slower is found,
+    though either may be the one at fault. ``alike``: what sets the others apart counts as noise.
+    """
+    cut = np.array([quarters(series) for series in times_s.values()])
+    found = {}
+    for place, (key, series) in enumerate(times_s.items()):
+        others = np.delete(cut, place, axis=0)
+        if not len(others):
+            continue
+        limit = max(floor, PEER_SIGMAS * scatter(others, alike=alike))
+        if (cut[place] / np.median(others, axis=0)).min() - 1 > limit:
+            reference_s = median(median(times_s[other]) for other in times_s if other != key)
+            found[key] = Slow(median(series) / reference_s - 1, limit, reference_s)
+    return found
+
+
+def than_before(
+    times_s: Mapping[K, Sequence[float]],
+    runs: Sequence[Mapping[K, Sequence[float]]],
+    floor: float,
+) -> dict[K, Slow]:
+    """The keys that are slower than the median of earlier runs. The limit counts three times the
+    spread of several runs, and how differently the keys changed where there are four or more."""
+    past = {key: [run[key] for run in runs if key in run] for key in times_s}
+    past = {key: series for key, series in past.items() if series}
+    medians = {key: [median(series) for series in past[key]] for key in past}
+    reference = {key: median(medians[key]) for key in past}
+    changes = np.array([median(times_s[key]) / reference[key] for key in past])
+    apart = PAST_SIGMAS * _robust_sigma(changes) if len(changes) >= _ENOUGH else 0.0
+    found = {}
+    for key, reference_s in reference.items():
+        noise = max(scatter(np.array([quarters(series)])) for series in past[key])
+        spread = (max(medians[key]) - min(medians[key])) / reference_s
+        limit = max(floor, apart, PAST_SIGMAS * noise, 3 * spread)
+        if min(quarters(times_s[key])) / reference_s - 1 > limit:
+            found[key] = Slow(median(times_s[key]) / reference_s - 1, limit, reference_s)
+    return found
+
+
+def quarters(times_s: Sequence[float]) -> list[float]:
+    """The medians of four consecutive parts; of fewer than four times some stand for two parts."""
+    n = len(times_s)
+    starts = [part * n // QUARTERS for part in range(QUARTERS + 1)]
+    parts = itertools.pairwise(starts)
+    return [median(times_s[start : max(end, start + 1)]) for start, end in parts]
+
+
+def scatter(cut: np.ndarray, *, alike: bool = True) -> float:
+    """Robust relative sigma of quarters [key, quarter]: of several keys about their common middle,
+    which takes out what slows all of them together; of one, or of keys that are not alike, about
+    the median of each."""
+    about_own = len(cut) == 1 or not alike
+    middle = np.median(cut, axis=1 if about_own else 0, keepdims=True)
+    return _robust_sigma(cut / middle)
+
+
+def _robust_sigma(values: np.ndarray) -> float:
+    middle = np.median(values)
+    return 1.4826 * float(np.median(np.abs(values / middle - 1)))

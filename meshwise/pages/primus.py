@@ -1,0 +1,195 @@
+"""Samples as the CSV files of Primus' operator benchmarks, under their names and columns.
+
+Source: Primus, benchmark/kernel/{gemm,attention,rccl}. In: rows that say which model each case was
+derived from, in the order of the file, and the samples by case id. ``Time(s)`` is the median,
+``Bandwidth(GB/s)`` of a collective its bus bandwidth (1e9 bytes). The columns have no place for a
+reason: a case without a time has empty cells, never zeros, and its reason stays in our records.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwise.spec import DTYPE_BYTES, Attention, Case, Collective, Derived, Gemm, Sample
+from meshwise.stats import median_interval
+
+Cells = dict[str, Any]
+
+_DTYPES = {
+    "fp64": "torch.float64",
+    "fp32": "torch.float32",
+    "tf32": "torch.float32",
+    "bf16": "torch.bfloat16",
+    "fp16": "torch.float16",
+    "fp8": "torch.float8_e4m3fn",
+}
+_FILES = {
+    "all_to_all": "all2all_benchmark.csv",
+    "send": "send_recv_benchmark.csv",
+    "send_recv": "send_recv_benchmark.csv",
+    "all_reduce": "allreduce_benchmark.csv",
+    "all_gather": "allgather_benchmark.csv",
+    "reduce_scatter": "reducescatter_benchmark.csv",
+}
+
+
+def gemm(rows: Iterable[Derived], samples: Mapping[str, Sample], folder: Path | str) -> list[Path]:
+    """``benchmark_gemm_<model>.csv`` and ``.json`` of every model in ``rows``."""
+    by_model: dict[str, list[Cells]] = {}
+    for row in rows:
+        op = row.case.op
+        if isinstance(op, Gemm):
+            by_model.setdefault(row.model, []).append(_gemm(row.model, op, row.case, samples))
+    paths = []
+    for model, cells in by_model.items():
+        name = f"benchmark_gemm_{model.replace('/', '_')}"
+        paths.append(_write(Path(folder) / f"{name}.csv", cells))
+        json_path = Path(folder) / f"{name}.json"
+        _put(json_path, json.dumps(cells, indent=4) + "\n")
+        paths.append(json_path)
+    return paths
+
+
+def _gemm(model: str, op: Gemm, case: Case, samples: Mapping[str, Sample]) -> Cells:
+    time_s = _time_s(case, samples)
+    return {
+        "model": model,
+        "m": op.m,
+        "n": op.n,
+        "k": op.k,
+        "transA": "T" if op.trans_a else "N",
+        "transB": "T" if op.trans_b else "N",
+        "dtype": _DTYPES[op.dtype],
+        "Time(s)": time_s,
+        "TFLOPS": _per(op.flops / 1e12, time_s),
+        "Bandwidth(GB/s)": _per(op.bytes / 1e9, time_s),
+    }
+
+
+def attention(rows: Iterable[Derived], samples: Mapping[str, Sample], path: Path | str) -> Path:
+    """One file; forward and backward of a shape and back end share a row."""
+    found: dict[tuple[str, int, Case], Cells] = {}
+    for row in rows:
+        op = row.case.op
+        if not isinstance(op, Attention):
+            continue
+        forward = msgspec.structs.replace(op, direction="forward")
+        key = (row.model, op.batch, msgspec.structs.replace(row.case, op=forward))
+        cells = found.setdefault(key, _attention(row.model, op, row.case.backend))
+        time_s = _time_s(row.case, samples)
+        short = "fwd" if op.direction == "forward" else "bwd"
+        cells |= {f"{short}_tflops": _per(op.flops / 1e12, time_s), f"{short}_time": time_s}
+    return _write(Path(path), list(found.values()))
+
+
+def _attention(model: str, op: Attention, backend: str) -> Cells:
+    return {
+        "model": model,
+        "batch_size": op.batch,
+        "seqlen_q": op.q_len,
+        "seqlen_kv": op.kv_len,
+        "num_head_q": op.heads,
+        "num_head_kv": op.kv_heads,
+        "head_dim_qk": op.head_dim,
+        "head_dim_v": op.value_dim,
+        "causal": op.causal,
+        "fwd_tflops": None,
+        "fwd_time": None,
+        "bwd_tflops": None,
+        "bwd_time": None,
+        "backend": backend or "default",
+    }
+
+
+def collectives(
+    rows: Iterable[Derived], samples: Mapping[str, Sample], folder: Path | str
+) -> list[Path]:
+    """One file for each kind of collective among ``rows`` that Primus has."""
+    files: dict[str, list[Cells]] = {}
+    for row in rows:
+        op = row.case.op
+        if isinstance(op, Collective) and op.kind in _FILES:
+            files.setdefault(_FILES[op.kind], []).append(_collective(row, op, samples))
+    return [_write(Path(folder) / name, cells) for name, cells in files.items()]
+
+
+def _collective(row: Derived, op: Collective, samples: Mapping[str, Sample]) -> Cells:
+    # of two ranks by definition; with experts the group is theirs
+    ranks: Cells = {"WorldSize": op.group_size}
+    if op.kind == "all_to_all":
+        ranks = {"EP-Size": op.group_size, "TopK": row.top_k}
+    elif op.kind in ("send", "send_recv"):
+        ranks = {}
+    time_s = _time_s(row.case, samples)
+    return {
+        "Model": row.model,
+        "MBS": row.microbatch_size,
+        "Seq": row.seq_len,
+        "HiddenSize": row.hidden,
+        "DataType": _DTYPES[op.dtype],
+        **ranks,
+        "Time(s)": time_s,
+        "Bandwidth(GB/s)": _busbw(op, time_s),
+    }
+
+
+def fsdp(
+    rows: Iterable[Derived], samples: Mapping[str, Sample], kind: str, path: Path | str
+) -> Path:
+    """The units of ``kind`` (all_gather or reduce_scatter), a row each.
+
+    ``Layer Weight`` is the elements of the whole unit, padding included.
+    """
+    found = []
+    for row in rows:
+        op = row.case.op
+        if isinstance(op, Collective) and op.kind == kind:
+            time_s = _time_s(row.case, samples)
+            found.append(
+                {
+                    "Model": row.model,
+                    "Layer Weight": op.size_bytes // DTYPE_BYTES[op.dtype],
+                    "DataType": _DTYPES[op.dtype],
+                    "WorldSize": op.group_size,
+                    "Time(s)": time_s,
+                    "Bandwidth(GB/s)": _busbw(op, time_s),
+                }
+            )
+    return _write(Path(path), found)
+
+
+def _time_s(case: Case, samples: Mapping[str, Sample]) -> float | None:
+    sample = samples.get(case.id)
+    return median_interval(sample.times_s)[0] if sample is not None and sample.times_s else None
+
+
+def _per(amount: float, time_s: float | None) -> float | None:
+    return None if time_s is None else amount / time_s
+
+
+def _busbw(op: Collective, time_s: float | None) -> float | None:
+    return _per(op.size_bytes * op.bus_factor / 1e9, time_s)
+
+
+def _write(path: Path, rows: Sequence[Cells]) -> Path:
+    if not rows:
+        raise ValueError(f"{path}: no case of this run belongs in it; measure one or leave it out")
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    _put(path, text.getvalue())
+    return path
+
+
+def _put(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,144 @@
+"""``measure attention``: shapes of models, of lists or usual ones, by every back end. No torch.
+
+The order is shape by shape: forward of all back ends, then backward. A back end that a machine
+lacks is a case too, so that the record says that it was skipped, and why.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from meshwise.models import decoder
+from meshwise.models.primus import AttentionShape
+from meshwise.probe.cases.scope import Scope
+from meshwise.spec import Attention, Case, Decoder, Derived, Model
+from meshwise.spec.op import Direction
+
+Backend = Literal["", "flash", "cudnn", "efficient", "math", "flex", "varlen", "fa3", "fa4"]
+
+BACKENDS: tuple[Backend, ...] = (
+    "", "flash", "cudnn", "efficient", "math", "flex", "varlen", "fa3", "fa4",
+)  # fmt: skip
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+class Heads(NamedTuple):
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Scale(NamedTuple):
+    """``heads`` without models, over ``tokens`` in all, divided into sequences of each length."""
+
+    heads: tuple[Heads, ...]
+    tokens: int
+    seq_lens: tuple[int, ...]
+    of_models: int  # the sequence length, where the model allows it
+
+
+GPU = Scale((Heads(32, 32, 128), Heads(32, 8, 128)), 16384, (2048, 4096, 8192, 16384), 4096)
+CPU = Scale((Heads(4, 4, 64), Heads(4, 2, 64)), 512, (128, 512), 128)
+
+
+def cases(
+    scope: Scope,
+    *,
+    models: tuple[Model | Decoder, ...] = (),
+    shapes: Sequence[AttentionShape] = (),
+    microbatch_sizes: tuple[int, ...] = (1,),
+    seq_lens: tuple[int, ...] = (),
+    backends: tuple[Backend, ...] = BACKENDS,
+    directions: tuple[Direction, ...] = DIRECTIONS,
+    windows: tuple[int, ...] = (),
+    causal: bool = True,
+) -> list[Case]:
+    """``seq_lens``: of models and usual shapes. ``windows``: each shape again with each of them.
+    Without models or shapes: 32 heads of 128, and 8 key heads, over 16384 tokens (less on CPUs).
+    """
+    rows = derived(
+        scope, models=models, shapes=shapes, microbatch_sizes=microbatch_sizes, seq_lens=seq_lens,
+        backends=backends, directions=directions, windows=windows, causal=causal,
+    )  # fmt: skip
+    return list(dict.fromkeys(row.case for row in rows))
+
+
+def derived(
+    scope: Scope,
+    *,
+    models: tuple[Model | Decoder, ...] = (),
+    shapes: Sequence[AttentionShape] = (),
+    microbatch_sizes: tuple[int, ...] = (1,),
+    seq_lens: tuple[int, ...] = (),
+    backends: tuple[Backend, ...] = BACKENDS,
+    directions: tuple[Direction, ...] = DIRECTIONS,
+    windows: tuple[int, ...] = (),
+    causal: bool = True,
+) -> list[Derived]:
+    """The same cases with the model that each is of, one of a shape of two models twice."""
+    if windows and not causal:
+        raise ValueError(f"windows = {windows}: a window is of causal attention; leave causal on")
+    if unknown := set(backends) - set(BACKENDS):
+        known = ", ".join(filter(None, BACKENDS))
+        raise ValueError(f"backends = {', '.join(sorted(unknown))}: must be of {known}")
+    found: list[tuple[str, Attention]] = []
+    if models or shapes:
+        found += _of_models(scope, models, microbatch_sizes, seq_lens, causal)
+        found += [(one.model, _listed(scope, one, b)) for one in shapes for b in microbatch_sizes]
+    else:
+        found += [("", op) for op in _usual(scope, seq_lens, causal)]
+    regime: Literal["cold", "warm"] = "cold" if scope.on_gpus else "warm"
+    rows = []
+    for name, op in found:
+        masks = [op, *(replace(op, window=window) for window in windows if op.causal)]
+        for mask, direction, backend in product(masks, directions, backends):
+            case = Case(
+                op=replace(mask, direction=direction),
+                regime=regime,
+                backend=backend,
+                world_size=scope.world_size,
+            )
+            hidden = op.heads * op.head_dim
+            rows.append(Derived(name, op.batch, op.q_len, hidden, 1, "attention", case))
+    return rows
+
+
+def _of_models(
+    scope: Scope,
+    models: tuple[Model | Decoder, ...],
+    microbatch_sizes: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    causal: bool,
+) -> Iterator[tuple[str, Attention]]:
+    usual = (GPU if scope.on_gpus else CPU).of_models
+    for model in models:
+        lengths = seq_lens or (min(model.max_seq_len, usual),)
+        for batch, length in product(microbatch_sizes, lengths):
+            op = decoder.attention(model, batch, length, dtype=scope.dtype)
+            yield model.name, replace(op, causal=causal)
+
+
+def _listed(scope: Scope, shape: AttentionShape, batch: int) -> Attention:
+    same = shape.head_dim_v == shape.head_dim_qk
+    return Attention(
+        batch=batch,
+        q_len=shape.seqlen_q,
+        kv_len=shape.seqlen_kv,
+        heads=shape.num_head_q,
+        kv_heads=shape.num_head_kv,
+        head_dim=shape.head_dim_qk,
+        head_dim_v=None if same else shape.head_dim_v,
+        causal=shape.causal,
+        dtype=scope.dtype,
+    )
+
+
+def _usual(scope: Scope, seq_lens: tuple[int, ...], causal: bool) -> Iterator[Attention]:
+    scale = GPU if scope.on_gpus else CPU
+    for (heads, kv_heads, head_dim), length in product(scale.heads, seq_lens or scale.seq_lens):
+        yield Attention(
+            batch=max(1, scale.tokens // length), q_len=length, kv_len=length, heads=heads,
+            kv_heads=kv_heads, head_dim=head_dim, causal=causal, dtype=scope.dtype,
+        )  # fmt: skip

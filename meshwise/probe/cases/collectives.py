@@ -1,0 +1,300 @@
+"""``measure collectives``: kinds x sizes x how they are called. No torch.
+
+Sizes come from a list, from a model's exchanges or from a plan; cases are ordered by size, so that
+any prefix tells something of every kind. ``between`` adds sizes where a measured curve bends.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from meshwise.models import apply, graph
+from meshwise.models.decoder import exchanges
+from meshwise.probe.cases.scope import Scope
+from meshwise.probe.cases.sizes import parse_sizes
+from meshwise.spec import (
+    DTYPE_BYTES,
+    Case,
+    Collective,
+    Decoder,
+    Derived,
+    Model,
+    Plan,
+    Regime,
+    Sample,
+)
+from meshwise.spec.op import CollectiveKind, Dtype
+from meshwise.stats import median_interval
+
+KINDS: tuple[CollectiveKind, ...] = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv",
+)  # fmt: skip
+PLACES = {"out": (False,), "in": (True,), "both": (False, True)}
+_IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+_TORCH_IN_PLACE = ("all_reduce", "reduce", "broadcast")  # torch has no other form
+_BEND = 0.15  # off the line through its neighbours by this much, a point is a bend
+_DROP = 0.05  # a larger message that is faster by this much is one, too
+_WIDE = 1.9  # gaps of a smaller factor are left as they are
+
+
+class Group(NamedTuple):
+    """A group of ranks, or several alike at once."""
+
+    size: int
+    stride: int = 1
+    ranks: tuple[int, ...] = ()
+
+
+def cases(
+    scope: Scope,
+    *,
+    kinds: tuple[CollectiveKind, ...] = KINDS,
+    sizes: str | None = None,
+    models: tuple[Model | Decoder, ...] = (),
+    microbatch_sizes: tuple[int, ...] = (1,),
+    seq_len: int | None = None,
+    plan: Plan | None = None,
+    splits: tuple[tuple[int, ...], ...] = (),
+    tables: str | None = None,
+    groups: int = 1,
+    ranks: tuple[int, ...] = (),
+    pairs: bool = False,
+    modes: tuple[Regime, ...] = (),
+    backends: tuple[str, ...] = ("",),
+    place: Literal["out", "in", "both"] = "out",
+) -> list[Case]:
+    """``sizes`` as ``parse_sizes`` reads them, by default 1K..1G:x4 on GPUs and 4K..16M:x4 on CPUs.
+
+    ``models``, ``plan``: the sizes that these exchange instead. ``splits``: bytes from each rank to
+    each other, ``tables``: an embedding exchange ``batch,tables-of-rank-0-...,dim``, both for
+    all_to_all_v. ``groups``: so many groups of equal size at once; ``ranks``: one group of these.
+    ``pairs``: one message between every ordered pair of ranks, one pair at a time. ``modes``: warm
+    (events around each call), blocking, pipelined, graph; by default graph on GPUs, warm on CPUs.
+    ``place``: in or out of place where a back end has both.
+    """
+    group = _group(scope.world_size, groups, ranks)
+    ops: list[Collective] = []
+    if splits or tables:
+        ops = [_uneven(splits or _embedding_splits(tables or "", group.size), group, scope.dtype)]
+    elif pairs:
+        every = ranks or tuple(range(scope.world_size))
+        ops = _pairs(scope, every, sizes or ("64M" if scope.on_gpus else "1M"))
+    elif plan is not None:
+        if plan.layout.num_devices != scope.world_size:
+            needed = plan.layout.num_devices
+            raise ValueError(
+                f"plan: it is for {needed} ranks, not {scope.world_size}; use --nproc {needed}"
+            )
+        ops = _of_plan(plan)
+    elif models:
+        rows = derived(
+            scope, models=models, microbatch_sizes=microbatch_sizes, seq_len=seq_len,
+            groups=groups, ranks=ranks, modes=modes, backends=backends, place=place,
+        )  # fmt: skip
+        return list(dict.fromkeys(row.case for row in rows))
+    else:
+        text = sizes or ("1K..1G:x4" if scope.on_gpus else "4K..16M:x4")
+        ops = [
+            _sized(kind, size, group, scope.dtype) for size in parse_sizes(text) for kind in kinds
+        ]
+        ops = [op for op in ops if op.size_bytes]
+    return list(dict.fromkeys(c for op in ops for c in _called(scope, op, modes, backends, place)))
+
+
+def derived(
+    scope: Scope,
+    *,
+    models: tuple[Model | Decoder, ...],
+    microbatch_sizes: tuple[int, ...] = (1,),
+    seq_len: int | None = None,
+    groups: int = 1,
+    ranks: tuple[int, ...] = (),
+    modes: tuple[Regime, ...] = (),
+    backends: tuple[str, ...] = ("",),
+    place: Literal["out", "in", "both"] = "out",
+) -> list[Derived]:
+    """What each model exchanges when its layers are split over the group, with its name."""
+    group, found = _group(scope.world_size, groups, ranks), []
+    for model in models:
+        experts = None if isinstance(model, Model) else model.experts
+        divides = experts is not None and experts.num_experts % group.size == 0
+        tokens = seq_len or min(model.max_seq_len, 4096 if scope.on_gpus else 128)
+        for rows in microbatch_sizes:
+            about = (model.name, rows, tokens, model.hidden, experts.top_k if experts else 1)
+            exchanged = exchanges(
+                model, rows, tokens, tp=group.size, ep=group.size if divides else 1,
+                dtype=scope.dtype,
+            )  # fmt: skip
+            for one in exchanged:
+                op = _within(one.collective, group)
+                cases = _called(scope, op, modes, backends, place)
+                found += [Derived(*about, one.name, case) for case in cases]
+    return found
+
+
+def _called(
+    scope: Scope, op: Collective, modes: tuple[Regime, ...], backends: tuple[str, ...],
+    place: Literal["out", "in", "both"],
+) -> list[Case]:  # fmt: skip
+    """One operation in every way asked for that its back ends have."""
+    return [
+        Case(op=placed, regime=mode, backend=backend, world_size=scope.world_size)
+        for backend in backends
+        for mode in modes or (("graph",) if scope.on_gpus else ("warm",))
+        for placed in _placed(op, backend, PLACES[place])
+    ]
+
+
+def _group(world_size: int, groups: int, ranks: tuple[int, ...]) -> Group:
+    if ranks:
+        if min(ranks) < 0 or max(ranks) >= world_size or len(set(ranks)) != len(ranks):
+            raise ValueError(
+                f"ranks = {ranks}: must be different numbers from 0 to {world_size - 1}"
+            )
+        return Group(len(ranks), ranks=tuple(sorted(ranks)))
+    if groups < 1 or world_size % groups:
+        raise ValueError(f"groups = {groups}: must divide the {world_size} ranks")
+    return Group(world_size // groups)
+
+
+def _sized(kind: CollectiveKind, size: int, group: Group, dtype: Dtype) -> Collective:
+    """The largest message of at most ``size`` that divides as the kind needs; size 0 if none."""
+    whole = kind in ("all_reduce", "broadcast", "reduce", "send_recv", "send")
+    unit = DTYPE_BYTES[dtype] * (1 if whole else group.size)
+    return Collective(
+        kind=kind,
+        size_bytes=size - size % unit,
+        group_size=group.size,
+        group_stride=group.stride,
+        dtype=dtype,
+        ranks=group.ranks,
+    )
+
+
+def _placed(op: Collective, backend: str, in_place: tuple[bool, ...]) -> list[Collective]:
+    """``op`` in the places asked for that its back end has."""
+    if op.kind not in _IN_PLACE:
+        in_place = (False,)
+    elif backend == "two_shot" or (op.kind in _TORCH_IN_PLACE and backend in ("", "gloo")):
+        in_place = (True,)
+    elif backend in ("one_shot", "peer_copy"):
+        in_place = (False,)
+    return [msgspec.structs.replace(op, in_place=place) for place in in_place]
+
+
+def _uneven(splits: tuple[tuple[int, ...], ...], group: Group, dtype: Dtype) -> Collective:
+    sent, received = map(sum, splits), map(sum, zip(*splits, strict=False))
+    return Collective(
+        kind="all_to_all_v",
+        size_bytes=max(*sent, *received),
+        group_size=group.size,
+        dtype=dtype,
+        ranks=group.ranks,
+        splits=splits,
+    )
+
+
+def _embedding_splits(text: str, n: int) -> tuple[tuple[int, ...], ...]:
+    """``batch,T0-T1-...,dim``: rank i looks up T_i tables of fp32 rows for the whole batch and
+    sends each rank its share of the batch."""
+    try:
+        batch_text, tables_text, dim_text = text.split(",")
+        batch, dim = int(batch_text), int(dim_text)
+        tables = [int(count) for count in tables_text.split("-")]
+    except ValueError:
+        raise ValueError(
+            f"tables = {text!r}: must be BATCH,T0-T1-...,DIM, as 2048,2-3-3-5,64"
+        ) from None
+    if len(tables) != n or min(batch, dim) < 1 or min(tables) < 0:
+        raise ValueError(f"tables = {text!r}: needs {n} table counts, one for each rank, >= 0")
+    if batch % n:
+        raise ValueError(f"tables = {text!r}: the batch {batch} must divide among {n} ranks")
+    return tuple((batch // n * count * dim * DTYPE_BYTES["fp32"],) * n for count in tables)
+
+
+def _pairs(scope: Scope, ranks: Sequence[int], sizes: str) -> list[Collective]:
+    if len(ranks) < 2:
+        raise ValueError(f"pairs: {len(ranks)} rank has no peer; use at least 2 (--nproc)")
+    return [
+        _sized("send", size, Group(2, ranks=(a, b)), scope.dtype)
+        for size in parse_sizes(sizes)
+        for a in ranks
+        for b in ranks
+        if a != b
+    ]
+
+
+def _within(op: Collective, group: Group) -> Collective:
+    """``op`` among the ranks of ``group``; a pair's exchange stays that of neighbours."""
+    if op.group_size != group.size or not group.ranks:
+        return op
+    return msgspec.structs.replace(op, ranks=group.ranks)
+
+
+def _of_plan(plan: Plan) -> list[Collective]:
+    """Every collective of the plan's stages, and the messages between them."""
+    layout, model, found = plan.layout, plan.model, []
+    stages = layout.stage_layers(model.layers)
+    for index, layers in enumerate(stages):
+        inside = layout.of_rank(index % layout.pp)
+        part = graph(
+            model, inside.microbatch_size, plan.workload.seq_len, plan.dtype,
+            layers=len(layers), first=index == 0, last=index == len(stages) - 1,
+        )  # fmt: skip
+        tasks = apply(part, inside, plan.dtype).tasks
+        found += [task.op for task in tasks if isinstance(task.op, Collective)]
+    if len(stages) > 1:
+        elements = layout.microbatch_rows * plan.workload.seq_len * model.hidden
+        stride = layout.num_devices // layout.pp
+        size = elements // layout.dp * DTYPE_BYTES[plan.dtype]
+        found.append(_sized("send_recv", size, Group(2, stride), plan.dtype))
+    moving = [op for op in dict.fromkeys(found) if op.group_size > 1 and op.size_bytes]
+    return sorted(moving, key=lambda op: op.size_bytes)
+
+
+def between(samples: Sequence[Sample]) -> list[Case]:
+    """Cases in the gaps beside bends of the measured curves; none when all is smooth or dense.
+
+    A bend is a point off the line that its neighbours draw in log-log, as where NCCL changes its
+    protocol, or one that takes less time than a smaller message.
+    """
+    curves: dict[str, list[Sample]] = {}
+    for sample in samples:
+        op = sample.case.op
+        if sample.status == "ok" and isinstance(op, Collective) and not op.splits:
+            every_size = msgspec.structs.replace(op, size_bytes=0)
+            key = msgspec.structs.replace(sample.case, op=every_size).id
+            curves.setdefault(key, []).append(sample)
+    found = [case for curve in curves.values() for case in _densified(curve)]
+    return list(dict.fromkeys(found))
+
+
+def _densified(curve: list[Sample]) -> list[Case]:
+    points = sorted((_size(sample), *median_interval(sample.times_s)) for sample in curve)
+    logs = [tuple(map(math.log, point)) for point in points]
+    gaps: set[int] = set()  # by the index of the point before each
+    for i, ((x0, y0, *_), (x, _, low, high), (x1, y1, *_)) in enumerate(
+        zip(logs, logs[1:], logs[2:], strict=False)
+    ):
+        line = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+        if max(low - line, line - high) > _BEND:  # by more than the point's own uncertainty
+            gaps |= {i, i + 1}
+    gaps |= {i for i, (a, b) in enumerate(pairwise(logs)) if b[3] < a[2] - _DROP}
+    case, found = curve[0].case, []
+    assert isinstance(case.op, Collective)
+    for i in sorted(gaps):
+        low, high = points[i][0], points[i + 1][0]
+        if high / low > _WIDE:
+            group = Group(case.op.group_size, case.op.group_stride, case.op.ranks)
+            middle = _sized(case.op.kind, math.isqrt(low * high), group, case.op.dtype)
+            op = msgspec.structs.replace(case.op, size_bytes=middle.size_bytes)
+            found.append(msgspec.structs.replace(case, op=op))
+    return found
+
+
+def _size(sample: Sample) -> int:
+    assert isinstance(sample.case.op, Collective)
+    return sample.case.op.size_bytes

@@ -1,0 +1,64 @@
+"""How long a case is measured, and about how long that takes in all. No torch.
+
+A case takes its set-up, then as many iterations as its time allows. The rates are those of a slow
+device of each kind; the sweep corrects them by what it has seen.
+"""
+
+from meshwise.models import block_ops
+from meshwise.spec import Attention, Block, Case, Cluster, Collective, Op, Overlap, Step
+
+_RATES = {  # FLOP/s, memory bytes/s, wire bytes/s, launch, collective latency
+    "cuda": (2e14, 2e12, 1e11, 2e-5, 5e-5),
+    "cpu": (2e10, 4e9, 4e8, 3e-5, 5e-4),
+}
+COMPILE_S = 20.0
+SETUP_S = 0.05
+ITERATIONS = (6, 100)  # fewest that give an interval, and the cap of the timing loop
+SUSTAIN_S = 10.0
+
+
+def max_seconds(case: Case, sustain_s: float = SUSTAIN_S) -> float:
+    """The cap on one case's timed iterations: blocks correct whole plans and get more."""
+    if case.regime == "sustained":
+        return sustain_s
+    return 1.0 if isinstance(case.op, Block) else 0.4
+
+
+def settle_s(case: Case, device_kind: str) -> float:
+    """Untimed seconds before a case: blocks on a GPU at the clocks of a long job."""
+    return 0.5 if isinstance(case.op, Block) and device_kind == "cuda" else 0.0
+
+
+def min_iterations(case: Case) -> int:
+    """A single call of a collective varies more than its first few iterations tell."""
+    calls = isinstance(case.op, Collective) and case.regime in ("warm", "blocking")
+    return 20 if calls else 1
+
+
+def estimate_s(case: Case, cluster: Cluster, sustain_s: float = SUSTAIN_S) -> float:
+    """Rough seconds to measure ``case``, set-up and compilation included."""
+    op = case.op
+    assert not isinstance(op, Step), "whole steps are measured by run"
+    parts: tuple[Op, ...] = (op,)
+    if isinstance(op, Block):
+        parts = block_ops(op)
+    elif isinstance(op, Overlap):  # each by itself, then each beside the other
+        parts = 2 * (op.compute, op.collective)
+    once = sum(_once_s(part, cluster) for part in parts)
+    if isinstance(op, Block | Attention) and op.direction == "backward":
+        once *= 1.5  # each iteration does an untimed forward first
+    fewest, most = ITERATIONS
+    longest = max_seconds(case, sustain_s) * (4 if isinstance(op, Overlap) else 1)
+    timed = min(max(longest, fewest * once), most * once)
+    compiling = case.lowering == "compiled" and isinstance(op, Block) and op.direction == "forward"
+    timed = longest if case.regime == "sustained" else timed
+    timed += settle_s(case, cluster.device.kind)
+    return SETUP_S + 3 * once + timed + (COMPILE_S if compiling else 0.0)
+
+
+def _once_s(op: Op, cluster: Cluster) -> float:
+    assert not isinstance(op, Block | Overlap)
+    flops, memory, wire, launch, latency = _RATES[cluster.device.kind]
+    if isinstance(op, Collective):
+        return latency + op.bytes / wire
+    return launch + op.flops / flops + op.bytes / memory

@@ -1,0 +1,21 @@
+"""Cases that follow from what was measured: sizes where a curve bends, shapes near the best."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from meshwise.probe.cases import collectives, gemm
+from meshwise.spec import Case, Sample
+
+Follow = Literal["nothing", "bends", "best_shape"]
+
+_NEXT: dict[Follow, Callable[[Sequence[Sample]], list[Case]]] = {
+    "nothing": lambda samples: [],
+    "bends": collectives.between,
+    "best_shape": gemm.next_shapes,
+}
+
+
+def next_cases(how: Follow, samples: Sequence[Sample]) -> list[Case]:
+    """What to measure next, of what no sample says yet; nothing ends the sweep."""
+    known = {sample.case_id for sample in samples}
+    return [case for case in _NEXT[how](samples) if case.id not in known]

@@ -1,0 +1,223 @@
+"""``measure gemm``: products of models, squares, skinny and tiny ones, the best shape. No torch.
+
+A model's forward (m,n,k) also gives the weight gradient (n,k,m) and the input gradient (m,k,n). In
+fp8 all three store A by rows and B by columns, as its kernels take them and training therefore
+transposes; everything else is stored as autograd leaves it.
+
+The search for the best shape starts from a grid and goes on from the fastest product to those
+3/4 and 4/3 as long in one dim or in all, until none of them is faster or ``_ROUNDS`` are done
+(mamf-finder of Stas Bekman's ml-engineering scans a range instead).
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from meshwise.models.decoder import passes, products
+from meshwise.probe.cases.scope import Scope
+from meshwise.spec import Case, Decoder, Derived, Gemm, Model, Regime, Sample
+from meshwise.spec.op import Dtype
+from meshwise.stats import median_interval
+
+Shape = tuple[int, int, int]
+
+
+class Scale(NamedTuple):
+    """Sizes that suit one kind of device."""
+
+    squares: tuple[int, ...]
+    long: int  # the long sides of a skinny product
+    skinny: tuple[int, ...]
+    tiny: tuple[int, ...]
+    seq_len: int
+    grid: tuple[int, ...]  # of the search
+    step: int  # to which its shapes are rounded
+
+
+GPU = Scale(
+    squares=(1024, 2048, 4096, 8192, 16384),
+    long=8192,
+    skinny=(1, 16, 64, 128, 256),
+    tiny=(64, 128, 256),
+    seq_len=4096,
+    grid=(4096, 8192, 16384),
+    step=256,
+)
+CPU = Scale(
+    squares=(256, 512, 1024),
+    long=1024,
+    skinny=(1, 16, 64),
+    tiny=(16, 32, 64),
+    seq_len=128,
+    grid=(256, 512, 1024),
+    step=32,
+)
+_ROUNDS = 4
+
+
+def cases(
+    scope: Scope,
+    *,
+    models: tuple[Model | Decoder, ...] = (),
+    configs: Mapping[str, tuple[Decoder, int]] | None = None,
+    microbatch_sizes: tuple[int, ...] = (1,),
+    seq_len: int | None = None,
+    dtypes: tuple[Dtype, ...] = (),
+    regimes: tuple[Regime, ...] = (),
+    gradients: bool = True,
+    square: tuple[int, ...] = (),
+    skinny: bool = False,
+    tiny: bool = False,
+    search: bool = False,
+) -> list[Case]:
+    """``configs``: by name a model and its sequence length. ``gradients``: with each forward
+    product also those of its backward. ``square``: sides of cubes, ``skinny``: few rows, ``tiny``:
+    cubes that take microseconds; all three where nothing is asked. ``search``: the grid that
+    ``next_shapes`` goes on from.
+
+    Without ``regimes``: cold, and the largest product of each dtype sustained, on GPUs (a search
+    ends with that of the best); warm on CPUs. A sustained regime is of one product in any case.
+    """
+    scale = _scale(scope)
+    if not (models or configs or square or skinny or tiny or search):
+        square, skinny, tiny = scale.squares, True, True
+    if not regimes:
+        largest: tuple[Regime, ...] = () if search else ("sustained",)
+        regimes = ("cold", *largest) if scope.on_gpus else ("warm",)
+    shapes = [(n, n, n) for n in square]
+    if skinny:
+        shapes += [(thin, scale.long, scale.long) for thin in scale.skinny]
+    if tiny:
+        shapes += [(n, n, n) for n in scale.tiny]
+    if search:
+        shapes += _grid(scale)
+    found: list[Case] = []
+    for dtype in dtypes or (scope.dtype,):
+        rows = derived(
+            scope, models=models, configs=configs, microbatch_sizes=microbatch_sizes,
+            seq_len=seq_len, dtype=dtype, gradients=gradients,
+        )  # fmt: skip
+        ops = [row.case.op for row in rows if isinstance(row.case.op, Gemm)]
+        for m, n, k in shapes:
+            ops += _in_dtype(Gemm(m=m, n=n, k=k), dtype)
+        for regime in regimes:
+            timed = ops
+            if regime == "sustained":  # ten seconds each: the largest alone
+                timed = sorted(ops, key=lambda op: op.flops)[-1:]
+            found += [Case(op=op, regime=regime, world_size=scope.world_size) for op in timed]
+    return list(dict.fromkeys(found))
+
+
+def derived(
+    scope: Scope,
+    *,
+    models: tuple[Model | Decoder, ...] = (),
+    configs: Mapping[str, tuple[Decoder, int]] | None = None,
+    microbatch_sizes: tuple[int, ...] = (1,),
+    seq_len: int | None = None,
+    dtype: Dtype | None = None,
+    regimes: tuple[Regime, ...] = (),
+    gradients: bool = True,
+) -> list[Derived]:
+    """The models' products with their names: by model, microbatch size, product, then forward,
+    weight gradient, input gradient. fp8 comes scaled by tensor and by row. Of several ``regimes``
+    the first in which all are timed."""
+    named: list[tuple[str, Model | Decoder, int]] = [
+        (model.name, model, seq_len or min(model.max_seq_len, _scale(scope).seq_len))
+        for model in models
+    ]
+    named += [(name, *found) for name, found in (configs or {}).items()]
+    usual: Regime = "cold" if scope.on_gpus else "warm"
+    regime = next((regime for regime in regimes if regime != "sustained"), usual)
+    rows = []
+    for (name, model, tokens), microbatch_size in product(named, microbatch_sizes):
+        experts = None if isinstance(model, Model) else model.experts
+        about = (name, microbatch_size, tokens, model.hidden, experts.top_k if experts else 1)
+        for made in products(model, microbatch_size, tokens):
+            for direction in passes(made.gemm)[: 3 if gradients else 1]:
+                for op in _in_dtype(direction, dtype or scope.dtype):
+                    case = Case(op=op, regime=regime, world_size=scope.world_size)
+                    rows.append(Derived(*about, made.name, case))
+    return rows
+
+
+def _scale(scope: Scope) -> Scale:
+    return GPU if scope.on_gpus else CPU
+
+
+def _in_dtype(op: Gemm, dtype: Dtype) -> list[Gemm]:
+    if dtype != "fp8":
+        return [replace(op, dtype=dtype)]
+    stored = replace(op, dtype=dtype, scaling="tensor", trans_a=False, trans_b=True)
+    return [stored, replace(stored, scaling="row")]
+
+
+def next_shapes(samples: Sequence[Sample]) -> list[Case]:
+    """The next round of each search whose grid is among ``samples``; none when all have ended.
+
+    A search is of one dtype, scaling and regime, and ends on GPUs with its best shape sustained. It
+    is replayed from the grid each time, so that the same samples always ask for the same cases.
+    """
+    searches: dict[str, list[Sample]] = {}
+    for sample in samples:
+        op = sample.case.op
+        if isinstance(op, Gemm) and op.groups == 1 and not op.trans_a and op.trans_b:
+            any_shape = replace(sample.case, op=replace(op, m=1, n=1, k=1))
+            searches.setdefault(any_shape.id, []).append(sample)
+    known = {sample.case_id for sample in samples}
+    wanted = [case for found in searches.values() for case in _next_round(found)]
+    return [case for case in wanted if case.id not in known]
+
+
+def _next_round(samples: list[Sample]) -> list[Case]:
+    case, rates = samples[0].case, dict(map(_rate, samples))
+    scale = next((scale for scale in (GPU, CPU) if rates.keys() >= set(_grid(scale))), None)
+    if scale is None:
+        return []
+    best = max(_grid(scale), key=lambda shape: rates[shape])
+    for _ in range(_ROUNDS if rates[best] else 0):
+        near = _neighbours(best, scale)
+        if unknown := [shape for shape in near if shape not in rates]:
+            return [_of_shape(case, shape) for shape in unknown]
+        best, before = max([best, *near], key=lambda shape: rates[shape]), best
+        if best == before:
+            break
+    if scale is CPU or not rates[best]:
+        return []
+    return [replace(_of_shape(case, best), regime="sustained")]
+
+
+def _rate(sample: Sample) -> tuple[Shape, float]:
+    """FLOP/s of a product; 0 where it could not be measured."""
+    op = sample.case.op
+    assert isinstance(op, Gemm)
+    ok = sample.status == "ok"
+    return (op.m, op.n, op.k), op.flops / median_interval(sample.times_s)[0] if ok else 0.0
+
+
+def _of_shape(case: Case, shape: Shape) -> Case:
+    assert isinstance(case.op, Gemm)
+    m, n, k = shape
+    return replace(case, op=replace(case.op, m=m, n=n, k=k))
+
+
+def _grid(scale: Scale) -> list[Shape]:
+    """Squares and 2:1 rectangles of results, each with every k."""
+    small, middle, large = scale.grid
+    sides = ((small, small), (middle, small), (middle, middle), (middle, large), (large, middle))
+    return [(m, n, k) for m, n in sides for k in scale.grid]
+
+
+def _neighbours(shape: Shape, scale: Scale) -> list[Shape]:
+    """One dim at a time, then all three, 3/4 and 4/3 as long."""
+    dims = ((0,), (1,), (2,), (0, 1, 2))
+    found = []
+    for factor, changed in product((3 / 4, 4 / 3), dims):
+        scaled = [
+            max(1, round(size * factor / scale.step)) * scale.step if i in changed else size
+            for i, size in enumerate(shape)
+        ]
+        found.append((scaled[0], scaled[1], scaled[2]))
+    return [near for near in dict.fromkeys(found) if near != shape]

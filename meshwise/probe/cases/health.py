@@ -1,0 +1,93 @@
+"""What ``measure health`` times: every GPU by itself, all at once, then every link. No torch.
+
+Matrix products (the processor), copies in memory, copies from and to the host; collectives over
+all ranks; one message over every ordered pair of ranks of a host, one pair at a time, and between
+hosts from every rank to its like on the next host. Sizes are those at which rates no longer grow:
+a ring shift of 64 MiB between four H200 reaches 155 GB/s, of 256 MiB 305, of 4 GiB 365. Only the
+8 KiB all-reduce is about latency. ``pages.health`` judges what was measured.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwise.probe.cases.scope import Scope
+from meshwise.spec import DTYPE_BYTES, Case, Collective, Elementwise, Gemm, Op
+from meshwise.spec.op import CollectiveKind, Dtype
+
+KiB, MiB, GiB = 2**10, 2**20, 2**30
+SMALL_BYTES = 8 * KiB
+
+
+class Sizes(NamedTuple):
+    cube: int  # of the matrix product
+    copy_bytes: int  # read, and as many written
+    host_bytes: int  # 0: the device is the host
+    group_bytes: int  # of collectives
+    pair_bytes: int
+    dtype: Dtype  # of messages
+
+
+GPU = Sizes(8192, GiB, 256 * MiB, 256 * MiB, 256 * MiB, "bf16")
+CPU = Sizes(512, 16 * MiB, 0, 4 * MiB, MiB, "fp32")
+
+
+def cases(scope: Scope, *, quick: bool = False) -> list[Case]:
+    """``quick`` leaves out the sustained product and all pairs but neighbours."""
+    sizes = GPU if scope.on_gpus else CPU
+    product = Gemm(
+        m=sizes.cube, n=sizes.cube, k=sizes.cube, dtype=scope.dtype,
+        scaling="tensor" if scope.dtype == "fp8" else "none",
+    )  # fmt: skip
+    ops: list[Op] = [product, *_copies(sizes)]
+    if scope.world_size > 1:
+        ops += _collectives(sizes, scope.world_size)
+        ops += [
+            Collective(
+                kind="send", size_bytes=sizes.pair_bytes, group_size=2, ranks=pair,
+                dtype=sizes.dtype,
+            )
+            for pair in _pairs(scope.world_size, scope.cluster.num_devices_per_host, quick)
+        ]  # fmt: skip
+    found = [Case(op=op, world_size=scope.world_size) for op in ops]
+    if scope.on_gpus and not quick:
+        found.insert(1, Case(op=product, regime="sustained", world_size=scope.world_size))
+    return found
+
+
+def _copies(sizes: Sizes) -> Iterator[Op]:
+    yield Elementwise(kind="copy", read_bytes=sizes.copy_bytes, write_bytes=sizes.copy_bytes)
+    if sizes.host_bytes:
+        yield Elementwise(kind="h2d", read_bytes=sizes.host_bytes, write_bytes=sizes.host_bytes)
+        yield Elementwise(kind="d2h", read_bytes=sizes.host_bytes, write_bytes=sizes.host_bytes)
+
+
+def _collectives(sizes: Sizes, world_size: int) -> Iterator[Op]:
+    kinds: tuple[tuple[CollectiveKind, int], ...] = (
+        ("all_reduce", SMALL_BYTES),
+        ("all_reduce", sizes.group_bytes),
+        ("all_gather", sizes.group_bytes),
+        ("send_recv", sizes.group_bytes),
+    )
+    for kind, size_bytes in kinds:
+        yield Collective(
+            kind=kind,
+            size_bytes=size_bytes - size_bytes % (world_size * DTYPE_BYTES[sizes.dtype]),
+            group_size=world_size,
+            dtype=sizes.dtype,
+            in_place=kind == "all_reduce",
+        )
+
+
+def _pairs(world_size: int, per_host: int, quick: bool) -> Iterator[tuple[int, int]]:
+    """Both directions of a pair follow each other. Pairs of two hosts are of equal place in them;
+    neighbours close the ring of their host."""
+    for a in range(world_size):
+        for b in range(a + 1, world_size):
+            apart = b - a
+            if a // per_host == b // per_host:
+                last = min(per_host, world_size) - 1
+                wanted = not quick or apart in (1, last)
+            else:
+                wanted = apart == per_host
+            if wanted:
+                yield from ((a, b), (b, a))

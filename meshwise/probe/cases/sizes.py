@@ -1,0 +1,35 @@
+"""Message sizes as users write them. No torch."""
+
+import re
+
+from meshwise.units import parse_bytes
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes, ascending: ``8..8G:x2`` doubles from 8 bytes to 8 GiB, ``1M..4M:+1M`` adds, and
+    ``64K,1M`` lists. A range without a step doubles."""
+    found: set[int] = set()
+    for item in text.split(","):
+        low, dots, rest = item.partition("..")
+        if not dots:
+            found.add(parse_bytes(item))
+            continue
+        high, _, step = rest.partition(":")
+        found.update(_steps(text, parse_bytes(low), parse_bytes(high), step or "x2"))
+    if min(found) < 1:
+        raise ValueError(f"sizes = {text!r}: every size must be >= 1 byte")
+    return tuple(sorted(found))
+
+
+def _steps(text: str, low: int, high: int, step: str) -> list[int]:
+    factor = float(step[1:]) if re.fullmatch(r"x\d+(\.\d+)?", step) else 0.0
+    added = parse_bytes(step[1:]) if step.startswith("+") else 0
+    if low > high or low < 1 or (factor <= 1 and added < 1):
+        raise ValueError(
+            f"sizes = {text!r}: a range is LOW..HIGH:xFACTOR or LOW..HIGH:+BYTES with "
+            "1 <= LOW <= HIGH and a factor above 1, as 8..8G:x2"
+        )
+    found, least = [low], max(added, 1)
+    while (larger := max(int(found[-1] * factor), found[-1] + least)) <= high:
+        found.append(larger)
+    return found

@@ -1,0 +1,274 @@
+"""The tables of nccl-tests (and rccl-tests), however they were written, as samples.
+
+size = max(send, receive) of a rank, that is n * count for all_gather, reduce_scatter, all_to_all,
+gather and scatter; algbw = size/t; busbw = algbw * factor (nccl-tests, doc/PERFORMANCE.md). Counts
+are rounded down to 16 bytes a rank, so that the smallest sizes print as 0: such rows stay in the
+footer's mean over all rows and both placements, and are no samples.
+
+Old versions do not name the collective. It follows from count, redop, root and busbw/algbw, and
+where that leaves two, the file's name decides.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from meshwise.probe.importers.found import DTYPES, Found, Row, samples_of
+from meshwise.probe.importers.suspicion import Printed, warnings_of
+from meshwise.spec import Case, Collective
+from meshwise.spec.op import DTYPE_BYTES, ROOTED, CollectiveKind, Dtype
+from meshwise.spec.run import Regime
+
+SIZE_KIND = "the larger of a rank's send and receive buffer (nccl-tests' size), kept"
+TIME_KIND = "mean over the iterations of one loop, and over ranks unless -a said otherwise"
+
+_NAMES: dict[str, CollectiveKind] = {
+    "all_reduce": "all_reduce", "allreduce": "all_reduce",
+    "all_gather": "all_gather", "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter", "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all", "all_to_all": "all_to_all", "broadcast": "broadcast",
+    "sendrecv": "send_recv", "send_recv": "send_recv",
+    "gather": "gather", "scatter": "scatter", "reduce": "reduce",
+}  # fmt: skip
+_WHOLE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # size = n * count
+
+
+class Line(NamedTuple):
+    """A printed row: its left part, and the printed values of each placement by column name."""
+
+    where: str
+    size_bytes: int
+    count: int  # type: ignore[assignment]  # not tuple's method
+    type: str
+    redop: str
+    root: int
+    values: dict[bool, dict[str, str]]  # by in_place
+
+
+class Section(NamedTuple):
+    """One table: who took part, what was run, its rows and its footer."""
+
+    program: str
+    ranks: tuple[tuple[int, int, str, str], ...]  # (rank, group, host, device)
+    regime: Regime
+    lines: list[Line]
+    average: float | None
+    version: str
+    nccl: str
+    unread: tuple[str, ...] = ()  # rows that are cut off or hold no numbers
+
+
+def is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def found_of(sections: Sequence[Section], name: str) -> Found:
+    """Samples, warnings and facts of the tables of one file."""
+    rows: list[Row] = []
+    warnings: list[str] = []
+    facts = []
+    for section in sections:
+        if not section.ranks:
+            raise ValueError(f"{name}: the list of devices is missing; import the whole log")
+        kind, doubt = _kind(section, name)
+        warnings += [doubt] if doubt else []
+        warnings += [f"{kind}: {where} cannot be read" for where in section.unread]
+        mine, more = _rows(section, kind)
+        rows += mine
+        warnings += more + _suspicious(section, kind, name)
+        mean = fmean(
+            float(half["busbw"]) for line in section.lines for half in line.values.values()
+        )
+        if section.average is not None and abs(mean - section.average) > 0.01:
+            warnings.append(
+                f"{kind}: the footer's mean busbw is {section.average}, its rows' {mean:.4f}"
+            )
+        facts.append(
+            {
+                "collective": kind,
+                "rows": len(section.lines),
+                "size_0_rows": [_told(line) for line in section.lines if not line.size_bytes],
+                "average_bus_bandwidth": section.average,
+                "average_of_rows": mean,
+            }
+        )
+    samples, doubled = samples_of(rows)
+    everyone = {(rank, host, device) for s in sections for rank, _, host, device in s.ranks}
+    devices = sorted({device for _, _, device in everyone})
+    if len(devices) > 1:
+        raise ValueError(
+            f"{name}: devices differ ({', '.join(devices)}); ranks must be of one kind"
+        )
+    last = sections[-1]
+    return Found(
+        tool=f"nccl-tests {last.version}".strip(),
+        size_kind=SIZE_KIND,
+        time_kind=TIME_KIND,
+        num_hosts=len({host for _, host, _ in everyone}),
+        world_size=len({rank for rank, _, _ in everyone}),
+        device=devices[0],
+        samples=samples,
+        warnings=(*warnings, *doubled),
+        facts={"tables": facts, "nccl": _nccl_version(last.nccl)},
+    )
+
+
+def _told(line: Line) -> dict[str, Any]:
+    halves = {"in_place" if placed else "out_of_place": v for placed, v in line.values.items()}
+    return {"where": line.where, "count": line.count, **halves}
+
+
+def _nccl_version(code: str) -> str | None:
+    """22809 is 2.28.9."""
+    if not code.isdigit():
+        return None
+    number = int(code)
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _group(section: Section) -> tuple[int, int]:
+    """Size and stride of the groups; all run at once."""
+    members = sorted(rank for rank, group, _, _ in section.ranks if group == section.ranks[0][1])
+    steps = {b - a for a, b in pairwise(members)}
+    if len(steps) > 1:
+        raise ValueError(f"group of ranks {members}: not evenly spaced, so it has no stride")
+    return len(members), next(iter(steps), 1)
+
+
+def _kind(section: Section, name: str) -> tuple[CollectiveKind, str]:
+    """Which collective, and a sentence where only the file's name says it."""
+    program = section.program.rpartition("/")[2].removesuffix("_perf")
+    if program in _NAMES:
+        return _NAMES[program], ""
+    if program:
+        raise ValueError(f"{name}: {program} is not a collective that is read here")
+    possible = _possible(section)
+    if len(possible) == 1:
+        return possible[0], ""
+    words = [
+        (word, kind) for word, kind in _NAMES.items() if word in name.lower().replace("-", "_")
+    ]
+    word, kind = max(words, key=lambda pair: len(pair[0]), default=("", None))
+    if kind is None or (possible and kind not in possible):
+        raise ValueError(
+            f"{name}: does not say which collective it measured ({' or '.join(possible) or 'none'} "
+            "by its columns); name it in the file's name, as all_gather.log"
+        )
+    return kind, f"{kind}: the table does not name its collective, the file's name does ({word})"
+
+
+def _possible(section: Section) -> list[CollectiveKind]:
+    """The collectives that count, redop, root and the ratio of the bandwidths leave."""
+    ranks = _group(section)[0]
+    line = max(section.lines, key=lambda line: line.size_bytes)
+    half = next(iter(line.values.values()))
+    if ranks < 2 or line.type not in DTYPES or not float(half["algbw"]):
+        return []
+    whole = line.size_bytes == line.count * DTYPE_BYTES[DTYPES[line.type]] * ranks
+    ratio = float(half["busbw"]) / float(half["algbw"])
+    found: list[CollectiveKind] = []
+    for kind in dict.fromkeys(_NAMES.values()):
+        reduces = kind in ("all_reduce", "reduce_scatter", "reduce")
+        fits = (
+            (kind in _WHOLE) == whole
+            and (kind in ROOTED) == (line.root >= 0)
+            and (kind == "send_recv" or reduces == (line.redop not in ("", "none")))
+            and abs(ratio - _factor(kind, ranks)) < 0.02
+        )
+        found += [kind] if fits else []
+    return found
+
+
+def _rows(section: Section, kind: CollectiveKind) -> tuple[list[Row], list[str]]:
+    """One row a placement. Sizes of 0, and what our vocabulary does not hold, are left out."""
+    rows: list[Row] = []
+    warnings: list[str] = []
+    size, stride = _group(section)
+    left_out: dict[str, int] = {}
+    for line in section.lines:
+        dtype = DTYPES.get(line.type)
+        if line.size_bytes == 0:
+            why = "rows of size 0 are kept for the footer's mean and are no samples"
+        elif dtype is None:
+            why = f"rows of type {line.type} have no counterpart here"
+        elif line.redop not in ("", "none", "sum"):
+            why = f"rows of redop {line.redop} have no counterpart here"
+        else:
+            rows += _pair(line, kind, dtype, section, size, stride)
+            continue
+        left_out[why] = left_out.get(why, 0) + 1
+    for why, count in left_out.items():
+        warnings.append(f"{kind}: {count} {why}")
+    return rows, warnings
+
+
+def _pair(
+    line: Line, kind: CollectiveKind, dtype: Dtype, section: Section, size: int, stride: int
+) -> Iterator[Row]:
+    for in_place, half in line.values.items():
+        op = Collective(
+            kind=kind,
+            size_bytes=line.size_bytes,
+            group_size=size,
+            group_stride=stride,
+            dtype=dtype,
+            in_place=in_place,
+        )
+        metrics: dict[str, float | tuple[float, ...]] = {
+            "printed_algbw_bytes_per_s": float(half["algbw"]) * 1e9,
+            "printed_busbw_bytes_per_s": float(half["busbw"]) * 1e9,
+        }
+        wrong = half.get("#wrong", half.get("error", "N/A"))
+        if is_number(wrong):
+            metrics["wrong"] = float(wrong)
+        if half.get("times_us"):
+            metrics["iterations_s"] = tuple(float(t) * 1e-6 for t in half["times_us"].split())
+        bad = metrics.get("wrong", 0.0)
+        yield Row(
+            where=f"{line.where} {'in' if in_place else 'out of'} place",
+            case=Case(
+                op=op,
+                regime=section.regime,
+                backend="nccl",  # called by itself, without torch
+                world_size=len(section.ranks),
+            ),
+            time_s=_time_us(half) * 1e-6,
+            metrics=metrics,
+            fault=f"{bad:g} wrong elements" if bad else "",
+        )
+
+
+def _time_us(half: dict[str, str]) -> float:
+    return float(half["time"] if "time" in half else half["cputime"])
+
+
+def _suspicious(section: Section, kind: CollectiveKind, name: str) -> list[str]:
+    size, _ = _group(section)
+    found = []
+    series = {(line.type, line.redop, placed) for line in section.lines for placed in line.values}
+    for of_type, redop, in_place in sorted(series):
+        printed = [
+            Printed(
+                where=line.where,
+                size_bytes=line.size_bytes,
+                time=half["time"] if "time" in half else half["cputime"],
+                time_s=_time_us(half) * 1e-6,
+                busbw=half["busbw"],
+                bus_bytes=line.size_bytes * _factor(kind, size),
+            )
+            for line in section.lines
+            if line.size_bytes and (line.type, line.redop) == (of_type, redop)
+            if (half := line.values.get(in_place)) is not None
+        ]
+        placed = "in place" if in_place else "out of place"
+        found += warnings_of(f"{kind} {placed}", printed, name)
+    return found
+
+
+def _factor(kind: CollectiveKind, size: int) -> float:
+    return Collective(kind=kind, size_bytes=1, group_size=size).bus_factor

@@ -1,0 +1,172 @@
+"""Calls of collectives in the logs of NCCL and RCCL (NCCL_DEBUG=INFO or TRACE, SUBSYS=COLL).
+
+In: lines such as ``host:86092:86620 [4] NCCL INFO ReduceScatter: opCount ce3 sendbuff 0x7f..
+recvbuff 0x7f.. acc (nil) count 106956800 datatype 9 op 4 root 0 comm 0x.. [nranks=8] stream 0x..``,
+also cut off behind ``root``; RCCL adds ``acc``. Out: ``Call``s. ``count`` is in elements: of a rank
+for AllGather (sent) and ReduceScatter (kept), else of the message. The numbers of datatypes and
+operations are those of nccl.h.
+
+A trace holds no times: imported, it becomes samples without any, that say how often.
+"""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+from meshwise.probe.importers.found import Found
+from meshwise.spec import Case, Cluster, Collective, Sample
+
+CALL = re.compile(
+    r"(?P<pid>\d+):\d+ \[(?P<device>\d+)\].*?NCCL \w+ (?P<kind>\w+): "
+    r"opCount (?P<op_count>[0-9a-f]+) sendbuff (?P<send>\S+) recvbuff (?P<receive>\S+) "
+    r"(?:acc \S+ )?count (?P<count>\d+) "
+    r"datatype (?P<datatype>\d+) op (?P<op>\d+) root (?P<root>\d+)(?!\d)"
+    r"(?: comm (?P<comm>0x[0-9a-f]+))?(?:[^\n]*?\[nranks=(?P<ranks>\d+)\])?"
+)
+_TORN = re.compile(r"\w+: opCount ")
+_KINDS = {
+    "AllReduce": "all_reduce",
+    "AllGather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+    "Broadcast": "broadcast",
+    "Reduce": "reduce",
+    "AllToAll": "all_to_all",
+    "AlltoAll": "all_to_all",
+    "Gather": "gather",
+    "Scatter": "scatter",
+    "Send": "send",
+    "Recv": "receive",
+}
+DATATYPES = (
+    "int8", "uint8", "int32", "uint32", "int64", "uint64", "fp16", "fp32", "fp64", "bf16",
+    "fp8", "fp8",
+)  # fmt: skip
+OPERATIONS = ("sum", "prod", "max", "min", "avg")
+ITEM_BYTES = {"int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "fp32": 4, "fp64": 8} | {
+    "fp16": 2,
+    "bf16": 2,
+}
+
+
+class Call(NamedTuple):
+    """``device``: the process's GPU. ``num_ranks``: of the communicator, 0 where it is cut off."""
+
+    device: int
+    pid: int
+    kind: str
+    count: int  # type: ignore[assignment]  # not tuple's method
+    datatype: str
+    op: str
+    root: int
+    in_place: bool
+    comm: str
+    op_count: int
+    num_ranks: int
+
+
+def calls(text: str) -> list[Call]:
+    """All calls of a log whose lines go at least as far as ``root``."""
+    return [_call(match) for match in CALL.finditer(text)]
+
+
+def num_torn(text: str) -> int:
+    """Lines of calls that cannot be read."""
+    return len(_TORN.findall(text)) - sum(1 for _ in CALL.finditer(text))
+
+
+def _call(match: re.Match[str]) -> Call:
+    datatype, op, kind = int(match["datatype"]), int(match["op"]), match["kind"]
+    named = DATATYPES[datatype] if datatype < len(DATATYPES) else f"datatype {datatype}"
+    call = Call(
+        device=int(match["device"]),
+        pid=int(match["pid"]),
+        kind=_KINDS.get(kind, kind),
+        count=int(match["count"]),
+        datatype=named,
+        op=OPERATIONS[op] if op < len(OPERATIONS) else f"op {op}",  # made for a scaled sum
+        root=int(match["root"]),
+        in_place=False,
+        comm=match["comm"] or "",
+        op_count=int(match["op_count"], 16),
+        num_ranks=int(match["ranks"] or 0),
+    )
+    return call._replace(in_place=_in_place(call, match["send"], match["receive"]))
+
+
+def _in_place(call: Call, sent: str, received: str) -> bool:
+    """Whether the smaller buffer is the rank's part of the larger one."""
+    send, receive = (0 if text == "(nil)" else int(text, 16) for text in (sent, received))
+    if not send or not receive:
+        return False
+    apart = send - receive if call.kind == "all_gather" else receive - send
+    part = call.count * ITEM_BYTES.get(call.datatype, 1)
+    if call.kind not in ("all_gather", "reduce_scatter") or not part:
+        return apart == 0
+    place, rest = divmod(apart, part)
+    return rest == 0 and 0 <= place < (call.num_ranks or call.device + 1)
+
+
+def read(text: str, name: str, cluster: Cluster | None) -> Found:
+    """The distinct calls of a log. Lines that are cut off before the communicator's size need the
+    ``cluster`` for it."""
+    found, torn = calls(text), num_torn(text)
+    if not found:
+        raise ValueError(f"{name}: {torn} calls of collectives, all cut off before the root")
+    warnings = [f"{torn} lines of calls are cut off"] if torn else []
+    unknown = sum(not call.num_ranks for call in found)
+    if unknown and cluster is None:
+        raise ValueError(f"{name}: does not say how many ranks took part; give --cluster")
+    if unknown:
+        assert cluster is not None
+        warnings.append(
+            f"{unknown} calls do not say how many ranks took part: taken as {cluster.num_devices}"
+        )
+    world = max([call.num_ranks for call in found] + [cluster.num_devices if cluster else 1])
+    counted: Counter[Case | str] = Counter(_case(call, world) for call in found)
+    samples = tuple(
+        Sample(
+            case_id=case.id,
+            case=case,
+            status="skipped",
+            reason="a trace holds no times",
+            metrics={"calls": float(count)},
+        )
+        for case, count in counted.items()
+        if isinstance(case, Case)
+    )
+    left_out = ((what, count) for what, count in counted.items() if isinstance(what, str))
+    return Found(
+        tool="NCCL trace",
+        size_kind="count of elements, of a rank for all_gather and reduce_scatter; ours is the "
+        "whole message in bytes",
+        time_kind="none",
+        num_hosts=1,
+        world_size=world,
+        device="",
+        samples=samples,
+        warnings=(*warnings, *(f"{count} calls left out: {what}" for what, count in left_out)),
+        facts={"calls": len(found), "processes": len({call.pid for call in found})},
+    )
+
+
+def _case(call: Call, world: int) -> Case | str:
+    """The call as a case, or what it is where no record fits."""
+    if call.datatype not in ("fp16", "fp32", "fp64", "bf16", "fp8"):
+        return f"{call.kind} of {call.datatype}"
+    if call.kind == "receive" or call.kind not in _KINDS.values():
+        return call.kind
+    ranks = call.num_ranks or world
+    parts = ranks if call.kind not in ("all_reduce", "broadcast", "reduce", "send") else 1
+    op = Collective(
+        kind=call.kind,  # type: ignore[arg-type]
+        size_bytes=call.count * parts * ITEM_BYTES.get(call.datatype, 1),
+        group_size=2 if call.kind == "send" else ranks,
+        dtype=call.datatype,  # type: ignore[arg-type]
+        in_place=call.in_place,
+    )
+    return Case(op=op, regime="pipelined", world_size=world)
+
+
+def without_host(text: str) -> str:
+    """The lines of calls alone, without the host's name and the pointers' addresses of a log."""
+    return "".join(f"{match[0]}\n" for match in CALL.finditer(text))

@@ -1,0 +1,113 @@
+"""NCCL called directly, on the current stream and with separate send and receive buffers.
+
+``torch.distributed`` runs a collective on a stream of its own and offers no all-reduce, reduce or
+broadcast out of place; nccl-tests calls the library as this module does. The library is the one
+that torch has loaded, through its C interface (nccl.h).
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwise.probe.work import Unavailable
+
+_TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
+_SUM = 0
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+class Message(NamedTuple):
+    """A part of a buffer, to or from a rank of the group."""
+
+    peer: int
+    tensor: torch.Tensor
+
+
+class Communicator:
+    """This rank's end of an NCCL communicator. All of a group's ranks make theirs together."""
+
+    def __init__(self, unique_id: Sequence[int], rank: int, size: int) -> None:
+        self.handle = ctypes.c_void_p()
+        whole = _UniqueId((ctypes.c_byte * 128)(*unique_id))
+        _call("ncclCommInitRank", ctypes.byref(self.handle), size, whole, rank)
+
+    def collective(
+        self, kind: str, source: torch.Tensor, result: torch.Tensor
+    ) -> Callable[[], object]:
+        """A call of one of NCCL's own collectives; the root of a rooted one is rank 0."""
+        name, has_op, has_root = {
+            "all_reduce": ("ncclAllReduce", True, False),
+            "all_gather": ("ncclAllGather", False, False),
+            "reduce_scatter": ("ncclReduceScatter", True, False),
+            "broadcast": ("ncclBroadcast", False, True),
+            "reduce": ("ncclReduce", True, True),
+        }[kind]
+        count = min(len(source), len(result))  # per rank, as nccl.h counts
+        rest: list[Any] = [_SUM] if has_op else []
+        rest += [0] if has_root else []
+        rest = [ctypes.c_size_t(count), _TYPES[source.dtype], *rest, self.handle]
+
+        def call() -> None:
+            _call(name, *_buffers(source, result), *rest, _stream())
+
+        return call
+
+    def exchange(
+        self, sent: Sequence[Message], received: Sequence[Message]
+    ) -> Callable[[], object]:
+        """All messages at once, as one group, by peer: so NCCL's own all-to-all has them."""
+        ends = [("ncclSend", message) for message in sent if len(message.tensor)]
+        ends += [("ncclRecv", message) for message in received if len(message.tensor)]
+        ends.sort(key=lambda end: end[1].peer)
+
+        def call() -> None:
+            stream = _stream()
+            _call("ncclGroupStart")
+            for name, (peer, tensor) in ends:
+                (buffer,) = _buffers(tensor)
+                count = ctypes.c_size_t(len(tensor))
+                _call(name, buffer, count, _TYPES[tensor.dtype], peer, self.handle, stream)
+            _call("ncclGroupEnd")
+
+        return call
+
+
+def unique_id() -> list[int]:
+    """What the first rank of a group tells the others."""
+    made = _UniqueId()
+    _call("ncclGetUniqueId", ctypes.byref(made))
+    return list(made.internal)
+
+
+def _buffers(*tensors: torch.Tensor) -> tuple[ctypes.c_void_p, ...]:
+    return tuple(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
+
+
+def _stream() -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """NCCL as torch loaded it; Unavailable where there is none."""
+    if not torch.cuda.is_available():
+        raise Unavailable("NCCL needs GPUs")
+    try:
+        found = ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        raise Unavailable("libnccl.so.2 was not found beside torch") from None
+    found.ncclGetErrorString.restype = ctypes.c_char_p
+    return found
+
+
+def _call(name: str, *arguments: Any) -> None:
+    found = library()
+    failed = getattr(found, name)(*arguments)
+    if failed:
+        raise RuntimeError(f"{name}: {found.ncclGetErrorString(failed).decode()}")

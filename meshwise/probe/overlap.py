@@ -1,0 +1,170 @@
+"""Compute and a collective at once: how much slower is each than alone?
+
+In: an ``Overlap`` case. Out: the times of one compute while collectives run, and as metrics
+
+    compute_alone_s, collective_alone_s, collective_beside_s   medians
+    compute_slowdown, collective_slowdown                      beside / alone, of medians
+    compute_covered, collective_covered                        share of the timed calls that ended
+                                                               while the other work still ran
+
+All by the one timing loop, in turns: each alone, then each beside the other, and all again, so
+that clocks that drift do so for all. Before each timed call as much of the other work is started
+as outlasts it; it runs on a stream of its own (on a CPU in a thread of its own), and the timed
+call waits until the first piece of it is done and the next under way: work that fills the device
+and began first would keep the other out. Collectives run at high priority, as FSDP2's do. The
+number of pieces follows from the gathered times of each alone: all ranks issue equally many
+collectives. Where ``covered`` is below 1 the slowdown is understated by the calls that ended alone.
+"""
+
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+
+from meshwise import timing
+from meshwise.parallel import torch_private
+from meshwise.probe import attention, collectives, gemm
+from meshwise.probe.work import Work
+from meshwise.ranks import Ranks
+from meshwise.spec import Case, Gemm, Overlap
+from meshwise.timing import Timed
+
+Call = Callable[[], object]
+
+_OUTLAST = 4.0  # the other work is this much longer than a timed call is alone
+_ROUNDS = 2
+_LEAD_CYCLES = 40_000  # of the device's clock, some 20 us: the other work's next piece has begun
+
+
+def build(case: Case, groups: collectives.Groups, settings: contextlib.ExitStack) -> Work:
+    """``Case.backend`` is the collective's. ``settings`` is as ``gemm.build`` uses it."""
+    op = case.op
+    assert isinstance(op, Overlap)
+    alone = msgspec.structs.replace(case, op=op.compute, backend="")
+    probe = gemm if isinstance(op.compute, Gemm) else attention
+    (compute, *_) = probe.build(alone, groups.ranks.device, settings).calls
+    (collective,) = collectives.build(msgspec.structs.replace(case, op=op.collective), groups).calls
+    own_measure = functools.partial(measure, compute, collective, groups.ranks)
+    return Work(calls=(compute, collective), measure=own_measure)
+
+
+def measure(compute: Call, collective: Call, ranks: Ranks, max_seconds: float) -> Timed:
+    """Every rank must call this together. ``max_seconds`` is for each of the four measurements."""
+    share_s = max_seconds / _ROUNDS
+    take = functools.partial(timing.measure, ranks=ranks, regime="warm", max_seconds=share_s)
+    alone: tuple[list[Timed], list[Timed]] = ([], [])
+    beside: tuple[list[Timed], list[Timed]] = ([], [])
+    covered: tuple[list[bool], list[bool]] = ([], [])
+    on_cuda = ranks.device.type == "cuda"
+    lanes = [torch.cuda.Stream(ranks.device, priority) for priority in (0, -1)] if on_cuda else []
+    for _ in range(_ROUNDS):
+        alone[0].append(take([compute], distributed=False))
+        alone[1].append(take([collective], distributed=True))
+        once_s = (_median(alone[0]), _median(alone[1]))
+
+        # one piece more than outlasts it, to be under way
+        pieces = 1 + math.ceil(_OUTLAST * once_s[0] / once_s[1])
+        others = _Others(collective, pieces, ranks, lanes[-1] if lanes else None)
+        calls = [functools.partial(_both, compute, others.note)]
+        beside[0].append(take(calls, distributed=False, prepare=others.start))
+        covered[0].extend(others.finish())
+
+        # an untimed collective before the timed one brings the ranks together
+        pieces = 1 + math.ceil(2 * _OUTLAST * once_s[1] / once_s[0])
+        others = _Others(compute, pieces, ranks, lanes[0] if lanes else None)
+        calls = [functools.partial(_both, collective, others.note)]
+        prepare = functools.partial(_both, others.start, collective)
+        with torch.cuda.stream(lanes[-1]) if lanes else contextlib.nullcontext():
+            beside[1].append(take(calls, distributed=True, prepare=prepare))
+        covered[1].extend(others.finish())
+    metrics: dict[str, float | tuple[float, ...]] = {"collective_beside_s": _median(beside[1])}
+    for i, name in enumerate(("compute", "collective")):
+        metrics[f"{name}_alone_s"] = _median(alone[i])
+        metrics[f"{name}_slowdown"] = _median(beside[i]) / _median(alone[i])
+        metrics[f"{name}_covered"] = min(ranks.gather(sum(covered[i]) / len(covered[i])))
+    return _joined(beside[0], metrics)
+
+
+def _both(first: Call, second: Call) -> None:
+    first()
+    second()
+
+
+def _median(rounds: list[Timed]) -> float:
+    return median(time_s for timed in rounds for time_s in timed.times_s)
+
+
+def _joined(rounds: list[Timed], metrics: dict[str, float | tuple[float, ...]]) -> Timed:
+    each_rank = zip(*(timed.rank_times_s for timed in rounds), strict=True)
+    return Timed(
+        times_s=tuple(time_s for timed in rounds for time_s in timed.times_s),
+        rank_times_s=tuple(tuple(time_s for own in parts for time_s in own) for parts in each_rank),
+        before=rounds[0].before,
+        after=rounds[-1].after,
+        metrics=metrics,
+    )
+
+
+class _Others:
+    """Holds the other work: on a stream of its own, or on a CPU in a thread of its own."""
+
+    def __init__(
+        self, call: Call, pieces: int, ranks: Ranks, stream: torch.cuda.Stream | None
+    ) -> None:
+        self.call, self.pieces, self.ranks, self.stream = call, pieces, ranks, stream
+        self.mark, self.elapsed_s = timing.clock(ranks.device)
+        self.noted: list[Any] = []  # when a timed call ended
+        self.ended: list[Any] = []  # when the work that was started before it ended
+        self.pool = None if stream is not None else ThreadPoolExecutor(max_workers=1)
+        self.running: Future[None] | None = None
+
+    def start(self) -> None:
+        """Start all pieces behind those of the last time; go on when the first one is done."""
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                self.call()
+                begun = self.stream.record_event()
+                self._rest()
+            torch.cuda.current_stream().wait_event(begun)
+            torch_private.sleep(_LEAD_CYCLES)
+        elif self.pool is not None:
+            self._join()
+            under_way = threading.Event()
+            self.running = self.pool.submit(self._run, under_way)
+            under_way.wait()
+
+    def note(self) -> None:
+        self.noted.append(self.mark())
+
+    def finish(self) -> list[bool]:
+        """Wait for the rest; of every timed call, whether the work outlasted it."""
+        if self.pool is not None:
+            self._join()
+            self.pool.shutdown()
+        elif self.ended:
+            self.ranks.synchronize("the work beside it", self.ended[-1])
+        both = zip(self.noted, self.ended, strict=True)
+        return [self.elapsed_s(noted, ended) > 0 for noted, ended in both]
+
+    def _run(self, under_way: threading.Event) -> None:
+        try:
+            self.call()
+        finally:
+            under_way.set()
+        self._rest()
+
+    def _rest(self) -> None:
+        for _ in range(self.pieces - 1):
+            self.call()
+        self.ended.append(self.mark())
+
+    def _join(self) -> None:
+        if self.running is not None:
+            self.running.result()

@@ -1,0 +1,68 @@
+"""The files of Primus' operator benchmarks, of a measure run: its names, its columns."""
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwise.spec import Derived
+from meshwise.verbs import files
+from meshwise.verbs.measure import chosen, scope_of
+
+log = logging.getLogger("meshwise")
+
+
+def derived(
+    what: str,
+    run_dir: Path | str,
+    *,
+    model: str | tuple[str, ...] = (),
+    dtype: str | None = None,
+    **options: Any,
+) -> list[Derived]:
+    """The run's cases with the models that they are of, in the order of Primus' files. ``what``,
+    ``model``, ``dtype`` and ``options`` are those that ``measure`` was given."""
+    info, _ = files.load(run_dir)
+    module = importlib.import_module(f"meshwise.probe.cases.{what}")
+    listing: Callable[..., list[Derived]] = module.derived
+    asked = chosen(module.cases, what, files.several(model), options)
+    known = inspect.signature(listing).parameters
+    given = {name: value for name, value in asked.items() if name in known}
+    return [
+        row
+        for each in asked.get("dtypes") or (dtype,)
+        for row in listing(scope_of(info.cluster, info.world_size, each), **given)
+    ]
+
+
+def write(
+    what: str,
+    run_dir: Path | str,
+    rows: Sequence[Derived],
+    *,
+    report_dir_path: Path | str | None = None,
+    report_csv_path: Path | str | None = None,
+    allgather_report_csv_path: Path | str | None = None,
+    reducescatter_report_csv_path: Path | str | None = None,
+) -> list[Path]:
+    """Write the reports asked for, of the ``rows`` that ``derived`` gave; their paths."""
+    from meshwise.pages import primus
+
+    found = {sample.case_id: sample for sample in files.load(run_dir)[1]}
+    written: list[Path] = []
+    if report_dir_path is not None:
+        several = primus.gemm if what == "gemm" else primus.collectives
+        written += several(rows, found, report_dir_path)
+    if report_csv_path is not None:
+        written.append(primus.attention(rows, found, report_csv_path))
+    for kind, path in (
+        ("all_gather", allgather_report_csv_path),
+        ("reduce_scatter", reducescatter_report_csv_path),
+    ):
+        if path is not None:
+            written.append(primus.fsdp(rows, found, kind, path))
+    for path in written:
+        log.info("wrote %s", path)
+    return written

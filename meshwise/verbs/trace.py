@@ -1,0 +1,65 @@
+"""The part of ``run --nccl-trace`` around the ranks: what makes NCCL log, and what its logs say.
+
+In: a run directory and its plan. Out: ``nccl/rank-<rank>.log``, the lines of calls without the
+host's name, and ``nccl_check.json``, a ``TraceCheck``.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+from meshwise import store
+from meshwise.spec import Cluster, Plan
+from meshwise.spec.trace import TraceCheck
+
+log = logging.getLogger("meshwise")
+
+CHECK = "nccl_check.json"
+
+
+def check_possible(cluster: Cluster, *, check: bool) -> None:
+    """Refuse where there would be no trace, or one of more than the plan's steps."""
+    if cluster.device.kind != "cuda":
+        raise ValueError("--nccl-trace needs GPUs: gloo writes no trace")
+    if check:
+        raise ValueError("--nccl-trace would hold the steps of --check as well; run them apart")
+    if "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        raise ValueError("--nccl-trace starts the ranks itself; use it without torchrun or srun")
+
+
+def environment(run_dir: Path) -> dict[str, str]:
+    """What each rank needs before NCCL is first used; a file of its own for every rank."""
+    folder = (run_dir / "nccl").resolve()
+    folder.mkdir()
+    file = str(folder / "rank-{rank}.log").replace("%", "%%")  # NCCL fills in %h and %p
+    return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL", "NCCL_DEBUG_FILE": file}
+
+
+def keep_calls(run_dir: Path) -> None:
+    """Cut the logs down to the lines of calls: the others may name hosts and addresses."""
+    from meshwise.probe.importers import nccl_trace
+
+    for path in sorted((run_dir / "nccl").glob("rank-*.log")):
+        text = path.read_text(errors="replace")
+        if torn := nccl_trace.num_torn(text):
+            log.warning("%s: %d lines of calls cannot be read", path.name, torn)
+        path.write_text(nccl_trace.without_host(text))
+
+
+def write_check(run_dir: Path, plan: Plan, steps: int) -> TraceCheck:
+    """Compare the logs of all ranks, over all steps, with the plan."""
+    from meshwise.probe.importers import nccl_trace, plan_trace
+
+    found = []
+    for rank in range(plan.layout.num_devices):
+        path = run_dir / "nccl" / f"rank-{rank}.log"
+        if not path.exists():
+            log.warning("rank %d left no NCCL log", rank)
+        found.append(nccl_trace.calls(path.read_text()) if path.exists() else [])
+    check = plan_trace.compare(plan_trace.planned(plan), found, steps)
+    store.write(run_dir / CHECK, check)
+    return check
+
+
+def read_check(run_dir: Path) -> TraceCheck:
+    return store.read(run_dir / CHECK, TraceCheck)

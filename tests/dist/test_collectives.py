@@ -1,0 +1,192 @@
+"""Every collective, over every kind of group, against numpy on the data of all ranks."""
+
+import numpy as np
+import pytest
+import torch
+
+from meshwise.probe import collectives, pattern
+from meshwise.probe.work import Unavailable
+from meshwise.ranks import Ranks
+from meshwise.spec import Case, Collective
+
+pytestmark = pytest.mark.dist
+ELEMENTS = 24  # divides among 2, 3 and 4 ranks
+KINDS = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather",
+    "scatter", "send_recv",
+)  # fmt: skip
+ONLY_IN_PLACE = ("all_reduce", "broadcast", "reduce")
+SPLITS = ((4, 8, 12), (0, 16, 4), (20, 0, 8))  # bytes from rank i to rank j
+
+
+def collective(kind: str, size: int, *, in_place: bool | None = None, **rest) -> Collective:
+    place = kind in ONLY_IN_PLACE if in_place is None else in_place
+    return Collective(
+        kind=kind, size_bytes=4 * ELEMENTS, group_size=size, dtype="fp32", in_place=place, **rest
+    )
+
+
+def uneven(**rest) -> Collective:
+    return Collective(
+        kind="all_to_all_v", size_bytes=28, group_size=3, splits=SPLITS, dtype="fp32", **rest
+    )
+
+
+def every_op(world: int) -> list[Collective]:
+    ops = [collective(kind, world) for kind in KINDS]
+    ops += [collective(kind, world, in_place=True) for kind in ("all_gather", "reduce_scatter")]
+    if world == 4:
+        ops += [collective(kind, 2, group_stride=stride) for kind in KINDS for stride in (1, 2)]
+        ops += [collective(kind, 3, ranks=(0, 1, 3)) for kind in KINDS]
+        ops += [uneven(ranks=(0, 2, 3))]
+    ops += [collective("send", 2, ranks=pair) for pair in ((0, 1), (1, 0), (world - 1, 0))]
+    return ops + ([uneven()] if world == 3 else [])
+
+
+# --- on every rank ---
+
+
+def results(ranks: Ranks) -> list[list[float] | None]:
+    """What each operation left on this rank, from sources 1000 * rank + index."""
+    groups, found = collectives.Groups(ranks), []
+    for op in every_op(ranks.world_size):
+        party = groups.party(op)
+        if party is None:
+            found.append(None)
+            continue
+        buffers = collectives.allocate(op, party.here, ranks.device)
+        buffers.result.fill_(-1)
+        buffers.source.copy_(torch.arange(len(buffers.source)) + 1000.0 * ranks.rank)
+        collectives.communicate(op, buffers, party)
+        found.append(buffers.result.tolist())
+    return found
+
+
+def wrong_elements(ranks: Ranks) -> list[list[int]]:
+    """What the built-in check says: of right results, then of results with two parts exchanged."""
+    groups, found = collectives.Groups(ranks), []
+    for op in every_op(ranks.world_size):
+        work = collectives.build(Case(op=op, world_size=ranks.world_size), groups)
+        assert work.check is not None
+        found.append([sum(ranks.gather(work.check())), _of_a_wrong_one(op, groups, ranks)])
+    return found
+
+
+def _of_a_wrong_one(op: Collective, groups: collectives.Groups, ranks: Ranks) -> int:
+    """The check of a collective whose result is moved on by one element."""
+    party = groups.party(op)
+    found = 0
+    if party is not None:
+        buffers = collectives.allocate(op, party.here, ranks.device)
+
+        def shifted() -> None:
+            collectives.communicate(op, buffers, party)
+            buffers.result.copy_(buffers.result.roll(1))
+
+        found = collectives._num_wrong(op, party, buffers, shifted, ranks)
+    return sum(ranks.gather(found))
+
+
+def refusals(ranks: Ranks) -> list[str]:
+    groups, said = collectives.Groups(ranks), []
+    for op, backend, regime in (
+        (collective("all_reduce", 2, in_place=False), "", "warm"),
+        (collective("all_to_all", 2, in_place=True), "", "warm"),
+        (collective("all_reduce", 2), "smoke_signals", "warm"),
+        (collective("all_gather", 2), "one_shot", "warm"),
+        (collective("all_gather", 2), "gloo", "graph"),
+        (collective("all_gather", 2), "nccl", "warm"),
+    ):
+        try:
+            collectives.build(
+                Case(op=op, backend=backend, regime=regime, world_size=2), groups
+            )
+        except Unavailable as reason:
+            said.append(str(reason))
+    return said
+
+
+# --- the oracle ---
+
+
+def expected(op: Collective, rank: int, world: int) -> list[float] | None:
+    """By numpy, from the definition; None where this rank has no part in it."""
+    n, stride = op.group_size, op.group_stride
+    group = list(op.ranks) or [r for r in range(world) if _tile(r, n, stride) == _tile(rank, n, stride)]
+    if rank not in group:
+        return None
+    here, part = group.index(rank), ELEMENTS // n
+    sent = part if op.kind in ("all_gather", "gather") else ELEMENTS
+    data = np.stack([np.arange(sent) + 1000.0 * r for r in group])
+    untouched = np.full(ELEMENTS, -1.0)
+    if op.kind == "all_reduce":
+        return data.sum(0).tolist()
+    if op.kind == "reduce":  # what the others hold afterwards is nobody's business
+        return data.sum(0).tolist() if here == 0 else None
+    if op.kind == "all_gather":
+        return data.reshape(-1).tolist()
+    if op.kind == "gather":
+        return (data.reshape(-1) if here == 0 else untouched).tolist()
+    if op.kind == "reduce_scatter":
+        return np.split(data.sum(0), n)[here].tolist()
+    if op.kind == "scatter":
+        return np.split(data[0], n)[here].tolist()
+    if op.kind == "all_to_all":
+        return data.reshape(n, n, -1)[:, here].reshape(-1).tolist()
+    if op.kind == "all_to_all_v":
+        cut = [np.split(np.arange(sum(row) // 4) + 1000.0 * r, np.cumsum(row)[:-1] // 4)
+               for row, r in zip(SPLITS, group, strict=True)]  # fmt: skip
+        return np.concatenate([parts[here] for parts in cut]).tolist()
+    if op.kind == "send":
+        return data[0].tolist() if here == 1 else untouched.tolist()
+    return (data[0] if op.kind == "broadcast" else data[here - 1]).tolist()
+
+
+def _tile(rank: int, size: int, stride: int) -> int:
+    return rank // (size * stride) * stride + rank % stride
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_collective_is_what_its_definition_says(gloo_ranks, world):
+    for rank, found in enumerate(gloo_ranks(world, results)):
+        for op, result in zip(every_op(world), found, strict=True):
+            wanted = expected(op, rank, world)
+            if op.kind == "reduce" and wanted is None:
+                continue
+            assert result == wanted, (op, rank)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_check_passes_what_is_right_and_sees_what_is_moved(gloo_ranks, world):
+    (found, *others) = gloo_ranks(world, wrong_elements)
+    assert all(other == found for other in others)
+    for op, (right, moved) in zip(every_op(world), found, strict=True):
+        assert right == 0, op
+        assert moved > 0, op
+
+
+def test_what_a_back_end_does_not_do_is_said(gloo_ranks):
+    for said in gloo_ranks(2, refusals):
+        assert said == [
+            "torch's all_reduce is in place; the nccl back end has it out of place",
+            "all_to_all has no form in place",
+            "no back end 'smoke_signals' for collectives; there are gloo, nccl, one_shot, two_shot, "
+            "peer_copy",
+            "one_shot does all_reduce, not all_gather",
+            "gloo cannot be captured in a graph",
+            "NCCL needs GPUs",
+        ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_over_the_ranks_are_exact_in_every_dtype(dtype):
+    op = Collective(kind="all_reduce", size_bytes=2**16, group_size=8, dtype="fp32", in_place=True)
+    sources = [torch.empty(2**14, dtype=dtype) for _ in range(8)]
+    for rank, source in enumerate(sources):
+        pattern.fill(source, rank, 8)
+    total = torch.zeros(2**14, dtype=torch.float64)
+    for source in sources:
+        total += source.double()
+    assert pattern.num_wrong(total.to(dtype), pattern.pieces(op, 0), 8) == 0
+    assert torch.equal(total.to(dtype).double(), total)
+    assert len(total.unique()) > 8  # enough different values to tell elements apart

@@ -1,0 +1,281 @@
+"""Products, attention and overlap: what is timed is right, and what cannot be done is said."""
+
+import contextlib
+import json
+import statistics
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwise.probe import attention, collectives, elementwise, gemm, overlap
+from meshwise.probe.cases import attention as attention_cases
+from meshwise.probe.work import Unavailable, tried
+from meshwise.spec import Attention, Case, Collective, Elementwise, Gemm, Overlap
+
+CPU = torch.device("cpu")
+PLAIN = ((False, True), (False, False), (True, False), (True, True))
+SCALING = {"tensor": (1, 1), "row": (24, 1)}
+METRICS = ("alone_s", "slowdown", "covered")
+MASKS = ({"causal": False}, {"causal": True}, {"causal": True, "window": 5})
+
+
+def product(settings: contextlib.ExitStack, **fields: object):
+    """The call of a product, and its operands as they were given to torch."""
+    (call,) = gemm.build(Case(op=Gemm(**fields)), CPU, settings).calls
+    return call, [x.double() for x in call.args if isinstance(x, Tensor)]
+
+
+@pytest.fixture
+def settings():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("trans_a", "trans_b"), PLAIN)
+def test_a_product_is_right_and_stored_as_asked(settings, dtype, trans_a, trans_b):
+    stored = {"trans_a": trans_a, "trans_b": trans_b}
+    call, (a, b) = product(settings, m=24, n=40, k=56, dtype=dtype, **stored)
+    assert (a.shape, b.shape) == ((24, 56), (56, 40))
+    given = call.args[:2]
+    assert [x.is_contiguous() for x in given] == [not trans_a, not trans_b]
+    rough = {"fp64": 1e-14, "fp32": 1e-6, "bf16": 8e-3, "fp16": 1e-3}[dtype]
+    found = call()
+    assert found.dtype == given[0].dtype
+    torch.testing.assert_close(found.double(), a @ b, rtol=rough, atol=8 * rough)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_an_fp8_product_is_that_of_its_dequantised_operands(settings, scaling):
+    fields = {"m": 24, "n": 32, "k": 48, "dtype": "fp8", "scaling": scaling}
+    try:
+        call, (a, b, scale_a, scale_b, _) = product(settings, **fields)
+    except Unavailable as reason:  # torch 2.11 on a CPU scales by tensor only
+        assert scaling == "row" and "per-tensor" in str(reason)
+        return
+    assert call.args[0].dtype == torch.float8_e4m3fn
+    assert scale_a.shape == SCALING[scaling]
+    found = call()
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), a * scale_a @ (b * scale_b), rtol=8e-3, atol=0.02)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_quantised_numbers_use_the_whole_range_and_come_back(scaling):
+    x = torch.randn(24, 48, generator=torch.Generator().manual_seed(1))
+    numbers, scale = gemm.quantised(x, scaling)
+    assert scale.shape == SCALING[scaling]
+    largest = numbers.float().abs().amax(dim=1 if scaling == "row" else (0, 1))
+    assert torch.all(largest == 448)  # the largest number of e4m3
+    # three bits of mantissa: half a unit in the last place is 1/16, less below 2^-6
+    torch.testing.assert_close(numbers.float() * scale, x, rtol=1 / 16, atol=2**-9 * 0.02)
+
+
+@pytest.mark.parametrize("rows", [32, 35])
+@pytest.mark.parametrize("trans_b", [True, False])
+def test_a_grouped_product_multiplies_each_group_by_its_own_matrix(settings, rows, trans_b):
+    fields = {"m": rows, "n": 24, "k": 16, "dtype": "bf16", "groups": 3}
+    call, (a, b) = product(settings, **fields, trans_b=trans_b)
+    ends = {32: (8, 16, 32), 35: (8, 16, 35)}[rows]  # thirds, rounded down to padded rows
+    assert tuple(call.keywords["offs"].tolist()) == ends
+    starts = (0, *ends)
+    wanted = [a[i:j] @ b[g] for g, (i, j) in enumerate(zip(starts, ends, strict=False))]
+    torch.testing.assert_close(call().double(), torch.cat(wanted), rtol=8e-3, atol=0.05)
+
+
+def test_a_grouped_weight_gradient_gives_each_group_its_own_result(settings):
+    fields = {"m": 16, "n": 24, "k": 64, "dtype": "bf16", "groups": 4}
+    call, (a, b) = product(settings, **fields, trans_a=True, trans_b=False)
+    assert (a.shape, b.shape) == ((16, 64), (64, 24))
+    wanted = torch.stack([a[:, i : i + 16] @ b[i : i + 16] for i in (0, 16, 32, 48)])
+    torch.testing.assert_close(call().double(), wanted, rtol=8e-3, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"dtype": "tf32"}, "tf32 is a precision of GPUs"),
+        ({"dtype": "fp8", "scaling": "tensor", "trans_b": False}, r"\(nt\) only"),
+        ({"dtype": "fp8", "scaling": "row", "k": 40}, "multiples of 16, not 16 and 40"),
+        ({"groups": 2, "dtype": "fp64"}, "grouped products in fp64"),
+        ({"groups": 2, "trans_a": True}, "two transposed operands"),
+        ({"groups": 2, "k": 12}, "strides should be multiple of 16 bytes"),  # torch's own words
+    ],
+)
+def test_a_product_without_a_kernel_says_why(settings, fields, reason):
+    with pytest.raises(Unavailable, match=reason):
+        product(settings, **({"m": 16, "n": 16, "k": 16} | fields))
+
+
+def test_the_precision_of_fp32_is_put_back():
+    before = torch.backends.cuda.matmul.fp32_precision
+    with contextlib.ExitStack() as settings:
+        product(settings, m=8, n=8, k=8, dtype="fp32")
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+# --- attention ---
+
+
+def shape(**fields: object) -> Attention:
+    usual = {"batch": 2, "q_len": 16, "kv_len": 16, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    return Attention(**(usual | {"dtype": "fp32"} | fields))
+
+
+def attend(op: Attention, backend: str, settings: contextlib.ExitStack):
+    (call,) = attention.build(Case(op=op, backend=backend), CPU, settings).calls
+    return call
+
+
+def dense(op: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(Q K^T / sqrt(d)) V head by head in float64, the mask by its definition."""
+    out = []
+    for head in range(op.heads):
+        shared = head * op.kv_heads // op.heads
+        scores = q[:, head] @ k[:, shared].mT / op.head_dim**0.5
+        for i in range(op.q_len):
+            for j in range(op.kv_len):
+                behind = i + op.kv_len - op.q_len - j
+                if op.causal and not 0 <= behind < (op.window or op.kv_len):
+                    scores[:, i, j] = -torch.inf
+        out.append(torch.softmax(scores, -1) @ v[:, shared])
+    return torch.stack(out, 1)
+
+
+def operands(call) -> list[Tensor]:
+    """q, k and v of a forward call."""
+    return [x.detach().double().requires_grad_() for x in call.args[-3:]]
+
+
+ON_CPU = [
+    *(("", {"heads": 4, "kv_heads": kv}) for kv in (4, 2)),
+    *((backend, mask) for backend in ("flash", "math", "flex") for mask in MASKS[:2]),
+    *((backend, {"head_dim_v": 24}) for backend in ("math", "flex")),
+    *((backend, {"q_len": 5} | mask) for backend in ("math", "flex") for mask in MASKS),
+]
+
+
+@pytest.mark.parametrize(("backend", "fields"), ON_CPU)
+def test_attention_is_that_of_the_dense_formula(settings, backend, fields):
+    op = shape(**fields)
+    call = attend(op, backend, settings)
+    found = call()
+    assert found.shape == (op.batch, op.heads, op.q_len, op.value_dim)
+    torch.testing.assert_close(found.double(), dense(op, *operands(call)), rtol=1e-5, atol=1e-5)
+    # as a model's projections leave heads; it saves for backward where there is one
+    assert call.args[0].transpose(1, 2).is_contiguous()
+    assert found.requires_grad == (backend != "flex")
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields"),
+    [("", {}), ("flash", {}), ("math", {"head_dim_v": 24}), ("math", {"window": 5, "q_len": 11})],
+)
+def test_gradients_of_attention_are_those_of_the_dense_formula(settings, backend, fields):
+    op = shape(**fields, direction="backward")
+    call = attend(op, backend, settings)
+    _, inputs, gradient = call.args
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    wanted = torch.autograd.grad(dense(op, *exact), exact, gradient.double())
+    for _ in range(2):  # the graph is kept
+        for found, right in zip(call(), wanted, strict=True):
+            torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields", "reason"),
+    [
+        ("cudnn", {}, "No viable backend"),
+        ("efficient", {}, "No viable backend"),
+        ("flash", {"head_dim_v": 24}, "No available kernel.*; .*same last dimension"),
+        ("flash", {"window": 5}, "a window by flash; flex and varlen have it"),
+        ("", {"q_len": 5}, "q_len != kv_len by torch's choice"),
+        ("math", {"q_len": 17}, "its first queries see no key"),
+        ("flex", {"direction": "backward"}, "no backward on a CPU"),
+        ("varlen", {}, "needs a CUDA device"),
+        ("fa3", {}, "flash_attn_3 is not installed"),
+        ("fa4", {}, "flash-attn-4 is not installed"),
+        ("math", {"dtype": "fp8"}, "no probe for fp8"),
+    ],
+)
+def test_attention_without_a_kernel_says_why(settings, backend, fields, reason):
+    with pytest.raises(Unavailable, match=reason) as error:
+        attend(shape(**fields), backend, settings)
+    assert "Triggered internally" not in str(error.value)
+
+
+def test_an_unknown_back_end_is_refused(settings):
+    with pytest.raises(ValueError, match=r"backend = 'fash': must be one of flash, cudnn"):
+        attend(shape(), "fash", settings)
+    assert attention.BACKENDS == attention_cases.BACKENDS
+
+
+def test_a_held_kernel_is_let_go():
+    enabled = torch.backends.cuda.math_sdp_enabled
+    assert enabled()
+    with contextlib.ExitStack() as settings:
+        attend(shape(), "flash", settings)
+        assert not enabled()
+    assert enabled()
+
+
+def test_only_a_missing_kernel_is_unavailable():
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as error:
+        tried(lambda: torch.ones(2, 3) @ torch.ones(2, 3))
+    assert not isinstance(error.value, Unavailable)
+    assert tried(lambda: 3) == 3
+
+
+@pytest.mark.parametrize("kind", ["h2d", "d2h"])
+def test_a_cpu_has_no_host_link(kind):
+    case = Case(op=Elementwise(kind=kind, read_bytes=64, write_bytes=64))
+    with pytest.raises(Unavailable, match="no host link: the device is the host"):
+        elementwise.build(case, CPU)
+
+
+# --- overlap, on two gloo ranks ---
+
+
+def overlaps(ranks, kind: str):
+    """The sample's times and metrics, and how often this rank did each of the two."""
+    world_size = ranks.world_size
+    op = Overlap(
+        compute=Gemm(m=96, n=96, k=96, dtype="fp32"),
+        collective=Collective(
+            kind=kind, size_bytes=2**16, group_size=world_size, dtype="fp32",
+            in_place=kind == "all_reduce",
+        ),
+    )  # fmt: skip
+    calls = [0, 0]
+
+    def counted(index, call):
+        def count():
+            calls[index] += 1
+            call()
+
+        return count
+
+    groups = collectives.Groups(ranks)
+    with contextlib.ExitStack() as settings:
+        work = overlap.build(Case(op=op, world_size=world_size), groups, settings)
+        both = [counted(i, call) for i, call in enumerate(work.calls)]
+        timed = overlap.measure(*both, ranks, max_seconds=0.02)
+    return json.loads(json.dumps([timed.times_s, timed.rank_times_s, timed.metrics, calls]))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["all_reduce", "send_recv"])
+def test_overlap_measures_each_alone_and_beside_the_other(gloo_ranks, kind):
+    found = gloo_ranks(2, overlaps, kind=kind)
+    times_s, rank_times_s, metrics, _ = found[0]
+    assert found[1][:3] == found[0][:3]
+    assert found[0][3] == found[1][3]  # equally many of each, else the ranks would hang
+    names = {f"{what}_{end}" for what in ("compute", "collective") for end in METRICS}
+    assert set(metrics) == names | {"collective_beside_s"}
+    assert all(value > 0 for name, value in metrics.items() if "covered" not in name)
+    assert all(0 <= metrics[f"{what}_covered"] <= 1 for what in ("compute", "collective"))
+    assert times_s == [max(pair) for pair in zip(*rank_times_s, strict=True)]
+    slowed_s = metrics["compute_slowdown"] * metrics["compute_alone_s"]
+    assert slowed_s == pytest.approx(statistics.median(times_s))

@@ -1,0 +1,559 @@
+"""Weights, products, attention and messages of models against transformers, Primus' shapes and
+the published byte counts."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise.models import catalogue, decoder, hugging_face, primus
+from meshwise.spec import Decoder, Experts, Gemm, Mla, Model
+
+DATA = Path(__file__).parents[1] / "data"
+CONFIGS = DATA / "hugging_face"
+PRIMUS_MODELS = DATA / "primus" / "model_configs.json"
+PRIMUS_SHAPES = DATA / "primus" / "attention_shapes.json"
+
+TEN = {  # parameters: transformers 4.57.1 on the meta device; sequence length as in Primus
+    "llama-2-7b": (6_738_415_616, 4096),
+    "llama-2-70b": (68_976_648_192, 4096),
+    "llama-3.1-8b": (8_030_261_248, 8192),
+    "llama-3.1-70b": (70_553_706_496, 8192),
+    "llama-3.1-405b": (405_853_388_800, 8192),
+    "mixtral-8x7b": (46_702_792_704, 4096),
+    "mixtral-8x22b": (140_620_634_112, 4096),
+    "deepseek-v2-lite": (15_706_484_224, 4096),
+    "deepseek-v2": (235_741_434_880, 4096),
+    # 671,026,404,352 parameters and 58 buffers e_score_correction_bias of 256, which the
+    # published 671,026,419,200 counts
+    "deepseek-v3": (671_026_404_352 + 58 * 256, 4096),
+}
+
+# Decoders of every kind of layer, small enough to try degrees on.
+DENSE = Decoder(
+    hidden=64, layers=2, heads=8, kv_heads=4, head_dim=16, ffn=96, vocab=128, max_seq_len=64
+)
+MOE = msgspec.structs.replace(
+    DENSE,
+    layers=3,
+    experts=Experts(num_experts=6, top_k=2, ffn=24, shared_ffn=40, first_dense=1),
+)
+LATENT = msgspec.structs.replace(
+    MOE,
+    kv_heads=8,
+    head_dim=24,
+    mla=Mla(q_lora_rank=20, kv_lora_rank=12, nope_head_dim=16, rope_head_dim=8, v_head_dim=10),
+)
+GPT = Model(hidden=32, layers=3, heads=4, ffn=64, vocab=96, max_seq_len=16)
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_parameters_are_as_published(name):
+    assert decoder.num_parameters(catalogue.find(name)) == TEN[name][0]
+
+
+@pytest.mark.parametrize(  # transformers 4.57.1, meta device
+    ("file", "parameters"),
+    [
+        ("llama-3.2-1b", 1_235_814_400),
+        ("mistral-nemo-12b", 12_247_782_400),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen1.5-moe-a2.7b", 14_315_784_192),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v3", 671_026_404_352 + 58 * 256),
+        ("gemma-2b", 2_506_172_416),
+        ("gpt2", 124_439_808),
+    ],
+)
+def test_a_config_has_the_parameters_of_its_module(file, parameters):
+    assert decoder.num_parameters(hugging_face.read_config(CONFIGS / f"{file}.json")) == parameters
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 101,
+    "max_position_embeddings": 32,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SMALL_LATENT = SMALL | {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "attention_bias": True,
+}
+VARIANTS = {  # config -> parameters by transformers 4.57.1, meta device
+    "biases and tied": (
+        SMALL
+        | {
+            "model_type": "llama",
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+        64_960,
+    ),
+    "heads wider than hidden": (SMALL | {"model_type": "mistral", "head_dim": 16}, 91_072),
+    "biases of q, k and v": (SMALL | {"model_type": "qwen2", "tie_word_embeddings": True}, 64_320),
+    "norms of q and k": (
+        SMALL | {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
+        91_648,
+    ),
+    "a gated shared expert": (
+        SMALL
+        | EXPERTS
+        | {
+            "model_type": "qwen2_moe",
+            "num_hidden_layers": 3,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [0],
+        },
+        134_368,
+    ),
+    "experts alone": (
+        SMALL | EXPERTS | {"model_type": "qwen3_moe", "num_hidden_layers": 3, "head_dim": 16},
+        159_008,
+    ),
+    "latent attention with biases": (
+        SMALL_LATENT | {"model_type": "deepseek_v3", "tie_word_embeddings": True},
+        143_800 + 2 * 8,
+    ),
+    "experts with biases": (
+        SMALL_LATENT | {"model_type": "deepseek_v2", "mlp_bias": True},
+        152_632,
+    ),
+    "tied unless said otherwise": (
+        SMALL
+        | {
+            "model_type": "gemma",
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+        },
+        74_368,
+    ),
+    "a GPT": (
+        {
+            "model_type": "gpt2",
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_inner": 100,
+            "vocab_size": 101,
+        }
+        | {"n_positions": 32},
+        68_360,
+    ),
+}
+
+
+def written(tmp_path, config):
+    path = tmp_path / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_of_a_layer_is_counted(variant, tmp_path):
+    config, parameters = VARIANTS[variant]
+    written(tmp_path, config)
+    assert decoder.num_parameters(hugging_face.read_config(tmp_path)) == parameters
+
+
+LLAMA = SMALL | {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "Expected `object`"),
+        ({"hidden_size": 1}, "model_type is missing"),
+        (LLAMA | {"model_type": "t5"}, "model_type = 't5'"),
+        (LLAMA | {"model_type": ["llama"]}, "model_type = ['llama']"),
+        ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "vocab_size is missing"),
+        (LLAMA | {"hidden_size": -64}, "hidden_size = -64"),
+        (LLAMA | {"hidden_size": 64.0}, "hidden_size = 64.0"),
+        (LLAMA | {"num_hidden_layers": True}, "num_hidden_layers = True"),
+        (LLAMA | {"intermediate_size": "96"}, "intermediate_size = '96'"),
+        (LLAMA | {"num_hidden_layers": 10_001}, "layers = 10001"),
+        (LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3}, "hidden_size = 64"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads = 3"),
+        (LLAMA | {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
+        (VARIANTS["experts alone"][0] | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        (VARIANTS["experts alone"][0] | {"mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
+        (VARIANTS["experts alone"][0] | {"num_experts_per_tok": 7}, "top_k = 7"),
+        (VARIANTS["a GPT"][0] | {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        (VARIANTS["a GPT"][0] | {"n_head": 3}, "n_head = 3"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_by_file_and_key(config, named, tmp_path):
+    path = written(tmp_path, config)
+    with pytest.raises(ValueError) as caught:
+        hugging_face.read_config(path)
+    assert str(path) in str(caught.value)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_key_value_heads_that_llama_leaves_out_are_the_heads(tmp_path):
+    config = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+    assert hugging_face.read_config(written(tmp_path, config)).kv_heads == 8
+    with pytest.raises(ValueError, match="num_key_value_heads is missing"):
+        hugging_face.read_config(written(tmp_path, config | {"model_type": "mistral"}))
+
+
+def test_a_model_is_found_by_name_or_path(tmp_path):
+    assert catalogue.find("gpt-125m") == catalogue.get("gpt-125m")
+    assert catalogue.find("llama-3.1-8b").vocab == 128256
+    assert catalogue.find(str(CONFIGS / "gpt2.json")).name == "gpt2"
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    written(folder, LLAMA)
+    assert catalogue.find(str(folder)).name == "mine"
+    with pytest.raises(ValueError, match=r"did you mean llama-3\.1-70b\?"):
+        catalogue.find("llama-3.1-70")
+    with pytest.raises(ValueError, match="does not exist"):
+        catalogue.find("no/such/config.json")
+
+
+def test_every_published_config_agrees_with_the_catalogue():
+    for name in ("mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3"):
+        assert hugging_face.read_config(CONFIGS / f"{name}.json") == catalogue.find(name)
+
+
+def test_names_that_are_trained_are_still_the_gpts():
+    assert not set(catalogue.names()) & set(catalogue.decoder_names())
+    assert set(TEN) <= set(catalogue.decoder_names())
+
+
+def shapes(model, seq_len, **options):
+    """{name: (m, n, k)} of one microbatch of one sequence."""
+    found = decoder.products(model, 1, seq_len, **options)
+    return {p.name: (p.gemm.m, p.gemm.n, p.gemm.k) for p in found}
+
+
+@pytest.mark.parametrize(  # (m, n, k) of qkv, out, gate_up, down, vocab and their sum in TFLOP
+    ("name", "n", "k", "tflop"),
+    [
+        ("Llama2_7B", (12288, 4096, 22016, 4096, 32000), (4096,) * 3 + (11008, 4096), 2.732),
+        ("Llama2_70B", (10240, 8192, 57344, 8192, 32000), (8192,) * 3 + (28672, 8192), 9.157),
+        ("Llama3.1_8B", (6144, 4096, 28672, 4096, 128256), (4096,) * 3 + (14336, 4096), 12.181),
+        ("Llama3.1_70B", (10240, 8192, 57344, 8192, 128256), (8192,) * 3 + (28672, 8192), 31.233),
+        (
+            "Llama3.1_405B",
+            (18432, 16384, 106496, 16384, 128256),
+            (16384,) * 3 + (53248, 16384),
+            86.655,
+        ),
+        ("Mistral_8x7B", (6144, 4096, 28672, 4096, 32000), (4096,) * 3 + (14336, 4096), 2.860),
+        ("Mistral_8x22B", (8192, 6144, 32768, 6144, 32000), (6144,) * 3 + (16384, 6144), 4.806),
+    ],
+)
+def test_dense_shapes_of_primus(name, n, k, tflop):
+    """Read from its file, in which the Mixtrals are dense."""
+    model, seq_len = primus.read_models(PRIMUS_MODELS)[name]
+    found = decoder.products(model, 1, seq_len)
+    assert [p.name for p in found] == ["qkv", "out", "gate_up", "down", "vocab"]
+    assert [(p.gemm.m, p.gemm.n, p.gemm.k) for p in found] == [
+        (seq_len, rows, columns) for rows, columns in zip(n, k, strict=True)
+    ]
+    assert sum(p.gemm.flops for p in found) / 1e12 == pytest.approx(tflop, abs=6e-4)
+
+
+LATENT_SHAPES = {  # (m, n, k); experts over all their rows, shared experts at their own width
+    "Deepseek_V2_Lite": {
+        "q": (4096, 3072, 2048),
+        "kv_down": (4096, 576, 2048),
+        "kv_up": (4096, 4096, 512),
+        "out": (4096, 2048, 2048),
+        "router": (4096, 64, 2048),
+        "experts_gate_up": (6 * 4096, 2816, 2048),
+        "experts_down": (6 * 4096, 2048, 1408),
+        "shared_gate_up": (4096, 2 * 2 * 1408, 2048),
+        "shared_down": (4096, 2048, 2 * 1408),
+        "vocab": (4096, 102400, 2048),
+    },
+    "Deepseek_V2": {
+        "q_down": (4096, 1536, 5120),
+        "q_up": (4096, 24576, 1536),
+        "kv_down": (4096, 576, 5120),
+        "kv_up": (4096, 32768, 512),
+        "out": (4096, 5120, 16384),
+        "router": (4096, 160, 5120),
+        "experts_gate_up": (6 * 4096, 3072, 5120),
+        "experts_down": (6 * 4096, 5120, 1536),
+        "shared_gate_up": (4096, 2 * 2 * 1536, 5120),
+        "shared_down": (4096, 5120, 2 * 1536),
+        "vocab": (4096, 102400, 5120),
+    },
+    "Deepseek_V3": {
+        "q_down": (4096, 1536, 7168),
+        "q_up": (4096, 24576, 1536),
+        "kv_down": (4096, 576, 7168),
+        "kv_up": (4096, 32768, 512),
+        "out": (4096, 7168, 16384),
+        "router": (4096, 256, 7168),
+        "experts_gate_up": (8 * 4096, 4096, 7168),
+        "experts_down": (8 * 4096, 7168, 2048),
+        "shared_gate_up": (4096, 2 * 2048, 7168),
+        "shared_down": (4096, 7168, 2048),
+        "vocab": (4096, 129280, 7168),
+    },
+}
+
+
+@pytest.mark.parametrize("name", LATENT_SHAPES)
+def test_latent_shapes_are_primus_but_for_the_experts(name):
+    model, seq_len = primus.read_models(PRIMUS_MODELS)[name]
+    assert shapes(model, seq_len) == LATENT_SHAPES[name]
+    groups = {p.name: p.gemm.groups for p in decoder.products(model, 1, seq_len)}
+    assert groups["experts_gate_up"] == groups["experts_down"] == model.experts.num_experts
+    assert groups["shared_gate_up"] == 1
+
+
+def test_out_reads_all_heads_where_they_are_wider_than_hidden():
+    nemo = hugging_face.read_config(CONFIGS / "mistral-nemo-12b.json")
+    assert shapes(nemo, 128)["out"] == (128, 5120, 4096)
+    assert shapes(nemo, 128)["qkv"] == (128, (32 + 8 + 8) * 128, 5120)
+
+
+def test_products_are_counted_over_the_model():
+    counts = {p.name: p.count for p in decoder.products(catalogue.find("deepseek-v3"), 1, 64)}
+    assert counts["out"] == 61
+    assert counts["gate_up"] == counts["down"] == 3
+    assert counts["router"] == counts["experts_gate_up"] == counts["shared_down"] == 58
+    assert counts["vocab"] == 1
+
+
+@given(st.sampled_from([DENSE, MOE, LATENT, GPT]), st.sampled_from([1, 2, 4]))
+def test_products_multiply_every_matrix_once(model, tp):
+    """2 * rows FLOPs an element of each weight matrix but lookups; what tp divides, tp times."""
+    rows, whole = 2 * 8, {"q_down", "kv_down", "router"}
+    found = sum(
+        p.count * p.gemm.flops * (1 if p.name in whole else tp)
+        for p in decoder.products(model, 2, 8, tp=tp)
+    )
+    tables = ("embed.weight", "positions.weight")
+    matrices = [w for w in decoder.weights(model) if len(w.shape) > 1 and w.name not in tables]
+    elements = sum(w.num_elements for w in matrices)
+    if isinstance(model, Model):  # its tied head is the embedding
+        elements += model.vocab * model.hidden
+    else:
+        stacked = sum(w.num_elements for w in matrices if len(w.shape) == 3)
+        elements -= stacked * 4 // 6  # of 6 experts a token sees 2
+    assert found == 2 * rows * elements
+
+
+def test_the_three_passes_are_in_primus_order():
+    forward, wgrad, dgrad = decoder.passes(Gemm(m=8192, n=6144, k=4096))
+    assert forward == Gemm(m=8192, n=6144, k=4096, trans_a=False, trans_b=True)
+    assert wgrad == Gemm(m=6144, n=4096, k=8192, trans_a=True, trans_b=False)
+    assert dgrad == Gemm(m=8192, n=4096, k=6144, trans_a=False, trans_b=False)
+
+
+def test_grouped_passes_move_each_experts_weight():
+    rows, width, hidden, experts = 512, 96, 64, 8
+    forward, wgrad, dgrad = decoder.passes(Gemm(m=rows, n=width, k=hidden, groups=experts))
+    x, y, w = rows * hidden, rows * width, experts * width * hidden
+    assert forward.bytes == wgrad.bytes == dgrad.bytes == 2 * (x + y + w)
+    assert forward.flops == wgrad.flops == dgrad.flops == 2 * rows * width * hidden
+
+
+def test_fp8_products_are_scaled():
+    gemm = decoder.products(DENSE, 1, 16, dtype="fp8")[0].gemm
+    assert (gemm.dtype, gemm.scaling) == ("fp8", "tensor")
+
+
+ATTENTION_FLOPS = {  # one causal forward, batch 1
+    "Llama2_7B": 137_438_953_472,
+    "Llama2_70B": 274_877_906_944,
+    "Llama3_8B": 549_755_813_888,
+    "Llama3_70B": 1_099_511_627_776,
+    "deepseek_v2_lite": 343_597_383_680,
+    "deepseek_v2": 2_748_779_069_440,
+    "deepseek_v3": 2_748_779_069_440,
+    "mistral_8x7B": 137_438_953_472,
+    "mistral_8x22B": 206_158_430_208,
+}
+CATALOGUED = [
+    "llama-2-7b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "deepseek-v2-lite", "deepseek-v2",
+    "deepseek-v3", "mixtral-8x7b", "mixtral-8x22b",
+]  # fmt: skip
+
+
+def test_attention_shapes_of_primus_are_those_of_the_models():
+    for shape, name in zip(primus.read_attention_shapes(PRIMUS_SHAPES), CATALOGUED, strict=True):
+        op = decoder.attention(catalogue.find(name), 1, shape.seqlen_q)
+        assert (op.q_len, op.kv_len) == (shape.seqlen_q, shape.seqlen_kv)
+        assert (op.heads, op.kv_heads) == (shape.num_head_q, shape.num_head_kv)
+        assert (op.head_dim, op.value_dim) == (shape.head_dim_qk, shape.head_dim_v)
+        assert op.causal == shape.causal
+        assert op.flops == ATTENTION_FLOPS[shape.model]
+
+
+def test_attention_is_divided_by_heads():
+    op = decoder.attention(catalogue.find("llama-3-70b"), 2, 512, tp=8, direction="backward")
+    assert (op.batch, op.heads, op.kv_heads, op.direction) == (2, 8, 1, "backward")
+    assert decoder.attention(GPT, 1, 16).kv_heads == GPT.heads
+
+
+def exchanged(model, *options, **degrees):
+    found = decoder.exchanges(model, *options, **degrees)
+    return {each.name: each.collective for each in found}
+
+
+@pytest.mark.parametrize(  # bytes of one sequence, fp16 (bf16)
+    ("name", "seq_len", "size_bytes"),
+    [
+        ("llama-3-70b", 8192, 134_217_728),
+        ("deepseek-v3", 8192, 117_440_512),
+        ("llama-2-7b", 4096, 33_554_432),
+    ],
+)
+def test_bytes_of_tensor_and_pipeline_messages(name, seq_len, size_bytes):
+    found = exchanged(catalogue.find(name), 1, seq_len, tp=8, dtype="fp16")
+    for op in ("tp.all_reduce", "sp.all_gather", "sp.reduce_scatter"):
+        assert (found[op].size_bytes, found[op].group_size) == (size_bytes, 8)
+    assert (found["pp.send_recv"].size_bytes, found["pp.send_recv"].group_size) == (size_bytes, 2)
+
+
+def sparse(hidden, top_k):
+    moe = Experts(num_experts=128, top_k=top_k, ffn=64)
+    return msgspec.structs.replace(DENSE, hidden=hidden, experts=moe)
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "size_bytes"),
+    [
+        (catalogue.find("deepseek-v3"), 4096, 469_762_048),
+        (catalogue.find("deepseek-v2"), 4096, 251_658_240),
+        (catalogue.find("deepseek-v2-lite"), 4096, 100_663_296),
+        (catalogue.find("mixtral-8x22b"), 4096, 100_663_296),
+        (catalogue.find("mixtral-8x7b"), 4096, 67_108_864),
+        (sparse(2880, 4), 4096, 94_371_840),  # gpt-oss-120B
+        (sparse(4096, 8), 4096, 268_435_456),  # Qwen3-235B
+        (sparse(4096, 8), 32768, 2_147_483_648),
+        (sparse(5120, 1), 1_048_576, 10_737_418_240),  # llama4-maverick
+    ],
+)
+def test_bytes_to_the_experts(model, seq_len, size_bytes):
+    assert exchanged(model, 1, seq_len, tp=1, ep=8)["ep.all_to_all"].size_bytes == size_bytes
+
+
+def test_rows_to_the_experts_are_padded_to_the_ranks():
+    op = exchanged(MOE, 1, 7, tp=1, ep=3)["ep.all_to_all"]  # 7 * 2 rows on 3 ranks
+    assert op.size_bytes == 15 * MOE.hidden * 2
+
+
+def test_a_degree_of_one_sends_nothing():
+    assert list(exchanged(MOE, 1, 8, tp=1)) == ["pp.send_recv"]
+    assert list(exchanged(GPT, 1, 8, tp=1, ep=4)) == ["pp.send_recv"]
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "named"),
+    [
+        (DENSE, {"tp": 3}, "heads = 8: must be divisible by tp = 3"),
+        (DENSE, {"tp": 8}, "kv_heads = 4: must be divisible by tp = 8"),
+        (msgspec.structs.replace(DENSE, ffn=97), {"tp": 2}, "ffn = 97"),
+        (msgspec.structs.replace(DENSE, vocab=101), {"tp": 4}, "vocab = 101"),
+        (GPT, {"tp": 3}, "heads = 4"),
+        (MOE, {"tp": 1, "ep": 4}, "num_experts = 6: must be divisible by ep = 4"),
+        (DENSE, {"tp": 0}, "tp = 0: must be >= 1"),
+        (DENSE, {"tp": 4, "seq_len": 6}, "seq_len = 6: must be divisible by tp = 4"),
+        (DENSE, {"tp": 1, "microbatch_size": -1}, "microbatch_size = -1"),
+    ],
+)
+def test_sizes_that_cannot_be_divided_are_named(model, degrees, named):
+    with pytest.raises(ValueError, match=named):
+        decoder.exchanges(model, **({"microbatch_size": 1, "seq_len": 8} | degrees))
+
+
+def test_products_are_refused_where_tp_does_not_divide():
+    with pytest.raises(ValueError, match="kv_heads = 8"):
+        decoder.products(catalogue.find("llama-3-8b"), 1, 64, tp=16)
+    latent = catalogue.find("deepseek-v3")  # whose k and v are made for each head
+    assert shapes(latent, 64, tp=16)["kv_up"] == (64, 2048, 512)
+    assert shapes(latent, 64, tp=16)["q_down"] == (64, 1536, 7168)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda models: {"models": models}, "Expected `array`"),
+        (lambda models: [], "the list is empty"),
+        (lambda models: [1], "entry 1 = 1: must be an object"),
+        (lambda models: [{"seqlen": 1}], "entry 1: model is missing"),
+        (lambda models: [*models[:2], {"model": "A"}], r"entry 3 \(A\): seqlen, hidden_size"),
+        (lambda models: [models[0] | {"hidden_size": 0}], r"\(Llama2_7B\): hidden_size = 0"),
+        (lambda models: [models[0] | {"seqlen": "4k"}], r"\(Llama2_7B\): seqlen = '4k'"),
+        (lambda models: [models[-1] | {"n_shared_experts": -1}], "n_shared_experts = -1"),
+        (lambda models: [models[0], models[0]], "named twice"),
+        (lambda models: [models[1] | {"num_key_value_heads": 3}], "num_key_value_heads = 3"),
+    ],
+)
+def test_a_file_that_is_no_model_list_is_refused_by_name(change, named, tmp_path):
+    path = written(tmp_path, change(json.loads(PRIMUS_MODELS.read_text())))
+    with pytest.raises(ValueError, match=named) as caught:
+        primus.read_models(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda shape: {k: v for k, v in shape.items() if k != "causal"}, "causal missing"),
+        (lambda shape: shape | {"causal": "yes"}, "causal = 'yes'"),
+        (lambda shape: shape | {"seqlen_kv": -4096}, "seqlen_kv = -4096"),
+        (lambda shape: shape | {"num_head_kv": 5}, "num_head_kv = 5: must divide num_head_q = 32"),
+    ],
+)
+def test_an_attention_shape_that_does_not_fit_is_refused_by_name(change, named, tmp_path):
+    first = json.loads(PRIMUS_SHAPES.read_text())[0]
+    with pytest.raises(ValueError, match=f"entry 1 \\(Llama2_7B\\): .*{named}"):
+        primus.read_attention_shapes(written(tmp_path, [change(first)]))
+
+
+def operations(name):
+    """All operations of a model on one device, a microbatch of one sequence, bf16."""
+    model, seq_len = catalogue.find(name), TEN[name][1]
+    lines = [f"{name}: {decoder.num_parameters(model):,} parameters, {seq_len} tokens"]
+    for product in decoder.products(model, 1, seq_len):
+        for step, gemm in zip(("fwd", "wgrad", "dgrad"), decoder.passes(product.gemm), strict=True):
+            size = f"{gemm.m} x {gemm.n} x {gemm.k}" + (f" / {gemm.groups}" * (gemm.groups > 1))
+            stored = "".join("nt"[t] for t in (gemm.trans_a, gemm.trans_b))
+            called = f"  {product.count:>3} {product.name:<15} {step:<5} {stored} {size:<26}"
+            lines.append(f"{called} {gemm.flops:>21,} FLOP {gemm.bytes:>17,} B")
+    for direction in ("forward", "backward"):
+        op = decoder.attention(model, 1, seq_len, direction=direction)
+        size = f"{op.heads}/{op.kv_heads} heads of {op.head_dim}/{op.value_dim}"
+        called = f"  {model.layers:>3} {'attention':<15} {direction:<8} {size:<26}"
+        lines.append(f"{called} {op.flops:>21,} FLOP {op.bytes:>17,} B")
+    for each in decoder.exchanges(model, 1, seq_len, tp=8, ep=8):
+        op = each.collective
+        lines.append(f"      {each.name} of {op.group_size}: {op.size_bytes:,} B")
+    return "\n".join(lines)
+
+
+def test_operations_of_the_ten_models_are_as_recorded(golden):
+    golden("operations.txt", "\n\n".join(map(operations, TEN)) + "\n")

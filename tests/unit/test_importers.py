@@ -1,0 +1,466 @@
+"""Results of other tools: rows, units and conventions against numbers read off the files by hand,
+and what must be refused or flagged. No torch."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwise import store
+from meshwise.probe import importers
+from meshwise.spec import Attention, Cluster, Collective, Device, Gemm, Tier
+from meshwise.verbs.imports import import_files
+
+DATA = Path(__file__).parents[1] / "data"
+A100 = sorted((DATA / "nccl_tests_a100x8").glob("*.log"))
+H200 = sorted((DATA / "nccl_tests_h200x4").glob("*.txt"))
+PARAM = DATA / "param_h200x4"
+FOOTERS = {  # as printed
+    "nccl_allgather": 58.2651, "nccl_allreduce": 68.4048, "nccl_alltoall": 58.6481,
+    "nccl_broadcast": 64.8653, "nccl_reduce": 65.018, "nccl_reducescatter": 60.168,
+    "nccl_tests_all_gather": 131.249, "nccl_tests_all_reduce": 155.571,
+    "nccl_tests_alltoall": 135.696, "nccl_tests_reduce_scatter": 132.575,
+    "nccl_tests_sendrecv": 123.602,
+}  # fmt: skip
+FOUR = Cluster(
+    name="four",
+    num_hosts=1,
+    num_devices_per_host=4,
+    device=Device(name="X", kind="cuda", memory_bytes=10**9),
+    tiers=(Tier(name="unknown", num_devices=4),),
+)
+
+
+def only(found, **fields):
+    """The one sample whose operation has these fields."""
+    (sample,) = [
+        sample
+        for sample in found.samples
+        if all(getattr(sample.case.op, name) == value for name, value in fields.items())
+    ]
+    return sample
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text, name="results.txt"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("path", A100 + H200, ids=lambda path: path.stem)
+def test_nccl_tests_footers_are_reproduced_from_the_rows(path):
+    found = importers.read(path)
+    (table,) = found.facts["tables"]
+    assert table["rows"] == (34 if path in A100 else 12)
+    assert table["average_bus_bandwidth"] == FOOTERS[path.stem]
+    assert table["average_of_rows"] == pytest.approx(FOOTERS[path.stem], abs=1e-3)
+    assert len(found.samples) == 2 * (table["rows"] - len(table["size_0_rows"]))
+    assert not [text for text in found.warnings if "busbw" in text or "constant" in text]
+
+
+@pytest.mark.parametrize(
+    ("stem", "kind"),
+    [
+        ("nccl_allgather", "all_gather"),
+        ("nccl_allreduce", "all_reduce"),
+        ("nccl_alltoall", "all_to_all"),
+        ("nccl_broadcast", "broadcast"),
+        ("nccl_reduce", "reduce"),
+        ("nccl_reducescatter", "reduce_scatter"),
+    ],
+)
+def test_old_logs_say_their_collective_by_their_columns(stem, kind):
+    found = importers.read(DATA / "nccl_tests_a100x8" / f"{stem}.log")
+    assert {sample.case.op.kind for sample in found.samples} == {kind}
+    assert (found.world_size, found.device, found.num_hosts) == (8, "A100-SXM4-40GB", 1)
+
+
+def test_only_gathers_and_all_to_all_need_the_files_name(file):
+    text = (DATA / "nccl_tests_a100x8" / "nccl_reducescatter.log").read_text()
+    found = importers.read(file(text, "misleading-allgather.log"))
+    assert {sample.case.op.kind for sample in found.samples} == {"reduce_scatter"}
+    text = (DATA / "nccl_tests_a100x8" / "nccl_alltoall.log").read_text()
+    with pytest.raises(ValueError, match=r"results\.txt: does not say which collective"):
+        importers.read(file(text))
+
+
+def test_a_row_of_nccl_tests_keeps_time_size_placement_and_bandwidths():
+    found = importers.read(DATA / "nccl_tests_a100x8" / "nccl_allgather.log")
+    sample = only(found, size_bytes=8589934592, in_place=False)
+    assert sample.times_s == (pytest.approx(33646e-6, rel=1e-12),)
+    assert sample.metrics["printed_busbw_bytes_per_s"] == 223.39e9
+    assert "wrong" not in sample.metrics
+    case = sample.case
+    assert (case.regime, case.world_size, case.op.group_size, case.op.dtype) == (
+        "pipelined", 8, 8, "fp32",
+    )  # fmt: skip
+    assert only(found, size_bytes=8589934592, in_place=True).times_s == (32669 * 1e-6,)
+    found = importers.read(DATA / "nccl_tests_h200x4" / "nccl_tests_sendrecv.txt")
+    sample = only(found, size_bytes=1048576, in_place=True)
+    assert (sample.case.op.kind, sample.times_s) == ("send_recv", (21.40 * 1e-6,))
+    assert only(found, size_bytes=1048576, in_place=False).metrics["wrong"] == 0
+    assert (found.facts["nccl"], found.tool) == ("2.28.9", "nccl-tests 2.19.6")
+
+
+def test_sizes_of_0_are_kept_as_facts_and_are_no_samples():
+    found = importers.read(DATA / "nccl_tests_a100x8" / "nccl_alltoall.log")
+    (table,) = found.facts["tables"]
+    assert [row["out_of_place"]["time"] for row in table["size_0_rows"]] == [
+        "1.63", "1.35", "1.35", "1.37", "1.34",
+    ]  # fmt: skip
+    assert min(sample.case.op.size_bytes for sample in found.samples) == 32
+    assert any("5 rows of size 0" in text for text in found.warnings)
+
+
+def test_columns_of_nccl_tests_are_found_by_name_and_wrong_elements_are_an_error(file):
+    text = """\
+# Collective test starting: all_reduce_perf
+# nThread 1 nGpus 2 minBytes 8 maxBytes 8 step: 2(factor) warmup iters: 1 iters: 20 graph: 4
+#  Rank  0 Group  0 Pid 7 on secret-host device  0 [0000:00:06] NVIDIA H200
+#  Rank  1 Group  0 Pid 7 on secret-host device  1 [0000:00:07] NVIDIA H200
+# size count type redop root time algbw busbw #wrong i_min i_max i_p99 i_cv% time algbw busbw #wrong i_min i_max i_p99 i_cv% timestamp
+#  (B) (elements) (us) (GB/s) (GB/s) (us) (us) (us) (%) (us) (GB/s) (GB/s) (us) (us) (us) (%) %Y-%m-%d
+ 1024 256 float sum -1 10.24 0.10 0.10 0 9.1 11.1 11.0 1.0 20.48 0.05 0.05 3 19.1 21.1 21.0 1.0 2026-01-02 03:04:05
+ 2048 512 float max -1 10.24 0.20 0.20 0 9.1 11.1 11.0 1.0 20.48 0.10 0.10 0 19.1 21.1 21.0 1.0 2026-01-02 03:04:05
+# Avg bus bandwidth : 0.1125
+"""  # noqa: E501
+    found = importers.read(file(text))
+    good = only(found, in_place=False)
+    assert (good.times_s, good.case.regime) == ((10.24 * 1e-6,), "graph")
+    bad = only(found, in_place=True)
+    assert (bad.status, bad.reason) == ("error", "3 wrong elements")
+    assert any("1 rows of redop max" in text for text in found.warnings)
+    assert "secret-host" not in str(found)
+
+
+def report(**changes):
+    """What -J writes, made by hand after nccl-tests' util.cu: two processes of two GPUs."""
+    half = {"time": 19.22, "alg_bw": 0.053278, "bus_bw": 0.079917, "nwrong": 0.0}
+    result = {
+        "size": 1024, "count": 256, "type": "float", "redop": "sum", "root": "    -1",
+        "out_of_place": half, "in_place": half | {"time": 20.0, "nwrong": None},
+        "out_of_place_per_iter": {"times_us": [19.0, 19.5]},
+        "actual_iterations": 20, "experiment_name": "all_reduce_perf",
+    }  # fmt: skip
+    device = {"group": 0, "pid": 1, "hostname": "vm", "device": 0, "device_info": "NVIDIA H200"}
+    config = {
+        "nthreads": 1, "ngpus": 2, "graph": 0, "blocking_collectives": "false",
+        "devices": [{"rank": 0} | device, {"rank": 2} | device],
+    }  # fmt: skip
+    return {
+        "version": 3, "args": ["/opt/build/all_reduce_perf", "-J", "/home/me/x"],
+        "env": ["TOKEN=hunter2"], "nccl_version": 22809, "config": config, "results": [result],
+        "average_bus_bandwidth": {"bandwidth": 0.079917, "okay": "unchecked"},
+    } | changes  # fmt: skip
+
+
+def test_the_json_of_nccl_tests_is_read_and_its_environment_is_not(file, tmp_path):
+    path = file(json.dumps(report()), "report.json")
+    found = importers.read(path)
+    assert (found.world_size, found.device, found.facts["nccl"]) == (4, "NVIDIA H200", "2.28.9")
+    sample = only(found, in_place=False)
+    assert (sample.times_s, sample.metrics["wrong"]) == ((19.22 * 1e-6,), 0)
+    assert sample.metrics["iterations_s"] == (19.0 * 1e-6, 19.5 * 1e-6)
+    assert "wrong" not in only(found, in_place=True).metrics
+    (run_dir,) = import_files(path, runs=tmp_path / "runs")
+    stored = (run_dir / "run.json").read_text() + (run_dir / "samples.jsonl").read_text()
+    assert "hunter2" not in stored and "TOKEN" not in stored and "/home" not in stored
+
+
+@pytest.mark.parametrize(
+    ("name", "regime"), [("blocking", "blocking"), ("nonblocking", "pipelined")]
+)
+def test_param_logs_give_all_their_rows_in_their_regime(name, regime):
+    found = importers.read(PARAM / f"comms_4xH200_{name}.txt")
+    assert len(found.samples) == 198 and found.world_size == 4
+    assert {sample.case.regime for sample in found.samples} == {regime}
+    assert not [text for text in found.warnings if "busbw" in text or "left out" in text]
+
+
+def test_a_row_of_param_is_read_by_column_names_and_not_by_position():
+    found = importers.read(PARAM / "comms_4xH200_blocking.txt")
+    sample = only(found, kind="all_reduce", size_bytes=2147483648)
+    assert sample.times_s == (8969.0 * 1e-6,)
+    assert sample.metrics["printed_busbw_bytes_per_s"] == 359.149e9  # the last column is 0.0
+    assert sample.metrics["max_s"] == 8970.1 * 1e-6
+    lists, tensor = [
+        sample
+        for sample in found.samples
+        if sample.case.op.kind == "all_gather" and sample.case.op.size_bytes == 16
+    ]
+    assert (lists.case.backend, tensor.case.backend) == ("list", "")
+    assert tensor.times_s == (37.6 * 1e-6,)  # the list form took longer
+    even = only(found, kind="all_to_all_v", size_bytes=64)
+    assert even.case.op.splits == ((16,) * 4,) * 4
+
+
+OLD_PARAM = """\
+\t PARAM COMM environment: {'world_size': 8, 'local_size': 8, 'global_rank': 0, 'local_rank': 0}
+\t backend: nccl nw-stack: pytorch-dist args.data_types: ['float16'] args.b: 4 args.z: 0 args.x: 1
+\t collective=reduce_scatter, src_ranks=None, dst_ranks=None
+\tCOMMS-RES  size (B)  nElementsPerRank  Latency(us):p50  p75  p95  Min  Max  AlgBW(GB/s)  BusBW(GB/s)
+noise of another rank
+\tCOMMS-RES-reduce_scatter-float16_tag  1600000  100000  100.0  101.0  102.0  99.0  103.0  16.000  14.000
+\tCOMMS-RES-QUANT-all_to_all-float32  1024  64  1.0  2.0  3.0  6.0
+\tCOMMS-RES-gather-float32  1024  256  100.0  101.0  102.0  99.0  103.0  0.010  0.009
+"""  # noqa: E501
+
+
+def test_old_columns_of_param_are_read_and_foreign_rows_left_out_by_name(file):
+    found = importers.read(file(OLD_PARAM))
+    (sample,) = found.samples
+    op = sample.case.op
+    assert (op.kind, op.size_bytes, op.dtype, op.group_size) == (
+        "reduce_scatter",
+        1600000,
+        "fp16",
+        8,
+    )
+    assert (sample.times_s, sample.case.regime) == ((100.0 * 1e-6,), "pipelined")
+    assert any("COMMS-RES-QUANT" in text for text in found.warnings)
+    assert any("gather: no counterpart" in text for text in found.warnings)
+
+
+def test_param_point_to_point_is_a_send_between_its_ranks(file):
+    text = """\
+ PARAM COMM environment: {'world_size': 4}
+ backend: nccl args.data_types: ['float32'] args.z: 1
+ collective=pt2pt, src_ranks=[0], dst_ranks=[3]
+ COMMS-RES size (B) pingLatency(us):p50 p75 p95 pingPongLatency(us):p50 p75 p95 avgUniBW(GB/s) avgBiBW(GB/s) totalUniBW(GB/s) totalBiBW(GB/s)
+ COMMS-RES-pt2pt-float32 4096 10.5 10.6 10.7 21.0 21.1 21.2 0.390 0.780 0.390 0.780
+"""  # noqa: E501
+    (sample,) = importers.read(file(text)).samples
+    op = sample.case.op
+    assert (op.kind, op.size_bytes, op.group_size, op.ranks) == ("send", 4096, 2, (0, 3))
+    assert (sample.times_s, sample.metrics["p75_s"]) == ((10.5 * 1e-6,), 10.6 * 1e-6)
+    assert sample.metrics["ping_pong_s"] == 21.0 * 1e-6
+
+
+def test_a_table_of_batch_tables_and_dimension_becomes_a_split_matrix():
+    found = importers.read(PARAM / "general_all_to_allv_v100x4_head.csv")
+    *_, even, uneven = found.samples
+    assert even.case.op.splits == ((65536,) * 4,) * 4  # 256/4 * 1 * 256 * 4 bytes
+    assert uneven.case.op.splits == ((8192,) * 4,) * 3 + ((16384,) * 4,)
+    assert uneven.case.op.size_bytes == 65536  # rank 3 sends 4 * 16384; each receives 40960
+    assert uneven.metrics["output_bytes"] == 40960
+    assert uneven.times_s == (91.00755 * 1e-6,)
+
+
+def test_the_same_table_in_params_text_keeps_every_ranks_time(file):
+    text = """\
+ PARAM COMM environment: {'world_size': 4}
+ backend: nccl args.data_types: ['float32'] args.z: 1
+ COMMS-RES size (B) btd Latency(us) AlgBW(GB/s) BusBW(GB/s)
+ COMMS-RES-all_to_allv-float32 40960 256,1-1-1-2,32 90.0-91.0-93.0-92.0 0.455-0.450-0.440-0.445 0.341-0.337-0.330-0.333
+"""  # noqa: E501
+    (sample,) = importers.read(file(text)).samples
+    assert sample.times_s == (93.0 * 1e-6,)
+    assert sample.rank_times_s == ((90.0 * 1e-6,), (91.0 * 1e-6,), (93.0 * 1e-6,), (92.0 * 1e-6,))
+    with pytest.raises(ValueError, match=r"line 4: batch = 255: is not divisible by 4 ranks"):
+        importers.read(file(text.replace("256,1-1", "255,1-1")))
+    with pytest.raises(ValueError, match=r"size = 40964, but .* gives an output of 40960 B"):
+        importers.read(file(text.replace("40960", "40964")))
+
+
+def test_primus_gemm_and_attention_become_our_operations(file):
+    text = """\
+model,m,n,k,transA,transB,dtype,Time(s),TFLOPS,Bandwidth(GB/s)
+Llama3.1_8B,8192,6144,4096,N,T,torch.bfloat16,0.00055,749.6,339.0
+Llama3.1_8B,6144,4096,8192,T,N,torch.bfloat16,0.00060,687.2,310.8
+"""
+    forward, weight = importers.read(file(text, "any.csv")).samples
+    assert forward.case.op == Gemm(m=8192, n=6144, k=4096)
+    assert weight.case.op == Gemm(m=6144, n=4096, k=8192, trans_a=True, trans_b=False)
+    assert (forward.times_s, forward.case.regime) == ((0.00055,), "cold")
+    text = """\
+model,batch_size,seqlen_q,seqlen_kv,num_head_q,num_head_kv,head_dim_qk,head_dim_v,causal,fwd_tflops,fwd_time,bwd_tflops,bwd_time,backend
+deepseek,2,8192,8192,16,16,192,128,True,500,0.0014,0,0.0,flash_attn
+"""
+    forward, backward = importers.read(file(text, "any.csv")).samples
+    assert forward.case.op == Attention(
+        batch=2, q_len=8192, kv_len=8192, heads=16, kv_heads=16, head_dim=192, head_dim_v=128
+    )
+    assert (forward.times_s, forward.case.backend) == ((0.0014,), "flash_attn")
+    assert (backward.status, backward.times_s) == ("error", ())
+    assert "the kernel failed there" in backward.reason
+
+
+HEAD = "Model,MBS,Seq,HiddenSize,DataType,WorldSize,Time(s),Bandwidth(GB/s)\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind", "size_bytes", "time_s"),
+    [
+        # llama-3-70B at mbs 1: 134,217,728 bytes; bus 2 S 7/8 / 1 ms = 234.881024 GB/s
+        ("x.csv", HEAD + "l,1,8192,8192,torch.float16,8,0.001,234.881024\n",
+         "all_reduce", 134217728, 0.001),
+        ("allgather_benchmark.csv", HEAD + "l,1,8192,8192,torch.float16,8,0.001,117.440512\n",
+         "all_gather", 134217728, 0.001),
+        ("reducescatter_benchmark.csv", HEAD + "l,1,8192,8192,torch.float16,8,0.001,117.440512\n",
+         "reduce_scatter", 134217728, 0.001),
+        # deepseek-v3: 32768 rows of 7168, 469,762,048 bytes
+        ("x.csv", "Model,MBS,Seq,HiddenSize,DataType,EP-Size,TopK,Time(s),Bandwidth(GB/s)\n"
+         "d,1,4096,7168,torch.bfloat16,8,8,0.002,205.520896\n", "all_to_all", 469762048, 0.002),
+        # a ping-pong of 2 ms: 33,554,432 bytes in 1 ms
+        ("x.csv", "Model,MBS,Seq,HiddenSize,DataType,Time(s),Bandwidth(GB/s)\n"
+         "l,1,4096,4096,torch.float16,0.002,33.554432\n", "send", 33554432, 0.001),
+        # fsdp of llama3-70B: 855,638,016 elements, 1,711,276,032 bytes
+        ("allgather_fsdp.csv", "Model,Layer Weight,DataType,WorldSize,Time(s),Bandwidth(GB/s)\n"
+         "l,855638016,torch.float16,8,0.01,149.7366528\n", "all_gather", 1711276032, 0.01),
+    ],
+)  # fmt: skip
+def test_primus_collectives_become_nccl_tests_sizes(file, name, text, kind, size_bytes, time_s):
+    found = importers.read(file(text, name))
+    (sample,) = found.samples
+    assert (sample.case.op.kind, sample.case.op.size_bytes) == (kind, size_bytes)
+    assert sample.times_s == (time_s,) and not found.warnings
+
+
+def test_primus_bandwidth_that_does_not_follow_is_an_error_of_its_row(file):
+    text = HEAD + "l,1,8192,8192,torch.float16,8,0.001,500.0\n"
+    found = importers.read(file(text, "allgather_benchmark.csv"))
+    assert found.samples[0].status == "error"
+    assert "does not follow" in found.warnings[0]
+    with pytest.raises(ValueError, match="same columns; name the file as Primus does"):
+        importers.read(file(HEAD + "l,1,8192,8192,torch.float16,8,0.001,117.44\n", "x.csv"))
+
+
+def broken(stem, old, new):
+    text = (DATA / "nccl_tests_h200x4" / f"nccl_tests_{stem}.txt").read_text()
+    assert old in text
+    return text.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("change", "warning"),
+    [
+        (("    65536         16384     float     sum      -1    20.69    3.17    3.17",
+          "    65536         16384     float     sum      -1    40.69    3.17    3.17"),
+         "busbw does not follow from size and time in 1 rows: line 17"),
+        (("    65536         16384     float", "     4096          1024     float"), "duplicated"),
+        (("24.27    2.70    2.70    N/A", "24.27"), "line 17 cannot be read"),
+        (("    65536         16384     float", "      512           128     float"),
+         "not ascending: 512 B at line 17 comes after 16384 B"),
+        ((": 123.602", ": 125.602"), "the footer's mean busbw is 125.602"),
+    ],
+)  # fmt: skip
+def test_suspicious_rows_of_nccl_tests_are_flagged(file, change, warning):
+    found = importers.read(file(broken("sendrecv", *change)))
+    assert any(warning in text for text in found.warnings)
+
+
+def test_constant_and_quantised_times_are_flagged(file):
+    rows = "".join(f" {8 << i} {2 << i} float sum -1 20 0.00 0.00 0\n" for i in range(6))
+    text = f"# Collective test starting: all_reduce_perf\n# nThread 1 nGpus 2\n{TWO}{rows}"
+    warnings = importers.read(file(text)).warnings
+    assert any("constant: 6 sizes" in text and "have the time 20" in text for text in warnings)
+    assert any("6 times have fewer than three digits" in text for text in warnings)
+
+
+TWO = """\
+# Rank 0 Pid 1 on a device 0 [0x00] NVIDIA H200
+# Rank 1 Pid 1 on a device 1 [0x00] NVIDIA H200
+# size count type redop root time algbw busbw #wrong
+# (B) (elements) (us) (GB/s) (GB/s)
+"""
+
+
+def test_a_duplicated_row_keeps_both_times(file):
+    text = broken("sendrecv", "    65536         16384", "    16384          4096")
+    found = importers.read(file(text))
+    assert only(found, size_bytes=16384, in_place=False).times_s == (19.46 * 1e-6, 20.69 * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "results.txt: is empty"),
+        (" \n", "results.txt: is empty"),
+        ("hello\nworld\n", "results.txt: not a result of a tool that is read here"),
+        ('[{"model": "Llama2_7B", "seqlen": 4096}]', "is JSON, but not a report of nccl-tests"),
+        ('{"results": [', "is not JSON"),
+        ('{"results": [], "config": {}}', "not the JSON of nccl-tests version 3"),
+        (broken("sendrecv", "(us)  (GB/s)  (GB/s)             (us)",
+                "(ms)  (GB/s)  (GB/s)             (ms)"), r"\(ms\) is not a unit of nccl-tests"),
+        (broken("sendrecv", "", "") + broken("all_reduce", "(us)", "(ms)"), "mixed units"),
+        (broken("sendrecv", "364.90  364.90", "2919.2  2919.2"),
+         r"mixed units \(GB/s from line \d+, Gbit/s from line 25\)"),
+        (OLD_PARAM + OLD_PARAM.replace("Latency(us)", "Latency(ms)"), "mixed units"),
+        (OLD_PARAM.split("reduce_scatter-float16_tag")[0], "no rows of PARAM"),
+        ("# size count type time algbw busbw error\n", "header but no rows"),
+        (HEAD, "a header and no rows"),
+        (broken("sendrecv", "#  Rank", "#"), "list of devices is missing"),
+        (HEAD + "l,1,8192,x,torch.float16,8,0.001,1\n", "line 2: invalid literal"),
+        (HEAD + "l,1,8192\n", "line 2: a value is missing"),
+        ("btd,size_bytes,latency_us\n\"7,1-1,4\",1,1\n", "line 2: batch = 7: is not divisible"),
+    ],
+)  # fmt: skip
+def test_what_is_no_result_is_refused_by_name(file, text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        importers.read(file(text))
+    assert "results.txt" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_and_binary_files_are_refused_in_one_line(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        importers.read(tmp_path / "none.log")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match="not a result of a tool"):
+        importers.read(tmp_path / "binary")
+
+
+def test_an_import_is_a_run_directory_of_the_devices_that_the_file_names(tmp_path, caplog):
+    path = DATA / "nccl_tests_a100x8" / "nccl_allreduce.log"
+    with caplog.at_level(logging.WARNING, "meshwise"):
+        (run_dir,) = import_files((path,), runs=tmp_path)
+    info, samples, warnings = store.load(run_dir)
+    assert "measure-import-nccl-allreduce" in run_dir.name and info.status == "complete"
+    assert len(samples) == 64 and not warnings and info.world_size == 8
+    device = info.cluster.device
+    assert (device.name, device.peak_flops["bf16"]) == ("A100-SXM4-40GB", 312e12)
+    assert info.cluster.tiers == (Tier(name="unknown", num_devices=8),)
+    imported = info.provenance["imported"]
+    assert imported["file"] == "nccl_allreduce.log" and "nccl-tests' size" in imported["size_kind"]
+    assert imported["tables"][0]["average_bus_bandwidth"] == 68.4048
+    assert any("size 0" in text for text in imported["warnings"])
+    assert any("size 0" in record.message for record in caplog.records)
+    assert "localhost" not in (run_dir / "run.json").read_text()
+
+
+def test_a_file_that_names_no_device_asks_for_the_cluster(tmp_path):
+    path = PARAM / "comms_4xH200_blocking.txt"
+    with pytest.raises(ValueError, match=r"blocking\.txt: names no device; give .* --cluster"):
+        import_files(path, runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    store.write(tmp_path / "cluster.toml", FOUR)
+    (run_dir,) = import_files(path, cluster=tmp_path / "cluster.toml", runs=tmp_path / "runs")
+    info, samples, _ = store.load(run_dir)
+    assert info.cluster == FOUR and len(samples) == 198
+    eight = DATA / "nccl_tests_a100x8" / "nccl_allreduce.log"
+    with pytest.raises(ValueError, match="8 ranks took part, but cluster 'four' has 4 devices"):
+        import_files(eight, cluster=tmp_path / "cluster.toml", runs=tmp_path / "runs")
+
+
+def test_importers_do_without_torch():
+    modules = "meshwise.probe.importers, meshwise.verbs.imports, sys"
+    code = f"import {modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_every_imported_collective_has_the_bus_factor_that_its_file_printed():
+    for path in A100 + H200:
+        for sample in importers.read(path).samples:
+            op = sample.case.op
+            assert isinstance(op, Collective)
+            printed = sample.metrics["printed_busbw_bytes_per_s"]
+            assert op.size_bytes * op.bus_factor / sample.times_s[0] == pytest.approx(
+                printed, rel=2e-3, abs=6e6
+            )

@@ -1,0 +1,283 @@
+"""Calls in NCCL's and RCCL's logs, and what a plan's steps should leave there. The traces of plans
+are written here by hand, from sizes worked out in the comments. No torch."""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from meshwise import store
+from meshwise.pages import table, trace
+from meshwise.probe import importers
+from meshwise.probe.importers import nccl_trace, plan_trace
+from meshwise.spec import (
+    Cluster,
+    Collective,
+    Device,
+    Layout,
+    Model,
+    Plan,
+    Prediction,
+    Tier,
+    Workload,
+    stages_of,
+)
+from meshwise.verbs import trace as verb
+from meshwise.verbs.run import run
+
+TRACE = Path(__file__).parents[1] / "data" / "nccl_trace" / "llama3_70b.log"
+STEPS = 5
+
+# GPT of 4 layers, hidden 1024, ffn 4096, vocab and positions 1024, over 4 ranks:
+# a layer: qkv 3072*1024 + 3072, out 1024*1024 + 1024, up 4096*1024 + 4096, down 4096*1024 + 1024,
+# two norms 4*1024, in all 12,596,224, of which each rank holds 3,149,056
+LAYER = 12_596_224 // 4
+# the root: embedding and positions 1024*1024 each, the last norm 2*1024: 2,099,200
+ROOT = 2_099_200 // 4
+
+
+GPUS = Cluster(
+    name="four",
+    num_hosts=1,
+    num_devices_per_host=4,
+    device=Device(name="X", kind="cuda", memory_bytes=80 * 2**30),
+    tiers=(Tier(name="nvlink", num_devices=4),),
+)
+CPUS = msgspec.structs.replace(GPUS, device=Device(name="Y", kind="cpu", memory_bytes=2**30))
+MODEL = Model(hidden=1024, layers=4, heads=16, ffn=4096, vocab=1024, max_seq_len=1024)
+PREDICTION = Prediction(
+    step_time_s=1.0, low_s=1.0, high_s=1.0, time_parts=(), peak_memory_bytes=1.0,
+    memory_low_bytes=1.0, memory_high_bytes=1.0, memory_parts=(), tokens_per_s=1.0,
+    flops_per_device_per_s=1.0,
+)  # fmt: skip
+
+
+def plan(cluster=GPUS, **layout):
+    layout = Layout(**{"dp": 4, "zero": 3, "microbatch_size": 2} | layout)
+    batch = layout.microbatch_rows * layout.num_microbatches
+    return Plan(
+        model=MODEL,
+        workload=Workload(global_batch_size=batch, seq_len=512),
+        cluster=cluster,
+        dtype="bf16",
+        lowering="eager",
+        layout=layout,
+        stages=stages_of(layout, MODEL.layers, {}),
+        prediction=PREDICTION,
+    )
+
+
+def line(kind, count, datatype=9, ranks=4, device=0, op=0):
+    return (
+        f"host:77:99 [{device}] NCCL INFO {kind}: opCount 1f sendbuff 0x7f0000000000 recvbuff "
+        f"0x7f1000000000 count {count} datatype {datatype} op {op} root 0 comm 0x55d0 "
+        f"[nranks={ranks}] stream 0x55e0\n"
+    )
+
+
+def step_of_zero3(microbatches=1):
+    """Layers gathered forward and backward, the root forward; reduced in fp32 (datatype 7)."""
+    once = line("AllGather", LAYER) * 8 + line("AllGather", ROOT)
+    once += line("ReduceScatter", LAYER, 7, op=4) * 4 + line("ReduceScatter", ROOT, 7, op=4)
+    return once * microbatches + line("AllReduce", 1, 7)
+
+
+def check(plan, *logs):
+    return plan_trace.compare(plan_trace.planned(plan), [*map(nccl_trace.calls, logs)], STEPS)
+
+
+def verdicts(check):
+    return {(one.kind, one.elements): one.verdict for one in check.lines}
+
+
+def test_the_two_published_rccl_lines_are_read_where_they_are_cut_off():
+    scatter, gather = nccl_trace.calls(TRACE.read_text())
+    assert scatter[:4] == (4, 86092, "reduce_scatter", 106956800)
+    assert (scatter.datatype, scatter.op, scatter.op_count) == ("bf16", "avg", 0xCE3)
+    assert gather[:4] == (0, 86088, "all_gather", 106956800)
+    assert (scatter.in_place, gather.in_place) == (False, True)
+    assert (gather.num_ranks, gather.comm, gather.root) == (0, "", 0)
+
+
+def test_a_whole_nccl_line_names_its_communicator():
+    (call,) = nccl_trace.calls(line("AllReduce", 12, 7, ranks=16, device=3))
+    assert (call.num_ranks, call.comm, call.datatype, call.device) == (16, "0x55d0", "fp32", 3)
+
+
+def test_a_gather_in_place_sends_its_own_part_of_the_result():
+    text = (
+        "h:1:2 [2] NCCL INFO AllGather: opCount 0 sendbuff 0x1040 recvbuff 0x1000 count 16 "
+        "datatype 9 op 0 root 0 comm 0x1 [nranks=4] stream 0x2\n"
+    )
+    (call,) = nccl_trace.calls(text)  # 0x40 bytes on: two parts of 16 bf16
+    assert call.in_place
+    (call,) = nccl_trace.calls(text.replace("0x1040", "0x1048"))
+    assert not call.in_place
+
+
+def test_lines_cut_off_before_their_numbers_are_counted_and_not_guessed():
+    whole = line("AllGather", 1234)
+    for end in range(whole.index("opCount") + 8, whole.index(" root 0")):
+        assert nccl_trace.calls(whole[:end] + "\n") == []
+        assert nccl_trace.num_torn(whole[:end] + "\n") == 1
+    assert len(nccl_trace.calls(whole[: whole.index(" root 0")] + " root 0\n")) == 1
+
+
+def test_an_imported_trace_is_of_calls_without_times(tmp_path):
+    path = tmp_path / "trace.log"
+    path.write_text(line("AllGather", LAYER) * 3 + line("Recv", 8) + line("AllReduce", 4, 4))
+    found = importers.read(path)
+    (sample,) = found.samples
+    assert sample.case.op == Collective(kind="all_gather", size_bytes=LAYER * 4 * 2, group_size=4)
+    assert (sample.status, sample.metrics) == ("skipped", {"calls": 3.0})
+    assert any("1 calls left out: all_reduce of int64" in text for text in found.warnings)
+    assert any("1 calls left out: receive" in text for text in found.warnings)
+
+
+def test_an_imported_trace_that_hides_its_ranks_needs_the_cluster():
+    with pytest.raises(ValueError, match=r"llama3_70b\.log: does not say how many ranks"):
+        importers.read(TRACE)
+    eight = Cluster(
+        name="eight",
+        num_hosts=1,
+        num_devices_per_host=8,
+        device=Device(name="MI300X", kind="cuda", memory_bytes=1),
+        tiers=(Tier(name="unknown", num_devices=8),),
+    )
+    found = importers.read(TRACE, eight)
+    assert {sample.case.op.size_bytes for sample in found.samples} == {1_711_308_800}
+    assert any("taken as 8" in text for text in found.warnings)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_trace_of_zero3_is_as_planned(microbatches):
+    log = step_of_zero3(microbatches) * STEPS
+    found = check(plan(num_microbatches=microbatches), *[log] * 4)
+    assert found.agrees and set(verdicts(found).values()) == {"as planned"}
+    layers = next(one for one in found.lines if one.elements == LAYER)
+    assert layers.planned == 8 * microbatches and "4 units" in layers.units
+    assert layers.traced == (8 * microbatches * STEPS,) * 4
+
+
+@pytest.mark.parametrize(
+    ("zero", "step"),
+    [
+        # one gather of each unit a step; 2 microbatches: zero 2 reduces twice, zero 1 once
+        (2, line("AllGather", LAYER) * 4 + line("AllGather", ROOT)
+         + (line("ReduceScatter", LAYER, 7) * 4 + line("ReduceScatter", ROOT, 7)) * 2),
+        (1, line("AllGather", LAYER) * 4 + line("AllGather", ROOT)
+         + line("ReduceScatter", LAYER, 7) * 4 + line("ReduceScatter", ROOT, 7)),
+        # copies of one shard: whole units reduced once; a group of one rank moves nothing
+        (0, line("AllReduce", LAYER * 4, 7) * 4 + line("AllReduce", ROOT * 4, 7)
+         + line("AllGather", LAYER * 4, ranks=1)),
+    ],
+)  # fmt: skip
+def test_traces_of_the_other_zeros_are_as_planned(zero, step):
+    log = (step + line("AllReduce", 1, 7)) * STEPS
+    assert check(plan(zero=zero, num_microbatches=2), *[log] * 4).agrees
+
+
+def test_shards_and_replicas_are_told_apart():
+    # two replicas of two shards: gathered and scattered among 2, halves all-reduced among 2
+    step = line("AllGather", LAYER * 2, ranks=2) * 4 + line("AllGather", ROOT * 2, ranks=2)
+    for kind in ("ReduceScatter", "AllReduce"):
+        step += line(kind, LAYER * 2, 7, ranks=2) * 4 + line(kind, ROOT * 2, 7, ranks=2)
+    log = (step + line("AllReduce", 1, 7)) * STEPS
+    assert check(plan(zero=2, replicas=2), *[log] * 4).agrees
+    assert not check(plan(zero=2), *[log] * 4).agrees
+
+
+def test_a_missing_call_and_one_of_another_size_are_found():
+    good = step_of_zero3() * STEPS
+    lost = good.replace(line("ReduceScatter", ROOT, 7, op=4), "", 1)
+    found = check(plan(), good, lost, good, good)
+    assert found.agrees is False
+    assert verdicts(found)["reduce_scatter", ROOT] == "too few"
+    assert [v for v in verdicts(found).values() if v != "as planned"] == ["too few"]
+
+    other = good.replace(f"count {LAYER} ", f"count {LAYER - 1024} ")  # norms forgotten
+    found = check(plan(), *[other] * 4)
+    assert verdicts(found)["all_gather", LAYER] == "missing"
+    assert verdicts(found)["all_gather", LAYER - 1024] == "not planned"
+
+    once = good.replace(f"count {LAYER} ", f"count {LAYER - 1} ", 1)
+    found = check(plan(), once, good, good, good)
+    assert verdicts(found)["all_gather", LAYER] == "too few"
+    assert verdicts(found)["all_gather", LAYER - 1] == "outside the steps"
+    assert found.agrees is False
+
+
+def test_a_call_too_many_and_one_before_the_steps_are_told_apart():
+    good = step_of_zero3() * STEPS
+    assert check(plan(), *[line("Broadcast", 7) + good] * 4).agrees
+    found = check(plan(), *[good + line("AllReduce", 1, 7)] * 4)
+    assert verdicts(found)["all_reduce", 1] == "too many"
+
+
+def test_other_axes_are_listed_and_not_judged():
+    text = line("AllReduce", 4096) * STEPS
+    found = check(plan(dp=2, tp=2), *[text] * 4)
+    assert found.agrees is None and found.lines[0].verdict == "not judged"
+    assert "tensor parallelism" in found.notes[0]
+
+
+def test_the_table_shows_plan_and_trace_side_by_side(capsys):
+    good = step_of_zero3() * STEPS
+    lost = good.replace(line("ReduceScatter", ROOT, 7, op=4), "", 1)
+    table.write([trace.table(check(plan(), good, lost, good, good), "title")], sys.stdout)
+    shown = capsys.readouterr().out
+    row = next(text for text in shown.splitlines() if "too few" in text)
+    assert row.split() == [
+        "root",
+        "reduce_scatter",
+        "fp32",
+        "4",
+        "524,800",
+        "1",
+        "0.8",
+        "–",
+        "1",
+        "too",
+        "few",
+    ]
+    assert "NOT as planned" in shown
+
+
+def test_a_run_leaves_its_check_and_logs_without_the_hosts_name(tmp_path):
+    variables = verb.environment(tmp_path)
+    assert variables["NCCL_DEBUG_SUBSYS"] == "COLL"
+    assert Path(variables["NCCL_DEBUG_FILE"]) == tmp_path / "nccl" / "rank-{rank}.log"
+    for rank in range(4):
+        noise = "host:77:99 [0] NCCL WARN something at host\n"
+        (tmp_path / "nccl" / f"rank-{rank}.log").write_text(noise + step_of_zero3() * STEPS)
+    verb.keep_calls(tmp_path)
+    assert verb.write_check(tmp_path, plan(), STEPS).agrees
+    assert verb.read_check(tmp_path).agrees
+    assert json.loads((tmp_path / verb.CHECK).read_text())["steps"] == STEPS
+    kept = (tmp_path / "nccl" / "rank-3.log").read_text()
+    assert "host" not in kept and len(nccl_trace.calls(kept)) == len(
+        nccl_trace.calls(step_of_zero3() * STEPS)
+    )
+
+
+def test_ranks_without_logs_do_not_agree(tmp_path):
+    verb.environment(tmp_path)
+    found = verb.write_check(tmp_path, plan(), STEPS)
+    assert found.agrees is False and set(verdicts(found).values()) == {"missing"}
+
+
+def test_there_is_no_trace_on_cpus_beside_a_check_or_under_a_launcher(monkeypatch, tmp_path):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="--nccl-trace needs GPUs: gloo writes no trace"):
+        verb.check_possible(CPUS, check=False)
+    with pytest.raises(ValueError, match="run them apart"):
+        verb.check_possible(GPUS, check=True)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="without torchrun or srun"):
+        verb.check_possible(GPUS, check=False)
+    store.write(tmp_path / "plan.json", plan(cluster=CPUS))
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ValueError, match="gloo writes no trace"):
+        run(tmp_path / "plan.json", nccl_trace=True, dry_run=True)

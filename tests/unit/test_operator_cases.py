@@ -1,0 +1,187 @@
+"""Which cases ``measure gemm``, ``attention``, ``overlap`` time; the search for the best shape."""
+
+import math
+
+import pytest
+
+from meshwise.models.primus import AttentionShape
+from meshwise.probe.cases import attention, gemm, overlap
+from meshwise.probe.cases.scope import Scope
+from meshwise.spec import Attention, Case, Cluster, Decoder, Device, Gemm, Mla, Sample, Tier
+
+LLAMA_8B = Decoder(
+    name="llama", hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336,
+    vocab=128256, max_seq_len=8192,
+)  # fmt: skip
+
+
+def scope(kind: str = "cuda", world_size: int = 1, dtype: str = "bf16") -> Scope:
+    cluster = Cluster(
+        name="test",
+        num_hosts=1,
+        num_devices_per_host=world_size,
+        device=Device(name="x", kind=kind, memory_bytes=2**36),
+        tiers=(Tier(name="host", num_devices=world_size),),
+    )
+    return Scope(cluster, world_size, dtype)
+
+
+def shape(case: Case) -> tuple[int, int, int]:
+    assert isinstance(case.op, Gemm)
+    return case.op.m, case.op.n, case.op.k
+
+
+def test_a_model_gives_the_published_products_in_the_order_of_primus():
+    found = gemm.derived(scope(), configs={"Llama3.1_8B": (LLAMA_8B, 8192)})
+    assert [row.name for row in found[::3]] == ["qkv", "out", "gate_up", "down", "vocab"]
+    # Primus, benchmark_gemm.py: forward shapes at microbatch 1, then weight and input gradient
+    assert [shape(row.case) for row in found[::3]] == [
+        (8192, 6144, 4096), (8192, 4096, 4096), (8192, 28672, 4096), (8192, 4096, 14336),
+        (8192, 128256, 4096),
+    ]  # fmt: skip
+    assert [shape(row.case) for row in found[1:3]] == [(6144, 4096, 8192), (8192, 4096, 6144)]
+    stored = [(row.case.op.trans_a, row.case.op.trans_b) for row in found[:3]]
+    assert stored == [(False, True), (True, False), (False, False)]
+    assert sum(row.case.op.flops for row in found[::3]) == pytest.approx(12.181e12, rel=1e-4)
+    eight = gemm.derived(
+        scope(), configs={"Llama3.1_8B": (LLAMA_8B, 8192)}, microbatch_sizes=tuple(range(1, 9))
+    )
+    assert len(eight) == 120  # rows of its CSV
+    assert {row.case for row in found} <= set(gemm.cases(scope(), models=(LLAMA_8B,), seq_len=8192))
+
+
+def test_fp8_is_stored_as_its_kernels_take_it_and_scaled_both_ways():
+    found = gemm.cases(scope(), models=(LLAMA_8B,), dtypes=("fp8",), regimes=("cold",))
+    assert {(case.op.trans_a, case.op.trans_b) for case in found} == {(False, True)}
+    assert [case.op.scaling for case in found[:4]] == ["tensor", "row", "tensor", "row"]
+    assert [shape(case) for case in found[:6:2]] == [
+        (4096, 6144, 4096), (6144, 4096, 4096), (4096, 4096, 6144),
+    ]  # fmt: skip
+
+
+def test_without_options_every_kind_of_shape_is_measured_once():
+    found = gemm.cases(scope())
+    assert len(found) == len({case.id for case in found})
+    cold = {shape(case) for case in found if case.regime == "cold"}
+    assert {(8192, 8192, 8192), (128, 8192, 8192), (64, 64, 64)} <= cold
+    assert [shape(case) for case in found if case.regime == "sustained"] == [(16384,) * 3]
+    on_cpu = gemm.cases(scope("cpu", dtype="fp32"))
+    assert {case.regime for case in on_cpu} == {"warm"}
+    assert sum(case.op.flops for case in on_cpu) < 1e10  # a second or so in all
+    only = gemm.cases(scope(), square=(512,), regimes=("warm",))
+    assert [shape(case) for case in only] == [(512, 512, 512)]
+
+
+def samples_of(cases: list[Case], rate) -> list[Sample]:
+    """As if measured on a device whose FLOP/s are ``rate(m, n, k)``; 0 stands for no memory."""
+    found = []
+    for case in cases:
+        per_s = rate(*shape(case))
+        outcome = {"status": "ok", "times_s": (case.op.flops / per_s,)} if per_s else {}
+        failure = {"status": "oom", "reason": "out of memory"}
+        found.append(Sample(case_id=case.id, case=case, **(outcome or failure)))
+    return found
+
+
+def search(rate, **options) -> tuple[list[Sample], list[Case]]:
+    """The samples of the search, and what it asked for when it had ended."""
+    samples = samples_of(gemm.cases(scope(), search=True, **options), rate)
+    while wanted := gemm.next_shapes(samples):
+        assert not {case.id for case in wanted} & {sample.case_id for sample in samples}
+        assert gemm.next_shapes(samples) == wanted
+        if wanted[0].regime == "sustained":
+            break
+        samples += samples_of(wanted, rate)
+    assert gemm.next_shapes(samples + samples_of(wanted, rate)) == []
+    return samples, wanted
+
+
+def best(samples: list[Sample]) -> tuple[int, int, int]:
+    ok = [sample for sample in samples if sample.status == "ok"]
+    return shape(max(ok, key=lambda sample: sample.case.op.flops / sample.times_s[0]).case)
+
+
+def test_the_search_walks_to_a_peak_between_the_points_of_its_grid():
+    def rate(m, n, k):
+        return 8e14 - 1e14 * abs(math.log(m / 6144)) - 1e14 * abs(math.log(n * k / 8192 / 10922))
+
+    samples, (last,) = search(rate)
+    m, n, k = best(samples)
+    assert (m, n * k) == (6144, pytest.approx(8192 * 10922, rel=0.03))
+    assert last == Case(op=Gemm(m=m, n=n, k=k), regime="sustained")
+    assert {sample.case.regime for sample in samples} == {"cold"}
+    assert all(size % 256 == 0 for sample in samples for size in shape(sample.case))
+
+
+def test_the_search_ends_where_nothing_is_better_or_after_four_rounds():
+    peak = (8192, 8192, 8192)
+    samples, _ = search(lambda *mnk: 8e14 if mnk == peak else 7e14)
+    assert (best(samples), len(samples)) == (peak, 15 + 8)
+    samples, _ = search(lambda m, n, k: 1e9 * m * n * k)  # the longer the better, for ever
+    assert max(shape(samples[-1].case)) == 51456  # 21760, 28928, 38656: each 4/3 of the last
+    samples, wanted = search(lambda *_: 0)  # nothing fits
+    assert (len(samples), wanted) == (15, [])
+    samples, _ = search(lambda m, n, k: 0 if m > 8192 else 1e9 * m)  # the larger ones do not fit
+    assert best(samples)[0] <= 8192
+    assert gemm.next_shapes([]) == []
+
+
+def test_each_dtype_and_scaling_is_searched_by_itself():
+    samples, _ = search(lambda *_: 1e14, dtypes=("bf16", "fp8"))
+    kinds = [(sample.case.op.dtype, sample.case.op.scaling) for sample in samples]
+    assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(
+        (("bf16", "none"), ("fp8", "tensor"), ("fp8", "row")), 15 + 8
+    )
+
+
+def test_attention_of_lists_and_models_by_every_back_end():
+    deepseek = AttentionShape("deepseek_v3", 8192, 8192, 128, 128, 192, 128, True)
+    found = attention.cases(scope(), shapes=[deepseek])
+    assert [case.backend for case in found[:9]] == list(attention.BACKENDS)
+    assert len(found) == 2 * 9
+    assert {(case.op.head_dim, case.op.value_dim) for case in found} == {(192, 128)}
+    # Primus' forward FLOPs of it, 2 * S^2 * heads * (192 + 128) / 2
+    assert found[0].op.flops == 2_748_779_069_440
+
+    latent = Mla(kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
+    v2_lite = Decoder(
+        name="v2-lite", hidden=2048, layers=1, heads=16, kv_heads=16, head_dim=128, ffn=10944,
+        vocab=102400, max_seq_len=4096, mla=latent,
+    )  # fmt: skip
+    (only,) = attention.cases(
+        scope(), models=(v2_lite,), seq_lens=(1024,), microbatch_sizes=(3,), backends=("flex",),
+        directions=("backward",), causal=False,
+    )  # fmt: skip
+    wanted = Attention(
+        batch=3, q_len=1024, kv_len=1024, heads=16, kv_heads=16, head_dim=192, head_dim_v=128,
+        causal=False, direction="backward",
+    )  # fmt: skip
+    assert only == Case(op=wanted, regime="cold", backend="flex")
+    assert found[0].op.dtype == "bf16"
+
+
+def test_windows_come_beside_the_whole_mask_and_need_causality():
+    found = attention.cases(scope("cpu"), windows=(32, 64), backends=("math",), seq_lens=(128,))
+    assert {case.op.window for case in found} == {None, 32, 64}
+    with pytest.raises(ValueError, match=r"windows = \(32,\): a window is of causal attention"):
+        attention.cases(scope("cpu"), windows=(32,), causal=False)
+    with pytest.raises(ValueError, match="backends = fash: must be of flash, cudnn"):
+        attention.cases(scope(), backends=("fash",))
+    long = [case.op for case in attention.cases(scope()) if case.backend == "flash"]
+    assert {op.batch * op.q_len for op in long} == {16384}
+
+
+def test_overlap_pairs_a_layer_with_the_collectives_of_training():
+    found = overlap.cases(scope(world_size=4), models=(LLAMA_8B,), sizes="1048581")
+    assert [case.op.collective.kind for case in found] == list(overlap.KINDS)
+    # the largest of a layer is gate and up; the vocabulary's is larger but not of a layer
+    assert {(c.op.compute.m, c.op.compute.n, c.op.compute.k) for c in found} == {
+        (4096, 28672, 4096)
+    }
+    assert {case.op.collective.size_bytes for case in found} == {2**20}
+    assert {case.op.collective.group_size for case in found} == {4}
+    assert len(overlap.cases(scope("cpu", 2))) == 8
+    with pytest.raises(ValueError, match="1 rank has no collective; use at least 2"):
+        overlap.cases(scope())
+    with pytest.raises(ValueError, match="sizes = '7': must be at least 8 bytes"):
+        overlap.cases(scope(world_size=4), sizes="7")
