@@ -153,7 +153,7 @@ def _products(samples: Sequence[Sample], cluster: Cluster) -> Iterable[Named]:
         axes.set_ylim(min(y) / 1.5, top * 1.6)
         svg.rate_ticks(axes.xaxis, min(x), max(x), "")
         svg.rate_ticks(axes.yaxis, min(y), top, "FLOP/s")
-        axes.legend(loc="lower right")
+        axes.legend(loc="lower left")
 
     dashed = " Dashed: datasheet." if roofs else ""
     yield "gemm", svg.draw(f"Matrix products: rate over arithmetic intensity.{dashed}", paint)
