@@ -19,7 +19,7 @@ Each verb takes the files of the one before from the working directory and says 
 
 _VERBS = {
     "detect": "Look at this machine; writes cluster.toml.",
-    "measure": "Time operations on every rank; writes a run directory.",
+    "measure": "Time operations on every rank; writes a run directory. Alone: profile.",
     "calibrate": "Turn measurements into prices; writes costs.json.",
     "plan": "Find the fastest layout that fits; writes plan.json.",
     "run": "Execute a plan: predicted beside measured; writes a run directory.",

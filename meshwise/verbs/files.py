@@ -1,6 +1,7 @@
 """The files between verbs: taken by default from the working directory, and always announced."""
 
 import logging
+import tomllib
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,15 @@ _WRITER: dict[type, str] = {Cluster: "detect", Costs: "calibrate", Plan: "plan"}
 
 
 def take(path: Path | str, kind: type[T]) -> T:
-    """Read ``path`` and say so; a missing file names the verb that writes it."""
+    """Read ``path`` and say so; a missing file names the verb that writes it. A cluster may also
+    be the name of one that comes with Meshwise, as ``h100-hgx``."""
+    if kind is Cluster and not Path(path).exists():
+        from meshwise import machine
+
+        known = machine.shipped().get(str(path))
+        if known is not None:
+            log.info("using the cluster %s that comes with Meshwise", path)
+            return store.convert(tomllib.loads(known.read_text()), kind, str(path))
     if not Path(path).exists():
         raise ValueError(f"{path} does not exist; `meshwise {_WRITER[kind]}` writes it")
     announce(path)

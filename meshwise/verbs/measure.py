@@ -4,6 +4,7 @@ import importlib
 import inspect
 import logging
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,7 +206,8 @@ def _sweep(
         before = launch.RanksFailed(store.read(run_dir / "run.json", RunInfo).reason)
         if before.hung:  # ranks that a launcher started were not started again
             _record_hung(run_dir, str(before))
-    for _ in range(len(request.cases) + 1):
+    started, restarts_left = time.monotonic(), len(request.cases)
+    while True:
         skip = _measured(run_dir)
         if all(case.id in skip for case in request.cases) and request.follow == "nothing":
             log.info("all %d cases are measured already", len(request.cases))
@@ -216,7 +218,8 @@ def _sweep(
             store.finish(run_dir, "running")
         left = sum(case.id not in skip for case in request.cases)
         log.info("%d cases on %d ranks, into %s", left, size, run_dir)
-        todo = msgspec.structs.replace(request, skip=tuple(sorted(skip)))
+        budget_s = request.budget_s and max(1.0, request.budget_s - (time.monotonic() - started))
+        todo = msgspec.structs.replace(request, skip=tuple(sorted(skip)), budget_s=budget_s)
         try:
             with job.recorded(run_dir, kept):
                 launch.run(
@@ -224,8 +227,10 @@ def _sweep(
                 )
             return
         except launch.RanksFailed as failed:
-            if not (failed.hung and job.starts() and _record_hung(run_dir, str(failed))):
+            goes_on = failed.hung and job.starts() and _record_hung(run_dir, str(failed))
+            if not (goes_on and restarts_left):
                 raise
+            restarts_left -= 1
             log.warning("%s; the ranks are started again for the other cases", failed)
 
 

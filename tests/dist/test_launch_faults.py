@@ -152,7 +152,7 @@ def test_a_rank_missing_in_a_collective_is_named_with_its_case(tmp_path: Path) -
 
 def test_a_rank_that_stays_stopped_is_named_and_ended(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failure:
-        start("stops", tmp_path, timeout_s=2.0)
+        start("stops", tmp_path, timeout_s=6.0)
     assert str(failure.value) == (
         "rank 1 had stopped during case all_reduce 4 KiB; the other ranks were ended, "
         "rank 1 did not answer and was killed"

@@ -13,8 +13,8 @@ import pytest
 
 import meshwise
 from meshwise import spec, store
-from meshwise.spec import RunInfo, Sample
-from meshwise.verbs import job
+from meshwise.spec import Cluster, RunInfo, Sample
+from meshwise.verbs import files, job
 from meshwise.verbs import measure as measuring
 from tests import sample_records as known
 
@@ -540,3 +540,13 @@ def test_a_torn_line_is_said(caplog):
     caplog.set_level("WARNING", "meshwise")
     assert len(meshwise.show(run).samples) == 1
     assert "samples.jsonl:2 is truncated" in caplog.text
+
+
+def test_a_cluster_that_comes_along_is_named_instead_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    known = files.take("h100-hgx", Cluster)
+    assert (known.device.name, known.num_devices) == ("NVIDIA H100 80GB HBM3", 8)
+    with pytest.raises(ValueError, match="h100-hgy does not exist; `meshwise detect` writes it"):
+        files.take("h100-hgy", Cluster)
+    store.write(tmp_path / "h100-hgx", msgspec.structs.replace(known, name="mine"))
+    assert files.take("h100-hgx", Cluster).name == "mine"  # a file of that name comes first
