@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshwise.ranks import Ranks
 
 _SETTINGS = ("NCCL_", "CUDA_", "TORCH_", "OMP_", "MKL_", "GLOO_", "PYTORCH_")
+_SECRET = "token|secret|passw|key|auth|cred"
 _ADDRESSES = ("NCCL_COMM_ID", "NCCL_HOSTID")  # hold a host's name or address
 
 # nvml.h, nvmlClocksEventReasons; idle and clocks set by the user are no throttling
@@ -62,11 +63,13 @@ def threads_per_rank(nproc: int) -> int:
 
 
 def settings(variables: dict[str, str]) -> dict[str, str]:
-    """The variables that change speed, without those that tell who or where."""
+    """The variables that change speed, without those that tell who or where, or open a door."""
     return {
         name: value if "/" not in value and "\\" not in value else "(a path)"
         for name, value in sorted(variables.items())
-        if name.startswith(_SETTINGS) and name not in _ADDRESSES
+        if name.startswith(_SETTINGS)
+        and name not in _ADDRESSES
+        and not re.search(_SECRET, name, re.IGNORECASE)
     }
 
 

@@ -12,6 +12,7 @@ _SIZE = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0}
+_TIME |= {"d": 86400.0, "days": 86400.0}
 
 
 def _scaled(text: str, scale: dict[str, float] | dict[str, int], what: str, example: str) -> float:
@@ -42,11 +43,15 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_seconds(time_s: float) -> str:
-    """Three significant digits in the unit that fits: ``18.2 us``, ``298 ms``, ``2.45 s``."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if _rounded(time_s) >= factor or unit == "us":
+    """Three significant digits in the unit that fits: ``18.2 us``, ``298 ms``, ``2.45 s``; from 100
+    of a unit on the next: ``62.0 min``, ``7.60 h``, ``93.0 days``."""
+    for longest_s, factor, unit in ((100.0, 1.0, "s"), (6e3, 60.0, "min"), (3.6e5, 3600.0, "h")):
+        if 1 <= _rounded(time_s) < longest_s:
             return f"{_three_digits(time_s / factor)} {unit}"
-    raise AssertionError("unreachable")
+    if _rounded(time_s) >= 1:
+        return f"{_three_digits(time_s / 86400)} days"
+    factor, unit = (1e-3, "ms") if _rounded(time_s) >= 1e-3 else (1e-6, "us")
+    return f"{_three_digits(time_s / factor)} {unit}"
 
 
 def format_rate(per_s: float, unit: str) -> str:

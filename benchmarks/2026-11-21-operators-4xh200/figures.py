@@ -49,8 +49,9 @@ def against_nccl_tests(samples: list[Sample], reference: dict[Key, Sample]) -> N
     for (backend, regime), ratios in ways.items():
         large = sorted((r, k) for k, r in ratios.items() if k[1] >= 2**24)
         worst = [f"{k[0]} {k[1] >> 20} MiB {r:.3f}" for r, k in large[::-1] if r > 1.03]
-        print(f"{backend:9} {regime:9} {len(ratios)} points, geometric mean "
-              f"{geometric_mean(list(ratios.values())):.3f}; from 16 MiB at most {large[-1][0]:.3f}",
+        middle = geometric_mean(list(ratios.values()))
+        print(f"{backend:9} {regime:9} {len(ratios)} points, geometric mean {middle:.3f}; "
+              f"from 16 MiB at most {large[-1][0]:.3f}",
               "; ".join(worst[:5]))  # fmt: skip
 
 
@@ -59,7 +60,8 @@ def repeated(first: list[Sample], second: list[Sample]) -> None:
     before = {s.case_id: median(s.times_s) for s in first if s.status == "ok"}
     both = [(before[s.case_id], median(s.times_s)) for s in second if s.case_id in before]
     off = sorted(abs(b / a - 1) for a, b in both if a > 50e-6)
-    print(f"{len(off)} cases measured twice: median difference {median(off):.2%}, most {off[-1]:.2%}")
+    middle, most = median(off), off[-1]
+    print(f"{len(off)} cases measured twice: median difference {middle:.2%}, most {most:.2%}")
 
 
 def bought(quick: list[Sample], full: list[Sample], costs: Costs) -> None:

@@ -1,12 +1,21 @@
 """``meshwise compare``."""
 
+from typing import Annotated
+
+from cyclopts import Parameter
+
 import meshwise
 from meshwise.cli.options import Json
 from meshwise.cli.output import DONE, GATE_FAILED, emit
 
 
 def compare(
-    a: str, b: str, *, fail_if: str | None = None, force: bool = False, json: Json = False
+    a: str,
+    b: str,
+    *more: Annotated[str, Parameter(show=False)],
+    fail_if: str | None = None,
+    force: bool = False,
+    json: Json = False,
 ) -> int:
     """Is run b faster than run a? Ratio of medians, interval and verdict of every shared case, or
     of the steps of two layouts of one model.
@@ -22,6 +31,8 @@ def compare(
     force
         Compare across timing methods and regimes.
     """
+    if more:
+        raise ValueError(f"compare takes two runs, but {2 + len(more)} are given: name two")
     comparison = meshwise.compare(a, b, fail_if=fail_if, force=force)
     from meshwise.pages.compare import table
 

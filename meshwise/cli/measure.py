@@ -125,7 +125,7 @@ def gemm(
     microbatch_size
         Sequences at once; may be repeated. By default 1, or 1 to 8 with --model-config-path.
     seq_len
-        Tokens of a sequence; by default the model's, at most 4096.
+        Tokens of a sequence; by default the model's, at most 4096 (128 on CPUs).
     dtypes
         Products in each of these instead of --dtype; may be repeated.
     mode
@@ -150,7 +150,7 @@ def gemm(
         )
     options = {"sustain": sustain, **_given(
         model=model, configs=model_config_path, microbatch_sizes=microbatch_size, seq_len=seq_len,
-        dtypes=dtypes, regimes=mode, square=square, skinny=skinny, tiny=tiny, search=search,
+        dtypes=dtypes, modes=mode, square=square, skinny=skinny, tiny=tiny, search=search,
     )}  # fmt: skip
     reports = _given(report_dir_path=report_dir_path)
     return _measure("gemm", options, sweep, size, runs, dry_run, json, reports)
@@ -237,23 +237,26 @@ def collectives(
         all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter,
         send_recv (a ring shift); by default the usual five.
     sizes
-        As 8..8G:x2, 1M..4M:+1M or 64K,1M; nccl-tests' size.
+        As 8..8G:x2, 1M..4M:+1M or 64K,1M; nccl-tests' size (its -b, -e and -f). By default
+        1K..1G:x4, on CPUs 4K..16M:x4.
     microbatch_size
         Of --model; may be repeated.
     seq_len
-        Of --model; by default the model's, at most 4096.
+        Of --model; by default the model's, at most 8192 (128 on CPUs).
     sizes_from
         A plan whose collectives are measured.
     splits
         An all_to_all_v: a JSON file of the bytes from each rank to each other, a list a rank.
     tables
-        An all_to_all_v of embeddings: BATCH,T0-T1-...,DIM with the tables of each rank.
+        An all_to_all_v of embeddings: BATCH,T0-T1-...,DIM with the batch of all ranks and the
+        tables of each.
     groups
         So many groups of equal size at once.
     ranks
         One group of these ranks alone, as 0,2.
     pairs
-        One message between every ordered pair of ranks, a pair at a time.
+        One message between every ordered pair of ranks, a pair at a time; of 64M unless --sizes
+        says otherwise (1M on CPUs).
     mode
         warm (events around each call), blocking, pipelined or graph; graph on GPUs and warm on
         CPUs by default. May be repeated.
@@ -261,7 +264,8 @@ def collectives(
         torch (what it picks) by default; gloo, nccl (called directly), one_shot, two_shot and
         peer_copy (through symmetric memory). May be repeated.
     place
-        In place or out of place, where a back end has both.
+        In place or out of place, where a back end has both; torch's all_reduce, reduce and
+        broadcast are in place.
     as_measured
         Measure these sizes only, without more where a curve bends.
     report_dir_path
@@ -295,7 +299,8 @@ def fsdp(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> int:
-    """The messages that FSDP2 sends for a model, unit by unit, and their nccl-tests commands.
+    """The messages that FSDP2 sends for a model (llama-3-70b, on CPUs gpt-30m), unit by unit, and
+    their nccl-tests commands.
 
     Parameters
     ----------
@@ -339,9 +344,9 @@ def overlap(
     Parameters
     ----------
     kind
-        Collectives; may be repeated.
+        Collectives; may be repeated. By default all_gather, reduce_scatter, all_reduce, send_recv.
     sizes
-        Of the messages, as 16M,256M.
+        Of the messages; 16M,256M by default, on CPUs 256K,4M.
     """
     options = _given(model=model, kinds=kind, sizes=sizes)
     return _measure("overlap", options, sweep, size, runs, dry_run, json)
@@ -392,39 +397,60 @@ def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: J
 
 def _given(**options: Any) -> dict[str, Any]:
     """The options that say something."""
-    return {name: value for name, value in options.items() if value not in (None, (), False)}
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and value != ()
+    }
 
 
 def _measure(
     what: str, options: dict[str, Any], sweep: Sweep, size: Size, runs: str, dry_run: bool,
     json: bool, reports: dict[str, Any] | None = None,
 ) -> int:  # fmt: skip
+    reports = reports or {}
+    baseline, exact = reports.pop("baseline", ()), reports.pop("exact_flops", False)
+    if reports and job.leads() and not dry_run:
+        from meshwise.verbs.reports import check_writable
+
+        check_writable(reports.values())
     found = meshwise.measure(
         what, nproc=size.ranks, runs=runs, dry_run=dry_run, **sweep.options(), **options
     )
+    rest = {name: value for name, value in options.items() if name not in ("sustain", "follow")}
     if isinstance(found, list):
-        return _list(found, json)
+        return _list(what, found, sweep, size, rest, json)
     if not job.leads():
         return DONE
-    reports = reports or {}
-    baseline, exact = reports.pop("baseline", ()), reports.pop("exact_flops", False)
     if what == "health":
         return _judge(found, baseline, json)
+    from meshwise import store
     from meshwise.verbs import reports as files
 
-    rest = {name: value for name, value in options.items() if name not in ("sustain", "follow")}
     rows = []
     if reports or what == "fsdp":
-        rows = files.derived(what, found, dtype=sweep.dtype, **rest)
+        info, _, _ = store.load(found)
+        rows = files.derived(what, info.cluster, info.world_size, dtype=sweep.dtype, **rest)
         files.write(what, found, rows, **reports)
     return _summarize(what, found, json, exact, rows)
 
 
-def _list(cases: "list[tuple[Case, float]]", json: bool) -> int:
-    from meshwise.pages import samples
+def _list(
+    what: str, cases: "list[tuple[Case, float]]", sweep: Sweep, size: Size, options: dict[str, Any],
+    json: bool,
+) -> int:  # fmt: skip
+    from meshwise.pages import fsdp, samples
 
     document = [{"id": case.id, "case": case, "about_s": about_s} for case, about_s in cases]
-    emit(document, [samples.listing(cases)], json)
+    tables = [samples.listing(cases)]
+    if what == "fsdp":
+        from meshwise.verbs import reports
+        from meshwise.verbs.measure import place
+
+        there = place(sweep.cluster, size.ranks, keep=False)
+        rows = reports.derived(what, *there, dtype=sweep.dtype, **options)
+        tables = [*fsdp.tables(rows, []), *tables]
+    emit(document, tables, json)
     return DONE
 
 
@@ -440,7 +466,8 @@ def _summarize(what: str, run_dir: Path, json: bool, exact: bool, rows: "Sequenc
         tables = samples.run(info, measured, exact=exact, rows=rows)
     emit(samples.document(run_dir, info, measured), tables, json)
     failed = {"error", "oom", "hung"} & {sample.status for sample in measured}
-    return SOME_FAILED if failed else DONE
+    nothing = all(sample.status != "ok" for sample in measured)
+    return SOME_FAILED if failed or nothing else DONE
 
 
 def _judge(run_dir: Path, baseline: tuple[str, ...], json: bool) -> int:

@@ -12,13 +12,13 @@ def report(
     out: str = "report.html",
     json: Json = False,
 ) -> int:
-    """Write one self-contained page: predicted beside measured, the plan, prices, provenance.
+    """Write one self-contained page of what was measured, priced, planned and run.
 
     Parameters
     ----------
     run
-        Run directories to show in any case. Without them the page has the runs of the plan and
-        those that the prices rest on; without prices, all that was measured.
+        The only run directories to show, beside the runs of the plan and those that the prices
+        rest on. Without them and without prices, all that was measured.
     costs
         Prices to show.
     plan

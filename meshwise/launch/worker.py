@@ -74,7 +74,8 @@ def serve(
         joined.leave()
     except Exception as error:
         told = error if joined is None else joined.explain(error)
-        what = f": {type(told).__name__}: {told},"
+        first, *_ = str(told).splitlines() or [""]  # torch adds stacks of its C++ code
+        what = f": {type(told).__name__}: {first},"
         message = failures.sentence(place["rank"], what, joined.case if joined else "")
         raise RanksFailed(message, place["rank"], traceback.format_exc()) from error
 

@@ -5,6 +5,7 @@ off transformers 4.57.1 (models/*/configuration_*.py, modeling_*.py); a size who
 is one model's and not derived from others must be given. No network, no transformers.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
     mla = _mla(config) if kind in _LATENT else None
     return config.build(
         Decoder,
+        {"layers": "num_hidden_layers"},
         name=name,
         hidden=hidden,
         layers=config.size("num_hidden_layers"),
@@ -80,12 +82,25 @@ class _Config:
             raise self.error(key, "must be true or false")
         return value
 
-    def build(self, record: type[T], **fields: Any) -> T:
-        """A record whose own complaints name the file."""
+    def build(self, record: type[T], keys: Mapping[str, str], **fields: Any) -> T:
+        """A record whose own complaints name the file and, for its fields, the file's ``keys``."""
         try:
             return record(**fields)
         except ValueError as error:
-            raise ValueError(f"{self.source}: {error}") from None
+            told = str(error).removeprefix(f"{record.__name__}.")
+            for field, key in keys.items():
+                told = re.sub(rf"\b{field}\b", key, told)
+            raise ValueError(f"{self.source}: {told}") from None
+
+    def experts(self, num_key: str, **fields: Any) -> Experts:
+        """``num_key``: what this kind calls the number of experts."""
+        return self.build(
+            Experts,
+            {"num_experts": num_key, "top_k": "num_experts_per_tok"},
+            num_experts=self.size(num_key),
+            top_k=self.size("num_experts_per_tok"),
+            **fields,
+        )
 
 
 def _gpt2(config: _Config, name: str) -> Model:
@@ -96,6 +111,7 @@ def _gpt2(config: _Config, name: str) -> Model:
         raise config.error("n_head", f"must divide n_embd = {hidden}")
     return config.build(
         Model,
+        {"layers": "n_layer"},
         name=name,
         hidden=hidden,
         layers=config.size("n_layer"),
@@ -159,12 +175,7 @@ def _dense(config: _Config) -> None:
 
 
 def _mixtral(config: _Config) -> Experts:
-    return config.build(
-        Experts,
-        num_experts=config.size("num_local_experts"),
-        top_k=config.size("num_experts_per_tok"),
-        ffn=config.size("intermediate_size"),
-    )
+    return config.experts("num_local_experts", ffn=config.size("intermediate_size"))
 
 
 def _qwen(config: _Config) -> Experts:
@@ -174,10 +185,8 @@ def _qwen(config: _Config) -> Experts:
     if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise config.error("mlp_only_layers", "must be a list of the first layers")
     shared = config.kind == "qwen2_moe"
-    return config.build(
-        Experts,
-        num_experts=config.size("num_experts"),
-        top_k=config.size("num_experts_per_tok"),
+    return config.experts(
+        "num_experts",
         ffn=config.size("moe_intermediate_size"),
         shared_ffn=config.size("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
@@ -187,10 +196,8 @@ def _qwen(config: _Config) -> Experts:
 
 def _deepseek(config: _Config) -> Experts:
     width = config.size("moe_intermediate_size")
-    return config.build(
-        Experts,
-        num_experts=config.size("n_routed_experts"),
-        top_k=config.size("num_experts_per_tok"),
+    return config.experts(
+        "n_routed_experts",
         ffn=width,
         shared_ffn=width * config.size("n_shared_experts", 0, least=0),
         first_dense=config.size("first_k_dense_replace", least=0),

@@ -1,7 +1,8 @@
 """Tables of measured collectives: nccl-tests' columns, where the time goes, pairs.
 
 ``time``, ``algbw``, ``busbw``, ``count``, ``type``, ``redop`` and ``root`` as nccl-tests defines
-them (doc/PERFORMANCE.md); ``time`` is the mean over iterations of the largest time over ranks.
+them (doc/PERFORMANCE.md); ``time`` is the mean over iterations of the largest time over ranks, or
+what an imported file's time is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from meshwise.pages.spread import slowest, split
 from meshwise.pages.table import Table
 from meshwise.pages.tables import ABSENT
 from meshwise.spec import DTYPE_BYTES, Case, Collective, RunInfo, Sample
+from meshwise.spec.label import uneven
 from meshwise.spec.op import ROOTED
 from meshwise.stats import median_interval
 from meshwise.units import format_bytes
@@ -71,8 +73,10 @@ class Series(NamedTuple):
 
 
 def series(samples: Iterable[Sample]) -> list[Series]:
-    """The measured collectives of all samples, by kind, group, mode and dtype."""
+    """The measured collectives of all samples, by kind, group, mode and dtype. A group of one rank
+    moves nothing, so it is left out."""
     pairs = [(s.case.op, s) for s in samples if isinstance(s.case.op, Collective) and s.times_s]
+    pairs = [(op, sample) for op, sample in pairs if op.group_size > 1]
     pairs.sort(key=lambda pair: (_series_key(*pair), pair[0].size_bytes))
     found = []
     for _, same in groupby(pairs, key=lambda pair: _series_key(*pair)):
@@ -93,14 +97,16 @@ def are_fsdp_units(info: RunInfo) -> bool:
     return "-measure-fsdp" in info.run_id
 
 
-def tables(samples: Sequence[Sample]) -> list[Table]:
-    """Every table that the collectives among ``samples`` give."""
+def tables(samples: Sequence[Sample], info: RunInfo | None = None) -> list[Table]:
+    """Every table that the collectives among ``samples`` give. ``info`` says what the times of an
+    imported run are."""
     found = series(samples)
     pairs = [one for one in found if _is_pair(one)]
     others = [one for one in found if not _is_pair(one)]
     shown = [_nccl_tests(one) for one in others]
     if others:
-        shown[-1] = shown[-1]._replace(legend=_legend(others))
+        last = shown[-1]
+        shown[-1] = last._replace(legend=(*last.legend, *_legend(others, info)))
     parts = _parts(others)
     return shown + ([parts] if parts.rows else []) + pair_matrices(pairs)
 
@@ -112,33 +118,43 @@ def _is_pair(one: Series) -> bool:
 def _nccl_tests(one: Series) -> Table:
     reducing = one.op.kind in _REDUCING
     rows = tuple(_row(one, sample, reducing) for sample in one.samples)
+    count = "of a rank(B)" if one.op.splits else "count"
     redop = ("redop",) if reducing else ()
+    root = () if one.op.splits else ("root",)
     columns = (
-        "size(B)", "count", "type", *redop, "root", "time(us)", "algbw", "busbw", "#wrong",
-        "p50", "p95", "slowest rank",
+        "size(B)", count, "type", *redop, *root, "time(us)", "algbw", "busbw", "#wrong",
+        "p50(us)", "p95(us)", "slowest rank",
     )  # fmt: skip
-    return Table(f"{one.op.kind}, {one.group}, {one.mode}", columns, rows, left=0)
+    average = np.mean([_busbw(sample) for sample in one.samples]) / 1e9
+    legend = (f"# Avg bus bandwidth    : {average:g}",)
+    return Table(f"{one.op.kind}, {one.group}, {one.mode}", columns, rows, legend, left=0)
+
+
+def _busbw(sample: Sample) -> float:
+    """Bytes per second, by the mean time."""
+    op = sample.case.op
+    assert isinstance(op, Collective)
+    return op.size_bytes * op.bus_factor / float(np.mean(sample.times_s))
 
 
 def _row(one: Series, sample: Sample, reducing: bool) -> tuple[str, ...]:
     op = sample.case.op
     assert isinstance(op, Collective)
     mean_s = float(np.mean(sample.times_s))
-    p50_s, p95_s = np.quantile(sample.times_s, (0.5, 0.95))
+    quantiles_s = np.quantile(sample.times_s, (0.5, 0.95))
     wrong = sample.metrics.get("wrong")
     count = op.size_bytes // one.itemsize // (op.group_size if op.kind in _PER_RANK else 1)
     return (
         str(op.size_bytes),
-        ABSENT if op.splits else str(count),
+        uneven(op) or str(count),
         _NCCL_TYPES[op.dtype],
         *(("sum",) if reducing else ()),
-        "0" if op.kind in ROOTED else "-1",
+        *(() if op.splits else ("0" if op.kind in ROOTED else "-1",)),
         _us(mean_s),
         f"{op.size_bytes / mean_s / 1e9:.2f}",
-        f"{op.size_bytes * op.bus_factor / mean_s / 1e9:.2f}",
+        f"{_busbw(sample) / 1e9:.2f}",
         f"{wrong:.0f}" if isinstance(wrong, float | int) else ABSENT,
-        _us(float(p50_s)),
-        _us(float(p95_s)),
+        *(_us(float(q)) if len(sample.times_s) > 1 else ABSENT for q in quantiles_s),
         slowest(sample),
     )
 
@@ -148,15 +164,27 @@ def _us(time_s: float) -> str:
     return f"{time_us:.{2 if time_us < 1e4 else 1 if time_us < 1e6 else 0}f}"
 
 
-def _legend(found: Sequence[Series]) -> tuple[str, ...]:
+def _legend(found: Sequence[Series], info: RunInfo | None) -> tuple[str, ...]:
     regimes = dict.fromkeys(one.case.regime for one in found)
     modes = "; ".join(f"{regime}: {REGIMES[regime]}" for regime in regimes)
+    imported = info.provenance.get("imported") if info is not None else None
+    times = (
+        f"time, as {imported['tool']} gives it: {imported['time_kind']}; p50, p95 of several times"
+        if imported
+        else "time: mean over iterations of the largest over ranks, p50 and p95 its quantiles"
+    )
     lines = [
-        "time: mean over iterations of the largest over ranks, p50 and p95 its quantiles; algbw "
-        "and busbw in GB/s of 1e9 bytes.",
+        f"{times}; algbw and busbw in GB/s of 1e9 bytes.",
+        "Avg bus bandwidth: plain mean over the rows, as nccl-tests prints it; it depends on which "
+        "sizes were chosen.",
         BUS_LEGEND,
         f"{modes[0].upper()}{modes[1:]}.",
     ]
+    if any(one.op.splits for one in found):
+        lines.append(
+            "of a rank: the least and the most that one sends or, where all send as much, "
+            "receives, what it keeps included."
+        )
     if any("wrong" in sample.metrics for one in found for sample in one.samples):
         lines.append("#wrong: elements of a checked call that differ from what they must be.")
     return tuple(lines)
@@ -164,33 +192,37 @@ def _legend(found: Sequence[Series]) -> tuple[str, ...]:
 
 def _parts(found: Sequence[Series]) -> Table:
     """Launch floor, transfer and waiting of every series that has the times of single ranks."""
-    rows = []
+    rows, grouped = [], False
     for one in found:
-        smallest = split(one.samples[0])
-        has_floor = smallest is not None and one.op.size_bytes <= _FLOOR_BYTES
-        floor_s = smallest.transfer_s if smallest is not None and has_floor else None
-        for sample in one.samples:
-            op, times = sample.case.op, split(sample)
-            if times is None or not isinstance(op, Collective):
-                continue
-            over_s = None if floor_s is None else max(0.0, times.transfer_s - floor_s)
-            rows.append(
-                (
-                    op.kind,
-                    one.group,
-                    one.mode,
-                    format_bytes(op.size_bytes),
-                    *(ABSENT if value is None else _us(value) for value in (floor_s, over_s)),
-                    _us(times.waiting_s),
-                )
-            )
-    columns = ("collective", "group", "mode", "size", "floor(us)", "transfer(us)", "waiting(us)")
-    legend = (
-        "Medians over iterations. floor: the smallest time over ranks of the series' smallest "
-        f"message, unless that is above {format_bytes(_FLOOR_BYTES)}; transfer: the smallest over "
-        "ranks, less the floor; waiting for peers: the largest less the smallest over ranks.",
-    )
-    return Table("Where the time of collectives goes", columns, tuple(rows), legend, left=3)
+        parts = [(s.case.op, times) for s in one.samples if (times := split(s)) is not None]
+        has_floor = parts and one.op.size_bytes <= _FLOOR_BYTES
+        floor_s = min(times.transfer_s for _, times in parts) if has_floor else None
+        for op, times in parts:
+            assert isinstance(op, Collective)
+            transfer_s = times.transfer_s - (floor_s or 0.0)
+            shown_s = (floor_s, transfer_s, times.waiting_s, times.other_groups_s)
+            cells = (ABSENT if part_s is None else _us(part_s) for part_s in shown_s)
+            kind = f"{op.kind} {uneven(op)}".strip()
+            rows.append((kind, one.group, one.mode, str(op.size_bytes), *cells))
+            grouped |= times.other_groups_s is not None
+    others = ("other\ngroups(us)",) * grouped
+    columns = (
+        "collective", "group", "mode", "size(B)",
+        "floor(us)", "transfer(us)", "waiting(us)", *others,
+    )  # fmt: skip
+    legend = [
+        "The parts of a row add up to its p50. floor + transfer: median over iterations of the "
+        "smallest time over ranks, which the rank that comes last needs; floor: the least of that "
+        "in the series, if it has a message of at most "
+        f"{format_bytes(_FLOOR_BYTES)}, else transfer holds it; waiting for peers: the rest.",
+    ]
+    if grouped:
+        legend.append(
+            "Of several groups at once: floor and transfer are the fastest group's, waiting that "
+            "within the slowest, other groups by how much its transfer is the longer."
+        )
+    shown = tuple(row[: len(columns)] for row in rows)
+    return Table("Where the time of collectives goes", columns, shown, tuple(legend), left=3)
 
 
 def pair_rates(found: Sequence[Series]) -> dict[tuple[str, int], dict[tuple[int, int], float]]:

@@ -236,11 +236,12 @@ def overlaps(samples: Iterable[Sample]) -> list[Table]:
             mark = " *" if times.ended_alone else ""
             rows.append((*sides, *compute, *collective[:2], collective[2] + mark))
     columns = (
-        "compute", "collective", "alone", "beside", "slowdown", "alone", "beside", "slowdown",
+        "compute", "collective",
+        "compute:\nalone", "beside", "slowdown", "collective:\nalone", "beside", "slowdown",
     )  # fmt: skip
     legend = (
-        "Medians, first of the compute, then of the collective. slowdown = beside/alone, both "
-        "measured in turns: 1.00 x would be overlap for nothing.",
+        "Medians. slowdown = beside/alone, both measured in turns: 1.00 x would be overlap for "
+        "nothing.",
         *(("* some timed calls ended alone: slowdowns are at least these.",) * alone),
     )
     return [Table("Compute beside collectives", columns, tuple(rows), legend, left=2)] * bool(rows)

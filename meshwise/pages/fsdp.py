@@ -2,18 +2,19 @@
 
 In: which units each case is of (``Derived``; a run directory does not keep it) and the samples.
 ``elements a rank`` is the count that NCCL prints in its traces, ``total`` what nccl-tests calls
-size: of all ranks of a group together, of one message for all_reduce. busbw by the median time.
+size: of all ranks of a group together, of one message for all_reduce. time and busbw are of the
+mean, as in nccl-tests.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from statistics import mean
 from typing import NamedTuple
 
 from meshwise.models.fsdp import nccl_tests_command
 from meshwise.pages.table import Table
 from meshwise.pages.tables import ABSENT
 from meshwise.spec import DTYPE_BYTES, Case, Collective, Derived, Sample
-from meshwise.stats import median_interval
 
 _ORDER = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -43,14 +44,15 @@ class Message(NamedTuple):
 
 
 def tables(rows: Iterable[Derived], samples: Sequence[Sample]) -> list[Table]:
-    """Two for each model. Without ``rows`` the units have no names."""
+    """Two for each model. Without ``rows`` the units have no names. A group of one rank moves
+    nothing, so it is left out."""
     known = {sample.case_id: sample for sample in samples}
     named = [(row.model, row.name, row.case) for row in rows]
     named = named or [("", ABSENT, sample.case) for sample in samples]
     found = [
         Message(model, units, case.op, case, known.get(case.id))
         for model, units, case in named
-        if isinstance(case.op, Collective) and case.op.kind in _ORDER
+        if isinstance(case.op, Collective) and case.op.kind in _ORDER and case.op.group_size > 1
     ]
     found.sort(key=lambda one: (one.arrangement, one.elements_per_rank, _ORDER.index(one.op.kind)))
     shown = []
@@ -78,11 +80,14 @@ def _measured(model: str, shard: int, world_size: int, messages: Iterable[Messag
     )  # fmt: skip
     groups = world_size // shard
     title = "FSDP units" + (f" of {model}" if model else "")
-    title += f", {groups} groups of {shard} ranks" if groups > 1 else f", {shard} ranks"
+    if shard == 1:
+        title += f", {groups} replicas"
+    else:
+        title += f", {groups} groups of {shard} ranks" if groups > 1 else f", {shard} ranks"
     legend = (
         "Units of equal size are one row. elements a rank: count as NCCL's traces print it, each "
-        "weight's dim 0 divided among ranks and rounded up; total: nccl-tests' size; time: median; "
-        "busbw in GB/s.",
+        "weight's dim 0 divided among ranks and rounded up; total: nccl-tests' size; time: mean "
+        "over iterations of the largest over ranks; busbw in GB/s.",
     )
     return Table(title, columns, rows, legend, left=4)
 
@@ -91,9 +96,9 @@ def _outcome(one: Message) -> tuple[str, str]:
     """Time and bus bandwidth, or why there are none."""
     if one.sample is None or not one.sample.times_s:
         return (ABSENT if one.sample is None else one.sample.status), ABSENT
-    middle_s = median_interval(one.sample.times_s)[0]
-    busbw = one.op.size_bytes * one.op.bus_factor / middle_s / 1e9
-    return f"{1e6 * middle_s:.1f}", f"{busbw:.2f}"
+    mean_s = mean(one.sample.times_s)
+    busbw = one.op.size_bytes * one.op.bus_factor / mean_s / 1e9
+    return f"{1e6 * mean_s:.1f}", f"{busbw:.2f}"
 
 
 def _commands(messages: Iterable[Message]) -> Table:

@@ -18,6 +18,7 @@ _LEGEND = (
     "8 % for a GPU, 15 % for a link, 60 % for the host's, or six robust sigma of the peers.",
     "A note is a consequence or an explanation; it does not count.",
 )
+_SPECIFICATION = "specification: the datasheet's peak, or the rate of the links in one direction."
 
 
 def tables(
@@ -69,10 +70,11 @@ def _state(state: DeviceState | None) -> tuple[str, ...]:
 def _specification(
     info: RunInfo, ours: Sequence[Measured], past: Sequence[Sequence[Measured]]
 ) -> Table:
+    """Without the specification's columns where it is known of nothing."""
+    judged = [one for one in ours if one.times_s]
+    known = any(one.spec for one in judged)
     rows = []
-    for one in ours:
-        if not one.times_s:
-            continue
+    for one in judged:
         middle = {key: median(series) for key, series in one.times_s.items()}
         middle_s, worst = median(middle.values()), max(middle, key=lambda key: middle[key])
         rate = one.rate(middle_s)
@@ -86,16 +88,24 @@ def _specification(
                 one.show(middle[worst]),
                 where(info, worst),
                 one.show(middle_s),
-                one.show_rate(one.spec) if one.spec else ABSENT,
-                percent(rate / one.spec if rate and one.spec else None),
+                *(_of_specification(one, rate) if known else ()),
                 one.show(median(before)) if before else ABSENT,
                 percent(middle_s / median(before) - 1 if before else None, sign=True),
             )
         )
-    columns = ("", "slowest", "at", "median", "specification", "of it", "baseline", "time")
+    spec = ("specification", "of it") if known else ()
+    columns = ("", "slowest", "at", "median", *spec, "baseline", "time")
     legend = (
-        "Medians over iterations, then over GPUs or pairs; of collectives busbw. specification: "
-        "the datasheet's peak, or the rate of the links in one direction; time: against the median "
-        "of the baselines.",
+        f"Medians over iterations, then over {device(info)}s or pairs; of collectives busbw, of a "
+        "copy the bytes read and written.",
+        *((_SPECIFICATION,) * known),
+        "time: against the median of the baselines.",
     )
-    return Table("Against the specification", columns, tuple(rows), legend)
+    title = "Against the specification" if known else "Rates"
+    return Table(title, columns, tuple(rows), legend)
+
+
+def _of_specification(one: Measured, rate: float | None) -> tuple[str, str]:
+    if not one.spec:
+        return ABSENT, ABSENT
+    return one.show_rate(one.spec), percent(rate / one.spec if rate else None)

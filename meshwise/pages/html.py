@@ -64,6 +64,7 @@ def page(contents: Contents) -> str:
     )
     return environment.get_template("report.html.j2").render(
         title=_title(contents),
+        subtitle=_subtitle(contents),
         headlines=_headlines(contents),
         sections=[*_story(contents), *_measured(contents), _provenance(contents)],
         legend=LEGEND,
@@ -74,8 +75,19 @@ def _title(contents: Contents) -> str:
     plan = contents.plan or (contents.results[0].plan if contents.results else None)
     if plan is not None:
         return f"{plan.model.name or 'model'} on {plan.cluster.name}"
-    cluster = contents.costs.cluster if contents.costs else contents.runs[0][0].cluster
-    return cluster.name
+    if contents.costs is not None:
+        return contents.costs.cluster.name
+    names = list(dict.fromkeys(info.cluster.name for info, _ in contents.runs))
+    return ", ".join(names) if len(names) < 4 else f"{len(names)} clusters"
+
+
+def _subtitle(contents: Contents) -> str:
+    """What there is, in the order of the verbs."""
+    if contents.results:
+        return "predicted beside measured"
+    if contents.plan is not None:
+        return "what was planned"
+    return "what was measured" if contents.costs is None else "what was measured and priced"
 
 
 def _headlines(contents: Contents) -> list[Headline]:

@@ -76,7 +76,7 @@ def _measured(cluster: Cluster, sample: Sample) -> Measured | None:
     if isinstance(op, Gemm):
         name, spec = label(sample.case), cluster.device.peak_flops.get(op.dtype)
     elif isinstance(op, Elementwise):
-        name = f"{op.kind} {format_bytes(op.read_bytes)}"
+        name = label(sample.case)
         kind = "host" if op.kind in ("h2d", "d2h") else "gpu"
         spec = cluster.device.peak_memory_bytes_per_s if op.kind == "copy" else None
     elif isinstance(op, Collective):

@@ -5,14 +5,15 @@ Times are medians over iterations of the largest over ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from meshwise.pages import collectives, compute, svg
 from meshwise.pages.collectives import Series
 from meshwise.spec import Cluster, Collective, Gemm, Overlap, RunInfo, Sample
-from meshwise.spec.label import label, number_format, shape
+from meshwise.spec.label import label, number_format, shape, storage
+from meshwise.spec.op import Dtype
 from meshwise.stats import median_interval
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -103,7 +104,7 @@ def _lines(
         svg.byte_ticks(axes.xaxis, min(ends), max(ends))
         low, high = min(everything), max(everything)
         if quantity == "busbw":
-            svg.rate_ticks(axes.yaxis, low, high, "B/s")
+            svg.rate_ticks(axes.yaxis, *_widened(low, high), "B/s")
         else:
             _second_ticks(axes, low, high)
         axes.legend(loc="upper left" if quantity == "time" else "lower right")
@@ -111,36 +112,70 @@ def _lines(
     return paint
 
 
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """At least a factor of 4 around the same middle, so that two of the ticks 1, 2, 5 fit."""
+    factor = max(1.0, (4 * low / high) ** 0.5)
+    return low / factor, high * factor
+
+
 def _second_ticks(axes: "Axes", low_s: float, high_s: float) -> None:
+    """Powers of ten, or 1-2-5 where they are few."""
+    low_s, high_s = _widened(low_s, high_s)
+    low_s, high_s = low_s / 1.5, high_s * 1.5
     powers = range(int(np.floor(np.log10(low_s))), int(np.ceil(np.log10(high_s))) + 1)
-    values = [10.0**power for power in powers]
-    axes.set_yticks(values, labels=[f"{format_seconds(value)}" for value in values])
-    axes.set_ylim(low_s / 1.5, high_s * 1.5)
+    steps = (1, 2, 5) if len(powers) < 4 else (1,)
+    values = [step * 10.0**power for power in powers for step in steps]
+    inside = [value for value in values if low_s <= value <= high_s]
+    axes.set_yticks(inside, labels=[format_seconds(value) for value in inside])
+    axes.set_ylim(low_s, high_s)
+
+
+class _Product(NamedTuple):
+    """A point of the roofline: FLOPs a byte, FLOP/s."""
+
+    intensity: float
+    rate: float
+    op: Gemm
 
 
 def _products(samples: Sequence[Sample], cluster: Cluster) -> Iterable[Named]:
     """FLOP/s over FLOPs a byte, a series for each dtype and mode, under the datasheet's roofs."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    dtypes = []
+    points: dict[str, list[_Product]] = {}
     for sample in samples:
         op = sample.case.op
         if isinstance(op, Gemm):
             name = f"{number_format(op)}, {compute.mode(sample.case)}"
             rate = op.flops / median_interval(sample.times_s)[0]
-            points.setdefault(name, []).append((op.flops / op.bytes, rate))
-            dtypes.append(op.dtype)
+            points.setdefault(name, []).append(_Product(op.flops / op.bytes, rate, op))
     if not points:
         return
     known = cluster.device.peak_flops
-    roofs = {dtype: known[dtype] for dtype in dict.fromkeys(dtypes) if dtype in known}
-    bandwidth = cluster.device.peak_memory_bytes_per_s
-    x = [intensity for series in points.values() for intensity, _ in series]
-    y = [rate for series in points.values() for _, rate in series]
+    dtypes = dict.fromkeys(point.op.dtype for series in points.values() for point in series)
+    roofs = {dtype: known[dtype] for dtype in dtypes if dtype in known}
+    dashed = " Dashed: datasheet." if roofs else ""
+    caption = f"Matrix products: rate over arithmetic intensity; ringed: the best.{dashed}"
+    paint = _roofline(points, roofs, cluster.device.peak_memory_bytes_per_s)
+    yield "gemm", svg.draw(caption, paint, width=8.8)
+
+
+def _roofline(
+    points: dict[str, list[_Product]], roofs: dict[Dtype, float], bandwidth: float | None
+) -> Callable[["Axes"], None]:
+    every = [point for series in points.values() for point in series]
+    x_low, x_high = _widened(*_ends(point.intensity for point in every))
+    y_low, y_high = _widened(*_ends([*(point.rate for point in every), *roofs.values()]))
 
     def paint(axes: "Axes") -> None:
         for index, (name, series) in enumerate(points.items()):
-            axes.plot(*zip(*series, strict=True), "o", color=svg.colour(index), label=name)
-        wide = np.geomspace(min(x) / 1.5, max(x) * 1.5, 100)
+            best = max(series, key=lambda point: point.rate)
+            x, y, _ = zip(*series, strict=True)
+            text = f"{name}\nbest {shape(best.op)} {storage(best.op)}"
+            axes.plot(x, y, "o", color=svg.colour(index), label=text)
+            axes.plot(
+                best.intensity, best.rate, "o", color=svg.colour(index), markersize=9,
+                fillstyle="none",
+            )  # fmt: skip
+        wide = np.geomspace(x_low / 1.5, x_high * 1.5, 100)
         for dtype, peak in roofs.items():
             roof = np.minimum(wide * bandwidth, peak) if bandwidth else np.full(100, peak)
             axes.plot(wide, roof, color=svg.MUTED, linestyle=_DASHES, linewidth=1)
@@ -149,14 +184,17 @@ def _products(samples: Sequence[Sample], cluster: Cluster) -> Iterable[Named]:
                 va="bottom", color=svg.MUTED, fontsize=8,
             )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte")
-        top = max([*y, *roofs.values()])
-        axes.set_ylim(min(y) / 1.5, top * 1.6)
-        svg.rate_ticks(axes.xaxis, min(x), max(x), "")
-        svg.rate_ticks(axes.yaxis, min(y), top, "FLOP/s")
-        axes.legend(loc="lower left")
+        svg.rate_ticks(axes.xaxis, x_low, x_high, "")
+        svg.rate_ticks(axes.yaxis, y_low, y_high, "FLOP/s")
+        axes.set(xlim=(x_low / 1.5, x_high * 1.5), ylim=(y_low / 1.5, y_high * 1.6))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
-    dashed = " Dashed: datasheet." if roofs else ""
-    yield "gemm", svg.draw(f"Matrix products: rate over arithmetic intensity.{dashed}", paint)
+    return paint
+
+
+def _ends(values: Iterable[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return ordered[0], ordered[-1]
 
 
 def _attention(samples: Sequence[Sample], exact: bool) -> Iterable[Named]:

@@ -3,14 +3,17 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
+
+import numpy as np
 
 from meshwise import store
 from meshwise.pages import collectives, compute, fsdp
 from meshwise.pages.spread import slowest
 from meshwise.pages.table import Table
 from meshwise.pages.tables import ABSENT, INTERVAL, interval
-from meshwise.spec import Block, Case, Derived, Elementwise, RunInfo, Sample, Step
+from meshwise.spec import Block, Case, Collective, Derived, Elementwise, RunInfo, Sample, Step
 from meshwise.spec.label import label
 from meshwise.stats import median_interval
 from meshwise.units import format_rate, format_seconds
@@ -34,8 +37,7 @@ def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[st
     for sample in samples:
         one: dict[str, Any] = {"id": sample.case_id, "case": sample.case, "status": sample.status}
         if sample.times_s:
-            names = ("median_s", "low_s", "high_s")
-            one |= dict(zip(names, median_interval(sample.times_s), strict=True))
+            one |= _figures(sample)
         results.append(one | {"reason": sample.reason, "metrics": sample.metrics})
     return {
         "run_dir": str(run_dir),
@@ -44,6 +46,30 @@ def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[st
         "cases": {status: statuses.count(status) for status in sorted(set(statuses))},
         "results": results,
     }
+
+
+def _figures(sample: Sample) -> dict[str, float | str]:
+    """What the tables show of a sample, in SI units. Bandwidths of collectives are of the mean, as
+    nccl-tests has them, other rates of the median."""
+    op, times_s = sample.case.op, sample.times_s
+    middle_s, low_s, high_s = median_interval(times_s)
+    mean_s = mean(times_s)
+    shown: dict[str, float | str] = {
+        "median_s": middle_s,
+        "low_s": low_s,
+        "high_s": high_s,
+        "mean_s": mean_s,
+        "p95_s": float(np.quantile(times_s, 0.95)),
+        "slowest_rank": slowest(sample),
+    }
+    if isinstance(op, Collective):
+        shown["size_bytes"] = op.size_bytes
+        shown["algbw_bytes_per_s"] = op.size_bytes / mean_s
+        shown["busbw_bytes_per_s"] = op.bytes / mean_s
+    elif not isinstance(op, Step | Block):
+        shown["flops_per_s"] = op.flops / middle_s
+        shown["bytes_per_s"] = op.bytes / middle_s
+    return shown
 
 
 def run(
@@ -70,7 +96,7 @@ def run(
     tables += compute.overlaps(done)
     if collectives.are_fsdp_units(info):
         tables += fsdp.tables(rows, samples)
-    tables += collectives.tables(done)
+    tables += collectives.tables(done, info)
     return tables + failed(samples)
 
 
@@ -117,13 +143,14 @@ def facts(info: RunInfo) -> list[tuple[str, str]]:
 
 def imported(run_dirs: Sequence[Path]) -> list[Table]:
     """What ``measure import`` made of each file, and what looked suspicious in it."""
-    rows, doubts = [], []
+    rows, doubts, places = [], [], []
     for run_dir in run_dirs:
         info, samples, _ = store.load(run_dir)
         source = info.provenance["imported"]
-        rows.append((source["file"], source["tool"], str(len(samples)), str(run_dir)))
+        rows.append((source["file"], source["tool"], str(len(samples))))
+        places.append(f"into {run_dir}")
         doubts += [(source["file"], warning) for warning in source["warnings"]]
-    shown = [Table("Imported", ("file", "of", "samples", "into"), tuple(rows), left=2)]
+    shown = [Table("Imported", ("file", "of", "samples"), tuple(rows), tuple(places), left=2)]
     if doubts:
         shown.append(Table("Suspicious", ("file", "what"), tuple(doubts), left=2))
     return shown

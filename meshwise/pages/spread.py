@@ -1,5 +1,6 @@
 """What the times of the single ranks say of a sample: who is slowest, and who waits for whom."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwise.pages.tables import ABSENT
@@ -8,14 +9,16 @@ from meshwise.stats import median_interval
 
 
 class Split(NamedTuple):
-    """Medians over iterations: of the smallest time over ranks, of the largest less the smallest.
+    """Parts of the median over iterations of the largest time over ranks, which add up to it.
 
-    A rank that comes last waits for nobody, so its time is the transfer; the others' is longer by
-    what they waited.
+    A rank that comes last waits for nobody, so its time, the smallest, is the transfer; the others'
+    is longer by what they waited. Of several groups at once the transfer is the fastest's, the
+    waiting the slowest's, and the rest lies between them: what that group took longer to transfer.
     """
 
     transfer_s: float
     waiting_s: float
+    other_groups_s: float | None  # None: there is one group
 
 
 def members(case: Case) -> list[tuple[int, ...]]:
@@ -32,28 +35,40 @@ def members(case: Case) -> list[tuple[int, ...]]:
 
 
 def split(sample: Sample) -> Split | None:
-    """Of the slowest group; None without the times of single ranks."""
-    found = []
+    """None without the times of single ranks."""
+    ends = []  # of each group: its smallest and its largest time, iteration by iteration
     for group in members(sample.case):
-        if max(group) >= len(sample.rank_times_s):
-            continue
-        each = list(zip(*(sample.rank_times_s[rank] for rank in group), strict=True))
-        if each:
-            least_s = median_interval([min(times_s) for times_s in each])[0]
-            waiting_s = median_interval([max(times_s) - min(times_s) for times_s in each])[0]
-            found.append(Split(least_s, waiting_s))
-    return max(found, key=sum, default=None)
+        if max(group) < len(sample.rank_times_s):
+            each = list(zip(*(sample.rank_times_s[rank] for rank in group), strict=True))
+            ends.append(([min(times_s) for times_s in each], [max(times_s) for times_s in each]))
+    if not ends or not ends[0][0]:
+        return None
+    whole_s = _median(sample.times_s)
+    least_s = _median([min(smallest) for smallest in zip(*(end[0] for end in ends), strict=True)])
+    if len(ends) == 1:
+        return Split(least_s, whole_s - least_s, None)
+    first_s, last_s = max(((_median(a), _median(b)) for a, b in ends), key=lambda pair: pair[1])
+    return Split(least_s, last_s - first_s, whole_s - least_s - (last_s - first_s))
+
+
+def _median(values: Sequence[float]) -> float:
+    return median_interval(values)[0]
 
 
 def slowest(sample: Sample) -> str:
-    """The rank with the largest median, and by how much it exceeds the fastest."""
-    taking_part = [rank for group in members(sample.case) for rank in group]
+    """The rank with the largest median, and by how much it exceeds the fastest of its group; of all
+    ranks where each works by itself."""
+    groups = members(sample.case)
+    if all(len(group) == 1 for group in groups):
+        groups = [tuple(rank for group in groups for rank in group)]
     medians = {
-        rank: median_interval(times_s)[0]
+        rank: _median(times_s)
         for rank, times_s in enumerate(sample.rank_times_s)
-        if rank in taking_part and times_s
+        if times_s and any(rank in group for group in groups)
     }
     if len(medians) < 2:
         return ABSENT
     rank = max(medians, key=lambda rank: medians[rank])
-    return f"{rank} (+{100 * (medians[rank] / min(medians.values()) - 1):.0f} %)"
+    (peers,) = (group for group in groups if rank in group)
+    fastest_s = min(medians[peer] for peer in peers if peer in medians)
+    return f"{rank} (+{100 * (medians[rank] / fastest_s - 1):.0f} %)"

@@ -121,10 +121,13 @@ def build(case: Case, groups: Groups) -> Work:
     communicator = groups.communicator(op, party) if backend == "nccl" else None
     if party is None:
         idle = torch.zeros(1, device=device)
-        return Work(calls=(idle.zero_,), check=lambda: 0, batch=batch(op), on_host=on_host)
+        zero = (lambda: 0) if pattern.exact(op, torch_dtype(op.dtype)) else None
+        return Work(calls=(idle.zero_,), check=zero, batch=batch(op), on_host=on_host)
     make = functools.partial(_symmetric if backend in symmetric.BACKENDS else _plain, op, party)
     buffers, call = make(backend, groups, device, communicator)
-    check = functools.partial(_num_wrong, op, party, buffers, call, groups.ranks)
+    check = None  # where sums would be rounded
+    if pattern.exact(op, buffers.source.dtype):
+        check = functools.partial(_num_wrong, op, party, buffers, call, groups.ranks)
     return Work(calls=(call,), check=check, batch=batch(op), on_host=on_host)
 
 
@@ -158,6 +161,8 @@ def _check_offered(op: Collective, backend: str) -> None:
     kinds = symmetric.BACKENDS.get(backend)
     if backend == "nccl":
         nccl.library()
+    if op.group_size == 1 and op.kind in ("send_recv", "send"):
+        raise Unavailable(f"{op.kind}: a group of one rank sends to nobody")
     if kinds is not None:
         if op.kind not in kinds:
             raise Unavailable(f"{backend} does {', '.join(kinds)}, not {op.kind}")
@@ -274,7 +279,8 @@ def _num_wrong(
 ) -> int:
     """Elements of one operation's result that are not what they must be, on this rank."""
     buffers.result.fill_(pattern.POISON)
-    pattern.fill(buffers.source, party.here, op.group_size)
+    summed = pattern.num_summed(op)
+    pattern.fill(buffers.source, party.here, summed)
     call()
     ranks.synchronize("the checked call")
-    return pattern.num_wrong(buffers.result, pattern.pieces(op, party.here), op.group_size)
+    return pattern.num_wrong(buffers.result, pattern.pieces(op, party.here), summed)

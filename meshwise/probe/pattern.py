@@ -57,8 +57,18 @@ def pieces(op: Collective, here: int) -> list[Piece]:
     return [Piece(0, total, (0 if op.kind in (*ROOTED, "send") else (here - 1) % n,))]
 
 
+def num_summed(op: Collective) -> int:
+    """How many elements the collective adds up for one of its result."""
+    return op.group_size if op.kind in ("all_reduce", "reduce", "reduce_scatter") else 1
+
+
+def exact(op: Collective, dtype: torch.dtype) -> bool:
+    """Whether sums over the group's ranks stay whole numbers that the dtype holds."""
+    return num_summed(op) < _EXACT.get(dtype, 2**20)
+
+
 def fill(tensor: torch.Tensor, rank: int, num_ranks: int) -> None:
-    """Make a flat tensor rank ``rank``'s source."""
+    """Make a flat tensor rank ``rank``'s source, of which ``num_ranks`` will be added up."""
     for at in range(0, len(tensor), _CHUNK):
         part = tensor[at : at + _CHUNK]
         part.copy_(_values(part, rank, at, num_ranks))
@@ -83,4 +93,4 @@ def _values(like: torch.Tensor, rank: int, start: int, num_ranks: int) -> torch.
     most = _EXACT.get(like.dtype, 2**20) // num_ranks
     prime = next((prime for prime in _PRIMES if prime - 1 <= most), 2)
     index = torch.arange(start, start + len(like), device=like.device)
-    return ((index ^ (index >> 7)) * 48271 + 69621 * (rank + 1)) % prime
+    return ((index ^ (index >> 7)) * 48271 + 65537 * (rank + 1)) % prime  # primes, as is ``prime``

@@ -94,8 +94,10 @@ class Progress:
             self.bar.stop()
 
     def add(self, count: int) -> None:
-        """More to do."""
+        """More to do, which follows from what was measured."""
         self.total += count
+        if count and self.visible and self.bar is None:
+            print(f"{count} more cases follow from these", file=sys.stderr, flush=True)
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], total=self.total)
 

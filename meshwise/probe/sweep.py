@@ -187,7 +187,7 @@ def _measure(case: Case, bench: Bench) -> Sample:
 
 def _time(case: Case, bench: Bench) -> Sample:
     ranks, distributed = bench.ranks, communicates(case.op)
-    work = _together(ranks, lambda: bench.build(case), fatal=distributed)
+    work = _together(ranks, lambda: bench.build(case), fatal=False)
     waits = "compiling" if case.lowering == "compiled" else ""
     metrics = _together(ranks, lambda: _try(work, ranks), fatal=distributed, waits=waits)
     if work.check is not None:

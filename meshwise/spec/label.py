@@ -1,4 +1,8 @@
-"""A case in words short enough for a progress line, a table's first column or a figure's legend."""
+"""A case in words short enough for a progress line, a table's first column or a figure's legend.
+
+The size of memory-bound work is its bytes read and written; of a copy from or to the host, which
+reads on one side and writes on the other, the bytes that cross.
+"""
 
 from meshwise.spec.op import Attention, Block, Collective, Elementwise, Gemm, Overlap
 from meshwise.spec.run import Case, Step
@@ -35,6 +39,16 @@ def number_format(op: Gemm) -> str:
     return op.dtype + ("" if op.scaling == "none" else f" {op.scaling}")
 
 
+def uneven(op: Collective) -> str:
+    """``sent 1000-3000``: the least and the most bytes that a rank of all_to_all_v sends, itself
+    included; ``received 500-1500`` where all send as much, "" for other kinds."""
+    for what, parts in (("sent", op.splits), ("received", zip(*op.splits, strict=True))):
+        sizes = [sum(of_rank) for of_rank in parts]
+        if len(set(sizes)) > 1 or (sizes and what == "received"):
+            return f"{what} {min(sizes)}-{max(sizes)}"
+    return ""
+
+
 def _of_op(op: Gemm | Attention | Elementwise | Collective | Overlap | Block | Step) -> str:
     if isinstance(op, Gemm):
         sizes, _, groups = shape(op).partition(" ")
@@ -43,7 +57,8 @@ def _of_op(op: Gemm | Attention | Elementwise | Collective | Overlap | Block | S
     if isinstance(op, Attention):
         return f"attention {shape(op)} {op.direction}"
     if isinstance(op, Elementwise):
-        return f"{op.kind} {format_bytes(op.bytes)}"
+        crossing = op.kind in ("h2d", "d2h")
+        return f"{op.kind} {format_bytes(op.read_bytes if crossing else op.bytes)}"
     if isinstance(op, Collective):
         return _of_collective(op)
     if isinstance(op, Overlap):
@@ -60,4 +75,5 @@ def _of_collective(op: Collective) -> str:
     apart = f" stride {op.group_stride}" if op.group_stride > 1 else ""
     group = f"ranks {','.join(map(str, op.ranks))}" if op.ranks else f"x{op.group_size}{apart}"
     place = " in place" if op.in_place else ""
-    return f"{op.kind} {format_bytes(op.size_bytes)} {group}{place}"
+    words = (op.kind, format_bytes(op.size_bytes), group + place, uneven(op))
+    return " ".join(filter(None, words))

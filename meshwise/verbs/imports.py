@@ -23,7 +23,8 @@ def import_files(
     """One run directory for each file: the text or JSON of nccl-tests, the text of PARAM comms,
     Primus' CSVs, NCCL traces.
 
-    All files are read before the first directory is made. ``cluster``: of the machine that was
+    All files are read before the first directory is made. Those that can be read are stored and
+    logged; one ValueError at the end names the others. ``cluster``: of the machine that was
     measured; without it, it is made of the devices that the file names. What a file's sizes and
     times mean, and all that is suspicious in it, is logged and stored in the run's provenance.
     """
@@ -31,26 +32,65 @@ def import_files(
     if not several:
         raise ValueError("no file to import; name one or more")
     machine = None if cluster is None else files.take(cluster, Cluster)
-    read = [(Path(path), importers.read(path, machine)) for path in several]
-    placed = [(path, found, machine or _cluster(found, path)) for path, found in read]
-    for path, found, place in placed:
-        size = found.world_size or 1
-        if size > place.num_devices:
-            raise ValueError(
-                f"{path.name}: {size} ranks took part, but cluster {place.name!r} has "
-                f"{place.num_devices} devices; give the cluster that was measured with --cluster"
-            )
-    return [_stored(path, found, place, runs) for path, found, place in placed]
+    good, refused = [], {}
+    for given in several:
+        try:
+            good.append((given, *_read(Path(given), machine)))
+        except ValueError as error:
+            refused[str(given)] = str(error)
+    run_dirs = [
+        _stored(Path(given), found, place, runs, _command(given, several))
+        for given, found, place in good
+    ]
+    if refused:
+        raise ValueError(_refusal(refused, len(run_dirs)))
+    return run_dirs
 
 
-def _stored(path: Path, found: importers.Found, cluster: Cluster, runs: Path | str) -> Path:
+def _read(path: Path, machine: Cluster | None) -> tuple[importers.Found, Cluster]:
+    """What the file holds and where it was measured."""
+    found = importers.read(path, machine)
+    place = machine or _cluster(found, path)
+    size = found.world_size or 1
+    if size > place.num_devices:
+        raise ValueError(
+            f"{path.name}: {size} ranks took part, but cluster {place.name!r} has "
+            f"{place.num_devices} devices; give the cluster that was measured with --cluster"
+        )
+    return found, place
+
+
+def _refusal(refused: dict[str, str], num_stored: int) -> str:
+    """One line of all reasons by path; files that are refused for the same reason share it."""
+    if len(refused) == 1 and not num_stored:
+        (path, reason), *_ = refused.items()
+        return reason if Path(path).name in reason else f"{path}: {reason}"
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in refused.items():
+        plain = reason.removeprefix(f"{Path(path).name}: ").removeprefix(f"{path} ")
+        by_reason.setdefault(plain, []).append(path)
+    told = "; ".join(f"{', '.join(paths)}: {reason}" for reason, paths in by_reason.items())
+    rest = f"the other {num_stored} are stored" if num_stored else "nothing is stored"
+    return f"{len(refused)} of {len(refused) + num_stored} files refused, {rest}: {told}"
+
+
+def _command(given: Path | str, several: tuple[Path | str, ...]) -> tuple[str, ...]:
+    """What the user typed, without the other files."""
+    typed = job.command("import_files")
+    others = {str(path) for path in several} - {str(given)}
+    return (*typed[:3], *(word for word in typed[3:] if word not in others))
+
+
+def _stored(
+    path: Path, found: importers.Found, cluster: Cluster, runs: Path | str, command: tuple[str, ...]
+) -> Path:
     run_dir = store.create(
         runs,
         verb="measure",
         slug=f"import-{path.stem}",
         cluster=cluster,
         world_size=found.world_size or 1,
-        command=job.command("import_files"),
+        command=command,
         provenance=_provenance(path, found),
     )
     for sample in found.samples:
@@ -89,6 +129,8 @@ def _cluster(found: importers.Found, path: Path) -> Cluster:
     from meshwise import machine
 
     size = found.world_size or 1
+    if not found.device and all(sample.status == "skipped" for sample in found.samples):
+        return _unknown(size, path)  # a trace: it holds no times, so the device does not matter
     memory_bytes = _memory_bytes(found.device)
     if not found.device or memory_bytes is None:
         what = f"{found.device!r} is not a device known here" if found.device else "names no device"
@@ -108,6 +150,19 @@ def _cluster(found: importers.Found, path: Path) -> Cluster:
         tiers=(Tier(name="unknown", num_devices=size),),
         notes=(f"made of what {path.name} says: links are not known",),
     )
+
+
+def _unknown(size: int, path: Path) -> Cluster:
+    """So many devices on one host, of which nothing else is known."""
+    return Cluster(
+        name=f"import-{path.stem}",
+        num_hosts=1,
+        num_devices_per_host=size,
+        device=Device(name="unknown", kind="cuda", memory_bytes=1),
+        tiers=(Tier(name="unknown", num_devices=size),),
+        notes=(f"{path.name} says how many ranks there were: hosts, devices and memory (1 byte "
+               "here) are not known",),
+    )  # fmt: skip
 
 
 def _memory_bytes(name: str) -> int | None:

@@ -71,7 +71,7 @@ def world_size(asked: int | None, cluster: "Cluster", default: int) -> int:
     if not 1 <= size <= cluster.num_devices:
         raise ValueError(
             f"nproc = {size}: cluster {cluster.name!r} has {cluster.num_devices} devices; "
-            f"use 1 to {cluster.num_devices}, or describe a larger cluster"
+            f"use 1 to {cluster.num_devices}, or name a larger cluster: a file, or h100-hgx"
         )
     if launched is None and size > cluster.num_devices_per_host:
         raise ValueError(

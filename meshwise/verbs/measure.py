@@ -1,5 +1,6 @@
 """measure: time operations on every rank, into a run directory."""
 
+import difflib
 import importlib
 import inspect
 import logging
@@ -7,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from meshwise import store
 from meshwise.spec import Case, Cluster, Plan, RunInfo, Sample, digest
@@ -55,18 +56,18 @@ def measure(
     ``follow``: add sizes where a collective's curve bends, and shapes near the best where a best
     one is searched. ``sustain``: how long a sustained case lasts. ``timeout``: how long ranks wait
     for each other before a case counts as hung. ``resume`` continues the newest run of the same
-    kind, cluster and number of ranks. ``options``: those of ``probe.cases.<what>.cases``. A missing
-    cluster.toml is detected first.
+    cases on this cluster. ``options``: see ``help(meshwise.probe.cases.gemm.cases)`` and its
+    neighbours; where they take records, file names do. A missing cluster.toml is detected first.
     """
     if what not in KINDS:
-        raise ValueError(f"what = {what!r}: must be one of {', '.join(KINDS)}")
+        logs = "; meshwise.verbs.imports.import_files reads logs" if what == "import" else ""
+        raise ValueError(f"what = {what!r}: must be one of {', '.join(KINDS)}{logs}")
     listing = importlib.import_module(f"meshwise.probe.cases.{what}").cases
     if quick and "quick" in inspect.signature(listing).parameters:  # it knows what to leave out
         options, quick = options | {"quick": True}, False
     budget_s = QUICK_S if quick and budget is None else _seconds("budget", budget)
     seconds = {"sustain_s": _seconds("sustain", sustain), "timeout_s": _seconds("timeout", timeout)}
-    machine = _cluster(cluster, nproc, keep=not dry_run)
-    size = job.world_size(nproc, machine, default=machine.num_devices)
+    machine, size = place(cluster, nproc, keep=not dry_run)
     asked = chosen(listing, what, files.several(model), options)
     cases: list[Case] = listing(scope_of(machine, size, dtype), **asked)
     if not cases:
@@ -77,7 +78,9 @@ def measure(
     if dry_run:
         return [(case, effort.estimate_s(case, machine, sustain_s)) for case in cases]
     job.check_machine(machine, size)
-    run_dir = _newest(runs, what, machine, size) if resume else _created(runs, what, machine, size)
+    key = digest(tuple(case.id for case in cases))
+    choose = _newest if resume else _created
+    run_dir = choose(runs, what, machine, size, key)
     from meshwise.probe.sweep import SweepRequest
 
     request = SweepRequest(
@@ -87,6 +90,12 @@ def measure(
     with job.locked(run_dir):
         _sweep(run_dir, request, size, timeout_s, resume=resume)
     return run_dir
+
+
+def place(cluster: Path | str, nproc: int | None, *, keep: bool) -> tuple[Cluster, int]:
+    """The machine, and how many of its devices take part."""
+    machine = _cluster(cluster, nproc, keep=keep)
+    return machine, job.world_size(nproc, machine, default=machine.num_devices)
 
 
 def _seconds(name: str, value: str | float | None) -> float | None:
@@ -129,6 +138,7 @@ def chosen(
         "plan": lambda path: files.take(path, Plan),
         "splits": _read_splits,
         "ranks": _read_ranks,
+        "kinds": _read_kinds,
     }
     given = options | ({"models": tuple(map(catalogue.find, names))} if names else {})
     known = list(inspect.signature(listing).parameters)[1:]
@@ -137,13 +147,31 @@ def chosen(
             shown = "model" if name == "models" else name
             said = ", ".join("model" if option == "models" else option for option in known)
             raise ValueError(f"{shown}: measure {what} has no such option; it has {said}")
-        if name in read and isinstance(value, str | Path):
+        if name in read and (name == "kinds" or isinstance(value, str | Path)):
             given[name] = read[name](value)
         if name == "backends":
             given[name] = tuple("" if backend == "torch" else backend for backend in value)
     if {"configs", "shapes"} & given.keys():
         given.setdefault("microbatch_sizes", tuple(range(1, 9)))
     return given
+
+
+def _read_kinds(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Collectives, also as nccl-tests and NCCL spell them: all_reduce_perf, AllReduce."""
+    from meshwise.spec.op import CollectiveKind
+
+    known = {kind.replace("_", ""): kind for kind in get_args(CollectiveKind)}
+    found = []
+    for name in names:
+        plain = name.lower().removesuffix("_perf").replace("_", "").replace("-", "")
+        if plain not in known:
+            near = difflib.get_close_matches(plain, known, n=1)
+            hint = (
+                f"did you mean {known[near[0]]}?" if near else f"known: {', '.join(known.values())}"
+            )
+            raise ValueError(f"kind = {name!r}: is no collective; {hint}")
+        found.append(known[plain])
+    return tuple(found)
 
 
 def _read_splits(path: str | Path) -> tuple[tuple[int, ...], ...]:
@@ -163,7 +191,7 @@ def _follow(what: str, options: dict[str, Any]) -> "Follow":
     return "best_shape" if what == "gemm" and options.get("search") else "nothing"
 
 
-def _created(runs: Path | str, what: str, cluster: Cluster, size: int) -> Path:
+def _created(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Path:
     if not job.leads():
         return Path(runs)
     from meshwise import provenance
@@ -175,20 +203,21 @@ def _created(runs: Path | str, what: str, cluster: Cluster, size: int) -> Path:
         cluster=cluster,
         world_size=size,
         command=job.command("measure"),
-        provenance=provenance.collect(nproc=size),
+        provenance=provenance.collect(nproc=size) | {"cases": key},
     )
 
 
-def _newest(runs: Path | str, what: str, cluster: Cluster, size: int) -> Path:
-    """The newest run of this kind and cluster with this many ranks."""
+def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Path:
+    """The newest run of the same cases on this cluster."""
     for run_dir in reversed(store.runs_of(runs, f"measure-{what}")):
         info = store.read(run_dir / "run.json", RunInfo)
-        if digest(info.cluster) == digest(cluster) and info.world_size == size:
+        same = info.provenance.get("cases", key) == key and info.world_size == size
+        if same and digest(info.cluster) == digest(cluster):
             files.announce(run_dir, "the newest run")
             return run_dir
     raise ValueError(
-        f"no run of measure {what} on cluster {cluster.name!r} with {size} ranks under {runs}; "
-        "start one without --resume"
+        f"no run of measure {what} with these options on cluster {cluster.name!r} with {size} "
+        f"ranks under {runs}; start one without --resume"
     )
 
 
@@ -200,6 +229,7 @@ def _sweep(
     import msgspec
 
     from meshwise import launch
+    from meshwise.probe.sweep import CURRENT
 
     kept = f"what was measured is in {run_dir}, --resume continues"
     if resume and job.leads():
@@ -207,18 +237,20 @@ def _sweep(
         if before.hung:  # ranks that a launcher started were not started again
             _record_hung(run_dir, str(before))
     started, restarts_left = time.monotonic(), len(request.cases)
+    budget_s = request.budget_s
     while True:
         skip = _measured(run_dir)
-        if all(case.id in skip for case in request.cases) and request.follow == "nothing":
+        done = all(case.id in skip for case in request.cases) and request.follow == "nothing"
+        if done and job.starts():  # ranks of a launcher meet: rank 0's list is the one that counts
             log.info("all %d cases are measured already", len(request.cases))
             if job.leads() and store.read(run_dir / "run.json", RunInfo).status != "complete":
                 store.finish(run_dir, "complete")  # the last case hung, or the end was cut off
+            (run_dir / CURRENT).unlink(missing_ok=True)
             return
         if job.leads():
             store.finish(run_dir, "running")
         left = sum(case.id not in skip for case in request.cases)
         log.info("%d cases on %d ranks, into %s", left, size, run_dir)
-        budget_s = request.budget_s and max(1.0, request.budget_s - (time.monotonic() - started))
         todo = msgspec.structs.replace(request, skip=tuple(sorted(skip)), budget_s=budget_s)
         try:
             with job.recorded(run_dir, kept):
@@ -231,6 +263,8 @@ def _sweep(
             if not (goes_on and restarts_left):
                 raise
             restarts_left -= 1
+            if request.budget_s is not None:
+                budget_s = max(1.0, request.budget_s - (time.monotonic() - started))
             log.warning("%s; the ranks are started again for the other cases", failed)
 
 
@@ -241,8 +275,13 @@ def _record_hung(run_dir: Path, reason: str) -> bool:
     current = run_dir / CURRENT
     if not current.exists():
         return False
-    case = store.read(current, Case)
-    current.unlink()
+    try:
+        case = store.read(current, Case)
+    except ValueError as error:
+        log.warning("%s; which case hung is not known", error)
+        return False
+    finally:
+        current.unlink()
     if case.id not in _measured(run_dir):
         store.append(run_dir, Sample(case_id=case.id, case=case, status="hung", reason=reason))
     last = [sample.status for sample in store.load(run_dir)[1][-MOST_HUNG:]]

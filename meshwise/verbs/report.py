@@ -22,8 +22,9 @@ def report(
     plan: Path | str = "plan.json",
     out: Path | str = "report.html",
 ) -> Path:
-    """Write the page and return its path. ``named``: run directories to show in any case. What is
-    missing is a sentence on the page; nothing at all is a ValueError that names the first verb."""
+    """Write the page and return its path. ``named``: the only runs to show, beside those of the
+    plan and of the prices. What is missing is a sentence on the page; nothing at all is a
+    ValueError that names the first verb."""
     return write(gather(runs, costs, plan, named), out)
 
 
@@ -31,7 +32,8 @@ def gather(
     runs: Path | str, costs: Path | str, plan: Path | str, named: tuple[Path | str, ...] = ()
 ) -> Contents:
     """The prices, the plan, the runs of its model on its cluster, the runs that the prices rest
-    on, those named; without prices all that was measured."""
+    on, those named. Where none is named, without a plan all that ran, and without prices all that
+    was measured."""
     prices, chosen = _found(costs, Costs), _found(plan, Plan)
     asked = {Path(path).resolve() for path in named}
     paths = {path.resolve(): path for path in (*store.runs_of(runs), *map(Path, named))}
@@ -44,13 +46,16 @@ def gather(
     measured, ran, others = [], [], []
     for path, info in infos.items():
         wanted = path.resolve() in asked
-        if _of_plan(info, chosen) or (info.plan is not None and wanted):
-            ran.append(files.load(path))
-        elif info.verb == "measure" and (prices is None or wanted or info.run_id in prices.runs):
+        if info.plan is not None:
+            if wanted or (_of_plan(info, chosen) if chosen else not asked):
+                ran.append(files.load(path))
+        elif info.verb != "measure":
+            continue
+        elif wanted or (info.run_id in prices.runs if prices else not asked):
             measured.append(files.load(path))
-        elif info.verb == "measure":
+        else:
             others.append(str(path))
-    if others:
+    if others and not asked:
         log.info("not shown unless named, as no price rests on them: %s", ", ".join(others))
     return Contents(
         plan=chosen,
@@ -75,8 +80,6 @@ def _found(path: Path | str, kind: type[T]) -> T | None:
     return files.take(path, kind) if Path(path).exists() else None
 
 
-def _of_plan(info: RunInfo, plan: Plan | None) -> bool:
-    """Whether a run executed the plan or a rival of it; any plan when there is none."""
-    if info.plan is None:
-        return False
-    return plan is None or (info.plan.model == plan.model and info.cluster == plan.cluster)
+def _of_plan(info: RunInfo, plan: Plan) -> bool:
+    """Whether a run executed the plan or a rival of it."""
+    return info.plan is not None and (info.plan.model, info.cluster) == (plan.model, plan.cluster)

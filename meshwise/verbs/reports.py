@@ -3,11 +3,12 @@
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwise.spec import Derived
+from meshwise.spec import Cluster, Derived
 from meshwise.verbs import files
 from meshwise.verbs.measure import chosen, scope_of
 
@@ -16,15 +17,15 @@ log = logging.getLogger("meshwise")
 
 def derived(
     what: str,
-    run_dir: Path | str,
+    cluster: Cluster,
+    size: int,
     *,
     model: str | tuple[str, ...] = (),
     dtype: str | None = None,
     **options: Any,
 ) -> list[Derived]:
-    """The run's cases with the models that they are of, in the order of Primus' files. ``what``,
-    ``model``, ``dtype`` and ``options`` are those that ``measure`` was given."""
-    info, _ = files.load(run_dir)
+    """The cases on ``size`` devices with the models that they are of, in the order of Primus'
+    files. ``what``, ``model``, ``dtype`` and ``options`` are those that ``measure`` was given."""
     module = importlib.import_module(f"meshwise.probe.cases.{what}")
     listing: Callable[..., list[Derived]] = module.derived
     asked = chosen(module.cases, what, files.several(model), options)
@@ -33,8 +34,20 @@ def derived(
     return [
         row
         for each in asked.get("dtypes") or (dtype,)
-        for row in listing(scope_of(info.cluster, info.world_size, each), **given)
+        for row in listing(scope_of(cluster, size, each), **given)
     ]
+
+
+def check_writable(paths: Iterable[Path | str]) -> None:
+    """Refuse before anything is measured what could not be written afterwards."""
+    for path in map(Path, paths):
+        folder = path.parent if path.suffix == ".csv" else path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def write(

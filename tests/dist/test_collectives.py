@@ -190,3 +190,23 @@ def test_sums_over_the_ranks_are_exact_in_every_dtype(dtype):
     assert pattern.num_wrong(total.to(dtype), pattern.pieces(op, 0), 8) == 0
     assert torch.equal(total.to(dtype).double(), total)
     assert len(total.unique()) > 8  # enough different values to tell elements apart
+
+
+@pytest.mark.parametrize("num_ranks", [43, 64, 128, 1000])
+def test_copies_of_many_ranks_are_told_apart_in_bf16(num_ranks):
+    size = 2 * num_ranks
+    op = Collective(kind="all_gather", size_bytes=2 * size, group_size=num_ranks, dtype="bf16")
+    sources = torch.empty(num_ranks, size // num_ranks, dtype=torch.bfloat16)
+    for rank, source in enumerate(sources):
+        pattern.fill(source, rank, pattern.num_summed(op))
+    wanted = pattern.pieces(op, 0)
+    assert pattern.num_wrong(sources.flatten(), wanted, pattern.num_summed(op)) == 0
+    exchanged = sources[torch.tensor([1, 0, *range(2, num_ranks)])].flatten()
+    assert pattern.num_wrong(exchanged, wanted, pattern.num_summed(op)) == 4
+
+
+def test_sums_that_the_dtype_would_round_are_not_judged():
+    many = Collective(kind="all_reduce", size_bytes=8, group_size=256, dtype="bf16", in_place=True)
+    assert not pattern.exact(many, torch.bfloat16) and pattern.exact(many, torch.float32)
+    copied = Collective(kind="all_gather", size_bytes=512, group_size=256, dtype="bf16")
+    assert pattern.exact(copied, torch.bfloat16)

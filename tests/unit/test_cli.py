@@ -102,7 +102,7 @@ def test_every_verb_can_print_json(verb, capsys):
         ("measure attention --shapes-json-path none.json", "none.json does not exist"),
         ("measure attention --backend fash", "backends = fash: must be of flash"),
         ("measure collectives --sizes 8..4", "sizes = '8..4': a range is LOW..HIGH"),
-        ("measure collectives all_to_some --nproc 1", "Collective.kind = 'all_to_some': must be"),
+        ("measure collectives alltoal --nproc 1", "'alltoal': is no collective; did you mean all_"),
         ("measure collectives --timeout 0s", "timeout = '0s': must be some time"),
         ("measure collectives --nproc 1 --groups 2", "groups = 2: must divide the 1 ranks"),
         ("measure fsdp --nproc 1 --replicas 2", "replicas = 2: must divide the 1 ranks"),
@@ -115,6 +115,7 @@ def test_every_verb_can_print_json(verb, capsys):
         ("run", "plan.json does not exist; `meshwise plan` writes it"),
         ("refit", "refit is not built yet"),
         ("compare a b", "a is not a run directory"),
+        ("compare a b c", "compare takes two runs, but 3 are given"),
         ("report", "nothing to report"),
         ("show nothing.json", "nothing.json does not exist; show can read cluster.toml"),
         ("detect --peak bf16", "write dtype=FLOP/s, as in bf16=990e12"),
@@ -142,7 +143,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
         "measure --dry-run",
         "measure gemm --model deepseek-v3 --dtypes bf16 --dtypes fp8 --dry-run",
         "measure attention --window 64 --dry-run",
-        "measure collectives all_reduce --pairs --groups 2 --dry-run",
+        "measure collectives --pairs --dry-run",
         "measure fsdp --model llama-3-70b --replicas 2 --dry-run",
         "measure overlap --sizes 1M --dry-run",
         "measure health --quick --dry-run",
@@ -189,10 +190,11 @@ def test_an_imported_log_is_a_run_that_show_prints(capsys):
     assert call("show", run_dir) == 0
     out = capsys.readouterr().out
     assert "nccl_tests_all_reduce.txt of nccl-tests" in out and "busbw" in out
-    assert call("measure", "import", str(log), str(table)) == 2  # nothing of either is stored
+    assert call("measure", "import", str(log), str(table)) == 2  # the log is stored again
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: ") and "model_configs.json" in last
-    assert len(list(Path("runs").iterdir())) == 1
+    assert "1 of 2 files refused, the other 1 are stored" in last
+    assert len(list(Path("runs").iterdir())) == 2
 
 
 def test_json_of_a_file_is_the_record_on_disk(capsys):

@@ -84,7 +84,8 @@ class TestWays:
         ]
         asked = {"out": [False], "in": [True], "both": [False, True]}[place]
         if kind in IN_PLACE_BY_TORCH and backend in ("", "gloo"):
-            asked = [True]  # torch.distributed has no other form
+            # torch.distributed has no other form; who asks for both is told by a skipped case
+            asked = asked if place == "both" else [True]
         elif backend == "two_shot" and kind in (*IN_PLACE_BY_TORCH, "all_gather", "reduce_scatter"):
             asked = [True]
         elif backend in ("one_shot", "two_shot", "peer_copy"):
@@ -390,3 +391,25 @@ def test_nothing_follows_unless_asked_and_known_cases_never_do():
     grid = gemm.cases(scope(1), search=True)
     fast = [Sample(case_id=c.id, case=c, status="ok", times_s=(c.op.flops / 1e10,)) for c in grid]
     assert follow.next_cases("best_shape", fast) == gemm.next_shapes(fast) != []
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"pairs": True, "tables": "8,1-1-1-1,4"}, "tables and pairs: only one"),
+        ({"pairs": True, "kinds": ("all_gather",)}, "pairs and kinds: only one"),
+        ({"groups": 2, "ranks": (0, 1)}, "groups and ranks: only one"),
+        ({"tables": "8,1-1-1-1,4", "sizes": "4K"}, "sizes: splits, tables, models and plans have"),
+        ({"backends": ("smoke",)}, "backend = 'smoke': must be one of torch, gloo, nccl"),
+        ({"kinds": ("all_to_all_v",)}, "all_to_all_v: who sends how much"),
+        ({"kinds": ("send",)}, "send: from whom to whom"),
+    ],
+)
+def test_options_that_say_two_things_are_refused(asked, said):
+    with pytest.raises(ValueError, match=said):
+        collectives.cases(scope(4), **asked)
+
+
+def test_fp8_is_sent_as_something_else():
+    with pytest.raises(ValueError, match="dtype = 'fp8': is sent as bf16"):
+        collectives.cases(scope(4, dtype="fp8"))

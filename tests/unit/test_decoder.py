@@ -195,13 +195,21 @@ LLAMA = SMALL | {"model_type": "llama"}
         (LLAMA | {"hidden_size": 64.0}, "hidden_size = 64.0"),
         (LLAMA | {"num_hidden_layers": True}, "num_hidden_layers = True"),
         (LLAMA | {"intermediate_size": "96"}, "intermediate_size = '96'"),
-        (LLAMA | {"num_hidden_layers": 10_001}, "layers = 10001"),
+        (LLAMA | {"num_hidden_layers": 10_001}, ": num_hidden_layers = 10001: must"),
         (LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3}, "hidden_size = 64"),
         (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads = 3"),
         (LLAMA | {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
         (VARIANTS["experts alone"][0] | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
         (VARIANTS["experts alone"][0] | {"mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
-        (VARIANTS["experts alone"][0] | {"num_experts_per_tok": 7}, "top_k = 7"),
+        (
+            VARIANTS["experts alone"][0] | {"num_experts_per_tok": 7},
+            ": num_experts_per_tok = 7: must be <= num_experts = 6",
+        ),
+        (
+            VARIANTS["experts with biases"][0] | {"num_experts_per_tok": 9},
+            ": num_experts_per_tok = 9: must be <= n_routed_experts = 8",
+        ),
+        (VARIANTS["a GPT"][0] | {"n_layer": 10_001}, ": n_layer = 10001: must"),
         (VARIANTS["a GPT"][0] | {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
         (VARIANTS["a GPT"][0] | {"n_head": 3}, "n_head = 3"),
     ],
@@ -220,6 +228,12 @@ def test_key_value_heads_that_llama_leaves_out_are_the_heads(tmp_path):
     assert hugging_face.read_config(written(tmp_path, config)).kv_heads == 8
     with pytest.raises(ValueError, match="num_key_value_heads is missing"):
         hugging_face.read_config(written(tmp_path, config | {"model_type": "mistral"}))
+
+
+@pytest.mark.parametrize("unused", [3, None, "none"])
+def test_key_value_heads_of_latent_attention_are_not_looked_at(unused, tmp_path):
+    config = VARIANTS["experts with biases"][0] | {"num_key_value_heads": unused}
+    assert hugging_face.read_config(written(tmp_path, config)).kv_heads == 4
 
 
 def test_a_model_is_found_by_name_or_path(tmp_path):

@@ -3,6 +3,8 @@ and what must be refused or flagged. No torch."""
 
 import json
 import logging
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,7 +138,7 @@ def test_columns_of_nccl_tests_are_found_by_name_and_wrong_elements_are_an_error
     assert (good.times_s, good.case.regime) == ((10.24 * 1e-6,), "graph")
     bad = only(found, in_place=True)
     assert (bad.status, bad.reason) == ("error", "3 wrong elements")
-    assert any("1 rows of redop max" in text for text in found.warnings)
+    assert "1 rows have no counterpart here: redop max at line 8" in found.warnings
     assert "secret-host" not in str(found)
 
 
@@ -345,10 +347,11 @@ def broken(stem, old, new):
           "    65536         16384     float     sum      -1    40.69    3.17    3.17"),
          "busbw does not follow from size and time in 1 rows: line 17"),
         (("    65536         16384     float", "     4096          1024     float"), "duplicated"),
-        (("24.27    2.70    2.70    N/A", "24.27"), "line 17 cannot be read"),
+        (("24.27    2.70    2.70    N/A", "24.27"), "1 rows cannot be read: line 17"),
         (("    65536         16384     float", "      512           128     float"),
-         "not ascending: 512 B at line 17 comes after 16384 B"),
-        ((": 123.602", ": 125.602"), "the footer's mean busbw is 125.602"),
+         "not ascending: 1 sizes: 512 B at line 17 comes after 16384 B"),
+        ((": 123.602", ": 125.602"),
+         "1 footers differ from the mean busbw of their rows: 125.602 beside 123.6"),
     ],
 )  # fmt: skip
 def test_suspicious_rows_of_nccl_tests_are_flagged(file, change, warning):
@@ -359,9 +362,28 @@ def test_suspicious_rows_of_nccl_tests_are_flagged(file, change, warning):
 def test_constant_and_quantised_times_are_flagged(file):
     rows = "".join(f" {8 << i} {2 << i} float sum -1 20 0.00 0.00 0\n" for i in range(6))
     text = f"# Collective test starting: all_reduce_perf\n# nThread 1 nGpus 2\n{TWO}{rows}"
-    warnings = importers.read(file(text)).warnings
-    assert any("constant: 6 sizes" in text and "have the time 20" in text for text in warnings)
-    assert any("6 times have fewer than three digits" in text for text in warnings)
+    assert importers.read(file(text)).warnings == (
+        "constant: 1 stretches: 6 sizes from line 7 on have the time 20 (all_reduce out of place)",
+        "quantised: 6 of 6 times have fewer than three digits: all_reduce out of place",
+    )
+
+
+def test_a_kind_of_doubt_is_one_warning_of_a_file_with_its_count(file):
+    """Two tables, each of one case six times, with times of two digits."""
+    row = " 4096 1024 float sum -1 {} 0.05 0.05 0\n"
+    table = "# nThread 1 nGpus 2\n" + TWO + "".join(row.format(11 + i) for i in range(6))
+    table = "# Collective test starting: all_reduce_perf\n" + table
+    assert importers.read(file(table + table.replace("float", "half"))).warnings == (
+        "quantised: 12 of 12 times have fewer than three digits: all_reduce out of place",
+        "duplicated: 2 cases are repeated and keep all times: "
+        "6 times from line 7 out of place on; 6 times from line 19 out of place on",
+    )
+
+
+@pytest.mark.parametrize("path", H200, ids=lambda path: path.stem)
+def test_bandwidths_of_two_decimals_are_how_nccl_tests_prints_and_no_doubt(path):
+    assert " 0.0" in path.read_text()
+    assert importers.read(path).warnings == ()
 
 
 TWO = """\
@@ -393,12 +415,12 @@ def test_a_duplicated_row_keeps_both_times(file):
         (broken("sendrecv", "364.90  364.90", "2919.2  2919.2"),
          r"mixed units \(GB/s from line \d+, Gbit/s from line 25\)"),
         (OLD_PARAM + OLD_PARAM.replace("Latency(us)", "Latency(ms)"), "mixed units"),
-        (OLD_PARAM.split("reduce_scatter-float16_tag")[0], "no rows of PARAM"),
-        ("# size count type time algbw busbw error\n", "header but no rows"),
+        (OLD_PARAM.split("reduce_scatter-float16_tag")[0], "line 6: 1 values under 10 columns"),
+        ("# size count type time algbw busbw error\n", "has a header and no rows"),
         (HEAD, "a header and no rows"),
         (broken("sendrecv", "#  Rank", "#"), "list of devices is missing"),
-        (HEAD + "l,1,8192,x,torch.float16,8,0.001,1\n", "line 2: invalid literal"),
-        (HEAD + "l,1,8192\n", "line 2: a value is missing"),
+        (HEAD + "l,1,8192,x,torch.float16,8,0.001,1\n", "line 2: HiddenSize = 'x': must be"),
+        (HEAD + "l,1,8192\n", "line 2: 3 values under 8 columns"),
         ("btd,size_bytes,latency_us\n\"7,1-1,4\",1,1\n", "line 2: batch = 7: is not divisible"),
     ],
 )  # fmt: skip
@@ -406,6 +428,195 @@ def test_what_is_no_result_is_refused_by_name(file, text, message):
     with pytest.raises(ValueError, match=message) as error:
         importers.read(file(text))
     assert "results.txt" in str(error.value) and "\n" not in str(error.value)
+
+
+GEMM = """model,m,n,k,transA,transB,dtype,Time(s),TFLOPS,Bandwidth(GB/s)
+Llama,8192,6144,4096,N,T,torch.bfloat16,0.00055,749.6,339.0
+Llama,6144,4096,8192,T,N,torch.bfloat16,0.00060,687.2,310.8
+"""
+ATTENTION = """model,batch_size,seqlen_q,seqlen_kv,num_head_q,num_head_kv,head_dim_qk,head_dim_v,causal,fwd_time,bwd_time
+deepseek,2,8192,8192,16,16,192,128,True,0.0014,0.0035
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (",N,T,", ",C,T,", "line 2: transA = 'C': must be T or True or N or False"),
+        (",0.00055,", ",nan,", "line 2: Time(s) = 'nan': must be a number"),
+        (",0.00055,", ",inf,", "line 2: Time(s) = 'inf': must be a number"),
+        (",0.00055,", ",0,", "line 2: Time(s) = '0': a time must be > 0"),
+        (",0.00055,", ",-0.1,", "line 2: Time(s) = '-0.1': a time must be > 0"),
+        (",0.00055,", ",,", "line 2: Time(s) = '': must be a number"),
+        (",0.00055,", ",0,00055,", "line 2: 11 values under 10 columns"),
+        (",8192,6144", "," + "9" * 400 + ",6144", "line 2: m = '999"),
+        (",8192,6144", ',"8192,6144', "line 2: a quote is open"),
+        ("Llama,8192", "x" * 200_000 + ",8192", "line 2: a quote is open or a cell is too long"),
+        ("bfloat16,0.00055", "int7,0.00055", "line 2: dtype = 'torch.int7'"),
+    ],
+)
+def test_a_row_of_primus_that_cannot_be_read_is_left_out_by_its_line(file, old, new, said):
+    assert GEMM.count(old) == 1
+    found = importers.read(file(GEMM.replace(old, new)))
+    assert [sample.times_s for sample in found.samples] == [(0.0006,)]
+    assert found.warnings[0].startswith(f"1 rows cannot be read: {said}")
+
+
+def test_trailing_commas_do_no_harm_and_blank_lines_are_counted(file):
+    head, *lines = GEMM.splitlines()
+    found = importers.read(file("\n".join([head, "", *(f"{line},," for line in lines), "x"])))
+    assert len(found.samples) == 2
+    assert found.warnings == ("1 rows cannot be read: line 5: 1 values under 10 columns: x",)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (GEMM.encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (GEMM.encode("utf-16-be"), "is UTF-16; save it as UTF-8"),
+        (GEMM.replace(",", ";").encode(), "separated by semicolons; save it with commas"),
+        (GEMM.replace(",", "\t").encode(), "separated by tabs; save it with commas"),
+        (GEMM.replace("transB", "B").encode(), "looks like Primus' gemm but has no column transB"),
+        (ATTENTION.replace("seqlen_kv", "kv").encode(), "attention but has no column seqlen_kv"),
+        (b"btd,size_bytes,us\n", "is a table of btd but has no column latency_us"),
+    ],
+)
+def test_a_table_that_was_saved_otherwise_is_refused_with_the_way_out(tmp_path, data, said):
+    (tmp_path / "table.csv").write_bytes(data)
+    with pytest.raises(ValueError, match=f"^table.csv: .*{said}"):
+        importers.read(tmp_path / "table.csv")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("algbw   busbw  #wrong     time   algbw   busbw", "algbw   busbw  #wrong     time",
+         "line 14: the header's columns out of place and in place differ"),
+        ("busbw", "bandwidth", "line 14: the header has no column busbw"),
+        ("algbw", "", "line 14: the header has no column algbw"),
+        ("time", "walltime", "line 14: the header has no column time"),
+    ],
+)  # fmt: skip
+def test_a_damaged_header_of_nccl_tests_is_refused_by_its_column(file, old, new, said):
+    with pytest.raises(ValueError, match=f"^results.txt: no row can be read: {said}; nor can the"):
+        importers.read(file(broken("sendrecv", old, new)))
+
+
+def test_numbers_that_are_no_measurements_spoil_their_row_alone(file):
+    text = broken("sendrecv", "    65536         16384", "9" * 400 + "         16384")
+    found = importers.read(file(text))
+    assert len(found.samples) == 22
+    assert "1 rows cannot be read: line 17: size = '999" in found.warnings[0]
+    found = importers.read(file(broken("sendrecv", " 20.69    3.17    3.17", " 20.69 1e400 nan")))
+    assert found.warnings[0] == (
+        "1 rows cannot be read: line 17: time, algbw or busbw is not a number"
+    )
+
+
+def test_a_rank_that_the_list_of_devices_lost_is_taken_as_there(file):
+    """Rank 2 of 4; the busbw of a gather over three would be 8/9 of that printed."""
+    text = broken("all_gather", "#  Rank  2", "#  Ra")
+    found = importers.read(file(text))
+    whole = importers.read(DATA / "nccl_tests_h200x4" / "nccl_tests_all_gather.txt")
+    assert (found.world_size, found.samples) == (4, whole.samples)
+    assert found.warnings == (
+        "1 ranks are not in the list of devices and are taken as there: rank 2",
+    )
+    with pytest.raises(ValueError, match=r"results\.txt: the list of devices lacks 6 ranks"):
+        importers.read(file(text.replace("#  Rank  3", "#  Rank  8")))
+
+
+def test_missing_bandwidths_of_the_json_leave_out_their_half(file):
+    (result,) = report()["results"]
+    lost = result | {"out_of_place": result["out_of_place"] | {"alg_bw": None, "bus_bw": None}}
+    del result["count"]
+    text = json.dumps(report(results=[lost, result, 7]))
+    found = importers.read(file(text, "report.json"))
+    assert [sample.case.op.in_place for sample in found.samples] == [True]
+    assert found.warnings[0] == (
+        "3 rows cannot be read: result 1 out of place: algbw = None; "
+        "result 2: 'count' is missing; result 3: 'int' object has no attribute 'get'"
+    )
+    with pytest.raises(ValueError, match=r"report\.json: no row can be read: result 1: 'count'"):
+        importers.read(file(json.dumps(report(results=[result])), "report.json"))
+
+
+def test_values_of_param_that_are_none_are_left_out_and_without_a_time_the_row_is(file):
+    row = OLD_PARAM.splitlines()[5]
+    text = OLD_PARAM + row.replace("16.000  14.000", "N/A  N/A") + "\n"
+    text += row.replace("100.0  101.0", "N/A  101.0") + "\n"
+    found = importers.read(file(text))
+    (sample,) = found.samples
+    assert sample.times_s == (100.0 * 1e-6,) * 2
+    assert sample.metrics["p75_s"] == (101.0 * 1e-6,) * 2
+    assert "1 rows cannot be read: line 10: p50 = 'N/A': must be a number" in found.warnings
+    with pytest.raises(ValueError, match=r"line 6: the header above it has no column Latency"):
+        importers.read(file(OLD_PARAM.replace("Latency(us):p50", "Latency(us)")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x" * 2_000_000, "1" * 2_000_000, "1" * 2_000_000 + ": opCount ", "a" + "\n" * 500_000 + "b"],
+    ids=["letters", "digits", "digits of a trace", "blank lines"],
+)
+def test_a_long_word_is_refused_and_does_not_hang(file, text):
+    """Patterns without bounds took the square of its length, which is hours."""
+    with pytest.raises(ValueError, match=r"^results\.txt: .{1,300}$"):
+        importers.read(file(text))
+
+
+ODD = ("N/A", "nan", "inf", "-1", "0", "1e400", "9" * 400, "9" * 5000, "x", "", "null", "0x1", '"')
+
+
+def mutated(text, chance):
+    """A line cut, lost, doubled or with a word replaced, a column dropped, or the end lost."""
+    lines = text.split("\n")
+    at, how = chance.randrange(len(lines)), chance.randrange(6)
+    line = lines[at]
+    if how == 0:
+        lines[at] = line[: chance.randrange(len(line) + 1)]
+    elif how == 1:
+        lines[at : at + 1] = [line] * chance.choice((0, 2))
+    elif how in (2, 3) and (words := [*re.finditer(r"[^\s,]+" if how == 2 else r"\d+", line)]):
+        word = chance.choice(words)
+        lines[at] = line[: word.start()] + chance.choice(ODD) + line[word.end() :]
+    elif how == 4:
+        column, separator = chance.randrange(12), "," if "," in lines[0] else None
+        rows = [line.split(separator) for line in lines]
+        lines = [(separator or " ").join(row[:column] + row[column + 1 :]) for row in rows]
+    elif how == 5:
+        return text[: chance.randrange(len(text))]
+    return "\n".join(lines)
+
+
+REAL = {
+    **{path.name: path.read_text() for path in (*H200[:2], *A100[:2], *PARAM.glob("[cg]*"))},
+    "trace.log": (DATA / "nccl_trace" / "llama3_70b.log").read_text(),
+    "report.json": json.dumps(report(), indent=1),
+    "old_param.txt": OLD_PARAM,
+    "gemm.csv": GEMM,
+    "attention.csv": ATTENTION,
+    "reducescatter.csv": HEAD + "l,1,8192,8192,torch.float16,8,0.001,117.440512\n" * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_a_damaged_file_is_read_or_refused_in_one_line_by_its_name(file, name):
+    chance, read = random.Random(name), 0
+    for _ in range(60):
+        text = "\n".join(REAL[name].split("\n")[:90])
+        for _ in range(chance.randint(1, 3)):
+            text = mutated(text, chance) or "x"
+        try:
+            found = importers.read(file(text, name))
+        except ValueError as error:
+            said = str(error)
+            assert said.startswith(f"{name}: ") and "\n" not in said
+            assert "does not write" not in said, "an error that no reader foresaw"
+        else:
+            assert found.samples
+            read += 1
+    assert read  # not everything is refused
 
 
 def test_missing_and_binary_files_are_refused_in_one_line(tmp_path):
@@ -446,6 +657,32 @@ def test_a_file_that_names_no_device_asks_for_the_cluster(tmp_path):
     eight = DATA / "nccl_tests_a100x8" / "nccl_allreduce.log"
     with pytest.raises(ValueError, match="8 ranks took part, but cluster 'four' has 4 devices"):
         import_files(eight, cluster=tmp_path / "cluster.toml", runs=tmp_path / "runs")
+
+
+def test_a_bad_file_is_named_and_the_good_ones_are_stored(tmp_path, monkeypatch, caplog):
+    good = [str(path) for path in H200[:2]]
+    bad = {"empty.log": "", "table.csv": "a,b\n", "also.csv": "a,b\n"}
+    for name, text in bad.items():
+        (tmp_path / name).write_text(text)
+    files = [good[0], *(str(tmp_path / name) for name in bad), good[1], "gone.txt"]
+    argv = ["meshwise", "measure", "import", *files, "--runs", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", argv)
+    caplog.set_level(logging.INFO, "meshwise")
+    with pytest.raises(ValueError) as error:
+        import_files(files, runs=tmp_path / "runs")
+    said = str(error.value)
+    assert said.startswith("4 of 6 files refused, the other 2 are stored: ") and "\n" not in said
+    assert f"{tmp_path / 'empty.log'}: is empty" in said and "gone.txt: does not exist" in said
+    assert f"{tmp_path / 'table.csv'}, {tmp_path / 'also.csv'}: not a result of a tool" in said
+    runs = store.runs_of(tmp_path / "runs")
+    infos = [store.load(run_dir)[0] for run_dir in runs]
+    assert [info.provenance["imported"]["file"] for info in infos] == [
+        Path(path).name for path in good
+    ]
+    assert all(str(run_dir) in caplog.text for run_dir in runs)
+    assert [info.command for info in infos] == [
+        ("meshwise", "measure", "import", path, "--runs", str(tmp_path / "runs")) for path in good
+    ]
 
 
 def test_importers_do_without_torch():

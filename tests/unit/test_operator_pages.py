@@ -22,7 +22,7 @@ from meshwise.pages import (
     table,
 )
 from meshwise.pages import fsdp as fsdp_page
-from meshwise.spec import Attention, Case, Collective, Derived, Gemm, Overlap, Sample
+from meshwise.spec import Attention, Case, Collective, Derived, Elementwise, Gemm, Overlap, Sample
 from meshwise.spec.label import label
 from tests import sample_records as known
 
@@ -241,24 +241,84 @@ def test_collectives_by_hand():
     assert "all_reduce, 4 ranks, graph, one_shot, in place" in shown
     # the busiest rank sends 2000 of its 3000 bytes to the other
     uneven = shown["all_to_all_v, ranks 1, 3 alone, warm"].rows[0]
-    assert (uneven[1], uneven[5], uneven[6]) == ("–", "0.30", "0.20")
-    assert shown["broadcast, 4 ranks, pipelined"].rows[0][3] == "0"
+    assert (*uneven[:3], *uneven[4:6]) == ("3000", "sent 1000-3000", "float", "0.30", "0.20")
+    # one time has no quantiles, but four equal ones do
+    once = shown["broadcast, 4 ranks, pipelined"]
+    assert once.rows[0][3] == "0" and once.rows[0][8:10] == ("–", "–")
+    assert halves.rows[0][8:10] == ("80.00", "80.00")
+    # 8 B in 14 us are 0.00057143 GB/s; half of 1.5 times that and 49.152
+    assert graph.legend == ("# Avg bus bandwidth    : 24.5764",)
+    assert once.legend[0] == "# Avg bus bandwidth    : 52.4288"
+    assert any("depends on which sizes" in line for line in once.legend)
+    assert any("mean over iterations" in line for line in once.legend)
+
+
+def test_the_times_of_an_import_are_what_its_file_says():
+    source = {"tool": "PARAM comms", "time_kind": "median over ranks of each rank's mean"}
+    info = replaced(known.info(), provenance={"imported": source})
+    (shown,) = collectives.tables(exchanges()[-1:], info)
+    text = " ".join(shown.legend)
+    assert "as PARAM comms gives it: median over ranks of each rank's mean" in text
+    assert "mean over iterations" not in text
+
+
+def test_a_group_of_one_rank_moves_nothing_and_is_left_out():
+    alone = measured(Collective(kind="all_reduce", size_bytes=64, group_size=1), [1e-6] * 3)
+    assert collectives.tables([alone]) == []
+    assert len(collectives.tables([alone, exchanges()[-1]])) == 1
+    gather = measured(Collective(kind="all_gather", size_bytes=64, group_size=1), [1e-6])
+    reduce = measured(Collective(kind="all_reduce", size_bytes=64, group_size=4), [1e-6])
+    units, commands = fsdp_page.tables([], [gather, reduce])
+    assert units.title == "FSDP units, 4 replicas"
+    assert len(units.rows) == len(commands.rows) == 1
 
 
 def test_the_time_of_a_collective_is_split_by_its_ranks():
     *_, parts = collectives.tables(exchanges())
     rows = {(row[2], row[3]): row[4:] for row in parts.rows if row[0] == "all_reduce"}
     # the late rank needs 22 us, 12 of them for the smallest message; the others wait 10
-    assert rows["graph", "1.0 MiB"] == ("12.00", "10.00", "10.00")
-    assert rows["graph", "8 B"] == ("12.00", "0.00", "2.00")
-    assert rows["graph, one_shot, in place", "1.0 MiB"] == ("–", "–", "10.00")  # no small message
+    assert rows["graph", "1048576"] == ("12.00", "10.00", "10.00")
+    assert rows["graph", "8"] == ("12.00", "0.00", "2.00")
+    assert rows["graph, one_shot, in place", "1048576"] == ("–", "22.00", "10.00")  # none is small
     assert all(row[0] == "all_reduce" for row in parts.rows)  # the others have no ranks' times
+    assert "other\ngroups(us)" not in parts.columns
+
+
+def test_the_floor_is_the_least_of_the_series_and_the_parts_add_up():
+    """The smallest message takes 14 us, one of 1 KiB only 11: no transfer is below zero."""
+    op = Collective(kind="all_reduce", size_bytes=8, group_size=2)
+    each = {8: (14e-6, 17e-6), 1024: (11e-6, 12e-6), 4096: (13e-6, 20e-6)}
+    found = [
+        of_ranks(replaced(op, size_bytes=size), [[a] * 3, [b] * 3], world_size=2)
+        for size, (a, b) in each.items()
+    ]
+    listed, parts = collectives.tables(found)
+    assert [row[3:] for row in parts.rows] == [
+        ("8", "11.00", "3.00", "3.00"),
+        ("1024", "11.00", "0.00", "1.00"),
+        ("4096", "11.00", "2.00", "7.00"),
+    ]
+    p50 = [row[listed.columns.index("p50(us)")] for row in listed.rows]
+    assert p50 == ["17.00", "12.00", "20.00"]
+
+
+def test_what_groups_differ_by_is_a_part_and_no_rank_of_another_group_is_a_peer():
+    """Ranks 0, 1 need 10 and 12 us, ranks 2, 3 in the other group 20 and 25."""
+    op = Collective(kind="all_gather", size_bytes=64, group_size=2)
+    sample = of_ranks(op, [[t] * 3 for t in (10e-6, 12e-6, 20e-6, 25e-6)])
+    listed, parts = collectives.tables([sample])
+    assert listed.rows[0][-1] == "3 (+25 %)"
+    assert parts.columns[4:] == ("floor(us)", "transfer(us)", "waiting(us)", "other\ngroups(us)")
+    assert parts.rows[0][4:] == ("10.00", "0.00", "5.00", "10.00")  # 25 us in all
+    # the slower group in turns: both have a median of 20 us, the whole takes 25
+    turns = [[10e-6] * 3, [20e-6, 25e-6, 20e-6], [10e-6] * 3, [25e-6, 20e-6, 25e-6]]
+    assert spread.split(of_ranks(op, turns)) == pytest.approx((10e-6, 15e-6, 0), abs=1e-12)
 
 
 def test_only_ranks_that_take_part_are_slow_or_waited_for():
     slow = pairs()[3]  # 2 -> 0 of three ranks; rank 1 has no work
     assert spread.members(slow.case) == [(2, 0)]
-    assert spread.split(slow) == pytest.approx((64 * 2**20 / 40e9, 0))
+    assert spread.split(slow) == (64 * 2**20 / 40e9, 0, None)
     assert "(+0 %)" in spread.slowest(slow)
     stride = Case(op=Collective(kind="broadcast", size_bytes=8, group_size=2, group_stride=2),
                   world_size=8)  # fmt: skip
@@ -334,6 +394,27 @@ def test_fsdp_replicas_are_a_row_of_their_own_and_a_failure_is_said():
             Case(op=Overlap(compute=CUBE, collective=RING), regime="blocking"),
             "gemm 8192x8192x8192 bf16 beside all_gather 256.0 MiB x4 blocking",
         ),
+        (
+            Case(
+                op=Collective(
+                    kind="all_to_all_v",
+                    size_bytes=3072,
+                    group_size=2,
+                    splits=((1024, 2048), (512, 512)),
+                )
+            ),
+            "all_to_all_v 3.0 KiB x2 sent 1024-3072",
+        ),
+        (
+            Case(
+                op=Collective(
+                    kind="all_to_all_v", size_bytes=513, group_size=2, splits=((512, 0), (1, 511))
+                )
+            ),
+            "all_to_all_v 513 B x2 received 511-513",
+        ),
+        (Case(op=Elementwise(kind="copy", read_bytes=2**20, write_bytes=2**20)), "copy 2.0 MiB"),
+        (Case(op=Elementwise(kind="h2d", read_bytes=2**20, write_bytes=2**20)), "h2d 1.0 MiB"),
     ],
 )
 def test_a_case_in_words(case, text):
@@ -366,7 +447,24 @@ def test_every_operator_has_its_figures():
         assert not re.search(r"#0[0-9a-f]{5}\b", figure.svg)
     assert "nccl-tests, pipelined" in drawn()["collectives-all_reduce-4_ranks-busbw"].svg
     assert "datasheet" in drawn()["gemm"].caption
+    assert "best 32768x4096x7168 256 groups nt" not in drawn()["gemm"].svg
+    assert "best 8192x8192x8192 nt" in drawn()["gemm"].svg
     assert operators.figures(known.info(), [known.SAMPLES[-1]]) == []
+
+
+def test_an_axis_of_values_that_hardly_differ_has_several_ticks():
+    """2.1 to 2.9 ms, 1 to 1.4 GB/s of busbw, and one point of a product."""
+    op = Collective(kind="all_reduce", size_bytes=2**20, group_size=4)
+    close = [measured(op, [2.1e-3]), measured(replaced(op, size_bytes=2**21), [2.9e-3])]
+    tiny = measured(Gemm(m=512, n=512, k=512), [1e-3])
+    shown = dict(operators.figures(known.info(), [*close, tiny]))
+
+    def named(figure, unit: str) -> set[str]:
+        return set(re.findall(rf">([\d.]+{unit})</text>", shown[figure].svg))
+
+    assert named("collectives-all_reduce-4_ranks-time", " ms") == {"1.00 ms", "2.00 ms", "5.00 ms"}
+    assert len(named("collectives-all_reduce-4_ranks-busbw", " [GM]B/s")) >= 2
+    assert len(named("gemm", " ?")) >= 2  # FLOPs a byte have no unit
 
 
 def test_bars_that_are_too_many_are_named():
@@ -404,7 +502,8 @@ def test_what_was_imported_is_said_with_its_doubts(tmp_path):
     run_dir = tmp_path / info.run_id
     known.write_run(tmp_path, info, exchanges()[:2])
     made, doubts = samples.imported([run_dir])
-    assert made.rows == (("a.txt", "nccl-tests 2.19", "2", str(run_dir)),)
+    assert made.rows == (("a.txt", "nccl-tests 2.19", "2"),)
+    assert made.legend == (f"into {run_dir}",)
     assert doubts.rows == (("a.txt", "row 3: printed with one digit"),)
     stated = dict(samples.state(info, []).rows)
     assert stated["imported"] == "a.txt of nccl-tests 2.19; size: total; time: mean"

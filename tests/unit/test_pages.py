@@ -10,10 +10,10 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
-from meshwise.pages import compare, html, samples, show, svg, table, tables
+from meshwise.pages import compare, health, html, samples, show, svg, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
-from meshwise.spec import Case, Gemm, Removal, Sample
+from meshwise.spec import Case, Elementwise, Gemm, Removal, Sample
 from tests import sample_records as known
 
 STEPS_S = [0.0100, 0.0102, 0.0104, 0.0106, 0.0108, 0.0110, 0.0112]
@@ -235,6 +235,17 @@ def test_prices_that_were_not_measured_are_not_numbers():
     assert curves.rows[0][4:6] == ("–", "–")
     assert rendered([blocks]) == ("No block was measured; plans add operations up as they are.\n\n")
     assert "No block was measured" in html.page(Contents(None, bare, (), ()))
+
+
+def test_a_machine_without_a_specification_has_rates_alone():
+    info = msgspec.structs.replace(known.info(), cluster=known.CPUS, world_size=2)
+    copy = Elementwise(kind="copy", read_bytes=2**20, write_bytes=2**20)
+    rates = health.tables(info, [known.sample(copy, [1e-3] * 8, ranks=2)])[-1]
+    assert rates.title == "Rates"
+    assert rates.columns == ("", "slowest", "at", "median", "baseline", "time")
+    # read and written as the case is named: 2 MiB in 1 ms on the slower rank
+    assert rates.rows[0][:3] == ("copy 2.0 MiB", "2.10 GB/s", "rank 1")
+    assert all("specification" not in line for line in rates.legend)
 
 
 def test_any_record_can_be_shown():

@@ -64,3 +64,10 @@ def test_the_processor_by_its_name(tmp_path: Path) -> None:
     cpuinfo.write_text("processor\t: 0\nmodel\t\t: 1\nmodel name\t: Some CPU @ 2 GHz\n")
     assert provenance.cpu_name(cpuinfo) == "Some CPU @ 2 GHz"
     assert provenance.cpu_name(tmp_path / "absent")
+
+
+def test_settings_hold_no_secret():
+    doors = ("NCCL_AUTH_TOKEN", "TORCH_FOO_PASSWORD", "CUDA_TOKEN", "OMP_SECRET", "GLOO_API_KEY")
+    assert provenance.settings({**dict.fromkeys(doors, "hush"), "NCCL_ALGO": "Ring"}) == {
+        "NCCL_ALGO": "Ring"
+    }

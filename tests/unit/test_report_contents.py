@@ -49,6 +49,15 @@ def test_beside_prices_a_run_that_they_do_not_rest_on_is_shown_when_named(caplog
     assert ids(f"runs/{COLLECTIVES}") == [known.MEASURE_RUN, COLLECTIVES]
 
 
+def test_named_runs_are_the_only_ones_shown_beside_those_of_prices_and_plan():
+    known.write_run(Path("runs"), known.info("run", known.plan(), "step"), [])
+    assert ids() == [known.MEASURE_RUN, COLLECTIVES, "step"]
+    assert ids(f"runs/{COLLECTIVES}") == [COLLECTIVES]
+    assert ids("runs/step") == ["step"]
+    store.write("plan.json", known.plan())
+    assert ids(f"runs/{COLLECTIVES}") == [COLLECTIVES, "step"]
+
+
 def test_a_run_named_by_another_path_is_shown_once(runs):
     store.write("costs.json", known.COSTS)
     assert ids(runs / COLLECTIVES, f"./runs/{COLLECTIVES}").count(COLLECTIVES) == 1
@@ -63,6 +72,19 @@ def test_a_page_of_measurements_alone_does_not_speak_of_plans():
     text = meshwise.report(f"runs/{COLLECTIVES}").read_text()
     assert f"Measured: {COLLECTIVES}" in text and "1048576" in text
     assert "no plan" not in text.lower() and "no prices" not in text.lower()
+
+
+def test_a_page_is_titled_by_what_it_shows():
+    head = "<small>Meshwise report: "
+    text = meshwise.report(f"runs/{COLLECTIVES}").read_text()
+    assert f"<h1>four{head}what was measured</small>" in text
+    store.write("costs.json", known.COSTS)
+    assert f"{head}what was measured and priced</small>" in meshwise.report().read_text()
+    store.write("plan.json", known.plan())
+    assert f"{head}what was planned</small>" in meshwise.report().read_text()
+    step = known.step_sample(known.plan(), [0.01] * 5)
+    known.write_run(Path("runs"), known.info("run", known.plan(), "step"), [step])
+    assert f"{head}predicted beside measured</small>" in meshwise.report().read_text()
 
 
 def test_a_health_run_is_shown_with_its_verdict():

@@ -122,13 +122,12 @@ class TestGemm:
         assert said in capsys.readouterr().err
         assert not Path("runs").exists()
 
-    def test_a_folder_that_cannot_be_is_named_and_the_run_kept(self, capsys):
+    def test_a_folder_that_cannot_be_is_named_before_anything_is_measured(self, capsys):
         Path("out").write_text("a file in the way")
         assert measure("gemm --model gpt-30m --report-dir-path out") == 2
         last = capsys.readouterr().err.strip().splitlines()[-1]
-        assert last.startswith("error: out/benchmark_gemm_gpt-30m.csv cannot be written")
-        (run_dir,) = Path("runs").iterdir()
-        assert store.load(run_dir)[0].status == "complete"
+        assert last == "error: out cannot be written: File exists"
+        assert not Path("runs").exists()
 
 
 class TestAttention:

@@ -28,7 +28,15 @@ def test_sizes_are_read(text: str, size_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "time_s"),
-    [("60", 60), ("120s", 120), ("2m", 120), ("2min", 120), ("0.5h", 1800), ("250ms", 0.25)],
+    [
+        ("60", 60),
+        ("120s", 120),
+        ("2m", 120),
+        ("2min", 120),
+        ("0.5h", 1800),
+        ("250ms", 0.25),
+        ("1.5 days", 129_600),
+    ],
 )
 def test_times_are_read(text: str, time_s: float) -> None:
     assert units.parse_seconds(text) == pytest.approx(time_s, rel=1e-12)
@@ -69,6 +77,11 @@ def test_sizes_are_printed(size_bytes: float, text: str) -> None:
         (1e-3, "1.00 ms"),
         (999.9e-6, "1.00 ms"),
         (0.9999, "1.00 s"),
+        (99.9, "99.9 s"),
+        (99.96, "1.67 min"),
+        (62 * 60, "62.0 min"),
+        (7.6 * 3600, "7.60 h"),
+        (93 * 86400, "93.0 days"),
     ],
 )
 def test_times_are_printed(time_s: float, text: str) -> None:
@@ -103,7 +116,7 @@ def test_a_size_survives_printing(size_bytes: int) -> None:
     assert read == pytest.approx(size_bytes, rel=0.06)  # one decimal of 1.0 to 1024
 
 
-@given(st.floats(1e-6, 1e5))
+@given(st.floats(1e-6, 1e9))
 def test_a_time_survives_printing(time_s: float) -> None:
     read = units.parse_seconds(units.format_seconds(time_s))
     assert read == pytest.approx(time_s, rel=0.0051)
@@ -112,4 +125,4 @@ def test_a_time_survives_printing(time_s: float) -> None:
 @given(st.floats(1e-6, 990), st.floats(1.0, 1000))
 def test_printing_keeps_three_digits(time_s: float, scale: float) -> None:
     digits = units.format_seconds(time_s * scale).split()[0].replace(".", "").lstrip("0")
-    assert len(digits) <= 3 or time_s * scale >= 1000
+    assert len(digits) <= 3

@@ -177,7 +177,7 @@ class TestMeasure:
 
     def test_resume_takes_the_newest_run_of_this_cluster_and_size(self, started):
         store.write("cluster.toml", known.CPUS)
-        lacking = "no run of measure profile on cluster 'two-cpus' with 2 ranks under runs"
+        lacking = "no run of measure profile with these options on cluster 'two-cpus' with 2 ranks"
         with pytest.raises(ValueError, match=lacking):
             meshwise.measure(resume=True)
         mine = meshwise.measure()

@@ -93,7 +93,7 @@ def derived(
     rows = []
     for name, op in found:
         masks = [op, *(replace(op, window=window) for window in windows if op.causal)]
-        for mask, direction, backend in product(masks, directions, backends):
+        for mask, backend, direction in product(masks, backends, directions):
             case = Case(
                 op=replace(mask, direction=direction),
                 regime=regime,

@@ -32,6 +32,7 @@ from meshwise.stats import median_interval
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv",
 )  # fmt: skip
+BACKENDS = ("", "gloo", "nccl", "one_shot", "two_shot", "peer_copy")  # probe.collectives
 PLACES = {"out": (False,), "in": (True,), "both": (False, True)}
 _IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 _TORCH_IN_PLACE = ("all_reduce", "reduce", "broadcast")  # torch has no other form
@@ -73,15 +74,32 @@ def cases(
     all_to_all_v. ``groups``: so many groups of equal size at once; ``ranks``: one group of these.
     ``pairs``: one message between every ordered pair of ranks, one pair at a time. ``modes``: warm
     (events around each call), blocking, pipelined, graph; by default graph on GPUs, warm on CPUs.
-    ``place``: in or out of place where a back end has both.
+    ``place``: in or out of place where a back end has both; torch's all_reduce, reduce and
+    broadcast are in place whatever is asked.
     """
+    _check_alone(
+        splits=bool(splits), tables=bool(tables), pairs=pairs, plan=plan is not None,
+        models=bool(models), kinds=kinds != KINDS and not (splits or tables),
+    )  # fmt: skip
+    _check_alone(groups=groups > 1, ranks=bool(ranks), plan=plan is not None)
+    if sizes is not None and (splits or tables or models or plan):
+        raise ValueError("sizes: splits, tables, models and plans have their own; leave it out")
+    if unknown := set(backends) - set(BACKENDS):
+        said = ", ".join(["torch", *BACKENDS[1:]])
+        raise ValueError(f"backend = {', '.join(sorted(unknown))!r}: must be one of {said}")
+    if scope.dtype in ("fp8", "tf32"):
+        raise ValueError(f"dtype = {scope.dtype!r}: is sent as bf16 or fp32; take one of them")
+    if "all_to_all_v" in kinds and not (splits or tables):
+        raise ValueError("all_to_all_v: who sends how much? give splits or tables")
+    if "send" in kinds:
+        raise ValueError("send: from whom to whom? ask for pairs")
     group = _group(scope.world_size, groups, ranks)
     ops: list[Collective] = []
     if splits or tables:
         ops = [_uneven(splits or _embedding_splits(tables or "", group.size), group, scope.dtype)]
     elif pairs:
         every = ranks or tuple(range(scope.world_size))
-        ops = _pairs(scope, every, sizes or ("64M" if scope.on_gpus else "1M"))
+        ops = _pairs(scope, every, sizes)
     elif plan is not None:
         if plan.layout.num_devices != scope.world_size:
             needed = plan.layout.num_devices
@@ -96,7 +114,7 @@ def cases(
         )  # fmt: skip
         return list(dict.fromkeys(row.case for row in rows))
     else:
-        text = sizes or ("1K..1G:x4" if scope.on_gpus else "4K..16M:x4")
+        text = ("1K..1G:x4" if scope.on_gpus else "4K..16M:x4") if sizes is None else sizes
         ops = [
             _sized(kind, size, group, scope.dtype) for size in parse_sizes(text) for kind in kinds
         ]
@@ -121,18 +139,28 @@ def derived(
     for model in models:
         experts = None if isinstance(model, Model) else model.experts
         divides = experts is not None and experts.num_experts % group.size == 0
-        tokens = seq_len or min(model.max_seq_len, 4096 if scope.on_gpus else 128)
+        tokens = seq_len or min(model.max_seq_len, 8192 if scope.on_gpus else 128)
         for rows in microbatch_sizes:
             about = (model.name, rows, tokens, model.hidden, experts.top_k if experts else 1)
-            exchanged = exchanges(
-                model, rows, tokens, tp=group.size, ep=group.size if divides else 1,
-                dtype=scope.dtype,
-            )  # fmt: skip
+            ep = group.size if divides else 1
+            try:
+                exchanged = exchanges(model, rows, tokens, tp=group.size, ep=ep, dtype=scope.dtype)
+            except ValueError as error:
+                raise ValueError(
+                    f"{model.name}: {error}; split it less: groups, or nproc"
+                ) from None
             for one in exchanged:
                 op = _within(one.collective, group)
                 cases = _called(scope, op, modes, backends, place)
                 found += [Derived(*about, one.name, case) for case in cases]
     return found
+
+
+def _check_alone(**given: bool) -> None:
+    """Refuse options that say different things about the same."""
+    several = [name for name, said in given.items() if said]
+    if len(several) > 1:
+        raise ValueError(f"{' and '.join(several)}: only one of them can be; leave the others out")
 
 
 def _called(
@@ -178,7 +206,9 @@ def _placed(op: Collective, backend: str, in_place: tuple[bool, ...]) -> list[Co
     """``op`` in the places asked for that its back end has."""
     if op.kind not in _IN_PLACE:
         in_place = (False,)
-    elif backend == "two_shot" or (op.kind in _TORCH_IN_PLACE and backend in ("", "gloo")):
+    elif op.kind in _TORCH_IN_PLACE and backend in ("", "gloo"):
+        in_place = in_place if len(in_place) > 1 else (True,)  # of both, one will be skipped
+    elif backend == "two_shot":
         in_place = (True,)
     elif backend in ("one_shot", "peer_copy"):
         in_place = (False,)
@@ -215,7 +245,9 @@ def _embedding_splits(text: str, n: int) -> tuple[tuple[int, ...], ...]:
     return tuple((batch // n * count * dim * DTYPE_BYTES["fp32"],) * n for count in tables)
 
 
-def _pairs(scope: Scope, ranks: Sequence[int], sizes: str) -> list[Collective]:
+def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | None) -> list[Collective]:
+    if sizes is None:
+        sizes = "64M" if scope.on_gpus else "1M"
     if len(ranks) < 2:
         raise ValueError(f"pairs: {len(ranks)} rank has no peer; use at least 2 (--nproc)")
     return [

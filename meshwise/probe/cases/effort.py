@@ -39,6 +39,8 @@ def estimate_s(case: Case, cluster: Cluster, sustain_s: float = SUSTAIN_S) -> fl
     """Rough seconds to measure ``case``, set-up and compilation included."""
     op = case.op
     assert not isinstance(op, Step), "whole steps are measured by run"
+    if cluster.device.kind == "cpu" and _needs_gpu(case):
+        return SETUP_S  # it will be skipped
     parts: tuple[Op, ...] = (op,)
     if isinstance(op, Block):
         parts = block_ops(op)
@@ -54,6 +56,11 @@ def estimate_s(case: Case, cluster: Cluster, sustain_s: float = SUSTAIN_S) -> fl
     timed = longest if case.regime == "sustained" else timed
     timed += settle_s(case, cluster.device.kind)
     return SETUP_S + 3 * once + timed + (COMPILE_S if compiling else 0.0)
+
+
+def _needs_gpu(case: Case) -> bool:
+    on_cpus = ("", "flash", "math", "flex", "gloo")
+    return case.regime == "graph" or case.backend not in on_cpus
 
 
 def _once_s(op: Op, cluster: Cluster) -> float:

@@ -65,7 +65,7 @@ def cases(
     microbatch_sizes: tuple[int, ...] = (1,),
     seq_len: int | None = None,
     dtypes: tuple[Dtype, ...] = (),
-    regimes: tuple[Regime, ...] = (),
+    modes: tuple[Regime, ...] = (),
     gradients: bool = True,
     square: tuple[int, ...] = (),
     skinny: bool = False,
@@ -77,15 +77,15 @@ def cases(
     cubes that take microseconds; all three where nothing is asked. ``search``: the grid that
     ``next_shapes`` goes on from.
 
-    Without ``regimes``: cold, and the largest product of each dtype sustained, on GPUs (a search
+    Without ``modes``: cold, and the largest product of each dtype sustained, on GPUs (a search
     ends with that of the best); warm on CPUs. A sustained regime is of one product in any case.
     """
     scale = _scale(scope)
     if not (models or configs or square or skinny or tiny or search):
         square, skinny, tiny = scale.squares, True, True
-    if not regimes:
+    if not modes:
         largest: tuple[Regime, ...] = () if search else ("sustained",)
-        regimes = ("cold", *largest) if scope.on_gpus else ("warm",)
+        modes = ("cold", *largest) if scope.on_gpus else ("warm",)
     shapes = [(n, n, n) for n in square]
     if skinny:
         shapes += [(thin, scale.long, scale.long) for thin in scale.skinny]
@@ -102,7 +102,7 @@ def cases(
         ops = [row.case.op for row in rows if isinstance(row.case.op, Gemm)]
         for m, n, k in shapes:
             ops += _in_dtype(Gemm(m=m, n=n, k=k), dtype)
-        for regime in regimes:
+        for regime in modes:
             timed = ops
             if regime == "sustained":  # ten seconds each: the largest alone
                 timed = sorted(ops, key=lambda op: op.flops)[-1:]
@@ -118,11 +118,11 @@ def derived(
     microbatch_sizes: tuple[int, ...] = (1,),
     seq_len: int | None = None,
     dtype: Dtype | None = None,
-    regimes: tuple[Regime, ...] = (),
+    modes: tuple[Regime, ...] = (),
     gradients: bool = True,
 ) -> list[Derived]:
     """The models' products with their names: by model, microbatch size, product, then forward,
-    weight gradient, input gradient. fp8 comes scaled by tensor and by row. Of several ``regimes``
+    weight gradient, input gradient. fp8 comes scaled by tensor and by row. Of several ``modes``
     the first in which all are timed."""
     named: list[tuple[str, Model | Decoder, int]] = [
         (model.name, model, seq_len or min(model.max_seq_len, _scale(scope).seq_len))
@@ -130,7 +130,7 @@ def derived(
     ]
     named += [(name, *found) for name, found in (configs or {}).items()]
     usual: Regime = "cold" if scope.on_gpus else "warm"
-    regime = next((regime for regime in regimes if regime != "sustained"), usual)
+    regime = next((regime for regime in modes if regime != "sustained"), usual)
     rows = []
     for (name, model, tokens), microbatch_size in product(named, microbatch_sizes):
         experts = None if isinstance(model, Model) else model.experts

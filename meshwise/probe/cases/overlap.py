@@ -33,7 +33,8 @@ def cases(
     ranks = scope.world_size
     if ranks < 2:
         raise ValueError(f"overlap: {ranks} rank has no collective; use at least 2 (--nproc 2)")
-    sizes = sizes or ("16M,256M" if scope.on_gpus else "256K,4M")
+    if sizes is None:
+        sizes = "16M,256M" if scope.on_gpus else "256K,4M"
     found = parse_sizes(sizes)
     side = 8192 if scope.on_gpus else 512
     computes = [_product(scope, model, microbatch_size, seq_len) for model in models]

@@ -4,20 +4,27 @@ import re
 
 from meshwise.units import parse_bytes
 
+_LARGEST = 2**50
+_MOST = 1000  # sizes in a range
+
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Bytes, ascending: ``8..8G:x2`` doubles from 8 bytes to 8 GiB, ``1M..4M:+1M`` adds, and
     ``64K,1M`` lists. A range without a step doubles."""
     found: set[int] = set()
     for item in text.split(","):
+        if not item.strip():
+            raise ValueError(
+                f"sizes = {text!r}: a size is missing; write them as 64K,1M or 8..8G:x2"
+            )
         low, dots, rest = item.partition("..")
         if not dots:
             found.add(parse_bytes(item))
             continue
         high, _, step = rest.partition(":")
         found.update(_steps(text, parse_bytes(low), parse_bytes(high), step or "x2"))
-    if min(found) < 1:
-        raise ValueError(f"sizes = {text!r}: every size must be >= 1 byte")
+    if min(found) < 1 or max(found) > _LARGEST:
+        raise ValueError(f"sizes = {text!r}: every size must be 1 byte to 1024T")
     return tuple(sorted(found))
 
 
@@ -30,6 +37,8 @@ def _steps(text: str, low: int, high: int, step: str) -> list[int]:
             "1 <= LOW <= HIGH and a factor above 1, as 8..8G:x2"
         )
     found, least = [low], max(added, 1)
+    if added and (high - low) / added > _MOST:
+        raise ValueError(f"sizes = {text!r}: more than {_MOST} sizes; take a larger step")
     while (larger := max(int(found[-1] * factor), found[-1] + least)) <= high:
         found.append(larger)
     return found

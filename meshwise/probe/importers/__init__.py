@@ -1,12 +1,11 @@
 """Reads what other tools measured. ``read`` recognises a file by what is in it, not by its name."""
 
-import csv
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from meshwise.probe.importers import (
+    csv_table,
     nccl_tests_json,
     nccl_tests_text,
     nccl_trace,
@@ -23,45 +22,69 @@ KNOWN = (
     "nccl-tests' text or JSON, PARAM comms' text or its CSV of batch, tables and dimension, "
     "Primus' CSVs, NCCL traces"
 )
+_PARAM = re.compile(r"^[ \t]*COMMS-RES", re.MULTILINE)
 
 
 def read(path: Path | str, cluster: Cluster | None = None) -> Found:
-    """What a file holds; ValueError, naming the file, for one that none of these tools wrote."""
+    """What a file holds; ValueError, one line that begins with the file's name, for one that none
+    of these tools wrote."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        data = path.read_bytes()
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    name = path.name
+    try:
+        return _read(_text(data), path.name, cluster)
+    except ValueError as error:
+        told = str(error).removeprefix(f"{path.name}: ")
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError) as error:
+        told = f"holds what its tool does not write ({error!r}); was it edited or cut off?"
+    raise ValueError(f"{path.name}: {' '.join(told.split())[:2000]}")
+
+
+def _text(data: bytes) -> str:
+    zeros = sorted((data[:80:2].count(0), data[1:80:2].count(0)))  # at even and odd places
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or (zeros[0] == 0 and zeros[1] > 20):
+        raise ValueError("is UTF-16; save it as UTF-8 text")
+    text = data.decode("utf-8-sig", errors="replace")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read(text: str, name: str, cluster: Cluster | None) -> Found:
     if not text.strip():
-        raise ValueError(f"{name}: is empty; was the run cut off?")
+        raise ValueError("is empty; was the run cut off?")
+    if nccl_tests_text.HEADER.search(text):
+        return nccl_tests_text.read_text(text, name)
+    if _PARAM.search(text):
+        return param.read(text, name)
+    if nccl_trace.MARK in text:
+        return nccl_trace.read(text, name, cluster)
     if text.lstrip()[0] in "[{":
         return _json(text, name)
-    forms: list[tuple[re.Pattern[str], Callable[[str, str], Found]]] = [
-        (nccl_tests_text.HEADER, nccl_tests_text.read_text),
-        (re.compile(r"^\s*COMMS-RES", re.MULTILINE), param.read),
-    ]
-    for pattern, reader in forms:
-        if pattern.search(text):
-            return reader(text, name)
-    if re.search(r"\w+: opCount [0-9a-f]+ sendbuff", text):
-        return nccl_trace.read(text, name, cluster)
-    columns = next(csv.reader([text.lstrip().splitlines()[0]]), [])
-    if set(columns) >= tables_all_to_all.COLUMNS:
-        return tables_all_to_all.read_csv(csv.DictReader(text.lstrip().splitlines()), name)
-    form = primus.form_of(columns)
-    if form is None:
-        raise ValueError(f"{name}: not a result of a tool that is read here ({KNOWN})")
-    return primus.read_csv(text.lstrip(), form, name)
+    return _csv(text, name)
 
 
 def _json(text: str, name: str) -> Found:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: is not JSON: {error}; was the run cut off?") from None
+        raise ValueError(f"is not JSON: {error}; was the run cut off?") from None
     if isinstance(data, dict) and "results" in data and "config" in data:
         return nccl_tests_json.read_json(data, name)
-    raise ValueError(f"{name}: is JSON, but not a report of nccl-tests; known are {KNOWN}")
+    raise ValueError(f"is JSON, but not a report of nccl-tests; known are {KNOWN}")
+
+
+def _csv(text: str, name: str) -> Found:
+    table = csv_table.read(text)
+    if set(table.columns) >= tables_all_to_all.COLUMNS:
+        return tables_all_to_all.read_csv(table, name)
+    if form := primus.form_of(table.columns):
+        return primus.read_csv(table, form, name)
+    for separator, word in ((";", "semicolons"), ("\t", "tabs")):
+        columns = csv_table.read(text, separator).columns
+        if set(columns) >= tables_all_to_all.COLUMNS or primus.form_of(columns):
+            raise ValueError(f"its values are separated by {word}; save it with commas between")
+    missing = tables_all_to_all.lacking(table.columns) or primus.lacking(table.columns)
+    raise ValueError(missing or f"not a result of a tool that is read here ({KNOWN})")

@@ -2,10 +2,12 @@
 
 In: rows, each a case with the time that the file printed. Out: one ``Sample`` a case. Rows of the
 same case are one sample with all their times; nothing is averaged, and the repetition is a warning.
+A row that cannot be read is left out with a warning; a file without any other is a ValueError.
 """
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from meshwise.spec import Case, Sample
@@ -46,17 +48,69 @@ class Found(NamedTuple):
     facts: dict[str, Any]
 
 
+_MOST = 1e15  # no time, size in GB or rate is beyond it
+
+
+def is_number(text: str) -> bool:
+    try:
+        return abs(float(text)) < _MOST  # not so for nan
+    except ValueError:
+        return False
+
+
+def number(text: str, field: str) -> float:
+    if not is_number(text):
+        raise ValueError(f"{field} = {short(text)!r}: must be a number")
+    return float(text)
+
+
+def seconds(text: str, field: str, unit_s: float = 1.0) -> float:
+    if (time_s := number(text, field) * unit_s) <= 0:
+        raise ValueError(f"{field} = {short(text)!r}: a time must be > 0")
+    return time_s
+
+
+def whole(text: str, field: str, least: int = 0) -> int:
+    """A whole number that 64 bits hold."""
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) < least:
+        raise ValueError(f"{field} = {short(text)!r}: must be a whole number >= {least}")
+    return int(text)
+
+
+def short(text: str) -> str:
+    """Fit for a message."""
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def left_out(unread: Sequence[str]) -> list[str]:
+    """The warning of rows that cannot be read, each with its line, if there are any."""
+    return [f"{len(unread)} rows cannot be read: {listed(unread)}"] * bool(unread)
+
+
+def refusal(name: str, unread: Sequence[str]) -> ValueError:
+    """The error of a file none of whose rows can be read."""
+    if not unread:
+        return ValueError(f"{name}: has a header and no rows; was the run cut off?")
+    others = f"; nor can the other {len(unread) - 1}" if len(unread) > 1 else ""
+    return ValueError(f"{name}: no row can be read: {unread[0]}{others}")
+
+
+def listed(texts: Sequence[str]) -> str:
+    """The first four, for a warning; the count stands before it."""
+    return "; ".join([*texts[:4], *(["..."] if len(texts) > 4 else [])])
+
+
 def samples_of(rows: Iterable[Row]) -> tuple[tuple[Sample, ...], list[str]]:
-    """The rows as samples, in order, and a warning for each case that comes more than once."""
+    """The rows as samples, in order, and a warning if some are of the same case."""
     by_case: dict[str, list[Row]] = {}
     for row in rows:
         by_case.setdefault(row.case.id, []).append(row)
-    warnings = [
-        f"duplicated: {', '.join(row.where for row in same)} are of one case and became one sample"
-        for same in by_case.values()
-        if len(same) > 1
+    doubled = [
+        f"{len(same)} times from {same[0].where} on" for same in by_case.values() if len(same) > 1
     ]
-    return tuple(_sample(case_id, same) for case_id, same in by_case.items()), warnings
+    said = f"duplicated: {len(doubled)} cases are repeated and keep all times: {listed(doubled)}"
+    samples = tuple(_sample(case_id, same) for case_id, same in by_case.items())
+    return samples, [said] if doubled else []
 
 
 def _sample(case_id: str, rows: list[Row]) -> Sample:
@@ -69,7 +123,8 @@ def _sample(case_id: str, rows: list[Row]) -> Sample:
             for name in metrics
             if all(name in row.metrics for row in used)
         }
-    of_ranks = zip(*(row.rank_times_s for row in good), strict=True) if good else ()
+    same_ranks = len({len(row.rank_times_s) for row in good}) == 1
+    of_ranks = zip(*(row.rank_times_s for row in good), strict=True) if same_ranks else ()
     return Sample(
         case_id=case_id,
         case=rows[0].case,

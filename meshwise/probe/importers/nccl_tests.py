@@ -9,14 +9,14 @@ Old versions do not name the collective. It follows from count, redop, root and 
 where that leaves two, the file's name decides.
 """
 
-import math
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from meshwise.probe.importers.found import DTYPES, Found, Row, samples_of
-from meshwise.probe.importers.suspicion import Printed, warnings_of
+from meshwise.probe.importers.found import DTYPES, Found, Row, is_number, listed, samples_of
+from meshwise.probe.importers.suspicion import Printed, Series, warnings_of
 from meshwise.spec import Case, Collective
 from meshwise.spec.op import DTYPE_BYTES, ROOTED, CollectiveKind, Dtype
 from meshwise.spec.run import Regime
@@ -35,6 +35,9 @@ _NAMES: dict[str, CollectiveKind] = {
 _WHOLE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # size = n * count
 
 
+Ranks = tuple[tuple[int, int, str, str], ...]  # (rank, group, host, device)
+
+
 class Line(NamedTuple):
     """A printed row: its left part, and the printed values of each placement by column name."""
 
@@ -51,42 +54,41 @@ class Section(NamedTuple):
     """One table: who took part, what was run, its rows and its footer."""
 
     program: str
-    ranks: tuple[tuple[int, int, str, str], ...]  # (rank, group, host, device)
+    ranks: Ranks
     regime: Regime
     lines: list[Line]
     average: float | None
     version: str
     nccl: str
-    unread: tuple[str, ...] = ()  # rows that are cut off or hold no numbers
-
-
-def is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
+    unread: tuple[str, ...] = ()  # rows that cannot be read, and why
 
 
 def found_of(sections: Sequence[Section], name: str) -> Found:
     """Samples, warnings and facts of the tables of one file."""
     rows: list[Row] = []
-    warnings: list[str] = []
+    series: list[Series] = []
+    doubts: dict[str, list[str]] = {}  # what of, and where
     facts = []
+    if unread := [where for section in sections for where in section.unread]:
+        doubts["rows cannot be read"] = unread
+    sections = [
+        section._replace(ranks=_listed_ranks(section.ranks, doubts))
+        for section in sections
+        if section.lines
+    ]
     for section in sections:
-        if not section.ranks:
-            raise ValueError(f"{name}: the list of devices is missing; import the whole log")
-        kind, doubt = _kind(section, name)
-        warnings += [doubt] if doubt else []
-        warnings += [f"{kind}: {where} cannot be read" for where in section.unread]
-        mine, more = _rows(section, kind)
-        rows += mine
-        warnings += more + _suspicious(section, kind, name)
+        kind, word = _kind(section, name)
+        if word:
+            told = "tables do not name their collective, the file's name does"
+            doubts.setdefault(told, []).append(f"{kind} ({word})")
+        rows += _rows(section, kind, doubts)
+        series += _series(section, kind)
         mean = fmean(
             float(half["busbw"]) for line in section.lines for half in line.values.values()
         )
         if section.average is not None and abs(mean - section.average) > 0.01:
-            warnings.append(
-                f"{kind}: the footer's mean busbw is {section.average}, its rows' {mean:.4f}"
+            doubts.setdefault("footers differ from the mean busbw of their rows", []).append(
+                f"{section.average} beside {mean:.4f} ({kind})"
             )
         facts.append(
             {
@@ -105,6 +107,9 @@ def found_of(sections: Sequence[Section], name: str) -> Found:
             f"{name}: devices differ ({', '.join(devices)}); ranks must be of one kind"
         )
     last = sections[-1]
+    warnings = [f"{len(places)} {what}: {listed(places)}" for what, places in doubts.items()]
+    if not samples:
+        raise ValueError(f"{name}: no row has a counterpart here: {'; '.join(warnings)}")
     return Found(
         tool=f"nccl-tests {last.version}".strip(),
         size_kind=SIZE_KIND,
@@ -113,7 +118,7 @@ def found_of(sections: Sequence[Section], name: str) -> Found:
         world_size=len({rank for rank, _, _ in everyone}),
         device=devices[0],
         samples=samples,
-        warnings=(*warnings, *doubled),
+        warnings=(*warnings, *warnings_of(series, name), *doubled),
         facts={"tables": facts, "nccl": _nccl_version(last.nccl)},
     )
 
@@ -125,10 +130,30 @@ def _told(line: Line) -> dict[str, Any]:
 
 def _nccl_version(code: str) -> str | None:
     """22809 is 2.28.9."""
-    if not code.isdigit():
+    if not re.fullmatch("[0-9]{4,6}", code):
         return None
     number = int(code)
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _listed_ranks(ranks: Ranks, doubts: dict[str, list[str]]) -> Ranks:
+    """Each rank once, in order. Of a single group the ranks in between are known to be there, and
+    are taken as the one before, if the list lost a few."""
+    by_rank = {entry[0]: entry for entry in reversed(ranks)}
+    if not by_rank:
+        raise ValueError("the list of devices is missing; import the whole log")
+    missing = max(by_rank) + 1 - len(by_rank)
+    if missing > len(by_rank):
+        raise ValueError(f"the list of devices lacks {missing} ranks; import the whole log")
+    if missing == 0 or len({group for _, group, _, _ in ranks}) > 1:
+        return tuple(by_rank[rank] for rank in sorted(by_rank))
+    last, whole = by_rank[min(by_rank)], []
+    for rank in range(max(by_rank) + 1):
+        last = by_rank.get(rank, (rank, *last[1:]))
+        whole.append(last)
+    lost = [f"rank {rank}" for rank, *_ in whole if rank not in by_rank]
+    doubts["ranks are not in the list of devices and are taken as there"] = lost
+    return tuple(whole)
 
 
 def _group(section: Section) -> tuple[int, int]:
@@ -141,7 +166,7 @@ def _group(section: Section) -> tuple[int, int]:
 
 
 def _kind(section: Section, name: str) -> tuple[CollectiveKind, str]:
-    """Which collective, and a sentence where only the file's name says it."""
+    """Which collective, and the word of the file's name where only that says it."""
     program = section.program.rpartition("/")[2].removesuffix("_perf")
     if program in _NAMES:
         return _NAMES[program], ""
@@ -159,7 +184,7 @@ def _kind(section: Section, name: str) -> tuple[CollectiveKind, str]:
             f"{name}: does not say which collective it measured ({' or '.join(possible) or 'none'} "
             "by its columns); name it in the file's name, as all_gather.log"
         )
-    return kind, f"{kind}: the table does not name its collective, the file's name does ({word})"
+    return kind, word
 
 
 def _possible(section: Section) -> list[CollectiveKind]:
@@ -184,27 +209,24 @@ def _possible(section: Section) -> list[CollectiveKind]:
     return found
 
 
-def _rows(section: Section, kind: CollectiveKind) -> tuple[list[Row], list[str]]:
-    """One row a placement. Sizes of 0, and what our vocabulary does not hold, are left out."""
+def _rows(section: Section, kind: CollectiveKind, doubts: dict[str, list[str]]) -> list[Row]:
+    """One row a placement. Sizes of 0, and what our vocabulary does not hold, become doubts."""
     rows: list[Row] = []
-    warnings: list[str] = []
     size, stride = _group(section)
-    left_out: dict[str, int] = {}
     for line in section.lines:
         dtype = DTYPES.get(line.type)
+        what, where = "rows have no counterpart here", line.where
         if line.size_bytes == 0:
-            why = "rows of size 0 are kept for the footer's mean and are no samples"
+            what = "rows of size 0 are kept for the footer's mean and are no samples"
         elif dtype is None:
-            why = f"rows of type {line.type} have no counterpart here"
+            where = f"type {line.type} at {line.where}"
         elif line.redop not in ("", "none", "sum"):
-            why = f"rows of redop {line.redop} have no counterpart here"
+            where = f"redop {line.redop} at {line.where}"
         else:
             rows += _pair(line, kind, dtype, section, size, stride)
             continue
-        left_out[why] = left_out.get(why, 0) + 1
-    for why, count in left_out.items():
-        warnings.append(f"{kind}: {count} {why}")
-    return rows, warnings
+        doubts.setdefault(what, []).append(where)
+    return rows
 
 
 def _pair(
@@ -226,8 +248,9 @@ def _pair(
         wrong = half.get("#wrong", half.get("error", "N/A"))
         if is_number(wrong):
             metrics["wrong"] = float(wrong)
-        if half.get("times_us"):
-            metrics["iterations_s"] = tuple(float(t) * 1e-6 for t in half["times_us"].split())
+        times_us = half.get("times_us", "").split()
+        if times_us and all(map(is_number, times_us)):
+            metrics["iterations_s"] = tuple(float(time_us) * 1e-6 for time_us in times_us)
         bad = metrics.get("wrong", 0.0)
         yield Row(
             where=f"{line.where} {'in' if in_place else 'out of'} place",
@@ -247,9 +270,10 @@ def _time_us(half: dict[str, str]) -> float:
     return float(half["time"] if "time" in half else half["cputime"])
 
 
-def _suspicious(section: Section, kind: CollectiveKind, name: str) -> list[str]:
+def _series(section: Section, kind: CollectiveKind) -> list[Series]:
+    """What differs in size alone."""
     size, _ = _group(section)
-    found = []
+    found: list[Series] = []
     series = {(line.type, line.redop, placed) for line in section.lines for placed in line.values}
     for of_type, redop, in_place in sorted(series):
         printed = [
@@ -266,7 +290,7 @@ def _suspicious(section: Section, kind: CollectiveKind, name: str) -> list[str]:
             if (half := line.values.get(in_place)) is not None
         ]
         placed = "in place" if in_place else "out of place"
-        found += warnings_of(f"{kind} {placed}", printed, name)
+        found.append((f"{kind} {placed}", printed))
     return found
 
 

@@ -2,22 +2,33 @@
 
 Columns are found by the header line, since redop, root, per-iteration columns and the name of the
 last one (``error``, ``#wrong``) came and went; values are read from the end of a row, since redop
-and root may be blank. Other programs' lines between the rows do not matter.
+and root may be blank. Other programs' lines between the rows do not matter. Patterns have bounds
+where a long word would take the square of its length.
 """
 
 import re
+from typing import NamedTuple
 
-from meshwise.probe.importers.found import Found
-from meshwise.probe.importers.nccl_tests import Line, Section, found_of, is_number
+from meshwise.probe.importers.found import Found, is_number, refusal, whole
+from meshwise.probe.importers.nccl_tests import Line, Section, found_of
 from meshwise.spec.run import Regime
 
-HEADER = re.compile(r"^#?\s*(size\s+count\s.*time\s+algbw\s.*)$", re.MULTILINE)
-_UNITS = re.compile(r"^#?\s*\([kKMG]?i?B\)\s+\(\w+\).*$", re.MULTILINE)
+HEADER = re.compile(r"^#?[ \t]*(size[ \t]+count[ \t]+type\b.*)$", re.MULTILINE)
+_UNITS = re.compile(r"^#?[ \t]*\([kKMG]?i?B\)[ \t]+\(\w+\).*$", re.MULTILINE)
 _RANK = re.compile(
-    r"Rank\s+(\d+) (?:Group\s+(\d+) )?Pid\s+\d+ on\s+(\S+) device\s+\d+ \[.*?\] (.+)"
+    r"Rank +(\d{1,7}) (?:Group +(\d{1,7}) )?Pid +\d+ on +(\S+) "
+    r"device +\d+ \[[^]\n]{0,80}\] (.+)"
 )
-_DATA = re.compile(r"^\s*\d+\s+\d+\s+[a-z]\w*\s")
-_NOISE = re.compile(r"\S+:\d+:\d+ \[\d+\] NCCL .*")
+_DATA = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w*\s")
+_COMMON = {"(B)", "(elements)", "(us)", "(GB/s)", "(%)"}
+
+
+class _Half(NamedTuple):
+    """The columns of one placement, and how many there are, out of place coming first."""
+
+    names: list[str]
+    num: int
+    timestamp: bool
 
 
 def read_text(text: str, name: str) -> Found:
@@ -30,25 +41,25 @@ def read_text(text: str, name: str) -> Found:
         for before, start, end in bounds
         if HEADER.search(text, start, end)
     ]
-    sections = [section for section in sections if section.lines]
-    if not sections:
-        raise ValueError(f"{name}: has nccl-tests' header but no rows; was the run cut off?")
+    if not any(section.lines for section in sections):
+        raise refusal(name, [where for section in sections for where in section.unread])
     return found_of(sections, name)
 
 
 def _check_units(text: str, name: str) -> None:
-    lines = {" ".join(sorted(set(re.findall(r"\([^)]+\)", line)))) for line in _UNITS.findall(text)}
-    if len(lines) > 1:
-        raise ValueError(f"{name}: mixed units, {' and '.join(sorted(lines))}; split the file")
-    for units in lines:
-        strange = set(units.split()) - {"(B)", "(elements)", "(us)", "(GB/s)", "(%)"}
-        if strange:
-            raise ValueError(f"{name}: {', '.join(sorted(strange))} is not a unit of nccl-tests")
+    lines = [set(re.findall(r"\([^() ]{1,20}\)", line)) for line in _UNITS.findall(text)]
+    strange = ", ".join(sorted(set().union(*lines) - _COMMON))
+    if strange and any(line <= _COMMON for line in lines):
+        raise ValueError(f"{name}: mixed units, {strange} in some of its tables; split the file")
+    if strange:
+        raise ValueError(f"{name}: {strange} is not a unit of nccl-tests")
 
 
 def _section(before: str, text: str, first_line: int) -> Section:
     """One run. ``before`` ends with what its program prints above its settings."""
-    columns = HEADER.findall(text)[0].split()
+    header = HEADER.search(text)
+    assert header is not None  # by the caller
+    half = _half(header[1].split())
     programs = re.findall(r"Collective test starting: (\S+)", before)
     versions = re.findall(r"nccl-tests version (\S+)", before)
     libraries = re.findall(r"nccl-library=(\d+)", before)
@@ -56,8 +67,8 @@ def _section(before: str, text: str, first_line: int) -> Section:
     regime: Regime = "graph" if graph else "blocking" if blocking else "pipelined"
     footer = re.search(r"^#\s*Avg bus bandwidth\s*:\s*(\S+)", text, re.MULTILINE)
     rows = {
-        f"line {number}": _row(_NOISE.sub("", line).split(), columns, f"line {number}")
-        for number, line in enumerate(text.splitlines(), first_line + 1)
+        f"line {number}": half if isinstance(half, str) else _row(_cells(line), half, number)
+        for number, line in enumerate(text.split("\n"), first_line + 1)
         if _DATA.match(line)
     }
     return Section(
@@ -67,35 +78,56 @@ def _section(before: str, text: str, first_line: int) -> Section:
             for rank, group, host, device in _RANK.findall(text)
         ),
         regime=regime,
-        lines=[row for row in rows.values() if row is not None],
+        lines=[row for row in rows.values() if not isinstance(row, str)],
         average=float(footer[1]) if footer and is_number(footer[1]) else None,
         version=versions[-1] if versions else "",
         nccl=libraries[-1] if libraries else "",
-        unread=tuple(where for where, row in rows.items() if row is None),
+        unread=tuple(f"{place}: {row}" for place, row in rows.items() if isinstance(row, str)),
     )
 
 
-def _row(cells: list[str], columns: list[str], where: str) -> Line | None:
-    """Values by name, from the end. A row that is cut off is None."""
-    if columns[-1] == "timestamp":
-        columns, cells = columns[:-1], cells[:-2]  # a date and a time of day
+def _half(columns: list[str]) -> _Half | str:
+    """The columns of a placement, or what is wrong with them."""
+    timestamp = columns[-1] == "timestamp"
+    columns = columns[: len(columns) - timestamp]
     times = [i for i, column in enumerate(columns) if column in ("time", "cputime")]
-    placements = (False, True)[: len(times)]
-    width = (len(columns) - times[0]) // len(times)
-    names = columns[times[0] : times[0] + width]
+    halves = [columns[a:b] for a, b in zip(times, [*times[1:], None], strict=False)]
+    missing = {"algbw", "busbw"} - set(columns) | ({"time"} if not times else set())
+    if missing:
+        return f"the header has no column {', '.join(sorted(missing))}"
+    if len(halves) > 2 or any(half != halves[0] for half in halves):
+        return "the header's columns out of place and in place differ"
+    return _Half(halves[0], len(halves), timestamp)
+
+
+def _cells(line: str) -> list[str]:
+    """The words of a line, up to those of NCCL's own log: ``host:12:34 [0] NCCL INFO ..``."""
+    cells = line.split()
+    at = cells.index("NCCL") - 2 if "NCCL" in cells else len(cells)
+    return cells[: max(at, 0)]
+
+
+def _row(cells: list[str], half: _Half, number: int) -> Line | str:
+    """Values by name, from the end, or why the row cannot be read."""
+    cells = cells[: len(cells) - 2 * half.timestamp]  # a date and a time of day
+    placements, width = (False, True)[: half.num], len(half.names)
     fixed = 3  # size, count and type; redop and root may be blank
-    if len(placements) == 2 and len(cells) in range(fixed + width, fixed + width + 3):
+    if half.num == 2 and len(cells) in range(fixed + width, fixed + width + 3):
         placements = (True,)  # out of place was not run
     start = len(cells) - width * len(placements)
     if not fixed <= start <= fixed + 2:
-        return None
+        return f"{len(cells)} values, is it cut off?"
     values = {}
-    for number, in_place in enumerate(placements):
-        half = cells[start + number * width :][:width]
-        values[in_place] = dict(zip(names, half, strict=True))
-        if not all(is_number(cell) for cell in half[:3]):
-            return None
+    for i, in_place in enumerate(placements):
+        values[in_place] = dict(zip(half.names, cells[start + i * width :], strict=False))
+        told = [values[in_place][name] for name in (half.names[0], "algbw", "busbw")]
+        if not all(map(is_number, told)):
+            return "time, algbw or busbw is not a number"
     left = cells[fixed:start]
-    root = next((int(cell) for cell in left if re.fullmatch(r"-?\d+", cell)), -1)
+    root = next((int(cell) for cell in left if re.fullmatch(r"-?\d{1,7}", cell)), -1)
     redop = next((cell for cell in left if cell[0].isalpha()), "")
-    return Line(where, int(cells[0]), int(cells[1]), cells[2], redop, root, values)
+    try:
+        size_bytes, count = whole(cells[0], "size"), whole(cells[1], "count")
+    except ValueError as error:
+        return str(error)
+    return Line(f"line {number}", size_bytes, count, cells[2], redop, root, values)

@@ -13,17 +13,25 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import Found
+from meshwise.probe.importers.found import Found, listed
 from meshwise.spec import Case, Cluster, Collective, Sample
 
-CALL = re.compile(
-    r"(?P<pid>\d+):\d+ \[(?P<device>\d+)\].*?NCCL \w+ (?P<kind>\w+): "
-    r"opCount (?P<op_count>[0-9a-f]+) sendbuff (?P<send>\S+) recvbuff (?P<receive>\S+) "
-    r"(?:acc \S+ )?count (?P<count>\d+) "
-    r"datatype (?P<datatype>\d+) op (?P<op>\d+) root (?P<root>\d+)(?!\d)"
-    r"(?: comm (?P<comm>0x[0-9a-f]+))?(?:[^\n]*?\[nranks=(?P<ranks>\d+)\])?"
+MARK = ": opCount "
+_PROCESS = r"(?<!\d)(?P<pid>\d{1,10}):\d{1,10} \[(?P<device>\d{1,4})\]"
+_POINTER = r"(?:0x[0-9a-fA-F]{1,16}|\(nil\))"
+CALL = re.compile(  # bounded repetitions: a long word would take the square of its length
+    rf"{_PROCESS}[^\n]{{0,80}}?NCCL \w{{1,20}} (?P<kind>\w{{1,40}}){MARK}"
+    rf"(?P<op_count>[0-9a-f]{{1,16}}) sendbuff (?P<send>{_POINTER}) "
+    rf"recvbuff (?P<receive>{_POINTER}) "
+    r"(?:acc \S{1,40} )?count (?P<count>\d{1,18}) "
+    r"datatype (?P<datatype>\d{1,4}) op (?P<op>\d{1,4}) root (?P<root>\d{1,10})(?!\d)"
+    r"(?: comm (?P<comm>0x[0-9a-f]{1,16}))?(?:[^\n]{0,80}?\[nranks=(?P<ranks>\d{1,7})\])?"
 )
-_TORN = re.compile(r"\w+: opCount ")
+_INIT = re.compile(  # of SUBSYS=INIT: ``comm 0x55d0 rank 0 nranks 8 cudaDev 0 ...``
+    rf"{_PROCESS}[^\n]{{0,160}}?comm (?P<comm>0x[0-9a-f]{{1,16}}) rank \d{{1,7}} "
+    r"nranks (?P<ranks>\d{1,7})",
+    re.IGNORECASE,
+)
 _KINDS = {
     "AllReduce": "all_reduce",
     "AllGather": "all_gather",
@@ -71,7 +79,15 @@ def calls(text: str) -> list[Call]:
 
 def num_torn(text: str) -> int:
     """Lines of calls that cannot be read."""
-    return len(_TORN.findall(text)) - sum(1 for _ in CALL.finditer(text))
+    return len(_torn(text))
+
+
+def _torn(text: str) -> list[str]:
+    return [
+        f"line {number}"
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.count(MARK) > sum(1 for _ in CALL.finditer(line))
+    ]
 
 
 def _call(match: re.Match[str]) -> Call:
@@ -107,21 +123,25 @@ def _in_place(call: Call, sent: str, received: str) -> bool:
 
 
 def read(text: str, name: str, cluster: Cluster | None) -> Found:
-    """The distinct calls of a log. Lines that are cut off before the communicator's size need the
-    ``cluster`` for it."""
-    found, torn = calls(text), num_torn(text)
+    """The distinct calls of a log. Where a line is cut off before its communicator's size, the rest
+    of the log or ``cluster`` says it."""
+    found, torn = calls(text), _torn(text)
     if not found:
-        raise ValueError(f"{name}: {torn} calls of collectives, all cut off before the root")
-    warnings = [f"{torn} lines of calls are cut off"] if torn else []
-    unknown = sum(not call.num_ranks for call in found)
-    if unknown and cluster is None:
-        raise ValueError(f"{name}: does not say how many ranks took part; give --cluster")
-    if unknown:
-        assert cluster is not None
+        raise ValueError(f"{name}: {len(torn)} calls of collectives, all cut off before the root")
+    warnings = [f"{len(torn)} lines of calls cannot be read: {listed(torn)}"] if torn else []
+    sizes = {(int(m["pid"]), m["comm"]): int(m["ranks"]) for m in _INIT.finditer(text)}
+    found = [
+        call._replace(num_ranks=call.num_ranks or sizes.get((call.pid, call.comm), 0))
+        for call in found
+    ]
+    largest = max([*sizes.values(), *(call.num_ranks for call in found)])
+    if unknown := sum(not call.num_ranks for call in found):
+        taken, why = _taken(found, name, largest, cluster)
+        found = [call._replace(num_ranks=call.num_ranks or taken) for call in found]
         warnings.append(
-            f"{unknown} calls do not say how many ranks took part: taken as {cluster.num_devices}"
+            f"{unknown} calls do not say how many ranks took part: taken as {taken}, {why}"
         )
-    world = max([call.num_ranks for call in found] + [cluster.num_devices if cluster else 1])
+    world = max([call.num_ranks for call in found] + [cluster.num_devices if cluster else largest])
     counted: Counter[Case | str] = Counter(_case(call, world) for call in found)
     samples = tuple(
         Sample(
@@ -134,7 +154,12 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
         for case, count in counted.items()
         if isinstance(case, Case)
     )
-    left_out = ((what, count) for what, count in counted.items() if isinstance(what, str))
+    left_out = {what: count for what, count in counted.items() if isinstance(what, str)}
+    if left_out:
+        kinds = listed([f"{count} of {what}" for what, count in left_out.items()])
+        warnings.append(f"{sum(left_out.values())} calls left out: {kinds}")
+    if not samples:
+        raise ValueError(f"{name}: no call has a counterpart here: {warnings[-1]}")
     return Found(
         tool="NCCL trace",
         size_kind="count of elements, of a rank for all_gather and reduce_scatter; ours is the "
@@ -144,8 +169,22 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
         world_size=world,
         device="",
         samples=samples,
-        warnings=(*warnings, *(f"{count} calls left out: {what}" for what, count in left_out)),
+        warnings=tuple(warnings),
         facts={"calls": len(found), "processes": len({call.pid for call in found})},
+    )
+
+
+def _taken(found: list[Call], name: str, largest: int, cluster: Cluster | None) -> tuple[int, str]:
+    """How many ranks a call had whose line does not say it, and by what."""
+    if largest > 1:
+        return largest, "the largest communicator in the log"
+    if cluster is not None:
+        return cluster.num_devices, "the devices of the cluster"
+    seen = len({(call.pid, call.device) for call in found})
+    if seen < 2:
+        raise ValueError(f"{name}: does not say how many ranks took part; give --cluster")
+    return seen, (
+        "so many processes made calls; of more ranks the messages are larger: give --cluster then"
     )
 
 
@@ -155,7 +194,7 @@ def _case(call: Call, world: int) -> Case | str:
         return f"{call.kind} of {call.datatype}"
     if call.kind == "receive" or call.kind not in _KINDS.values():
         return call.kind
-    ranks = call.num_ranks or world
+    ranks = call.num_ranks
     parts = ranks if call.kind not in ("all_reduce", "broadcast", "reduce", "send") else 1
     op = Collective(
         kind=call.kind,  # type: ignore[arg-type]

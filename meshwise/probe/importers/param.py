@@ -13,7 +13,19 @@ import re
 from typing import NamedTuple
 
 from meshwise.probe.importers import tables_all_to_all
-from meshwise.probe.importers.found import DTYPES, Found, Row, samples_of
+from meshwise.probe.importers.found import (
+    DTYPES,
+    Found,
+    Row,
+    is_number,
+    left_out,
+    listed,
+    number,
+    refusal,
+    samples_of,
+    seconds,
+    whole,
+)
 from meshwise.probe.importers.suspicion import Printed, warnings_of
 from meshwise.spec import Case, Collective
 from meshwise.spec.op import DTYPE_BYTES, CollectiveKind
@@ -35,7 +47,9 @@ _KINDS: dict[str, CollectiveKind] = {
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")  # as torch has them
 _LISTS = ("all_gather", "reduce_scatter")  # torch's calls on lists of tensors, which copy
 _PER_PEER = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_v")
-_CELL = re.compile(r"(?:total-size|size) \([^)]*\)|\S+")
+_CELL = re.compile(r"(?:total-size|size) \([^()]{0,20}\)|\S+")
+_SIZE = re.compile(r"(?:total-)?size \(")
+_TIME = re.compile(r"(?:ping)?(?:Latency|Time)\(us\):p50")
 _NAMED = re.compile(r"COMMS-RES-(\w+)-(float\d+|bfloat16|double|half|float|u?int\d+)\S*")
 
 
@@ -57,29 +71,39 @@ def read(text: str, name: str) -> Found:
     columns: list[str] = []
     rows: list[tuple[Row, Printed | None]] = []
     skipped: dict[str, int] = {}
-    units = ""
-    for number, line in enumerate(text.splitlines(), 1):
+    unread: list[str] = []
+    seen_units = False
+    for at, line in enumerate(text.split("\n"), 1):
         if told := re.search(r"collective=(\w+), src_ranks=(\S+), dst_ranks=(.+)$", line):
             setting = setting._replace(collective=told[1], pairs=_pairs(told[2], told[3]))
-        if told := re.search(r"groupSize (\d+)", line):
+        if told := re.search(r"groupSize ([1-9]\d{0,6})\b", line):
             setting = setting._replace(ranks=int(told[1]))
         if not line.lstrip().startswith("COMMS-RES"):
             continue
         cells = _CELL.findall(line)
-        if re.search(r"COMMS-RES.*size \(", line):
+        if "size (" in line:
             columns = cells[1:]
-            units = _same_units(units, line, f"{name}: line {number}")
+            _check_units(line, f"{name}: line {at}", seen_units)
+            seen_units = True
             continue
-        row = _read_row(cells, columns, setting, f"{name}: line {number}")
+        try:
+            row = _read_row(cells, columns, setting, f"line {at}")
+        except ValueError as error:
+            unread.append(f"line {at}: {error}")
+            continue
         if isinstance(row, str):
             skipped[row] = skipped.get(row, 0) + 1
         else:
             rows.append(row)
+    if not rows and unread:
+        raise refusal(name, unread)
     if not rows:
         why = "; ".join(skipped) or "was the run cut off?"
         raise ValueError(f"{name}: no rows of PARAM that are read here: {why}")
     samples, doubled = samples_of(row for row, _ in rows)
-    warnings = [f"{count} rows left out: {why}" for why, count in skipped.items()]
+    others = [f"{count} times {why}" for why, count in skipped.items()]
+    warnings = [f"{sum(skipped.values())} rows left out: {listed(others)}"] * bool(skipped)
+    warnings += left_out(unread)
     return Found(
         tool="PARAM comms",
         size_kind=SIZE_KIND,
@@ -94,7 +118,7 @@ def read(text: str, name: str) -> Found:
 
 
 def _setting(text: str, name: str) -> Setting:
-    world = re.search(r"'?world_size'?: (\d+)", text)
+    world = re.search(r"'?world_size'?: ([1-9]\d{0,6})\b", text)
     blocking = re.search(r"args\.z: (\d)", text)
     if world is None:
         raise ValueError(f"{name}: PARAM's line with world_size is missing; import the whole log")
@@ -114,18 +138,19 @@ def _setting(text: str, name: str) -> Setting:
 
 
 def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
-    numbers = [[int(n) for n in re.findall(r"\d+", text)] for text in (sources, destinations)]
+    numbers = [
+        [int(n) for n in re.findall(r"\b\d{1,7}\b", text)] for text in (sources, destinations)
+    ]
     return tuple(zip(*numbers, strict=False))
 
 
-def _same_units(before: str, line: str, where: str) -> str:
-    """The units of a header line; others than before, or than PARAM's, are refused."""
-    units = " ".join(sorted(set(re.findall(r"\([^)]+\)", line))))
-    if before and units != before:
-        raise ValueError(f"{where}: mixed units, {before} before and {units} here; split the file")
-    if strange := set(units.split()) - {"(B)", "(us)", "(us):", "(GB/s)"}:
-        raise ValueError(f"{where}: {', '.join(sorted(strange))} is not a unit of PARAM")
-    return units
+def _check_units(line: str, where: str, seen: bool) -> None:
+    """The units of a header line must be PARAM's; ``seen``: those of one before were."""
+    units = set(re.findall(r"\([^() ]{1,20}\)", line))
+    if strange := ", ".join(sorted(units - {"(B)", "(us)", "(GB/s)"})):
+        if seen:
+            raise ValueError(f"{where}: mixed units, {strange} in this table; split the file")
+        raise ValueError(f"{where}: {strange} is not a unit of PARAM")
 
 
 def _read_row(
@@ -136,38 +161,44 @@ def _read_row(
         return "COMMS-RES-QUANT: a quantised collective is not one of ours"
     named = _NAMED.fullmatch(cells[0])
     collective, dtype = (named[1], named[2]) if named else (setting.collective, setting.dtype)
-    place = where.rpartition(": ")[2]
-    if len(cells) > 2 and tables_all_to_all.PATTERN.fullmatch(cells[2]):
-        per_rank = [[float(x) for x in cell.split("-")] for cell in cells[3:6]]
-        uneven = tables_all_to_all.row(
-            cells[2], int(cells[1]), per_rank, place, where, setting.regime
-        )
-        return uneven, None
+    if len(cells) > 3 and tables_all_to_all.PATTERN.fullmatch(cells[2]):
+        times_us = [seconds(cell, "latency") for cell in cells[3].split("-")]
+        rates = [[number(x, "bandwidth") for x in cell.split("-")] for cell in cells[4:6]]
+        size_bytes = whole(cells[1], "size")
+        per_rank = [times_us, *rates]
+        return tables_all_to_all.row(cells[2], size_bytes, per_rank, where, setting.regime), None
     if collective not in _KINDS:
         return f"{collective}: no counterpart here, or its size may be of a rank or of all"
     if dtype not in DTYPES:
         return f"{dtype}: no counterpart here"
     if len(cells) != len(columns) + 1:
-        return f"{len(cells)} values under {len(columns) + 1} columns"
+        raise ValueError(f"{len(cells)} values under {len(columns) + 1} columns")
     printed = dict(zip(reversed(columns), reversed(cells), strict=False))  # the first p75 of two
-    size_bytes = int(next(v for c, v in printed.items() if re.search(r"size \(", c)))
+    size_bytes = whole(_named(printed, _SIZE, "total-size (B)"), "size")
     if size_bytes == 0:
         return "size 0: no time of a message"
     op = _operation(collective, DTYPES[dtype], size_bytes, setting)
     if isinstance(op, str):
         return op
-    time = next(
-        v for c, v in printed.items() if re.match(r"(?:ping)?(?:Latency|Time)\(us\):p50", c)
-    )
+    time = _named(printed, _TIME, "Latency(us):p50")
+    elements = printed.get("nElementsPerRank")
+    if elements is not None and not _agrees(op, whole(elements, "nElementsPerRank")):
+        raise ValueError(f"nElementsPerRank does not agree with the size: {collective}")
     backend = "list" if collective in _LISTS else ""
     case = Case(op=op, regime=setting.regime, backend=backend, world_size=setting.world_size)
-    row = Row(where=place, case=case, time_s=float(time) * 1e-6, metrics=_metrics(printed))
+    time_s = seconds(time, "p50", 1e-6)
+    row = Row(where=where, case=case, time_s=time_s, metrics=_metrics(printed))
     expected = op.size_bytes * op.bus_factor if op.kind != "send" else 0
-    seen = Printed(place, size_bytes, time, row.time_s, printed.get("BusBW(GB/s)", ""), expected)
-    elements = printed.get("nElementsPerRank")
-    if elements is not None and not _agrees(op, int(elements)):
-        return f"nElementsPerRank does not agree with the size: {collective}"
-    return row, seen if seen.busbw else None
+    seen = Printed(where, size_bytes, time, time_s, printed.get("BusBW(GB/s)", ""), expected)
+    return row, seen if is_number(seen.busbw) else None
+
+
+def _named(printed: dict[str, str], pattern: re.Pattern[str], column: str) -> str:
+    """The first value whose column is of this name."""
+    found = [value for name, value in printed.items() if pattern.match(name)]
+    if not found:
+        raise ValueError(f"the header above it has no column {column}")
+    return found[-1]
 
 
 def _operation(collective: str, dtype: str, size_bytes: int, setting: Setting) -> Collective | str:
@@ -185,8 +216,10 @@ def _operation(collective: str, dtype: str, size_bytes: int, setting: Setting) -
             dtype=dtype,  # type: ignore[arg-type]
             ranks=alone,
         )
+    if kind == "all_to_all_v" and n > tables_all_to_all.MOST_RANKS:
+        return f"all_to_allv of more than {tables_all_to_all.MOST_RANKS} ranks"
     if kind == "all_to_all_v" and size_bytes % n:
-        return f"all_to_allv of {size_bytes} B is not divisible by {n} ranks"
+        raise ValueError(f"all_to_allv of {size_bytes} B is not divisible by {n} ranks")
     even = ((size_bytes // n,) * n,) * n if kind == "all_to_all_v" else ()
     return Collective(
         kind=kind,
@@ -218,7 +251,7 @@ def _metrics(printed: dict[str, str]) -> dict[str, float | tuple[float, ...]]:
     return {
         key: float(printed[column]) * unit
         for column, (key, unit) in names.items()
-        if column in printed
+        if is_number(printed.get(column, ""))  # of one rank some are N/A
     }
 
 
@@ -230,4 +263,4 @@ def _suspicious(rows: list[tuple[Row, Printed | None]], name: str) -> list[str]:
         title = f"{op.kind} {op.dtype} {row.case.backend}".rstrip()
         if printed is not None:
             series.setdefault(title, []).append(printed)
-    return [text for title, one in series.items() for text in warnings_of(title, one, name)]
+    return warnings_of(list(series.items()), name)

@@ -8,14 +8,27 @@ apart by the file's name, and a send's ping-pong by whether the time is that of 
 
 Times are means of 100 calls in a row (fsdp 20) by the host's clock, of gemm and attention between
 two events; gemm rotates its operands through 512 MiB (cold), attention does not (warm). A kernel
-that failed is printed as 0.
+of attention that failed is printed as 0; other times must be > 0.
 """
 
-import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
 
-from meshwise.probe.importers.found import DTYPES, Found, Row, samples_of
+from meshwise.probe.importers.csv_table import Table
+from meshwise.probe.importers.found import (
+    DTYPES,
+    Found,
+    Row,
+    left_out,
+    listed,
+    number,
+    refusal,
+    samples_of,
+    seconds,
+    short,
+    whole,
+)
 from meshwise.spec import Attention, Case, Collective, Gemm
 from meshwise.spec.op import DTYPE_BYTES, CollectiveKind, Direction, Dtype
 
@@ -24,12 +37,15 @@ _RATE = "Bandwidth(GB/s)"
 _SHAPE = {"Model", "MBS", "Seq", "HiddenSize", "DataType", _TIME, _RATE}
 _FORMS = {
     "gemm": {"m", "n", "k", "transA", "transB", "dtype", _TIME},
-    "attention": {"batch_size", "seqlen_q", "num_head_kv", "head_dim_v", "fwd_time", "bwd_time"},
+    "attention": {
+        "batch_size", "seqlen_q", "seqlen_kv", "num_head_q", "num_head_kv", "head_dim_qk",
+        "head_dim_v", "causal", "fwd_time", "bwd_time",
+    },
     "all2all": _SHAPE | {"EP-Size", "TopK"},
     "collective": _SHAPE | {"WorldSize"},
     "fsdp": {"Layer Weight", "DataType", "WorldSize", _TIME, _RATE},
     "send": _SHAPE,
-}
+}  # fmt: skip
 _SIZE_KINDS = {
     "gemm": "m, n, k of one product",
     "attention": "shape of one call; it has no column of dtype and is bf16",
@@ -38,6 +54,12 @@ _SIZE_KINDS = {
     "fsdp": "elements of the whole layer, gathered or before the scatter",
     "send": "MBS*Seq*HiddenSize one way",
 }
+_ATTENTION = {
+    "batch": "batch_size", "q_len": "seqlen_q", "kv_len": "seqlen_kv", "heads": "num_head_q",
+    "kv_heads": "num_head_kv", "head_dim": "head_dim_qk", "head_dim_v": "head_dim_v",
+}  # fmt: skip
+_TRANSPOSED = {"T": True, "True": True, "N": False, "False": False}
+_TRUTH = {"True": True, "False": False}
 _TOLERANCE = 0.01
 
 Line = Mapping[str, str]
@@ -48,7 +70,15 @@ def form_of(columns: Sequence[str]) -> str | None:
     return next((form for form, needed in _FORMS.items() if needed <= set(columns)), None)
 
 
-def read_csv(text: str, form: str, name: str) -> Found:
+def lacking(columns: Sequence[str]) -> str:
+    """Which columns keep these from being one of Primus' files; empty if they are few of any."""
+    share = {form: len(needed & set(columns)) / len(needed) for form, needed in _FORMS.items()}
+    form = max(share, key=lambda form: share[form])
+    missing = ", ".join(sorted(_FORMS[form] - set(columns)))
+    return f"looks like Primus' {form} but has no column {missing}" if share[form] > 0.5 else ""
+
+
+def read_csv(table: Table, form: str, name: str) -> Found:
     """The rows of one file; ``name`` is the file's, for messages."""
     readers: dict[str, Callable[[Line, str, str], list[Row]]] = {
         "gemm": _gemm,
@@ -59,16 +89,17 @@ def read_csv(text: str, form: str, name: str) -> Found:
         "send": _send,
     }
     rows: list[Row] = []
-    for number, line in enumerate(csv.DictReader(text.splitlines()), 2):
+    unread = list(table.unread)
+    for where, line in table.lines:
         try:
-            rows += readers[form](line, f"line {number}", name)
-        except (AttributeError, KeyError, TypeError, ZeroDivisionError):
-            raise ValueError(f"{name}: line {number}: a value is missing or 0") from None
+            rows += readers[form](line, where, name)
         except ValueError as error:
-            raise ValueError(f"{name}: line {number}: {error}") from None
+            unread.append(f"{where}: {error}")
     if not rows:
-        raise ValueError(f"{name}: has a header and no rows")
+        raise refusal(name, unread)
     samples, doubled = samples_of(rows)
+    faults = [f"{row.where}: {row.fault}" for row in rows if row.fault]
+    faulty = [f"{len(faults)} rows cannot be used: {listed(faults)}"] * bool(faults)
     equal = [f"constant: all {len(rows)} times are equal"] * (
         len(rows) > 3 and len({row.time_s for row in rows}) == 1
     )
@@ -80,13 +111,9 @@ def read_csv(text: str, form: str, name: str) -> Found:
         world_size=max(sample.case.world_size for sample in samples),
         device="",
         samples=samples,
-        warnings=(*equal, *islice(_faults(rows), 20), *doubled),
+        warnings=(*left_out(unread), *equal, *faulty, *doubled),
         facts={"form": form, "rows": len(rows)},
     )
-
-
-def _faults(rows: Iterable[Row]) -> Iterable[str]:
-    return (f"{row.where}: {row.fault}" for row in rows if row.fault)
 
 
 def _dtype(text: str) -> Dtype:
@@ -94,71 +121,77 @@ def _dtype(text: str) -> Dtype:
     if plain.startswith("float8"):
         return "fp8"
     if plain not in DTYPES:
-        raise ValueError(f"dtype = {text!r}: has no counterpart here")
+        raise ValueError(f"dtype = {short(text)!r}: has no counterpart here")
     return DTYPES[plain]
 
 
 def _gemm(line: Line, where: str, _: str) -> list[Row]:
     dtype = _dtype(line["dtype"])
+    m, n, k = (whole(line[column], column, 1) for column in "mnk")
     op = Gemm(
-        m=int(line["m"]),
-        n=int(line["n"]),
-        k=int(line["k"]),
+        m=m,
+        n=n,
+        k=k,
         dtype=dtype,
-        trans_a=line["transA"] in ("T", "True"),
-        trans_b=line["transB"] in ("T", "True"),
+        trans_a=_flag(line, "transA", _TRANSPOSED),
+        trans_b=_flag(line, "transB", _TRANSPOSED),
         scaling="tensor" if dtype == "fp8" else "none",
     )
-    return [Row(where, Case(op=op, regime="cold"), float(line[_TIME]))]
+    return [Row(where, Case(op=op, regime="cold"), seconds(line[_TIME], _TIME))]
+
+
+def _flag(line: Line, column: str, words: Mapping[str, bool]) -> bool:
+    if line[column] not in words:
+        raise ValueError(f"{column} = {short(line[column])!r}: must be {' or '.join(words)}")
+    return words[line[column]]
 
 
 def _attention(line: Line, where: str, _: str) -> list[Row]:
     rows = []
-    directions: dict[str, Direction] = {"fwd": "forward", "bwd": "backward"}
-    for short, direction in directions.items():
-        if not line[f"{short}_time"]:
+    directions: dict[str, Direction] = {"fwd_time": "forward", "bwd_time": "backward"}
+    for column, direction in directions.items():
+        if not line[column]:
             continue  # not measured: our own files leave the cell empty
-        head_dim, head_dim_v = int(line["head_dim_qk"]), int(line["head_dim_v"])
-        op = Attention(
-            batch=int(line["batch_size"]),
-            q_len=int(line["seqlen_q"]),
-            kv_len=int(line["seqlen_kv"]),
-            heads=int(line["num_head_q"]),
-            kv_heads=int(line["num_head_kv"]),
-            head_dim=head_dim,
-            head_dim_v=None if head_dim_v == head_dim else head_dim_v,
-            causal=line["causal"] == "True",
-            direction=direction,
-        )
+        sizes: dict[str, Any] = {
+            field: whole(line[name], name, 1) for field, name in _ATTENTION.items()
+        }
+        if sizes["head_dim_v"] == sizes["head_dim"]:
+            del sizes["head_dim_v"]
+        op = Attention(causal=_flag(line, "causal", _TRUTH), direction=direction, **sizes)
         backend = line.get("backend", "")
         case = Case(op=op, backend="" if backend == "default" else backend)
-        time_s = float(line[f"{short}_time"])
-        fault = "" if time_s else f"{short}_time is 0: the kernel failed there"
-        rows.append(Row(f"{where} {short}", case, time_s, fault=fault))
+        failed = number(line[column], column) == 0
+        time_s = 0.0 if failed else seconds(line[column], column)
+        fault = f"{column} is 0: the kernel failed there" if failed else ""
+        rows.append(Row(f"{where} {direction}", case, time_s, fault=fault))
     return rows
 
 
 def _elements(line: Line) -> int:
-    return int(line["MBS"]) * int(line["Seq"]) * int(line["HiddenSize"])
+    return _product(line, "MBS", "Seq", "HiddenSize")
+
+
+def _product(line: Line, *columns: str) -> int:
+    return prod(whole(line[column], column, 1) for column in columns)
 
 
 def _all_to_all(line: Line, where: str, _: str) -> list[Row]:
-    ranks = int(line["EP-Size"])
-    tokens = int(line["MBS"]) * int(line["Seq"]) * int(line["TopK"])
-    elements = -(-tokens // ranks) * ranks * int(line["HiddenSize"])
+    ranks = whole(line["EP-Size"], "EP-Size", 2)
+    tokens = _product(line, "MBS", "Seq", "TopK")
+    elements = -(-tokens // ranks) * ranks * _product(line, "HiddenSize")
     return [_timed(line, where, "all_to_all", elements, ranks)]
 
 
 def _collective(line: Line, where: str, name: str) -> list[Row]:
     """Primus gathers Seq // W positions a rank; all_reduce moves twice what the others do."""
-    ranks, elements = int(line["WorldSize"]), _elements(line)
+    ranks, elements = _ranks(line), _elements(line)
     size_bytes = elements * DTYPE_BYTES[_dtype(line["DataType"])]
-    moved = float(line[_RATE]) * 1e9 * float(line[_TIME]) * ranks / (ranks - 1)
+    moved = _moved(line) * ranks / (ranks - 1)
     if abs(moved / size_bytes - 2) < 2 * _TOLERANCE:
         return [_timed(line, where, "all_reduce", elements, ranks)]
     kind = _kind_by_name(name)
     if kind == "all_gather":
-        sequence = int(line["Seq"])
+        sequence = _product(line, "Seq")
         elements = elements // sequence * (sequence // ranks * ranks)
     return [_timed(line, where, kind, elements, ranks)]
 
@@ -179,16 +212,25 @@ def _kind_by_name(name: str) -> CollectiveKind:
 
 
 def _fsdp(line: Line, where: str, name: str) -> list[Row]:
-    ranks = int(line["WorldSize"])
-    elements = int(line["Layer Weight"]) // ranks * ranks
+    ranks = _ranks(line)
+    elements = _product(line, "Layer Weight") // ranks * ranks
     return [_timed(line, where, _kind_by_name(name), elements, ranks)]
 
 
 def _send(line: Line, where: str, _: str) -> list[Row]:
     """Half the time of a ping-pong, unless the bandwidth says that it is halved already."""
     size_bytes = _elements(line) * DTYPE_BYTES[_dtype(line["DataType"])]
-    both_ways = float(line[_RATE]) * 1e9 * float(line[_TIME]) > 1.5 * size_bytes
+    both_ways = _moved(line) > 1.5 * size_bytes
     return [_timed(line, where, "send", _elements(line), 2, share=0.5 if both_ways else 1.0)]
+
+
+def _ranks(line: Line) -> int:
+    return whole(line["WorldSize"], "WorldSize", 2)
+
+
+def _moved(line: Line) -> float:
+    """Bytes on the wire by the printed busbw and time."""
+    return number(line[_RATE], _RATE) * 1e9 * seconds(line[_TIME], _TIME)
 
 
 def _timed(
@@ -196,6 +238,8 @@ def _timed(
 ) -> Row:
     """``share`` of the printed time is the operation's; its busbw must be the printed one."""
     dtype = _dtype(line["DataType"])
+    if not 0 < elements < 2**60:
+        raise ValueError(f"{elements} elements: must be > 0 and < 2^60")
     op = Collective(
         kind=kind,
         size_bytes=elements * DTYPE_BYTES[dtype],
@@ -203,7 +247,7 @@ def _timed(
         dtype=dtype,
         in_place=kind == "all_reduce",
     )
-    time_s, rate = float(line[_TIME]) * share, float(line[_RATE]) * 1e9
+    time_s, rate = seconds(line[_TIME], _TIME) * share, number(line[_RATE], _RATE) * 1e9
     backend = "list" if kind in ("all_gather", "reduce_scatter") else ""
     case = Case(op=op, regime="pipelined", backend=backend, world_size=ranks)
     fault = ""

@@ -9,24 +9,44 @@ busbw_gbps), whose bandwidths may carry the 0.0004 that its writer added. Their 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from meshwise.probe.importers.found import Found, Row, samples_of
+from meshwise.probe.importers.csv_table import Table
+from meshwise.probe.importers.found import (
+    Found,
+    Row,
+    left_out,
+    number,
+    refusal,
+    samples_of,
+    seconds,
+    short,
+    whole,
+)
 from meshwise.spec import Case, Collective
 from meshwise.spec.run import Regime
 
-PATTERN = re.compile(r"(\d+),(\d+(?:-\d+)*),(\d+)")
+PATTERN = re.compile(r"(\d{1,18}),(\d{1,18}(?:-\d{1,18})*),(\d{1,18})")
 COLUMNS = frozenset({"btd", "size_bytes", "latency_us"})
+MOST_RANKS = 2048  # whose matrix of splits has 4 million numbers
 
 
-def splits(btd: str, where: str) -> tuple[tuple[int, ...], ...]:
+def lacking(columns: Sequence[str]) -> str:
+    """Which columns a table with ``btd`` does not have; empty without ``btd``."""
+    missing = ", ".join(sorted(COLUMNS - set(columns)))
+    return f"is a table of btd but has no column {missing}" if "btd" in columns else ""
+
+
+def splits(btd: str) -> tuple[tuple[int, ...], ...]:
     """Bytes from each rank to each, of ``B,T0-T1-..,D``."""
     found = PATTERN.fullmatch(btd)
     if found is None:
-        raise ValueError(f"{where}: btd = {btd!r}: must be batch,tables-of-each-rank,dimension")
+        raise ValueError(f"btd = {short(btd)!r}: must be batch,tables-of-each-rank,dimension")
     batch, tables, dim = int(found[1]), [int(t) for t in found[2].split("-")], int(found[3])
+    if len(tables) > MOST_RANKS:
+        raise ValueError(f"btd names {len(tables)} ranks: must be <= {MOST_RANKS}")
     if batch % len(tables):
-        raise ValueError(f"{where}: batch = {batch}: is not divisible by {len(tables)} ranks")
+        raise ValueError(f"batch = {batch}: is not divisible by {len(tables)} ranks")
     return tuple((batch // len(tables) * t * dim * 4,) * len(tables) for t in tables)
 
 
@@ -34,15 +54,14 @@ def row(
     btd: str,
     size_bytes: int,
     per_rank: Sequence[Sequence[float]],
-    place: str,
     where: str,
     regime: Regime = "blocking",
 ) -> Row:
     """``per_rank``: times in us, then bandwidths in GB/s; a number a rank, or their mean."""
-    matrix = splits(btd, where)
+    matrix = splits(btd)
     received = sum(line[0] for line in matrix)
     if size_bytes != received:
-        raise ValueError(f"{where}: size = {size_bytes}, but {btd} gives an output of {received} B")
+        raise ValueError(f"size = {size_bytes}, but {short(btd)} gives an output of {received} B")
     n, times_s = len(matrix), tuple(time * 1e-6 for time in per_rank[0])
     op = Collective(
         kind="all_to_all_v",
@@ -57,7 +76,7 @@ def row(
         for name, rates in zip(names, per_rank[1:], strict=False)
     }
     return Row(
-        where=place,
+        where=where,
         case=Case(op=op, regime=regime, world_size=n),
         time_s=max(times_s),
         metrics={"output_bytes": float(size_bytes), **printed},
@@ -65,20 +84,16 @@ def row(
     )
 
 
-def read_csv(lines: Iterable[Mapping[str, str]], name: str) -> Found:
+def read_csv(table: Table, name: str) -> Found:
     """The rows of a CSV with ``COLUMNS``."""
-    rows = []
-    for number, line in enumerate(lines, 2):
-        where = f"{name}: line {number}"
+    rows, unread = [], list(table.unread)
+    for where, line in table.lines:
         try:
-            columns = ("latency_us", "algbw_gbps", "busbw_gbps")
-            per_rank = [[float(line[column])] for column in columns if column in line]
-            size_bytes = int(line["size_bytes"])
-        except (TypeError, ValueError):
-            raise ValueError(f"{where}: a number is missing or is none") from None
-        rows.append(row(line["btd"], size_bytes, per_rank, f"line {number}", where))
+            rows.append(_csv_row(line, where))
+        except ValueError as error:
+            unread.append(f"{where}: {error}")
     if not rows:
-        raise ValueError(f"{name}: has a header and no rows")
+        raise refusal(name, unread)
     samples, doubled = samples_of(rows)
     return Found(
         tool="PARAM comms, table of batch, tables and dimension",
@@ -88,6 +103,12 @@ def read_csv(lines: Iterable[Mapping[str, str]], name: str) -> Found:
         world_size=samples[0].case.world_size,
         device="",
         samples=samples,
-        warnings=tuple(doubled),
+        warnings=(*left_out(unread), *doubled),
         facts={"rows": len(rows)},
     )
+
+
+def _csv_row(line: Mapping[str, str], where: str) -> Row:
+    time_us = seconds(line["latency_us"], "latency_us")
+    rates = [[number(line[c], c)] for c in ("algbw_gbps", "busbw_gbps") if c in line]
+    return row(line["btd"], whole(line["size_bytes"], "size_bytes"), [[time_us], *rates], where)

@@ -1,0 +1,47 @@
+"""A CSV file as lines by the names of their columns.
+
+Every line of the file is a row: these tools write no cell of several lines, and so an open quote
+spoils its line alone.
+"""
+
+import csv
+from typing import NamedTuple
+
+from meshwise.probe.importers.found import short
+
+
+class Table(NamedTuple):
+    """``unread``: lines whose cells do not fit the header, and why."""
+
+    columns: tuple[str, ...]
+    lines: list[tuple[str, dict[str, str]]]  # with where: ``line 2``
+    unread: list[str]
+
+
+def read(text: str, separator: str = ",") -> Table:
+    """The rows under the first line that is not blank."""
+    rows = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    columns = tuple(_cells(rows[0][1], separator) or ())
+    found = Table(columns, [], [])
+    for number, line in rows[1:]:
+        cells = _cells(line, separator)
+        if cells is None:
+            found.unread.append(f"line {number}: a quote is open or a cell is too long")
+            continue
+        while len(cells) > len(columns) and not cells[-1]:
+            cells.pop()
+        if len(cells) == len(columns):
+            where, by_name = f"line {number}", dict(zip(columns, cells, strict=True))
+            found.lines.append((where, by_name))
+        else:
+            many = f"{len(cells)} values under {len(columns)} columns"
+            found.unread.append(f"line {number}: {many}: {short(line)}")
+    return found
+
+
+def _cells(line: str, separator: str) -> list[str] | None:
+    try:
+        (cells,) = csv.reader([line], strict=True, delimiter=separator)
+    except csv.Error:
+        return None
+    return [cell.strip() for cell in cells]
