@@ -92,9 +92,10 @@ def _half(columns: list[str]) -> _Half | str:
     columns = columns[: len(columns) - timestamp]
     times = [i for i, column in enumerate(columns) if column in ("time", "cputime")]
     halves = [columns[a:b] for a, b in zip(times, [*times[1:], None], strict=False)]
-    missing = {"algbw", "busbw"} - set(columns) | ({"time"} if not times else set())
-    if missing:
-        return f"the header has no column {', '.join(sorted(missing))}"
+    if not halves:
+        return "the header has no column time"
+    if missing := ", ".join(sorted({"algbw", "busbw"} - set(halves[0]))):
+        return f"the header has no column {missing}"
     if len(halves) > 2 or any(half != halves[0] for half in halves):
         return "the header's columns out of place and in place differ"
     return _Half(halves[0], len(halves), timestamp)
