@@ -56,11 +56,14 @@ class Sweep:
     "With --master-port: where the ranks of several hosts meet, when no launcher says it."
     master_port: int | None = None
     "See --master-addr."
+    runs: Runs = "runs"
+    dry_run: DryRun = False
+    json: Json = False
 
     def options(self) -> dict[str, Any]:
         """As ``meshwise.measure`` takes them."""
         job.meet_at(self.master_addr, self.master_port)
-        names = ("cluster", "dtype", "budget", "timeout", "resume")
+        names = ("cluster", "dtype", "budget", "timeout", "resume", "runs", "dry_run")
         return {name: getattr(self, name) for name in names}
 
 
@@ -75,9 +78,6 @@ def profile(
     quick: bool = False,
     sweep: Sweep = USUAL,
     size: Size = ANY,
-    runs: Runs = "runs",
-    dry_run: DryRun = False,
-    json: Json = False,
 ) -> int:
     """What prices rest on, the most useful first.
 
@@ -89,7 +89,7 @@ def profile(
         Spend 65 s of measuring, under 90 s in all.
     """
     options = {"model": model, "quick": quick, **_given(lowering=lowering)}
-    return _measure("profile", options, sweep, size, runs, dry_run, json)
+    return _measure("profile", options, sweep, size)
 
 
 app.command(profile, name="profile", sort_key=0)
@@ -112,9 +112,6 @@ def gemm(
     report_dir_path: str | None = None,
     sweep: Sweep = USUAL,
     size: Size = ANY,
-    runs: Runs = "runs",
-    dry_run: DryRun = False,
-    json: Json = False,
 ) -> int:
     """Matrix products: of models, square, skinny, tiny, and the best shape there is.
 
@@ -153,7 +150,7 @@ def gemm(
         dtypes=dtypes, modes=mode, square=square, skinny=skinny, tiny=tiny, search=search,
     )}  # fmt: skip
     reports = _given(report_dir_path=report_dir_path)
-    return _measure("gemm", options, sweep, size, runs, dry_run, json, reports)
+    return _measure("gemm", options, sweep, size, reports)
 
 
 @app.command(sort_key=2)
@@ -170,9 +167,6 @@ def attention(
     report_csv_path: str | None = None,
     sweep: Sweep = USUAL,
     size: Size = ANY,
-    runs: Runs = "runs",
-    dry_run: DryRun = False,
-    json: Json = False,
 ) -> int:
     """Attention by every back end there is, forward and backward.
 
@@ -202,7 +196,7 @@ def attention(
     )  # fmt: skip
     options |= {"causal": False} if full else {}
     reports = _given(report_csv_path=report_csv_path, exact_flops=exact_flops)
-    return _measure("attention", options, sweep, size, runs, dry_run, json, reports)
+    return _measure("attention", options, sweep, size, reports)
 
 
 @app.command(sort_key=3)
@@ -225,9 +219,6 @@ def collectives(
     report_dir_path: str | None = None,
     sweep: Sweep = USUAL,
     size: Size = ANY,
-    runs: Runs = "runs",
-    dry_run: DryRun = False,
-    json: Json = False,
 ) -> int:
     """Collectives and messages, over any group and size, checked.
 
@@ -280,7 +271,7 @@ def collectives(
     )  # fmt: skip
     options |= {"groups": groups, "place": place, "follow": not as_measured}
     reports = _given(report_dir_path=report_dir_path)
-    return _measure("collectives", options, sweep, size, runs, dry_run, json, reports)
+    return _measure("collectives", options, sweep, size, reports)
 
 
 @app.command(sort_key=4)
@@ -295,9 +286,6 @@ def fsdp(
     reducescatter_report_csv_path: str | None = None,
     sweep: Sweep = USUAL,
     size: Size = ANY,
-    runs: Runs = "runs",
-    dry_run: DryRun = False,
-    json: Json = False,
 ) -> int:
     """The messages that FSDP2 sends for a model (llama-3-70b, on CPUs gpt-30m), unit by unit, and
     their nccl-tests commands.
@@ -324,7 +312,7 @@ def fsdp(
         allgather_report_csv_path=allgather_report_csv_path,
         reducescatter_report_csv_path=reducescatter_report_csv_path,
     )
-    return _measure("fsdp", options, sweep, size, runs, dry_run, json, reports)
+    return _measure("fsdp", options, sweep, size, reports)
 
 
 @app.command(sort_key=5)
@@ -335,9 +323,6 @@ def overlap(
     sizes: str | None = None,
     sweep: Sweep = USUAL,
     size: Size = ANY,
-    runs: Runs = "runs",
-    dry_run: DryRun = False,
-    json: Json = False,
 ) -> int:
     """How much products and collectives slow each other down.
 
@@ -349,7 +334,7 @@ def overlap(
         Of the messages; 16M,256M by default, on CPUs 256K,4M.
     """
     options = _given(model=model, kinds=kind, sizes=sizes)
-    return _measure("overlap", options, sweep, size, runs, dry_run, json)
+    return _measure("overlap", options, sweep, size)
 
 
 @app.command(sort_key=6)
@@ -359,9 +344,6 @@ def health(
     baseline: tuple[str, ...] = (),
     sweep: Sweep = USUAL,
     size: Size = ANY,
-    runs: Runs = "runs",
-    dry_run: DryRun = False,
-    json: Json = False,
 ) -> int:
     """All devices and links at once: which is slow, and by what evidence. Exit code 4 on a fault.
 
@@ -373,7 +355,7 @@ def health(
         Run directories of earlier health runs to compare with; may be repeated.
     """
     reports = _given(baseline=baseline)
-    return _measure("health", _given(quick=quick), sweep, size, runs, dry_run, json, reports)
+    return _measure("health", _given(quick=quick), sweep, size, reports)
 
 
 @app.command(name="import", sort_key=7)
@@ -405,25 +387,26 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _measure(
-    what: str, options: dict[str, Any], sweep: Sweep, size: Size, runs: str, dry_run: bool,
-    json: bool, reports: dict[str, Any] | None = None,
-) -> int:  # fmt: skip
+    what: str,
+    options: dict[str, Any],
+    sweep: Sweep,
+    size: Size,
+    reports: dict[str, Any] | None = None,
+) -> int:
     reports = reports or {}
     baseline, exact = reports.pop("baseline", ()), reports.pop("exact_flops", False)
-    if reports and job.leads() and not dry_run:
+    if reports and job.leads() and not sweep.dry_run:
         from meshwise.verbs.reports import check_writable
 
         check_writable(reports.values())
-    found = meshwise.measure(
-        what, nproc=size.ranks, runs=runs, dry_run=dry_run, **sweep.options(), **options
-    )
+    found = meshwise.measure(what, nproc=size.ranks, **sweep.options(), **options)
     rest = {name: value for name, value in options.items() if name not in ("sustain", "follow")}
     if isinstance(found, list):
-        return _list(what, found, sweep, size, rest, json)
+        return _list(what, found, sweep, size, rest)
     if not job.leads():
         return DONE
     if what == "health":
-        return _judge(found, baseline, json)
+        return _judge(found, baseline, sweep.json)
     from meshwise import store
     from meshwise.verbs import reports as files
 
@@ -432,12 +415,11 @@ def _measure(
         info, _, _ = store.load(found)
         rows = files.derived(what, info.cluster, info.world_size, dtype=sweep.dtype, **rest)
         files.write(what, found, rows, **reports)
-    return _summarize(what, found, json, exact, rows)
+    return _summarize(what, found, sweep.json, exact, rows)
 
 
 def _list(
     what: str, cases: "list[tuple[Case, float]]", sweep: Sweep, size: Size, options: dict[str, Any],
-    json: bool,
 ) -> int:  # fmt: skip
     from meshwise.pages import fsdp, samples
 
@@ -450,7 +432,7 @@ def _list(
         there = place(sweep.cluster, size.ranks, keep=False)
         rows = reports.derived(what, *there, dtype=sweep.dtype, **options)
         tables = [*fsdp.tables(rows, []), *tables]
-    emit(document, tables, json)
+    emit(document, tables, sweep.json)
     return DONE
 
 
