@@ -79,7 +79,7 @@ def cases(
     """
     _check_alone(
         splits=bool(splits), tables=bool(tables), pairs=pairs, plan=plan is not None,
-        models=bool(models), kinds=kinds != KINDS and not (splits or tables),
+        models=bool(models), kinds=kinds != KINDS and not (splits or tables or models),
     )  # fmt: skip
     _check_alone(groups=groups > 1, ranks=bool(ranks), plan=plan is not None)
     if sizes is not None and (splits or tables or models or plan):
@@ -109,7 +109,7 @@ def cases(
         ops = _of_plan(plan)
     elif models:
         rows = derived(
-            scope, models=models, microbatch_sizes=microbatch_sizes, seq_len=seq_len,
+            scope, models=models, kinds=kinds, microbatch_sizes=microbatch_sizes, seq_len=seq_len,
             groups=groups, ranks=ranks, modes=modes, backends=backends, place=place,
         )  # fmt: skip
         return list(dict.fromkeys(row.case for row in rows))
@@ -126,6 +126,7 @@ def derived(
     scope: Scope,
     *,
     models: tuple[Model | Decoder, ...],
+    kinds: tuple[CollectiveKind, ...] = KINDS,
     microbatch_sizes: tuple[int, ...] = (1,),
     seq_len: int | None = None,
     groups: int = 1,
@@ -150,6 +151,8 @@ def derived(
                     f"{model.name}: {error}; split it less: groups, or nproc"
                 ) from None
             for one in exchanged:
+                if one.collective.kind not in kinds:
+                    continue
                 op = _within(one.collective, group)
                 cases = _called(scope, op, modes, backends, place)
                 found += [Derived(*about, one.name, case) for case in cases]
