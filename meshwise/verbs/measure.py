@@ -65,8 +65,10 @@ def measure(
     listing = importlib.import_module(f"meshwise.probe.cases.{what}").cases
     if quick and "quick" in inspect.signature(listing).parameters:  # it knows what to leave out
         options, quick = options | {"quick": True}, False
-    budget_s = QUICK_S if quick and budget is None else _seconds("budget", budget)
-    seconds = {"sustain_s": _seconds("sustain", sustain), "timeout_s": _seconds("timeout", timeout)}
+    budget_s = QUICK_S if quick else None
+    if budget is not None:
+        budget_s = _seconds("budget", budget)
+    sustain_s, timeout_s = _seconds("sustain", sustain), _seconds("timeout", timeout)
     machine, size = place(cluster, nproc, keep=not dry_run)
     asked = chosen(listing, what, files.several(model), options)
     cases: list[Case] = listing(scope_of(machine, size, dtype), **asked)
@@ -74,7 +76,6 @@ def measure(
         raise ValueError(f"measure {what}: these options leave no case; ask for more")
     from meshwise.probe.cases import effort
 
-    sustain_s, timeout_s = seconds["sustain_s"] or 1.0, seconds["timeout_s"] or 1.0
     if dry_run:
         return [(case, effort.estimate_s(case, machine, sustain_s)) for case in cases]
     job.check_machine(machine, size)
@@ -98,9 +99,7 @@ def place(cluster: Path | str, nproc: int | None, *, keep: bool) -> tuple[Cluste
     return machine, job.world_size(nproc, machine, default=machine.num_devices)
 
 
-def _seconds(name: str, value: str | float | None) -> float | None:
-    if value is None:
-        return None
+def _seconds(name: str, value: str | float) -> float:
     found = parse_seconds(str(value))
     if not 0 < found < math.inf:
         raise ValueError(f"{name} = {value!r}: must be some time, as 60s")

@@ -77,25 +77,26 @@ def cases(
     ``place``: in or out of place where a back end has both; torch's all_reduce, reduce and
     broadcast are in place whatever is asked.
     """
+    uneven = bool(splits) or tables is not None
     _check_alone(
-        splits=bool(splits), tables=bool(tables), pairs=pairs, plan=plan is not None,
-        models=bool(models), kinds=kinds != KINDS and not (splits or tables or models),
+        splits=bool(splits), tables=tables is not None, pairs=pairs, plan=plan is not None,
+        models=bool(models), kinds=kinds != KINDS and not (uneven or models),
     )  # fmt: skip
     _check_alone(groups=groups > 1, ranks=bool(ranks), plan=plan is not None)
-    if sizes is not None and (splits or tables or models or plan):
+    if sizes is not None and (uneven or models or plan):
         raise ValueError("sizes: splits, tables, models and plans have their own; leave it out")
     if unknown := set(backends) - set(BACKENDS):
         said = ", ".join(["torch", *BACKENDS[1:]])
         raise ValueError(f"backend = {', '.join(sorted(unknown))!r}: must be one of {said}")
     if scope.dtype in ("fp8", "tf32"):
         raise ValueError(f"dtype = {scope.dtype!r}: is sent as bf16 or fp32; take one of them")
-    if "all_to_all_v" in kinds and not (splits or tables):
+    if "all_to_all_v" in kinds and not uneven:
         raise ValueError("all_to_all_v: who sends how much? give splits or tables")
     if "send" in kinds:
         raise ValueError("send: from whom to whom? ask for pairs")
     group = _group(scope.world_size, groups, ranks)
     ops: list[Collective] = []
-    if splits or tables:
+    if uneven:
         ops = [_uneven(splits or _embedding_splits(tables or "", group.size), group, scope.dtype)]
     elif pairs:
         every = ranks or tuple(range(scope.world_size))
