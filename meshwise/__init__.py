@@ -1,12 +1,13 @@
 """Meshwise: measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
-The nine verbs and the records, each imported when it is first used: ``meshwise.plan(...)``.
+The nine verbs, ``Refit`` and the records, each imported when first used: ``meshwise.plan(...)``.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshwise.reshard.weights import Refit
     from meshwise.spec import *  # noqa: F403
     from meshwise.verbs.calibrate import calibrate
     from meshwise.verbs.compare import compare
@@ -22,6 +23,7 @@ VERBS = ("detect", "measure", "calibrate", "plan", "run", "refit", "compare", "r
 
 __all__ = [
     "VERBS",
+    "Refit",
     "calibrate",
     "compare",
     "detect",
@@ -37,6 +39,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in VERBS:
         return getattr(importlib.import_module(f"meshwise.verbs.{name}"), name)
+    if name == "Refit":
+        return importlib.import_module("meshwise.reshard.weights").Refit
     spec = importlib.import_module("meshwise.spec")
     if name in spec.__all__:
         return getattr(spec, name)

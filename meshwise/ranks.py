@@ -5,6 +5,7 @@ cuda:nccl" on GPUs, else gloo) and a gloo group for agreement, ``control``. Two 
 (``arrive``, a barrier on the store, ten minutes: compiling and loading may take long) and steady
 state (every collective, 30 s). On either, the error names the ranks that had not arrived and the
 case each was in: every rank keeps its progress in the store, and one that is behind is missing.
+``join_at`` makes one ``Ranks`` of jobs that were launched apart, a trainer and a server say.
 """
 
 import contextlib
@@ -25,10 +26,10 @@ import torch.distributed as dist
 
 SETUP_S = 600.0
 STEADY_S = 30.0
-_GRACE_S = 2.0  # ranks of one collective fail this close to each other
-_ABSENT = "had not arrived"
+GRACE_S = 2.0  # ranks of one collective fail this close to each other
+ABSENT = "had not arrived"
 _LOST = r"timed out|timeout|closed by peer|reset by peer|broken pipe"
-_joins = itertools.count()
+joins = itertools.count()
 T = TypeVar("T")
 
 
@@ -95,7 +96,12 @@ class Ranks:
     timeout_s: float = STEADY_S
     note: Callable[[str], None] | None = None  # told of every case, for whoever outlives us
     case: str = ""
+    names: tuple[str, ...] = ()  # in errors, of the ranks of several jobs
     _progress: tuple[int, int] = (0, 0)  # meetings so far, and waits since the last
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def at(self, name: str) -> None:
         """From now on this rank works on case ``name``; errors will say so."""
@@ -118,7 +124,7 @@ class Ranks:
             store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
             return True
 
-        if not _asked(meet, timeout_s):
+        if not asked(meet, timeout_s):
             waited_s = round(time.monotonic() - started, 1)
             raise TimeoutError(self._absence(name, min(timeout_s, waited_s)))
 
@@ -126,7 +132,8 @@ class Ranks:
         """Steady-state barrier on the control group."""
         if self.control is not None:
             with self._meeting(what):
-                dist.all_reduce(torch.zeros(1), group=self.control)
+                # dist.all_reduce loses the error of a group that is not registered: join_at's
+                self.control.allreduce([torch.zeros(1)]).wait()
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. Values travel as JSON."""
@@ -136,11 +143,11 @@ class Ranks:
         with self._meeting("a gather"):
             # gloo cannot gather uneven sizes: agree on the largest, then pad
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-            dist.all_gather(sizes, torch.tensor([len(payload)]), group=self.control)
+            self.control.allgather([sizes], [torch.tensor([len(payload)])]).wait()
             largest = max(int(size) for size in sizes)
             mine = torch.frombuffer(bytearray(payload.ljust(largest)), dtype=torch.uint8)
             parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(parts, mine, group=self.control)
+            self.control.allgather([parts], [mine]).wait()
         return [msgspec.json.decode(part.numpy().tobytes()) for part in parts]
 
     def synchronize(
@@ -162,7 +169,7 @@ class Ranks:
         limit = time.monotonic() + 0.8 * self.timeout_s
         while not event.query():
             if self.control is not None and time.monotonic() > limit:
-                if _asked(self._unheard) != []:
+                if asked(self._unheard) != []:
                     raise TimeoutError(self._absence(what, self.timeout_s))
                 limit += self.timeout_s  # all ranks wait like this one: the work is long
             time.sleep(poll_s)
@@ -170,9 +177,9 @@ class Ranks:
     def explain(self, error: Exception) -> Exception:
         """The error itself or, when a collective failed, one that names who does not answer."""
         text = str(error)
-        if self.store is None or _ABSENT in text or not re.search(_LOST, text, re.IGNORECASE):
+        if self.store is None or ABSENT in text or not re.search(_LOST, text, re.IGNORECASE):
             return error
-        if _asked(self._unheard) == []:
+        if asked(self._unheard) == []:
             return error
         if _timed_out(error):
             return TimeoutError(self._absence("a collective", self.timeout_s))
@@ -182,7 +189,8 @@ class Ranks:
         """Part from the others, together."""
         if self.control is not None:
             self.barrier("the end")
-            dist.destroy_process_group()
+            if not self.names:
+                dist.destroy_process_group()
             self.control = self.store = None
 
     def _meet(self) -> int:
@@ -192,11 +200,11 @@ class Ranks:
     def _unheard(self) -> list[int]:
         """Tell the others that this rank waits in a collective; who neither waits nor moved on.
 
-        Ranks that wait in the same collective give up within ``_GRACE_S`` of each other; one
+        Ranks that wait in the same collective give up within ``GRACE_S`` of each other; one
         that is dead, stopped or busy elsewhere stays behind.
         """
         self._tell(self._progress[0], self._progress[1] + 1)
-        limit = time.monotonic() + _GRACE_S
+        limit = time.monotonic() + GRACE_S
         while self._missing() and time.monotonic() < limit:
             time.sleep(0.1)
         return self._missing()
@@ -222,19 +230,22 @@ class Ranks:
             yield
         except RuntimeError as error:
             if not _timed_out(error):
-                raise
-            _asked(self._unheard)  # a rank that stopped once it was here will not say that it waits
+                raise self.explain(error) from None
+            asked(self._unheard)  # a rank that stopped once it was here will not say that it waits
             raise TimeoutError(self._absence(what, self.timeout_s)) from None
 
     def _absence(self, what: str, waited_s: float | None = None) -> str:
-        who = _asked(self._who) or "rank 0 (its store does not answer)"
-        return f"{who} {_ABSENT} at {what}" + (f" after {waited_s:g} s" if waited_s else "")
+        who = asked(self._who) or f"{self.name(0)} (its store does not answer)"
+        return f"{who} {ABSENT} at {what}" + (f" after {waited_s:g} s" if waited_s else "")
 
     def _who(self) -> str:
         missing = self._missing()
-        cases = [f"rank {r} ({_in_case(self._read(f'case/{r}'))})" for r in missing[:8]]
+        cases = [f"{self.name(r)} ({_in_case(self._read(f'case/{r}'))})" for r in missing[:8]]
         more = [f"{len(missing) - 8} more"] if len(missing) > 8 else []
         return ", ".join(cases + more) or "a rank that answers by now"
+
+    def name(self, rank: int) -> str:
+        return self.names[rank] if self.names else f"rank {rank}"
 
     def _read(self, key: str) -> str:
         assert self.store is not None
@@ -251,9 +262,9 @@ def join(
     place = environment()
     if place is None:
         raise ValueError("no launcher started this process; use meshwise.launch.run or torchrun")
-    device = _device(place)
+    device = device_of(place)
     # a verb may join more than once in one process: each time with fresh keys
-    store = dist.PrefixStore(f"meshwise/{next(_joins)}", _store(place, setup_s))
+    store = dist.PrefixStore(f"meshwise/{next(joins)}", _store(place, setup_s))
     ranks = Ranks(
         rank=place["rank"],
         local_rank=place["local_rank"],
@@ -289,12 +300,11 @@ def alone(device: str | torch.device = "cpu") -> Ranks:
 def _store(place: Environment, setup_s: float) -> dist.TCPStore:
     # torchrun and meshwise.launch hold the store in the agent, so that it outlives rank 0
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _open(place["host"], place["port"], place["rank"] == 0 and not held, setup_s)
+    master = place["rank"] == 0 and not held
+    return open_store(place["host"], place["port"], master, setup_s, "rank 0 or its launcher")
 
 
-@functools.cache
-def _open(host: str, port: int, master: bool, setup_s: float) -> dist.TCPStore:
-    """The job's store, kept open for the life of the process."""
+def connect(host: str, port: int, master: bool, setup_s: float, who: str) -> dist.TCPStore:
     try:
         return dist.TCPStore(
             host,
@@ -307,12 +317,14 @@ def _open(host: str, port: int, master: bool, setup_s: float) -> dist.TCPStore:
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         raise TimeoutError(
-            f"rank 0 or its launcher {_ABSENT}: their store at {host}:{port} does not answer: "
-            f"{reason}"
+            f"{who} {ABSENT}: their store at {host}:{port} does not answer: {reason}"
         ) from None
 
 
-def _asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
+open_store = functools.cache(connect)  # kept open for the life of the process
+
+
+def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
     """What ``ask`` learns from the store, or None. The store's client cannot be interrupted, and
     waits without end when the process that holds the store has stopped."""
     answers: list[T] = []
@@ -323,11 +335,11 @@ def _asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(waits_s + 2 * _GRACE_S)
+    thread.join(waits_s + 2 * GRACE_S)
     return answers[0] if answers else None
 
 
-def _device(place: Environment) -> torch.device:
+def device_of(place: Environment) -> torch.device:
     """The GPU of this rank, or the CPU when no GPU is visible."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:

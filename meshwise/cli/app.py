@@ -23,7 +23,7 @@ _VERBS = {
     "calibrate": "Turn measurements into prices; writes costs.json.",
     "plan": "Find the fastest layout that fits; writes plan.json.",
     "run": "Execute a plan: predicted beside measured; writes a run directory.",
-    "refit": "Move live weights between layouts (not built yet).",
+    "refit": "Move weights between layouts: how fast, bounded by what, checked.",
     "compare": "Compare two runs: ratio, interval, verdict.",
     "report": "Write one self-contained page of it all.",
     "show": "Print any of our files readably.",

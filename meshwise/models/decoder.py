@@ -126,9 +126,15 @@ def _latent_attention(model: Decoder, mla: Mla) -> Shapes:
 
 
 def _feed_forward(model: Decoder, width: int, prefix: str = "") -> Shapes:
-    yield from _linear(f"{prefix}gate", width, model.hidden, model.mlp_bias)
+    if model.gated:
+        yield from _linear(f"{prefix}gate", width, model.hidden, model.mlp_bias)
     yield from _linear(f"{prefix}up", width, model.hidden, model.mlp_bias)
     yield from _linear(f"{prefix}down", model.hidden, width, model.mlp_bias)
+
+
+def _first_product(model: Decoder, width: int) -> tuple[str, int]:
+    """Name and rows of what a feed-forward of this width multiplies its input by."""
+    return ("gate_up", 2 * width) if model.gated else ("up", width)
 
 
 def _experts(model: Decoder, moe: Experts) -> Shapes:
@@ -136,7 +142,8 @@ def _experts(model: Decoder, moe: Experts) -> Shapes:
     if moe.router_bias:
         yield ROUTER_BIAS, (moe.num_experts,)
     stacked = (moe.num_experts,)
-    yield from _linear("experts.gate_up", 2 * moe.ffn, model.hidden, model.mlp_bias, stacked)
+    first, width = _first_product(model, moe.ffn)
+    yield from _linear(f"experts.{first}", width, model.hidden, model.mlp_bias, stacked)
     yield from _linear("experts.down", model.hidden, moe.ffn, model.mlp_bias, stacked)
     if moe.shared_ffn:
         yield from _feed_forward(model, moe.shared_ffn, "shared.")
@@ -193,15 +200,18 @@ def _products(model: Decoder, tp: int) -> Iterator[_Shape]:
     with_experts = sum(map(model.has_experts, range(model.layers)))
     yield from _attention_products(model, model.heads // tp, model.kv_heads // tp)
     if dense := model.layers - with_experts:
-        yield _Shape("gate_up", 2 * model.ffn // tp, h, dense)
+        first, width = _first_product(model, model.ffn)
+        yield _Shape(first, width // tp, h, dense)
         yield _Shape("down", h, model.ffn // tp, dense)
     if moe and with_experts:
         yield _Shape("router", moe.num_experts, h, with_experts)
         spread = (with_experts, moe.num_experts, moe.top_k)
-        yield _Shape("experts_gate_up", 2 * moe.ffn // tp, h, *spread)
+        first, width = _first_product(model, moe.ffn)
+        yield _Shape(f"experts_{first}", width // tp, h, *spread)
         yield _Shape("experts_down", h, moe.ffn // tp, *spread)
         if moe.shared_ffn:
-            yield _Shape("shared_gate_up", 2 * moe.shared_ffn // tp, h, with_experts)
+            first, width = _first_product(model, moe.shared_ffn)
+            yield _Shape(f"shared_{first}", width // tp, h, with_experts)
             yield _Shape("shared_down", h, moe.shared_ffn // tp, with_experts)
     yield _Shape("vocab", model.vocab // tp, h, 1)
 

@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 
 from meshwise import store
-from meshwise.pages import collectives, compute, fsdp
+from meshwise.pages import collectives, compute, fsdp, refit
 from meshwise.pages.spread import slowest
 from meshwise.pages.table import Table
 from meshwise.pages.tables import ABSENT, INTERVAL, interval
-from meshwise.spec import Block, Case, Collective, Derived, Elementwise, RunInfo, Sample, Step
+from meshwise.spec import (
+    Block,
+    Case,
+    Collective,
+    Derived,
+    Elementwise,
+    Resharding,
+    RunInfo,
+    Sample,
+    Step,
+)
 from meshwise.spec.label import label
 from meshwise.stats import median_interval
 from meshwise.units import format_rate, format_seconds
@@ -66,6 +76,8 @@ def _figures(sample: Sample) -> dict[str, float | str]:
         shown["size_bytes"] = op.size_bytes
         shown["algbw_bytes_per_s"] = op.size_bytes / mean_s
         shown["busbw_bytes_per_s"] = op.bytes / mean_s
+    elif isinstance(op, Resharding):
+        shown |= refit.figures_of(sample)
     elif not isinstance(op, Step | Block):
         shown["flops_per_s"] = op.flops / middle_s
         shown["bytes_per_s"] = op.bytes / middle_s
@@ -97,6 +109,7 @@ def run(
     if collectives.are_fsdp_units(info):
         tables += fsdp.tables(rows, samples)
     tables += collectives.tables(done, info)
+    tables += refit.tables(done)
     return tables + failed(samples)
 
 

@@ -5,8 +5,8 @@ the innermost axis (tp), a larger one as an outer axis (dp); all such groups wor
 that names its ranks keeps the others idle. ``size_bytes`` is nccl-tests' ``size``.
 
 Back ends: what torch picks for the device (""), ``gloo`` on host memory, ``nccl`` called directly
-(``probe.nccl``), and those of ``probe.symmetric``. torch's all_reduce, reduce and broadcast are in
-place; nobody's all_to_all is. Every case is checked once, on data that reveal permutations
+(``meshwise.nccl``), and those of ``probe.symmetric``. torch's all_reduce, reduce and broadcast are
+in place; nobody's all_to_all is. Every case is checked once, on data that reveal permutations
 (``probe.pattern``).
 """
 
@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshwise.probe import nccl, pattern, symmetric
+from meshwise import nccl
+from meshwise.probe import pattern, symmetric
 from meshwise.probe.work import Unavailable, Work, torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Collective
@@ -160,7 +161,10 @@ def batch(op: Collective) -> int:
 def _check_offered(op: Collective, backend: str) -> None:
     kinds = symmetric.BACKENDS.get(backend)
     if backend == "nccl":
-        nccl.library()
+        try:
+            nccl.library()
+        except OSError as error:
+            raise Unavailable(str(error)) from None
     if op.group_size == 1 and op.kind in ("send_recv", "send"):
         raise Unavailable(f"{op.kind}: a group of one rank sends to nobody")
     if kinds is not None:

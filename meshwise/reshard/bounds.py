@@ -1,27 +1,33 @@
 """How fast any plan that moves one layout to another could be: exact lower bounds.
 
-An atom is a cell of the destination cut along the source's edges; it has owners and a needer,
-and costs wire bytes only if the needer is no owner.
+An atom is a box that every rank holds, or needs, entirely or not at all (``atoms``); it costs wire
+bytes only if the needer is no owner.
 
     ingress   max over ranks r of (bytes r needs and does not own) / rate in
-    egress    the least z such that every atom can be sent, split at will, by its owners, each
-              busy for at most z. By max-flow min-cut it is the largest, over sets S of ranks,
-              of (bytes owned within S only) / (sum of rates out of S); found by Dinkelbach's
-              iteration in exact arithmetic: route what fits in z, and where something does not
-              fit the cut names the set that sets the next z.
+    egress    the least z such that owners can send every needer its bytes, split at will, each
+              busy for at most z: by max-flow min-cut the largest, over sets S of ranks, of (bytes
+              owned within S only) / (sum of rates out of S), see ``flow``
+    relayed   the same where receivers may pass bytes on: each leaves its owners once
+    hosts     the same cuts around hosts: bytes needed in a host and owned in no rank of it over
+              its rate in, and bytes owned in some hosts only and needed in others over theirs out
+    memory    max over ranks of (2 x bytes needed and owned + other bytes needed) / memory rate
 
-No transfer ends before the larger of the two (unicast, full duplex).
+No unicast, full duplex, ends before the larger of ingress and egress; nothing at all ends before
+the largest of ingress, relayed, hosts and memory.
 """
 
-from collections import deque
-from collections.abc import Iterable, Mapping
-from fractions import Fraction
+from collections.abc import Callable, Iterable
+from math import inf
 from typing import NamedTuple
 
-from meshwise.reshard.regions import Layout
-from meshwise.reshard.transfer import Move, cells
+import numpy as np
 
-Owners = frozenset[int]
+from meshwise.reshard.atoms import Cut, cuts
+from meshwise.reshard.flow import Owners, balance
+from meshwise.reshard.holdings import Holdings
+from meshwise.reshard.regions import Layout
+from meshwise.reshard.transfer import Move, Transfer, loads
+from meshwise.spec import DTYPE_BYTES
 
 
 class Bounds(NamedTuple):
@@ -37,33 +43,152 @@ class Bounds(NamedTuple):
         return max(self.ingress_s, self.egress_s)
 
 
+class Rates(NamedTuple):
+    """Bytes a second into, and at once out of, a rank over all its links and a host over all its
+    network cards; and read plus written by a rank's memory. ``name`` says whose they are."""
+
+    name: str
+    rank_bytes_per_s: float
+    host_bytes_per_s: float = inf
+    memory_bytes_per_s: float = inf
+
+
+class Limits(NamedTuple):
+    """Seconds at the rates that ``rate`` names; ``binding`` is the largest of those that no plan
+    beats, and ``ranks`` (of ``hosts``: hosts) set it."""
+
+    ingress_s: float
+    egress_s: float
+    relayed_s: float
+    hosts_s: float
+    memory_s: float
+    binding: str
+    ranks: tuple[int, ...]
+    rate: str
+
+    @property
+    def time_s(self) -> float:
+        return max(self.ingress_s, self.relayed_s, self.hosts_s, self.memory_s)
+
+    @property
+    def unicast_s(self) -> float:
+        """Where receivers pass nothing on."""
+        return max(self.time_s, self.egress_s)
+
+
+class _Need(NamedTuple):
+    """Bytes by who needs or owns them; ``once``: whatever the number of needers; ``touched``: read
+    or written by a rank's memory."""
+
+    needed: dict[int, int]
+    owned: dict[Owners, int]
+    owned_once: dict[Owners, int]
+    touched: dict[int, int]
+    needed_hosts: dict[int, int]
+    owned_hosts: dict[Owners, int]
+
+
 def lower_bounds(
     pairs: Iterable[tuple[Layout, Layout, int]],
     *,
     bytes_per_s_in: int,
     bytes_per_s_out: int,
 ) -> Bounds:
-    """Bounds for many tensors at once, each (source, destination, bytes per element)."""
-    needed: dict[int, int] = {}
-    owned: dict[Owners, int] = {}
-    for source, destination, itemsize in pairs:
-        for piece in destination:
-            for cell in cells(piece.box, source):
-                owners = frozenset(p.rank for p in source if cell.intersect(p.box) == cell)
-                if piece.rank in owners:
-                    continue
-                size = cell.num_elements * itemsize
-                needed[piece.rank] = needed.get(piece.rank, 0) + size
-                owned[owners] = owned.get(owners, 0) + size
-    if not needed:
+    """Ingress and egress of many tensors at once, each (source, destination, bytes per element)."""
+    tensors = list(pairs)
+    found, kinds = cuts([(source, destination) for source, destination, _ in tensors])
+    need = _need(found, kinds, [itemsize for _, _, itemsize in tensors], lambda rank: 0)
+    if not need.needed:
         return Bounds(0.0, 0.0, "nothing to move", ())
-    receiver = max(needed, key=lambda rank: (needed[rank], -rank))
-    ingress_s = needed[receiver] / bytes_per_s_in
-    busiest, senders = balance(owned)
-    egress_s = float(busiest) / bytes_per_s_out
+    ingress_s, receiver = _largest(need.needed, bytes_per_s_in)
+    egress_s, senders = _balanced(need.owned, bytes_per_s_out)
     if egress_s > ingress_s:
-        return Bounds(ingress_s, egress_s, "egress", tuple(sorted(senders)))
-    return Bounds(ingress_s, egress_s, "ingress", (receiver,))
+        return Bounds(ingress_s, egress_s, "egress", senders)
+    return Bounds(ingress_s, egress_s, "ingress", receiver)
+
+
+def limits(
+    source: Holdings,
+    destination: Holdings,
+    rates: Rates,
+    *,
+    host_of: Callable[[int], int] = lambda rank: 0,
+    names: Iterable[str] | None = None,
+) -> Limits:
+    """The bounds of moving ``names`` (as ``Transfer.names``), or all that the destination holds."""
+    names = sorted(destination) if names is None else list(names)
+    found, kinds = cuts([(source[name].layout, destination[name].layout) for name in names], names)
+    itemsizes = [DTYPE_BYTES[destination[name].dtype] for name in names]
+    need = _need(found, kinds, itemsizes, host_of)
+    hosts = (
+        _largest(need.needed_hosts, rates.host_bytes_per_s),
+        _balanced(need.owned_hosts, rates.host_bytes_per_s),
+    )
+    all_plans = {
+        "ingress": _largest(need.needed, rates.rank_bytes_per_s),
+        "relayed": _balanced(need.owned_once, rates.rank_bytes_per_s),
+        "hosts": max(hosts, key=lambda found: found[0]),
+        "memory": _largest(need.touched, rates.memory_bytes_per_s),
+    }
+    binding = max(all_plans, key=lambda name: all_plans[name][0])
+    if not all_plans[binding][0]:
+        binding = "nothing to move"
+    return Limits(
+        egress_s=_balanced(need.owned, rates.rank_bytes_per_s)[0],
+        binding=binding,
+        ranks=all_plans[binding][1] if binding in all_plans else (),
+        rate=rates.name,
+        **{f"{name}_s": time_s for name, (time_s, _) in all_plans.items()},
+    )
+
+
+def _need(
+    found: list[Cut], kinds: list[int], itemsizes: list[int], host_of: Callable[[int], int]
+) -> _Need:
+    weights = [0] * len(found)
+    for kind, itemsize in zip(kinds, itemsizes, strict=True):
+        weights[kind] += itemsize
+    need = _Need({}, {}, {}, {}, {}, {})
+    for cut, weight in zip(found, weights, strict=True):
+        for box, owners, needers in cut.atoms:
+            held = frozenset(cut.source[number].rank for number in owners)
+            wanted = [cut.destination[number].rank for number in needers]
+            _add(need, box.num_elements * weight, held, wanted, host_of)
+    return need
+
+
+def _add(
+    need: _Need, size: int, held: Owners, wanted: list[int], host_of: Callable[[int], int]
+) -> None:
+    """One atom. A rank that needs it twice need not receive it twice."""
+    missing = set(wanted) - held
+    for rank in missing:
+        need.needed[rank] = need.needed.get(rank, 0) + size
+    for rank in wanted:
+        need.touched[rank] = need.touched.get(rank, 0) + (2 if rank in held else 1) * size
+    if not missing:
+        return
+    need.owned[held] = need.owned.get(held, 0) + size * len(missing)
+    need.owned_once[held] = need.owned_once.get(held, 0) + size
+    hosts = frozenset(map(host_of, held))
+    if abroad := set(map(host_of, missing)) - hosts:
+        need.owned_hosts[hosts] = need.owned_hosts.get(hosts, 0) + size
+        for host in abroad:
+            need.needed_hosts[host] = need.needed_hosts.get(host, 0) + size
+
+
+def _largest(sizes: dict[int, int], bytes_per_s: float) -> tuple[float, tuple[int, ...]]:
+    if not sizes:
+        return 0.0, ()
+    rank = max(sizes, key=lambda rank: (sizes[rank], -rank))
+    return sizes[rank] / bytes_per_s, (rank,)
+
+
+def _balanced(owned: dict[Owners, int], bytes_per_s: float) -> tuple[float, tuple[int, ...]]:
+    if not owned:
+        return 0.0, ()
+    load, tight = balance(owned)
+    return float(load) / bytes_per_s, tuple(sorted(tight))
 
 
 def planned(moves: Iterable[tuple[Move, int]]) -> tuple[dict[int, int], dict[int, int]]:
@@ -78,77 +203,38 @@ def planned(moves: Iterable[tuple[Move, int]]) -> tuple[dict[int, int], dict[int
     return sent, received
 
 
-def balance(owned: Mapping[Owners, int]) -> tuple[Fraction, Owners]:
-    """The least possible largest load when bytes with owners may be split among them, and a set
-    of ranks that cannot do better."""
-    ranks = frozenset().union(*owned)
-    tight, load = ranks, Fraction(sum(owned.values()), len(ranks))
-    while True:
-        within = _overloaded(owned, load)
-        if not within:
-            return load, tight
-        tight = within
-        load = Fraction(sum(size for owners, size in owned.items() if owners <= tight), len(tight))
+def busiest_s(
+    transfer: Transfer, rates: Rates, host_of: Callable[[int], int] = lambda rank: 0
+) -> float:
+    """Seconds for which the busiest link of each stage is busy, stages one after the other.
+
+    A rank's memory reads what it sends and writes what it receives.
+    """
+    total_s = 0.0
+    for matrix in loads(transfer):
+        local = matrix.diagonal()
+        wire = matrix - np.diag(local)
+        out, into = wire.sum(1), wire.sum(0)
+        hosts = [host_of(rank) for rank in range(len(wire))]
+        crossing: dict[tuple[str, int], int] = {}
+        for s, d in zip(*wire.nonzero(), strict=True):
+            if hosts[s] != hosts[d]:
+                for end in (("out", hosts[s]), ("in", hosts[d])):
+                    crossing[end] = crossing.get(end, 0) + int(wire[s, d])
+        total_s += max(
+            max(out.max(initial=0), into.max(initial=0)) / rates.rank_bytes_per_s,
+            max(crossing.values(), default=0) / rates.host_bytes_per_s,
+            (2 * local + out + into).max(initial=0) / rates.memory_bytes_per_s,
+        )
+    return total_s
 
 
-def _overloaded(owned: Mapping[Owners, int], load: Fraction) -> Owners:
-    """Route bytes to owners of capacity ``load``; the ranks of the cut, empty when all fits."""
-    flow: dict[Owners, dict[int, Fraction]] = {owners: {} for owners in owned}
-    carried: dict[int, Fraction] = {}
-    for owners, size in owned.items():
-        left = Fraction(size)
-        while left:
-            path, reached = _augment(owners, flow, carried, load)
-            if path is None:
-                return frozenset(reached)
-            left -= _push(path, flow, carried, load, left)
-    return frozenset()
-
-
-Path = list[tuple[Owners, int]]  # the bytes of ``Owners`` go to a rank, whose own bytes move on
-
-
-def _augment(
-    start: Owners,
-    flow: dict[Owners, dict[int, Fraction]],
-    carried: dict[int, Fraction],
-    load: Fraction,
-) -> tuple[Path | None, set[int]]:
-    """The shortest way to a rank with room, moving others' bytes out of the way; or whom it saw."""
-    came: dict[int, tuple[Owners, int | None]] = dict.fromkeys(sorted(start), (start, None))
-    queue = deque(came)
-    while queue:
-        rank = queue.popleft()
-        if carried.get(rank, Fraction(0)) < load:
-            path: Path = []
-            at: int | None = rank
-            while at is not None:
-                owners, before = came[at]
-                path.append((owners, at))
-                at = before
-            return path[::-1], set(came)
-        for owners, to in flow.items():
-            if to.get(rank):
-                for other in sorted(owners - came.keys()):
-                    came[other] = (owners, rank)
-                    queue.append(other)
-    return None, set(came)
-
-
-def _push(
-    path: Path,
-    flow: dict[Owners, dict[int, Fraction]],
-    carried: dict[int, Fraction],
-    load: Fraction,
-    left: Fraction,
-) -> Fraction:
-    """Send as much along the path as every link of it allows; the amount."""
-    last = path[-1][1]
-    moved = [flow[owners][path[i][1]] for i, (owners, _) in enumerate(path[1:])]
-    amount = min(left, load - carried.get(last, Fraction(0)), *moved)
-    for i, (owners, rank) in enumerate(path):
-        flow[owners][rank] = flow[owners].get(rank, Fraction(0)) + amount
-        if i:
-            flow[owners][path[i - 1][1]] -= amount
-    carried[last] = carried.get(last, Fraction(0)) + amount
-    return amount
+def efficiency(
+    bound: Limits,
+    transfer: Transfer,
+    rates: Rates,
+    host_of: Callable[[int], int] = lambda rank: 0,
+) -> float:
+    """The plan's: the bound over the time of its busiest links; 1 where nothing moves."""
+    time_s = busiest_s(transfer, rates, host_of)
+    return bound.time_s / time_s if time_s else 1.0

@@ -10,6 +10,7 @@ thing. Two layouts of the same logical shape can be intersected, whatever made t
 import itertools
 from collections.abc import Sequence
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 
@@ -40,11 +41,17 @@ class Box(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """``rank`` holds ``box`` of the logical tensor at ``offset`` of its local buffer."""
+    """``rank`` holds ``box`` of the logical tensor at ``offset`` of its local buffer.
+
+    ``buffer`` names the rank's tensor, where it is not called as the logical tensor is. One of
+    more dims than the logical tensor is seen with its leading dims flattened, one of fewer with
+    leading dims of 1: a fused or stacked weight holds pieces of several logical tensors.
+    """
 
     rank: int
     box: Box
     offset: tuple[int, ...]
+    buffer: str = ""
 
     def local(self, box: Box) -> Box:
         """Where a part of this piece lies in the rank's buffer."""
@@ -61,6 +68,45 @@ def whole(shape: Sequence[int]) -> Box:
 def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
     """Every rank holds all of it."""
     return tuple(Piece(rank, whole(shape), (0,) * len(shape)) for rank in ranks)
+
+
+def moved(
+    layout: Layout, *, ranks: int = 0, offset: Sequence[int] = (), buffer: str | None = None
+) -> Layout:
+    """The same pieces on ranks further on, at an offset further on, in a buffer of this name.
+
+    So fused weights are put together: q, k and v each moved behind the other into one buffer.
+    """
+    return tuple(
+        Piece(
+            piece.rank + ranks,
+            piece.box,
+            tuple(map(add, piece.offset, offset)) if offset else piece.offset,
+            piece.buffer if buffer is None else buffer,
+        )
+        for piece in layout
+    )
+
+
+def cropped(layout: Layout, dim: int, low: int, high: int) -> Layout:
+    """What remains where only the indices [low, high) of ``dim`` of the buffers are kept."""
+    kept = []
+    for piece in layout:
+        start = piece.offset[dim]
+        first, last = max(low, start), min(high, start + piece.box.shape[dim])
+        if first < last:
+            shift = piece.box.low[dim] - start
+            box = narrowed(piece.box, dim, first + shift, last + shift)
+            offset = (*piece.offset[:dim], first - low, *piece.offset[dim + 1 :])
+            kept.append(Piece(piece.rank, box, offset, piece.buffer))
+    return tuple(kept)
+
+
+def narrowed(box: Box, dim: int, low: int, high: int) -> Box:
+    """``box`` with [low, high) in ``dim``."""
+    return Box(
+        (*box.low[:dim], low, *box.low[dim + 1 :]), (*box.high[:dim], high, *box.high[dim + 1 :])
+    )
 
 
 def chunks(size: int, parts: int) -> list[int]:
@@ -108,11 +154,7 @@ def sharded(
 
 
 def _slab(shape: Sequence[int], dim: int, rank: int, low: int, high: int, offset: int) -> Piece:
-    box = whole(shape)
-    cut = Box(
-        tuple(low if d == dim else index for d, index in enumerate(box.low)),
-        tuple(high if d == dim else index for d, index in enumerate(box.high)),
-    )
+    cut = narrowed(whole(shape), dim, low, high)
     return Piece(rank, cut, tuple(offset if d == dim else 0 for d in range(len(shape))))
 
 
@@ -143,6 +185,4 @@ def _chunk_of(box: Box, dim: int, parts: int, index: int) -> Box | None:
     edges = list(itertools.accumulate(chunks(box.shape[dim], parts), initial=box.low[dim]))
     if edges[index] == edges[index + 1]:
         return None
-    low, high = list(box.low), list(box.high)
-    low[dim], high[dim] = edges[index], edges[index + 1]
-    return Box(tuple(low), tuple(high))
+    return narrowed(box, dim, edges[index], edges[index + 1])

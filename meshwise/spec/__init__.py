@@ -26,7 +26,9 @@ from meshwise.spec.plan import (
     stages_of,
 )
 from meshwise.spec.record import Record, digest
+from meshwise.spec.refit import Resharding
 from meshwise.spec.run import Case, Derived, DeviceState, Regime, RunInfo, Sample, Step
+from meshwise.spec.weights import WeightLayout
 
 __all__ = [
     "DTYPE_BYTES",
@@ -60,6 +62,7 @@ __all__ = [
     "Record",
     "Regime",
     "Removal",
+    "Resharding",
     "RunInfo",
     "Sample",
     "ScheduleName",
@@ -68,6 +71,7 @@ __all__ = [
     "Step",
     "Surface",
     "Tier",
+    "WeightLayout",
     "Workload",
     "digest",
     "rank_of",

@@ -4,7 +4,8 @@ The size of memory-bound work is its bytes read and written; of a copy from or t
 reads on one side and writes on the other, the bytes that cross.
 """
 
-from meshwise.spec.op import Attention, Block, Collective, Elementwise, Gemm, Overlap
+from meshwise.spec.op import Attention, Collective, Elementwise, Gemm, Op, Overlap
+from meshwise.spec.refit import Resharding
 from meshwise.spec.run import Case, Step
 from meshwise.units import format_bytes
 
@@ -13,7 +14,8 @@ def label(case: Case) -> str:
     """``gemm 8192x2560x2560 bf16``, ``all_gather 16.0 MiB x4``, ``layer gpt h2560 mb8 tp2+sp
     backward``. The regime is named unless it is warm or cold, which a device implies; the back
     end where it is not torch's choice."""
-    regime = "" if case.regime in ("cold", "warm") else case.regime
+    usual = case.regime in ("cold", "warm") or isinstance(case.op, Resharding)
+    regime = "" if usual else case.regime
     return " ".join(filter(None, (_of_op(case.op), regime, case.backend)))
 
 
@@ -49,7 +51,7 @@ def uneven(op: Collective) -> str:
     return ""
 
 
-def _of_op(op: Gemm | Attention | Elementwise | Collective | Overlap | Block | Step) -> str:
+def _of_op(op: Op | Step | Resharding) -> str:
     if isinstance(op, Gemm):
         sizes, _, groups = shape(op).partition(" ")
         stored = "" if storage(op) == "nt" else storage(op)
@@ -63,12 +65,25 @@ def _of_op(op: Gemm | Attention | Elementwise | Collective | Overlap | Block | S
         return _of_collective(op)
     if isinstance(op, Overlap):
         return f"{_of_op(op.compute)} beside {_of_op(op.collective)}"
+    if isinstance(op, Resharding):
+        return f"refit {op.scenario or op.model.name} {op.mode}{_choices(op)}"
     family = type(op.model).__struct_config__.tag
     if isinstance(op, Step):
         return f"step {op.model.name or f'{family} h{op.model.hidden}'} {op.layout.name}"
     parallel = f" tp{op.tp}" + ("+sp" if op.sequence_parallel else "") if op.tp > 1 else ""
     sizes = f"{family} h{op.model.hidden} mb{op.microbatch_size}"
     return f"{op.part} {sizes}{parallel} {op.direction}"
+
+
+def _choices(op: Resharding) -> str:
+    """What is not as usual."""
+    chosen = {
+        f"verify {op.verify}": op.verify != "hash",
+        "atomic": op.atomic,
+        f"delta {op.changed}": op.changed is not None,
+        "placed": bool(op.placement),
+    }
+    return "".join(f" {word}" for word, said in chosen.items() if said)
 
 
 def _of_collective(op: Collective) -> str:

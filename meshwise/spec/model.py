@@ -44,8 +44,8 @@ class Mla(Record, kw_only=True):
 
 
 class Experts(Record, kw_only=True):
-    """A mixture of SwiGLU experts of width ``ffn``: ``top_k`` of ``num_experts`` for each token,
-    beside them a shared one of width ``shared_ffn`` (0: none) for every token.
+    """A mixture of experts of width ``ffn``: ``top_k`` of ``num_experts`` for each token, beside
+    them a shared one of width ``shared_ffn`` (0: none) for every token.
 
     The first ``first_dense`` layers keep the dense feed-forward; of the others those whose index
     ``every`` divides have experts. ``shared_gate``: the shared expert has a gate of
@@ -73,6 +73,7 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
     hidden], k and v [kv_heads*head_dim, hidden], out [hidden, heads*head_dim], gate and up [ffn,
     hidden], down [hidden, ffn], two norms of hidden; a last norm. With ``qk_norm`` two more norms
     of head_dim. ``ffn`` is the dense feed-forward's width, also where some layers have experts.
+    Without ``gated`` all feed-forwards, experts' too, are up and down only, with GELU.
     """
 
     name: str = ""
@@ -89,6 +90,7 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    gated: bool = True
     mla: Mla | None = None
     experts: Experts | None = None
 

@@ -11,6 +11,7 @@ from meshwise.spec.model import Model
 from meshwise.spec.op import Dtype, Op
 from meshwise.spec.plan import Plan
 from meshwise.spec.record import NonNegative, Positive, Record, digest
+from meshwise.spec.refit import Resharding
 
 SCHEMA_VERSION = 1
 
@@ -34,11 +35,11 @@ class Case(Record, kw_only=True):
     replay), blocking (the host waits for each call), pipelined (many calls in a row, one time for
     all), sustained (for seconds without a pause, at the clocks that the power cap leaves).
     ``lowering``: eager or compiled code. ``backend``: whose code, where it is not what torch picks
-    by itself: a kernel of attention, a library of collectives. ``world_size``: ranks that worked
-    at once.
+    by itself: a kernel of attention, a library of collectives, a way of moving weights.
+    ``world_size``: ranks that worked at once.
     """
 
-    op: Op | Step
+    op: Op | Step | Resharding
     regime: Regime = "warm"
     lowering: Literal["eager", "compiled"] = "eager"
     backend: str = ""

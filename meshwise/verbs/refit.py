@@ -1,8 +1,335 @@
-"""refit: move live weights from one plan's layout to another's. Not built yet."""
+"""refit: move synthetic weights between two layouts, check every element, time it.
 
-from typing import NoReturn
+One run directory for all scenarios, methods and modes asked for; each is a case and is measured in
+freshly started ranks, since a process cannot change its back end of symmetric memory. The live
+thing, for a training loop, is ``meshwise.Refit``.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from meshwise import store
+from meshwise.models import catalogue
+from meshwise.pages import refit as page
+from meshwise.probe.cases import refit as cases
+from meshwise.spec import Case, Cluster, Resharding, Sample
+from meshwise.spec.label import label
+from meshwise.spec.op import Dtype
+from meshwise.spec.refit import Forecast, Mode, Order, Scenario, Verify
+from meshwise.units import parse_bytes, parse_seconds
+from meshwise.verbs import files, forecast, job, measure
+from meshwise.verbs.detect import detect
+
+log = logging.getLogger("meshwise")
+
+LAPTOP = "h200-hgx"  # of a dry run, where no cluster is named or cluster.toml has no links
 
 
-def refit(*_: object, **__: object) -> NoReturn:
-    """Always a ValueError: moving weights between layouts is not built yet."""
-    raise ValueError("refit is not built yet; save a checkpoint and load it under the other plan")
+def refit(
+    *scenario: str,
+    model: str | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    train: Mapping[str, int] | None = None,
+    infer: Mapping[str, int] | None = None,
+    dtype: str | None = None,
+    orders: tuple[str, str] = ("megatron", "engine"),
+    mode: str | None = None,
+    method: str = "auto",
+    cap: str | int = "512MiB",
+    verify: str = "hash",
+    atomic: bool = False,
+    changed: float | None = None,
+    place: bool = False,
+    check: bool = True,
+    warmup: int = 2,
+    iterations: int = 10,
+    rate: str | float | None = None,
+    cluster: Path | str = measure.DEFAULT_CLUSTER,
+    nproc: int | None = None,
+    timeout: str | float = 30.0,
+    runs: Path | str = "runs",
+    output_dir: Path | str | None = None,
+    dry_run: bool = False,
+) -> Path | list[Forecast]:
+    """Measure into a run directory whose path is returned; with ``dry_run`` only say what would
+    move: a ``Forecast`` for each scenario and mode, without torch.
+
+    ``scenario``: names, or numbers of the menu; without one ``train`` and ``infer`` give the
+    degrees (tp, pp, ep, etp, fsdp, replicas) of a small GPT or of ``model`` (a name of the
+    catalogue or a Hugging Face config.json), whose ``sizes`` may be changed. ``mode``: collocated,
+    non-collocated or all; the scenario's own by default. ``method``: nccl, nvshmem, gloo, ipc, auto
+    or all. ``cap``: extra memory of a rank. ``changed``: send only what changed, and change that
+    share of the weights before each refit. ``place``: let destination ranks be renumbered so that
+    the fewest bytes travel. ``check``: compare every destination element once, untimed. ``rate``:
+    of the links, for the bounds. ``nproc``: ranks, as many as needed by default. A log like that of
+    Megatron's suite goes to ``output_dir``/logs (OUTPUT_DIR, else benchmark_results) as RUN_ID.
+    """
+    _check_choices(dtype, mode, method, verify, orders)
+    if changed is not None and not 0 < changed <= 1:
+        raise ValueError(f"changed = {changed}: must be a share, > 0 and <= 1")
+    timing = _timing(warmup, iterations, check, timeout)
+    changes = {
+        "model": None if model is None else catalogue.find(model),
+        "sizes": sizes, "train": train, "infer": infer, "dtype": dtype,
+    }  # fmt: skip
+    choices = {
+        "cap_bytes": parse_bytes(str(cap)), "verify": verify, "atomic": atomic, "changed": changed,
+    }  # fmt: skip
+    asked = [
+        _Asked(one, methods, each, orders, choices)  # type: ignore[arg-type]
+        for one, methods in _scenarios(scenario, changes)
+        for each in (get_args(Mode) if mode == "all" else (mode or one.mode,))
+    ]
+    if dry_run:
+        return _forecasts(asked, cluster, nproc, rate, place)
+    machine = _machine(cluster, nproc)
+    todo = _cases(asked, method, machine, nproc, place)
+    return _measure_all(todo, machine, forecast.links(machine, rate), timing, runs, output_dir)
+
+
+class _Asked(NamedTuple):
+    """A scenario in one mode. ``methods``: those that the menu names. ``choices``: fields of
+    ``Resharding``."""
+
+    scenario: Scenario
+    methods: tuple[str, ...]
+    mode: Mode
+    orders: tuple[Order, Order]
+    choices: Mapping[str, Any]
+
+    @property
+    def num_ranks(self) -> int:
+        return cases.num_ranks(self.scenario, self.mode)
+
+    def op(self, num_ranks: int, *, place: bool) -> Resharding:
+        source, destination = cases.layouts(self.scenario, self.mode, num_ranks, self.orders)
+        op = Resharding(
+            model=self.scenario.model,
+            source=source,
+            destination=destination,
+            scenario=self.scenario.name,
+            **self.choices,
+        )
+        return msgspec.structs.replace(op, placement=forecast.placement(op)) if place else op
+
+
+class _Todo(NamedTuple):
+    """``reason``: why it cannot be measured here."""
+
+    case: Case
+    reason: str = ""
+
+
+class _Timing(NamedTuple):
+    warmup: int
+    iterations: int
+    check: bool
+    timeout_s: float
+
+
+def _check_choices(dtype: Any, mode: Any, method: Any, verify: Any, orders: Any) -> None:
+    known = {
+        "dtype": (dtype, (None, *get_args(Dtype))),
+        "mode": (mode, (None, *get_args(Mode), "all")),
+        "method": (method, (*cases.METHODS, "auto", "all")),
+        "verify": (verify, get_args(Verify)),
+        "train_order": (orders[0], get_args(Order)),
+        "inference_order": (orders[1], get_args(Order)),
+    }
+    for name, (value, choices) in known.items():
+        if value not in choices:
+            said = ", ".join(str(choice) for choice in choices if choice)
+            raise ValueError(f"{name} = {value!r}: must be one of {said}")
+
+
+def _timing(warmup: int, iterations: int, check: bool, timeout: str | float) -> _Timing:
+    numbers = ("num_benchmark_warmup", warmup, 0), ("num_benchmark_iterations", iterations, 1)
+    for name, number, least in numbers:
+        if number < least:
+            raise ValueError(f"{name} = {number}: must be >= {least}")
+    timeout_s = parse_seconds(str(timeout))
+    if not 0 < timeout_s < 1e9:
+        raise ValueError(f"timeout = {timeout!r}: must be some time, as 30s")
+    return _Timing(warmup, iterations, check, timeout_s)
+
+
+def _scenarios(
+    names: Sequence[str], changes: Mapping[str, Any]
+) -> Iterator[tuple[Scenario, tuple[str, ...]]]:
+    """What is asked for, with the user's changes, and the methods that the menu names."""
+    if not names:
+        if not (changes["train"] or changes["infer"]):
+            raise ValueError(
+                "nothing to refit: give --scenario (`meshwise refit --list` names them) or both "
+                "layouts, as --tensor-model-parallel-size 2 "
+                "--rl-inference-tensor-model-parallel-size 4"
+            )
+        yield cases.changed(cases.custom(), **changes), ()
+    for name in names:
+        found = cases.find(name)
+        for one in found.scenarios:
+            yield cases.changed(one, **changes), found.methods
+
+
+def _forecasts(
+    asked: Sequence[_Asked],
+    cluster: Path | str,
+    nproc: int | None,
+    rate: str | float | None,
+    place: bool,
+) -> list[Forecast]:
+    usual = str(cluster) == measure.DEFAULT_CLUSTER
+    given = None
+    if Path(cluster).exists() or not usual:
+        given = forecast.links(files.take(cluster, Cluster), rate)
+    if given is None and not usual:
+        raise ValueError(
+            f"cluster = {str(cluster)!r}: names no rate of its links; give --rate 373GB/s"
+        )
+    given = given or forecast.links(files.take(LAPTOP, Cluster), rate)
+    assert given is not None
+    sizes = [(one, nproc or one.num_ranks) for one in asked]
+    return [forecast.forecast(one.op(size, place=place), size, given) for one, size in sizes]
+
+
+def _machine(cluster: Path | str, nproc: int | None) -> Cluster:
+    if Path(cluster).exists() or str(cluster) != measure.DEFAULT_CLUSTER:
+        return files.take(cluster, Cluster)
+    log.info("%s does not exist: looking at this machine", cluster)
+    return detect(nproc=nproc, out=cluster)
+
+
+def _cases(
+    asked: Sequence[_Asked], method: str, machine: Cluster, nproc: int | None, place: bool
+) -> list[_Todo]:
+    """One for each scenario, mode and method; ranks that are too few, or a method without its
+    device, are a reason and not an error, since the others can be measured."""
+    found = []
+    limit = machine.num_devices if nproc is None else job.world_size(nproc, machine, default=nproc)
+    if not job.starts():
+        limit = nproc = job.world_size(None, machine, default=1)
+    for one in asked:
+        too_few = one.num_ranks > limit
+        size = one.num_ranks if too_few or nproc is None else nproc
+        op = one.op(size, place=place)
+        lacks = f"needs {size} ranks, and here are {limit}" if too_few else ""
+        for each in cases.methods(method, machine.device.kind, one.methods):
+            no_gpu = machine.device.kind == "cpu" and each not in ("auto", "gloo")
+            reason = f"{each} needs GPUs" if no_gpu else lacks
+            case = Case(op=op, regime="blocking", backend=each, world_size=size)
+            found.append(_Todo(case, reason))
+    if not job.starts() and len({todo.case.backend for todo in found}) > 1:
+        raise ValueError(
+            f"method = {method!r}: a process keeps its back end, and these ranks are a launcher's; "
+            "name one method, or let `meshwise refit` start the ranks"
+        )
+    return found
+
+
+def _measure_all(
+    todo: Sequence[_Todo],
+    machine: Cluster,
+    given: forecast.Links | None,
+    timing: _Timing,
+    runs: Path | str,
+    output_dir: Path | str | None,
+) -> Path:
+    """Case after case into one run directory, and into the log."""
+    possible = [one.case.world_size for one in todo if not one.reason]
+    size = job.world_size(None, machine, default=max(possible, default=1))
+    job.check_machine(machine, size)
+    run_dir, leads = _created(runs, todo, machine, size), job.leads()
+    text = _log_path(output_dir)
+    if leads:
+        _write(text, [f"run directory: {run_dir}"])
+        log.info("%d cases, into %s and %s", len(todo), run_dir, text)
+    with job.recorded(run_dir, f"what was measured is in {run_dir}"):
+        for one in todo:
+            _measure(one, run_dir, given, timing)
+            if leads:
+                sample = files.load(run_dir)[1][-1]
+                _write(text, page.log_lines(sample))
+                log.info("%s: %s", label(one.case), page.outcome(sample))
+    if leads:
+        store.finish(run_dir, "complete")
+    return run_dir
+
+
+def _measure(todo: _Todo, run_dir: Path, given: forecast.Links | None, timing: _Timing) -> None:
+    """One sample. A rank that dies or hangs ends this case and not the others, if we started it."""
+    from meshwise import launch
+
+    case, op = todo.case, todo.case.op
+    if todo.reason:
+        _append(run_dir, case, "skipped", todo.reason)
+        return
+    from meshwise.probe.refit import RefitRequest
+
+    assert isinstance(op, Resharding)
+    known = {} if given is None else forecast.metrics(forecast.forecast(op, case.world_size, given))
+    request = RefitRequest(
+        case=case,
+        run_dir=str(run_dir),
+        warmup=timing.warmup,
+        iterations=timing.iterations,
+        compare=timing.check,
+        metrics=known,
+    )
+    try:
+        launch.run(
+            "meshwise.probe.refit:measure_ranks", request,
+            nproc=case.world_size, timeout_s=timing.timeout_s,
+        )  # fmt: skip
+    except launch.RanksFailed as failed:
+        if not job.starts():
+            raise
+        _append(run_dir, case, "hung" if failed.hung else "error", str(failed))
+
+
+def _append(
+    run_dir: Path, case: Case, status: Literal["skipped", "hung", "error"], reason: str
+) -> None:
+    if job.leads():
+        store.append(run_dir, Sample(case_id=case.id, case=case, status=status, reason=reason))
+
+
+def _created(runs: Path | str, todo: Sequence[_Todo], machine: Cluster, size: int) -> Path:
+    if not job.leads():
+        return Path(runs)
+    from meshwise import provenance
+
+    names = dict.fromkeys(one.case.op.scenario for one in todo)  # type: ignore[union-attr]
+    return store.create(
+        runs,
+        verb="refit",
+        slug=f"{'-'.join(names) if len(names) < 3 else 'suite'}-{machine.name}",
+        cluster=machine,
+        world_size=size,
+        command=job.command("refit"),
+        provenance=provenance.collect(nproc=size),
+    )
+
+
+def _log_path(output_dir: Path | str | None) -> Path:
+    """OUTPUT_DIR/logs/RUN_ID.log, named as Megatron's launcher names it."""
+    folder = Path(output_dir or os.environ.get("OUTPUT_DIR") or "benchmark_results")
+    of_job = os.environ.get("SLURM_JOB_ID") or "local"
+    run_id = os.environ.get("RUN_ID") or f"benchmark_{time.strftime('%y%m%d_%H%M%S')}_{of_job}"
+    if Path(run_id).name != run_id:
+        raise ValueError(f"RUN_ID = {run_id!r}: must be a file's name, without a folder")
+    return folder / "logs" / f"{run_id}.log"
+
+
+def _write(path: Path, lines: Iterable[str]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}; use --output-dir") from None

@@ -113,7 +113,7 @@ def test_every_verb_can_print_json(verb, capsys):
         ("measure --cluster other.toml", "other.toml does not exist; `meshwise detect` writes"),
         ("measure --budget soon", "time 'soon' is not understood"),
         ("run", "plan.json does not exist; `meshwise plan` writes it"),
-        ("refit", "refit is not built yet"),
+        ("refit", "nothing to refit: give --scenario"),
         ("compare a b", "a is not a run directory"),
         ("compare a b c", "compare takes two runs, but 3 are given"),
         ("report", "nothing to report"),

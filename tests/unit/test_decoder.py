@@ -571,3 +571,14 @@ def operations(name):
 
 def test_operations_of_the_ten_models_are_as_recorded(golden):
     golden("operations.txt", "\n\n".join(map(operations, TEN)) + "\n")
+
+
+def test_without_a_gate_there_is_up_and_down():
+    """One of three layers is dense: a gate less there, in each of 6 experts and the shared one."""
+    plain = msgspec.structs.replace(MOE, gated=False)
+    gates = 64 * (96 + 2 * (6 * 24 + 40))
+    assert decoder.num_parameters(MOE) - decoder.num_parameters(plain) == gates
+    found = {p.name: p.gemm.n for p in decoder.products(plain, 1, 4, tp=2)}
+    assert {name: found[name] for name in found if "up" in name} == {
+        "up": 48, "experts_up": 12, "shared_up": 20,
+    }  # fmt: skip

@@ -191,3 +191,31 @@ def test_one_owner_for_many_is_bound_by_its_egress():
         [(source, regions.replicated((8,), [1, 2, 3]), 4)], bytes_per_s_in=32, bytes_per_s_out=32
     )
     assert bound == bounds.Bounds(1.0, 3.0, "egress", (0,))
+
+
+@given(pairs(), st.data())
+def test_cropped_buffers_hold_what_a_slice_of_them_holds(pair, data):
+    shape, layout, _ = pair
+    logical = np.arange(np.prod(shape), dtype=float).reshape(shape)
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    low, high = sorted(data.draw(st.lists(st.integers(0, 8), min_size=2, max_size=2)))
+    part = regions.cropped(layout, dim, low, high)
+    expected = {
+        rank: whole[(slice(None),) * dim + (slice(low, high),)]
+        for rank, whole in held(layout, logical).items()
+    }
+    found = held(part, logical)
+    assert found.keys() == {rank for rank, kept in expected.items() if kept.size}
+    for rank, kept in found.items():
+        np.testing.assert_array_equal(kept, expected[rank])
+
+
+def test_tensors_moved_behind_each_other_are_fused():
+    """Ranks 4 and 5 hold [a; b] of two rows each of two tensors in a buffer called ab."""
+    a, b = (regions.sharded((4, 3), 0, range(2)) for _ in range(2))
+    a = regions.moved(a, ranks=4, buffer="ab")
+    b = regions.moved(b, ranks=4, offset=(2, 0), buffer="ab")
+    assert [(p.rank, p.box.low, p.offset, p.buffer) for p in a + b] == [
+        (4, (0, 0), (0, 0), "ab"), (5, (2, 0), (0, 0), "ab"),
+        (4, (0, 0), (2, 0), "ab"), (5, (2, 0), (2, 0), "ab"),
+    ]  # fmt: skip

@@ -39,6 +39,7 @@ from meshwise.spec import (
     Sample,
     Surface,
     Tier,
+    WeightLayout,
     Workload,
     digest,
     stages_of,
@@ -83,6 +84,12 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "recompute_layers": None,
         "zero": f["zero"] if f["dp"] > 1 else 0,
         "sequence_parallel": f["sequence_parallel"] and f["tp"] > 1,
+    },
+    WeightLayout: lambda f: {
+        "dp": f["dp"] * f["ep"] * f["etp"] * f["fsdp"],
+        "fsdp": f["ep"] * f["etp"] * f["fsdp"],
+        "pp": 3,
+        "layers": (5,) * 3 * f["stages_per_rank"],
     },
     Cluster: lambda f: {
         "tiers": (Tier(name="all", num_devices=f["num_hosts"] * f["num_devices_per_host"]),)

@@ -65,7 +65,8 @@ def started(monkeypatch):
 
 def test_every_verb_works_after_importing_every_module(started):
     for module in pkgutil.walk_packages(meshwise.__path__, "meshwise."):
-        importlib.import_module(module.name)
+        if module.name != "meshwise.reshard.transports.kernels":  # of GPUs: Triton's
+            importlib.import_module(module.name)
     assert set(meshwise.VERBS) <= set(dir(meshwise))
     cluster = meshwise.detect(nproc=2, peak=("fp32=1e11",))
     assert cluster.num_devices == 2 and cluster.device.peak_flops == {"fp32": 1e11}
@@ -78,7 +79,7 @@ def test_every_verb_works_after_importing_every_module(started):
     assert plan.workload.global_batch_size == 4 and plan.layout.num_devices == 2
     run_dirs = meshwise.run(rivals=1)
     assert [path.parent for path in run_dirs] == [Path("runs")] * 2
-    with pytest.raises(ValueError, match="not built yet"):
+    with pytest.raises(ValueError, match="nothing to refit"):
         meshwise.refit()
     assert meshwise.compare(run_dirs[0], run_dirs[0]).ratio == 1
     assert meshwise.report().exists()

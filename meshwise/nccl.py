@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwise.probe.work import Unavailable
-
-_TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
+_TYPES = {
+    torch.uint8: 1, torch.int32: 2, torch.int64: 4,
+    torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
+}  # fmt: skip
 _SUM = 0
 
 
@@ -36,6 +37,10 @@ class Communicator:
         self.handle = ctypes.c_void_p()
         whole = _UniqueId((ctypes.c_byte * 128)(*unique_id))
         _call("ncclCommInitRank", ctypes.byref(self.handle), size, whole, rank)
+
+    def close(self) -> None:
+        """Give the communicator back; a group's ranks do so together."""
+        _call("ncclCommDestroy", self.handle)
 
     def collective(
         self, kind: str, source: torch.Tensor, result: torch.Tensor
@@ -95,13 +100,13 @@ def _stream() -> ctypes.c_void_p:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """NCCL as torch loaded it; Unavailable where there is none."""
+    """NCCL as torch loaded it; OSError where there is none."""
     if not torch.cuda.is_available():
-        raise Unavailable("NCCL needs GPUs")
+        raise OSError("NCCL needs GPUs")
     try:
         found = ctypes.CDLL("libnccl.so.2")
     except OSError:
-        raise Unavailable("libnccl.so.2 was not found beside torch") from None
+        raise OSError("libnccl.so.2 was not found beside torch") from None
     found.ncclGetErrorString.restype = ctypes.c_char_p
     return found
 

@@ -1,0 +1,345 @@
+"""Tables, log lines and figure of ``refit``: what would move, what was measured, which way is best.
+
+Decimal units for what crosses links (GB = 1e9, as their rates), binary ones for memory.
+
+    of bound   = bound / median time, the product of
+    plan       = bound / predicted time of the plan's busiest link, and
+    execution  = that predicted time / median time
+
+The recommended row is the fastest; of those within 5 % of it, the one with the least extra memory.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from meshwise.models.decoder import num_parameters
+from meshwise.pages.table import Table
+from meshwise.pages.tables import ABSENT, interval
+from meshwise.spec import DTYPE_BYTES, Resharding, Sample, WeightLayout
+from meshwise.spec.label import label
+from meshwise.spec.refit import Forecast, Scenario
+from meshwise.stats import median_interval
+from meshwise.units import format_bytes, format_rate, format_seconds
+
+CLOSE = 1.05
+_MB = 2**20  # what Megatron's suite prints as MB
+BOUND_NAMES = ("ingress", "relayed", "hosts", "memory")  # egress binds only if nobody passes on
+
+LEGEND = (
+    "Time: median over the refits of the slowest rank. Extra memory: of the rank with most. > is "
+    "recommended: the fastest, within 5 % of it the one with the least extra memory.",
+)
+_WHY = {
+    "ingress": "bytes into one rank",
+    "relayed": "bytes that must leave their owners once",
+    "egress": "bytes out of their owners if nobody passes them on",
+    "hosts": "bytes between hosts",
+    "memory": "memory read and written",
+}
+
+
+def size(num_bytes: float) -> str:
+    """``8.03 GB``."""
+    return format_rate(num_bytes, "B")
+
+
+def arrangement(layout: WeightLayout) -> str:
+    """``TP2 DP2 PP2 megatron, ranks 0-7``."""
+    degrees = {
+        "TP": layout.tp, "DP": layout.dp, "PP": layout.pp, "EP": layout.ep, "FSDP": layout.fsdp,
+        "ETP": layout.etp if layout.ep > 1 else 1,
+    }  # fmt: skip
+    said = " ".join(f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1) or "TP1"
+    last = layout.first_rank + layout.num_ranks - 1
+    ranks = f"ranks {layout.first_rank}-{last}" if layout.num_ranks > 1 else f"rank {last}"
+    return f"{said} {layout.order}, {ranks}"
+
+
+def command(scenario: Scenario) -> str:
+    """What runs it."""
+    return f"meshwise refit --scenario {scenario.name}"
+
+
+def listing(scenarios: Sequence[tuple[Scenario, int, str]]) -> list[Table]:
+    """Scenarios with the ranks they take and their number in the menu, by where they come from."""
+    shown = []
+    for about, group in groupby(scenarios, key=lambda one: one[0].about):
+        rows = tuple(
+            (
+                command(one),
+                menu,
+                str(num_ranks),
+                one.mode,
+                f"{one.train.name} -> {one.infer.name}",
+                f"{one.model.name} {one.dtype}",
+                size(num_parameters(one.model) * DTYPE_BYTES[one.dtype]),
+            )
+            for one, num_ranks, menu in group
+        )
+        columns = ("command", "menu", "GPUs", "mode", "layouts", "model", "weights")
+        shown.append(Table(f"Scenarios: {about}", columns, rows, left=6))
+    legend = (
+        "--scenario takes a menu number too: 8 is tp2-tp1 by nccl and nvshmem, 10 is 1 to 7. "
+        "--refit-mode all measures both modes, --refit-method all every way.",
+    )
+    return [*shown[:-1], shown[-1]._replace(legend=legend)] if shown else []
+
+
+def forecasts(found: Sequence[Forecast]) -> list[Table]:
+    """The tables of a dry run."""
+    tables = []
+    for one in found:
+        tables += [_summary(one), _bounds(one)]
+        if one.loads:
+            tables.append(_matrix(one))
+    return tables
+
+
+def label_of(op: Resharding) -> str:
+    return f"{op.scenario or op.model.name}, {op.mode}"
+
+
+def _summary(one: Forecast) -> Table:
+    op = one.op
+    busiest = f"busiest rank {size(one.max_in_bytes)} in, {size(one.max_out_bytes)} out"
+    steps = f" in {one.num_stages} steps" if one.num_stages > 1 else ""
+    extra = f"at most {format_bytes(one.staging_bytes)} a rank"
+    extra += f", and {format_bytes(one.atomic_bytes)} to stay atomic" if op.atomic else ""
+    rows = [
+        ("model", f"{op.model.name or 'custom'}, {op.source.dtype}"),
+        ("training", arrangement(op.source)),
+        ("inference", arrangement(op.destination)),
+        ("weights", f"{size(one.source_bytes)} a training rank, {size(one.destination_bytes)} an "
+                    "inference rank (the first of each)"),
+        ("between ranks", f"{size(one.wire_bytes)}; {busiest}"),
+        ("within ranks", size(one.local_bytes)),
+        ("slices", f"{one.num_slices} in {one.num_messages} messages{steps}"),
+        ("extra memory", extra),
+        ("bound", f"{format_seconds(one.bound_s)}, {one.binding}"),
+        ("predicted", f"{format_seconds(one.predicted_s)}, plan efficiency "
+                      f"{100 * one.plan_efficiency:.0f} %"),
+    ]  # fmt: skip
+    if one.placed_wire_bytes is not None:
+        saved = one.wire_bytes - one.placed_wire_bytes
+        told = f"{size(one.placed_wire_bytes)} between ranks, {size(saved)} less"
+        rows.append(("with --place", told if saved else "no less between ranks"))
+    title = f"Dry run: {label_of(op)}, {one.num_ranks} ranks"
+    legend = f"Planned in {format_seconds(one.plan_took_s)}. Predicted: the plan's busiest link or "
+    legend += "memory; launches, packing and verification come on top. Nothing was moved."
+    return Table(title, ("", ""), tuple(rows), (legend,), left=2)
+
+
+def _bounds(one: Forecast) -> Table:
+    rows = tuple(
+        (
+            bound.name + (" (binds)" if bound.name == one.binding else ""),
+            _WHY[bound.name],
+            format_seconds(bound.seconds),
+            format_rate(bound.bytes_per_s, "B/s") if bound.bytes_per_s else "not known",
+            ", ".join(map(str, bound.ranks[:8])) + (", ..." if len(bound.ranks) > 8 else ""),
+        )
+        for bound in one.bounds
+        if bound.seconds
+    )
+    said = next((bound.rate for bound in one.bounds if bound.rate), "")
+    legend = (f"Links of a rank: {said}, each way.",)
+    columns = ("bound", "", "time", "at", "ranks or hosts")
+    return Table("Bounds", columns, rows, legend, left=2)
+
+
+def _matrix(one: Forecast) -> Table:
+    unit, factor = ("GB", 1e9) if max(map(max, one.loads)) >= 1e10 else ("MB", 1e6)
+    names = tuple(map(str, range(one.num_ranks)))
+    rows = tuple(
+        (name, *(_cell(num_bytes / factor) for num_bytes in row))
+        for name, row in zip(names, one.loads, strict=True)
+    )
+    title = f"{unit} from each rank (rows) to each rank; what stays on a rank is on the diagonal"
+    return Table(title, ("", *names), rows)
+
+
+def _cell(value: float) -> str:
+    if not value:
+        return "."
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def figures_of(sample: Sample) -> dict[str, float | str]:
+    """What the table shows of a sample, in SI units; what is not known is left out."""
+    found: dict[str, float | str] = {}
+    extra = [*_each(sample, "extra_bytes"), *_each(sample, "allocated_bytes")]
+    if extra:
+        found["extra_bytes"] = max(extra)
+    bound_s, predicted_s = _number(sample, "bound_s"), _number(sample, "predicted_s")
+    if bound_s is not None and predicted_s is not None:
+        bounds = {name: _number(sample, f"bound_{name}_s") or 0.0 for name in BOUND_NAMES}
+        found |= {"bound_s": bound_s, "binding": max(bounds, key=lambda name: bounds[name])}
+        found["plan_efficiency"] = bound_s / predicted_s if predicted_s else 1.0
+        if sample.times_s:
+            middle_s = median_interval(sample.times_s)[0]
+            found["execution_efficiency"] = predicted_s / middle_s
+            found["of_bound"] = bound_s / middle_s
+    return found
+
+
+def recommended(samples: Sequence[Sample]) -> Sample | None:
+    """The fastest, within 5 % of it the one with the least extra memory."""
+    done = [(median_interval(s.times_s)[0], s) for s in samples if s.status == "ok"]
+    if not done:
+        return None
+    fastest_s = min(time_s for time_s, _ in done)
+    close = [(time_s, s) for time_s, s in done if time_s <= CLOSE * fastest_s]
+    return min(close, key=lambda one: (figures_of(one[1]).get("extra_bytes", 0), one[0]))[1]
+
+
+def tables(samples: Sequence[Sample], step_s: float | None = None) -> list[Table]:
+    """A table for each scenario: a row for each mode and method, failures too; then the phases."""
+    chosen = [sample for sample in samples if isinstance(sample.case.op, Resharding)]
+    found = []
+    for _, group in groupby(chosen, key=lambda sample: _scenario(sample)):
+        members = list(group)
+        found.append(_results(members, step_s))
+        found += [*_against(members), *_phases(members)]
+    return found
+
+
+def _op(sample: Sample) -> Resharding:
+    assert isinstance(sample.case.op, Resharding)
+    return sample.case.op
+
+
+def _scenario(sample: Sample) -> tuple[str, str]:
+    return _op(sample).scenario, _op(sample).model.name
+
+
+def _results(samples: Sequence[Sample], step_s: float | None) -> Table:
+    best = recommended(samples) if len(samples) > 1 else None
+    rows = []
+    for sample in samples:
+        head = (">" if sample is best else "", _op(sample).mode, _method(sample))
+        cells: tuple[str, ...] = (sample.status, ABSENT, ABSENT)
+        share = ABSENT
+        if sample.status == "ok":
+            middle_s, low_s, high_s = median_interval(sample.times_s)
+            extra = figures_of(sample).get("extra_bytes")
+            memory = ABSENT if extra is None else format_bytes(float(extra))
+            cells = format_seconds(middle_s), interval(low_s, high_s), memory
+            share = _share(middle_s / step_s) if step_s else ABSENT
+        ranks = str(sample.case.world_size)
+        rows.append((*head, ranks, *cells, *((share,) if step_s else ())))
+    columns = ("", "mode", "method", "ranks", "time", "interval", "extra memory")
+    columns = (*columns, *(("of a step",) if step_s else ()))
+    op = _op(samples[0])
+    legend = LEGEND if step_s is None else (*LEGEND, f"A step takes {format_seconds(step_s)}.")
+    title = f"Refit {op.scenario or 'custom'}: {op.model.name or 'custom'}, {op.source.dtype}"
+    return Table(title, columns, tuple(rows), legend, left=3)
+
+
+def _against(samples: Sequence[Sample]) -> list[Table]:
+    """How near each comes to what is possible, where the rates of the links are known."""
+    rows = []
+    for sample in samples:
+        known = figures_of(sample)
+        if sample.status == "ok" and "of_bound" in known:
+            rows.append(
+                (
+                    _op(sample).mode,
+                    _method(sample),
+                    size(_number(sample, "max_in_bytes") or 0.0),
+                    str(known["binding"]),
+                    format_seconds(float(known["bound_s"])),
+                    _share(known["of_bound"]),
+                    _share(known["plan_efficiency"]),
+                    _share(known["execution_efficiency"]),
+                )
+            )
+    if not rows:
+        return []
+    rate = next((r for s in samples if (r := _number(s, "rate_bytes_per_s"))), None)
+    at = f" at {format_rate(rate, 'B/s')} into and out of a rank" if rate else ""
+    legend = (
+        f"Bound: no transfer is faster{at}. Of bound = plan x execution: the bound over the time "
+        "of the plan's busiest link, and that over the time measured.",
+    )
+    columns = (
+        "mode", "method", "most in", "binds", "bound", "of bound", "plan", "execution",
+    )  # fmt: skip
+    return [Table("Against the bound", columns, tuple(rows), legend, left=2)]
+
+
+def _method(sample: Sample) -> str:
+    """``nccl``, ``auto (ipc)``."""
+    chosen = sample.reason.rpartition(" ")[2] if _is_auto(sample) else ""
+    return f"{sample.case.backend} ({chosen})" if chosen else sample.case.backend
+
+
+def _is_auto(sample: Sample) -> bool:
+    return sample.status == "ok" and sample.reason.startswith("auto chose ")
+
+
+def _phases(samples: Sequence[Sample]) -> list[Table]:
+    """Where the time goes, as far as methods tell; of the slowest rank of each phase."""
+    names = list(
+        dict.fromkeys(
+            name.removeprefix("phase_").removesuffix("_s")
+            for sample in samples
+            for name in sample.metrics
+            if name.startswith("phase_")
+        )
+    )
+    rows = []
+    for sample in samples:
+        times = [_number(sample, f"phase_{name}_s") for name in names]
+        if any(time_s is not None for time_s in times):
+            shown = (ABSENT if time_s is None else format_seconds(time_s) for time_s in times)
+            rows.append((_op(sample).mode, _method(sample), *shown))
+    if not rows:
+        return []
+    legend = "Each phase by itself, of the slowest rank; in a refit they overlap."
+    return [Table("Phases", ("mode", "method", *names), tuple(rows), (legend,), left=2)]
+
+
+def _share(value: float | str | None) -> str:
+    return ABSENT if value is None else f"{100 * float(value):.3g} %"
+
+
+def outcome(sample: Sample) -> str:
+    """``12.3 ms``, ``oom: rank 0: ...``."""
+    if sample.status == "ok":
+        return format_seconds(median_interval(sample.times_s)[0])
+    return f"{sample.status}: {sample.reason}"
+
+
+def log_lines(sample: Sample) -> list[str]:
+    """What Megatron's suite prints and greps for, in both its wordings; MB is 2^20 as there."""
+    op, times_ms = _op(sample), [time_s * 1e3 for time_s in sample.times_s]
+    lines = [
+        f"=== {label(sample.case)} ===",
+        f"Refit mode: {op.mode}, method: {sample.case.backend}, ranks: {sample.case.world_size}",
+        f"Training: {arrangement(op.source)}",
+        f"Inference: {arrangement(op.destination)}",
+    ]
+    for name, metric in (("Source", "source_bytes"), ("Destination", "destination_bytes")):
+        held = _each(sample, metric)
+        if held:
+            lines.append(f"{name} model size on rank 0: {held[0] / _MB:.2f} MB")
+            rank = next((rank for rank, number in enumerate(held) if number), 0)
+            if rank:
+                lines.append(f"{name} model size on rank {rank}: {held[rank] / _MB:.2f} MB")
+    if not times_ms:
+        return [*lines, f"Not measured: {sample.status}: {sample.reason}"]
+    count = len(times_ms)
+    lines += [f"Iteration {i}/{count}: {time_ms:.3f} ms" for i, time_ms in enumerate(times_ms, 1)]
+    found = {"Mean": sum(times_ms) / count, "Min": min(times_ms), "Max": max(times_ms)}
+    lines += [f"{name} refit time: {time_ms:.3f} ms" for name, time_ms in found.items()]
+    return lines + [f"{name}: {time_ms:.3f} ms" for name, time_ms in found.items()]
+
+
+def _each(sample: Sample, name: str) -> tuple[float, ...]:
+    value = sample.metrics.get(name, ())
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _number(sample: Sample, name: str) -> float | None:
+    value = sample.metrics.get(name)
+    return float(value) if isinstance(value, float | int) else None

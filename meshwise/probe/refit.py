@@ -1,0 +1,274 @@
+"""Measures one refit on all ranks: allocate both models, move, time, check every element.
+
+In: a ``RefitRequest`` as JSON. Out: one ``Sample`` in the run directory, written by rank 0. Its
+times are of the blocking regime: ranks meet, each calls ``refit()`` and waits for its device, and
+the largest over ranks counts. Sources are synthetic (``elements``). After the timing they get a new
+version, the destination is overwritten, and after one more refit every destination element is
+compared with what its name and place demand: a wrong one makes the sample an error without times.
+
+Metrics, a number a rank where they are tuples: ``received_bytes``, ``sent_bytes`` and
+``extra_bytes`` of one refit as it counts them, ``allocated_bytes`` (the allocator's peak above the
+two models), ``device_bytes`` (what the device lacks besides, libraries' buffers included),
+``source_bytes``, ``destination_bytes``; ``phase_NAME_s``, each alone, of the slowest rank;
+``compared`` elements; and what the request knows already.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from meshwise import store, timing
+from meshwise.probe import elements
+from meshwise.probe.work import Unavailable, torch_dtype
+from meshwise.ranks import Ranks
+from meshwise.reshard.holdings import Holdings, buffers, holdings
+from meshwise.reshard.transfer import renumbered
+from meshwise.reshard.weights import Moved, Refit
+from meshwise.spec import Case, Record, Resharding, Sample
+from meshwise.spec.label import label
+from meshwise.spec.record import NonNegative, Positive
+
+T = TypeVar("T")
+Metrics = dict[str, float | tuple[float, ...]]
+_FOREVER_S = 1e9  # the number of iterations decides
+
+
+class RefitRequest(Record, kw_only=True):
+    """``warmup`` untimed and ``iterations`` timed refits; ``compare`` every element afterwards.
+    ``metrics``: known before it runs."""
+
+    case: Case
+    run_dir: str
+    warmup: NonNegative = 2
+    iterations: Positive = 10
+    compare: bool = True
+    metrics: dict[str, float] = {}
+
+
+class Failed(Exception):
+    """The case cannot be measured, on all ranks alike."""
+
+    def __init__(self, status: Literal["oom", "skipped", "error"], reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+def measure_ranks(ranks: Ranks, request: bytes) -> None:
+    """Every rank calls this with the same request."""
+    asked = msgspec.json.decode(request, type=RefitRequest)
+    case = asked.case
+    ranks.at(label(case))
+    try:
+        sample = _measure(asked, ranks)
+    except Failed as failed:
+        sample = Sample(
+            case_id=case.id, case=case, status=failed.status, reason=failed.reason,
+            metrics=dict(asked.metrics), method_version=timing.METHOD_VERSION,
+        )  # fmt: skip
+    if ranks.rank == 0:
+        store.append(asked.run_dir, sample)
+
+
+class _Models(NamedTuple):
+    """What this rank holds, and all ranks should; None where it holds nothing."""
+
+    source_plan: Holdings
+    destination_plan: Holdings
+    source: dict[str, Tensor] | None
+    destination: dict[str, Tensor] | None
+
+
+def _measure(asked: RefitRequest, ranks: Ranks) -> Sample:
+    op, case = asked.case.op, asked.case
+    assert isinstance(op, Resharding)
+    models = _together(ranks, lambda: _allocated(op, ranks))
+    _together(ranks, lambda: _renew(models, ranks, version=1))
+    memory = _Memory(ranks.device)
+    refit = _together(ranks, lambda: _refit(case, op, models, ranks))
+    try:
+        timed, metrics = _timed(asked, refit, op, models, memory, ranks)
+    except Failed:  # on all ranks alike; after any other error nobody may answer
+        refit.close()
+        raise
+    refit.close()
+    return Sample(
+        case_id=case.id,
+        case=case,
+        status="ok",
+        reason=f"auto chose {refit.method}" if case.backend == "auto" else "",
+        times_s=timed.times_s,
+        rank_times_s=timed.rank_times_s,
+        metrics=metrics,
+        before=timed.before,
+        after=timed.after,
+        method_version=timing.METHOD_VERSION,
+    )
+
+
+def _timed(
+    asked: RefitRequest,
+    refit: Refit,
+    op: Resharding,
+    models: _Models,
+    memory: "_Memory",
+    ranks: Ranks,
+) -> tuple[timing.Timed, Metrics]:
+    moved: list[Moved] = []
+
+    def move() -> None:
+        moved.append(refit())
+
+    for _ in range(asked.warmup):
+        move()
+    try:
+        timed = timing.measure(
+            [move],
+            ranks=ranks,
+            regime="blocking",
+            distributed=True,
+            max_iterations=asked.iterations,
+            min_iterations=asked.iterations,
+            max_seconds=_FOREVER_S,
+            prepare=_before(op, models, ranks),
+        )
+    except torch.OutOfMemoryError as error:  # on all ranks
+        raise Failed("oom", str(error).splitlines()[0]) from None
+    metrics = {**asked.metrics, **_totals(moved[-asked.iterations :], models, memory, ranks)}
+    metrics |= {f"phase_{name}_s": seconds for name, seconds in refit.phases().items()}
+    if asked.compare:
+        metrics["compared"] = _checked(refit, models, ranks)
+    return timed, metrics
+
+
+def _allocated(op: Resharding, ranks: Ranks) -> _Models:
+    source, destination = holdings(op.model, op.source), holdings(op.model, op.destination)
+    if op.placement:
+        destination = renumbered(destination, op.placement)
+    own = [
+        {
+            name: torch.empty(shape, dtype=torch_dtype(dtype), device=ranks.device)
+            for name, (shape, dtype) in buffers(held, ranks.rank).items()
+        }
+        for held in (source, destination)
+    ]
+    return _Models(source, destination, own[0] or None, own[1] or None)
+
+
+def _refit(case: Case, op: Resharding, models: _Models, ranks: Ranks) -> Refit:
+    more: dict[str, Any] = {} if op.changed is None else {"delta": True}
+    return Refit(
+        models.source,
+        models.source_plan,
+        models.destination,
+        models.destination_plan,
+        ranks=ranks,
+        method=case.backend,  # type: ignore[arg-type]  # the verb knows which there are
+        cap_bytes=op.cap_bytes,
+        verify=op.verify,
+        atomic=op.atomic,
+        **more,
+    )
+
+
+def _renew(models: _Models, ranks: Ranks, version: int) -> None:
+    """Sources of a new version; a destination that holds none of any."""
+    elements.write(
+        models.source or {}, _held(models.source_plan, models.source), ranks.rank, version
+    )
+    elements.poison(models.destination or {})
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def _held(plan: Holdings, own: Mapping[str, Tensor] | None) -> Holdings:
+    return plan if own is not None else {}
+
+
+def _before(op: Resharding, models: _Models, ranks: Ranks) -> Callable[[], None]:
+    """What comes before each refit, untimed: weights change if only changes are sent; all meet."""
+    if op.changed is None:
+        return functools.partial(ranks.barrier, "a refit")
+    every, turn = max(1, round(1 / op.changed)), iter(range(2**62))
+
+    def prepare() -> None:
+        plan = _held(models.source_plan, models.source)
+        elements.change(models.source or {}, plan, ranks.rank, next(turn), every)
+        ranks.synchronize("new weights")
+        ranks.barrier("a refit")
+
+    return prepare
+
+
+def _checked(refit: Callable[[], object], models: _Models, ranks: Ranks) -> int:
+    """Elements compared on all ranks; Failed names the first rank and tensor that is wrong."""
+    _renew(models, ranks, version=2)
+    ranks.barrier("the check")
+    refit()
+    plan = _held(models.destination_plan, models.destination)
+    found = ranks.gather(elements.wrong(models.destination or {}, plan, ranks.rank, 2))
+    for rank, (_, counts) in enumerate(found):
+        if counts:
+            name, number = next(iter(counts.items()))
+            raise Failed(
+                "error",
+                f"wrong weights: rank {rank} has {number} wrong elements of {name}, "
+                f"{sum(counts.values())} in {len(counts)} tensors",
+            )
+    return sum(compared for compared, _ in found)
+
+
+def _totals(moved: list[Moved], models: _Models, memory: "_Memory", ranks: Ranks) -> Metrics:
+    """The metrics of the timed refits, alike on all ranks."""
+    mine = {
+        "received_bytes": moved[-1].received_bytes,
+        "sent_bytes": moved[-1].sent_bytes,
+        "extra_bytes": max(one.extra_bytes for one in moved),
+        "source_bytes": _num_bytes(models.source),
+        "destination_bytes": _num_bytes(models.destination),
+        **memory.taken(),
+    }
+    found = ranks.gather(mine)
+    return {name: tuple(float(own[name]) for own in found) for name in mine}
+
+
+def _num_bytes(own: Mapping[str, Tensor] | None) -> int:
+    return sum(tensor.nbytes for tensor in (own or {}).values())
+
+
+class _Memory:
+    """How much more a device lacks than when this was made; on a CPU nobody counts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.allocated = torch.cuda.memory_allocated(device)
+            self.free, _ = torch.cuda.mem_get_info(device)
+
+    def taken(self) -> dict[str, int]:
+        if self.device.type != "cuda":
+            return {}
+        free, _ = torch.cuda.mem_get_info(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        return {"allocated_bytes": peak - self.allocated, "device_bytes": self.free - free}
+
+
+def _together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """This rank's result of ``work``; what fails on one rank is Failed on all."""
+    failure: tuple[str, str] | None = None
+    try:
+        result = work()
+    except Unavailable as error:
+        failure = "skipped", str(error)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        status = "oom" if timing.is_out_of_memory(error) else "error"
+        failure = status, (str(error).strip() or type(error).__name__).splitlines()[0]
+    for rank, found in enumerate(ranks.gather(failure)):
+        if found is not None:
+            raise Failed(found[0], f"rank {rank}: {found[1]}")
+    return result

@@ -1,0 +1,128 @@
+"""Cuts a logical tensor where any rank's holdings begin or end, on either side.
+
+In: a source and a destination layout. Out: atoms, the cells of the common refinement: boxes that a
+rank holds, or needs, entirely or not at all. Layers of a model are laid out alike, so tensors
+whose layouts differ in nothing but the names of buffers are cut once.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from meshwise.reshard.regions import Box, Layout
+
+
+class Atom(NamedTuple):
+    """Numbers of the source pieces that hold ``box`` and of the destination pieces that need it."""
+
+    box: Box
+    owners: tuple[int, ...]
+    needers: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """The layouts of one tensor, and its atoms, which others of like layouts share."""
+
+    source: Layout
+    destination: Layout
+    atoms: tuple[Atom, ...]
+
+
+def cuts(
+    pairs: Sequence[tuple[Layout, Layout]], names: Sequence[str] = ()
+) -> tuple[list[Cut], list[int]]:
+    """The different cuts, and which of them each (source, destination) has.
+
+    What somebody needs and nobody holds is a ValueError, with the tensor's name if there are names.
+    """
+    found: list[Cut] = []
+    known: dict[tuple[object, object], int] = {}
+    keys: dict[int, object] = {}  # by identity: layouts are often shared
+    kinds = []
+    for number, (source, destination) in enumerate(pairs):
+        for layout in (source, destination):
+            if id(layout) not in keys:
+                keys[id(layout)] = _unnamed(layout)
+        key = keys[id(source)], keys[id(destination)]
+        if key not in known:
+            known[key] = len(found)
+            atoms = tuple(_atoms(source, destination))
+            _check_held(atoms, destination, f"{names[number]}: " if names else "")
+            found.append(Cut(source, destination, atoms))
+        kinds.append(known[key])
+    return found, kinds
+
+
+def _unnamed(layout: Layout) -> object:
+    """All of a layout but what its buffers are called."""
+    numbers: dict[str, int] = {}
+    return tuple(
+        (rank, box, offset, numbers.setdefault(buffer, len(numbers)))
+        for rank, box, offset, buffer in layout
+    )
+
+
+def _check_held(atoms: Sequence[Atom], destination: Layout, prefix: str) -> None:
+    for box, owners, needers in atoms:
+        if not owners:
+            raise ValueError(
+                f"{prefix}no source rank holds indices {box.low} to {box.high}, which rank "
+                f"{destination[needers[0]].rank} needs; do the layouts describe the same logical "
+                "tensor?"
+            )
+
+
+def _atoms(source: Layout, destination: Layout) -> Iterator[Atom]:
+    held = _by_box(source)
+    needed = _by_box(destination)
+    if not needed:
+        return
+    around = Box(
+        tuple(map(min, zip(*(box.low for box in needed), strict=True))),
+        tuple(map(max, zip(*(box.high for box in needed), strict=True))),
+    )
+    boxes = [*held, *needed]
+    pieces = [*held.values(), *needed.values()]
+    overlaps = [number for number, box in enumerate(boxes) if around.intersect(box)]
+    for cell, inside in _cells(around, boxes, overlaps, len(held), 0):
+        parts: tuple[list[int], list[int]] = [], []
+        for number in inside:
+            parts[number >= len(held)].extend(pieces[number])
+        yield Atom(cell, tuple(sorted(parts[0])), tuple(sorted(parts[1])))
+
+
+def _by_box(layout: Layout) -> dict[Box, list[int]]:
+    """The numbers of the pieces of every box that is not empty; replicas have one box."""
+    found: dict[Box, list[int]] = {}
+    for number, piece in enumerate(layout):
+        found.setdefault(piece.box, []).append(number)
+    return {box: numbers for box, numbers in found.items() if box.num_elements}
+
+
+def _cells(
+    cell: Box, boxes: Sequence[Box], inside: list[int], num_held: int, dim: int
+) -> Iterator[tuple[Box, list[int]]]:
+    """Cut dim by dim, each slab only along the edges of the boxes that reach into it; slabs that
+    no box from ``num_held`` on reaches into are nobody's need. Boxes are numbered in order."""
+    if not inside or inside[-1] < num_held:
+        return
+    if dim == len(cell.low):
+        yield cell, inside
+        return
+    low, high = cell.low[dim], cell.high[dim]
+    spans = [(max(low, boxes[i].low[dim]), min(high, boxes[i].high[dim])) for i in inside]
+    edges = sorted({edge for span in spans for edge in span})
+    if len(edges) == 2 and edges == [low, high]:
+        yield from _cells(cell, boxes, inside, num_held, dim + 1)
+        return
+    place = {edge: number for number, edge in enumerate(edges)}
+    slabs: list[list[int]] = [[] for _ in edges[1:]]
+    for i, (first, last) in zip(inside, spans, strict=True):
+        for slab in range(place[first], place[last]):
+            slabs[slab].append(i)
+    for (first, last), numbers in zip(pairwise(edges), slabs, strict=True):
+        slab_box = Box(
+            (*cell.low[:dim], first, *cell.low[dim + 1 :]),
+            (*cell.high[:dim], last, *cell.high[dim + 1 :]),
+        )
+        yield from _cells(slab_box, boxes, numbers, num_held, dim + 1)

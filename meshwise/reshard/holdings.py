@@ -1,0 +1,314 @@
+"""What every rank holds of a model: each logical tensor's layout, by name.
+
+In: a model and how it is laid out (a ``WeightLayout``, or a ``Plan`` that ``meshwise run``
+executes). Out: ``Holdings``; ``buffers`` turns them back into the tensors that one rank has.
+They may be made by hand too, of ``regions.sharded``, ``placed``, ``moved`` and ``cropped``.
+
+A tied model has no logical ``head.weight``: where its head is a tensor of its own (of another
+stage, or by ``tied=False``), that buffer holds the embedding's pieces once more. So it serves as a
+source and is filled as a destination. An untied model cannot be held tied: that is refused, since
+both sides are laid out from one model record.
+
+Rows of padding are nobody's: no piece holds them, nothing sends or writes them. Only ``padded``
+tells how large such buffers are.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from meshwise.models.decoder import ROUTER_BIAS, weights
+from meshwise.reshard.orders import Buffer, Member, Order, Place, Share, buffers_of, layer_prefix
+from meshwise.reshard.regions import Layout, Piece, chunks
+from meshwise.spec import Decoder, Model, Plan, WeightLayout
+from meshwise.spec.op import Dtype
+
+# nn.GPT nests what models.decoder.weights lists flat.
+_NN_PREFIX = {
+    "qkv": "attention.",
+    "out": "attention.",
+    "up": "mlp.",
+    "down": "mlp.",
+    "norm": "head.",
+}
+
+
+class Padded(NamedTuple):
+    """``rank`` has a buffer of this shape, larger than its pieces (perhaps none) reach."""
+
+    rank: int
+    shape: tuple[int, ...]
+    buffer: str = ""
+
+
+class Tensor(NamedTuple):
+    """A logical tensor as one side holds it. ``dtype`` is a name of ``spec.Dtype``.
+
+    ``buffer_dims``: of the buffers, where they have fewer dims than the logical tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    padded: tuple[Padded, ...] = ()
+    buffer_dims: int | None = None
+
+
+Holdings = Mapping[str, Tensor]
+
+
+class _Mesh(NamedTuple):
+    """The ranks of one stage and what divides its tensors among them."""
+
+    ranks: range
+    tp: int
+    fsdp: int
+    ep: int = 1
+    etp: int = 1
+
+
+class _Stage(NamedTuple):
+    """``prefix`` of all its buffers' names; ``head``: it has a head of its own."""
+
+    layers: range
+    mesh: _Mesh
+    head: bool
+    prefix: str = ""
+
+
+def holdings(model: Decoder | Model, layout: WeightLayout) -> Holdings:
+    """What the ranks of a layout hold. Sizes that a degree does not divide are refused by name.
+
+    In megatron order layers are numbered within their stage, and where a rank has several stages
+    the names of its c-th begin with ``model{c}.``, as in Megatron's checkpoints.
+    """
+    _check(model, layout)
+    stages = []
+    width = layout.tp * layout.dp
+    for number, layers in enumerate(layout.stage_layers(model.layers)):
+        chunk, pipeline_rank = divmod(number, layout.pp)
+        first = layout.first_rank + pipeline_rank * width
+        mesh = _Mesh(range(first, first + width), layout.tp, layout.fsdp, layout.ep, layout.etp)
+        prefix = ""
+        if layout.order == "megatron" and layout.stages_per_rank > 1:
+            prefix = f"model{chunk}."
+        head = not _is_tied(model) or layout.num_stages > 1 or layout.tied is False
+        stages.append(_Stage(layers, mesh, head, prefix))
+    return _held(model, stages, layout.order, layout.dtype, _vocab_rows(model, layout))
+
+
+def of_plan(plan: Plan) -> Holdings:
+    """What ``meshwise run`` lays out, by the parameters' names in ``nn.GPT``: fp32 whatever the
+    plan computes in, cut by tp, then by FSDP2 over the shards of dp (see ``parallel.data``)."""
+    stages = []
+    for stage in plan.stages:
+        _check(plan.model, WeightLayout(tp=stage.tp))
+        inside = plan.layout.of_rank(stage.pipeline_rank)
+        ranks = range(stage.devices[0], stage.devices[-1] + 1)
+        layers = range(stage.first_layer, stage.last_layer)
+        mesh = _Mesh(ranks, stage.tp, inside.shards)
+        stages.append(_Stage(layers, mesh, head=len(plan.stages) > 1))
+    return _held(plan.model, stages, "plain", "fp32", plan.model.vocab)
+
+
+def buffers(held: Holdings, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Local shape and dtype of each tensor of a rank, padding included; an empty one is left
+    out."""
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, tensor in held.items():
+        dims = len(tensor.shape) if tensor.buffer_dims is None else tensor.buffer_dims
+        reached = [
+            (piece.buffer or name, piece.local(piece.box).high[len(tensor.shape) - dims :])
+            for piece in tensor.layout
+            if piece.rank == rank
+        ]
+        reached += [(p.buffer or name, p.shape) for p in tensor.padded if p.rank == rank]
+        for buffer, end in reached:
+            shape, dtype = found.get(buffer, (end, tensor.dtype))
+            if dtype != tensor.dtype or len(shape) != len(end):
+                raise ValueError(
+                    f"buffer {buffer} of rank {rank} would hold {dtype} of {len(shape)} dims and, "
+                    f"of {name}, {tensor.dtype} of {len(end)}; give these tensors one of each"
+                )
+            found[buffer] = tuple(map(max, shape, end)), dtype
+    return found
+
+
+def _is_tied(model: Decoder | Model) -> bool:
+    return isinstance(model, Model) or model.tied
+
+
+def _vocab_rows(model: Decoder | Model, layout: WeightLayout) -> int:
+    return -(-model.vocab // layout.vocab_multiple) * layout.vocab_multiple
+
+
+def _check(model: Decoder | Model, layout: WeightLayout) -> None:
+    """Refuse by name what this model cannot be cut into."""
+    tp, moe = layout.tp, None if isinstance(model, Model) else model.experts
+    if layout.tied and not _is_tied(model):
+        layout.fail("tied", "the model's embedding and head differ; use null or false")
+    if moe is None and layout.ep * layout.etp > 1:
+        layout.fail("ep" if layout.ep > 1 else "etp", "must be 1, since the model has no experts")
+    divided = [("tp", tp, "heads", model.heads)]
+    if isinstance(model, Model) or not all(map(model.has_experts, range(model.layers))):
+        divided.append(("tp", tp, "ffn", model.ffn))
+    if moe:
+        divided.append(("tp", tp, "experts.shared_ffn", moe.shared_ffn))
+        divided.append(("ep", layout.ep, "experts.num_experts", moe.num_experts))
+        divided.append(("etp", layout.etp, "experts.ffn", moe.ffn))
+    for field, degree, name, size in divided:
+        if size % degree:
+            layout.fail(field, f"must divide the model's {name} = {size}")
+    if isinstance(model, Decoder) and model.mla is None:
+        kv_heads = model.kv_heads
+        if kv_heads % tp and tp % kv_heads:
+            layout.fail("tp", f"must divide the model's kv_heads = {kv_heads} or be a multiple")
+        rows = (model.heads + 2 * kv_heads) * model.head_dim
+        if layout.order == "megatron" and rows % tp:
+            layout.fail("tp", f"must divide the {rows} rows of q, k and v; use another tp")
+    rows = _vocab_rows(model, layout)
+    if layout.order != "plain" and rows % tp:
+        layout.fail("vocab_multiple", f"tp = {tp} must divide the {rows} rows; use {128 * tp}")
+
+
+def _members(model: Decoder | Model) -> dict[str, tuple[Member, ...]]:
+    """Logical tensors by ``layers.3`` or ``root``; stacked gates and ups come apart."""
+    found: dict[str, list[Member]] = {}
+    for weight in weights(model):
+        name = weight.name.removeprefix(f"{weight.unit}.")
+        names = [name]
+        shape = weight.shape
+        if name.startswith("experts.gate_up."):
+            names = [name.replace("gate_up", half) for half in ("gate", "up")]
+            shape = (shape[0], shape[1] // 2, *shape[2:])
+        elif isinstance(model, Model):
+            names = [_NN_PREFIX.get(name.split(".")[0], "") + name]
+        found.setdefault(weight.unit, []).extend(Member(each, each, shape) for each in names)
+    return {unit: tuple(members) for unit, members in found.items()}
+
+
+def _held(
+    model: Decoder | Model, stages: Sequence[_Stage], order: Order, dtype: Dtype, vocab_rows: int
+) -> Holdings:
+    """Stage by stage. Equal layers of a stage have the same pieces but for the buffers' names."""
+    units = _members(model)
+    made: dict[tuple[tuple[Member, ...], _Mesh], dict[str, Tensor]] = {}
+    found: dict[str, Tensor] = {}
+    for number, stage in enumerate(stages):
+        is_last = number == len(stages) - 1
+        unit_of = {
+            f"layers.{layer}.": (layer_prefix(model, order, layer, local), units[f"layers.{layer}"])
+            for local, layer in enumerate(stage.layers)
+        }
+        unit_of[""] = "", _root(model, units["root"], number == 0, is_last, stage.head)
+        for logical, (prefix, members) in unit_of.items():
+            key = members, stage.mesh
+            if key not in made:
+                made[key] = _spread(members, model, order, dtype, vocab_rows, stage.mesh)
+            for name, tensor in made[key].items():
+                _add(found, logical + name, _renamed(tensor, stage.prefix + prefix))
+    return found
+
+
+def _root(
+    model: Decoder | Model, members: Sequence[Member], first: bool, last: bool, head: bool
+) -> tuple[Member, ...]:
+    """What a stage has that is in no layer."""
+    inputs = tuple(m for m in members if m.role in ("embed.weight", "positions.weight"))
+    outputs = tuple(m for m in members if m not in inputs)
+    if _is_tied(model) and head:
+        role = "head.projection.weight" if isinstance(model, Model) else "head.weight"
+        outputs += (Member("embed.weight", role, inputs[0].shape),)
+    return inputs * first + outputs * last
+
+
+def _add(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    if name in found:  # the embedding, again as the head
+        old = found[name]
+        tensor = old._replace(layout=old.layout + tensor.layout, padded=old.padded + tensor.padded)
+    found[name] = tensor
+
+
+def _renamed(tensor: Tensor, prefix: str) -> Tensor:
+    """The same in a layer whose buffers' names begin so; what is called as the logical tensor is
+    (``plain``) is shared."""
+    names = {b: prefix + b if b else "" for b in {piece.buffer for piece in tensor.layout}}
+    if not prefix or not any(names):
+        return tensor
+    layout = tuple(Piece(rank, box, at, names[buffer]) for rank, box, at, buffer in tensor.layout)
+    padded = tuple(p._replace(buffer=prefix + p.buffer) for p in tensor.padded)
+    return tensor._replace(layout=layout, padded=padded)
+
+
+def _spread(
+    members: Sequence[Member],
+    model: Decoder | Model,
+    order: Order,
+    dtype: Dtype,
+    vocab_rows: int,
+    mesh: _Mesh,
+) -> dict[str, Tensor]:
+    """The members over the ranks of a mesh, rank by rank, buffers named without a prefix."""
+    layouts: dict[str, list[Piece]] = {member.tensor: [] for member in members}
+    padded: dict[str, list[Padded]] = {member.tensor: [] for member in members}
+    missing = dict.fromkeys(layouts, 0)
+    for rank, buffer in _by_rank(members, model, order, vocab_rows, mesh):
+        named = order != "plain" or buffer.name != buffer.tensor
+        called = buffer.name if named else ""
+        for name, (_, box, offset, _) in buffer.pieces:
+            layouts[name].append(Piece(rank, box, offset, called))
+            missing[name] = buffer.missing_dims
+        if buffer.is_padded:
+            padded[buffer.tensor].append(Padded(rank, buffer.shape, called))
+    return {
+        name: Tensor(
+            shape,
+            "fp32" if name == ROUTER_BIAS else dtype,
+            tuple(layouts[name]),
+            tuple(padded[name]),
+            len(shape) - missing[name] if missing[name] else None,
+        )
+        for name, _, shape in members
+    }
+
+
+def _by_rank(
+    members: Sequence[Member], model: Decoder | Model, order: Order, vocab_rows: int, mesh: _Mesh
+) -> Iterator[tuple[int, Buffer]]:
+    """Every rank with each of its buffers. A rank has its shares of what the axes divide; of the
+    router's bias, which is no parameter, FSDP cuts nothing."""
+    experts = tuple(m for m in members if m.role.startswith("experts."))
+    state = tuple(m for m in members if m.role == ROUTER_BIAS)
+    dense = tuple(m for m in members if m not in experts + state)
+    ep_ranks = mesh.ep * mesh.etp
+    copies = mesh.fsdp * mesh.tp // ep_ranks if mesh.fsdp > 1 else 1
+
+    @cache
+    def held(group: tuple[Member, ...], place: Place, shard: Share) -> list[Buffer]:
+        return [
+            part
+            for buffer in buffers_of(group, model, order, place)
+            if (part := _chunk_of(buffer, shard)).shape[0]
+        ]
+
+    for index, rank in enumerate(mesh.ranks):
+        of_tp = Place(vocab_rows, tp=Share(index % mesh.tp, mesh.tp))
+        shares = Share(index // mesh.etp % mesh.ep, mesh.ep), Share(index % mesh.etp, mesh.etp)
+        of_ep = Place(vocab_rows, ep=shares[0], etp=shares[1])
+        shard = Share(index // mesh.tp % mesh.fsdp, mesh.fsdp)
+        expert_shard = Share(index // ep_ranks % copies, copies)
+        for buffer in (
+            *held(dense, of_tp, shard),
+            *held(state, Place(vocab_rows), Share()),
+            *held(experts, of_ep, expert_shard),
+        ):
+            yield rank, buffer
+
+
+def _chunk_of(buffer: Buffer, shard: Share) -> Buffer:
+    """FSDP2's cut of the first dim, which is torch.chunk's."""
+    if shard.parts == 1:
+        return buffer
+    sizes = chunks(buffer.shape[0], shard.parts)
+    low = sum(sizes[: shard.which])
+    return buffer.rows(low, low + sizes[shard.which])

@@ -1,0 +1,312 @@
+"""What live models hold: their tensors by name, and every rank's share of each, read from DTensors.
+
+In: on every rank a module, tensors by name, or None. Out: this rank's storage of each parameter and
+persistent buffer, without a copy; ``Holdings`` of all ranks, from the mesh and placements of
+DTensors, any other tensor counting as whole; and how each buffer lies in its rank's memory.
+
+A dim's share is found as DTensor defines it, placement by placement: ``Shard`` takes a rank's part
+of torch.chunk; ``_StridedShard(split_factor)``, which FSDP2 makes of tp's shards, cuts the dim into
+that many chunks and takes the rank's part of each. torch's own helper
+(``compute_local_shape_and_global_offset``) gives the first index only, which is not enough where a
+share is in several places.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from meshwise.ranks import Ranks
+from meshwise.reshard import holdings as held_by
+from meshwise.reshard.holdings import Holdings
+from meshwise.reshard.regions import Box, Piece, chunks, whole
+from meshwise.reshard.tiles import Buffer, Memory, alignment_of
+from meshwise.reshard.transports.copies import DTYPES
+
+Model = nn.Module | Mapping[str, Tensor] | None
+Runs = list[tuple[int, int]]  # index ranges [low, high) of one dim, in the order of the buffer
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
+
+
+class Share(NamedTuple):
+    """What one rank has of a tensor. ``buffer``: the first name of this storage (tied weights have
+    several); ``runs`` of each dim, none where the rank has nothing; ``memory`` of its part."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    buffer: str
+    runs: list[Runs]
+    memory: Memory
+
+
+Shares = list[list[Share]]  # of each rank
+
+
+def tensors(model: Model) -> dict[str, Tensor]:
+    """This rank's storage of each parameter and persistent buffer; tied ones under every name."""
+    with torch.no_grad():
+        return {name: _local(tensor).detach() for name, tensor in _named(model).items()}
+
+
+def holdings(model: Model, ranks: Ranks, *, as_source: bool = False) -> Holdings:
+    """What all ranks hold; see ``held``. All of them call it together."""
+    return held(gathered(model, ranks), as_source=as_source)
+
+
+def gathered(model: Model, ranks: Ranks) -> Shares:
+    """Every rank's shares, by one gather. ValueError on all ranks for what one cannot describe."""
+    mine, error = [], ""
+    try:
+        mine = list(_shares(model))
+    except ValueError as caught:
+        error = str(caught)
+    everyone = ranks.gather([error, mine])
+    wrong = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(everyone) if said]
+    if wrong:
+        raise ValueError("; ".join(wrong[:8]))
+    return [msgspec.convert(shares, list[Share]) for _, shares in everyone]
+
+
+def held(everyone: Shares, *, as_source: bool = False) -> Holdings:
+    """Each tensor's layout. A weight that is tied on a rank is there under its first name only, so
+    that it is written once; with ``as_source`` it can be read under each.
+
+    ValueError if ranks differ about the shape or dtype of a tensor.
+    """
+    found: dict[str, dict[int, Share]] = {}
+    for rank, shares in enumerate(everyone):
+        for share in shares:
+            if as_source or share.buffer == share.name:
+                found.setdefault(share.name, {})[rank] = share
+    wrong = [text for name, of in found.items() if (text := _difference(name, of))]
+    if wrong:
+        more = f"; and {len(wrong) - 4} more tensors" if len(wrong) > 4 else ""
+        raise ValueError("; ".join(wrong[:4]) + more)
+    return {
+        name: held_by.Tensor(
+            next(iter(of.values())).shape,
+            next(iter(of.values())).dtype,
+            tuple(piece for rank, share in of.items() for piece in _pieces(rank, share)),
+        )
+        for name, of in found.items()
+    }
+
+
+def memory(everyone: Shares, side: int) -> dict[Buffer, Memory]:
+    """How the buffers of all ranks lie in memory; tied ones under every name."""
+    return {
+        Buffer(side, rank, share.name): share.memory
+        for rank, shares in enumerate(everyone)
+        for share in shares
+    }
+
+
+class Watch:
+    """Notices that a tensor's storage is another than when this was made.
+
+    FSDP2's gathered copies do not count and are dropped: after a refit they would be out of date.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._units = _units(model)
+        for unit in self._units:
+            unit.reshard()
+        places = [(name, _held_in(holder, key), key) for name, holder, key in _places(model)]
+        self._whole = [
+            (of, key, name, of[key].data_ptr())
+            for name, of, key in places
+            if not isinstance(of[key], DTensor)
+        ]
+        self._cut = [
+            (of, key, name, _local(of[key]).data_ptr())
+            for name, of, key in places
+            if isinstance(of[key], DTensor)
+        ]
+
+    def replaced(self) -> str | None:
+        """The first tensor that was replaced or removed."""
+        for unit in self._units:
+            unit.reshard()
+        for of, key, name, address in self._whole:
+            if (tensor := of.get(key)) is None or tensor.data_ptr() != address:
+                return name
+        with torch.no_grad():
+            for of, key, name, address in self._cut:
+                if (tensor := of.get(key)) is None or _local(tensor).data_ptr() != address:
+                    return name
+        return None
+
+
+def _held_in(holder: Any, key: str) -> Mapping[str, Any]:
+    """The dict that a module keeps the tensor in: looking there is cheap."""
+    if not isinstance(holder, nn.Module):
+        return holder  # type: ignore[no-any-return]
+    return next(of for of in (holder._parameters, holder._buffers) if key in of)
+
+
+def _units(model: Model) -> list[FSDPModule]:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [module for module in modules if isinstance(module, FSDPModule)]
+
+
+def _places(model: Model) -> Iterator[tuple[str, Any, str]]:
+    """Every name with the module or mapping that holds the tensor, and its key there."""
+    if isinstance(model, nn.Module):
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for name in _named(model):
+            path, _, key = name.rpartition(".")
+            yield name, modules[path], key
+    else:
+        for name in model or ():
+            yield name, model, name
+
+
+def _named(model: Model) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, as FSDP2 shards them where it does."""
+    if not isinstance(model, nn.Module):
+        return dict(model or {})
+    for unit in _units(model):
+        unit.reshard()  # else the module has the gathered parameters for its own
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    kept = model.state_dict(keep_vars=True).keys()
+    buffers = model.named_buffers(remove_duplicate=False)
+    return named | {name: buffer for name, buffer in buffers if name in kept}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shares(model: Model) -> Iterator[Share]:
+    """This rank's; what has no storage or cannot be described is refused by name."""
+    storages: dict[tuple[Any, ...], str] = {}
+    local = tensors(model)
+    for name, tensor in _named(model).items():
+        mine = local[name]
+        if mine.dtype not in _NAMES:
+            raise ValueError(
+                f"{name} is {mine.dtype}, and only {', '.join(map(str, _NAMES))} can be moved; "
+                "register it with persistent=False, or give a mapping without it"
+            )
+        if mine.is_meta:
+            raise ValueError(f"{name} is on the meta device; allocate it first (to_empty)")
+        if any(
+            step == 0 and size > 1 for size, step in zip(mine.shape, mine.stride(), strict=True)
+        ):
+            raise ValueError(f"{name} is expanded (a stride of 0); give a copy, .contiguous()")
+        where = mine.data_ptr(), mine.shape, mine.stride(), mine.dtype
+        yield Share(
+            name,
+            tuple(tensor.shape),
+            _NAMES[mine.dtype],
+            storages.setdefault(where, name) if mine.numel() else name,
+            _runs(name, tensor),
+            Memory(tuple(mine.shape), mine.stride(), mine.itemsize, alignment_of(mine.data_ptr())),
+        )
+
+
+def _runs(name: str, tensor: Tensor) -> list[Runs]:
+    """Which indices of each dim this rank has."""
+    box = whole(tensor.shape)
+    runs: list[Runs] = [[edges] for edges in zip(box.low, box.high, strict=True)]
+    if not isinstance(tensor, DTensor):
+        return runs
+    place = tensor.device_mesh.get_coordinate()
+    if place is None:
+        return []
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Replicate):
+            dim = _dim(name, placement)
+            parts = tensor.device_mesh.size(axis)
+            blocks = _cut(runs[dim], getattr(placement, "split_factor", 1))
+            runs[dim] = [run for block in blocks for run in _cut(block, parts)[place[axis]]]
+    extents = tuple(sum(high - low for low, high in of_dim) for of_dim in runs)
+    mine = _local(tensor)
+    if extents != tuple(mine.shape) and (0 not in extents or mine.numel()):
+        raise ValueError(
+            f"{name} has {tuple(mine.shape)} of {tuple(tensor.shape)} here, but by its placements "
+            f"{tensor.placements} it would be {extents}; make the DTensor anew, or give Holdings"
+        )
+    return [_joined(of_dim) for of_dim in runs]
+
+
+def _dim(name: str, placement: Placement) -> int:
+    """The dim that is sharded; ``_StridedShard`` is told by what it has, as its name is private."""
+    if placement.is_partial() or not hasattr(placement, "dim"):
+        raise ValueError(
+            f"{name} is placed as {type(placement).__name__}, which has no value to move yet; "
+            "redistribute it to Shard or Replicate"
+        )
+    return int(placement.dim)
+
+
+def _cut(runs: Runs, parts: int) -> list[Runs]:
+    """torch.chunk of the indices in their order."""
+    indices = sum(high - low for low, high in runs)
+    found: list[Runs] = []
+    position = 0
+    for size in chunks(indices, parts):
+        found.append(_slice(runs, position, position + size))
+        position += size
+    return found
+
+
+def _slice(runs: Runs, first: int, last: int) -> Runs:
+    """The indices at the positions [first, last)."""
+    starts = itertools.accumulate((high - low for low, high in runs), initial=0)
+    cut = [
+        (low + max(first - at, 0), min(high, low + last - at))
+        for at, (low, high) in zip(starts, runs, strict=False)
+    ]
+    return [(low, high) for low, high in cut if low < high]
+
+
+def _joined(runs: Runs) -> Runs:
+    joined: Runs = []
+    for low, high in runs:
+        if joined and joined[-1][1] == low:
+            joined[-1] = joined[-1][0], high
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def _pieces(rank: int, share: Share) -> Iterator[Piece]:
+    """A piece for each combination of the dims' runs."""
+    if not prod(share.memory.shape):
+        return
+    positions = [
+        zip(runs, itertools.accumulate((b - a for a, b in runs), initial=0), strict=False)
+        for runs in share.runs
+    ]
+    buffer = "" if share.buffer == share.name else share.buffer
+    for picked in itertools.product(*positions):
+        box = Box(tuple(low for (low, _), _ in picked), tuple(high for (_, high), _ in picked))
+        yield Piece(rank, box, tuple(at for _, at in picked), buffer)
+
+
+def _difference(name: str, of: Mapping[int, Share]) -> str:
+    """How ranks disagree about a tensor, or nothing."""
+    versions: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for rank, share in of.items():
+        versions.setdefault((share.shape, share.dtype), []).append(rank)
+    if len(versions) == 1:
+        return ""
+    said = [f"{shape} {dtype} on {_ranks(ranks)}" for (shape, dtype), ranks in versions.items()]
+    return (
+        f"{name} is {', '.join(said)}; a tensor that is cut without DTensor needs Holdings that "
+        "say how"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"

@@ -1,0 +1,325 @@
+"""What a rank's tensors are called, what they hold and in which order, in three conventions.
+
+In: the logical tensors of a layer (or of what is in no layer), and a rank's place: its share of
+tensor, expert and expert-tensor parallelism. Out: the rank's buffers, each with the pieces of the
+logical tensors that it holds. Logical names are those of ``models.decoder.weights``, with experts'
+gate and up apart ([experts, ffn, hidden] each), and for a GPT those of ``nn.gpt``.
+
+``plain``: a buffer a logical tensor, of its name, as ``parallel`` and FSDP2 have them.
+
+``megatron``: Megatron-core's (core/models/gpt, core/transformer/{attention,mlp,moe}), with norms
+as tensors of their own (``input_layernorm``, not the ``layer_norm_weight`` of a fused linear).
+linear_qkv has for each group of query heads its q, k and v, and is cut evenly by rows: by whole
+groups, or within them where tp exceeds the number of groups. linear_fc1 is a rank's gate, then its
+up. Experts are numbered from 0 on each rank, a tensor each.
+
+``engine``: vLLM's (model_executor/models/{llama,deepseek_v2,gpt2}.py, layers/fused_moe). qkv_proj
+is a rank's q, k and v; where tp exceeds kv_heads, neighbours hold the same k and v (also in
+``plain``). gate_up_proj and experts' w13 are a rank's gate, then its up; the two latent
+down-projections are one tensor that all ranks have.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from meshwise.reshard.regions import (
+    Box,
+    Piece,
+    chunks,
+    cropped,
+    moved,
+    narrowed,
+    whole,
+)
+from meshwise.spec import Decoder, Model
+
+Order = Literal["plain", "megatron", "engine"]
+
+_MEGATRON = {  # {}: weight or bias
+    "embed": "embedding.word_embeddings.{}",
+    "positions": "embedding.position_embeddings.{}",
+    "norm1": "input_layernorm.{}",
+    "norm2": "pre_mlp_layernorm.{}",
+    "q": "self_attention.linear_qkv.{}",
+    "k": "self_attention.linear_qkv.{}",
+    "v": "self_attention.linear_qkv.{}",
+    "attention.qkv": "self_attention.linear_qkv.{}",
+    "q_norm": "self_attention.q_layernorm.{}",
+    "k_norm": "self_attention.k_layernorm.{}",
+    "q_down": "self_attention.linear_q_down_proj.{}",
+    "q_up": "self_attention.linear_q_up_proj.{}",
+    "kv_down": "self_attention.linear_kv_down_proj.{}",
+    "kv_norm": "self_attention.kv_layernorm.{}",
+    "kv_up": "self_attention.linear_kv_up_proj.{}",
+    "out": "self_attention.linear_proj.{}",
+    "attention.out": "self_attention.linear_proj.{}",
+    "gate": "mlp.linear_fc1.{}",
+    "up": "mlp.linear_fc1.{}",
+    "down": "mlp.linear_fc2.{}",
+    "mlp.up": "mlp.linear_fc1.{}",
+    "mlp.down": "mlp.linear_fc2.{}",
+    "router": "mlp.router.{}",
+    "router.bias": "mlp.router.expert_bias",
+    "experts.gate": "mlp.experts.linear_fc1.{}",  # and the expert's number on its rank
+    "experts.up": "mlp.experts.linear_fc1.{}",
+    "experts.down": "mlp.experts.linear_fc2.{}",
+    "shared.gate": "mlp.shared_experts.linear_fc1.{}",
+    "shared.up": "mlp.shared_experts.linear_fc1.{}",
+    "shared.down": "mlp.shared_experts.linear_fc2.{}",
+    "shared_gate": "mlp.shared_experts.gate_{}",
+    "norm": "decoder.final_layernorm.{}",
+    "head.norm": "decoder.final_layernorm.{}",
+    "head": "output_layer.{}",
+    "head.projection": "output_layer.{}",
+}
+_VLLM = {
+    "embed": "model.embed_tokens.{}",
+    "norm1": "input_layernorm.{}",
+    "norm2": "post_attention_layernorm.{}",
+    "q": "self_attn.qkv_proj.{}",
+    "k": "self_attn.qkv_proj.{}",
+    "v": "self_attn.qkv_proj.{}",
+    "q_norm": "self_attn.q_norm.{}",
+    "k_norm": "self_attn.k_norm.{}",
+    "out": "self_attn.o_proj.{}",
+    "gate": "mlp.gate_up_proj.{}",
+    "up": "mlp.gate_up_proj.{}",
+    "down": "mlp.down_proj.{}",
+    "router": "mlp.gate.{}",
+    "router.bias": "mlp.gate.e_score_correction_bias",
+    "experts.gate": "mlp.experts.w13_{}",
+    "experts.up": "mlp.experts.w13_{}",
+    "experts.down": "mlp.experts.w2_{}",
+    "shared.gate": "mlp.shared_experts.gate_up_proj.{}",
+    "shared.up": "mlp.shared_experts.gate_up_proj.{}",
+    "shared.down": "mlp.shared_experts.down_proj.{}",
+    "shared_gate": "mlp.shared_expert_gate.{}",
+    "norm": "model.norm.{}",
+    "head": "lm_head.{}",
+}
+_MEGATRON_LATENT = _MEGATRON | {"q": "self_attention.linear_q_proj.{}"}
+_VLLM_LATENT = _VLLM | {
+    "q": "self_attn.q_proj.{}",
+    "q_down": "self_attn.fused_qkv_a_proj.{}",
+    "q_norm": "self_attn.q_a_layernorm.{}",
+    "q_up": "self_attn.q_b_proj.{}",
+    "kv_down": "self_attn.fused_qkv_a_proj.{}",
+    "kv_norm": "self_attn.kv_a_layernorm.{}",
+    "kv_up": "self_attn.kv_b_proj.{}",
+}
+_VLLM_LATENT_WHOLE_Q = _VLLM_LATENT | {"kv_down": "self_attn.kv_a_proj_with_mqa.{}"}
+_VLLM_GPT2 = {
+    "embed": "transformer.wte.{}",
+    "positions": "transformer.wpe.{}",
+    "norm1": "ln_1.{}",
+    "attention.qkv": "attn.c_attn.{}",
+    "attention.out": "attn.c_proj.{}",
+    "norm2": "ln_2.{}",
+    "mlp.up": "mlp.c_fc.{}",
+    "mlp.down": "mlp.c_proj.{}",
+    "head.norm": "transformer.ln_f.{}",
+    "head.projection": "lm_head.{}",
+}
+
+# How tp (of experts: ep and etp) cuts; all else is whole on every rank.
+_ROWS = {"q", "q_up", "kv_up", "gate", "up", "shared.gate", "shared.up", "attention.qkv", "mlp.up"}
+_COLUMNS = {"out", "down", "shared.down", "attention.out", "mlp.down"}
+_VOCABULARY = {"embed", "head", "head.projection"}
+
+
+class Member(NamedTuple):
+    """A logical tensor; ``role`` is the name that the tables above know, which differs from
+    ``tensor`` only in a head that is tied to the embedding."""
+
+    tensor: str
+    role: str
+    shape: tuple[int, ...]
+
+
+class Share(NamedTuple):
+    """One of so many equal parts."""
+
+    which: int = 0
+    parts: int = 1
+
+    def of(self, size: int) -> tuple[int, int]:
+        assert size % self.parts == 0, (size, self)
+        each = size // self.parts
+        return self.which * each, (self.which + 1) * each
+
+
+class Place(NamedTuple):
+    """Which parts a rank has; ``vocab_rows`` of embedding and head, padding included."""
+
+    vocab_rows: int
+    tp: Share = Share()
+    ep: Share = Share()
+    etp: Share = Share()
+
+
+class Buffer(NamedTuple):
+    """A rank's tensor and what it holds: (logical name, piece), the piece of no rank yet.
+    ``tensor``: the logical tensor that it is made for, the first of several."""
+
+    name: str
+    tensor: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[str, Piece], ...]
+
+    @property
+    def missing_dims(self) -> int:
+        """Dims of 1 that the pieces have before the buffer's own."""
+        return len(self.pieces[0][1].offset) - len(self.shape) if self.pieces else 0
+
+    def rows(self, low: int, high: int) -> "Buffer":
+        """The buffer of which only rows [low, high) of its first dim are held."""
+        pieces = tuple(
+            (name, kept)
+            for name, piece in self.pieces
+            for kept in cropped((piece,), self.missing_dims, low, high)
+        )
+        return self._replace(shape=(high - low, *self.shape[1:]), pieces=pieces)
+
+    @property
+    def is_padded(self) -> bool:
+        dim = self.missing_dims
+        ends = (piece.offset[dim] + piece.box.shape[dim] for _, piece in self.pieces)
+        return max(ends, default=0) < self.shape[0]
+
+
+def layer_prefix(model: Decoder | Model, order: Order, layer: int, local: int) -> str:
+    """Before the names of a layer's tensors; ``local``: its number within its stage."""
+    if order == "plain":
+        return f"layers.{layer}."
+    if order == "megatron":
+        return f"decoder.layers.{local}."
+    return f"transformer.h.{layer}." if isinstance(model, Model) else f"model.layers.{layer}."
+
+
+def buffers_of(
+    members: Sequence[Member], model: Decoder | Model, order: Order, place: Place
+) -> Iterator[Buffer]:
+    """The buffers of a rank, fused where the order has one name for several tensors."""
+    fused: dict[str, list[Member]] = {}
+    for member in members:
+        fused.setdefault(_buffer_name(member.role, model, order), []).append(member)
+    for name, parts in fused.items():
+        role = parts[0].role
+        if order == "megatron" and len(parts) == 3:
+            yield _grouped_qkv(name, parts, model, place)
+        elif order == "engine" and role.startswith("attention.qkv."):
+            yield _qkv_of_heads(name, parts[0], model, place)
+        elif order == "megatron" and role.startswith("experts."):
+            yield from _apart(_joined(name, parts, model, place, dim=1))
+        else:
+            yield _joined(name, parts, model, place, dim=int(role.startswith("experts.")))
+
+
+def _buffer_name(role: str, model: Decoder | Model, order: Order) -> str:
+    if order == "plain":
+        return role
+    stem, kind = role.rsplit(".", 1)
+    names = _names(model, order)
+    return names[role] if role in names else names[stem].format(kind)
+
+
+def _names(model: Decoder | Model, order: Order) -> dict[str, str]:
+    mla = None if isinstance(model, Model) else model.mla
+    if order == "megatron":
+        return _MEGATRON_LATENT if mla else _MEGATRON
+    if isinstance(model, Model):
+        return _VLLM_GPT2
+    if mla is None:
+        return _VLLM
+    return _VLLM_LATENT if mla.q_lora_rank else _VLLM_LATENT_WHOLE_Q
+
+
+def _joined(
+    name: str, parts: Sequence[Member], model: Decoder | Model, place: Place, dim: int
+) -> Buffer:
+    """A rank's share of one tensor after the other, in ``dim``."""
+    pieces: list[tuple[str, Piece]] = []
+    shape: tuple[int, ...] = ()
+    filled = 0
+    for member in parts:
+        shape, layout = _share(member, model, place)
+        offset = [filled if d == dim else 0 for d in range(len(shape))]
+        pieces += [(member.tensor, piece) for piece in moved(layout, offset=offset)]
+        filled += shape[dim]
+    shape = (*shape[:dim], filled, *shape[dim + 1 :])
+    return Buffer(name, parts[0].tensor, shape, tuple(pieces))
+
+
+def _share(
+    member: Member, model: Decoder | Model, place: Place
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """The shape of what a rank holds of a tensor, and the piece that is not padding."""
+    stem, kind = member.role.rsplit(".", 1)
+    box, origin = whole(member.shape), (0,) * len(member.shape)
+    if stem in _VOCABULARY:
+        sizes = chunks(place.vocab_rows, place.tp.parts)
+        low = sum(sizes[: place.tp.which])
+        size = sizes[place.tp.which]
+        high = min(low + size, member.shape[0])
+        held = (Piece(0, narrowed(box, 0, low, high), origin),) if low < high else ()
+        return (size, *member.shape[1:]), held
+    for dim, share in _cuts(stem, kind, model, place).items():
+        box = narrowed(box, dim, *share.of(member.shape[dim]))
+    return box.shape, (Piece(0, box, origin),)
+
+
+def _cuts(stem: str, kind: str, model: Decoder | Model, place: Place) -> dict[int, Share]:
+    """Which dims of a tensor are cut."""
+    if stem in ("k", "v"):
+        assert isinstance(model, Decoder)
+        parts = min(place.tp.parts, model.kv_heads)
+        return {0: Share(place.tp.which * parts // place.tp.parts, parts)}
+    if stem in _ROWS:
+        return {0: place.tp}
+    if stem in _COLUMNS and kind == "weight":
+        return {1: place.tp}
+    if stem in ("experts.gate", "experts.up"):
+        return {0: place.ep, 1: place.etp}
+    if stem == "experts.down":
+        return {0: place.ep, 2: place.etp} if kind == "weight" else {0: place.ep}
+    return {}
+
+
+def _apart(stacked: Buffer) -> Iterator[Buffer]:
+    """A buffer for each expert."""
+    for expert in range(stacked.shape[0]):
+        one = stacked.rows(expert, expert + 1)
+        yield one._replace(name=f"{stacked.name}{expert}", shape=stacked.shape[1:])
+
+
+def _grouped_qkv(
+    name: str, parts: Sequence[Member], model: Decoder | Model, place: Place
+) -> Buffer:
+    """Rows of q, k and v group by group, cut evenly."""
+    assert isinstance(model, Decoder)
+    rows = [part.shape[0] // model.kv_heads for part in parts]
+    pieces = []
+    filled = 0
+    for group in range(model.kv_heads):
+        for part, size in zip(parts, rows, strict=True):
+            box = narrowed(whole(part.shape), 0, group * size, (group + 1) * size)
+            pieces.append((part.tensor, _at(filled, box)))
+            filled += size
+    fused = Buffer(name, parts[0].tensor, (filled, *parts[0].shape[1:]), tuple(pieces))
+    return fused.rows(*place.tp.of(filled))
+
+
+def _qkv_of_heads(name: str, part: Member, model: Decoder | Model, place: Place) -> Buffer:
+    """[q; k; v] of a rank's heads, from rows that lie by head, each its q, k and v."""
+    pieces: list[tuple[str, Piece]] = []
+    for which in range(3):
+        for head in range(*place.tp.of(model.heads)):
+            low = (3 * head + which) * model.head_dim
+            box = narrowed(whole(part.shape), 0, low, low + model.head_dim)
+            pieces.append((part.tensor, _at(len(pieces) * model.head_dim, box)))
+    shape = (len(pieces) * model.head_dim, *part.shape[1:])
+    return Buffer(name, part.tensor, shape, tuple(pieces))
+
+
+def _at(row: int, box: Box) -> Piece:
+    return Piece(0, box, (row, *(0 for _ in box.low[1:])))

@@ -1,0 +1,108 @@
+"""What a transport carries out: the tiles that concern one rank, and where its buffers are."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from meshwise.ranks import Ranks
+from meshwise.reshard import tiles
+from meshwise.reshard.tiles import Buffer, Table
+from meshwise.reshard.transports.copies import Addresses, Lines, Pair, lines
+
+
+class Job(NamedTuple):
+    """``stages``: tables, one after the other in time. ``buffers``: by number, which other ranks
+    count otherwise; ``own``: those of this rank. ``pairs``: dtypes of each tensor at either end.
+    ``verify``: off, hash or full. ``delta``: only tiles whose hashes changed since the last."""
+
+    ranks: Ranks
+    stages: tuple[Table, ...]
+    buffers: list[Buffer]
+    own: dict[int, Tensor]
+    pairs: list[Pair]
+    verify: str
+    delta: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    def addresses(self) -> Addresses:
+        """Of this rank's buffers, by number; others 0."""
+        found = np.zeros(len(self.buffers), np.int64)
+        for number, tensor in self.own.items():
+            found[number] = tensor.data_ptr()
+        return found
+
+
+class Ends(NamedTuple):
+    """A stage as one rank sees it, in the order of peers: what it sends, receives and keeps.
+
+    ``sends`` and ``receives`` by peer, and where each peer's hashes begin among all.
+    """
+
+    sends: Table
+    receives: Table
+    local: Table
+    send_spans: dict[int, slice]
+    receive_spans: dict[int, slice]
+
+
+def ends(table: Table, here: int) -> Ends:
+    out, into = table["source"] == here, table["destination"] == here
+    sends, receives = table[out & ~into], table[into & ~out]
+    sends = sends[np.argsort(sends["destination"], kind="stable")]
+    receives = receives[np.argsort(receives["source"], kind="stable")]
+    return Ends(
+        sends,
+        receives,
+        table[out & into],
+        _spans(sends["destination"]),
+        _spans(receives["source"]),
+    )
+
+
+def _spans(peers: npt.NDArray[np.int32]) -> dict[int, slice]:
+    """Where each peer's lines are in a table that is sorted by peer."""
+    found, first = np.unique(peers, return_index=True)
+    edges = [*first.tolist(), len(peers)]
+    return {peer: slice(*edges[i : i + 2]) for i, peer in enumerate(found.tolist())}
+
+
+def at(table: Table, bases: Addresses, end: str) -> Addresses:
+    """Addresses of the tiles at their ``read`` or ``write`` end."""
+    found: Addresses = bases[table[end]] + table[f"{end}_at"]
+    return found
+
+
+def straight(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines:
+    """From buffer to buffer; hashes are numbered in order."""
+    return lines(
+        table, at(table, read, "read"), at(table, write, "write"), job.pairs,
+        np.arange(len(table)),
+    )  # fmt: skip
+
+
+def in_place(job: Job, table: Table, bases: Addresses, end: str) -> Lines:
+    """To be hashed where they are, at one end."""
+    if end == "read":
+        return straight(job, table, bases, bases)
+    return written(job, table, bases, bases)
+
+
+def written(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines:
+    """The places that tiles are written to, from one set of buffers to another; nothing is
+    converted any more."""
+    table = table.copy()
+    table["read"], table["read_at"] = table["write"], table["write_at"]
+    table["read_step"] = table["write_step"]
+    converted = table["word"] == 0
+    table["word"][converted] = [job.pairs[i][1].itemsize for i in table["tensor"][converted]]
+    return straight(job, table, read, write)
+
+
+def num_bytes(table: Table) -> int:
+    return int(tiles.nbytes(table).sum())

@@ -1,0 +1,52 @@
+"""Streams by name: work that may overlap is given to different lanes and ordered by events.
+
+On a CPU every work is done at once, in the order in which it is given.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Launch = Callable[[], object]
+
+
+class Lanes:
+    """The streams of one device; ``urgent`` ones go before the others."""
+
+    def __init__(self, device: torch.device, urgent: tuple[str, ...] = ()) -> None:
+        self.device = device
+        self.urgent = urgent
+        self.streams: dict[str, torch.cuda.Stream] = {}
+
+    def now(self) -> Any:
+        """The event at which the current stream is."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def run(self, name: str, work: Launch, *after: Any) -> Any:
+        """``work`` in lane ``name`` once those events have come; the event of its end."""
+        if self.device.type != "cuda":
+            work()
+            return None
+        stream = self.stream(name)
+        for event in after:
+            if event is not None:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            work()
+        return stream.record_event()
+
+    def join(self, *events: Any) -> None:
+        """The current stream goes on when those events have come."""
+        if self.device.type == "cuda":
+            for event in events:
+                if event is not None:
+                    torch.cuda.current_stream(self.device).wait_event(event)
+
+    def stream(self, name: str) -> torch.cuda.Stream:
+        if name not in self.streams:
+            priority = -1 if name in self.urgent else 0
+            self.streams[name] = torch.cuda.Stream(self.device, priority=priority)
+        return self.streams[name]

@@ -1,0 +1,114 @@
+"""Memory of other processes on this host's GPUs, by CUDA's interprocess handles.
+
+In: tensors as torch allocated them. Out: addresses at which this process reaches a peer's. One
+handle stands for a whole allocation, which may hold many tensors. The driver is called through its
+C interface (cuda.h), because torch gives such handles away only together with a count of
+references that ends with the exporting process.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwise.ranks import Ranks
+
+_LAZY_PEER_ACCESS = 1
+_LANES = 2  # of a mailbox: Triton wants a power of two
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_byte * 64)]
+
+
+class Share(NamedTuple):
+    """Where a tensor is: an allocation's handle, in hex, and bytes into it."""
+
+    handle: str
+    offset: int
+
+
+def share(tensor: Tensor) -> Share:
+    """What a peer needs to reach ``tensor``; ValueError where memory cannot be shared."""
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    address = tensor.data_ptr()
+    _call(
+        "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+    )
+    try:
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    except OSError as error:
+        raise ValueError(
+            f"method = 'ipc': memory of this process cannot be shared ({error}); leave "
+            "expandable_segments out of PYTORCH_ALLOC_CONF, or use method = 'nccl'"
+        ) from None
+    return Share(bytes(handle.reserved).hex(), address - base.value)
+
+
+class Peers:
+    """Allocations of peers that this process has opened. ``close`` before a peer frees them."""
+
+    def __init__(self) -> None:
+        self.bases: dict[str, int] = {}
+
+    def address(self, shared: Share) -> int:
+        handle, offset = shared
+        if handle not in self.bases:
+            base, opened = ctypes.c_uint64(), _Handle((ctypes.c_byte * 64)(*_signed(handle)))
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), opened, _LAZY_PEER_ACCESS)
+            self.bases[handle] = base.value
+        return self.bases[handle] + offset
+
+    def close(self) -> None:
+        for base in self.bases.values():
+            _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
+        self.bases.clear()
+
+
+def _signed(handle: str) -> list[int]:
+    return [byte - 256 if byte > 127 else byte for byte in bytes.fromhex(handle)]
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise OSError(f"{name}: {(text.value or b'unknown error').decode()}")
+
+
+class Meeting:
+    """The devices of this rank and of ``others`` meet on their streams, without their hosts.
+
+    ``value``: this rank's word (int32) of the next meeting; ``total``: the sum of all ranks' words
+    in the last one. ``stop[0] = 1`` releases a device that waits for a peer that will not come.
+    """
+
+    def __init__(self, ranks: Ranks, peers: Peers, others: Sequence[int]) -> None:
+        from meshwise.reshard.transports import kernels
+
+        device, here = ranks.device, ranks.rank
+        lanes = max(_LANES, 1 << max(0, len(others) - 1).bit_length())
+        self.near = torch.zeros(2 * lanes, dtype=torch.int64, device=device)
+        self.value = torch.zeros(1, dtype=torch.int32, device=device)
+        self.total = torch.zeros(1, dtype=torch.int32, device=device)
+        self.stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+        epoch = torch.zeros(1, dtype=torch.int64, device=device)
+        torch.cuda.synchronize(device)
+        boxes = ranks.gather([share(self.near), list(others)])
+        far = [0] * lanes
+        for lane, rank in enumerate(others):
+            box, known = boxes[rank]
+            far[lane] = peers.address(Share(*box)) + 16 * known.index(here)
+        self.far = torch.tensor(far, device=device)
+        self.meet: Callable[[], object] = kernels.meeting(
+            self.far, self.near, len(others), epoch, self.value, self.total, self.stop
+        )

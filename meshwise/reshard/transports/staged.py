@@ -1,0 +1,305 @@
+"""Tiles packed into messages, moved, and unpacked: three lanes, two slots each, under a byte cap.
+
+Each stage is a number of steps; in each, every pair of ranks that exchange anything moves an equal
+part of what it moves in all (``tiles.steps``). Packing hashes what it packs and unpacking what it
+unpacks, in the same pass; at the end every receiver gets the senders' hashes and compares. A
+carrier moves the messages: NCCL, gloo, or symmetric memory that the receiver pulls.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from meshwise.reshard import tiles
+from meshwise.reshard.tiles import Table
+from meshwise.reshard.transports.copies import Launch, copier, lines
+from meshwise.reshard.transports.job import Ends, Job, at, ends, in_place, straight
+from meshwise.reshard.transports.lanes import Lanes
+
+SLOTS = 2
+LINE_WORDS = 7
+PROGRAMS = 528  # of a kernel that has the device for itself
+
+Spans = Mapping[int, slice]  # bytes of a slot, by peer
+
+
+class Slots(NamedTuple):
+    """Two pieces of memory to pack messages into, and what to do with them.
+
+    ``exchange(slot, sends, into, receives)``: sends parts of a slot, receives into parts of a
+    buffer. ``packed(slot)`` is called when a slot is packed, ``taken`` waits until peers have what
+    they wanted of it; None where messages say so themselves.
+    """
+
+    memory: list[Tensor]
+    exchange: Callable[[int, Spans, Tensor, Spans], Launch]
+    packed: Callable[[int], object] | None = None
+    taken: Launch | None = None
+
+
+class Carrier(Protocol):
+    """How messages travel. Launches go to the current stream, or block on a CPU; ranks make them
+    together. ``programs``: of the kernels that pack, where the carrier needs multiprocessors."""
+
+    programs: int
+
+    def slots(self, nbytes: int, regions: Mapping[int, int]) -> Slots:
+        """For messages of a stage; ``regions``: where each peer's begin in a slot."""
+
+    def swap(self, source: Tensor, sends: Spans, into: Tensor, receives: Spans) -> Launch:
+        """Sends and receives parts of small buffers, at once."""
+
+    def add(self, value: Tensor, total: Tensor) -> Launch:
+        """The sum over all ranks of one int32."""
+
+    def close(self) -> None: ...
+
+
+class Staged:
+    """A job's steps, ready to be launched. On a GPU ``launch`` may be captured in a graph, if the
+    carrier may."""
+
+    def __init__(self, job: Job, carrier: Carrier, cap_bytes: int) -> None:
+        self.job, self.carrier = job, carrier
+        self.lanes = Lanes(job.device, urgent=("pack", "taken"))
+        self.own = job.addresses()
+        self.value, self.total = (
+            torch.zeros(1, dtype=torch.int32, device=job.device) for _ in range(2)
+        )
+        self.stages = [_Stage(self, table, cap_bytes) for table in job.stages]
+        self.verdict = carrier.add(self.value, self.total)
+
+    @property
+    def extra_bytes(self) -> int:
+        return sum(stage.extra_bytes for stage in self.stages)
+
+    def launch(self) -> None:
+        for stage in self.stages:
+            stage.launch()
+        self.verdict()
+
+    def parts(self) -> Iterator[tuple[str, Launch]]:
+        """A refit in pieces, to be timed each by itself; all ranks have the same."""
+        for stage in self.stages:
+            yield "copy within", stage.local
+            for number, step in enumerate(stage.steps):
+                yield "pack", partial(stage.pack, number)
+                yield "move", step.move
+                yield "unpack", step.unpack
+                if stage.slots.taken:
+                    yield "meet", stage.slots.taken
+            yield "compare", stage.swap
+
+    def settle(self, verified: bool) -> None:
+        """With ``delta``: what the destination has now, or that nobody knows."""
+        for stage in self.stages:
+            stage.settle(verified)
+
+    def delta_bytes(self) -> int:
+        """Bytes that this rank received in the last launch, with ``delta``."""
+        return sum(stage.delta_bytes() for stage in self.stages)
+
+    def wrong_tiles(self) -> list[Table]:
+        return [stage.wrong_tiles() for stage in self.stages]
+
+    def close(self) -> None:
+        self.carrier.close()
+
+
+class _Step(NamedTuple):
+    pack: Launch
+    move: Launch
+    unpack: Launch
+
+
+class _Side(NamedTuple):
+    """What a rank sends, or receives: tiles in the order of peers, each peer's region of a slot."""
+
+    table: Table
+    spans: dict[int, slice]
+    parts: dict[int, list[slice]]  # of the table, by peer and step
+    regions: dict[int, int]  # where a peer's region begins, in bytes
+    nbytes: int
+
+    def step(
+        self, number: int, changed: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Spans]:
+        """The tiles of a step (lines of the table), where in the slot each is, and what each
+        peer's are together."""
+        chosen, places, spans = [], [], {}
+        for peer, cut in self.parts.items():
+            lines_ = cut[number].start + np.flatnonzero(changed[cut[number]])
+            if len(lines_):
+                begins = self.regions[peer] + tiles.packed(self.table[lines_])
+                chosen.append(lines_)
+                places.append(begins[:-1])
+                spans[peer] = slice(int(begins[0]), int(begins[-1]))
+        none = np.zeros(0, np.int64)
+        return np.concatenate([none, *chosen]), np.concatenate([none, *places]), spans
+
+
+def _side(table: Table, spans: dict[int, slice], count: int) -> _Side:
+    cuts, regions, at_ = {}, {}, 0
+    for peer, span in spans.items():
+        cuts[peer] = [
+            slice(span.start + part.start, span.start + part.stop)
+            for part in tiles.parts(table[span], count)
+        ]
+        regions[peer] = at_
+        at_ += max(int(tiles.packed(table[cut])[-1]) for cut in cuts[peer])
+    return _Side(table, spans, cuts, regions, at_)
+
+
+class _Stage:
+    def __init__(self, staged: Staged, table: Table, cap_bytes: int) -> None:
+        job, self.staged = staged.job, staged
+        self.ends = found = ends(table, job.ranks.rank)
+        self.sent, self.received, self.theirs = (
+            torch.zeros(len(side), dtype=torch.int64, device=job.device)
+            for side in (found.sends, found.receives, found.receives)
+        )
+        count = _num_steps(job, found, cap_bytes - self._tables_bytes)
+        self.sides = (
+            _side(found.sends, found.send_spans, count),
+            _side(found.receives, found.receive_spans, count),
+        )
+        self.slots = staged.carrier.slots(self.sides[0].nbytes, self.sides[0].regions)
+        self.landing = [
+            torch.empty(self.sides[1].nbytes, dtype=torch.uint8, device=job.device)
+            for _ in range(SLOTS)
+        ]
+        self.count = count
+        self.changed = np.ones(len(found.sends), np.bool_), np.ones(len(found.receives), np.bool_)
+        self.last = torch.zeros_like(self.sent), torch.zeros_like(self.received)
+        self.fresh = True  # the destination has nothing
+        self.steps = self._steps()
+        whole = partial(copier, device=job.device, programs=PROGRAMS)
+        own = staged.own
+        self.local: Launch = whole(straight(job, found.local, own, own), None)
+        kept = torch.zeros(len(found.local), dtype=torch.int64, device=job.device)
+        self.kept = kept, torch.zeros_like(kept)
+        self.look = whole(in_place(job, found.sends, own, "read"), self.sent, stores=False)
+        self.again: list[Launch] = []
+        if job.verify == "full":
+            self.again = [
+                whole(in_place(job, table, own, end), sums, stores=False)
+                for table, end, sums in (
+                    (found.sends, "read", self.sent), (found.receives, "write", self.received),
+                    (found.local, "read", self.kept[0]), (found.local, "write", self.kept[1]),
+                )
+            ]  # fmt: skip
+        self.swap = staged.carrier.swap(
+            self.sent, found.send_spans, self.theirs, found.receive_spans
+        )
+
+    @property
+    def extra_bytes(self) -> int:
+        slots = sum(slot.nbytes for slot in (*self.slots.memory, *self.landing))
+        return slots + self._tables_bytes
+
+    @property
+    def _tables_bytes(self) -> int:
+        lines_ = len(self.ends.sends) + len(self.ends.receives) + len(self.ends.local)
+        sums = len(self.sent) + 2 * len(self.received)
+        return 8 * (LINE_WORDS * lines_ + sums)
+
+    def _steps(self) -> list[_Step]:
+        return [self._step(i) for i in range(self.count)]
+
+    def _step(self, number: int) -> _Step:
+        job, own, slot = self.staged.job, self.staged.own, number % SLOTS
+        sends, receives = self.sides
+        fused = job.verify == "hash"
+        work = partial(copier, device=job.device, programs=self.staged.carrier.programs)
+        out, places, send_spans = sends.step(number, self.changed[0])
+        table = sends.table[out]
+        pack = lines(
+            table, at(table, own, "read"), self.slots.memory[slot].data_ptr() + places, job.pairs,
+            out, packed="write",
+        )  # fmt: skip
+        into, places, receive_spans = receives.step(number, self.changed[1])
+        table = receives.table[into]
+        unpack = lines(
+            table, self.landing[slot].data_ptr() + places, at(table, own, "write"), job.pairs,
+            into, packed="read",
+        )  # fmt: skip
+        return _Step(
+            work(pack, self.sent if fused else None),
+            self.slots.exchange(slot, send_spans, self.landing[slot], receive_spans),
+            work(unpack, self.received if fused else None),
+        )
+
+    def launch(self) -> None:
+        lanes, taken = self.staged.lanes, self.slots.taken
+        if self.staged.job.delta:
+            self._choose()
+        begin = lanes.now()
+        apart = lanes.run("local", self.local, begin)
+        free, landed = [begin] * SLOTS, [begin] * SLOTS  # to be packed again; to be filled again
+        packed = [lanes.run("pack", partial(self.pack, 0), begin)]
+        for i, step in enumerate(self.steps):
+            slot = i % SLOTS
+            if i + 1 < len(self.steps):  # before a carrier may hold up the host
+                after = free[(i + 1) % SLOTS]
+                packed.append(lanes.run("pack", partial(self.pack, i + 1), after))
+            moved = lanes.run("move", step.move, packed[i], landed[slot])
+            landed[slot] = lanes.run("unpack", step.unpack, moved)
+            free[slot] = lanes.run("taken", taken, moved) if taken else moved
+        lanes.join(apart, *free, *landed)
+        if self.staged.job.verify == "off":
+            return
+        for work in self.again:
+            work()
+        self.swap()
+        self.staged.value.add_(torch.ne(self.theirs, self.received).sum())
+        if self.again:
+            self.staged.value.add_(torch.ne(*self.kept).sum())
+
+    def _choose(self) -> None:
+        """Both ends of a pair find the same tiles changed: by the hashes now and at the last."""
+        self.look()
+        self.swap()
+        sent, received = (
+            torch.ne(now, last).cpu().numpy() | self.fresh
+            for now, last in zip((self.sent, self.theirs), self.last, strict=True)
+        )
+        self.changed = sent, received
+        self.steps = self._steps()
+
+    def settle(self, verified: bool) -> None:
+        for last, now in zip(self.last, (self.sent, self.theirs), strict=True):
+            last.copy_(now)
+        self.fresh = not verified
+
+    def delta_bytes(self) -> int:
+        return int(tiles.nbytes(self.ends.receives)[self.changed[1]].sum())
+
+    def pack(self, number: int) -> None:
+        self.steps[number].pack()
+        if self.slots.packed:
+            self.slots.packed(number % SLOTS)
+
+    def wrong_tiles(self) -> Table:
+        wrong = torch.ne(self.theirs, self.received).nonzero()[:, 0].cpu().numpy()
+        kept = torch.ne(*self.kept).nonzero()[:, 0].cpu().numpy()
+        return np.concatenate([self.ends.receives[wrong], self.ends.local[kept]])
+
+
+def _num_steps(job: Job, found: Ends, budget_bytes: int) -> int:
+    """As many as the busiest rank needs, so that all agree."""
+    slot_bytes = budget_bytes // (2 * SLOTS)
+    peers = max(len(found.send_spans), len(found.receive_spans))
+    room = slot_bytes - peers * tiles.TILE
+    most = max(int(tiles.packed(side)[-1]) for side in (found.sends, found.receives))
+    needed = -(-most // room) if room > 0 else 0
+    told = job.ranks.gather([max(1, needed), room])
+    if min(room for _, room in told) <= 0:
+        raise ValueError(
+            f"cap_bytes: too little for two slots each way and {tiles.TILE} bytes a peer; give more"
+        )
+    return int(max(count for count, _ in told))

@@ -1,0 +1,359 @@
+"""Refit: live weights of a training model into an inference model, in place and verified.
+
+In: on every rank the two models (or None), and what each rank holds of them (``Holdings``, or read
+from live DTensors). Out: a ``Refit`` whose call moves the weights once. Making it plans the
+transfer, compares the plan over the ranks and connects them; calling it exchanges no metadata.
+
+The destination has a version. It is None from before the first byte is written until every rank
+has verified what it received, so that weights which are half old, half new cannot be taken for
+either. ``atomic`` keeps the old ones whole until then, for the price of one more copy of them.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshwise.jobs import attached
+from meshwise.ranks import Ranks
+from meshwise.reshard import holdings, live, tiles, transfer
+from meshwise.reshard.holdings import Holdings
+from meshwise.reshard.tiles import Buffer
+from meshwise.reshard.transports import carriers
+from meshwise.reshard.transports.copies import DTYPES, Launch, copier
+from meshwise.reshard.transports.direct import Direct
+from meshwise.reshard.transports.job import Job, written
+from meshwise.reshard.transports.staged import Staged
+from meshwise.spec import Plan
+
+Method = Literal["auto", "ipc", "nccl", "nvshmem", "gloo"]
+Verify = Literal["off", "hash", "full"]
+Model = nn.Module | Mapping[str, Tensor] | None
+MiB = 2**20
+
+
+class Moved(NamedTuple):
+    """What one refit did, on this rank. ``seconds``: from the call to the verdict of all ranks."""
+
+    version: int
+    seconds: float
+    sent_bytes: int
+    received_bytes: int  # with ``delta``, of what changed; sent and copied are of a whole refit
+    copied_bytes: int  # within the rank
+    extra_bytes: int  # staging, tables and hashes; the old version with ``atomic``
+
+
+class RefitError(RuntimeError):
+    """Some rank's destination is not whole: its version is None, or with ``atomic`` the old one."""
+
+
+class Refit:
+    """Moves weights from ``source`` to ``destination``; all ranks make and call it together.
+
+    ``source``, ``destination``: a module, or tensors by name, or None where this rank has none.
+    ``*_plan``: what every rank holds of each logical tensor, or the ``Plan`` by which ``meshwise
+    run`` laid the model out; None reads it from the live tensors, DTensors by their placements,
+    others as whole. ``ranks``: by default all that torch.distributed has joined. ``method``: how
+    bytes travel; auto is ipc where GPUs of one host reach each other, else nccl, and gloo without
+    GPUs. ``cap_bytes``: of staging, tables and hashes on a rank. ``verify``: hash (what was sent
+    against what was received), full (memory against memory; sources that changed meanwhile show),
+    off. ``atomic``: keep the old version whole until the new one is verified. ``delta``: move only
+    tiles of 64 KiB that changed since the last refit. ``only``: patterns of the logical tensors to
+    move, as ``*lora*``. ``convert``: dtypes may differ. Raises ValueError, on all ranks alike, for
+    what cannot be moved.
+    """
+
+    def __init__(
+        self,
+        source: Model,
+        source_plan: Plan | Holdings | None,
+        destination: Model,
+        destination_plan: Plan | Holdings | None,
+        *,
+        ranks: Ranks | None = None,
+        method: Method = "auto",
+        cap_bytes: int = 512 * MiB,
+        verify: Verify = "hash",
+        atomic: bool = False,
+        delta: bool = False,
+        convert: bool = False,
+        only: Sequence[str] = (),
+    ) -> None:
+        if delta and (atomic or verify == "off"):
+            raise ValueError("delta = True: needs verify = 'hash' or 'full', and atomic = False")
+        self.ranks = ranks = ranks or attached()
+        self.version: int | None = None
+        self.count = 0
+        self.watches = live.Watch(source), live.Watch(destination)
+        models = live.tensors(source), live.tensors(destination)
+        shares = live.gathered(source, ranks), live.gathered(destination, ranks)
+        plans = [
+            live.held(shared, as_source=side == 0) if plan is None else _holdings(plan)
+            for side, (shared, plan) in enumerate(
+                zip(shares, (source_plan, destination_plan), strict=True)
+            )
+        ]
+        _check_world(ranks, plans)
+        self.transfer = transfer.plan(*plans, convert=convert, only=only, host_of=_hosts(ranks))
+        _check_agreed(ranks, plans, models, self.transfer)
+        self.kept = {name: torch.clone(tensor) for name, tensor in models[1].items() if atomic}
+        buffers = models[0], self.kept or models[1]
+        self.job = _job(ranks, self.transfer, buffers, shares, verify, delta)
+        self.method = _method(method, ranks)
+        self.transport = _transport(self.method, self.job, cap_bytes)
+        self.commit = _between(self.job, self.kept, models[1]) if atomic else None
+        kept = sum(tensor.nbytes for tensor in self.kept.values())
+        self.moved = Moved(0, 0.0, *_loads(self.job), self.transport.extra_bytes + kept)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        pinned = ranks.device.type == "cuda"
+        self.flag, self.verdict = (
+            torch.zeros(1, dtype=torch.int32, pin_memory=pinned) for _ in "12"
+        )
+
+    def __call__(self) -> Moved:
+        """Move the weights once; the destination then has the next version.
+
+        RefitError names rank and tensor where what arrived is not what was sent, or where a
+        tensor was replaced since the Refit was made; TimeoutError names a rank that did not come.
+        """
+        begin, ranks = time.perf_counter(), self.ranks
+        ranks.at(f"refit {self.count + 1}")
+        if self.commit is None:
+            self.version = None
+        self.flag[0] = 1 if (reason := self._replaced()) else 0
+        try:
+            self._launch()
+            ranks.synchronize(f"refit {self.count + 1}", self._event(), poll_s=0)
+        except (RuntimeError, TimeoutError) as error:
+            raise self._told(ranks.explain(error)) from None
+        if self.job.delta:
+            self.transport.settle(verified=not self.verdict[0])
+        if self.verdict[0]:
+            raise RefitError(self._reasons(reason))
+        if self.commit is not None:
+            self.commit()
+            ranks.synchronize("the commit", self._event(), poll_s=0)
+        self.count += 1
+        self.version = self.count
+        seconds = time.perf_counter() - begin
+        moved = self.moved._replace(version=self.count, seconds=seconds)
+        if self.job.delta:
+            moved = moved._replace(received_bytes=self.transport.delta_bytes())
+        return moved
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of one refit, each alone and the slowest rank's; in a refit they
+        overlap. The weights move, but nobody says a verdict: call the Refit afterwards."""
+        ranks, times = self.ranks, dict[str, float]()
+        self.version = None
+        for name, work in self.transport.parts():
+            ranks.barrier(name)
+            begin = time.perf_counter()
+            work()
+            ranks.synchronize(name, poll_s=0)
+            slowest = max(ranks.gather(time.perf_counter() - begin))
+            times[name] = times.get(name, 0.0) + slowest
+        return times
+
+    def close(self) -> None:
+        """Give back what the peers share; all ranks close together, before the models go."""
+        self.graph = None
+        self.ranks.barrier("the end of a refit")
+        self.transport.close()
+        self.ranks.barrier("the end of a refit")
+
+    def _launch(self) -> None:
+        """On a GPU the first call runs as it is written, later ones replay its graph."""
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        self._work()
+        in_graph = self.method != "gloo" and not (self.job.delta and self.method != "ipc")
+        if self.ranks.device.type == "cuda" and in_graph:
+            self.ranks.synchronize("the first refit")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._work()
+            self.graph = graph
+
+    def _work(self) -> None:
+        self.transport.value.copy_(self.flag, non_blocking=True)
+        self.transport.launch()
+        self.verdict.copy_(self.transport.total, non_blocking=True)
+
+    def _event(self) -> torch.cuda.Event | None:
+        return torch.cuda.current_stream().record_event() if self.graph else None
+
+    def _replaced(self) -> str:
+        for side, watch in zip(("source", "destination"), self.watches, strict=True):
+            if name := watch.replaced():
+                return f"{side} {name} was replaced since this Refit was made; make a new one"
+        return ""
+
+    def _reasons(self, reason: str) -> str:
+        """What went wrong on every rank, in one line."""
+        wrong = [
+            f"{self.transfer.names[tile['tensor']]} from rank {tile['source']}"
+            for table in self.transport.wrong_tiles()
+            for tile in table
+        ]
+        if wrong and not reason:
+            found = list(dict.fromkeys(wrong))
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            reason = f"{', '.join(found[:3])}{more} arrived other than sent"
+        told = self.ranks.gather(reason)
+        state = f"version {self.version}" if self.version else "no version"
+        return "; ".join(f"rank {i}: {text}" for i, text in enumerate(told) if text) + (
+            f"; the destination has {state}"
+        )
+
+    def _told(self, error: Exception) -> Exception:
+        """The error of a lost rank, with what this one lacks."""
+        lost = [r for r in range(self.ranks.world_size) if f"{self.ranks.name(r)} (" in str(error)]
+        table = np.concatenate(self.job.stages)
+        mine = (table["destination"] == self.ranks.rank) & np.isin(table["source"], lost)
+        names = [self.transfer.names[i] for i in np.unique(table["tensor"][mine])]
+        if not names:
+            return error
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return type(error)(f"{error}; not whole here: {', '.join(names[:3])}{more}")
+
+
+def _loads(job: Job) -> tuple[int, int, int]:
+    """Bytes that this rank sends, receives and copies within."""
+    here, table = job.ranks.rank, np.concatenate(job.stages)
+    size, out, into = tiles.nbytes(table), table["source"] == here, table["destination"] == here
+    return int(size[out & ~into].sum()), int(size[into & ~out].sum()), int(size[into & out].sum())
+
+
+def _between(job: Job, read: Mapping[str, Tensor], write: Mapping[str, Tensor]) -> Launch:
+    """Copies what this rank received in one set of buffers into another."""
+    here = job.ranks.rank
+    mine = [(n, b.name) for n, b in enumerate(job.buffers) if (b.side, b.rank) == (1, here)]
+    launches = []
+    for stage in job.stages:
+        table = stage[stage["destination"] == here]
+        bases = []
+        for tensors in (read, write):
+            found = np.zeros(len(job.buffers), np.int64)
+            for n, name in mine:
+                found[n] = tensors[name].data_ptr()
+            bases.append(found)
+        launches.append(copier(written(job, table, *bases), None, job.device, 264))
+
+    def launch() -> None:
+        for each in launches:
+            each()
+
+    return launch
+
+
+def _holdings(plan: Plan | Holdings) -> Holdings:
+    return holdings.of_plan(plan) if isinstance(plan, Plan) else plan
+
+
+def _hosts(ranks: Ranks) -> Callable[[int], int]:
+    hosts = ranks.gather(socket.gethostname())
+    return lambda rank: hosts.index(hosts[rank])
+
+
+def _check_world(ranks: Ranks, plans: Sequence[Holdings]) -> None:
+    for side, plan in zip(("source", "destination"), plans, strict=True):
+        for name, tensor in plan.items():
+            if (most := max((p.rank for p in tensor.layout), default=0)) >= ranks.world_size:
+                raise ValueError(
+                    f"{side} {name} is planned on rank {most}, but {ranks.world_size} joined; "
+                    "start as many ranks as the plans name"
+                )
+
+
+def _check_agreed(
+    ranks: Ranks,
+    plans: Sequence[Holdings],
+    models: Sequence[Mapping[str, Tensor]],
+    planned: transfer.Transfer,
+) -> None:
+    """ValueError on all ranks where they planned differently, or hold not what the plan says."""
+    wrong = []
+    for side, plan, model in zip(("source", "destination"), plans, models, strict=True):
+        for name, (shape, dtype) in holdings.buffers(plan, ranks.rank).items():
+            if name not in model:
+                wrong.append(f"{side} {name}: missing")
+            elif tuple(model[name].shape) != shape:
+                wrong.append(f"{side} {name}: shape {tuple(model[name].shape)}, planned {shape}")
+            elif model[name].dtype != DTYPES[dtype]:
+                wrong.append(f"{side} {name}: {model[name].dtype}, planned {dtype}")
+    told = ranks.gather([transfer.digest(planned), wrong])
+    found = [f"rank {i}: {text}" for i, (_, texts) in enumerate(told) for text in texts]
+    if found:
+        raise ValueError("; ".join(found[:8]) + (f"; {len(found) - 8} more" * (len(found) > 8)))
+    digests = [digest for digest, _ in told]
+    if other := [i for i, digest in enumerate(digests) if digest != digests[0]]:
+        raise ValueError(
+            f"rank {other[0]} planned another transfer than rank 0 ({digests[other[0]]}, "
+            f"{digests[0]}); give all ranks the same plans"
+        )
+
+
+def _job(
+    ranks: Ranks,
+    planned: transfer.Transfer,
+    models: Sequence[Mapping[str, Tensor]],
+    shares: Sequence[live.Shares],
+    verify: str,
+    delta: bool,
+) -> Job:
+    """The tiles that concern this rank, and the buffers that they are in."""
+    here = ranks.rank
+    mine = [
+        [(n, m) for n, m in stage if here in (m.source, m.destination)] for stage in planned.stages
+    ]
+    known = live.memory(shares[0], 0) | live.memory(shares[1], 1)
+    memory = {
+        buffer: known[buffer]
+        for side, stage in enumerate(mine)
+        for n, move in stage
+        for buffer in (
+            Buffer(side, move.source, move.taken or planned.names[n]),
+            Buffer(1, move.destination, move.put or planned.names[n]),
+        )
+    }
+    buffers = sorted(memory)
+    number = {buffer: i for i, buffer in enumerate(buffers)}
+    pairs = [(DTYPES[a], DTYPES[b]) for a, b in planned.dtypes]
+    converted = frozenset(i for i, (a, b) in enumerate(pairs) if a != b)
+    stages = tuple(
+        tiles.tiles(stage, memory, number, planned.names, side=min(i, 1),
+                    converted=converted if i == 0 else frozenset())
+        for i, stage in enumerate(mine)
+    )  # fmt: skip
+    own = {
+        n: models[buffer.side][buffer.name] for buffer, n in number.items() if buffer.rank == here
+    }
+    return Job(ranks, stages, buffers, own, pairs, verify, delta)
+
+
+def _method(method: Method, ranks: Ranks) -> Method:
+    """``auto`` settled, the same on all ranks."""
+    if method != "auto":
+        return method
+    if ranks.device.type != "cuda":
+        return "gloo"
+    told = ranks.gather([socket.gethostname(), torch.cuda.device_count()])
+    near = len({host for host, _ in told}) == 1
+    reached = near and all(
+        torch.cuda.can_device_access_peer(ranks.device, other)
+        for other in range(torch.cuda.device_count())
+        if other != ranks.device.index
+    )
+    return "ipc" if all(ranks.gather(reached)) else "nccl"
+
+
+def _transport(method: Method, job: Job, cap_bytes: int) -> Direct | Staged:
+    if method == "ipc":
+        return Direct(job)
+    return Staged(job, carriers.open(method, job.ranks), cap_bytes)

@@ -1,0 +1,133 @@
+"""What ``refit`` measures: the weights of a model go from one layout to another."""
+
+from math import lcm
+from typing import Literal
+
+from meshwise.spec.model import Decoder, Model
+from meshwise.spec.op import Dtype
+from meshwise.spec.record import NonNegative, Positive, PositiveFloat, Record
+from meshwise.spec.weights import WeightLayout
+
+Mode = Literal["collocated", "non-collocated"]
+Verify = Literal["hash", "full", "off"]
+Order = Literal["plain", "megatron", "engine"]
+
+
+class Resharding(Record, kw_only=True, tag_field="op", tag="resharding"):
+    """All weights of ``model`` from ``source`` to ``destination``, once.
+
+    Whose code moves them (nccl, ipc, ...) is the case's ``backend``. ``cap_bytes``: extra memory
+    that a rank may use. ``changed``: the share of the weights that changes between two refits where
+    only changes are sent; None sends all. ``placement``: destination rank i of the layout is rank
+    ``placement[i]``; empty: as numbered. ``scenario``: the name under which it was asked for.
+    """
+
+    model: Model | Decoder
+    source: WeightLayout
+    destination: WeightLayout
+    cap_bytes: Positive = 512 * 2**20
+    verify: Verify = "hash"
+    atomic: bool = False
+    changed: PositiveFloat | None = None
+    placement: tuple[NonNegative, ...] = ()
+    scenario: str = ""
+
+    @property
+    def mode(self) -> Mode:
+        """Collocated when a rank may hold both models."""
+        source, destination = self.source, self.destination
+        apart = (
+            source.first_rank + source.num_ranks <= destination.first_rank
+            or destination.first_rank + destination.num_ranks <= source.first_rank
+        )
+        return "non-collocated" if apart else "collocated"
+
+
+class Side(Record, kw_only=True):
+    """The degrees of a training or an inference model, and how many replicas of all that.
+
+    ``etp``: tensor parallelism within an expert; None is ``tp``, as in Megatron. As in Megatron's
+    refit benchmark ``ep`` multiplies the ranks: they hold ep copies of what is no expert.
+    """
+
+    tp: Positive = 1
+    pp: Positive = 1
+    ep: Positive = 1
+    etp: Positive | None = None
+    fsdp: Positive = 1
+    replicas: Positive = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * lcm(self.ep, self.fsdp) * self.replicas
+
+    @property
+    def name(self) -> str:
+        """``TP2PP2``, ``TP1``, ``EP4 on 16``."""
+        degrees = {"TP": self.tp, "PP": self.pp, "EP": self.ep, "FSDP": self.fsdp}
+        said = "".join(f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1)
+        return (said or "TP1") + (f" on {self.num_ranks}" if self.replicas > 1 else "")
+
+
+class Scenario(Record, kw_only=True):
+    """A benchmark by name: ``train`` to ``infer``. ``about``: where it comes from."""
+
+    name: str
+    about: str
+    model: Model | Decoder
+    train: Side
+    infer: Side
+    mode: Mode = "collocated"
+    dtype: Dtype = "fp32"
+
+
+class Bound(Record, kw_only=True):
+    """No transfer is faster than ``seconds``, at ``bytes_per_s`` (None: not known, so no bound) of
+    what ``rate`` names. ``ranks``: who sets the one that binds; of ``hosts`` they are hosts."""
+
+    name: str
+    seconds: float
+    bytes_per_s: PositiveFloat | None = None
+    ranks: tuple[NonNegative, ...] = ()
+    rate: str = ""
+
+
+class Forecast(Record, kw_only=True):
+    """What a refit will move, before anything runs.
+
+    ``source_bytes``, ``destination_bytes``: of the first rank of each. ``wire_bytes``: of all
+    ranks; ``local_bytes``: copied within ranks; ``max_in_bytes``, ``max_out_bytes``: of the busiest
+    rank. ``num_slices``: boxes that travel between ranks; ``num_messages``: pairs of ranks that
+    exchange any, packed, in ``num_stages`` steps. ``staging_bytes``: extra memory of a rank, at
+    most; ``atomic_bytes``: the second copy of its destination. ``bound_s``: of ``bounds`` the one
+    that binds whatever the plan (egress does so only where nobody passes bytes on).
+    ``predicted_s``: for which the plan keeps its busiest link busy. ``placed_wire_bytes``: what
+    would travel if destination ranks were renumbered; None: not worked out. ``loads[s][d]``: bytes
+    from rank s to d, own copies on the diagonal; empty above 16 ranks.
+    """
+
+    op: Resharding
+    num_ranks: Positive
+    source_bytes: NonNegative
+    destination_bytes: NonNegative
+    wire_bytes: NonNegative
+    local_bytes: NonNegative
+    max_in_bytes: NonNegative
+    max_out_bytes: NonNegative
+    num_slices: NonNegative
+    num_messages: NonNegative
+    num_stages: Positive
+    staging_bytes: NonNegative
+    atomic_bytes: NonNegative = 0
+    bounds: tuple[Bound, ...]
+    bound_s: float
+    binding: str
+    predicted_s: float
+    plan_took_s: float
+    placed_wire_bytes: NonNegative | None = None
+    loads: tuple[tuple[NonNegative, ...], ...] = ()
+
+    @property
+    def plan_efficiency(self) -> float:
+        """1 where nothing moves."""
+        return self.bound_s / self.predicted_s if self.predicted_s else 1.0

@@ -1,0 +1,180 @@
+"""What a refit will move and how fast it could be, before anything runs. Pure, no torch.
+
+In: a ``Resharding`` and the rates of links and memory. Out: a ``Forecast``. The predicted time is
+that of the plan's busiest link, stage after stage, or of its busiest memory (``bounds.busiest_s``);
+launching, packing in staging and verifying come on top. The bounds are those of ``bounds.limits``.
+"""
+
+import time
+from math import inf, prod
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from meshwise.reshard import bounds, transfer
+from meshwise.reshard.holdings import Holdings, buffers, holdings
+from meshwise.spec import DTYPE_BYTES, Cluster, Resharding
+from meshwise.spec.refit import Bound, Forecast
+from meshwise.units import format_rate, parse_bytes
+
+Loads = npt.NDArray[np.int64]
+
+MATRIX_RANKS = 16
+PLACED_RANKS = 16  # up to so many, what --place would save is always worked out
+
+
+class Links(NamedTuple):
+    """``rates`` of ranks and hosts, and how many ranks a host has."""
+
+    rates: bounds.Rates
+    host_ranks: int
+
+    def host_of(self, rank: int) -> int:
+        return rank // self.host_ranks
+
+
+def links(cluster: Cluster, rate: str | float | None = None) -> Links | None:
+    """``rate``, as ``373GB/s``, is that of a rank within its host; by default what was measured on
+    H200, for H100 too, else what the cluster's file says. None where it says nothing."""
+    device, per_host = cluster.device, cluster.num_devices_per_host
+    inner = cluster.tiers[0] if cluster.tiers else None
+    if rate is not None:
+        link, said = _parsed(rate), "--rate"
+    elif any(name in device.name for name in ("H100", "H200")):
+        link, said = transfer.PEER_BYTES_PER_S, "peer copies measured on H200"
+    elif inner is not None and inner.bytes_per_s:
+        link, said = inner.bytes_per_s, f"{inner.name} of {cluster.name}"
+    else:
+        return None
+    outer = [tier.bytes_per_s for tier in cluster.tiers if tier.num_devices > per_host]
+    between = outer[0] * per_host if outer and outer[0] else inf
+    memory = device.peak_memory_bytes_per_s or inf
+    name = f"{format_rate(link, 'B/s')} ({said})"
+    return Links(bounds.Rates(name, link, between, memory), per_host)
+
+
+def _parsed(rate: str | float) -> float:
+    found = rate if isinstance(rate, float | int) else parse_bytes(rate.removesuffix("/s"))
+    if not 0 < found < 1e300:
+        raise ValueError(f"rate = {rate!r}: must be bytes a second, as 373GB/s")
+    return float(found)
+
+
+def forecast(op: Resharding, num_ranks: int, given: Links, *, place: bool = False) -> Forecast:
+    """The plan in numbers. ``place``: also what renumbering the destination ranks would leave."""
+    started = time.perf_counter()
+    source, destination = sides(op)
+    plan = _plan(source, destination, given)
+    took_s = time.perf_counter() - started
+    loads = [_whole(stage, num_ranks) for stage in transfer.loads(plan)]
+    total = np.sum(loads, axis=0)
+    wire = total - np.diag(np.diag(total))
+    into, out = wire.sum(0), wire.sum(1)
+    received = _held_bytes(destination, op.destination.first_rank, op.placement)
+    place = place or num_ranks <= PLACED_RANKS
+    limits = bounds.limits(source, destination, given.rates, host_of=given.host_of)
+    return Forecast(
+        op=op,
+        num_ranks=num_ranks,
+        source_bytes=_held_bytes(source, op.source.first_rank),
+        destination_bytes=received,
+        wire_bytes=int(wire.sum()),
+        local_bytes=int(np.trace(total)),
+        max_in_bytes=int(into.max()),
+        max_out_bytes=int(out.max()),
+        num_slices=sum(not named.move.is_local for stage in plan.stages for named in stage),
+        num_messages=sum(int(np.count_nonzero(stage - np.diag(np.diag(stage)))) for stage in loads),
+        num_stages=len(plan.stages),
+        staging_bytes=min(op.cap_bytes, int((into + out).max())),
+        atomic_bytes=received if op.atomic else 0,
+        bounds=_bounds(limits, given.rates),
+        bound_s=limits.time_s,
+        binding=limits.binding,
+        predicted_s=float(bounds.busiest_s(plan, given.rates, given.host_of)),
+        plan_took_s=took_s,
+        placed_wire_bytes=_placed(source, destination, given) if place else None,
+        loads=tuple(tuple(map(int, row)) for row in total) if num_ranks <= MATRIX_RANKS else (),
+    )
+
+
+def sides(op: Resharding) -> tuple[Holdings, Holdings]:
+    """What ranks hold before and after."""
+    destination = holdings(op.model, op.destination)
+    if op.placement:
+        destination = transfer.renumbered(destination, op.placement)
+    return holdings(op.model, op.source), destination
+
+
+def placement(op: Resharding) -> tuple[int, ...]:
+    """The numbers of the destination's ranks that leave the fewest bytes on the wire."""
+    return transfer.place(*sides(msgspec.structs.replace(op, placement=())))
+
+
+def metrics(found: Forecast) -> dict[str, float]:
+    """What a sample keeps of a forecast."""
+    kept = (
+        *("wire_bytes", "max_in_bytes", "max_out_bytes", "num_slices", "num_messages"),
+        *("bound_s", "predicted_s"),
+    )
+    of_bounds = {f"bound_{bound.name}_s": bound.seconds for bound in found.bounds}
+    rate = found.bounds[0].bytes_per_s
+    return {
+        **{name: float(getattr(found, name)) for name in kept},
+        **of_bounds,
+        **({} if rate is None else {"rate_bytes_per_s": rate}),
+    }
+
+
+def _plan(source: Holdings, destination: Holdings, given: Links) -> transfer.Transfer:
+    rates = given.rates
+    between = min(rates.host_bytes_per_s / given.host_ranks, rates.rank_bytes_per_s)
+    return transfer.plan(
+        source,
+        destination,
+        host_of=given.host_of,
+        bytes_per_s_out=lambda rank: rates.rank_bytes_per_s,
+        bytes_per_s_between_hosts=lambda rank: between,
+    )
+
+
+def _bounds(limits: bounds.Limits, rates: bounds.Rates) -> tuple[Bound, ...]:
+    """Each of them, the one of the ranks' links first."""
+    of_ranks, of_hosts = rates.rank_bytes_per_s, rates.host_bytes_per_s
+    found = {
+        "ingress": (limits.ingress_s, of_ranks),
+        "relayed": (limits.relayed_s, of_ranks),
+        "egress": (limits.egress_s, of_ranks),
+        "hosts": (limits.hosts_s, of_hosts),
+        "memory": (limits.memory_s, rates.memory_bytes_per_s),
+    }
+    return tuple(
+        Bound(
+            name=name,
+            seconds=seconds,
+            bytes_per_s=rate if rate < inf else None,
+            ranks=limits.ranks if name == limits.binding else (),
+            rate=limits.rate if rate == of_ranks else "",
+        )
+        for name, (seconds, rate) in found.items()
+    )
+
+
+def _whole(load: Loads, num_ranks: int) -> Loads:
+    """With a row and a column for idle ranks too."""
+    whole = np.zeros((num_ranks, num_ranks), np.int64)
+    whole[: load.shape[0], : load.shape[1]] = load
+    return whole
+
+
+def _held_bytes(held: Holdings, rank: int, placement: tuple[int, ...] = ()) -> int:
+    found = buffers(held, placement[rank] if placement else rank).values()
+    return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in found)
+
+
+def _placed(source: Holdings, destination: Holdings, given: Links) -> int:
+    """The bytes on the wire once the destination's ranks are renumbered."""
+    order = transfer.place(source, destination)
+    plan = _plan(source, transfer.renumbered(destination, order), given)
+    return sum(int(stage.sum() - np.trace(stage)) for stage in transfer.loads(plan))

@@ -1,0 +1,252 @@
+"""What live models hold. Oracles: whole tensors, gathered by DTensor itself or made by formula."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from meshwise.nn import gpt
+from meshwise.parallel import apply, mesh
+from meshwise.reshard import live
+from meshwise.spec import Layout, Model
+
+MODEL = Model(hidden=24, layers=2, heads=4, ffn=40, vocab=101, max_seq_len=7)
+
+pytestmark = pytest.mark.dist
+
+
+def numbered(*shape):
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+def check(held, tensors, wholes, rank):
+    """This rank's pieces say, of every element of its tensors, once, where it is in the whole."""
+    written = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
+    for name, entry in held.items():
+        assert entry.shape == tuple(wholes[name].shape)
+        for piece in entry.layout:
+            if piece.rank != rank:
+                continue
+            buffer = piece.buffer or name
+            there = tuple(map(slice, piece.box.low, piece.box.high))
+            here = tuple(map(slice, piece.local(piece.box).low, piece.local(piece.box).high))
+            assert torch.equal(tensors[buffer][here], wholes[name][there])
+            written[buffer][here] += 1
+    for count in written.values():
+        assert (count == 1).all()
+
+
+def placed_in_every_way(ranks):
+    grid = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    for shape in ((8, 6), (7, 5), (3, 2), (1, 9)):
+        for placements in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
+            tensor = distribute_tensor(numbered(*shape), grid, placements)
+            held = live.holdings({"a": tensor}, ranks)
+            check(held, live.tensors({"a": tensor}), {"a": numbered(*shape)}, ranks.rank)
+            assert sorted({p.rank for p in held["a"].layout}) == [
+                r for r, numel in enumerate(ranks.gather(tensor.to_local().numel())) if numel
+            ]
+
+
+def test_shards_of_a_mesh_are_where_dtensor_put_them(gloo_ranks):
+    gloo_ranks(4, placed_in_every_way)
+
+
+def strided(ranks):
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    line = DeviceMesh("cpu", range(4))
+    for size, factor in ((24, 3), (21, 2), (10, 3)):
+        whole = numbered(size, 2)
+        blocks = [block.chunk(4) for block in whole.chunk(factor)]
+        own = [block[ranks.rank] for block in blocks if ranks.rank < len(block)]
+        tensor = DTensor.from_local(
+            torch.cat([whole[:0], *own]),
+            line,
+            [_StridedShard(0, split_factor=factor)],
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        held = live.holdings({"a": tensor}, ranks)
+        check(held, live.tensors({"a": tensor}), {"a": whole}, ranks.rank)
+
+
+def test_a_strided_shard_is_in_several_places(gloo_ranks):
+    gloo_ranks(4, strided)  # nothing gathers these but by the same rule
+
+
+def made(ranks, dp, tp, zero):
+    layout = Layout(dp=dp, tp=tp, zero=zero)
+    place = mesh.build(layout, "cpu")
+    with torch.device("meta"):
+        model = gpt.GPT(MODEL)
+    return apply.parallelize(model, place.layout, place.mesh, dtype="fp32", lowering="eager")
+
+
+def parallel_gpt(ranks, dp, tp, zero):
+    model = made(ranks, dp, tp, zero)
+    placements = {p for parameter in model.parameters() for p in parameter.placements}
+    model(torch.zeros(1, 3, dtype=torch.int64))  # FSDP2 leaves the root gathered after it
+    held, tensors = live.holdings(model, ranks), live.tensors(model)
+    assert tensors.pop("head.projection.weight").data_ptr() == tensors["embed.weight"].data_ptr()
+    assert set(tensors) == set(held)
+    wholes = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    check(held, tensors, wholes, ranks.rank)
+    first = gpt.initial_value("layers.1.mlp.down.weight", torch.Size((24, 40)), 0, ranks.device)
+    assert torch.equal(wholes["layers.1.mlp.down.weight"], first)
+    again = live.holdings(model, ranks, as_source=True)
+    head = again.pop("head.projection.weight")
+    assert again == held and {piece.buffer for piece in head.layout} == {"embed.weight"}
+    return sorted(map(str, placements))
+
+
+@pytest.mark.parametrize(("dp", "tp", "zero"), [(2, 2, 3), (2, 2, 0), (4, 1, 2), (1, 4, 0)])
+def test_a_gpt_is_where_fsdp_and_tp_put_it(gloo_ranks, dp, tp, zero):
+    placements, *_ = gloo_ranks(4, parallel_gpt, dp=dp, tp=tp, zero=zero)
+    assert any(placement.startswith("_S") for placement in placements) == (tp > 1)
+
+
+def part_of_a_mesh(ranks):
+    pair = DeviceMesh("cpu", [1, 3])
+    tensor = distribute_tensor(numbered(5, 2), pair, [Shard(0)])
+    held = live.holdings({"a": tensor}, ranks)
+    return [[piece.rank, piece.box.low[0], piece.box.high[0]] for piece in held["a"].layout]
+
+
+def test_ranks_outside_the_mesh_hold_nothing(gloo_ranks):
+    assert gloo_ranks(4, part_of_a_mesh) == [[[1, 0, 3], [3, 3, 5]]] * 4
+
+
+def refused(ranks):
+    line = DeviceMesh("cpu", range(ranks.world_size))
+    partial = DTensor.from_local(numbered(2), line, [Partial()])
+    shape = (2, 3) if ranks.rank else (3, 2)
+    dtype = torch.bfloat16 if ranks.rank == 1 else torch.float32
+    models = [
+        {"b": partial if ranks.rank == 1 else numbered(2)},
+        {"b": numbered(4), "a": numbered(*shape)},
+        {"a": numbered(2).to(dtype)},
+        {"a": torch.arange(3)} if ranks.rank == 0 else None,
+        {"a": numbered(3).expand(2, 3)},
+        {"a": torch.empty(3, device="meta")},
+    ]
+    said = []
+    for model in models:
+        with pytest.raises(ValueError) as caught:
+            live.holdings(model, ranks)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_described_is_refused_on_all_ranks(gloo_ranks):
+    first, *others = gloo_ranks(2, refused)
+    assert others == [first]
+    parts, shapes, dtypes, integers, expanded, meta = first
+    assert parts.startswith("rank 1: b is placed as Partial, ") and "rank 0" not in parts
+    assert shapes.startswith("a is (3, 2) fp32 on rank 0, (2, 3) fp32 on rank 1;")
+    assert dtypes.startswith("a is (2,) fp32 on rank 0, (2,) bf16 on rank 1;")
+    assert integers.startswith("rank 0: a is torch.int64, and only torch.float64, ")
+    assert "rank 0: a is expanded" in expanded and "rank 1: a is expanded" in expanded
+    assert "a is on the meta device" in meta
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        self.second = nn.Linear(2, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("kept", torch.ones(()))
+        self.register_buffer("cache", torch.ones(4), persistent=False)
+
+
+def alone(ranks):
+    model = Small()
+    found = live.tensors(model)
+    assert list(found) == ["first.weight", "first.bias", "second.weight", "kept"]
+    assert found["second.weight"].data_ptr() == model.first.weight.data_ptr()
+    assert not any(tensor.requires_grad for tensor in found.values())
+    assert live.tensors(None) == {} == live.holdings(None, ranks)
+    held = live.holdings(model if ranks.rank else None, ranks)
+    assert list(held) == ["first.weight", "first.bias", "kept"]
+    assert [piece.rank for piece in held["kept"].layout] == [1]
+    both = {"wide": numbered(6, 4).T, "odd": numbered(9)[1:], "none": numbered(0, 3)}
+    memory = live.memory(live.gathered(both, ranks), 1)
+    return [[buffer, [*entry]] for buffer, entry in memory.items() if buffer.rank == 1]
+
+
+def test_modules_mappings_and_nothing(gloo_ranks):
+    (lies, again) = gloo_ranks(2, alone)
+    assert (
+        lies
+        == again
+        == [
+            [[1, 1, "wide"], [[4, 6], [1, 4], 4, 8]],
+            [[1, 1, "odd"], [[8], [1], 4, 4]],
+            [[1, 1, "none"], [[0, 3], [3, 1], 4, 8]],
+        ]
+    )
+
+
+def test_replaced_storage_is_noticed_and_changed_values_are_not():
+    assert live.Watch(None).replaced() is None
+
+    def watched(change):
+        model = Small()
+        watch = live.Watch(model)
+        assert watch.replaced() is None
+        change(model)
+        return watch.replaced()
+
+    def step(model):
+        model.first(torch.ones(2)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        model.load_state_dict(Small().state_dict())
+
+    def new_data(model):
+        model.second.weight.data = torch.ones(3, 2)
+
+    def new_parameter(model):
+        model.first.bias = nn.Parameter(torch.ones(3))
+
+    def new_dtype(model):
+        model.kept = model.kept.to(torch.bfloat16)
+
+    def new_module(model):
+        model.first = nn.Linear(2, 3)
+
+    def removed(model):
+        del model.first
+
+    assert watched(step) is None
+    assert watched(new_data) == "first.weight"  # tied: both names have it
+    assert watched(new_parameter) == "first.bias"
+    assert watched(new_dtype) == "kept"
+    assert watched(removed) == watched(new_module) == "first"
+
+    tensors = {"a": torch.ones(2), "b": torch.ones(3)}
+    watch = live.Watch(tensors)
+    tensors["b"].add_(1)
+    assert watch.replaced() is None
+    tensors["b"] = torch.ones(3)
+    assert watch.replaced() == "b"
+    del tensors["a"]
+    assert watch.replaced() == "a"
+
+
+def watched_fsdp(ranks):
+    model = made(ranks, ranks.world_size, 1, 2)
+    watch = live.Watch(model)
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    before = model(tokens)
+    found = watch.replaced()
+    for tensor in live.tensors(model).values():  # what the model computes is of what was written
+        tensor.zero_()
+    return [found, before.abs().max().item() > 0, model(tokens).abs().max().item()]
+
+
+def test_gathered_copies_are_dropped_and_not_taken_for_replaced_storage(gloo_ranks):
+    assert gloo_ranks(2, watched_fsdp) == [[None, True, 0.0]] * 2

@@ -1,0 +1,204 @@
+"""Jobs that were launched apart meet at an address: one set of ranks over all of them.
+
+This file started as a program is one process of a job: it joins and prints what it finds.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 3.0
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def start(port):
+    """``start(job, size, jobs, what)`` starts one job; whatever of it is left is ended."""
+    started = []
+
+    def job(name, size, jobs, what, setup_s=60.0, own_port=0):
+        mine = []
+        for rank in range(size):
+            place = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            place |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            if own_port:
+                place |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(own_port)}
+            order = [f"127.0.0.1:{port}", name, jobs, setup_s, what, bool(own_port)]
+            mine.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, json.dumps(order)],
+                    env=os.environ | place | {"MASTER_ADDR": "127.0.0.1"},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        started.extend(mine)
+        return mine
+
+    yield job
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def answers(processes):
+    """What each process printed last, as soon as all have ended."""
+    return [json.loads(p.communicate(timeout=120)[0].splitlines()[-1]) for p in processes]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_jobs_with_and_without_a_group_of_their_own_become_one(start):
+    jobs = ["trainer", "server"]
+    trainer = start("trainer", 2, jobs, "meet", own_port=free_port())
+    server = start("server", 1, jobs, "meet")
+    everyone = [["trainer", 0], ["trainer", 1], ["server", None]]
+    names = ["trainer rank 0", "trainer rank 1", "server rank 0"]
+    # in the trainer's own group the ranks still add up to 0 + 1
+    assert answers(trainer + server) == [
+        {"rank": rank, "world_size": 3, "names": names, "gathered": everyone, "own": own, "word": 7}
+        for rank, own in enumerate([1, 1, None])
+    ]
+
+
+def test_the_first_job_may_come_last(start):
+    jobs = ["trainer", "server"]
+    server = start("server", 2, jobs, "meet", own_port=free_port())
+    trainer = start("trainer", 1, jobs, "meet")
+    assert [answer["rank"] for answer in answers(trainer + server)] == [0, 1, 2]
+
+
+def test_a_job_that_never_comes_is_named(start):
+    (trainer,) = start("trainer", 1, ["trainer", "server"], "meet", setup_s=TIMEOUT_S)
+    (answer,) = answers([trainer])
+    assert answer == {
+        "TimeoutError": "server (none of its ranks) had not arrived at the start after 3 s"
+    }
+
+
+def test_a_rank_that_never_comes_is_named_with_its_job(start):
+    jobs = ["trainer", "server"]
+    first, second = start("server", 2, jobs, "wait", setup_s=60.0, own_port=free_port())
+    assert second.stdout.readline() == "here\n" == first.stdout.readline()
+    first.send_signal(signal.SIGUSR1)
+    (trainer,) = start("trainer", 1, jobs, "meet", setup_s=TIMEOUT_S)
+    said = "server rank 1 had not arrived at the start after 3 s"
+    assert answers([trainer, first]) == [{"TimeoutError": said}] * 2
+
+
+def test_the_first_job_that_never_comes_is_named(start):
+    (server,) = start("server", 1, ["trainer", "server"], "meet", setup_s=TIMEOUT_S)
+    (answer,) = answers([server])
+    assert answer["TimeoutError"].startswith("trainer rank 0 had not arrived: their store at ")
+
+
+@pytest.mark.parametrize("others", [["server", "trainer"], ["trainer", "serve"], ["trainer"]])
+def test_jobs_that_disagree_are_refused_everywhere(start, others):
+    processes = start("trainer", 1, ["trainer", "server"], "meet")
+    processes += start("server", 1, others, "meet")
+    said = [answer["ValueError"] for answer in answers(processes)]
+    assert said[0] == said[1]
+    assert "jobs = " in said[0] and str(others) in said[0] and "['trainer', 'server']" in said[0]
+
+
+def test_two_jobs_of_one_name_are_refused(start):
+    processes = start("trainer", 2, ["trainer", "server"], "wait", own_port=free_port())
+    for process in processes:
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGUSR1)
+    processes += start("trainer", 1, ["trainer", "server"], "meet")
+    (said,) = {answer["ValueError"] for answer in answers(processes)}
+    assert said.startswith("trainer rank ") and said.endswith(": two jobs of one name")
+
+
+def test_a_stopped_rank_is_named_and_a_new_server_may_come(start):
+    jobs = ["trainer", "server"]
+    (trainer,) = start("trainer", 1, jobs, "meet twice")
+    (server,) = start("server", 1, jobs, "stop")
+    assert trainer.stdout.readline() == "met\n"
+    missing = json.loads(trainer.stdout.readline())
+    assert missing == {
+        "TimeoutError": "server rank 0 (in case weights) had not arrived at a barrier after 3 s"
+    }
+    server.kill()
+    (again,) = start("server", 1, jobs, "meet")
+    assert [answer["rank"] for answer in answers([trainer, again])] == [0, 1]
+
+
+def _answer(address, job, jobs, setup_s, what, has_group):
+    import torch
+    import torch.distributed as dist
+
+    from meshwise import jobs as meetings
+
+    if has_group:
+        dist.init_process_group("gloo")
+    if what == "wait":
+        print("here", flush=True)
+        signal.sigwait([signal.SIGUSR1])
+
+    def join():
+        return meetings.join_at(address, job, jobs, timeout_s=TIMEOUT_S, setup_s=setup_s)
+
+    joined = join()
+    if what == "stop":
+        joined.at("weights")
+        joined.barrier()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "meet twice":
+        joined.barrier()
+        print("met", flush=True)
+        try:
+            joined.barrier()
+        except TimeoutError as error:
+            print(json.dumps({"TimeoutError": str(error)}), flush=True)
+        joined = join()
+    gathered = joined.gather([job, int(os.environ["RANK"]) if has_group else None])
+    last, word = joined.world_size - 1, torch.tensor([7.0])
+    if joined.rank == 0:
+        joined.control.send([word], last, 0).wait()
+    elif joined.rank == last:
+        joined.control.recv([word.zero_()], 0, 0).wait()
+    joined.barrier()
+    joined.leave()
+    own = None
+    if has_group:  # leaving together ended nothing of its own
+        number = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(number)
+        own = int(number)
+    return {
+        "rank": joined.rank,
+        "world_size": joined.world_size,
+        "names": list(joined.names),
+        "gathered": gathered,
+        "own": own,
+        "word": word.item(),
+    }
+
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        answer = _answer(*json.loads(sys.argv[1]))
+    except (TimeoutError, ValueError) as error:
+        answer = {type(error).__name__: str(error)}
+    print(json.dumps(answer), flush=True)
+    os._exit(0)

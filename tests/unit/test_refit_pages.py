@@ -1,0 +1,293 @@
+"""What refit prints: the list, the dry run, the log of Megatron's suite, the one table."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import pytest
+
+from meshwise import store
+from meshwise.cli import app
+from meshwise.pages import refit as page
+from meshwise.pages import refit_figure, samples, show, svg
+from meshwise.probe.cases import refit as cases
+from meshwise.spec import Case, Resharding, RunInfo, Sample
+from meshwise.verbs import forecast
+from tests import sample_records as known
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OUTPUT_DIR", "RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def case(method: str, mode: str = "collocated", name: str = "tp2-tp4") -> Case:
+    scenario = cases.SCENARIOS[name]
+    world_size = cases.num_ranks(scenario, mode)
+    source, destination = cases.layouts(scenario, mode, world_size)
+    op = Resharding(
+        model=scenario.model, source=source, destination=destination, scenario=name
+    )  # fmt: skip
+    return Case(op=op, regime="blocking", backend=method, world_size=world_size)
+
+
+def sample(method: str, time_s: float, extra_bytes: float = 0.0, **rest) -> Sample:
+    one = case(method, rest.pop("mode", "collocated"))
+    metrics = {"extra_bytes": (extra_bytes, 0.0), **rest.pop("metrics", {})}
+    times_s = (time_s * 0.9, time_s, time_s * 1.1)
+    return Sample(
+        case_id=one.id, case=one, status="ok", times_s=times_s, metrics=metrics, **rest
+    )  # fmt: skip
+
+
+def failed(method: str) -> Sample:
+    one = case(method)
+    return Sample(case_id=one.id, case=one, status="oom", reason="rank 0: out of memory")
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app.main(list(arguments))
+    return ended.value.code
+
+
+def column(table, name: str) -> list[str]:
+    return [row[table.columns.index(name)] for row in table.rows]
+
+
+def test_the_log_has_both_wordings_of_megatrons_suite():
+    one = sample(
+        "nccl",
+        0.010,
+        metrics={"source_bytes": (2.0**21, 0.0), "destination_bytes": (0, 3 * 2.0**20)},
+    )
+    text = "\n".join(page.log_lines(one))
+    for line in (
+        "Source model size on rank 0: 2.00 MB",
+        "Destination model size on rank 0: 0.00 MB",
+        "Destination model size on rank 1: 3.00 MB",
+        "Iteration 1/3: 9.000 ms",
+        "Iteration 3/3: 11.000 ms",
+        "Mean refit time: 10.000 ms",
+        "Min refit time: 9.000 ms",
+        "Max refit time: 11.000 ms",
+        "Mean: 10.000 ms",
+        "Min: 9.000 ms",
+        "Max: 11.000 ms",
+    ):
+        assert f"\n{line}\n" in f"\n{text}\n"
+
+
+def test_the_log_of_a_failure_has_no_time():
+    text = "\n".join(page.log_lines(failed("nccl")))
+    assert "Not measured: oom: rank 0: out of memory" in text
+    assert "Mean" not in text
+
+
+def test_the_fastest_is_recommended_unless_one_as_fast_takes_less_memory():
+    fast, close, slow = sample("nccl", 1.0, 900.0), sample("ipc", 1.04, 100.0), sample("gloo", 2.0)
+    assert page.recommended([slow, fast, close]) is close
+    assert page.recommended([slow, fast]) is fast
+    assert page.recommended([failed("nccl")]) is None
+
+
+def test_one_table_has_every_method_and_mode_with_share_and_mark():
+    found = [
+        sample("nccl", 0.1, 2.0**20),
+        sample("ipc", 0.02, 2.0**20),
+        failed("gloo"),
+        sample("nccl", 0.2, mode="non-collocated"),
+    ]
+    table = page.tables(found, step_s=2.0)[0]
+    assert column(table, "mode") == ["collocated"] * 3 + ["non-collocated"]
+    assert column(table, "method") == ["nccl", "ipc", "gloo", "nccl"]
+    assert column(table, "time") == ["100 ms", "20.0 ms", "oom", "200 ms"]
+    assert column(table, "extra memory") == ["1.0 MiB", "1.0 MiB", "–", "0 B"]
+    assert column(table, "of a step") == ["5 %", "1 %", "–", "10 %"]
+    assert column(table, "") == ["", ">", "", ""]
+    assert "of a step" not in page.tables(found)[0].columns
+
+
+def test_the_efficiency_is_the_plans_times_the_executions():
+    metrics = {"bound_s": 0.010, "predicted_s": 0.0125, "bound_ingress_s": 0.010}
+    metrics |= {"bound_relayed_s": 0.004, "bound_egress_s": 0.02, "rate_bytes_per_s": 373e9}
+    one = sample("nccl", 0.025, metrics=metrics)
+    _, table = page.tables([one])
+    assert table.rows[0][3:] == ("ingress", "10.0 ms", "40 %", "80 %", "50 %")
+    assert "373 GB/s" in table.legend[0]
+
+
+def test_phases_and_the_method_that_auto_chose_are_shown():
+    one = sample("auto", 0.01, reason="auto chose ipc", metrics={"phase_pack_s": 0.004})
+    results, phases = page.tables([one])
+    assert column(results, "method") == ["auto (ipc)"]
+    assert column(phases, "pack") == ["4.00 ms"]
+
+
+def test_a_run_is_shown_reported_and_told_as_json(tmp_path):
+    info = known.info("refit", None, "20260101T000000-refit-tp2-tp4")
+    tables = show.of(show.Run(info=info, samples=(sample("nccl", 0.01), failed("gloo"))))
+    titles = [table.title for table in tables]
+    assert titles[1:] == ["Refit tp2-tp4: gpt-4x1024, fp32", "Not measured"]
+    metrics = {"bound_s": 0.005, "predicted_s": 0.005, "bound_ingress_s": 0.005}
+    document = samples.document(tmp_path, info, [sample("nccl", 0.01, metrics=metrics)])
+    assert document["results"][0]["of_bound"] == pytest.approx(0.5)
+    assert document["results"][0]["binding"] == "ingress"
+
+
+@pytest.fixture(scope="module")
+def dry():
+    from meshwise.spec import Cluster
+    from meshwise.verbs import files
+
+    links = forecast.links(files.take("h200-hgx", Cluster))
+    one = case("nccl", name="8b-tp2-tp4")
+    return forecast.forecast(one.op, one.world_size, links)
+
+
+def test_a_dry_run_adds_up(dry):
+    loads = dry.loads
+    own = sum(loads[rank][rank] for rank in range(4))
+    assert sum(map(sum, loads)) == dry.wire_bytes + dry.local_bytes
+    assert own == dry.local_bytes
+    # every rank ends up with its quarter of 8.03 B parameters of 2 bytes, norms whole
+    for rank in range(4):
+        assert sum(row[rank] for row in loads) == pytest.approx(8.03e9 / 4 * 2, rel=2e-3)
+    # ranks 1 and 2 hold nothing of their quarter: all of it comes in
+    assert dry.max_in_bytes == pytest.approx(4.015e9, rel=1e-3)
+    assert dry.binding == "ingress"
+    assert dry.bound_s == pytest.approx(4.015e9 / 373e9, rel=1e-3)
+    assert dry.plan_efficiency == pytest.approx(1.0, abs=1e-3)
+
+
+def test_renumbered_ranks_of_tp2_to_tp4_need_no_wire(dry):
+    assert dry.placed_wire_bytes == 0
+    summary = dict(row for row in page.forecasts([dry])[0].rows)
+    assert summary["with --place"] == "0.00 B between ranks, 8.03 GB less"
+
+
+def test_a_dry_run_says_what_binds_at_which_rate(dry):
+    summary, bounds, matrix = page.forecasts([dry])
+    assert dict(summary.rows)["bound"] == "10.8 ms, ingress"
+    assert bounds.rows[0][0] == "ingress (binds)"
+    assert "373 GB/s" in bounds.legend[0]
+    assert matrix.columns == ("", "0", "1", "2", "3")
+    assert matrix.rows[0][1] == matrix.rows[3][4]
+
+
+def test_the_figure_is_a_picture_of_the_links(dry):
+    root = xml.fromstring(svg.standalone(refit_figure.figure(dry)))
+    text = " ".join(root.itertext())
+    assert "rank 3" in text and "training" in text and "2.01 GB" in text
+
+
+def test_the_figure_of_too_many_ranks_is_refused():
+    from meshwise.spec import Cluster
+    from meshwise.verbs import files
+
+    links = forecast.links(files.take("h200-hgx", Cluster))
+    one = case("nccl", "non-collocated", name="ep4x16-ep8x8")
+    dry = forecast.forecast(one.op, one.world_size, links)
+    assert dry.loads == ()
+    with pytest.raises(ValueError, match="figure: draws at most 16 ranks, and here are 24"):
+        refit_figure.figure(dry)
+
+
+def test_between_hosts_the_network_binds():
+    from meshwise.spec import Cluster
+    from meshwise.verbs import files
+
+    links = forecast.links(files.take("h200-hgx", Cluster))
+    one = case("nccl", name="16gpu-tp4pp2-tp8")
+    dry = forecast.forecast(one.op, 16, links)
+    # 3.63 GB of 2-byte halves of 16 layers and a table must cross 8 x 50 GB/s into one host
+    assert dry.binding == "hosts"
+    assert dry.bound_s == pytest.approx(3.635e9 / 400e9, rel=0.01)
+
+
+def test_list_names_scenarios_with_gpus_and_command(capsys):
+    assert call("refit", "--list") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"meshwise refit --scenario tp2-tp1-apart +2 +3 +non-collocated", out)
+    assert call("refit", "--list", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {"gpus", "command", "scenario", "menu"} <= listed[0].keys()
+    assert len(listed) == len(cases.SCENARIOS)
+
+
+def test_a_dry_run_of_the_sources_flags_needs_no_torch():
+    code = """
+import contextlib, io, sys
+from meshwise.cli.app import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
+    main(sys.argv[1:])
+import json
+found = json.loads(out.getvalue())
+assert "torch" not in sys.modules
+print(found[0]["wire_bytes"], found[0]["op"]["model"]["layers"], found[0]["op"]["source"]["dtype"])
+"""
+    flags = (
+        "refit --tensor_model_parallel_size 2 --rl-inference-tensor-model-parallel-size 1 "
+        "--refit-mode collocated --refit-method nccl --num-layers 3 --hidden-size 256 "
+        "--num-attention-heads 4 --seq-length 512 --max-position-embeddings 512 "
+        "--micro-batch-size 1 --vocab-size 1024 --bf16 --untie-embeddings-and-output-weights "
+        "--disable-bias-linear --no-load-checkpoint --num-benchmark-warmup 1 "
+        "--num-benchmark-iterations 2 --dry-run --json"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *flags.split()], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # each of 2 ranks lacks half of 3 layers of 12 x 256^2 and of two tables, 2 bytes each
+    halves = 2 * (3 * 12 * 256**2 + 2 * 1024 * 256) // 2 * 2
+    assert done.stdout.split() == [str(halves), "3", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "nothing to refit: give --scenario"),
+        ("--scenario tp2tp4", "did you mean tp2-tp4"),
+        ("--scenario tp2-tp4 --figure x.svg", "add --dry-run"),
+        ("--scenario tp2-tp4 --step-time never", "time 'never' is not understood"),
+        ("--scenario tp2-tp4 --bf16 --fp16", "--bf16 and --fp16: give one"),
+        ("--scenario tp2-tp4 --num-layers 0 --dry-run", "num_layers = 0: must be >= 1"),
+        ("--scenario tp2-tp4 --rate fast --dry-run", "size 'fast' is not understood"),
+        ("--scenario tp2-tp4 --nproc 6 --dry-run", "nproc = 6: must be a multiple of 2"),
+        ("--scenario tp2-tp4 --num-benchmark-iterations 0", "must be >= 1"),
+        ("--scenario tp2-tp4 --timeout 0s", "timeout = '0s': must be some time"),
+        ("--scenario tp2-tp4 --delta --changed 2", "changed = 2.0: must be a share"),
+        ("--scenario tp2-tp4 --cluster none.toml --dry-run", "none.toml does not exist"),
+        ("--tensor-model-parallel-size 3 --dry-run", "must divide the model's heads = 8"),
+        ("--refit-method mpi", "--refit-method"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert call("refit", *arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err.strip().splitlines()[-1] and "Traceback" not in err
+    assert not Path("runs").exists()
+
+
+def test_a_cluster_of_cpus_has_no_links_to_plan_with():
+    store.write("cluster.toml", known.CPUS)
+    assert call("refit", "--scenario", "tp2-tp1", "--dry-run") == 0
+    assert call("refit", "--scenario", "tp2-tp1", "--dry-run", "--cluster", "./cluster.toml") == 2
+
+
+def test_run_info_of_a_refit_reads_back(tmp_path):
+    info = known.info("refit", None, "20260101T000000-refit-tp2-tp4")
+    one = sample("nccl", 0.01)
+    known.write_run(tmp_path, info, [one])
+    read, found, warnings = store.load(tmp_path / info.run_id)
+    assert isinstance(read, RunInfo) and found == [one] and not warnings
