@@ -24,10 +24,9 @@ import numpy as np
 
 from meshwise.reshard.atoms import Cut, cuts
 from meshwise.reshard.flow import Owners, balance
-from meshwise.reshard.holdings import Holdings
+from meshwise.reshard.holdings import ITEMSIZES, Holdings
 from meshwise.reshard.regions import Layout
 from meshwise.reshard.transfer import Move, Transfer, loads
-from meshwise.spec import DTYPE_BYTES
 
 
 class Bounds(NamedTuple):
@@ -118,7 +117,7 @@ def limits(
     """The bounds of moving ``names`` (as ``Transfer.names``), or all that the destination holds."""
     names = sorted(destination) if names is None else list(names)
     found, kinds = cuts([(source[name].layout, destination[name].layout) for name in names], names)
-    itemsizes = [DTYPE_BYTES[destination[name].dtype] for name in names]
+    itemsizes = [ITEMSIZES[destination[name].dtype] for name in names]
     need = _need(found, kinds, itemsizes, host_of)
     hosts = (
         _largest(need.needed_hosts, rates.host_bytes_per_s),

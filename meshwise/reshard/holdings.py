@@ -21,7 +21,7 @@ from meshwise.models.decoder import ROUTER_BIAS, weights
 from meshwise.reshard.orders import Buffer, Member, Order, Place, Share, buffers_of, layer_prefix
 from meshwise.reshard.regions import Layout, Piece, chunks
 from meshwise.spec import Decoder, Model, Plan, WeightLayout
-from meshwise.spec.op import Dtype
+from meshwise.spec.op import DTYPE_BYTES, Dtype
 
 # nn.GPT nests what models.decoder.weights lists flat.
 _NN_PREFIX = {
@@ -42,7 +42,7 @@ class Padded(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A logical tensor as one side holds it. ``dtype`` is a name of ``spec.Dtype``.
+    """A logical tensor as one side holds it. ``dtype`` is a name of ``ITEMSIZES``.
 
     ``buffer_dims``: of the buffers, where they have fewer dims than the logical tensor.
     """
@@ -55,6 +55,11 @@ class Tensor(NamedTuple):
 
 
 Holdings = Mapping[str, Tensor]
+
+ITEMSIZES = {  # bytes of an element of everything that can be moved
+    **DTYPE_BYTES, "fp8_e5m2": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1,
+}  # fmt: skip
 
 
 class _Mesh(NamedTuple):

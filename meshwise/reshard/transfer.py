@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from meshwise.reshard.atoms import Cut, cuts
 from meshwise.reshard.flow import assigned
-from meshwise.reshard.holdings import Holdings, Tensor
+from meshwise.reshard.holdings import ITEMSIZES, Holdings, Tensor
 from meshwise.reshard.regions import Box, Layout, Piece
 from meshwise.reshard.senders import Hop, Links, Multicast, choose
-from meshwise.spec import DTYPE_BYTES
 
 PEER_BYTES_PER_S = 373e9  # one H200's peer copies, benchmarks/2026-11-21-moving-weights
 
@@ -92,7 +91,7 @@ def plan(
     names = _selected(destination, only)
     _check_same(names, source, destination, convert)
     pairs = [(source[name].layout, destination[name].layout) for name in names]
-    itemsizes = [DTYPE_BYTES[destination[name].dtype] for name in names]
+    itemsizes = [ITEMSIZES[destination[name].dtype] for name in names]
     within = _positive(bytes_per_s_out or (lambda rank: PEER_BYTES_PER_S))
     between = _positive(bytes_per_s_between_hosts) if bytes_per_s_between_hosts else within
     links = Links(host_of, within, between)
@@ -161,8 +160,8 @@ def _differences(name: str, source: Tensor, destination: Tensor, convert: bool) 
             f"{name}: shape {tuple(source.shape)} in the source, {tuple(destination.shape)} in the "
             "destination; describe the same model on both sides, without padding"
         )
-    if unknown := sorted({source.dtype, destination.dtype} - DTYPE_BYTES.keys()):
-        yield f"{name}: dtype {unknown[0]!r} is none of {', '.join(DTYPE_BYTES)}"
+    if unknown := sorted({source.dtype, destination.dtype} - ITEMSIZES.keys()):
+        yield f"{name}: dtype {unknown[0]!r} is none of {', '.join(ITEMSIZES)}"
     elif source.dtype != destination.dtype and not convert:
         yield (
             f"{name}: dtype {source.dtype} in the source, {destination.dtype} in the destination; "
@@ -372,7 +371,7 @@ def place(
     found, kinds = cuts(pairs, names)
     weights = [0] * len(found)
     for name, kind in zip(names, kinds, strict=True):
-        weights[kind] += DTYPE_BYTES[destination[name].dtype]
+        weights[kind] += ITEMSIZES[destination[name].dtype]
     own = sorted({piece.rank for cut in found for piece in cut.destination})
     groups = [own] if groups is None else groups
     members = [rank for group in groups for rank in group]

@@ -129,7 +129,9 @@ class Refit:
             self._launch()
             ranks.synchronize(f"refit {self.count + 1}", self._event(), poll_s=0)
         except (RuntimeError, TimeoutError) as error:
-            raise self._told(ranks.explain(error)) from None
+            told = self._told(ranks.explain(error))
+            self.transport.release()
+            raise told from None
         if self.job.delta:
             self.transport.settle(verified=not self.verdict[0])
         if self.verdict[0]:

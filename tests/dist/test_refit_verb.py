@@ -148,9 +148,9 @@ def with_nothing_moved(ranks: Ranks, payload: str) -> None:
 
     class Idle(genuine):
         def __call__(self):
-            if self.version is None:
-                self.last = super().__call__()
-            return self.last
+            if not hasattr(self, "first"):
+                self.first = super().__call__()
+            return self.first
 
     refit.Refit = Idle
     try:

@@ -1,7 +1,7 @@
 """What moves messages between ranks: NCCL, gloo, symmetric memory. See ``staged.Carrier``."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -50,6 +50,9 @@ class Nccl:
 
     def add(self, value: Tensor, total: Tensor) -> Launch:
         return self.communicator.collective("all_reduce", value, total)
+
+    def release(self) -> None:
+        """NCCL's abort hangs where a graph of its calls is under way: the process must end."""
 
     def close(self) -> None:
         self.communicator.close()
@@ -136,6 +139,9 @@ class Gloo:
 
         return work
 
+    def release(self) -> None:
+        """Gloo waits on the host, which has given up."""
+
     def close(self) -> None:
         self.groups.clear()
 
@@ -158,6 +164,7 @@ class Symmetric:
         assert dist.group.WORLD is not None
         self.memory, self.group, self.ranks = memory, dist.group.WORLD, ranks
         self.peers = Peers()
+        self.meetings: list[Meeting] = []
 
     def _shared(self, nbytes: int) -> tuple[Tensor, Any]:
         """As much symmetric memory as any rank asks for; all ask together."""
@@ -183,7 +190,7 @@ class Symmetric:
             )
 
         partners = sorted({*regions, *far})
-        meet, taken = (Meeting(self.ranks, self.peers, partners).meet for _ in range(2))
+        meet, taken = (self._meeting(partners).meet for _ in range(2))
         memory = list(mine[: SLOTS * nbytes].view(SLOTS, nbytes))
         return Slots(memory, exchange, lambda slot: meet(), taken)
 
@@ -196,7 +203,7 @@ class Symmetric:
             far = handle.get_remote_tensor(peer, (begins + length,), source.dtype)
             pairs.append((into[span], far[begins:]))
         copy, staged = _copies(pairs), mine[: source.nbytes].view(source.dtype)
-        meet = Meeting(self.ranks, self.peers, sorted({*sends, *receives})).meet
+        meet = self._meeting(sorted({*sends, *receives})).meet
 
         def work() -> None:
             staged.copy_(source)
@@ -207,7 +214,7 @@ class Symmetric:
         return work
 
     def add(self, value: Tensor, total: Tensor) -> Launch:
-        meeting = Meeting(self.ranks, self.peers, self.ranks.others)
+        meeting = self._meeting(self.ranks.others)
 
         def work() -> None:
             meeting.value.copy_(value)
@@ -216,8 +223,16 @@ class Symmetric:
 
         return work
 
+    def release(self) -> None:
+        for meeting in self.meetings:
+            meeting.stop.fill_(1)
+
     def close(self) -> None:
         self.peers.close()
+
+    def _meeting(self, others: Sequence[int]) -> Meeting:
+        self.meetings.append(Meeting(self.ranks, self.peers, others))
+        return self.meetings[-1]
 
 
 def _copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> Launch:

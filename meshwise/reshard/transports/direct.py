@@ -102,6 +102,10 @@ class Direct:
         """Tiles that were written here and whose hashes differ, stage by stage."""
         return [stage.wrong_tiles() for stage in self.stages]
 
+    def release(self) -> None:
+        """Let go of the device where it waits for a peer that will not come."""
+        self.meeting.stop.fill_(1)
+
     def close(self) -> None:
         self.peers.close()
 

@@ -57,6 +57,9 @@ class Carrier(Protocol):
     def add(self, value: Tensor, total: Tensor) -> Launch:
         """The sum over all ranks of one int32."""
 
+    def release(self) -> None:
+        """Lets go of the device where it waits for a peer that will not come."""
+
     def close(self) -> None: ...
 
 
@@ -71,7 +74,8 @@ class Staged:
         self.value, self.total = (
             torch.zeros(1, dtype=torch.int32, device=job.device) for _ in range(2)
         )
-        self.stages = [_Stage(self, table, cap_bytes) for table in job.stages]
+        each = cap_bytes // len(job.stages)  # they keep their slots side by side
+        self.stages = [_Stage(self, table, each) for table in job.stages]
         self.verdict = carrier.add(self.value, self.total)
 
     @property
@@ -106,6 +110,9 @@ class Staged:
 
     def wrong_tiles(self) -> list[Table]:
         return [stage.wrong_tiles() for stage in self.stages]
+
+    def release(self) -> None:
+        self.carrier.release()
 
     def close(self) -> None:
         self.carrier.close()
