@@ -175,7 +175,8 @@ def attached(timeout_s: float = ranks.STEADY_S) -> Ranks:
         device=ranks.device_of(place),
         backend=dist.get_backend(),
         store=dist.PrefixStore(
-            f"meshwise/{turn}", ranks.open_store(place["host"], place["port"], False, ranks.SETUP_S)
+            f"meshwise/{turn}",
+            ranks.open_store(place["host"], place["port"], False, ranks.SETUP_S, "rank 0"),
         ),
         control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         timeout_s=timeout_s,

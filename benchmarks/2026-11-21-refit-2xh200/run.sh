@@ -8,7 +8,7 @@ go "${large[@]}" --refit-method all
 go "${large[@]}" --refit-method ipc --verify off
 go "${large[@]}" --refit-method ipc --verify full
 go "${small[@]}" --bf16 --refit-method ipc
-timeout 120 torchrun --standalone --nproc-per-node 4 "$here/shared.py" "$OUT/shared" \
+timeout 200 python -m torch.distributed.run --standalone --nproc-per-node 4 "$here/shared.py" "$OUT/shared" \
     8b-tp2-tp4 8b-tp2pp2-tp4 8b-tp2pp2-tp1 8b-tp2-tp2-apart moe-5b-ep2-ep4 moe-30b-ep2-ep4
 go "${small[@]}" --refit-method ipc
 go "${small[@]}" --bf16 --refit-method nvshmem

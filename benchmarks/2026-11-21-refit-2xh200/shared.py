@@ -27,6 +27,8 @@ def _by_gloo(backend: str, **options: Any) -> None:
 
 
 def _device(place: ranks.Environment) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
     index = place["local_rank"] % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -39,7 +41,8 @@ def main(out: Path, *names: str) -> None:
         (scenario,) = cases.find(name).scenarios
         source, destination = cases.layouts(scenario, scenario.mode, here.world_size)
         op = Resharding(model=scenario.model, source=source, destination=destination, scenario=name)
-        case = Case(op=op, regime="blocking", backend="ipc", world_size=here.world_size)
+        method = "ipc" if here.device.type == "cuda" else "gloo"
+        case = Case(op=op, regime="blocking", backend=method, world_size=here.world_size)
         request = refit.RefitRequest(case=case, run_dir=str(out), warmup=1, iterations=2)
         refit.measure_ranks(here, msgspec.json.encode(request))
         torch.cuda.empty_cache()

@@ -59,4 +59,7 @@ def _link(axes: "Axes", source: int, destination: int, num_bytes: int, share: fl
     )  # fmt: skip
     if share > 0.02:
         height = source + _LABEL_AT * (destination - source)
-        axes.text(_LABEL_AT, height, size(num_bytes), fontsize=7, ha="center", va="center")
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        axes.text(
+            _LABEL_AT, height, size(num_bytes), fontsize=7, ha="center", va="center", bbox=box
+        )

@@ -13,7 +13,6 @@ two models), ``device_bytes`` (what the device lacks besides, libraries' buffers
 ``compared`` elements; and what the request knows already.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -192,14 +191,14 @@ def _held(plan: Holdings, own: Mapping[str, Tensor] | None) -> Holdings:
 def _before(op: Resharding, models: _Models, ranks: Ranks) -> Callable[[], None]:
     """What comes before each refit, untimed: weights change if only changes are sent; all meet."""
     if op.changed is None:
-        return functools.partial(ranks.barrier, "a refit")
+        return ranks.start_together
     every, turn = max(1, round(1 / op.changed)), iter(range(2**62))
 
     def prepare() -> None:
         plan = _held(models.source_plan, models.source)
         elements.change(models.source or {}, plan, ranks.rank, next(turn), every)
         ranks.synchronize("new weights")
-        ranks.barrier("a refit")
+        ranks.start_together()
 
     return prepare
 

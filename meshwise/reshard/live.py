@@ -198,9 +198,8 @@ def _shares(model: Model) -> Iterator[Share]:
             )
         if mine.is_meta:
             raise ValueError(f"{name} is on the meta device; allocate it first (to_empty)")
-        if any(
-            step == 0 and size > 1 for size, step in zip(mine.shape, mine.stride(), strict=True)
-        ):
+        extents = zip(mine.shape, mine.stride(), strict=True)
+        if mine.numel() and any(step == 0 and size > 1 for size, step in extents):
             raise ValueError(f"{name} is expanded (a stride of 0); give a copy, .contiguous()")
         where = mine.data_ptr(), mine.shape, mine.stride(), mine.dtype
         yield Share(

@@ -9,6 +9,7 @@ has verified what it received, so that weights which are half old, half new cann
 either. ``atomic`` keeps the old ones whole until then, for the price of one more copy of them.
 """
 
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from meshwise.ranks import Ranks
 from meshwise.reshard import holdings, live, tiles, transfer
 from meshwise.reshard.holdings import Holdings
 from meshwise.reshard.tiles import Buffer
-from meshwise.reshard.transports import carriers
+from meshwise.reshard.transports import carriers, peers
 from meshwise.reshard.transports.copies import DTYPES, Launch, copier
 from meshwise.reshard.transports.direct import Direct
 from meshwise.reshard.transports.job import Job, written
@@ -86,6 +87,7 @@ class Refit:
         if delta and (atomic or verify == "off"):
             raise ValueError("delta = True: needs verify = 'hash' or 'full', and atomic = False")
         self.ranks = ranks = ranks or attached()
+        ranks.at("refit")
         self.version: int | None = None
         self.count = 0
         self.watches = live.Watch(source), live.Watch(destination)
@@ -121,7 +123,6 @@ class Refit:
         tensor was replaced since the Refit was made; TimeoutError names a rank that did not come.
         """
         begin, ranks = time.perf_counter(), self.ranks
-        ranks.at(f"refit {self.count + 1}")
         if self.commit is None:
             self.version = None
         self.flag[0] = 1 if (reason := self._replaced()) else 0
@@ -345,14 +346,12 @@ def _method(method: Method, ranks: Ranks) -> Method:
         return method
     if ranks.device.type != "cuda":
         return "gloo"
-    told = ranks.gather([socket.gethostname(), torch.cuda.device_count()])
-    near = len({host for host, _ in told}) == 1
-    reached = near and all(
-        torch.cuda.can_device_access_peer(ranks.device, other)
-        for other in range(torch.cuda.device_count())
-        if other != ranks.device.index
-    )
-    return "ipc" if all(ranks.gather(reached)) else "nccl"
+    others = [i for i in range(torch.cuda.device_count()) if i != ranks.device.index]
+    reached = all(torch.cuda.can_device_access_peer(ranks.device, i) for i in others)
+    seen = socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"), len(others)
+    told = ranks.gather([seen, reached and peers.can_share(ranks.device)])
+    alike = all(place == told[0][0] for place, _ in told)  # else nobody knows what a peer's GPU is
+    return "ipc" if alike and all(can for _, can in told) else "nccl"
 
 
 def _transport(method: Method, job: Job, cap_bytes: int) -> Direct | Staged:

@@ -14,14 +14,14 @@ from meshwise import nccl
 from meshwise.ranks import Ranks
 from meshwise.reshard.transports.copies import Launch
 from meshwise.reshard.transports.peers import Meeting, Peers
-from meshwise.reshard.transports.staged import PROGRAMS, SLOTS, Slots, Spans
+from meshwise.reshard.transports.staged import PROGRAMS, Slots, Spans
 
 _made = itertools.count()
 _CONNECTIONS = 4  # of gloo, each with a socket and a thread: one alone does not fill the links
 
 
-def _memory(nbytes: int, device: torch.device) -> list[Tensor]:
-    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+def _memory(count: int, nbytes: int, device: torch.device) -> list[Tensor]:
+    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
 class Nccl:
@@ -34,8 +34,8 @@ class Nccl:
         ids = ranks.gather(nccl.unique_id() if ranks.rank == 0 else None)
         self.communicator = nccl.Communicator(ids[0], ranks.rank, ranks.world_size)
 
-    def slots(self, nbytes: int, regions: Mapping[int, int]) -> Slots:
-        memory = _memory(nbytes, self.ranks.device)
+    def slots(self, count: int, nbytes: int, regions: Mapping[int, int]) -> Slots:
+        memory = _memory(count, nbytes, self.ranks.device)
 
         def exchange(slot: int, sends: Spans, into: Tensor, receives: Spans) -> Launch:
             return self.swap(memory[slot], sends, into, receives)
@@ -80,8 +80,8 @@ class Gloo:
         ]  # fmt: skip
         self.hosts: dict[int, Tensor] = {}
 
-    def slots(self, nbytes: int, regions: Mapping[int, int]) -> Slots:
-        memory = _memory(nbytes, self.ranks.device)
+    def slots(self, count: int, nbytes: int, regions: Mapping[int, int]) -> Slots:
+        memory = _memory(count, nbytes, self.ranks.device)
         hosts = [self._host(slot) for slot in memory]
 
         def exchange(slot: int, sends: Spans, into: Tensor, receives: Spans) -> Launch:
@@ -172,11 +172,11 @@ class Symmetric:
         mine = self.memory.empty(most, dtype=torch.uint8, device=self.ranks.device)
         return mine, self.memory.rendezvous(mine, self.group)
 
-    def slots(self, nbytes: int, regions: Mapping[int, int]) -> Slots:
-        mine, handle = self._shared(SLOTS * nbytes)
+    def slots(self, count: int, nbytes: int, regions: Mapping[int, int]) -> Slots:
+        mine, handle = self._shared(count * nbytes)
         told = self.ranks.gather([nbytes, {str(peer): at for peer, at in regions.items()}])
         far = {  # a peer's slots, from where this rank's messages begin
-            peer: handle.get_remote_tensor(peer, (SLOTS * size,), torch.uint8).view(SLOTS, size)[
+            peer: handle.get_remote_tensor(peer, (count * size,), torch.uint8).view(count, size)[
                 :, places[str(self.ranks.rank)] :
             ]
             for peer, (size, places) in enumerate(told)
@@ -191,7 +191,7 @@ class Symmetric:
 
         partners = sorted({*regions, *far})
         meet, taken = (self._meeting(partners).meet for _ in range(2))
-        memory = list(mine[: SLOTS * nbytes].view(SLOTS, nbytes))
+        memory = list(mine[: count * nbytes].view(count, nbytes))
         return Slots(memory, exchange, lambda slot: meet(), taken)
 
     def swap(self, source: Tensor, sends: Spans, into: Tensor, receives: Spans) -> Launch:

@@ -81,9 +81,9 @@ def copier(
     chosen: Tensor | None = None,
 ) -> Launch:
     """Copies (``stores``) and hashes (``sums``, int64) the tiles; ``programs``: of a GPU's grid.
-    ``chosen``: GPUs only, int32 by number of the hash, 0 for tiles to leave out at the launch."""
+    ``chosen``: int32 by number of the hash, 0 for tiles to leave out at the launch."""
     if device.type == "cpu":
-        return _cpu(found, sums, stores)
+        return _cpu(found, sums, stores, chosen)
     from meshwise.reshard.transports import kernels
 
     launches = []
@@ -101,7 +101,7 @@ def copier(
     return launch
 
 
-def _cpu(found: Lines, sums: Tensor | None, stores: bool) -> Launch:
+def _cpu(found: Lines, sums: Tensor | None, stores: bool, chosen: Tensor | None) -> Launch:
     written = None if sums is None else sums.numpy()
     work = []
     for line, kind in zip(found.at.tolist(), found.kind.tolist(), strict=True):
@@ -118,6 +118,8 @@ def _cpu(found: Lines, sums: Tensor | None, stores: bool) -> Launch:
 
     def launch() -> None:
         for taken, put, pair, number in work:
+            if chosen is not None and not chosen[number]:
+                continue
             values = taken if pair is None else _converted(taken, *pair)
             if put is not None:
                 np.copyto(put, values)

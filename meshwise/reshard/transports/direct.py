@@ -9,10 +9,13 @@ For processes whose GPUs reach each other's memory. Each stage:
     compare     each receiver fetches the senders' hashes
     meet        the verdict: how many tiles differ, over all ranks; sources may change again
 
-With ``verify`` = full, hashes are made of memory after the pulls, of the sources and of all that
-was written. With ``delta``, receivers fetch the hashes first and pull what changed. The whole is
-one CUDA graph. (Writing to the receivers instead, and hashing there as parts arrive, took 34 ms
-where reading takes 25: benchmarks/2026-11-21-refit-2xh200.)
+With ``verify`` = full, hashes are made of memory: of what was written while the rest is under way,
+of the sources at the end, so that one that changed meanwhile shows. With ``delta``, receivers fetch
+the hashes first and pull what changed. The whole is one CUDA graph.
+
+Writing to the receivers is faster than reading where both directions are in use and nothing else
+runs (365 against 337 GB/s), but lost once copies within the ranks ran beside it:
+benchmarks/2026-11-21-refit-2xh200.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,6 +36,7 @@ from meshwise.reshard.transports.staged import PROGRAMS
 PULL_PROGRAMS = 132  # of all peers together: they fill the links, one a multiprocessor of an H100
 BESIDE_PROGRAMS = 64  # of each kernel beside the pulls, which must find room at once
 BESIDE = 3  # times the bytes that are pulled can be copied beside them by so few
+PARTS = 4  # of the pulls, so that what came can be read again while the rest comes
 _LINE = 2**20
 
 
@@ -53,11 +57,19 @@ class Direct:
         job, here = self.job, self.job.ranks.rank
         wanted: set[int] = set()
         exported: dict[str, Share] = {}
+        said = ""
         for table in job.stages:
             read = np.unique(table["read"][table["source"] == here]).tolist()
-            exported |= {_key(job.buffers[number]): share(job.own[number]) for number in read}
+            try:
+                exported |= {_key(job.buffers[number]): share(job.own[number]) for number in read}
+            except ValueError as error:
+                said = str(error)
             wanted |= set(table["read"][table["source"] != here].tolist())
-        found, shared = self.own.copy(), job.ranks.gather(exported)
+        told = job.ranks.gather([said, exported])
+        for rank, (text, _) in enumerate(told):
+            if text:  # on all ranks alike
+                raise ValueError(f"rank {rank}: {text}")
+        found, shared = self.own.copy(), [shares for _, shares in told]
         for number in sorted(wanted):
             buffer = job.buffers[number]
             found[number] = self.peers.address(Share(*shared[buffer.rank][_key(buffer)]))
@@ -83,10 +95,11 @@ class Direct:
         """A refit in pieces, to be timed each by itself; all ranks have the same."""
         for stage in self.stages:
             yield "copy within", stage.local
-            yield "move", stage.pull
-            yield "hash", stage.look
+            if stage.travels:
+                yield "move", stage.pull
+                yield "hash", stage.look
+                yield "compare", stage.fetch
             yield "meet", self.meeting.meet
-            yield "compare", stage.fetch
 
     def settle(self, verified: bool) -> None:
         """With ``delta``: what the destination has now, or that nobody knows."""
@@ -124,7 +137,8 @@ class _Stage:
         self.kept = sums(len(found.local)), sums(len(found.local))
         self.changed = torch.ones(len(found.receives), dtype=torch.int32, device=device)
         self.fresh = torch.ones(1, dtype=torch.bool, device=device)  # the destination has nothing
-        self.pulls = self._pulls(self.received if verify == "hash" else None)
+        self.full = verify == "full"
+        self.pulls = self._pulls()
         pulled = num_bytes(found.receives)
         hidden = num_bytes(found.local) <= BESIDE * pulled
         within = straight(job, found.local, own, own)
@@ -134,34 +148,45 @@ class _Stage:
         self.look = partial(hashed, programs=BESIDE_PROGRAMS if beside else PROGRAMS)(
             in_place(job, found.sends, own, "read"), self.sent
         )
-        self.again: list[Launch] = []
-        if verify == "full":
-            self.again = [
-                self.look,
-                hashed(in_place(job, found.receives, own, "write"), self.received),
-                hashed(in_place(job, found.local, own, "read"), self.kept[0]),
-                hashed(in_place(job, found.local, own, "write"), self.kept[1]),
-            ]
+        if self.full:
+            read, written = (in_place(job, found.local, own, end) for end in ("read", "write"))
+            self.look_kept = hashed(read, self.kept[0])
+            self.kept_again = hashed(written, self.kept[1], programs=PULL_PROGRAMS)
         self.fetch = self._fetch()
+        self.travels = any(job.ranks.gather(bool(found.send_spans)))
 
     @property
     def extra_bytes(self) -> int:
-        found, full = self.ends, 1 + (self.direct.job.verify == "full")
-        lines = len(found.sends) + full * len(found.receives) + (2 * full - 1) * len(found.local)
+        found, full = self.ends, self.full
+        lines = (
+            len(found.sends) + (1 + full) * len(found.receives) + (1 + 2 * full) * len(found.local)
+        )
         sums = (self.sent, self.received, self.theirs, self.last, *self.kept, self.changed)
         return 7 * 8 * lines + sum(tensor.nbytes for tensor in sums)
 
-    def _pulls(self, fused: Tensor | None) -> list[Launch]:
-        """A launch a peer, whose programs are its share of the bytes."""
-        direct, found = self.direct, self.ends
-        every = straight(direct.job, found.receives, direct.far, direct.own)
+    def _pulls(self) -> list[list[tuple[Launch, Launch | None]]]:
+        """For each peer, what to pull and then to read again, part by part. A peer's programs are
+        its share of the bytes."""
+        direct, found, job = self.direct, self.ends, self.direct.job
+        make = partial(copier, device=job.device)
+        far = straight(job, found.receives, direct.far, direct.own)
+        written = in_place(job, found.receives, direct.own, "write")
         total = max(1, num_bytes(found.receives))
+        fused = self.received if job.verify == "hash" else None
+        chosen = self.changed if job.delta else None
         pulls = []
         for span in found.receive_spans.values():
-            mine = Lines(every.at[span], every.kind[span], every.pairs)
             programs = max(1, round(PULL_PROGRAMS * num_bytes(found.receives[span]) / total))
-            chosen = self.changed if direct.job.delta else None
-            pulls.append(copier(mine, fused, direct.job.device, programs, chosen=chosen))
+            parts = tiles.parts(found.receives[span], PARTS if self.full else 1)
+            of_peer: list[tuple[Launch, Launch | None]] = []
+            for part in parts:
+                at = slice(span.start + part.start, span.start + part.stop)
+                pull = make(_some(far, at), fused, programs=programs, chosen=chosen)
+                again = partial(make, programs=BESIDE_PROGRAMS, stores=False)
+                of_peer.append(
+                    (pull, again(_some(written, at), self.received) if self.full else None)
+                )
+            pulls.append(of_peer)
         return pulls
 
     def _fetch(self) -> Launch:
@@ -180,7 +205,13 @@ class _Stage:
     def launch(self) -> None:
         lanes, meet, job = self.direct.lanes, self.direct.meeting.meet, self.direct.job
         begin = lanes.now()
-        aside = [lanes.run("local", self.local, begin)]
+        aside = [lanes.run("local", self._keep, begin)]
+        if not self.travels:
+            lanes.join(*aside)
+            if self.full:
+                self.look_kept()
+            self._judge()
+            return
         if job.delta:
             self.look()
             meet()
@@ -191,22 +222,37 @@ class _Stage:
         meet()
         self.pull()
         lanes.join(*aside)
-        for work in self.again:
-            work()
+        if self.full:
+            self.look()
+            self.look_kept()
         meet()
         if job.verify == "off":
             return
         self.fetch()
+        self._judge()
+
+    def _keep(self) -> None:
+        self.local()
+        if self.full:
+            self.kept_again()
+
+    def _judge(self) -> None:
         value = self.direct.meeting.value
-        value.add_(torch.ne(self.theirs, self.received).sum())
-        if self.again:
+        if self.travels:
+            value.add_(torch.ne(self.theirs, self.received).sum())
+        if self.full:
             value.add_(torch.ne(*self.kept).sum())
-        meet()
+        self.direct.meeting.meet()
 
     def pull(self) -> None:
         lanes = self.direct.lanes
-        ready = lanes.now()
-        lanes.join(*[lanes.run(f"pull {i}", pull, ready) for i, pull in enumerate(self.pulls)])
+        ready, ends = lanes.now(), []
+        for i, parts in enumerate(self.pulls):
+            for pull, again in parts:
+                ends.append(lanes.run(f"pull {i}", pull, ready))
+                if again:
+                    ends.append(lanes.run(f"again {i}", again, ends[-1]))
+        lanes.join(*ends)
 
     def delta_bytes(self) -> int:
         return int(tiles.nbytes(self.ends.receives)[self.changed.bool().cpu().numpy()].sum())
@@ -215,6 +261,10 @@ class _Stage:
         wrong = torch.ne(self.theirs, self.received).nonzero()[:, 0].cpu().numpy()
         kept = torch.ne(*self.kept).nonzero()[:, 0].cpu().numpy()
         return np.concatenate([self.ends.receives[wrong], self.ends.local[kept]])
+
+
+def _some(lines: Lines, at: slice) -> Lines:
+    return Lines(lines.at[at], lines.kind[at], lines.pairs)
 
 
 def _key(buffer: Buffer) -> str:

@@ -22,7 +22,9 @@ _COLUMNS = tl.constexpr(7)
 _TYPES = {
     1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64,
     torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16, torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float16: tl.float16, torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
+    torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
 }  # fmt: skip
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 

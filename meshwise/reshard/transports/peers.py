@@ -48,6 +48,15 @@ def share(tensor: Tensor) -> Share:
     return Share(bytes(handle.reserved).hex(), address - base.value)
 
 
+def can_share(device: torch.device) -> bool:
+    """Whether memory that torch allocates on a GPU can be shared."""
+    try:
+        share(torch.zeros(1, device=device))
+    except ValueError:
+        return False
+    return True
+
+
 class Peers:
     """Allocations of peers that this process has opened. ``close`` before a peer frees them."""
 

@@ -22,6 +22,7 @@ from meshwise.reshard.transports.job import Ends, Job, at, ends, in_place, strai
 from meshwise.reshard.transports.lanes import Lanes
 
 SLOTS = 2
+STEPS, STEP_BYTES = 8, 2**24  # if there is as much, at least so many steps, to overlap
 LINE_WORDS = 7
 PROGRAMS = 528  # of a kernel that has the device for itself
 
@@ -48,8 +49,8 @@ class Carrier(Protocol):
 
     programs: int
 
-    def slots(self, nbytes: int, regions: Mapping[int, int]) -> Slots:
-        """For messages of a stage; ``regions``: where each peer's begin in a slot."""
+    def slots(self, count: int, nbytes: int, regions: Mapping[int, int]) -> Slots:
+        """``count`` slots for messages; ``regions``: where each peer's begin in a slot."""
 
     def swap(self, source: Tensor, sends: Spans, into: Tensor, receives: Spans) -> Launch:
         """Sends and receives parts of small buffers, at once."""
@@ -175,10 +176,11 @@ class _Stage:
             _side(found.sends, found.send_spans, count),
             _side(found.receives, found.receive_spans, count),
         )
-        self.slots = staged.carrier.slots(self.sides[0].nbytes, self.sides[0].regions)
+        slots = min(SLOTS, count)
+        self.slots = staged.carrier.slots(slots, self.sides[0].nbytes, self.sides[0].regions)
         self.landing = [
             torch.empty(self.sides[1].nbytes, dtype=torch.uint8, device=job.device)
-            for _ in range(SLOTS)
+            for _ in range(slots)
         ]
         self.count = count
         self.changed = np.ones(len(found.sends), np.bool_), np.ones(len(found.receives), np.bool_)
@@ -298,13 +300,13 @@ class _Stage:
 
 
 def _num_steps(job: Job, found: Ends, budget_bytes: int) -> int:
-    """As many as the busiest rank needs, so that all agree."""
+    """As many as the busiest rank needs, so that all agree; enough to overlap."""
     slot_bytes = budget_bytes // (2 * SLOTS)
     peers = max(len(found.send_spans), len(found.receive_spans))
     room = slot_bytes - peers * tiles.TILE
     most = max(int(tiles.packed(side)[-1]) for side in (found.sends, found.receives))
     needed = -(-most // room) if room > 0 else 0
-    told = job.ranks.gather([max(1, needed), room])
+    told = job.ranks.gather([max(1, needed, min(STEPS, most // STEP_BYTES)), room])
     if min(room for _, room in told) <= 0:
         raise ValueError(
             f"cap_bytes: too little for two slots each way and {tiles.TILE} bytes a peer; give more"
