@@ -119,6 +119,7 @@ class Watch:
         self._units = _units(model)
         for unit in self._units:
             unit.reshard()
+        self._modules = list(_modules(model))
         places = [(name, _held_in(holder, key), key) for name, holder, key in _places(model)]
         self._whole = [
             (of, key, name, of[key].data_ptr())
@@ -132,9 +133,12 @@ class Watch:
         ]
 
     def replaced(self) -> str | None:
-        """The first tensor that was replaced or removed."""
+        """The first tensor, or module of tensors, that was replaced or removed."""
         for unit in self._units:
             unit.reshard()
+        for siblings, key, name, module in self._modules:
+            if siblings.get(key) is not module:
+                return name
         for of, key, name, address in self._whole:
             if (tensor := of.get(key)) is None or tensor.data_ptr() != address:
                 return name
@@ -143,6 +147,17 @@ class Watch:
                 if (tensor := of.get(key)) is None or _local(tensor).data_ptr() != address:
                     return name
         return None
+
+
+def _modules(model: Model) -> Iterator[tuple[Mapping[str, Any], str, str, nn.Module]]:
+    """Each module that has tensors, or below it, as its parent has it."""
+    if isinstance(model, nn.Module):
+        modules = dict(model.named_modules(remove_duplicate=False))
+        parts = [name.split(".")[:-1] for name in _named(model)]
+        paths = dict.fromkeys(".".join(p[:i]) for p in parts for i in range(1, len(p) + 1))
+        for path in paths:
+            parent, _, key = path.rpartition(".")
+            yield modules[parent]._modules, key, path, modules[path]
 
 
 def _held_in(holder: Any, key: str) -> Mapping[str, Any]:

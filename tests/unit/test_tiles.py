@@ -44,6 +44,7 @@ class End:
     def rows(self, tile, end, itemsize, width):
         """A tile's elements at one end, to be read or written."""
         view = self.bytes[self.base + tile[f"{end}_at"] :]
+        assert (int(tile["rows"]) - 1) * tile[f"{end}_step"] + width * itemsize <= len(view)
         if itemsize > 1:
             view = np.frombuffer(view.data, f"u{itemsize}", len(view) // itemsize)
         return as_strided(view, (tile["rows"], width), (tile[f"{end}_step"], itemsize))
@@ -162,8 +163,12 @@ def test_large_windows_are_few_tiles_of_large_words():
     assert len(found) == 64 * 8192 / TILE and set(found["word"]) == {8}
     found = check([moved(shape, [0, 0], [0, 3])], End(shape, 2), End((64, 8192), 2))
     assert len(found) == 64 * 8192 / TILE and set(found["word"]) == {2}
-    found = check([moved((99, 1), [0, 0], [0, 0])], End((99, 1), 1), End((99, 3), 1))
+    found = check([moved((99, 3), [0, 0], [0, 0])], End((99, 8), 1), End((99, 16), 1))
     assert set(found["word"]) == {1}
+    found = check([moved((99, 8), [0, 0], [0, 0])], End((99, 16), 1), End((99, 9), 1))
+    assert set(found["word"]) == {1}
+    found = check([moved((99, 6), [0, 8], [2, 0])], End((99, 16), 1), End((101, 8), 1))
+    assert set(found["word"]) == {2}
 
 
 def test_an_odd_address_makes_small_words():
