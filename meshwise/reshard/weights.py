@@ -13,7 +13,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from math import prod
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ Method = Literal["auto", "ipc", "nccl", "nvshmem", "gloo"]
 Verify = Literal["off", "hash", "full"]
 Model = nn.Module | Mapping[str, Tensor] | None
 MiB = 2**20
+T = TypeVar("T")
 
 
 class Moved(NamedTuple):
@@ -84,27 +86,37 @@ class Refit:
         convert: bool = False,
         only: Sequence[str] = (),
     ) -> None:
-        if delta and (atomic or verify == "off"):
-            raise ValueError("delta = True: needs verify = 'hash' or 'full', and atomic = False")
         self.ranks = ranks = ranks or attached()
         ranks.at("refit")
+        options = {
+            "method": method, "cap_bytes": cap_bytes, "verify": verify, "atomic": atomic,
+            "delta": delta, "convert": convert, "only": list(only),
+        }  # fmt: skip
+        _check_options(ranks, options)
         self.version: int | None = None
         self.count = 0
         self.watches = live.Watch(source), live.Watch(destination)
         models = live.tensors(source), live.tensors(destination)
         shares = live.gathered(source, ranks), live.gathered(destination, ranks)
-        plans = [
-            live.held(shared, as_source=side == 0) if plan is None else _holdings(plan)
-            for side, (shared, plan) in enumerate(
-                zip(shares, (source_plan, destination_plan), strict=True)
-            )
-        ]
-        _check_world(ranks, plans)
-        self.transfer = transfer.plan(*plans, convert=convert, only=only, host_of=_hosts(ranks))
-        _check_agreed(ranks, plans, models, self.transfer)
-        self.kept = {name: torch.clone(tensor) for name, tensor in models[1].items() if atomic}
+        host_of = _hosts(ranks)
+
+        def planned() -> transfer.Transfer:
+            plans = [
+                live.held(shared, as_source=side == 0) if plan is None else _holdings(plan)
+                for side, (shared, plan) in enumerate(
+                    zip(shares, (source_plan, destination_plan), strict=True)
+                )
+            ]
+            _check_held(ranks, plans, models)
+            return transfer.plan(*plans, convert=convert, only=only, host_of=host_of)
+
+        self.transfer = _together(ranks, planned)
+        _check_same(ranks, transfer.digest(self.transfer))
+        self.kept = {name: _copied(tensor) for name, tensor in models[1].items() if atomic}
         buffers = models[0], self.kept or models[1]
-        self.job = _job(ranks, self.transfer, buffers, shares, verify, delta)
+        self.job = _together(
+            ranks, lambda: _job(ranks, self.transfer, buffers, shares, verify, delta)
+        )
         self.method = _method(method, ranks)
         self.transport = _transport(self.method, self.job, cap_bytes)
         self.commit = _between(self.job, self.kept, models[1]) if atomic else None
@@ -264,42 +276,86 @@ def _hosts(ranks: Ranks) -> Callable[[int], int]:
     return lambda rank: hosts.index(hosts[rank])
 
 
-def _check_world(ranks: Ranks, plans: Sequence[Holdings]) -> None:
-    for side, plan in zip(("source", "destination"), plans, strict=True):
+def _together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """This rank's result of ``work``; a ValueError of one rank is raised on all."""
+    said = ""
+    try:
+        result = work()
+    except ValueError as error:
+        said = str(error)
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.gather(said)) if text]
+    if len(told) == ranks.world_size and len({text.partition(": ")[2] for text in told}) == 1:
+        raise ValueError(said)
+    if told:
+        raise ValueError("; ".join(told[:8]) + (f"; and {len(told) - 8} more" * (len(told) > 8)))
+    return result
+
+
+def _check_options(ranks: Ranks, options: Mapping[str, object]) -> None:
+    """What cannot be, and what ranks must agree on or they would wait for each other."""
+    if options["delta"] and (options["atomic"] or options["verify"] == "off"):
+        raise ValueError("delta = True: needs verify = 'hash' or 'full', and atomic = False")
+    for name, kind in (("method", Method), ("verify", Verify)):
+        if options[name] not in get_args(kind):
+            raise ValueError(
+                f"{name} = {options[name]!r}: must be one of {', '.join(get_args(kind))}"
+            )
+    told = ranks.gather(options)
+    for rank, other in enumerate(told):
+        for name, value in other.items():
+            if value != told[0][name]:
+                raise ValueError(
+                    f"{name} = {value!r} on rank {rank}, {told[0][name]!r} on rank 0: give all "
+                    "ranks the same"
+                )
+
+
+def _check_held(
+    ranks: Ranks, plans: Sequence[Holdings], models: Sequence[Mapping[str, Tensor]]
+) -> None:
+    """ValueError that lists where the plans name ranks that are not there, or where this rank holds
+    not what they say."""
+    wrong = []
+    for side, plan, model in zip(("source", "destination"), plans, models, strict=True):
         for name, tensor in plan.items():
             if (most := max((p.rank for p in tensor.layout), default=0)) >= ranks.world_size:
                 raise ValueError(
                     f"{side} {name} is planned on rank {most}, but {ranks.world_size} joined; "
                     "start as many ranks as the plans name"
                 )
-
-
-def _check_agreed(
-    ranks: Ranks,
-    plans: Sequence[Holdings],
-    models: Sequence[Mapping[str, Tensor]],
-    planned: transfer.Transfer,
-) -> None:
-    """ValueError on all ranks where they planned differently, or hold not what the plan says."""
-    wrong = []
-    for side, plan, model in zip(("source", "destination"), plans, models, strict=True):
         for name, (shape, dtype) in holdings.buffers(plan, ranks.rank).items():
             if name not in model:
                 wrong.append(f"{side} {name}: missing")
-            elif tuple(model[name].shape) != shape:
+            elif _flat(model[name].shape, shape) != _flat(shape, model[name].shape):
                 wrong.append(f"{side} {name}: shape {tuple(model[name].shape)}, planned {shape}")
             elif model[name].dtype != DTYPES[dtype]:
                 wrong.append(f"{side} {name}: {model[name].dtype}, planned {dtype}")
-    told = ranks.gather([transfer.digest(planned), wrong])
-    found = [f"rank {i}: {text}" for i, (_, texts) in enumerate(told) for text in texts]
-    if found:
-        raise ValueError("; ".join(found[:8]) + (f"; {len(found) - 8} more" * (len(found) > 8)))
-    digests = [digest for digest, _ in told]
-    if other := [i for i, digest in enumerate(digests) if digest != digests[0]]:
+    if wrong:
+        more = f"; {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ValueError("; ".join(wrong[:8]) + more)
+
+
+def _flat(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """A shape with as many dims as the other, where it has more: leading ones made one."""
+    extra = max(0, len(shape) - len(other))
+    return (prod(shape[: extra + 1]), *shape[extra + 1 :])
+
+
+def _check_same(ranks: Ranks, digest: str) -> None:
+    digests = ranks.gather(digest)
+    if other := [i for i, found in enumerate(digests) if found != digests[0]]:
         raise ValueError(
             f"rank {other[0]} planned another transfer than rank 0 ({digests[other[0]]}, "
             f"{digests[0]}); give all ranks the same plans"
         )
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy that lies as the tensor does; clone() would close its gaps."""
+    strided = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return strided.copy_(tensor)
 
 
 def _job(

@@ -129,7 +129,7 @@ def refused(ranks):
         {"b": partial if ranks.rank == 1 else numbered(2)},
         {"b": numbered(4), "a": numbered(*shape)},
         {"a": numbered(2).to(dtype)},
-        {"a": torch.arange(3)} if ranks.rank == 0 else None,
+        {"a": torch.zeros(3, dtype=torch.complex64)} if ranks.rank == 0 else None,
         {"a": numbered(3).expand(2, 3)},
         {"a": torch.empty(3, device="meta")},
     ]
@@ -144,11 +144,11 @@ def refused(ranks):
 def test_what_cannot_be_described_is_refused_on_all_ranks(gloo_ranks):
     first, *others = gloo_ranks(2, refused)
     assert others == [first]
-    parts, shapes, dtypes, integers, expanded, meta = first
+    parts, shapes, dtypes, complexes, expanded, meta = first
     assert parts.startswith("rank 1: b is placed as Partial, ") and "rank 0" not in parts
     assert shapes.startswith("a is (3, 2) fp32 on rank 0, (2, 3) fp32 on rank 1;")
     assert dtypes.startswith("a is (2,) fp32 on rank 0, (2,) bf16 on rank 1;")
-    assert integers.startswith("rank 0: a is torch.int64, and only torch.float64, ")
+    assert complexes.startswith("rank 0: a is torch.complex64, and only torch.float64, ")
     assert "rank 0: a is expanded" in expanded and "rank 1: a is expanded" in expanded
     assert "a is on the meta device" in meta
 

@@ -133,9 +133,10 @@ def test_a_rank_that_stops_is_named_and_the_survivor_goes_on(method, tmp_path):
     script = tmp_path / "stops.py"
     script.write_text(STOPS)
     environment = os.environ | {"PYTHONPATH": str(Path(meshwise.__file__).parents[1])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ranks = subprocess.Popen(
-        [*command, str(script), method], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [*torchrun, "--nproc-per-node", "2", str(script), method],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, env=environment, start_new_session=True,
     )  # fmt: skip
     stopped, said = 0, ""
