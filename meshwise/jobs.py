@@ -4,6 +4,7 @@ Out: a ``Ranks`` over all processes. Each job keeps its own default group.
 """
 
 import contextlib
+import functools
 import os
 import socket
 import time
@@ -167,15 +168,22 @@ def attached(timeout_s: float = ranks.STEADY_S) -> Ranks:
         raise ValueError(
             "this process has joined no job; call meshwise.ranks.join() under torchrun or srun"
         )
-    turn = next(ranks.joins)
+    return _attached(dist.group.WORLD, timeout_s)
+
+
+@functools.cache
+def _attached(world: dist.ProcessGroup, timeout_s: float) -> Ranks:
+    """Made once for a group: its control group and its keys in the store stay."""
+    place = ranks.environment()
+    assert place is not None
     return Ranks(
-        rank=dist.get_rank(),
+        rank=world.rank(),
         local_rank=place["local_rank"],
-        world_size=dist.get_world_size(),
+        world_size=world.size(),
         device=ranks.device_of(place),
         backend=dist.get_backend(),
         store=dist.PrefixStore(
-            f"meshwise/{turn}",
+            f"meshwise/{next(ranks.joins)}",
             ranks.open_store(place["host"], place["port"], False, ranks.SETUP_S, "rank 0"),
         ),
         control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),

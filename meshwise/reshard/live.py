@@ -213,6 +213,10 @@ def _shares(model: Model) -> Iterator[Share]:
             )
         if mine.is_meta:
             raise ValueError(f"{name} is on the meta device; allocate it first (to_empty)")
+        if mine.layout != torch.strided or mine.is_neg() or mine.is_conj():
+            raise ValueError(
+                f"{name} is no plain memory ({mine.layout}); give a copy, dense or resolved"
+            )
         extents = zip(mine.shape, mine.stride(), strict=True)
         if mine.numel() and any(step == 0 and size > 1 for size, step in extents):
             raise ValueError(f"{name} is expanded (a stride of 0); give a copy, .contiguous()")

@@ -5,9 +5,10 @@ same on the sending and on the receiving rank: where its rows begin in the one b
 other, how far apart they are, how many there are and how long. A tile holds at most ``TILE`` bytes;
 it is what a kernel copies at once, what a hash is made of, and what a message is filled with.
 
-The hash of a tile is the sum, modulo 2^64, over its words of (y xor y >> 32) * B, where
-y = (word + place * C) * A: a bijection of the word, so that any one wrong word shows for certain,
-and words that changed places show too.
+The hash of a tile is the sum, modulo 2^64, over its words of m xor m >> 29, where
+m = (y xor y >> 32) * B and y = (word + place * C) * A: a bijection of the word, so that any one
+wrong word shows for certain. The last shift is what keeps changes of two words from cancelling:
+without it, the signs of two numbers could change unseen.
 """
 
 import itertools
@@ -219,6 +220,7 @@ def hashes(words: npt.NDArray[np.unsignedinteger[Any]]) -> int:
     place = np.arange(len(wide), dtype=np.uint64)
     mixed = (wide + place * _unsigned(C)) * _unsigned(A)
     mixed = (mixed ^ (mixed >> np.uint64(32))) * _unsigned(B)
+    mixed ^= mixed >> np.uint64(29)
     return int(mixed.sum(dtype=np.uint64).astype(np.int64))
 
 

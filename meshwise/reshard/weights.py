@@ -9,12 +9,14 @@ has verified what it received, so that weights which are half old, half new cann
 either. ``atomic`` keeps the old ones whole until then, for the price of one more copy of them.
 """
 
+import itertools
 import os
+import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from meshwise.reshard.transports import carriers, peers
 from meshwise.reshard.transports.copies import DTYPES, Launch, copier
 from meshwise.reshard.transports.direct import Direct
 from meshwise.reshard.transports.job import Job, written
-from meshwise.reshard.transports.staged import Staged
+from meshwise.reshard.transports.staged import PROGRAMS, Staged
 from meshwise.spec import Plan
 
 Method = Literal["auto", "ipc", "nccl", "nvshmem", "gloo"]
@@ -45,7 +47,7 @@ class Moved(NamedTuple):
     version: int
     seconds: float
     sent_bytes: int
-    received_bytes: int  # with ``delta``, of what changed; sent and copied are of a whole refit
+    received_bytes: int
     copied_bytes: int  # within the rank
     extra_bytes: int  # staging, tables and hashes; the old version with ``atomic``
 
@@ -95,6 +97,7 @@ class Refit:
         _check_options(ranks, options)
         self.version: int | None = None
         self.count = 0
+        self.ended = ""  # why it cannot be called any more
         self.watches = live.Watch(source), live.Watch(destination)
         models = live.tensors(source), live.tensors(destination)
         shares = live.gathered(source, ranks), live.gathered(destination, ranks)
@@ -112,8 +115,8 @@ class Refit:
 
         self.transfer = _together(ranks, planned)
         _check_same(ranks, transfer.digest(self.transfer))
-        self.kept = {name: _copied(tensor) for name, tensor in models[1].items() if atomic}
-        buffers = models[0], self.kept or models[1]
+        self.kept = _kept(ranks, self.transfer, models[1]) if atomic else {}
+        buffers = models[0], {**models[1], **self.kept}
         self.job = _together(
             ranks, lambda: _job(ranks, self.transfer, buffers, shares, verify, delta)
         )
@@ -134,31 +137,43 @@ class Refit:
         RefitError names rank and tensor where what arrived is not what was sent, or where a
         tensor was replaced since the Refit was made; TimeoutError names a rank that did not come.
         """
-        begin, ranks = time.perf_counter(), self.ranks
+        if self.ended:
+            raise RuntimeError(f"{self.ended}; make a new Refit")
+        begin, before = time.perf_counter(), self.version
         if self.commit is None:
             self.version = None
         self.flag[0] = 1 if (reason := self._replaced()) else 0
-        try:
-            self._launch()
-            ranks.synchronize(f"refit {self.count + 1}", self._event(), poll_s=0)
-        except (RuntimeError, TimeoutError) as error:
-            told = self._told(ranks.explain(error))
-            self.transport.release()
-            raise told from None
+        self._waited(self._launch, "a refit")
         if self.job.delta:
             self.transport.settle(verified=not self.verdict[0])
         if self.verdict[0]:
-            raise RefitError(self._reasons(reason))
+            self._fail(reason, before)
         if self.commit is not None:
-            self.commit()
-            ranks.synchronize("the commit", self._event(), poll_s=0)
+            self.version = None
+            self._waited(self.commit, "the commit")
         self.count += 1
         self.version = self.count
-        seconds = time.perf_counter() - begin
-        moved = self.moved._replace(version=self.count, seconds=seconds)
-        if self.job.delta:
-            moved = moved._replace(received_bytes=self.transport.delta_bytes())
-        return moved
+        moved = self.moved._replace(version=self.count, seconds=time.perf_counter() - begin)
+        return self._of_changes(moved) if self.job.delta else moved
+
+    def _of_changes(self, moved: Moved) -> Moved:
+        """What was sent and received of it, as receivers tell."""
+        told = self.ranks.gather({str(k): n for k, n in self.transport.delta_bytes().items()})
+        here = self.ranks.rank
+        sent, received = sum(of.get(str(here), 0) for of in told), sum(told[here].values())
+        return moved._replace(sent_bytes=sent, received_bytes=received)
+
+    def _waited(self, launch: Launch, what: str) -> None:
+        """The work of ``launch``, done. Whoever was lost is named, and ends this Refit."""
+        ranks = self.ranks
+        try:
+            launch()
+            ranks.synchronize(what, self._event(), poll_s=0)
+        except (RuntimeError, TimeoutError) as error:
+            self.ended = "a refit was broken off"
+            told = self._told(ranks.explain(error))
+            self.transport.release()
+            raise told from None
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of one refit, each alone and the slowest rank's; in a refit they
@@ -172,11 +187,15 @@ class Refit:
             ranks.synchronize(name, poll_s=0)
             slowest = max(ranks.gather(time.perf_counter() - begin))
             times[name] = times.get(name, 0.0) + slowest
+        if self.job.delta:
+            self.transport.settle(verified=False)
         return times
 
     def close(self) -> None:
         """Give back what the peers share; all ranks close together, before the models go."""
-        self.graph = None
+        if self.ended:
+            return
+        self.ended, self.version, self.graph = "this Refit is closed", None, None
         self.ranks.barrier("the end of a refit")
         self.transport.close()
         self.ranks.barrier("the end of a refit")
@@ -209,25 +228,33 @@ class Refit:
                 return f"{side} {name} was replaced since this Refit was made; make a new one"
         return ""
 
-    def _reasons(self, reason: str) -> str:
-        """What went wrong on every rank, in one line."""
-        wrong = [
+    def _fail(self, reason: str, before: int | None) -> NoReturn:
+        """What went wrong on every rank, in one line. If a rank refused, nothing was written."""
+        told = self.ranks.gather(reason)
+        if any(told):
+            self.version = before
+        else:
+            told = self.ranks.gather(self._wrong())
+        state = f"version {self.version}" if self.version else "no version"
+        texts = [f"rank {i}: {text}" for i, text in enumerate(told) if text]
+        raise RefitError(f"{'; '.join(texts)}; the destination has {state}")
+
+    def _wrong(self) -> str:
+        found = [
             f"{self.transfer.names[tile['tensor']]} from rank {tile['source']}"
             for table in self.transport.wrong_tiles()
             for tile in table
         ]
-        if wrong and not reason:
-            found = list(dict.fromkeys(wrong))
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            reason = f"{', '.join(found[:3])}{more} arrived other than sent"
-        told = self.ranks.gather(reason)
-        state = f"version {self.version}" if self.version else "no version"
-        return "; ".join(f"rank {i}: {text}" for i, text in enumerate(told) if text) + (
-            f"; the destination has {state}"
-        )
+        names = list(dict.fromkeys(found))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{', '.join(names[:3])}{more} arrived other than sent" if names else ""
 
     def _told(self, error: Exception) -> Exception:
         """The error of a lost rank, with what this one lacks."""
+        text = str(error)
+        if not isinstance(error, TimeoutError) and re.search("timed out|timeout", text, re.I):
+            waited_s = self.ranks.timeout_s
+            error = TimeoutError(f"a rank came more than {waited_s:g} s late: {text}")
         lost = [r for r in range(self.ranks.world_size) if f"{self.ranks.name(r)} (" in str(error)]
         table = np.concatenate(self.job.stages)
         mine = (table["destination"] == self.ranks.rank) & np.isin(table["source"], lost)
@@ -250,6 +277,7 @@ def _between(job: Job, read: Mapping[str, Tensor], write: Mapping[str, Tensor]) 
     here = job.ranks.rank
     mine = [(n, b.name) for n, b in enumerate(job.buffers) if (b.side, b.rank) == (1, here)]
     launches = []
+    go = torch.zeros(1, dtype=torch.int32, device=job.device)
     for stage in job.stages:
         table = stage[stage["destination"] == here]
         bases = []
@@ -258,7 +286,7 @@ def _between(job: Job, read: Mapping[str, Tensor], write: Mapping[str, Tensor]) 
             for n, name in mine:
                 found[n] = tensors[name].data_ptr()
             bases.append(found)
-        launches.append(copier(written(job, table, *bases), None, job.device, 264))
+        launches.append(copier(written(job, table, *bases), None, go, PROGRAMS))
 
     def launch() -> None:
         for each in launches:
@@ -268,7 +296,14 @@ def _between(job: Job, read: Mapping[str, Tensor], write: Mapping[str, Tensor]) 
 
 
 def _holdings(plan: Plan | Holdings) -> Holdings:
-    return holdings.of_plan(plan) if isinstance(plan, Plan) else plan
+    if isinstance(plan, Plan):
+        return holdings.of_plan(plan)
+    if not isinstance(plan, Mapping):
+        raise ValueError(
+            f"a plan is a Plan or Holdings, not {type(plan).__name__}; of a WeightLayout make them "
+            "by meshwise.reshard.holdings.holdings(model, layout)"
+        )
+    return plan
 
 
 def _hosts(ranks: Ranks) -> Callable[[int], int]:
@@ -300,6 +335,9 @@ def _check_options(ranks: Ranks, options: Mapping[str, object]) -> None:
             raise ValueError(
                 f"{name} = {options[name]!r}: must be one of {', '.join(get_args(kind))}"
             )
+    cap_bytes = options["cap_bytes"]
+    if not isinstance(cap_bytes, int) or cap_bytes <= 0:
+        raise ValueError(f"cap_bytes = {cap_bytes!r}: must be a number of bytes, > 0")
     told = ranks.gather(options)
     for rank, other in enumerate(told):
         for name, value in other.items():
@@ -315,7 +353,7 @@ def _check_held(
 ) -> None:
     """ValueError that lists where the plans name ranks that are not there, or where this rank holds
     not what they say."""
-    wrong = []
+    wrong = [*_misplaced(ranks, models), *_overlaps(models)]
     for side, plan, model in zip(("source", "destination"), plans, models, strict=True):
         for name, tensor in plan.items():
             if (most := max((p.rank for p in tensor.layout), default=0)) >= ranks.world_size:
@@ -335,6 +373,28 @@ def _check_held(
         raise ValueError("; ".join(wrong[:8]) + more)
 
 
+def _misplaced(ranks: Ranks, models: Sequence[Mapping[str, Tensor]]) -> Iterator[str]:
+    for side, model in zip(("source", "destination"), models, strict=True):
+        for name, tensor in model.items():
+            if tensor.device != ranks.device:
+                yield f"{side} {name}: is on {tensor.device}, this rank works on {ranks.device}"
+
+
+def _overlaps(models: Sequence[Mapping[str, Tensor]]) -> Iterator[str]:
+    """Destinations that share memory with anything else, but for weights that are tied or the same
+    on both sides. Tensors with gaps may lie between each other and are not looked at."""
+    ranges = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, side, name)
+        for side, model in enumerate(models)
+        for name, tensor in model.items()
+        if tensor.nbytes and tensor.is_contiguous()
+    )
+    sides = "source", "destination"
+    for (low, high, side, name), (start, end, other, next_name) in itertools.pairwise(ranges):
+        if start < high and (low, high) != (start, end) and 1 in (side, other):
+            yield f"{sides[side]} {name}: shares memory with {sides[other]} {next_name}"
+
+
 def _flat(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     """A shape with as many dims as the other, where it has more: leading ones made one."""
     extra = max(0, len(shape) - len(other))
@@ -348,6 +408,19 @@ def _check_same(ranks: Ranks, digest: str) -> None:
             f"rank {other[0]} planned another transfer than rank 0 ({digests[other[0]]}, "
             f"{digests[0]}); give all ranks the same plans"
         )
+
+
+def _kept(
+    ranks: Ranks, planned: transfer.Transfer, destination: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A second copy of what is written here, to be written in its place."""
+    names = {
+        move.put or planned.names[n]
+        for stage in planned.stages
+        for n, move in stage
+        if move.destination == ranks.rank
+    }
+    return {name: _copied(destination[name]) for name in sorted(names)}
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -412,5 +485,5 @@ def _method(method: Method, ranks: Ranks) -> Method:
 
 def _transport(method: Method, job: Job, cap_bytes: int) -> Direct | Staged:
     if method == "ipc":
-        return Direct(job)
+        return Direct(job, cap_bytes)
     return Staged(job, carriers.open(method, job.ranks), cap_bytes)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from meshwise.reshard import holdings as held
+from meshwise.reshard.regions import replicated
 from meshwise.reshard.transports import direct
 from meshwise.reshard.transports.copies import DTYPES
 from meshwise.reshard.transports.peers import Share
@@ -284,3 +285,74 @@ def test_where_nothing_travels_copies_within_a_rank_are_verified_too():
             refit()
 
     on_threads(2, work)
+
+
+def test_a_tensor_that_was_replaced_stops_all_ranks_before_anything_is_written():
+    a, b = plans(4)
+
+    def work(here):
+        source, destination = own(a, here.rank, 0.0), own(b, here.rank, -7.0)
+        write(a, here.rank, source, whole(a, 1))
+        refit = Refit(source, a, destination, b, ranks=here, method="ipc")
+        refit()
+        write(a, here.rank, source, whole(a, 2))
+        if here.rank == 3:
+            source[next(iter(source))] = torch.zeros(1)
+        with pytest.raises(RefitError, match=r"rank 3: source .* was replaced .* has version 1"):
+            refit()
+        assert is_all(b, here.rank, destination, whole(a, 1)) and refit.version == 1
+        refit.close()
+        with pytest.raises(RuntimeError, match="this Refit is closed; make a new Refit"):
+            refit()
+
+    on_threads(4, work)
+
+
+def refused(n: int, make, match: str) -> None:
+    def work(here):
+        with pytest.raises(ValueError, match=match):
+            make(here)
+
+    on_threads(n, work)
+
+
+def test_what_cannot_be_is_refused_by_name_on_all_ranks():
+    a, b = plans(2)
+
+    def shared(here):
+        base = torch.zeros(96)
+        plan = {"w": held.Tensor((64,), "fp32", replicated((64,), [0, 1]))}
+        Refit({"w": base[:64]}, plan, {"w": base[32:]}, plan, ranks=here)
+
+    refused(2, shared, "source w: shares memory with destination w")
+    refused(
+        2,
+        lambda here: Refit(own(a, here.rank, 0), WeightLayout(tp=2), None, b, ranks=here),
+        "not WeightLayout; of a WeightLayout make them",
+    )
+    refused(
+        2,
+        lambda here: Refit(None, {}, None, {}, ranks=here, verify="Hash"),
+        "verify = 'Hash': must be one of off, hash, full",
+    )
+    refused(
+        2,
+        lambda here: Refit(None, {}, None, {}, ranks=here, cap_bytes="1GiB"),
+        "cap_bytes = '1GiB': must be a number of bytes",
+    )
+    refused(
+        2,
+        lambda here: Refit(None, {}, None, {}, ranks=here, delta=here.rank == 1),
+        "delta = True on rank 1, False on rank 0: give all ranks the same",
+    )
+
+
+def test_tables_that_do_not_fit_under_the_cap_are_refused():
+    a, b = plans(2)
+
+    def make(here):
+        Refit(
+            own(a, here.rank, 0), a, own(b, here.rank, 0), b, ranks=here, method="ipc", cap_bytes=64
+        )
+
+    refused(2, make, r"cap_bytes = 64: tables and hashes need \d+ bytes")

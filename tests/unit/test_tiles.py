@@ -287,7 +287,8 @@ def slow_hash(words):
     total = 0
     for place, word in enumerate(words):
         y = (word + place * C) * A & MASK
-        total += (y ^ (y >> 32)) * B
+        m = (y ^ (y >> 32)) * B % 2**64
+        total += m ^ (m >> 29)
     return (total + 2**63) % 2**64 - 2**63
 
 
@@ -329,6 +330,30 @@ def test_every_flipped_bit_and_every_swap_in_a_full_tile_show():
             wrong[[first, first + shift]] = words[[first + shift, first]]
             assert tiles.hashes(wrong) != right
     assert tiles.hashes(np.roll(words, 1)) != right and tiles.hashes(words[::-1]) != right
+
+
+@pytest.mark.parametrize("bit", [0, 31, 47, 61, 62, 63])
+def test_the_same_bit_of_two_words_flipped_shows(bit):
+    random = np.random.default_rng(bit)
+    flip = np.uint64(1 << bit)
+    for _ in range(300):
+        words = random.integers(0, 2**64, 64, np.uint64)
+        places = random.choice(64, 2, replace=False)
+        wrong = words.copy()
+        wrong[places] ^= flip
+        assert tiles.hashes(wrong) != tiles.hashes(words)
+
+
+def test_opposite_steps_of_two_words_show():
+    random = np.random.default_rng(9)
+    for step in (1, 1 << 16, 1 << 32, 1 << 48, 1 << 63):
+        for _ in range(200):
+            words = random.integers(0, 2**64, 64, np.uint64)
+            first, second = random.choice(64, 2, replace=False)
+            wrong = words.copy()
+            wrong[first] = (int(words[first]) + step) % 2**64
+            wrong[second] = (int(words[second]) - step) % 2**64
+            assert tiles.hashes(wrong) != tiles.hashes(words)
 
 
 def test_zeros_of_other_lengths_differ():

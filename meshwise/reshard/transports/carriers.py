@@ -28,6 +28,7 @@ class Nccl:
     """One communicator of all ranks, called directly: the messages of a step are one group."""
 
     programs = 48  # NCCL's kernels fill a multiprocessor each, up to 32
+    blocks = False
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -65,6 +66,7 @@ class Gloo:
     """
 
     programs = PROGRAMS
+    blocks = True
 
     def __init__(self, ranks: Ranks) -> None:
         assert ranks.store is not None
@@ -154,6 +156,7 @@ class Symmetric:
     """
 
     programs = PROGRAMS
+    blocks = False
 
     def __init__(self, ranks: Ranks) -> None:
         import torch.distributed._symmetric_memory as memory  # an alpha interface

@@ -74,16 +74,18 @@ def lines(
 def copier(
     found: Lines,
     sums: Tensor | None,
-    device: torch.device,
+    refused: Tensor,
     programs: int = 0,
     *,
     stores: bool = True,
     chosen: Tensor | None = None,
 ) -> Launch:
     """Copies (``stores``) and hashes (``sums``, int64) the tiles; ``programs``: of a GPU's grid.
-    ``chosen``: int32 by number of the hash, 0 for tiles to leave out at the launch."""
+    ``chosen``: int32 by number of the hash, 0 for tiles to leave out at the launch. Nothing is
+    touched if ``refused`` (int32, on the device that works) is not 0 at the launch."""
+    device = refused.device
     if device.type == "cpu":
-        return _cpu(found, sums, stores, chosen)
+        return _cpu(found, sums, refused, stores, chosen)
     from meshwise.reshard.transports import kernels
 
     launches = []
@@ -92,7 +94,7 @@ def copier(
         read, write = (kind, kind) if kind > 0 else found.pairs[-1 - kind]
         mine[:, 5] //= write if kind > 0 else write.itemsize
         table = torch.from_numpy(mine).to(device)
-        launches.append(kernels.copier(table, read, write, sums, programs, stores, chosen))
+        launches.append(kernels.copier(table, read, write, sums, programs, refused, stores, chosen))
 
     def launch() -> None:
         for each in launches:
@@ -101,7 +103,9 @@ def copier(
     return launch
 
 
-def _cpu(found: Lines, sums: Tensor | None, stores: bool, chosen: Tensor | None) -> Launch:
+def _cpu(
+    found: Lines, sums: Tensor | None, refused: Tensor, stores: bool, chosen: Tensor | None
+) -> Launch:
     written = None if sums is None else sums.numpy()
     work = []
     for line, kind in zip(found.at.tolist(), found.kind.tolist(), strict=True):
@@ -117,6 +121,8 @@ def _cpu(found: Lines, sums: Tensor | None, stores: bool, chosen: Tensor | None)
         work.append((taken, put, None if kind > 0 else found.pairs[-1 - kind], number))
 
     def launch() -> None:
+        if refused:
+            return
         for taken, put, pair, number in work:
             if chosen is not None and not chosen[number]:
                 continue

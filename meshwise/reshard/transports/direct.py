@@ -1,8 +1,8 @@
 """Receivers read the senders' weights where they lie, by CUDA IPC: no staging, one pass.
 
-For processes whose GPUs reach each other's memory. Each stage:
+For processes whose GPUs reach each other's memory. A refit:
 
-    meet        all sources are final
+    meet        all sources are final (before the first stage)
     pull        a kernel a peer reads the peer's tiles and writes them in place, hashing what it
                 read; meanwhile every sender hashes what it holds, and copies what stays with it
     meet        all is read, all hashes are made
@@ -28,7 +28,7 @@ from torch import Tensor
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Buffer, Table
 from meshwise.reshard.transports.copies import Addresses, Launch, Lines, copier
-from meshwise.reshard.transports.job import Job, ends, in_place, num_bytes, straight
+from meshwise.reshard.transports.job import Job, by_sender, ends, in_place, num_bytes, straight
 from meshwise.reshard.transports.lanes import Lanes
 from meshwise.reshard.transports.peers import Meeting, Peers, Share, share
 from meshwise.reshard.transports.staged import PROGRAMS
@@ -43,14 +43,20 @@ _LINE = 2**20
 class Direct:
     """A job's pulls, ready to be launched. ``launch`` may be captured in a graph."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, cap_bytes: int) -> None:
         self.job = job
         self.lanes = Lanes(job.device)
+        self.refused = torch.zeros(1, dtype=torch.int32, device=job.device)
         self.peers = Peers()
         self.meeting = Meeting(job.ranks, self.peers, job.ranks.others)
         self.own = job.addresses()
         self.far = self._reached()
         self.stages = [_Stage(self, table) for table in job.stages]
+        if (most := max(job.ranks.gather(self.extra_bytes))) > cap_bytes:
+            raise ValueError(
+                f"cap_bytes = {cap_bytes}: tables and hashes need {most} bytes on some rank; give "
+                "as much"
+            )
 
     def _reached(self) -> Addresses:
         """Addresses of all buffers that this rank reads, its own and its peers'."""
@@ -88,6 +94,9 @@ class Direct:
         return self.meeting.value
 
     def launch(self) -> None:
+        """Nothing is touched if some rank came with a ``value`` other than 0."""
+        self.meeting.meet()
+        self.refused.copy_(self.total)
         for stage in self.stages:
             stage.launch()
 
@@ -107,9 +116,9 @@ class Direct:
             stage.last.copy_(stage.theirs)
             stage.fresh.fill_(not verified)
 
-    def delta_bytes(self) -> int:
-        """Bytes that this rank received in the last launch, with ``delta``."""
-        return sum(stage.delta_bytes() for stage in self.stages)
+    def delta_bytes(self) -> dict[int, int]:
+        """Bytes that this rank received in the last launch, with ``delta``, by sender."""
+        return by_sender((stage.ends, stage.changed.cpu().numpy() != 0) for stage in self.stages)
 
     def wrong_tiles(self) -> list[Table]:
         """Tiles that were written here and whose hashes differ, stage by stage."""
@@ -127,25 +136,31 @@ class _Stage:
     def __init__(self, direct: Direct, table: Table) -> None:
         job, self.direct = direct.job, direct
         self.ends = found = ends(table, job.ranks.rank)
-        device, verify, own = job.device, job.verify, direct.own
+        verify, own = job.verify, direct.own
+        self.full = verify == "full"
 
         def sums(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int64, device=device)
+            return torch.zeros(count, dtype=torch.int64, device=job.device)
 
         self.sent, self.received = sums(len(found.sends)), sums(len(found.receives))
-        self.theirs, self.last = sums(len(found.receives)), sums(len(found.receives))
-        self.kept = sums(len(found.local)), sums(len(found.local))
-        self.changed = torch.ones(len(found.receives), dtype=torch.int32, device=device)
-        self.fresh = torch.ones(1, dtype=torch.bool, device=device)  # the destination has nothing
-        self.full = verify == "full"
+        self.theirs = sums(len(found.receives))
+        kept = len(found.local) if self.full else 0
+        self.kept = sums(kept), sums(kept)
+        changing = len(found.receives) if job.delta else 0
+        self.last = sums(changing)
+        self.changed = torch.ones(changing, dtype=torch.int32, device=job.device)
+        self.fresh = torch.ones(1, dtype=torch.bool, device=job.device)  # nothing is there yet
         self.pulls = self._pulls()
         pulled = num_bytes(found.receives)
         hidden = num_bytes(found.local) <= BESIDE * pulled
-        within = straight(job, found.local, own, own)
-        self.local = copier(within, None, device, BESIDE_PROGRAMS if hidden else PROGRAMS)
+        make = partial(copier, refused=direct.refused)
+        self.local: Launch = make(
+            straight(job, found.local, own, own), None,
+            programs=BESIDE_PROGRAMS if hidden else PROGRAMS,
+        )  # fmt: skip
+        hashed = partial(make, programs=PROGRAMS, stores=False)
         beside = verify == "hash" and pulled and not job.delta
-        hashed = partial(copier, device=device, programs=PROGRAMS, stores=False)
-        self.look = partial(hashed, programs=BESIDE_PROGRAMS if beside else PROGRAMS)(
+        self.look: Launch = partial(hashed, programs=BESIDE_PROGRAMS if beside else PROGRAMS)(
             in_place(job, found.sends, own, "read"), self.sent
         )
         if self.full:
@@ -168,7 +183,7 @@ class _Stage:
         """For each peer, what to pull and then to read again, part by part. A peer's programs are
         its share of the bytes."""
         direct, found, job = self.direct, self.ends, self.direct.job
-        make = partial(copier, device=job.device)
+        make = partial(copier, refused=direct.refused)
         far = straight(job, found.receives, direct.far, direct.own)
         written = in_place(job, found.receives, direct.own, "write")
         total = max(1, num_bytes(found.receives))
@@ -200,7 +215,7 @@ class _Stage:
             address = direct.peers.address(Share(*shared)) + 8 * begins[str(ranks.rank)]
             lines += _plain(address, self.theirs[span].data_ptr(), 8 * (span.stop - span.start))
         at = np.array(lines, np.int64).reshape(-1, 7)
-        return copier(Lines(at, np.full(len(at), 8, np.int32), ()), None, ranks.device, 32)
+        return copier(Lines(at, np.full(len(at), 8, np.int32), ()), None, direct.refused, 32)
 
     def launch(self) -> None:
         lanes, meet, job = self.direct.lanes, self.direct.meeting.meet, self.direct.job
@@ -219,7 +234,6 @@ class _Stage:
             self.changed.copy_(torch.ne(self.theirs, self.last) | self.fresh)
         elif job.verify == "hash":
             aside.append(lanes.run("look", self.look, begin))
-        meet()
         self.pull()
         lanes.join(*aside)
         if self.full:
@@ -254,12 +268,9 @@ class _Stage:
                     ends.append(lanes.run(f"again {i}", again, ends[-1]))
         lanes.join(*ends)
 
-    def delta_bytes(self) -> int:
-        return int(tiles.nbytes(self.ends.receives)[self.changed.bool().cpu().numpy()].sum())
-
     def wrong_tiles(self) -> Table:
         wrong = torch.ne(self.theirs, self.received).nonzero()[:, 0].cpu().numpy()
-        kept = torch.ne(*self.kept).nonzero()[:, 0].cpu().numpy()
+        kept = torch.ne(*self.kept).nonzero()[:, 0].cpu().numpy()  # empty unless full
         return np.concatenate([self.ends.receives[wrong], self.ends.local[kept]])
 
 

@@ -1,5 +1,6 @@
 """What a transport carries out: the tiles that concern one rank, and where its buffers are."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -106,3 +107,13 @@ def written(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines:
 
 def num_bytes(table: Table) -> int:
     return int(tiles.nbytes(table).sum())
+
+
+def by_sender(stages: Iterable[tuple[Ends, npt.NDArray[np.bool_]]]) -> dict[int, int]:
+    """Bytes of those tiles that a rank received, by the rank that they came from."""
+    found: dict[int, int] = {}
+    for of, chosen in stages:
+        for peer, span in of.receive_spans.items():
+            size = tiles.nbytes(of.receives[span])[chosen[span]].sum()
+            found[peer] = found.get(peer, 0) + int(size)
+    return found

@@ -34,18 +34,20 @@ Word = int | torch.dtype  # bytes that are copied as they are, or what they mean
 @triton.jit
 def _mix(word, place):  # type: ignore[no-untyped-def]
     y = (word + place * _C) * _A
-    return (y ^ ((y >> 32) & 0xFFFFFFFF)) * _B
+    m = (y ^ ((y >> 32) & 0xFFFFFFFF)) * _B
+    return m ^ ((m >> 29) & 0x7FFFFFFFF)  # signed numbers: a logical shift is one with a mask
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tiles(  # type: ignore[no-untyped-def]
-    table, sums, chosen, count,
+    table, sums, chosen, refused, count,
     READ: tl.constexpr, WRITE: tl.constexpr, BITS: tl.constexpr, SIZES: tl.constexpr,
     STORES: tl.constexpr, SUMS: tl.constexpr, CHOOSES: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)[:, None]
     word = tl.arange(0, WORDS)[None, :]
+    count = tl.where(tl.load(refused) == 0, count, 0)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         line = table + tile * _COLUMNS
         read = tl.load(line).to(tl.pointer_type(READ))
@@ -79,17 +81,20 @@ def copier(
     write: Word,
     sums: Tensor | None,
     programs: int,
+    refused: Tensor,
     stores: bool = True,
     chosen: Tensor | None = None,
 ) -> Callable[[], object]:
     """A launch that copies the tiles of ``table`` [n, 7] and writes their hashes into ``sums``;
-    those of which ``chosen`` (int32, by the hash's number) is 1, where it is given."""
+    those of which ``chosen`` (int32, by the hash's number) is 1, where it is given; none, and
+    nothing is touched, if ``refused`` (int32) is not 0 by then."""
     sizes = tuple(word if isinstance(word, int) else word.itemsize for word in (read, write))
     count = len(table)
 
     def launch() -> None:
         _tiles[(min(count, programs),)](
-            table, table if sums is None else sums, table if chosen is None else chosen, count,
+            table, table if sums is None else sums, table if chosen is None else chosen,
+            refused, count,
             READ=_TYPES[read], WRITE=_TYPES[write], BITS=_BITS[sizes[1]], SIZES=sizes,
             STORES=stores, SUMS=sums is not None, CHOOSES=chosen is not None,
             ROWS=_ROWS, WORDS=_WORDS, num_warps=_WARPS,

@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Table
 from meshwise.reshard.transports.copies import Launch, copier, lines
-from meshwise.reshard.transports.job import Ends, Job, at, ends, in_place, straight
+from meshwise.reshard.transports.job import Ends, Job, at, by_sender, ends, in_place, straight
 from meshwise.reshard.transports.lanes import Lanes
 
 SLOTS = 2
@@ -45,9 +45,11 @@ class Slots(NamedTuple):
 
 class Carrier(Protocol):
     """How messages travel. Launches go to the current stream, or block on a CPU; ranks make them
-    together. ``programs``: of the kernels that pack, where the carrier needs multiprocessors."""
+    together. ``programs``: of the kernels that pack, where the carrier needs multiprocessors.
+    ``blocks``: the host waits in a launch, and knows its outcome."""
 
     programs: int
+    blocks: bool
 
     def slots(self, count: int, nbytes: int, regions: Mapping[int, int]) -> Slots:
         """``count`` slots for messages; ``regions``: where each peer's begin in a slot."""
@@ -72,8 +74,8 @@ class Staged:
         self.job, self.carrier = job, carrier
         self.lanes = Lanes(job.device, urgent=("pack", "taken"))
         self.own = job.addresses()
-        self.value, self.total = (
-            torch.zeros(1, dtype=torch.int32, device=job.device) for _ in range(2)
+        self.value, self.total, self.refused = (
+            torch.zeros(1, dtype=torch.int32, device=job.device) for _ in range(3)
         )
         each = cap_bytes // len(job.stages)  # they keep their slots side by side
         self.stages = [_Stage(self, table, each) for table in job.stages]
@@ -84,6 +86,11 @@ class Staged:
         return sum(stage.extra_bytes for stage in self.stages)
 
     def launch(self) -> None:
+        """Nothing is touched if some rank came with a ``value`` other than 0."""
+        self.verdict()
+        self.refused.copy_(self.total)
+        if self.carrier.blocks and self.refused:
+            return
         for stage in self.stages:
             stage.launch()
         self.verdict()
@@ -105,9 +112,9 @@ class Staged:
         for stage in self.stages:
             stage.settle(verified)
 
-    def delta_bytes(self) -> int:
-        """Bytes that this rank received in the last launch, with ``delta``."""
-        return sum(stage.delta_bytes() for stage in self.stages)
+    def delta_bytes(self) -> dict[int, int]:
+        """Bytes that this rank received in the last launch, with ``delta``, by sender."""
+        return by_sender((stage.ends, stage.changed[1]) for stage in self.stages)
 
     def wrong_tiles(self) -> list[Table]:
         return [stage.wrong_tiles() for stage in self.stages]
@@ -171,7 +178,11 @@ class _Stage:
             torch.zeros(len(side), dtype=torch.int64, device=job.device)
             for side in (found.sends, found.receives, found.receives)
         )
-        count = _num_steps(job, found, cap_bytes - self._tables_bytes)
+        kept = torch.zeros(
+            len(found.local) if job.verify == "full" else 0, dtype=torch.int64, device=job.device
+        )
+        self.kept = kept, torch.zeros_like(kept)
+        count = _num_steps(job, found, cap_bytes, self._tables_bytes)
         self.sides = (
             _side(found.sends, found.send_spans, count),
             _side(found.receives, found.receive_spans, count),
@@ -184,15 +195,14 @@ class _Stage:
         ]
         self.count = count
         self.changed = np.ones(len(found.sends), np.bool_), np.ones(len(found.receives), np.bool_)
-        self.last = torch.zeros_like(self.sent), torch.zeros_like(self.received)
+        self.last = torch.zeros_like(self.sent), torch.zeros_like(self.received)  # for ``delta``
         self.fresh = True  # the destination has nothing
         self.steps = self._steps()
-        whole = partial(copier, device=job.device, programs=PROGRAMS)
+        whole = partial(copier, refused=staged.refused, programs=PROGRAMS)
         own = staged.own
         self.local: Launch = whole(straight(job, found.local, own, own), None)
-        kept = torch.zeros(len(found.local), dtype=torch.int64, device=job.device)
-        self.kept = kept, torch.zeros_like(kept)
-        self.look = whole(in_place(job, found.sends, own, "read"), self.sent, stores=False)
+        if job.delta:
+            self.look = whole(in_place(job, found.sends, own, "read"), self.sent, stores=False)
         self.again: list[Launch] = []
         if job.verify == "full":
             self.again = [
@@ -213,8 +223,12 @@ class _Stage:
 
     @property
     def _tables_bytes(self) -> int:
-        lines_ = len(self.ends.sends) + len(self.ends.receives) + len(self.ends.local)
-        sums = len(self.sent) + 2 * len(self.received)
+        job, found = self.staged.job, self.ends
+        moved, full = len(found.sends) + len(found.receives), job.verify == "full"
+        lines_ = (1 + full) * moved + (1 + 2 * full) * len(found.local)
+        lines_ += len(found.sends) if job.delta else 0
+        sums = len(self.sent) + 2 * len(self.received) + 2 * len(self.kept[0])
+        sums += moved if job.delta else 0
         return 8 * (LINE_WORDS * lines_ + sums)
 
     def _steps(self) -> list[_Step]:
@@ -224,7 +238,7 @@ class _Stage:
         job, own, slot = self.staged.job, self.staged.own, number % SLOTS
         sends, receives = self.sides
         fused = job.verify == "hash"
-        work = partial(copier, device=job.device, programs=self.staged.carrier.programs)
+        work = partial(copier, refused=self.staged.refused, programs=self.staged.carrier.programs)
         out, places, send_spans = sends.step(number, self.changed[0])
         table = sends.table[out]
         pack = lines(
@@ -285,9 +299,6 @@ class _Stage:
             last.copy_(now)
         self.fresh = not verified
 
-    def delta_bytes(self) -> int:
-        return int(tiles.nbytes(self.ends.receives)[self.changed[1]].sum())
-
     def pack(self, number: int) -> None:
         self.steps[number].pack()
         if self.slots.packed:
@@ -299,16 +310,17 @@ class _Stage:
         return np.concatenate([self.ends.receives[wrong], self.ends.local[kept]])
 
 
-def _num_steps(job: Job, found: Ends, budget_bytes: int) -> int:
+def _num_steps(job: Job, found: Ends, cap_bytes: int, tables_bytes: int) -> int:
     """As many as the busiest rank needs, so that all agree; enough to overlap."""
-    slot_bytes = budget_bytes // (2 * SLOTS)
     peers = max(len(found.send_spans), len(found.receive_spans))
-    room = slot_bytes - peers * tiles.TILE
+    least = tables_bytes + 2 * SLOTS * (peers + 1) * tiles.TILE
+    room = (cap_bytes - tables_bytes) // (2 * SLOTS) - peers * tiles.TILE
     most = max(int(tiles.packed(side)[-1]) for side in (found.sends, found.receives))
-    needed = -(-most // room) if room > 0 else 0
-    told = job.ranks.gather([max(1, needed, min(STEPS, most // STEP_BYTES)), room])
-    if min(room for _, room in told) <= 0:
+    needed = -(-most // max(1, room))
+    told = job.ranks.gather([max(1, needed, min(STEPS, most // STEP_BYTES)), least])
+    if (least := max(each for _, each in told)) > cap_bytes:
         raise ValueError(
-            f"cap_bytes: too little for two slots each way and {tiles.TILE} bytes a peer; give more"
+            f"cap_bytes = {cap_bytes}: must be at least {least}, for tables and slots of a tile a "
+            "peer; give more"
         )
     return int(max(count for count, _ in told))
