@@ -313,7 +313,7 @@ class _Stage:
 def _num_steps(job: Job, found: Ends, cap_bytes: int, tables_bytes: int) -> int:
     """As many as the busiest rank needs, so that all agree; enough to overlap."""
     peers = max(len(found.send_spans), len(found.receive_spans))
-    least = tables_bytes + 2 * SLOTS * (peers + 1) * tiles.TILE
+    least = tables_bytes + 2 * SLOTS * (peers * tiles.TILE + tiles.TILE // 4)
     room = (cap_bytes - tables_bytes) // (2 * SLOTS) - peers * tiles.TILE
     most = max(int(tiles.packed(side)[-1]) for side in (found.sends, found.receives))
     needed = -(-most // max(1, room))
