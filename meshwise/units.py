@@ -4,6 +4,7 @@ GB = 1e9 bytes, GiB = 2**30 bytes. Times are seconds, sizes bytes, rates per sec
 variable that holds one says so in its name (``_s``, ``_bytes``, ``_flops``).
 """
 
+import math
 import re
 
 GiB = 2**30
@@ -15,21 +16,30 @@ _TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h":
 _TIME |= {"d": 86400.0, "days": 86400.0}
 
 
-def _scaled(text: str, scale: dict[str, float] | dict[str, int], what: str, example: str) -> float:
+def _scaled(text: str, scale: dict[str, float] | dict[str, int], said: str, example: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in scale:
-        raise ValueError(f"{what} {text!r} is not understood; write it like {example}")
-    return float(match[1]) * scale[match[2].lower()]
+        raise ValueError(f"{said} is not understood; write it like {example}")
+    found = float(match[1]) * scale[match[2].lower()]
+    if not math.isfinite(found):
+        raise ValueError(f"{said} is too large; write it like {example}")
+    return found
 
 
-def parse_bytes(text: str) -> int:
-    """``"64M"`` and ``"64MiB"`` are 2**26 (as in nccl-tests), ``"64MB"`` is 64e6."""
-    return int(_scaled(text, _SIZE, "size", "8, 64K, 1MiB or 2GB"))
+def _said(text: str, what: str, name: str) -> str:
+    return f"{name} = {text!r}:" if name else f"{what} {text!r}"
 
 
-def parse_seconds(text: str) -> float:
-    """``"120s"``, ``"2m"``, ``"0.5h"``, ``"250ms"`` or a bare number of seconds."""
-    return _scaled(text, _TIME, "time", "60s, 2m or 1h")
+def parse_bytes(text: str, name: str = "") -> int:
+    """``"64M"`` and ``"64MiB"`` are 2**26 (as in nccl-tests), ``"64MB"`` is 64e6. ``name``: of the
+    option, for what is refused."""
+    return int(_scaled(text, _SIZE, _said(text, "size", name), "8, 64K, 1MiB or 2GB"))
+
+
+def parse_seconds(text: str, name: str = "") -> float:
+    """``"120s"``, ``"2m"``, ``"0.5h"``, ``"250ms"`` or a bare number of seconds. ``name``: of the
+    option, for what is refused."""
+    return _scaled(text, _TIME, _said(text, "time", name), "60s, 2m or 1h")
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -75,10 +75,26 @@ class Sizes:
     "Accepted and of no effect: positions are rotary."
     micro_batch_size: int | None = None
     "Accepted and of no effect: nothing is trained."
+    group_query_attention: bool = False
+    "Accepted and of no effect: --num-query-groups says it."
+    transformer_impl: str | None = None
+    "Accepted and of no effect: nothing is computed."
+    normalization: str | None = None
+    "Accepted and of no effect: norms have a weight each."
+    position_embedding_type: str | None = None
+    "Accepted and of no effect: positions are rotary."
+    tokenizer_type: str | None = None
+    "Accepted and of no effect: --vocab-size says it."
+    num_workers: int | None = None
+    "Accepted and of no effect: no data is read."
+    distributed_timeout_minutes: int | None = None
+    "Accepted and of no effect: --timeout says it."
     bf16: bool = False
-    "Weights in bf16; Megatron's scenarios are fp32, others bf16."
+    "Weights in bf16; of --model the default. Megatron's scenarios are fp32, others bf16."
     fp16: bool = False
     "Weights in fp16."
+    fp32: bool = False
+    "Weights in fp32."
     swiglu: bool = False
     "Gated feed-forwards."
     untie_embeddings_and_output_weights: bool = False
@@ -102,8 +118,8 @@ class Manner:
     "Keep the old weights whole until the new ones are verified."
     delta: bool = False
     "Send only what changed."
-    changed: float = 0.02
-    "With --delta: the share of the weights that changes before each refit."
+    changed: float | None = None
+    "With --delta: the share of the weights that changes before each refit, by default 0.02."
     place: bool = False
     "Renumber the inference ranks so that the fewest bytes travel."
 
@@ -123,6 +139,8 @@ _INFER = {
     "ep": "rl_inference_expert_model_parallel_size",
     "etp": "rl_inference_expert_tensor_model_parallel_size",
 }
+CHANGED = 0.02  # as a step of reinforcement learning changes bf16 weights, or fewer
+_LARGEST = 2**24  # of a size or a degree
 
 AS_SCENARIO, AS_MODEL, USUAL = Degrees(), Sizes(), Manner()
 
@@ -190,48 +208,55 @@ def refit(
     """
     if list_:
         return _list(json)
-    if figure is not None and not dry_run:
-        raise ValueError(f"figure = {figure!r}: is drawn of a dry run; add --dry-run")
     step_s = _step_s(step_time)
     found = meshwise.refit(
         *scenario, **_model(sizes), **_layouts(degrees),
         mode=refit_mode, method=refit_method, cap=manner.cap, verify=manner.verify,
-        atomic=manner.atomic, changed=manner.changed if manner.delta else None,
+        atomic=manner.atomic, changed=_changed(manner),
         place=manner.place, check=check,
         warmup=num_benchmark_warmup, iterations=num_benchmark_iterations, rate=rate,
         cluster=cluster, nproc=size.ranks, timeout=timeout, runs=runs, output_dir=output_dir,
-        dry_run=dry_run,
+        dry_run=dry_run, figure=figure,
     )  # fmt: skip
     if isinstance(found, list):
-        return _forecasts(found, figure, json)
+        return _forecasts(found, step_s, json)
     return _results(found, step_s, json) if job.leads() else DONE
 
 
 def _step_s(text: str | None) -> float | None:
     from meshwise.units import parse_seconds
 
-    step_s = None if text is None else parse_seconds(text)
-    if step_s is not None and not step_s > 0:
+    step_s = None if text is None else parse_seconds(text, "step_time")
+    if step_s is not None and not 1e-9 <= step_s < 1e9:
         raise ValueError(f"step_time = {text!r}: must be some time, as 2s")
     return step_s
+
+
+def _changed(manner: Manner) -> float | None:
+    """The share that changes; None where all is sent."""
+    if manner.delta:
+        return CHANGED if manner.changed is None else manner.changed
+    if manner.changed is not None:
+        raise ValueError(f"changed = {manner.changed}: is of what --delta sends; add --delta")
+    return None
 
 
 def _given(options: object, names: dict[str, str]) -> dict[str, int]:
     found = {field: getattr(options, name) for field, name in names.items()}
     for field, value in found.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{names[field]} = {value}: must be >= 1")
+        if value is not None and not 1 <= value <= _LARGEST:
+            raise ValueError(f"{names[field]} = {value}: must be >= 1 and <= {_LARGEST}")
     return {field: value for field, value in found.items() if value is not None}
 
 
 def _model(sizes: Sizes) -> dict[str, Any]:
-    if sizes.bf16 and sizes.fp16:
-        raise ValueError("--bf16 and --fp16: give one of them")
+    dtypes = [dtype for dtype in ("bf16", "fp16", "fp32") if getattr(sizes, dtype)]
+    if len(dtypes) > 1:
+        raise ValueError(f"--{' and --'.join(dtypes)}: give one of them")
     given: dict[str, Any] = _given(sizes, _SIZES)
     if sizes.swiglu:
         given["gated"] = True
-    dtype = "bf16" if sizes.bf16 else "fp16" if sizes.fp16 else None
-    return {"model": sizes.model, "sizes": given, "dtype": dtype}
+    return {"model": sizes.model, "sizes": given, "dtype": dtypes[0] if dtypes else None}
 
 
 def _layouts(degrees: Degrees) -> dict[str, Any]:
@@ -263,18 +288,10 @@ def _list(json: bool) -> int:
     return DONE
 
 
-def _forecasts(found: "list[Forecast]", figure: str | None, json: bool) -> int:
+def _forecasts(found: "list[Forecast]", step_s: float | None, json: bool) -> int:
     from meshwise.pages import refit as page
 
-    if figure is not None and job.leads():
-        from meshwise.pages import refit_figure, svg
-
-        drawn = svg.standalone(refit_figure.figure(found[0]))
-        try:
-            Path(figure).write_text(drawn, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"figure = {figure!r}: cannot be written: {error.strerror}") from None
-    emit(found, page.forecasts(found), json)
+    emit(found, page.forecasts(found, step_s), json)
     return DONE
 
 

@@ -25,10 +25,14 @@ CLOSE = 1.05
 _MB = 2**20  # what Megatron's suite prints as MB
 BOUND_NAMES = ("ingress", "relayed", "hosts", "memory")  # egress binds only if nobody passes on
 
+PHASES = ("copy_within", "pack", "move", "unpack", "hash", "compare", "meet")  # as they follow
+
 LEGEND = (
-    "Time: median over the refits of the slowest rank. Extra memory: of the rank with most. > is "
-    "recommended: the fastest, within 5 % of it the one with the least extra memory.",
+    "Time: median over the refits of the slowest rank. Extra memory: of the rank with most. Moved: "
+    "between ranks, all together."
 )
+COPY = "After +: the second copy that keeps it atomic."
+BEST = "> is recommended: the fastest, within 5 % of it the one with the least extra memory."
 _WHY = {
     "ingress": "bytes into one rank",
     "relayed": "bytes that must leave their owners once",
@@ -63,10 +67,10 @@ def command(scenario: Scenario) -> str:
 def listing(scenarios: Sequence[tuple[Scenario, int, str]]) -> list[Table]:
     """Scenarios with the ranks they take and their number in the menu, by where they come from."""
     shown = []
-    for about, group in groupby(scenarios, key=lambda one: one[0].about):
+    for about in dict.fromkeys(one.about for one, _, _ in scenarios):
         rows = tuple(
             (
-                command(one),
+                one.name,
                 menu,
                 str(num_ranks),
                 one.mode,
@@ -74,22 +78,23 @@ def listing(scenarios: Sequence[tuple[Scenario, int, str]]) -> list[Table]:
                 f"{one.model.name} {one.dtype}",
                 size(num_parameters(one.model) * DTYPE_BYTES[one.dtype]),
             )
-            for one, num_ranks, menu in group
+            for one, num_ranks, menu in scenarios
+            if one.about == about
         )
-        columns = ("command", "menu", "GPUs", "mode", "layouts", "model", "weights")
+        columns = ("scenario", "menu", "GPUs", "mode", "layouts", "model", "weights")
         shown.append(Table(f"Scenarios: {about}", columns, rows, left=6))
     legend = (
-        "--scenario takes a menu number too: 8 is tp2-tp1 by nccl and nvshmem, 10 is 1 to 7. "
-        "--refit-mode all measures both modes, --refit-method all every way.",
+        "Run one: meshwise refit --scenario NAME, or a menu number: 8 is tp2-tp1 by nccl and "
+        "nvshmem, 10 is 1 to 7. --refit-mode all measures both modes, --refit-method all all ways.",
     )
     return [*shown[:-1], shown[-1]._replace(legend=legend)] if shown else []
 
 
-def forecasts(found: Sequence[Forecast]) -> list[Table]:
-    """The tables of a dry run."""
+def forecasts(found: Sequence[Forecast], step_s: float | None = None) -> list[Table]:
+    """The tables of a dry run; ``step_s``: of a training step."""
     tables = []
     for one in found:
-        tables += [_summary(one), _bounds(one)]
+        tables += [_summary(one, step_s), _bounds(one)]
         if one.loads:
             tables.append(_matrix(one))
     return tables
@@ -99,7 +104,7 @@ def label_of(op: Resharding) -> str:
     return f"{op.scenario or op.model.name}, {op.mode}"
 
 
-def _summary(one: Forecast) -> Table:
+def _summary(one: Forecast, step_s: float | None) -> Table:
     op = one.op
     busiest = f"busiest rank {size(one.max_in_bytes)} in, {size(one.max_out_bytes)} out"
     steps = f" in {one.num_stages} steps" if one.num_stages > 1 else ""
@@ -119,14 +124,31 @@ def _summary(one: Forecast) -> Table:
         ("predicted", f"{format_seconds(one.predicted_s)}, plan efficiency "
                       f"{100 * one.plan_efficiency:.0f} %"),
     ]  # fmt: skip
-    if one.placed_wire_bytes is not None:
+    if step_s:
+        share = _share(one.predicted_s / step_s)
+        rows.append(("of a step", f"{share} of {format_seconds(step_s)}, as predicted"))
+    if op.changed:
+        rows.append(
+            ("with --delta", "all above is of a whole refit; what changes is not known yet")
+        )
+    if op.placement:
+        rows.append(("placed", _placed(op)))
+    elif one.placed_wire_bytes is not None:
         saved = one.wire_bytes - one.placed_wire_bytes
         told = f"{size(one.placed_wire_bytes)} between ranks, {size(saved)} less"
         rows.append(("with --place", told if saved else "no less between ranks"))
     title = f"Dry run: {label_of(op)}, {one.num_ranks} ranks"
-    legend = f"Planned in {format_seconds(one.plan_took_s)}. Predicted: the plan's busiest link or "
-    legend += "memory; launches, packing and verification come on top. Nothing was moved."
+    legend = f"Planned in {format_seconds(one.plan_took_s)}, the same for every method. Predicted: "
+    legend += "the plan's busiest link or memory; launches, packing and verification come on top. "
+    legend += "Nothing was moved."
     return Table(title, ("", ""), tuple(rows), (legend,), left=2)
+
+
+def _placed(op: Resharding) -> str:
+    """``inference rank 1 on 2, 2 on 1``: those that change."""
+    moved = [f"{rank} on {other}" for rank, other in enumerate(op.placement) if other != rank]
+    more = f" and {len(moved) - 8} more, see op.placement of --json" if len(moved) > 8 else ""
+    return f"inference rank {', '.join(moved[:8])}{more}" if moved else "as numbered"
 
 
 def _bounds(one: Forecast) -> Table:
@@ -171,7 +193,8 @@ def figures_of(sample: Sample) -> dict[str, float | str]:
     if extra:
         found["extra_bytes"] = max(extra)
     bound_s, predicted_s = _number(sample, "bound_s"), _number(sample, "predicted_s")
-    if bound_s is not None and predicted_s is not None:
+    whole = _op(sample).changed is None  # of what changed nobody knows a bound before
+    if bound_s is not None and predicted_s is not None and whole:
         bounds = {name: _number(sample, f"bound_{name}_s") or 0.0 for name in BOUND_NAMES}
         found |= {"bound_s": bound_s, "binding": max(bounds, key=lambda name: bounds[name])}
         found["plan_efficiency"] = bound_s / predicted_s if predicted_s else 1.0
@@ -208,31 +231,55 @@ def _op(sample: Sample) -> Resharding:
     return sample.case.op
 
 
-def _scenario(sample: Sample) -> tuple[str, str]:
-    return _op(sample).scenario, _op(sample).model.name
+def _scenario(sample: Sample) -> tuple[str, str, str]:
+    return _op(sample).scenario, _op(sample).model.name, _manner(_op(sample))
 
 
 def _results(samples: Sequence[Sample], step_s: float | None) -> Table:
-    best = recommended(samples) if len(samples) > 1 else None
-    rows = []
-    for sample in samples:
-        head = (">" if sample is best else "", _op(sample).mode, _method(sample))
-        cells: tuple[str, ...] = (sample.status, ABSENT, ABSENT)
-        share = ABSENT
-        if sample.status == "ok":
-            middle_s, low_s, high_s = median_interval(sample.times_s)
-            extra = figures_of(sample).get("extra_bytes")
-            memory = ABSENT if extra is None else format_bytes(float(extra))
-            cells = format_seconds(middle_s), interval(low_s, high_s), memory
-            share = _share(middle_s / step_s) if step_s else ABSENT
-        ranks = str(sample.case.world_size)
-        rows.append((*head, ranks, *cells, *((share,) if step_s else ())))
-    columns = ("", "mode", "method", "ranks", "time", "interval", "extra memory")
-    columns = (*columns, *(("of a step",) if step_s else ()))
-    op = _op(samples[0])
-    legend = LEGEND if step_s is None else (*LEGEND, f"A step takes {format_seconds(step_s)}.")
+    best, op = recommended(samples) if len(samples) > 1 else None, _op(samples[0])
+    rows = tuple((">" if one is best else "", *_row(one, step_s)) for one in samples)
+    columns: tuple[str, ...] = ("", "mode", "method", "ranks", "time", "interval")
+    columns += ("extra memory", "moved", *(("of a step",) if step_s else ()))
+    legend = (LEGEND + (f" {COPY}" if op.atomic else ""), *((BEST,) if best else ()))
+    if step_s:
+        legend += (f"A step takes {format_seconds(step_s)}.",)
     title = f"Refit {op.scenario or 'custom'}: {op.model.name or 'custom'}, {op.source.dtype}"
-    return Table(title, columns, tuple(rows), legend, left=3)
+    return Table(title + _manner(op), columns, rows, legend, left=3)
+
+
+def _row(sample: Sample, step_s: float | None) -> tuple[str, ...]:
+    head = (_op(sample).mode, _method(sample), str(sample.case.world_size))
+    cells: tuple[str, ...] = (sample.status, *[ABSENT] * 3)
+    share = ABSENT
+    if sample.status == "ok":
+        middle_s, low_s, high_s = median_interval(sample.times_s)
+        received = _each(sample, "received_bytes")
+        moved = size(sum(received)) if received else ABSENT
+        cells = format_seconds(middle_s), interval(low_s, high_s), _extra(sample), moved
+        share = _share(middle_s / step_s) if step_s else ABSENT
+    return (*head, *cells, *((share,) if step_s else ()))
+
+
+def _extra(sample: Sample) -> str:
+    """``12.3 MiB``; with the second copy of an atomic refit ``12.3 + 307.2 MiB``."""
+    extra = figures_of(sample).get("extra_bytes")
+    if extra is None:
+        return ABSENT
+    copy = max(_each(sample, "destination_bytes"), default=0.0) if _op(sample).atomic else 0.0
+    if not 0 < copy <= float(extra):
+        return format_bytes(float(extra))
+    return f"{format_bytes(float(extra) - copy)} + {format_bytes(copy)}"
+
+
+def _manner(op: Resharding) -> str:
+    """What is not as usual, ``, verify full, placed``."""
+    chosen = {
+        f"verify {op.verify}": op.verify != "hash",
+        "atomic": op.atomic,
+        f"{_share(op.changed)} changed": op.changed is not None,
+        "placed": bool(op.placement),
+    }
+    return "".join(f", {word}" for word, said in chosen.items() if said)
 
 
 def _against(samples: Sequence[Sample]) -> list[Table]:
@@ -279,14 +326,13 @@ def _is_auto(sample: Sample) -> bool:
 
 def _phases(samples: Sequence[Sample]) -> list[Table]:
     """Where the time goes, as far as methods tell; of the slowest rank of each phase."""
-    names = list(
-        dict.fromkeys(
-            name.removeprefix("phase_").removesuffix("_s")
-            for sample in samples
-            for name in sample.metrics
-            if name.startswith("phase_")
-        )
-    )
+    found = {
+        name.removeprefix("phase_").removesuffix("_s")
+        for sample in samples
+        for name in sample.metrics
+        if name.startswith("phase_")
+    }
+    names = [*(name for name in PHASES if name in found), *sorted(found.difference(PHASES))]
     rows = []
     for sample in samples:
         times = [_number(sample, f"phase_{name}_s") for name in names]
@@ -296,7 +342,8 @@ def _phases(samples: Sequence[Sample]) -> list[Table]:
     if not rows:
         return []
     legend = "Each phase by itself, of the slowest rank; in a refit they overlap."
-    return [Table("Phases", ("mode", "method", *names), tuple(rows), (legend,), left=2)]
+    shown_names = (name.replace("_", " ") for name in names)
+    return [Table("Phases", ("mode", "method", *shown_names), tuple(rows), (legend,), left=2)]
 
 
 def _share(value: float | str | None) -> str:
@@ -315,9 +362,10 @@ def log_lines(sample: Sample) -> list[str]:
     op, times_ms = _op(sample), [time_s * 1e3 for time_s in sample.times_s]
     lines = [
         f"=== {label(sample.case)} ===",
-        f"Refit mode: {op.mode}, method: {sample.case.backend}, ranks: {sample.case.world_size}",
+        f"Refit mode: {op.mode}, method: {_method(sample)}, ranks: {sample.case.world_size}",
         f"Training: {arrangement(op.source)}",
         f"Inference: {arrangement(op.destination)}",
+        "MB are 2^20 bytes, as in Megatron's benchmark",
     ]
     for name, metric in (("Source", "source_bytes"), ("Destination", "destination_bytes")):
         held = _each(sample, metric)

@@ -3,9 +3,15 @@
 In: a ``Resharding`` and the rates of links and memory. Out: a ``Forecast``. The predicted time is
 that of the plan's busiest link, stage after stage, or of its busiest memory (``bounds.busiest_s``);
 launching, packing in staging and verifying come on top. The bounds are those of ``bounds.limits``.
+
+The least cap is 1 MiB a peer and the tables of the tiles, for each stage. Two slots each way and
+one tile of 64 KiB a peer, kept free in every slot, are 256 KiB a peer; with 1 MiB three quarters of
+a slot carry messages, with little more than 256 KiB nearly nothing, in steps without end. A tile is
+at least half full but for the last two of a box: 2 x bytes / 64 KiB + 2 x boxes tiles at most.
 """
 
 import time
+from collections.abc import Sequence
 from math import inf, prod
 from typing import NamedTuple
 
@@ -13,16 +19,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from meshwise.reshard import bounds, transfer
+from meshwise.reshard import bounds, tiles, transfer
 from meshwise.reshard.holdings import Holdings, buffers, holdings
 from meshwise.spec import DTYPE_BYTES, Cluster, Resharding
 from meshwise.spec.refit import Bound, Forecast
-from meshwise.units import format_rate, parse_bytes
+from meshwise.units import format_bytes, format_rate, parse_bytes
 
 Loads = npt.NDArray[np.int64]
 
 MATRIX_RANKS = 16
 PLACED_RANKS = 16  # up to so many, what --place would save is always worked out
+PEER_BYTES = 2**20  # of a cap, for each rank that a rank exchanges with
 
 
 class Links(NamedTuple):
@@ -56,10 +63,17 @@ def links(cluster: Cluster, rate: str | float | None = None) -> Links | None:
 
 
 def _parsed(rate: str | float) -> float:
-    found = rate if isinstance(rate, float | int) else parse_bytes(rate.removesuffix("/s"))
+    """Bytes a second; ValueError names the option."""
+    refused = ValueError(f"rate = {rate!r}: must be bytes a second, as 373GB/s")
+    try:
+        found = float(
+            rate if isinstance(rate, float | int) else parse_bytes(rate.removesuffix("/s"))
+        )
+    except (ValueError, OverflowError):
+        raise refused from None
     if not 0 < found < 1e300:
-        raise ValueError(f"rate = {rate!r}: must be bytes a second, as 373GB/s")
-    return float(found)
+        raise refused
+    return found
 
 
 def forecast(op: Resharding, num_ranks: int, given: Links, *, place: bool = False) -> Forecast:
@@ -69,6 +83,8 @@ def forecast(op: Resharding, num_ranks: int, given: Links, *, place: bool = Fals
     plan = _plan(source, destination, given)
     took_s = time.perf_counter() - started
     loads = [_whole(stage, num_ranks) for stage in transfer.loads(plan)]
+    need = _need(op, plan, loads)
+    _check_cap(op, need)
     total = np.sum(loads, axis=0)
     wire = total - np.diag(np.diag(total))
     into, out = wire.sum(0), wire.sum(1)
@@ -87,7 +103,7 @@ def forecast(op: Resharding, num_ranks: int, given: Links, *, place: bool = Fals
         num_slices=sum(not named.move.is_local for stage in plan.stages for named in stage),
         num_messages=sum(int(np.count_nonzero(stage - np.diag(np.diag(stage)))) for stage in loads),
         num_stages=len(plan.stages),
-        staging_bytes=min(op.cap_bytes, int((into + out).max())),
+        staging_bytes=min(op.cap_bytes, need.most_bytes),
         atomic_bytes=received if op.atomic else 0,
         bounds=_bounds(limits, given.rates),
         bound_s=limits.time_s,
@@ -105,6 +121,16 @@ def sides(op: Resharding) -> tuple[Holdings, Holdings]:
     if op.placement:
         destination = transfer.renumbered(destination, op.placement)
     return holdings(op.model, op.source), destination
+
+
+def known(op: Resharding, num_ranks: int, given: Links | None) -> dict[str, float]:
+    """What a sample tells of its plan, and of time where rates are known; ValueError where the
+    model cannot be laid out so, or not be moved under the cap."""
+    if given is not None:
+        return metrics(forecast(op, num_ranks, given))
+    plan = transfer.plan(*sides(op))
+    _check_cap(op, _need(op, plan, transfer.loads(plan)))
+    return {}
 
 
 def placement(op: Resharding) -> tuple[int, ...]:
@@ -125,6 +151,47 @@ def metrics(found: Forecast) -> dict[str, float]:
         **of_bounds,
         **({} if rate is None else {"rate_bytes_per_s": rate}),
     }
+
+
+class _Need(NamedTuple):
+    """Extra memory of the rank that takes most: the least that will do, for how many ``peers``,
+    and what it takes if the cap allows it."""
+
+    least_bytes: int
+    most_bytes: int
+    peers: int
+
+
+def _need(op: Resharding, plan: transfer.Transfer, loads: Sequence[Loads]) -> _Need:
+    least = most = peers = 0
+    for stage, load in zip(plan.stages, loads, strict=True):
+        wire = load - np.diag(np.diag(load))
+        ends = np.array([named.move[:2] for named in stage], np.int64).reshape(-1, 2)
+        boxes = sum(np.bincount(end, minlength=len(load)) for end in ends.T)
+        held = load.sum(0) + wire.sum(1)
+        tables = _tile_bytes(op) * 2 * (held // tiles.TILE + 1 + boxes)
+        each = np.maximum(np.count_nonzero(wire, 0), np.count_nonzero(wire, 1))
+        peers = max(peers, int(each.max()))
+        least = max(least, int((each * PEER_BYTES + tables).max()))
+        most += int((wire.sum(0) + wire.sum(1) + tables + 4 * tiles.TILE * each).max())
+    return _Need(least * len(plan.stages), most, peers)
+
+
+def _tile_bytes(op: Resharding) -> int:
+    """At most, of a tile's tables: lines of 7 words, to be copied and perhaps hashed again (before
+    with delta, at both ends with full), 3 hashes; 2 words that its message is padded by."""
+    lines = 3 if op.verify == "full" else 1 if op.changed is None else 2
+    return 8 * (7 * lines + 5)
+
+
+def _check_cap(op: Resharding, need: _Need) -> None:
+    least = -(-need.least_bytes // 2**20)
+    if op.cap_bytes < least * 2**20:
+        raise ValueError(
+            f"cap = {format_bytes(op.cap_bytes)}: must be at least {least}MiB for "
+            f"{op.scenario or 'this'}: 1MiB for each of up to {need.peers} peers of a rank, and "
+            "the tables of what it moves"
+        )
 
 
 def _plan(source: Holdings, destination: Holdings, given: Links) -> transfer.Transfer:

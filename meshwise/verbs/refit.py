@@ -16,9 +16,11 @@ import msgspec
 
 from meshwise import store
 from meshwise.models import catalogue
+from meshwise.models.decoder import num_parameters
 from meshwise.pages import refit as page
+from meshwise.pages import refit_figure, svg
 from meshwise.probe.cases import refit as cases
-from meshwise.spec import Case, Cluster, Resharding, Sample
+from meshwise.spec import DTYPE_BYTES, Case, Cluster, Resharding, Sample
 from meshwise.spec.label import label
 from meshwise.spec.op import Dtype
 from meshwise.spec.refit import Forecast, Mode, Order, Scenario, Verify
@@ -28,6 +30,8 @@ from meshwise.verbs.detect import detect
 
 log = logging.getLogger("meshwise")
 
+MOST_RANKS = 4096  # that a plan takes a minute for, not hours
+MOST_BYTES = 2**50  # of a cap, and of a model
 LAPTOP = "h200-hgx"  # of a dry run, where no cluster is named or cluster.toml has no links
 
 
@@ -56,41 +60,50 @@ def refit(
     runs: Path | str = "runs",
     output_dir: Path | str | None = None,
     dry_run: bool = False,
+    figure: Path | str | None = None,
 ) -> Path | list[Forecast]:
     """Measure into a run directory whose path is returned; with ``dry_run`` only say what would
     move: a ``Forecast`` for each scenario and mode, without torch.
 
     ``scenario``: names, or numbers of the menu; without one ``train`` and ``infer`` give the
     degrees (tp, pp, ep, etp, fsdp, replicas) of a small GPT or of ``model`` (a name of the
-    catalogue or a Hugging Face config.json), whose ``sizes`` may be changed. ``mode``: collocated,
+    catalogue or a Hugging Face config.json), whose ``sizes`` may be changed. ``dtype``: of the
+    weights, by default the scenario's, of a ``model`` bf16. ``mode``: collocated,
     non-collocated or all; the scenario's own by default. ``method``: nccl, nvshmem, gloo, ipc, auto
     or all. ``cap``: extra memory of a rank. ``changed``: send only what changed, and change that
     share of the weights before each refit. ``place``: let destination ranks be renumbered so that
     the fewest bytes travel. ``check``: compare every destination element once, untimed. ``rate``:
     of the links, for the bounds. ``nproc``: ranks, as many as needed by default. A log like that of
     Megatron's suite goes to ``output_dir``/logs (OUTPUT_DIR, else benchmark_results) as RUN_ID.
+    ``figure``: the SVG file that a dry run draws its first transfer into.
     """
     _check_choices(dtype, mode, method, verify, orders)
-    if changed is not None and not 0 < changed <= 1:
-        raise ValueError(f"changed = {changed}: must be a share, > 0 and <= 1")
+    _check_delta(changed, verify, atomic)
+    if figure is not None and not dry_run:
+        raise ValueError(f"figure = {str(figure)!r}: is drawn of a dry run; add --dry-run")
     timing = _timing(warmup, iterations, check, timeout)
     changes = {
         "model": None if model is None else catalogue.find(model),
-        "sizes": sizes, "train": train, "infer": infer, "dtype": dtype,
+        "sizes": sizes, "train": train, "infer": infer,
+        "dtype": dtype or (None if model is None else "bf16"),
     }  # fmt: skip
     choices = {
-        "cap_bytes": parse_bytes(str(cap)), "verify": verify, "atomic": atomic, "changed": changed,
+        "cap_bytes": _cap_bytes(cap), "verify": verify, "atomic": atomic, "changed": changed,
     }  # fmt: skip
     asked = [
         _Asked(one, methods, each, orders, choices)  # type: ignore[arg-type]
         for one, methods in _scenarios(scenario, changes)
         for each in (get_args(Mode) if mode == "all" else (mode or one.mode,))
     ]
+    _check_sizes(asked, nproc, figure)
     if dry_run:
-        return _forecasts(asked, cluster, nproc, rate, place)
+        found = _forecasts(asked, cluster, nproc, rate, place)
+        if figure is not None and job.leads():
+            _draw(found[0], figure)
+        return found
     machine = _machine(cluster, nproc)
-    todo = _cases(asked, method, machine, nproc, place)
-    return _measure_all(todo, machine, forecast.links(machine, rate), timing, runs, output_dir)
+    todo = _cases(asked, method, machine, nproc, place, forecast.links(machine, rate))
+    return _measure_all(todo, machine, timing, runs, output_dir)
 
 
 class _Asked(NamedTuple):
@@ -120,10 +133,11 @@ class _Asked(NamedTuple):
 
 
 class _Todo(NamedTuple):
-    """``reason``: why it cannot be measured here."""
+    """``reason``: why it cannot be measured here. ``metrics``: known before it is."""
 
     case: Case
-    reason: str = ""
+    reason: str
+    metrics: dict[str, float]
 
 
 class _Timing(NamedTuple):
@@ -148,12 +162,55 @@ def _check_choices(dtype: Any, mode: Any, method: Any, verify: Any, orders: Any)
             raise ValueError(f"{name} = {value!r}: must be one of {said}")
 
 
+def _check_delta(changed: float | None, verify: str, atomic: bool) -> None:
+    if changed is None:
+        return
+    if not 0 < changed <= 1:
+        raise ValueError(f"changed = {changed}: must be a share, > 0 and <= 1")
+    if verify == "off":
+        raise ValueError("verify = 'off': --delta finds changes by hashes; use hash or full")
+    if atomic:
+        raise ValueError("atomic = True: does not go with --delta; give one of them")
+
+
+def _check_sizes(asked: "Sequence[_Asked]", nproc: int | None, figure: Path | str | None) -> None:
+    """Before anything is planned: too many would take for ever, or cannot be drawn."""
+    for number, one in enumerate(asked):
+        size = nproc or one.num_ranks
+        model = one.scenario.model
+        if num_parameters(model) * DTYPE_BYTES[one.scenario.dtype] > MOST_BYTES:
+            raise ValueError(f"model = {model.name or 'custom'}: must be at most 1024 TiB")
+        if size > MOST_RANKS:
+            said = f"nproc = {nproc}" if nproc else f"{one.scenario.name} {one.mode}: {size} ranks"
+            raise ValueError(f"{said}: must be at most {MOST_RANKS} ranks")
+        if figure is not None and number == 0 and size > refit_figure.MOST_RANKS:
+            raise ValueError(
+                f"figure = {str(figure)!r}: draws at most {refit_figure.MOST_RANKS} ranks, and "
+                f"here are {size}; leave it out"
+            )
+
+
+def _cap_bytes(cap: str | int) -> int:
+    found = parse_bytes(str(cap), "cap")
+    if not 0 < found <= MOST_BYTES:
+        raise ValueError(f"cap = {cap!r}: must be some memory, as 512MiB")
+    return found
+
+
+def _draw(found: Forecast, figure: Path | str) -> None:
+    drawn = svg.standalone(refit_figure.figure(found))
+    try:
+        Path(figure).write_text(drawn, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"figure = {str(figure)!r}: cannot be written: {error.strerror}") from None
+
+
 def _timing(warmup: int, iterations: int, check: bool, timeout: str | float) -> _Timing:
     numbers = ("num_benchmark_warmup", warmup, 0), ("num_benchmark_iterations", iterations, 1)
     for name, number, least in numbers:
         if number < least:
             raise ValueError(f"{name} = {number}: must be >= {least}")
-    timeout_s = parse_seconds(str(timeout))
+    timeout_s = parse_seconds(str(timeout), "timeout")
     if not 0 < timeout_s < 1e9:
         raise ValueError(f"timeout = {timeout!r}: must be some time, as 30s")
     return _Timing(warmup, iterations, check, timeout_s)
@@ -192,6 +249,8 @@ def _forecasts(
         raise ValueError(
             f"cluster = {str(cluster)!r}: names no rate of its links; give --rate 373GB/s"
         )
+    if given is None and Path(cluster).exists():
+        log.info("%s names no rate of its links, so for this dry run:", cluster)
     given = given or forecast.links(files.take(LAPTOP, Cluster), rate)
     assert given is not None
     sizes = [(one, nproc or one.num_ranks) for one in asked]
@@ -206,10 +265,16 @@ def _machine(cluster: Path | str, nproc: int | None) -> Cluster:
 
 
 def _cases(
-    asked: Sequence[_Asked], method: str, machine: Cluster, nproc: int | None, place: bool
+    asked: Sequence[_Asked],
+    method: str,
+    machine: Cluster,
+    nproc: int | None,
+    place: bool,
+    given: forecast.Links | None,
 ) -> list[_Todo]:
     """One for each scenario, mode and method; ranks that are too few, or a method without its
-    device, are a reason and not an error, since the others can be measured."""
+    device, are a reason and not an error, since the others can be measured. All are laid out and
+    those with ranks enough are planned here, so that no run begins with what cannot be."""
     found = []
     limit = machine.num_devices if nproc is None else job.world_size(nproc, machine, default=nproc)
     if not job.starts():
@@ -219,11 +284,14 @@ def _cases(
         size = one.num_ranks if too_few or nproc is None else nproc
         op = one.op(size, place=place)
         lacks = f"needs {size} ranks, and here are {limit}" if too_few else ""
+        if too_few:
+            forecast.sides(op)  # refuses what cannot be laid out
+        known = {} if too_few else forecast.known(op, size, given)
         for each in cases.methods(method, machine.device.kind, one.methods):
             no_gpu = machine.device.kind == "cpu" and each not in ("auto", "gloo")
             reason = f"{each} needs GPUs" if no_gpu else lacks
             case = Case(op=op, regime="blocking", backend=each, world_size=size)
-            found.append(_Todo(case, reason))
+            found.append(_Todo(case, reason, known))
     if not job.starts() and len({todo.case.backend for todo in found}) > 1:
         raise ValueError(
             f"method = {method!r}: a process keeps its back end, and these ranks are a launcher's; "
@@ -235,7 +303,6 @@ def _cases(
 def _measure_all(
     todo: Sequence[_Todo],
     machine: Cluster,
-    given: forecast.Links | None,
     timing: _Timing,
     runs: Path | str,
     output_dir: Path | str | None,
@@ -248,10 +315,11 @@ def _measure_all(
     text = _log_path(output_dir)
     if leads:
         _write(text, [f"run directory: {run_dir}"])
-        log.info("%d cases, into %s and %s", len(todo), run_dir, text)
+        count = f"{len(todo)} case{'s' * (len(todo) > 1)}"
+        log.info("%s, into %s and %s", count, run_dir, text)
     with job.recorded(run_dir, f"what was measured is in {run_dir}"):
         for one in todo:
-            _measure(one, run_dir, given, timing)
+            _measure(one, run_dir, timing)
             if leads:
                 sample = files.load(run_dir)[1][-1]
                 _write(text, page.log_lines(sample))
@@ -261,25 +329,23 @@ def _measure_all(
     return run_dir
 
 
-def _measure(todo: _Todo, run_dir: Path, given: forecast.Links | None, timing: _Timing) -> None:
+def _measure(todo: _Todo, run_dir: Path, timing: _Timing) -> None:
     """One sample. A rank that dies or hangs ends this case and not the others, if we started it."""
     from meshwise import launch
 
-    case, op = todo.case, todo.case.op
+    case = todo.case
     if todo.reason:
         _append(run_dir, case, "skipped", todo.reason)
         return
     from meshwise.probe.refit import RefitRequest
 
-    assert isinstance(op, Resharding)
-    known = {} if given is None else forecast.metrics(forecast.forecast(op, case.world_size, given))
     request = RefitRequest(
         case=case,
         run_dir=str(run_dir),
         warmup=timing.warmup,
         iterations=timing.iterations,
         compare=timing.check,
-        metrics=known,
+        metrics=todo.metrics,
     )
     try:
         launch.run(

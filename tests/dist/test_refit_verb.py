@@ -234,6 +234,18 @@ def test_the_verb_measures_what_can_be_and_says_why_the_rest_cannot(monkeypatch)
     assert "Mean refit time:" in log and "Not measured: skipped: needs 3 ranks" in log
 
 
+def test_the_least_cap_is_enough_and_a_forecast_of_memory_holds():
+    machine(2)
+    for cap in ("512MiB", "2MiB"):
+        (told,) = meshwise.refit("tp2-tp1", sizes=SMALL, cap=cap, dry_run=True)
+        run_dir = meshwise.refit("tp2-tp1", sizes=SMALL, cap=cap, iterations=1, warmup=0)
+        _, (sample,), _ = store.load(run_dir)
+        assert sample.status == "ok"
+        assert max(sample.metrics["extra_bytes"]) <= told.staging_bytes
+    with pytest.raises(ValueError, match=r"cap = 1\.0 MiB: must be at least 2MiB for tp2-tp1"):
+        meshwise.refit("tp2-tp1", sizes=SMALL, cap="1MiB")
+
+
 def test_the_command_prints_lines_and_a_table_or_json_alone(capsys):
     machine(2)
     command = f"refit --scenario 3 {FLAGS} --num-benchmark-iterations 2 --step-time 2s --place"

@@ -8,6 +8,7 @@ import sys
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from meshwise import store
@@ -15,6 +16,7 @@ from meshwise.cli import app
 from meshwise.pages import refit as page
 from meshwise.pages import refit_figure, samples, show, svg
 from meshwise.probe.cases import refit as cases
+from meshwise.reshard import bounds
 from meshwise.spec import Case, Resharding, RunInfo, Sample
 from meshwise.verbs import forecast
 from tests import sample_records as known
@@ -71,6 +73,7 @@ def test_the_log_has_both_wordings_of_megatrons_suite():
     )
     text = "\n".join(page.log_lines(one))
     for line in (
+        "MB are 2^20 bytes, as in Megatron's benchmark",
         "Source model size on rank 0: 2.00 MB",
         "Destination model size on rank 0: 0.00 MB",
         "Destination model size on rank 1: 3.00 MB",
@@ -129,7 +132,53 @@ def test_phases_and_the_method_that_auto_chose_are_shown():
     one = sample("auto", 0.01, reason="auto chose ipc", metrics={"phase_pack_s": 0.004})
     results, phases = page.tables([one])
     assert column(results, "method") == ["auto (ipc)"]
+    assert "Refit mode: collocated, method: auto (ipc), ranks: 4" in page.log_lines(one)
     assert column(phases, "pack") == ["4.00 ms"]
+
+
+def test_phases_are_in_the_order_of_a_refit_whatever_the_method():
+    direct = ("copy_within", "move", "hash", "compare", "meet")
+    staged = ("copy_within", "pack", "move", "unpack", "meet", "compare")
+    found = [
+        sample(method, 0.01, metrics={f"phase_{name}_s": 0.002 for name in names})
+        for method, names in (("ipc", direct), ("nvshmem", staged))
+    ]
+    _, phases = page.tables(found)
+    assert phases.columns == (
+        "mode", "method", "copy within", "pack", "move", "unpack", "hash", "compare", "meet",
+    )  # fmt: skip
+    assert phases.rows[0][3:] == ("–", "2.00 ms", "–", *["2.00 ms"] * 3)
+    assert phases.rows[1][6] == "–" and "overlap" in phases.legend[0]
+
+
+def test_with_delta_bytes_are_of_what_changed_and_no_bound_is_compared():
+    one = sample("gloo", 0.01, metrics={"bound_s": 0.01, "predicted_s": 0.01})
+    op = msgspec.structs.replace(one.case.op, changed=0.02)
+    metrics = one.metrics | {"received_bytes": (2e6, 3e6)}
+    case_ = msgspec.structs.replace(one.case, op=op)
+    (table,) = page.tables([msgspec.structs.replace(one, case=case_, metrics=metrics)])
+    assert table.title.endswith("fp32, 2 % changed")
+    assert column(table, "moved") == ["5.00 MB"]
+    assert len(page.tables([one])) == 2
+
+
+def test_what_is_not_as_usual_is_in_the_title_and_apart():
+    usual = sample("gloo", 0.01)
+    metrics = {"extra_bytes": (5.0 * 2**20, 2.0**20), "destination_bytes": (2.0**22, 0.0)}
+    op = msgspec.structs.replace(usual.case.op, atomic=True, verify="full", placement=(0, 2, 1, 3))
+    case_ = msgspec.structs.replace(usual.case, op=op)
+    other = msgspec.structs.replace(usual, case=case_, metrics=metrics)
+    first, second = page.tables([usual, other])
+    assert first.title == "Refit tp2-tp4: gpt-4x1024, fp32"
+    assert second.title == f"{first.title}, verify full, atomic, placed"
+    assert column(second, "extra memory") == ["1.0 MiB + 4.0 MiB"]
+    assert "second copy" in second.legend[0] and "second copy" not in first.legend[0]
+
+
+def test_only_a_table_with_a_mark_explains_it():
+    one, two = sample("gloo", 0.01), sample("nccl", 0.02)
+    assert "recommended" not in " ".join(page.tables([one])[0].legend)
+    assert "recommended" in " ".join(page.tables([one, two])[0].legend)
 
 
 def test_a_run_is_shown_reported_and_told_as_json(tmp_path):
@@ -174,6 +223,47 @@ def test_renumbered_ranks_of_tp2_to_tp4_need_no_wire(dry):
     assert summary["with --place"] == "0.00 B between ranks, 8.03 GB less"
 
 
+def test_a_dry_run_tells_the_share_of_a_step_and_what_it_does_not_know(dry):
+    assert (
+        dict(page.forecasts([dry], 2.0)[0].rows)["of a step"] == "0.538 % of 2.00 s, as predicted"
+    )
+    op = msgspec.structs.replace(dry.op, changed=0.02)
+    rows = dict(page.forecasts([msgspec.structs.replace(dry, op=op)])[0].rows)
+    assert "of a whole refit" in rows["with --delta"] and "of a step" not in rows
+
+
+def test_a_placed_dry_run_shows_the_permutation(capsys):
+    flags = "--scenario tp2-tp4 --num-layers 1 --place --dry-run"
+    assert call("refit", *flags.split()) == 0
+    assert re.search(r"placed +inference rank 1 on 2, 2 on 1\n", capsys.readouterr().out)
+    assert call("refit", *flags.split(), "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["op"]["placement"] == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [("", "fp32"), ("--model gpt-30m", "bf16"), ("--model gpt-30m --fp32", "fp32")],
+)
+def test_weights_of_a_model_are_bf16_unless_told(flags, dtype, capsys):
+    copied = (
+        "--tensor-model-parallel-size 2 --group-query-attention --transformer-impl local "
+        "--normalization RMSNorm --position-embedding-type rope --tokenizer-type NullTokenizer "
+        "--num-workers 4 --distributed-timeout-minutes 60"
+    )
+    assert call("refit", *copied.split(), *flags.split(), "--dry-run", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["op"]["source"].get("dtype", "bf16") == dtype
+
+
+def test_a_cluster_without_rates_is_said_before_another_is_taken(caplog):
+    store.write("cluster.toml", known.CPUS)
+    with caplog.at_level("INFO", "meshwise"):
+        assert call("refit", "--scenario", "tp2-tp1", "--num-layers", "1", "--dry-run") == 0
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "using ./cluster.toml" and "names no rate of its links" in said[1]
+    assert said[2] == "using the cluster h200-hgx that comes with Meshwise"
+
+
 def test_a_dry_run_says_what_binds_at_which_rate(dry):
     summary, bounds, matrix = page.forecasts([dry])
     assert dict(summary.rows)["bound"] == "10.8 ms, ingress"
@@ -187,6 +277,17 @@ def test_the_figure_is_a_picture_of_the_links(dry):
     root = xml.fromstring(svg.standalone(refit_figure.figure(dry)))
     text = " ".join(root.itertext())
     assert "rank 3" in text and "training" in text and "2.01 GB" in text
+    assert "pale: stays on its rank" in text
+
+
+@pytest.mark.parametrize(("num_ranks", "labels"), [(8, 8), (9, 0)])
+def test_lines_are_labelled_up_to_8_ranks(dry, num_ranks, labels):
+    ring = [[0] * num_ranks for _ in range(num_ranks)]
+    for rank in range(num_ranks):
+        ring[rank][(rank + 1) % num_ranks] = 77_000_000
+    one = msgspec.structs.replace(dry, num_ranks=num_ranks, loads=tuple(map(tuple, ring)))
+    root = xml.fromstring(svg.standalone(refit_figure.figure(one)))
+    assert [text.strip() for text in root.itertext()].count("77.0 MB") == labels
 
 
 def test_the_figure_of_too_many_ranks_is_refused():
@@ -216,7 +317,9 @@ def test_between_hosts_the_network_binds():
 def test_list_names_scenarios_with_gpus_and_command(capsys):
     assert call("refit", "--list") == 0
     out = capsys.readouterr().out
-    assert re.search(r"meshwise refit --scenario tp2-tp1-apart +2 +3 +non-collocated", out)
+    assert re.search(r"\ntp2-tp1-apart +2 +3 +non-collocated", out)
+    assert out.count("Scenarios: Megatron's suite\n") == 1
+    assert out.count("meshwise refit --scenario") == 1
     assert call("refit", "--list", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert {"gpus", "command", "scenario", "menu"} <= listed[0].keys()
@@ -258,14 +361,29 @@ print(found[0]["wire_bytes"], found[0]["op"]["model"]["layers"], found[0]["op"][
         ("", "nothing to refit: give --scenario"),
         ("--scenario tp2tp4", "did you mean tp2-tp4"),
         ("--scenario tp2-tp4 --figure x.svg", "add --dry-run"),
-        ("--scenario tp2-tp4 --step-time never", "time 'never' is not understood"),
+        ("--scenario tp2-tp4 --step-time never", "step_time = 'never': is not under"),
+        ("--scenario tp2-tp4 --step-time 1e400s", "step_time = '1e400s': is too large"),
+        ("--scenario tp2-tp4 --timeout soon", "timeout = 'soon': is not understood"),
         ("--scenario tp2-tp4 --bf16 --fp16", "--bf16 and --fp16: give one"),
         ("--scenario tp2-tp4 --num-layers 0 --dry-run", "num_layers = 0: must be >= 1"),
-        ("--scenario tp2-tp4 --rate fast --dry-run", "size 'fast' is not understood"),
+        ("--scenario tp2-tp4 --rate fast --dry-run", "rate = 'fast': must be bytes a second"),
+        ("--scenario tp2-tp4 --rate 1e400GB/s --dry-run", "rate = '1e400GB/s': must be bytes"),
+        ("--scenario tp2-tp4 --cap 1e400", "cap = '1e400': is too large"),
+        ("--scenario tp2-tp4 --cap=-1", "cap = '-1': is not understood"),
+        ("--scenario tp2-tp4 --cap 1e30", "cap = '1e30': must be some memory"),
+        ("--scenario tp2-tp4 --cap 1KiB --dry-run", "cap = 1.0 KiB: must be at least 3MiB"),
+        ("--scenario tp2-tp4 --delta --verify off --dry-run", "verify = 'off': --delta finds"),
+        ("--scenario tp2-tp4 --delta --atomic", "atomic = True: does not go with --delta"),
+        ("--scenario tp2-tp1 --ffn-hidden-size 63 --dry-run", "tp = 2: must divide the model's"),
+        ("--scenario tp2-tp1 --nproc 5000 --dry-run", "nproc = 5000: must be at most 4096 ranks"),
+        ("--scenario tp2-tp1 --hidden-size 100000000", "hidden_size = 100000000: must be >= 1 and"),
+        ("--scenario tp2-tp1 --hidden-size 16777216 --dry-run", "must be at most 1024 TiB"),
         ("--scenario tp2-tp4 --nproc 6 --dry-run", "nproc = 6: must be a multiple of 2"),
         ("--scenario tp2-tp4 --num-benchmark-iterations 0", "must be >= 1"),
         ("--scenario tp2-tp4 --timeout 0s", "timeout = '0s': must be some time"),
         ("--scenario tp2-tp4 --delta --changed 2", "changed = 2.0: must be a share"),
+        ("--scenario tp2-tp4 --changed 0.5", "changed = 0.5: is of what --delta sends; add"),
+        ("--scenario tp2-tp4 --fp32 --fp16", "--fp16 and --fp32: give one"),
         ("--scenario tp2-tp4 --cluster none.toml --dry-run", "none.toml does not exist"),
         ("--tensor-model-parallel-size 3 --dry-run", "must divide the model's heads = 8"),
         ("--refit-method mpi", "--refit-method"),
@@ -277,6 +395,71 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert out == ""
     assert message in err.strip().splitlines()[-1] and "Traceback" not in err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "arguments", "message"),
+    [
+        (1, "--ffn-hidden-size 63", "tp = 2: must divide the model's ffn = 63"),
+        (2, "--ffn-hidden-size 63", "tp = 2: must divide the model's ffn = 63"),
+        (2, "--cap 1KiB", "cap = 1.0 KiB: must be at least 2MiB for tp2-tp1"),
+    ],
+)
+def test_what_cannot_be_moved_begins_no_run(num_devices, arguments, message, capsys):
+    """Whether rates are known or not; a layout that cannot be, with too few ranks too."""
+    tier = msgspec.structs.replace(known.CPUS.tiers[0], num_devices=num_devices)
+    for rate in (None, 1e9):
+        tiers = (msgspec.structs.replace(tier, bytes_per_s=rate),)
+        machine = msgspec.structs.replace(
+            known.CPUS, num_hosts=1, num_devices_per_host=num_devices, tiers=tiers
+        )
+        store.write("cluster.toml", machine)
+        flags = f"--num-layers 1 --hidden-size 64 --vocab-size 250 {arguments}"
+        assert call("refit", "--scenario", "tp2-tp1", *flags.split()) == 2
+        assert message in capsys.readouterr().err
+        assert not Path("runs").exists()
+
+
+def test_a_figure_of_too_many_ranks_is_refused_before_anything_is_planned(monkeypatch, capsys):
+    monkeypatch.setattr(forecast, "forecast", None)
+    flags = "--scenario kimi-k2 --dry-run --figure k.svg"
+    assert call("refit", *flags.split()) == 2
+    assert "figure = 'k.svg': draws at most 16 ranks, and here are 64" in capsys.readouterr().err
+
+
+def test_a_dry_run_draws_its_first_transfer(capsys):
+    flags = "--scenario tp2-tp1 --scenario kimi-k2 --num-layers 1 --dry-run --figure"
+    assert call("refit", *flags.split(), "k.svg") == 0
+    assert "tp2-tp1, collocated" in Path("k.svg").read_text(encoding="utf-8")
+    assert call("refit", "--scenario", "tp2-tp1", "--dry-run", "--figure", "no/k.svg") == 2
+    assert "figure = 'no/k.svg': cannot be written" in capsys.readouterr().err
+
+
+def test_the_least_cap_grows_with_peers_and_steps():
+    def least(name: str, given=None, **options) -> int:
+        one = case("nccl", cases.SCENARIOS[name].mode, name)
+        op = msgspec.structs.replace(one.op, cap_bytes=1, **options)
+        with pytest.raises(ValueError, match="must be at least") as error:
+            forecast.known(op, one.world_size, given)
+        return int(re.search(r"at least (\d+)MiB", str(error.value))[1])
+
+    # a peer; tiles half full of 614 MB that come in or stay and 307 MB that go: 28 k of 96 bytes
+    assert least("tp2-tp1") == 1 + 3
+    assert least("tp2-tp1", verify="full") == 1 + 6  # three lines of 7 words for one
+    # the second host's replicas pass on to all 7 others, in the second of two steps
+    of_hosts = forecast.Links(bounds.Rates("two hosts", 373e9, 400e9), 8)
+    assert least("dp8-dp8", of_hosts) >= 2 * 7 > least("dp8-dp8")
+
+
+def test_a_small_transfer_takes_what_it_moves_and_no_cap(dry):
+    one = case("gloo", name="tp2-tp1")
+    links = forecast.Links(bounds.Rates("all", 1e9), 8)
+    small = msgspec.structs.replace(one.op, model=cases.resized(one.op.model, vocab=512))
+    found = forecast.forecast(small, 2, links)
+    # 4 layers of 12 x 1024^2 and two tables, fp32: half of all comes from the other rank
+    moved = 2 * 4 * (4 * 12 * 1024**2 + 2 * 512 * 1024) // 2
+    assert moved < found.staging_bytes < 1.01 * moved
+    assert dry.staging_bytes == dry.op.cap_bytes
 
 
 def test_a_cluster_of_cpus_has_no_links_to_plan_with():

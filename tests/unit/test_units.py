@@ -51,6 +51,20 @@ def test_nonsense_is_one_line_with_an_example(parse, text: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["1e400", "1e308d", "1e308TiB"])
+@pytest.mark.parametrize("parse", [units.parse_bytes, units.parse_seconds])
+def test_what_is_not_finite_is_refused(parse, text: str) -> None:
+    with pytest.raises(ValueError, match="write it like"):
+        parse(text)
+
+
+def test_the_option_is_named_where_it_has_a_name() -> None:
+    with pytest.raises(ValueError, match=r"^cap = 'big': is not understood; write it like 8"):
+        units.parse_bytes("big", "cap")
+    with pytest.raises(ValueError, match=r"^timeout = '1e400s': is too large; write it like 60s"):
+        units.parse_seconds("1e400s", "timeout")
+
+
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
     [

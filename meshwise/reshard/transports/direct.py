@@ -103,7 +103,7 @@ class Direct:
     def parts(self) -> Iterator[tuple[str, Launch]]:
         """A refit in pieces, to be timed each by itself; all ranks have the same."""
         for stage in self.stages:
-            yield "copy within", stage.local
+            yield "copy_within", stage.local
             if stage.travels:
                 yield "move", stage.pull
                 yield "hash", stage.look

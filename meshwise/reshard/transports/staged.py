@@ -98,7 +98,7 @@ class Staged:
     def parts(self) -> Iterator[tuple[str, Launch]]:
         """A refit in pieces, to be timed each by itself; all ranks have the same."""
         for stage in self.stages:
-            yield "copy within", stage.local
+            yield "copy_within", stage.local
             for number, step in enumerate(stage.steps):
                 yield "pack", partial(stage.pack, number)
                 yield "move", step.move
