@@ -74,7 +74,7 @@ class _Part(NamedTuple):
     tensor: int
     want: _Want
     box: Box
-    needer: int  # which of the want's
+    needer: int  # which needer of its want
     size: int
 
 

@@ -497,7 +497,7 @@ def test_a_rank_is_in_one_group():
 def test_all_that_does_not_fit_is_told_at_once():
     source = whole(4, [0], "layers.0.q.weight") | whole(4, [0], "b") | whole(4, [0], "c")
     destination = (
-        whole(4, [1], "layers.0.q.weigth")
+        whole(4, [1], "layers.0.q.weights")
         | whole(4, [1], "b", dtype="fp32")
         | whole(5, [1], "c")
         | whole(4, [1], "d", dtype="int4")
@@ -507,7 +507,7 @@ def test_all_that_does_not_fit_is_told_at_once():
         plan(source, destination)
     text = str(told.value)
     assert "\n" not in text and "4 tensors do not fit" in text
-    assert "'layers.0.q.weight'" in text and "layers.0.q.weigth: the source has none" in text
+    assert "'layers.0.q.weight'" in text and "layers.0.q.weights: the source has none" in text
     assert "b: dtype bf16 in the source, fp32 in the destination; allow it by convert=True" in text
     assert "c: shape (4, 1024) in the source, (5, 1024) in the destination" in text
     assert "d: dtype 'int4'" in text
@@ -525,8 +525,8 @@ def test_tensors_may_be_selected_and_what_is_not_used_is_said():
     assert plan(source, destination).unused == ("value_head",)
     made = plan(source, destination, only=["*lora*"])
     assert made.names == ("a.lora_a",) and made.unused == ()
-    with pytest.raises(ValueError, match=r"only = 'a.wieght': matches no tensor.*'a.weight'"):
-        plan(source, destination, only=["a.wieght"])
+    with pytest.raises(ValueError, match=r"only = 'a.weights': matches no tensor.*'a.weight'"):
+        plan(source, destination, only=["a.weights"])
     with pytest.raises(ValueError, match="must be a list of patterns"):
         plan(source, destination, only="a.*")
 
