@@ -6,6 +6,7 @@ processes that serve many calls, because starting them costs seconds; an error i
 all and is raised here with its traceback.
 """
 
+import gc
 import importlib.util
 import itertools
 import json
@@ -142,6 +143,7 @@ def _serve(pipe):
         except Exception:
             reply = {"error": traceback.format_exc()}
         pipe.send_bytes(json.dumps(reply).encode())
+        gc.collect()  # groups that a test left open have threads that wake up all the time
 
 
 def _load(file):
