@@ -23,8 +23,10 @@ CALL_S = 240.0
 TIMEOUT_S = 10.0  # of collectives
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gloo_ranks():
+    """Ranks that a module's tests share. Not longer: the groups of their meshes stay until they
+    end, and each has threads that wake up all the time."""
     started = _GlooRanks()
     yield started
     for n in list(started.jobs):

@@ -225,7 +225,7 @@ def test_a_rank_that_nobody_started_is_named(tmp_path: Path) -> None:
 
 def test_a_rank_that_stopped_with_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As srun starts them: the store is in rank 0."""
-    monkeypatch.setattr(ranks, "_GRACE_S", 0.2)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.2)
     code = (
         "import torch.distributed as dist; "
         "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
