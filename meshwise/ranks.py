@@ -5,7 +5,7 @@ cuda:nccl" on GPUs, else gloo) and a gloo group for agreement, ``control``. Two 
 (``arrive``, a barrier on the store, ten minutes: compiling and loading may take long) and steady
 state (every collective, 30 s). On either, the error names the ranks that had not arrived and the
 case each was in: every rank keeps its progress in the store, and one that is behind is missing.
-``join_at`` makes one ``Ranks`` of jobs that were launched apart, a trainer and a server say.
+``jobs.join_at`` makes one ``Ranks`` of jobs that were launched apart, a trainer and a server say.
 """
 
 import contextlib

@@ -28,9 +28,10 @@ from meshwise.reshard import holdings, live, tiles, transfer
 from meshwise.reshard.holdings import Holdings
 from meshwise.reshard.tiles import Buffer
 from meshwise.reshard.transports import carriers, peers
-from meshwise.reshard.transports.copies import DTYPES, Launch, copier
+from meshwise.reshard.transports.copies import DTYPES, copier
 from meshwise.reshard.transports.direct import Direct
 from meshwise.reshard.transports.job import Job, written
+from meshwise.reshard.transports.lanes import Launch
 from meshwise.reshard.transports.staged import PROGRAMS, Staged
 from meshwise.spec import Plan
 
@@ -53,7 +54,8 @@ class Moved(NamedTuple):
 
 
 class RefitError(RuntimeError):
-    """Some rank's destination is not whole: its version is None, or with ``atomic`` the old one."""
+    """Some rank refused, and nothing was written; or some rank's destination is not whole. Its
+    version says which: as it was, or None (``atomic``: as it was)."""
 
 
 class Refit:
@@ -128,7 +130,7 @@ class Refit:
         self.graph: torch.cuda.CUDAGraph | None = None
         pinned = ranks.device.type == "cuda"
         self.flag, self.verdict = (
-            torch.zeros(1, dtype=torch.int32, pin_memory=pinned) for _ in "12"
+            torch.zeros(1, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
         )
 
     def __call__(self) -> Moved:
@@ -246,8 +248,7 @@ class Refit:
             for tile in table
         ]
         names = list(dict.fromkeys(found))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"{', '.join(names[:3])}{more} arrived other than sent" if names else ""
+        return f"{_few(names)} arrived other than sent" if names else ""
 
     def _told(self, error: Exception) -> Exception:
         """The error of a lost rank, with what this one lacks."""
@@ -259,10 +260,11 @@ class Refit:
         table = np.concatenate(self.job.stages)
         mine = (table["destination"] == self.ranks.rank) & np.isin(table["source"], lost)
         names = [self.transfer.names[i] for i in np.unique(table["tensor"][mine])]
-        if not names:
-            return error
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return type(error)(f"{error}; not whole here: {', '.join(names[:3])}{more}")
+        return type(error)(f"{error}; not whole here: {_few(names)}") if names else error
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _loads(job: Job) -> tuple[int, int, int]:

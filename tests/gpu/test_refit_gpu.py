@@ -32,10 +32,8 @@ def cluster(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def go():
-    global GO
-    GO = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+def refused(by_anyone: bool = False):
+    return torch.full((1,), int(by_anyone), dtype=torch.int32, device=DEVICE)
 
 
 def lines(source, destination, read_step: int, write_step: int, rows: int, width: int, kind: int):
@@ -60,7 +58,7 @@ def test_a_strided_copy_moves_every_byte_and_no_other_and_hashes_it(word, progra
     destination = torch.full((2 * rows, write_step), 7, dtype=torch.uint8, device=DEVICE)
     sums = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     found = lines(source, destination, read_step, write_step, rows, width, word)
-    copier(found, sums, GO, programs)()
+    copier(found, sums, refused(), programs)()
     assert torch.equal(destination[:, :width], source[:, :width])
     assert (destination[:, width:] == 7).all()
     for i in range(2):  # against numpy; hashes are numbered backwards here
@@ -75,7 +73,7 @@ def test_a_conversion_rounds_as_torch_does(after):
     source[0, :3] = torch.tensor([float("inf"), -0.0, 1e-40])
     destination = torch.zeros(26, 300, dtype=after, device=DEVICE)
     found = lines(source, destination, 1200, 600, 13, 600, -1)
-    copier(found, None, GO, 8)()
+    copier(found, None, refused(), 8)()
     assert torch.equal(destination.view(torch.int16), source.to(after).view(torch.int16))
 
 
@@ -83,7 +81,7 @@ def test_tiles_that_are_not_chosen_stay():
     source, destination = torch.ones(26, 64, device=DEVICE), torch.zeros(26, 64, device=DEVICE)
     chosen = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)  # by number of the hash
     found = lines(source, destination, 256, 256, 13, 256, 8)
-    copier(found, None, GO, 8, chosen=chosen)()
+    copier(found, None, refused(), 8, chosen=chosen)()
     assert destination[:13].eq(1).all() and destination[13:].eq(0).all()
 
 
@@ -160,5 +158,5 @@ def test_a_rank_that_stops_is_named_and_the_survivor_goes_on(method, tmp_path):
 def test_a_refused_copy_touches_nothing():
     source, destination = torch.ones(26, 64, device=DEVICE), torch.zeros(26, 64, device=DEVICE)
     found = lines(source, destination, 256, 256, 13, 256, 8)
-    copier(found, None, torch.ones(1, dtype=torch.int32, device=DEVICE), 8)()
+    copier(found, None, refused(True), 8)()
     assert destination.eq(0).all()

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from meshwise import nccl
 from meshwise.ranks import Ranks
-from meshwise.reshard.transports.copies import Launch
+from meshwise.reshard.transports.lanes import Launch
 from meshwise.reshard.transports.peers import Meeting, Peers
 from meshwise.reshard.transports.staged import PROGRAMS, Slots, Spans
 
 _made = itertools.count()
-_CONNECTIONS = 4  # of gloo, each with a socket and a thread: one alone does not fill the links
+_CONNECTIONS = 4  # of gloo, each with a socket and a thread; 8 were slower between two GPUs
 
 
 def _memory(count: int, nbytes: int, device: torch.device) -> list[Tensor]:

@@ -5,7 +5,7 @@ it goes to the current stream, one kernel for each kind of word.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Table
+from meshwise.reshard.transports.lanes import Launch
 
 Addresses = npt.NDArray[np.int64]
-Launch = Callable[[], object]
 Pair = tuple[torch.dtype, torch.dtype]
 
 DTYPES = {

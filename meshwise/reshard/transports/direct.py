@@ -27,9 +27,9 @@ from torch import Tensor
 
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Buffer, Table
-from meshwise.reshard.transports.copies import Addresses, Launch, Lines, copier
+from meshwise.reshard.transports.copies import Addresses, Lines, copier
 from meshwise.reshard.transports.job import Job, by_sender, ends, in_place, num_bytes, straight
-from meshwise.reshard.transports.lanes import Lanes
+from meshwise.reshard.transports.lanes import Lanes, Launch
 from meshwise.reshard.transports.peers import Meeting, Peers, Share, share
 from meshwise.reshard.transports.staged import PROGRAMS
 

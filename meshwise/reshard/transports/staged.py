@@ -1,7 +1,7 @@
 """Tiles packed into messages, moved, and unpacked: three lanes, two slots each, under a byte cap.
 
 Each stage is a number of steps; in each, every pair of ranks that exchange anything moves an equal
-part of what it moves in all (``tiles.steps``). Packing hashes what it packs and unpacking what it
+part of what it moves in all (``tiles.parts``). Packing hashes what it packs and unpacking what it
 unpacks, in the same pass; at the end every receiver gets the senders' hashes and compares. A
 carrier moves the messages: NCCL, gloo, or symmetric memory that the receiver pulls.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Table
-from meshwise.reshard.transports.copies import Launch, copier, lines
+from meshwise.reshard.transports.copies import copier, lines
 from meshwise.reshard.transports.job import Ends, Job, at, by_sender, ends, in_place, straight
-from meshwise.reshard.transports.lanes import Lanes
+from meshwise.reshard.transports.lanes import Lanes, Launch
 
 SLOTS = 2
 STEPS, STEP_BYTES = 8, 2**24  # if there is as much, at least so many steps, to overlap
@@ -30,7 +30,7 @@ Spans = Mapping[int, slice]  # bytes of a slot, by peer
 
 
 class Slots(NamedTuple):
-    """Two pieces of memory to pack messages into, and what to do with them.
+    """Memory to pack messages into, one piece or two, and what to do with it.
 
     ``exchange(slot, sends, into, receives)``: sends parts of a slot, receives into parts of a
     buffer. ``packed(slot)`` is called when a slot is packed, ``taken`` waits until peers have what
