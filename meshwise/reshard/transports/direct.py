@@ -18,7 +18,7 @@ runs (365 against 337 GB/s), but lost once copies within the ranks ran beside it
 benchmarks/2026-11-21-refit-2xh200.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -35,9 +35,10 @@ from meshwise.reshard.transports.staged import PROGRAMS
 
 PULL_PROGRAMS = 132  # of all peers together: they fill the links, one a multiprocessor of an H100
 BESIDE_PROGRAMS = 64  # of each kernel beside the pulls, which must find room at once
+AGAIN_PROGRAMS = 132  # of what is read again, part by part
 BESIDE = 3  # times the bytes that are pulled can be copied beside them by so few
-PARTS = 4  # of the pulls, so that what came can be read again while the rest comes
-_LINE = 2**20
+PARTS = 8  # of the pulls, so that what came can be read again while the rest comes
+_LINE = 2**13
 
 
 class Direct:
@@ -142,10 +143,11 @@ class _Stage:
         def sums(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int64, device=job.device)
 
-        self.sent, self.received = sums(len(found.sends)), sums(len(found.receives))
-        self.theirs = sums(len(found.receives))
         kept = len(found.local) if self.full else 0
-        self.kept = sums(kept), sums(kept)
+        self.looked = sums(len(found.sends) + kept)
+        self.sent, self.received = self.looked[: len(found.sends)], sums(len(found.receives))
+        self.theirs = sums(len(found.receives))
+        self.kept = self.looked[len(found.sends) :], sums(kept)
         changing = len(found.receives) if job.delta else 0
         self.last = sums(changing)
         self.changed = torch.ones(changing, dtype=torch.int32, device=job.device)
@@ -160,12 +162,13 @@ class _Stage:
         )  # fmt: skip
         hashed = partial(make, programs=PROGRAMS, stores=False)
         beside = verify == "hash" and pulled and not job.delta
-        self.look: Launch = partial(hashed, programs=BESIDE_PROGRAMS if beside else PROGRAMS)(
-            in_place(job, found.sends, own, "read"), self.sent
-        )
+        sources = np.concatenate([found.sends, found.local]) if self.full else found.sends
+        self.look = _once(
+            in_place(job, sources, own, "read"), self.looked,
+            partial(hashed, programs=BESIDE_PROGRAMS if beside else PROGRAMS),
+        )  # fmt: skip
         if self.full:
-            read, written = (in_place(job, found.local, own, end) for end in ("read", "write"))
-            self.look_kept = hashed(read, self.kept[0])
+            written = in_place(job, found.local, own, "write")
             self.kept_again = hashed(written, self.kept[1], programs=PULL_PROGRAMS)
         self.fetch = self._fetch()
         self.travels = any(job.ranks.gather(bool(found.send_spans)))
@@ -176,8 +179,8 @@ class _Stage:
         lines = (
             len(found.sends) + (1 + full) * len(found.receives) + (1 + 2 * full) * len(found.local)
         )
-        sums = (self.sent, self.received, self.theirs, self.last, *self.kept, self.changed)
-        return 7 * 8 * lines + sum(tensor.nbytes for tensor in sums)
+        sums = self.looked, self.received, self.theirs, self.last, self.kept[1], self.changed
+        return 7 * 8 * lines + 3 * self.looked.nbytes + sum(tensor.nbytes for tensor in sums)
 
     def _pulls(self) -> list[list[tuple[Launch, Launch | None]]]:
         """For each peer, what to pull and then to read again, part by part. A peer's programs are
@@ -197,7 +200,7 @@ class _Stage:
             for part in parts:
                 at = slice(span.start + part.start, span.start + part.stop)
                 pull = make(_some(far, at), fused, programs=programs, chosen=chosen)
-                again = partial(make, programs=BESIDE_PROGRAMS, stores=False)
+                again = partial(make, programs=AGAIN_PROGRAMS, stores=False)
                 of_peer.append(
                     (pull, again(_some(written, at), self.received) if self.full else None)
                 )
@@ -215,7 +218,8 @@ class _Stage:
             address = direct.peers.address(Share(*shared)) + 8 * begins[str(ranks.rank)]
             lines += _plain(address, self.theirs[span].data_ptr(), 8 * (span.stop - span.start))
         at = np.array(lines, np.int64).reshape(-1, 7)
-        return copier(Lines(at, np.full(len(at), 8, np.int32), ()), None, direct.refused, 32)
+        every = Lines(at, np.full(len(at), 8, np.int32), ())
+        return copier(every, None, direct.refused, PULL_PROGRAMS)
 
     def launch(self) -> None:
         lanes, meet, job = self.direct.lanes, self.direct.meeting.meet, self.direct.job
@@ -224,7 +228,7 @@ class _Stage:
         if not self.travels:
             lanes.join(*aside)
             if self.full:
-                self.look_kept()
+                self.look()
             self._judge()
             return
         if job.delta:
@@ -238,7 +242,6 @@ class _Stage:
         lanes.join(*aside)
         if self.full:
             self.look()
-            self.look_kept()
         meet()
         if job.verify == "off":
             return
@@ -272,6 +275,25 @@ class _Stage:
         wrong = torch.ne(self.theirs, self.received).nonzero()[:, 0].cpu().numpy()
         kept = torch.ne(*self.kept).nonzero()[:, 0].cpu().numpy()  # empty unless full
         return np.concatenate([self.ends.receives[wrong], self.ends.local[kept]])
+
+
+def _once(lines: Lines, sums: Tensor, hashed: Callable[[Lines, Tensor], Launch]) -> Launch:
+    """Hashes what several lines read, sent to several ranks or also kept, only once."""
+    places = np.column_stack([lines.at[:, [0, 2, 4, 5]], lines.kind])
+    _, first, which = np.unique(places, axis=0, return_index=True, return_inverse=True)
+    if len(first) == len(places):
+        return hashed(lines, sums)
+    at = lines.at[first]
+    at[:, 6] = np.arange(len(at))
+    each = sums.new_zeros(len(at))
+    index = torch.from_numpy(which.reshape(-1)).to(sums.device)
+    look = hashed(Lines(at, lines.kind[first], lines.pairs), each)
+
+    def launch() -> None:
+        look()
+        torch.index_select(each, 0, index, out=sums)
+
+    return launch
 
 
 def _some(lines: Lines, at: slice) -> Lines:
