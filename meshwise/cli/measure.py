@@ -358,7 +358,15 @@ def health(
     return _measure("health", _given(quick=quick), sweep, size, reports)
 
 
-@app.command(name="import", sort_key=7)
+app.command(
+    "meshwise.cli.ring:ring",
+    name="ring",
+    sort_key=7,
+    help="Ring and dilated attention over rings of GPUs: time, scaling, memory, bytes.",
+)
+
+
+@app.command(name="import", sort_key=8)
 def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: Json = False) -> int:
     """Turn logs of nccl-tests, PARAM, NCCL and Primus into run directories.
 

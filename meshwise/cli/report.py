@@ -1,5 +1,9 @@
 """``meshwise report``."""
 
+from typing import Annotated
+
+from cyclopts import Parameter
+
 from meshwise.cli.options import Json, Runs
 from meshwise.cli.output import DONE, emit
 
@@ -10,9 +14,13 @@ def report(
     costs: str = "costs.json",
     plan: str = "plan.json",
     out: str = "report.html",
+    scaling: Annotated[str | None, Parameter(name=("--scaling", "--results-dir"))] = None,
+    output_dir: str | None = None,
     json: Json = False,
 ) -> int:
     """Write one self-contained page of what was measured, priced, planned and run.
+
+    With --scaling instead: how ring attention scales, as pictures, a text and a page.
 
     Parameters
     ----------
@@ -25,7 +33,15 @@ def report(
         The plan to show, with the runs of its model on its cluster.
     out
         The file to write.
+    scaling
+        The folder of a scaling benchmark, `measure ring`'s --output_dir.
+    output_dir
+        With --scaling: where to write; by default the same folder.
     """
+    if scaling is not None:
+        return _scaling(scaling, output_dir, json)
+    if output_dir is not None:
+        raise ValueError(f"output_dir = {output_dir!r}: is of --scaling; otherwise give --out")
     from meshwise.pages import tables
     from meshwise.verbs.report import gather, write
 
@@ -34,4 +50,20 @@ def report(
     emit({"path": str(path), "results": contents.results}, tables.steps(contents.results), json)
     if not json:
         print(path)
+    return DONE
+
+
+def _scaling(results_dir: str, output_dir: str | None, json: bool) -> int:
+    from meshwise.pages import scaling_report
+    from meshwise.pages.scaling import read
+    from meshwise.verbs.report import write_scaling
+
+    found = read(results_dir)
+    paths = list(map(str, write_scaling(found, output_dir or results_dir)))
+    said = scaling_report.conclusions(found)
+    rows = [row._asdict() for row in found.rows]
+    document = {"paths": paths, "conclusions": said, "rows": rows}
+    emit(document, scaling_report.tables(found), json)
+    if not json:
+        print("\n".join([*(f"- {line}" for line in said), *paths]))
     return DONE

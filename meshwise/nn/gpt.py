@@ -7,6 +7,9 @@ x + mlp(norm(x)); learned positions, biases everywhere but in the tied head, GEL
 The rows of the fused qkv weight are ordered [heads, 3, head_dim], so that a split of them by tp
 leaves whole heads, each with its q, k and v, and ``SelfAttention`` runs unchanged on its share.
 
+A sequence may be shared by several ranks, each with some of its tokens: ``attend`` says how heads
+attend, ``GPT.at`` where this rank's tokens stand.
+
 Parameters: layers*(12*hidden^2 + 13*hidden) for ffn = 4*hidden, + vocab*hidden
 + max_seq_len*hidden + 2*hidden.
 """
@@ -24,23 +27,29 @@ INIT_STD = 0.02
 
 Part = Callable[[Tensor], Tensor]
 Run = Callable[[Part, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[b,s,heads,head_dim] each, and so is what comes out."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 class SelfAttention(nn.Module):
-    """Causal attention of all heads that ``qkv`` yields, between its two projections."""
+    """Attention of all heads that ``qkv`` yields, between its two projections."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, attend: Attend = causal) -> None:
         super().__init__()
         self.head_dim = model.head_dim
+        self.heads = attend
         self.qkv = nn.Linear(model.hidden, 3 * model.hidden)
         self.out = nn.Linear(model.hidden, model.hidden)
 
     def attend(self, qkv: Tensor) -> Tensor:
         """[b,s,heads*3*head_dim] -> [b,s,heads*head_dim]"""
         qkv = qkv.unflatten(-1, (-1, 3, self.head_dim))  # [b, s, heads, 3, head_dim]
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-2))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return attended.transpose(1, 2).flatten(-2)
+        return self.heads(*qkv.unbind(-2)).flatten(-2)
 
 
 class MLP(nn.Module):
@@ -66,10 +75,10 @@ class Layer(nn.Module):
     whole: Run = staticmethod(call)
     part: Run = staticmethod(call)
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, attend: Attend = causal) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(model.hidden)
-        self.attention = SelfAttention(model)
+        self.attention = SelfAttention(model, attend)
         self.norm2 = nn.LayerNorm(model.hidden)
         self.mlp = MLP(model)
 
@@ -85,14 +94,21 @@ class Layer(nn.Module):
 
 
 class Positions(nn.Module):
-    """Adds a learned vector to every position: x[b,s,hidden] -> [b,s,hidden]."""
+    """Adds a learned vector to every position: x[b,s,hidden] -> [b,s,hidden].
+
+    ``at`` [s]: the positions; by default the first s.
+    """
+
+    at: Tensor | None = None
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.max_seq_len, model.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[: x.shape[1]]
+        if self.at is None:
+            return x + self.weight[: x.shape[1]]
+        return x + F.embedding(self.at, self.weight)
 
 
 class Head(nn.Module):
@@ -112,17 +128,20 @@ class GPT(nn.Module):
     they are the first and the head if they are the last.
 
     Build it under ``torch.device("meta")`` and call ``init_weights`` later. Parameters are named
-    as in the whole model, but a head without the embedding has a copy of its weight.
+    as in the whole model, but a head without the embedding has a copy of its weight. ``attend``:
+    q, k, v -> out, each [b,s,heads,head_dim], in every layer; by default causal and of one rank.
     """
 
-    def __init__(self, model: Model, layers: range | None = None) -> None:
+    def __init__(
+        self, model: Model, layers: range | None = None, *, attend: Attend = causal
+    ) -> None:
         super().__init__()
         layers = layers or range(model.layers)
         self.first, self.last = layers.start == 0, layers.stop == model.layers
         if self.first:
             self.embed = nn.Embedding(model.vocab, model.hidden)
             self.positions = Positions(model)
-        self.layers = nn.ModuleDict({str(i): Layer(model) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Layer(model, attend) for i in layers})
         if self.last:
             self.head = Head(model)
         self.tie()
@@ -131,6 +150,18 @@ class GPT(nn.Module):
         """Make embedding and projection one parameter (again, after anything replaced either)."""
         if self.first and self.last:
             self.head.projection.weight = self.embed.weight
+
+    def at(self, positions: Tensor) -> None:
+        """From now on tokens stand at ``positions`` [s], on the device of the weights; a stage
+        without the embedding needs none. Not with tensor parallelism."""
+        if not self.first:
+            return
+        most, rows = int(positions.max()) if len(positions) else 0, len(self.positions.weight)
+        if most >= rows:
+            raise ValueError(
+                f"position {most}: the model has max_seq_len = {rows}; give it a larger one"
+            )
+        self.positions.at = positions
 
     def init_weights(self, seed: int) -> None:
         for name, parameter in self.named_parameters():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshwise import store
-from meshwise.pages import collectives, compute, fsdp, refit
+from meshwise.pages import collectives, compute, fsdp, refit, ring, ring_rows
 from meshwise.pages.spread import slowest
 from meshwise.pages.table import Table
 from meshwise.pages.tables import ABSENT, INTERVAL, interval
@@ -97,6 +97,8 @@ def run(
         ("Blocks", Block),
         ("Steps", Step),
     )
+    if "ring" in info.provenance:
+        return [state(info, samples), *ring.tables(ring_rows.document(info.run_id, info, samples))]
     done = [sample for sample in samples if sample.status == "ok"]
     tables = [state(info, samples)]
     tables += compute.products(done, info.cluster)

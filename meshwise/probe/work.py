@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from meshwise.spec import Block, Case, Collective, Op, Overlap, Resharding, Step
+from meshwise.spec import Block, Case, Collective, LongAttention, Op, Overlap, Resharding, Step
 from meshwise.timing import Timed
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def _first_sentences(said: list[str]) -> str:
     return "; ".join(dict.fromkeys(line.strip(" .") for line in reasons))
 
 
-def communicates(op: Op | Step | Resharding) -> bool:
+def communicates(op: Op | Step | Resharding | LongAttention) -> bool:
     return isinstance(op, Collective | Overlap) or (isinstance(op, Block) and op.tp > 1)
 
 

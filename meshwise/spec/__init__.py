@@ -3,6 +3,7 @@
 from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import Costs, Curve, Factor, HeldOut, Surface
 from meshwise.spec.layout import Layout, Recompute, ScheduleName, Workload, rank_of
+from meshwise.spec.long_attention import Dilation, LongAttention
 from meshwise.spec.model import Decoder, Experts, Mla, Model
 from meshwise.spec.op import (
     DTYPE_BYTES,
@@ -44,6 +45,7 @@ __all__ = [
     "Derived",
     "Device",
     "DeviceState",
+    "Dilation",
     "Elementwise",
     "Experts",
     "Factor",
@@ -51,6 +53,7 @@ __all__ = [
     "HeldOut",
     "Infeasible",
     "Layout",
+    "LongAttention",
     "Mla",
     "Model",
     "Op",

@@ -4,6 +4,7 @@ The size of memory-bound work is its bytes read and written; of a copy from or t
 reads on one side and writes on the other, the bytes that cross.
 """
 
+from meshwise.spec.long_attention import LongAttention
 from meshwise.spec.op import Attention, Collective, Elementwise, Gemm, Op, Overlap
 from meshwise.spec.refit import Resharding
 from meshwise.spec.run import Case, Step
@@ -13,10 +14,11 @@ from meshwise.units import format_bytes
 def label(case: Case) -> str:
     """``gemm 8192x2560x2560 bf16``, ``all_gather 16.0 MiB x4``, ``layer gpt h2560 mb8 tp2+sp
     backward``. The regime is named unless it is warm or cold, which a device implies; the back
-    end where it is not torch's choice."""
+    end where it is not torch's choice, the size of a ring of ranks."""
     usual = case.regime in ("cold", "warm") or isinstance(case.op, Resharding)
     regime = "" if usual else case.regime
-    return " ".join(filter(None, (_of_op(case.op), regime, case.backend)))
+    ring = f"x{case.world_size}" if isinstance(case.op, LongAttention) else ""
+    return " ".join(filter(None, (_of_op(case.op), ring, regime, case.backend)))
 
 
 def shape(op: Gemm | Attention) -> str:
@@ -51,13 +53,15 @@ def uneven(op: Collective) -> str:
     return ""
 
 
-def _of_op(op: Op | Step | Resharding) -> str:
+def _of_op(op: Op | Step | Resharding | LongAttention) -> str:
     if isinstance(op, Gemm):
         sizes, _, groups = shape(op).partition(" ")
         stored = "" if storage(op) == "nt" else storage(op)
         return " ".join(filter(None, ("gemm", sizes, number_format(op), groups, stored)))
     if isinstance(op, Attention):
         return f"attention {shape(op)} {op.direction}"
+    if isinstance(op, LongAttention):
+        return _of_long_attention(op)
     if isinstance(op, Elementwise):
         crossing = op.kind in ("h2d", "d2h")
         return f"{op.kind} {format_bytes(op.read_bytes if crossing else op.bytes)}"
@@ -73,6 +77,20 @@ def _of_op(op: Op | Step | Resharding) -> str:
     parallel = f" tp{op.tp}" + ("+sp" if op.sequence_parallel else "") if op.tp > 1 else ""
     sizes = f"{family} h{op.model.hidden} mb{op.microbatch_size}"
     return f"{op.part} {sizes}{parallel} {op.direction}"
+
+
+def _of_long_attention(op: LongAttention) -> str:
+    """``ring attention b2 n16384 h12x64 fp16 w2048/4096 r1/2 backward``; dense: its way."""
+    heads = f"{op.heads}" + ("" if op.heads == op.kv_heads else f"/{op.kv_heads}")
+    if op.dilation is None:
+        kind = " ".join((op.way, *(["zigzag"] if op.order == "zigzag" else [])))
+    else:
+        lists = (op.dilation.segment_lengths, op.dilation.dilation_rates)
+        kind = "w{} r{}".format(*("/".join(map(str, each)) for each in lists))
+    mask = "causal " if op.causal else ""
+    mask += f"window {op.window} " if op.window is not None else ""
+    size = f"b{op.batch} n{op.seq_len} h{heads}x{op.head_dim} {op.dtype}"
+    return f"ring attention {size} {kind} {mask}{op.direction}"
 
 
 def _choices(op: Resharding) -> str:

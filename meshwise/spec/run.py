@@ -7,6 +7,7 @@ import msgspec
 
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.layout import Layout, Workload
+from meshwise.spec.long_attention import LongAttention
 from meshwise.spec.model import Model
 from meshwise.spec.op import Dtype, Op
 from meshwise.spec.plan import Plan
@@ -39,7 +40,7 @@ class Case(Record, kw_only=True):
     ``world_size``: ranks that worked at once.
     """
 
-    op: Op | Step | Resharding
+    op: Op | Step | Resharding | LongAttention
     regime: Regime = "warm"
     lowering: Literal["eager", "compiled"] = "eager"
     backend: str = ""

@@ -1,14 +1,18 @@
-"""report: one self-contained page of whatever runs, prices and plan there are."""
+"""report: one self-contained page of whatever runs, prices and plan there are; or of how ring
+attention scales, with its pictures."""
 
 import logging
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from meshwise import store
 from meshwise.pages.html import Contents, page
 from meshwise.pages.steps import result
 from meshwise.spec import Costs, Plan, RunInfo
 from meshwise.verbs import files
+
+if TYPE_CHECKING:
+    from meshwise.pages.scaling import Scaling
 
 log = logging.getLogger("meshwise")
 
@@ -67,12 +71,33 @@ def gather(
 
 def write(contents: Contents, out: Path | str) -> Path:
     """The page as a file."""
-    text, path = page(contents), Path(out)
+    return _written(Path(out), page(contents).encode())
+
+
+def scaling(results_dir: Path | str, output_dir: Path | str | None = None) -> list[Path]:
+    """What `measure ring` left in a folder as pictures, a text and a page, which are returned;
+    in the same folder unless given. ValueError where there are no results."""
+    from meshwise.pages.scaling import read
+
+    return write_scaling(read(results_dir), output_dir or results_dir)
+
+
+def write_scaling(found: "Scaling", output_dir: Path | str) -> list[Path]:
+    """The same of what was read."""
+    from meshwise.pages import scaling_figures, scaling_report
+
+    files = {name: scaling_figures.png(name, found) for name in scaling_figures.FILES}
+    files["scaling_analysis_report.txt"] = scaling_report.text(found).encode()
+    files["scaling.html"] = scaling_report.page(found, scaling_figures.figures(found)).encode()
+    return [_written(Path(output_dir) / name, content) for name, content in files.items()]
+
+
+def _written(path: Path, content: bytes) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
     except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
     return path
 
 

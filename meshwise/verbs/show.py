@@ -1,9 +1,12 @@
 """show: any file of ours in, its record out; the command line prints it as tables.
 
-One operation of a plan can be followed from the model to its place in the sum (``follow``).
+One operation of a plan can be followed from the model to its place in the sum (``follow``), and a
+pattern of attention explained (``pattern``).
 """
 
 import difflib
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +16,12 @@ from meshwise.pages.table import Table
 from meshwise.pages.tables import percent
 from meshwise.spec import Case, Cluster, Costs, Plan
 from meshwise.spec.label import label
+from meshwise.spec.long_attention import Dilation, LongAttention
 from meshwise.units import format_seconds
 from meshwise.verbs import files
 
 if TYPE_CHECKING:
+    from meshwise.attention.cover import Cover
     from meshwise.search.explain import Explained
 
 KINDS = "cluster.toml, costs.json, plan.json, a run directory, run.json or samples.jsonl"
@@ -83,3 +88,67 @@ def followed(tasks: "tuple[Explained, ...]") -> Table:
     legend = "in a step = price x factor of its block x times; error: of the price, p90 held out."
     columns = ("task", "operation", "price from", "price", "error", "factor", "times", "in a step")
     return Table("From the model to the plan, on one rank", columns, rows, (legend,), left=3)
+
+
+MOST_TOKENS = 2**24  # each is looked at, for each rank and head
+MOST_RANKS = 1024
+
+log = logging.getLogger("meshwise")
+
+
+def pattern(
+    *,
+    segment_lengths: Sequence[int] = (),
+    dilation_rates: Sequence[int] = (),
+    seq_len: int,
+    heads: int,
+    kv_heads: int | None = None,
+    offsets: Any = "mod",
+    offset_heads: Any = "query",
+    zigzag: bool = False,
+    ranks: int = 8,
+    figure: Path | str | None = None,
+    **sizes: Any,
+) -> "Cover":
+    """What a pattern of attention covers, costs and moves on ``ranks`` ranks. ``sizes``: the other
+    fields of a ``LongAttention``. ``figure``: the SVG file to draw it into. Without segments dense.
+    """
+    from meshwise.attention import cover, shards
+
+    if seq_len > MOST_TOKENS:
+        raise ValueError(f"seq_len = {seq_len}: at most {MOST_TOKENS} tokens are looked at")
+    if not 1 <= ranks <= min(seq_len, MOST_RANKS):
+        raise ValueError(f"ranks = {ranks}: must be 1 to {min(max(1, seq_len), MOST_RANKS)}")
+    dilation = None
+    if segment_lengths or dilation_rates:
+        dilation = Dilation(
+            segment_lengths=tuple(segment_lengths), dilation_rates=tuple(dilation_rates),
+            offsets=offsets, offset_heads=offset_heads,
+        )  # fmt: skip
+    op = LongAttention(
+        seq_len=seq_len, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
+        dilation=dilation, order="zigzag" if zigzag else "contiguous", **sizes,
+    )  # fmt: skip
+    where = (shards.zigzag if zigzag else shards.contiguous)(seq_len, ranks)
+    found = cover.of(op, where)
+    if figure is not None:
+        from meshwise.pages import pattern_figure, svg
+
+        drawn = svg.standalone(pattern_figure.figure(op, where))
+        try:
+            Path(figure).write_text(drawn, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"figure = {str(figure)!r}: cannot be written: {error.strerror}"
+            ) from None
+        log.info("wrote %s", figure)
+    return found
+
+
+def numbers(name: str, told: Sequence[str]) -> tuple[int, ...]:
+    """``2048,4096`` or ``2048 4096``."""
+    words = [word for each in told for word in each.replace(",", " ").split()]
+    wrong = [word for word in words if not word.isdecimal()]
+    if wrong:
+        raise ValueError(f"{name} = {wrong[0]!r}: must be whole numbers, as 2048,4096,8192")
+    return tuple(map(int, words))

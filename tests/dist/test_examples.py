@@ -24,6 +24,23 @@ def test_reinforcement_learning_goes_on_over_refits(options):
     assert "weights of version 21" in done.stdout
 
 
+@pytest.mark.parametrize("options", [(), ("--attention", "dilated")])
+def test_long_context_has_the_same_losses_alone_and_on_two_ranks(options):
+    losses = []
+    for launcher in ((), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")):
+        done = subprocess.run(
+            [sys.executable, *launcher, "examples/long_context.py", "--seq-len", "255",
+             "--steps", "4", *options],
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+            timeout=180,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        losses.append([float(line.split("loss ")[1]) for line in done.stdout.splitlines()])
+    alone, shared = losses
+    assert len(alone) == 4 and alone[0] - alone[-1] > 0.1
+    assert shared == pytest.approx(alone, abs=2e-4)
+
+
 ATTACHES = """
 import torch, torch.distributed as dist, meshwise
 dist.init_process_group("gloo")

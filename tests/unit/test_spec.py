@@ -27,11 +27,13 @@ from meshwise.spec import (
     Curve,
     Decoder,
     Device,
+    Dilation,
     Experts,
     Factor,
     Gemm,
     HeldOut,
     Layout,
+    LongAttention,
     Model,
     Plan,
     Prediction,
@@ -68,6 +70,12 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Attention: lambda f: {
         "heads": f["kv_heads"] * f["heads"],
         "causal": f["causal"] or f["window"] is not None,
+    },
+    Dilation: lambda f: {"segment_lengths": (8, 16), "dilation_rates": (1, 3)},
+    LongAttention: lambda f: {
+        "heads": f["kv_heads"] * f["heads"],
+        "window": None,
+        "order": "contiguous" if f["dilation"] else f["order"],
     },
     Collective: lambda f: {
         "ranks": tuple(range(3, 3 + f["group_size"])),

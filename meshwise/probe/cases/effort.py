@@ -5,7 +5,18 @@ device of each kind; the sweep corrects them by what it has seen.
 """
 
 from meshwise.models import block_ops
-from meshwise.spec import Attention, Block, Case, Cluster, Collective, Op, Overlap, Resharding, Step
+from meshwise.spec import (
+    Attention,
+    Block,
+    Case,
+    Cluster,
+    Collective,
+    LongAttention,
+    Op,
+    Overlap,
+    Resharding,
+    Step,
+)
 
 _RATES = {  # FLOP/s, memory bytes/s, wire bytes/s, launch, collective latency
     "cuda": (2e14, 2e12, 1e11, 2e-5, 5e-5),
@@ -38,7 +49,7 @@ def min_iterations(case: Case) -> int:
 def estimate_s(case: Case, cluster: Cluster, sustain_s: float = SUSTAIN_S) -> float:
     """Rough seconds to measure ``case``, set-up and compilation included."""
     op = case.op
-    assert not isinstance(op, Step | Resharding), "measured by run and refit"
+    assert not isinstance(op, Step | Resharding | LongAttention), "not for sweeps"
     if cluster.device.kind == "cpu" and _needs_gpu(case):
         return SETUP_S  # it will be skipped
     parts: tuple[Op, ...] = (op,)

@@ -1,0 +1,147 @@
+"""Dense attention over the ranks of a group, exact, forward and backward by hand.
+
+In: this rank's rows of q [B, L, H, D], k and v [B, L, Hkv, D]. Out: out like q, as one softmax over
+the whole sequence would give it. Ways:
+
+    heads       tokens are exchanged for heads (Ulysses), whole sequences attended, and back
+    ring        K and V go round (``rounds``)
+    gather      K and V are collected
+    ring_heads  heads within groups of u consecutive ranks, a ring among the P/u groups (USP)
+
+Here the arguments are checked, the ranks agree on them, and the way is chosen; ``passes`` goes it.
+"""
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwise.attention import volume
+from meshwise.attention.arguments import DTYPES, cast, named, problem, said
+from meshwise.attention.passes import attend_dense, run_of
+from meshwise.attention.pieces import Mask
+from meshwise.attention.shards import Shards, of_lengths
+from meshwise.attention.wire import Wire, wire_of
+from meshwise.prices import Prices
+from meshwise.spec.long_attention import WAYS, LongAttention
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    wire: Wire | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    documents: Sequence[int] | None = None,
+    shards: Shards | None = None,
+    way: str = "auto",
+    scale: float | None = None,
+    prices: Prices | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """out [B, L, H, D]; with ``return_lse`` also lse [B, H, L] in fp32 (fp64 for fp64), which has
+    no gradient.
+
+    ``shards``: which tokens each rank holds; by default one run each, as long as its q. ``window``:
+    a query sees that many keys at most, its own included; causal only. ``documents``: the global
+    positions where packed documents start; a query sees its own document. ``way``: auto chooses by
+    ``prices``, without them by rule (``volume.choose_dense``). ValueError, on all ranks alike,
+    where the arguments do not fit or differ over the ranks.
+    """
+    given = (group, wire, causal, window, documents, shards, way, scale, prices, return_lse)
+    if torch.compiler.is_compiling():  # the model around it compiles; this runs as it is
+        return torch.compiler.disable(_attention)(q, k, v, *given)
+    return _attention(q, k, v, *given)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None, wire: Wire | None,
+    causal: bool, window: int | None, documents: Sequence[int] | None, shards: Shards | None,
+    way: str, scale: float | None, prices: Prices | None, return_lse: bool,
+) -> Any:  # fmt: skip
+    wire = wire or wire_of(group)
+    q, k, v = cast(q, k, v)
+    mask = Mask(causal, window, tuple(map(int, documents if documents is not None else ())))
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    wrong = _problem(q, k, v, mask, way)
+    lengths = wire.agree(
+        wrong or said(
+            q, k, causal=causal, window=window, documents=_short(mask.documents),
+            shards=_short(shards), way=way, scale=scale, lse=return_lse, gradients=grad,
+            prices=named(prices),
+        ),
+        q.shape[1] if q.dim() > 1 else 0,
+    )  # fmt: skip
+    if wrong:
+        raise ValueError(wrong)
+    shards = shards or of_lengths(lengths)
+    if shards.lengths != tuple(lengths):
+        raise ValueError(
+            f"shards = {shards.lengths} tokens by rank: q has {tuple(lengths)}; give the same"
+        )
+    if not _covers(shards):
+        raise ValueError(
+            f"shards = {shards.intervals}: must hold each of {shards.seq_len} tokens once"
+        )
+    if mask.documents and mask.documents[-1] > shards.seq_len:
+        raise ValueError(
+            f"documents: {mask.documents[-1]} lies behind the last of {shards.seq_len} tokens; "
+            "give positions where documents start"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    op = LongAttention(
+        batch=len(q), seq_len=shards.seq_len, heads=q.shape[2], kv_heads=k.shape[2],
+        head_dim=q.shape[3], causal=causal, window=window, dtype=DTYPES[q.dtype],
+        direction="backward" if grad else "forward",
+    )  # fmt: skip
+    if way == "auto":
+        way = _chosen(op, shards, prices, mask.documents)
+    elif way == "ring_heads" and volume.heads_degree(op.kv_heads, wire.size) == 1:
+        raise ValueError(
+            f"way = 'ring_heads': no number of ranks divides {wire.size} ranks and "
+            f"{op.kv_heads} key heads, 1 and all ranks apart; use 'ring' or 'heads'"
+        )
+    run = run_of(op, mask, shards, way, wire, scale)
+    out, lse = attend_dense(q, k, v, run, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: str) -> str:
+    """What is wrong with one rank's arguments; empty if nothing is."""
+    if found := problem(q, k, v):
+        return found
+    if mask.window is not None and not mask.causal:
+        return f"window = {mask.window}: a window is of causal attention; set causal=True"
+    if mask.window is not None and mask.window < 1:
+        return f"window = {mask.window}: must be 1 or more"
+    if list(mask.documents) != sorted(set(mask.documents)):
+        return "documents: must ascend; give where each packed document starts"
+    if mask.documents and mask.documents[0] < 0:
+        return f"documents: {mask.documents[0]} is no position; they start at 0"
+    return "" if way in WAYS else f"way = {way!r}: must be one of {', '.join(WAYS)}"
+
+
+def _short(what: Any) -> str | None:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:8] if what else None
+
+
+@functools.lru_cache(64)
+def _covers(shards: Shards) -> bool:
+    held = sorted(x for x in itertools.chain(*shards.intervals) if x[0] < x[1])
+    starts, stops = [a for a, _ in held], [b for _, b in held]
+    return starts == [0, *stops[:-1]]
+
+
+@functools.lru_cache(64)
+def _chosen(
+    op: LongAttention, shards: Shards, prices: Prices | None, documents: tuple[int, ...]
+) -> str:
+    return volume.choose_dense(op, shards, prices, documents)

@@ -1,0 +1,384 @@
+"""Dilated attention over the ranks of a group: forward, and backward by hand.
+
+In: this rank's rows of q [B, L, H, D], k and v [B, L, Hkv, D], in contiguous shards. Out: out like
+q and the log-sum-exp [B, H, L]. ``spec.long_attention`` has the definition, ``schedule`` which
+rank computes what. A call:
+
+    1  rows that branches across shards need are sent for, in one exchange
+    2  branches inside shards, and the own part of the others, are computed meanwhile
+    3  the rest, as it arrives; by heads, what came of queries of others returns to them
+    4  all results of a query are mixed by their log-sum-exp, once
+
+The backward mirrors it. Each block's gets the whole mix's out and log-sum-exp, so that gradients
+add up to the exact ones; with ``detached`` it gets the branch's own, and the gradient of out times
+the branch's weight.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwise.attention import fetch, rows
+from meshwise.attention.arguments import DTYPES, cast, named, problem, said
+from meshwise.attention.kernels import attend, attend_backward
+from meshwise.attention.merge import wide
+from meshwise.attention.plan import SPARSE_WAYS, plan
+from meshwise.attention.rows import Part, select, unselect
+from meshwise.attention.schedule import Batch, Branch, Schedule, schedule
+from meshwise.attention.shards import Shards, of_lengths
+from meshwise.attention.wire import Wire, wire_of
+from meshwise.prices import Prices
+from meshwise.spec import Dilation, LongAttention
+from meshwise.spec.long_attention import Way
+from meshwise.spec.record import digest
+
+Rows = Sequence[Tensor]  # q, k and v, each [B, rows, heads, D]
+
+
+class Mix(NamedTuple):
+    """Of a branch, [B, rows, H, D] and lse [B, rows, H]: what its blocks' backwards get."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dilation: Dilation,
+    *,
+    group: dist.ProcessGroup | None = None,
+    wire: Wire | None = None,
+    causal: bool = False,
+    shards: Shards | None = None,
+    scale: float | None = None,
+    prices: Prices | None = None,
+    way: Way = "auto",
+    return_lse: bool = False,
+) -> Any:
+    """out [B, L, H, D], with ``return_lse`` also lse [B, H, L], which has no gradient.
+
+    ``shards``: contiguous; by default as long as each rank's q. ``way``: of branches whose
+    segments span ranks, gather, heads or ring; auto picks for each by ``prices``, else by bytes.
+    A row that no branch keeps is 0, its lse -inf. ValueError, on all ranks alike, where shapes,
+    options or prices differ.
+    """
+    given = (dilation, wire or wire_of(group), causal, shards, scale, prices, way)
+    of = _attention
+    if torch.compiler.is_compiling():  # the model around it compiles; this runs as it is
+        of = torch.compiler.disable(_attention)
+    out, lse = of(q, k, v, *given)
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, dilation: Dilation, wire: Wire, causal: bool,
+    shards: Shards | None, scale: float | None, prices: Prices | None, way: Way,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = cast(q, k, v)
+    wrong = problem(q, k, v)
+    if not wrong and way not in ("auto", *SPARSE_WAYS):
+        wrong = f"way = {way!r}: must be auto, {', '.join(SPARSE_WAYS)}"
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    lengths = wire.agree(
+        wrong or said(
+            q, k, dilation=digest(dilation), causal=causal, way=way, scale=scale, gradients=grad,
+            shards="as they are" if shards is None else shards.lengths, prices=named(prices),
+        ),
+        q.shape[1] if q.dim() > 1 else 0,
+    )  # fmt: skip
+    if wrong:
+        raise ValueError(wrong)
+    shards = shards or of_lengths(lengths)
+    if shards != of_lengths(lengths):
+        raise ValueError(
+            f"shards = {shards.intervals}: ranks hold {lengths} tokens; give contiguous shards"
+        )
+    op = LongAttention(
+        batch=q.shape[0], seq_len=sum(lengths), heads=q.shape[2], kv_heads=k.shape[2],
+        head_dim=q.shape[3], causal=causal, dilation=dilation, dtype=DTYPES[q.dtype], way=way,
+    )  # fmt: skip
+    planned = schedule(op, shards, _ways(op, shards, prices), wire.rank, q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    found: tuple[Tensor, Tensor] = _Dilated.apply(q, k, v, planned, wire, scale)  # type: ignore[no-untyped-call]
+    return found
+
+
+@functools.lru_cache(64)
+def _ways(op: LongAttention, shards: Shards, prices: Prices | None) -> tuple[str, ...]:
+    return plan(op, len(shards.lengths), shards, prices).ways
+
+
+class _Dilated(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, q: Tensor, k: Tensor, v: Tensor, planned: Schedule, wire: Wire, scale: float
+    ):
+        run = _Run(planned, wire, scale)
+        out, lse, mixes, arrived = run.forward([x.contiguous() for x in (q, k, v)])
+        ctx.save_for_backward(q, k, v, out, lse, *mixes, *arrived)
+        ctx.run, ctx.num_mixes = run, len(mixes)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        mixes, arrived = rest[: ctx.num_mixes], rest[ctx.num_mixes :]
+        grads = ctx.run.backward(
+            [x.contiguous() for x in (q, k, v)], Mix(grad.contiguous(), out, lse), mixes, arrived
+        )
+        return *grads, None, None, None
+
+
+class _Run(NamedTuple):
+    """One call on one rank."""
+
+    planned: Schedule
+    wire: Wire
+    scale: float
+
+    def forward(self, own: Rows) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        """out, lse; with ``detached`` each branch's out and lse; what arrived, for the backward."""
+        parts: dict[int, list[Part]] = defaultdict(list)
+        arrived: list[Tensor] = []
+        pending = self._start(own, 0)
+        for branch in self.planned.branches:
+            if branch.way != "heads":
+                self._compute(branch, branch.rounds[0], own, own, parts[branch.number])
+        for number in range(self.planned.num_rounds):
+            came = self._take_in(pending(), number)
+            if number + 1 < self.planned.num_rounds:
+                pending = self._start(own, number + 1)
+            returned = []
+            for branch, rows_of in came:
+                arrived += rows_of
+                if branch.way == "heads":
+                    returned.append((branch, *self._of_heads(branch, rows_of)))
+                else:
+                    batches = branch.rounds[number + 1]
+                    keys = (own[0], *(_as_heads(x) for x in rows_of))
+                    self._compute(branch, batches, own, keys, parts[branch.number])
+            self._bring_home(returned, parts)
+        like = own[0].flatten(1, 2)
+        if self.planned.op.dilation.mixture == "exact":  # type: ignore[union-attr]
+            out, lse = rows.combine([part for of in parts.values() for part in of], like)
+            mixes: list[Tensor] = []
+        else:
+            each = [rows.combine(parts[branch.number], like) for branch in self.planned.branches]
+            whole = rows.Places(like.shape[1])
+            out, lse = rows.combine([Part(pair[0], whole, pair[1]) for pair in each], like)
+            mixes = [x for pair in each for x in pair]
+        heads = own[0].shape[2]
+        out, lse = (x.unflatten(1, (-1, heads)) for x in (out, lse))
+        return out, lse, mixes, arrived
+
+    def backward(
+        self, own: Rows, whole: Mix, mixes: Sequence[Tensor], arrived: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """dq, dk, dv of this rank's rows."""
+        of_branch = self._mixes(whole, mixes)
+        pending = self._send_for_mixes(of_branch)
+        parts: list[list[Part]] = [[], [], []]  # of q and, a row a query head, of k and v
+        shared: list[list[Part]] = [[], []]  # of k and v, a row a key head
+        for branch in self.planned.branches:
+            if branch.way != "heads":
+                mix = of_branch[branch.number]
+                for batch in branch.rounds[0]:
+                    dq, dk, dv = self._back(batch, own, own, mix)
+                    parts[0].append(Part(dq, batch.query_places))
+                    to = shared if batch.shares else parts[1:]
+                    for of, x in zip(to, (dk, dv), strict=True):
+                        of.append(Part(x, batch.key_places))
+        self._backward_of_others(own, of_branch, pending, list(arrived), parts[0], shared)
+        dq = rows.total(parts[0], own[0].flatten(1, 2)).unflatten(1, own[0].shape[1:3])
+        grads = [dq]
+        for i in (0, 1):
+            grads.append(self._key_gradient(own, parts[i + 1], shared[i], own[i + 1]))
+        return grads
+
+    # ---- forward's pieces
+
+    def _start(self, own: Rows, number: int) -> Callable[[], list[Tensor]]:
+        """Send for the rows of a round: k and v of every branch, by heads q too."""
+        wanted = []
+        for branch in self._remote(number):
+            if branch.way == "heads":
+                wanted.append((branch.queries, own[0].flatten(1, 2)))
+            wanted += [(branch.keys[number], x.flatten(1, 2)) for x in own[1:]]
+        return fetch.fetch(self.wire, wanted)
+
+    def _remote(self, number: int) -> list[Branch]:
+        return [branch for branch in self.planned.branches if number < len(branch.keys)]
+
+    def _take_in(self, came: list[Tensor], number: int) -> list[tuple[Branch, list[Tensor]]]:
+        tensors = iter(came)
+        return [
+            (branch, [next(tensors) for _ in range(3 if branch.way == "heads" else 2)])
+            for branch in self._remote(number)
+        ]
+
+    def _compute(
+        self, branch: Branch, batches: Iterable[Batch], queries: Rows, keys: Rows, into: list[Part]
+    ) -> None:
+        for batch in batches:
+            q = select(queries[0], batch.query)
+            k, v = (select(x, batch.key) for x in keys[1:])
+            out, lse = attend(q, k, v, causal=batch.causal, scale=self.scale)
+            into.append(
+                Part(
+                    unselect(out, batch.query, len(queries[0])),
+                    batch.query_places,
+                    unselect(lse.unsqueeze(-1), batch.query, len(queries[0])).squeeze(-1),
+                )
+            )
+
+    def _of_heads(self, branch: Branch, rows_of: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """out [B, rows, D] and lse [B, rows] of the queries that came here."""
+        found: list[Part] = []
+        came = [_as_heads(x) for x in rows_of]
+        self._compute(branch, branch.rounds[0], came, came, found)
+        if not found:
+            empty = rows_of[0]
+            return empty, empty.new_zeros(empty.shape[:-1], dtype=wide(empty.dtype))
+        return rows.combine(found, rows_of[0])
+
+    def _bring_home(
+        self, returned: Sequence[tuple[Branch, Tensor, Tensor]], parts: dict[int, list[Part]]
+    ) -> None:
+        if not returned:
+            return
+        outs = fetch.give_back(self.wire, [(b.queries, out) for b, out, _ in returned])
+        lses = fetch.give_back(
+            self.wire, [(b.queries, lse.unsqueeze(-1)) for b, _, lse in returned]
+        )
+        for (branch, _, _), out, lse in zip(returned, outs(), lses(), strict=True):
+            parts[branch.number].append(Part(out, branch.returned, lse.squeeze(-1)))
+
+    # ---- backward's pieces
+
+    def _mixes(self, whole: Mix, mixes: Sequence[Tensor]) -> dict[int, Mix]:
+        if not mixes:
+            return {branch.number: whole for branch in self.planned.branches}
+        found = {}
+        heads = whole.out.shape[2]
+        pairs = zip(mixes[::2], mixes[1::2], strict=True)
+        for branch, (out, lse) in zip(self.planned.branches, pairs, strict=True):
+            out, lse = (x.unflatten(1, (-1, heads)) for x in (out, lse))
+            alive = lse != -torch.inf
+            weight = (lse - whole.lse).masked_fill(~alive, -torch.inf).exp()
+            grad = (whole.grad * weight.unsqueeze(-1)).to(whole.grad.dtype)
+            found[branch.number] = Mix(grad, out, lse)
+        return found
+
+    def _send_for_mixes(self, of_branch: dict[int, Mix]) -> Callable[[], list[Mix]]:
+        """By heads: gradient, out and lse of the queries that are computed here."""
+        asked = [branch for branch in self.planned.branches if branch.way == "heads"]
+        wanted, wanted_lse = [], []
+        for branch in asked:
+            grad, out, lse = of_branch[branch.number]
+            wanted += [(branch.queries, x.flatten(1, 2)) for x in (grad, out)]
+            wanted_lse.append((branch.queries, lse.flatten(1, 2).unsqueeze(-1)))
+        pending, pending_lse = (fetch.fetch(self.wire, each) for each in (wanted, wanted_lse))
+
+        def arrived() -> list[Mix]:
+            came = [_as_heads(x) for x in pending()]
+            lses = pending_lse()
+            pairs = zip(came[::2], came[1::2], strict=True)
+            return [Mix(grad, out, lse) for (grad, out), lse in zip(pairs, lses, strict=True)]
+
+        return arrived
+
+    def _backward_of_others(
+        self,
+        own: Rows,
+        of_branch: dict[int, Mix],
+        pending: Callable[[], list[Mix]],
+        arrived: list[Tensor],
+        query_parts: list[Part],
+        key_parts: list[list[Part]],
+    ) -> None:
+        """Of what arrived in the forward; gradients of rows of others return to them."""
+        came, made = iter(pending()), []
+        for number in range(self.planned.num_rounds):
+            for branch in self._remote(number):
+                count = 3 if branch.way == "heads" else 2
+                rows_of, arrived = [_as_heads(x) for x in arrived[:count]], arrived[count:]
+                sums = [
+                    x.new_zeros(x.shape[:2] + x.shape[3:], dtype=wide(x.dtype)) for x in rows_of
+                ]
+                if branch.way == "heads":
+                    mix = next(came)
+                    for batch in branch.rounds[0]:
+                        grads = self._back(batch, rows_of, rows_of, mix)
+                        _add(sums, grads, (batch.query, batch.key, batch.key))
+                    sums = [x.to(own[0].dtype) for x in sums]
+                    made.append((branch.queries, sums.pop(0)))
+                else:
+                    keys, mix = [own[0], *rows_of], of_branch[branch.number]
+                    for batch in branch.rounds[number + 1]:
+                        dq, *grads = self._back(batch, own, keys, mix)
+                        query_parts.append(Part(dq, batch.query_places))
+                        _add(sums, grads, (batch.key, batch.key))
+                made += [(branch.keys[number], x) for x in sums]
+        self._return_gradients(made, query_parts, key_parts, own)
+
+    def _return_gradients(
+        self,
+        made: list[tuple[fetch.Fetch, Tensor]],
+        query_parts: list[Part],
+        key_parts: list[list[Part]],
+        own: Rows,
+    ) -> None:
+        by_dtype: dict[torch.dtype, list[tuple[fetch.Fetch, Tensor]]] = defaultdict(list)
+        for each in made:
+            by_dtype[each[1].dtype].append(each)
+        num_keys = 0
+        for dtype in sorted(by_dtype, key=str):
+            home = fetch.give_back(self.wire, by_dtype[dtype])()
+            for (wanted, _), x in zip(by_dtype[dtype], home, strict=True):
+                if any(wanted is branch.queries for branch in self.planned.branches):
+                    query_parts += fetch.parts(wanted, x)
+                else:
+                    key_parts[num_keys % 2] += fetch.parts(wanted, x)
+                    num_keys += 1
+
+    def _back(self, batch: Batch, queries: Rows, keys: Rows, mix: Mix) -> list[Tensor]:
+        grad, q, out = (select(x, batch.query) for x in (mix.grad, queries[0], mix.out))
+        lse = select(mix.lse.unsqueeze(-1), batch.query).squeeze(-1)
+        k, v = (select(x, batch.key) for x in keys[1:])
+        grads = attend_backward(grad, q, k, v, out, lse, causal=batch.causal, scale=self.scale)
+        sides = (batch.query, batch.key, batch.key)
+        sources = (queries[0], keys[1], keys[2])
+        return [unselect(x, at, len(of)) for x, at, of in zip(grads, sides, sources, strict=True)]
+
+    def _key_gradient(
+        self, own: Rows, by_query: list[Part], by_key: list[Part], like: Tensor
+    ) -> Tensor:
+        groups = own[0].shape[2] // like.shape[2]
+        if by_query and groups == 1:
+            return rows.total(by_query + by_key, like.flatten(1, 2)).view_as(like)
+        found = rows.total(by_key, like.flatten(1, 2)).view_as(like)
+        if by_query:
+            each = rows.total(by_query, own[0].flatten(1, 2)).view_as(own[0])
+            found = found + each.unflatten(2, (like.shape[2], groups)).sum(3)
+        return found
+
+
+def _add(sums: Sequence[Tensor], grads: Sequence[Tensor], where: Sequence[Any]) -> None:
+    for into, x, at in zip(sums, grads, where, strict=True):
+        into.index_add_(1, at.flatten(), x.to(into.dtype))
+
+
+def _as_heads(x: Tensor) -> Tensor:
+    """Rows that arrived [B, rows, D] as tokens of one head."""
+    return x.unsqueeze(2)

@@ -1,0 +1,221 @@
+"""Rows for heads, and back (Ulysses): one exchange for several tensors.
+
+Among the ranks of a group, which hold some rows of all heads [B, L, H, D], ``to_heads`` gives each
+all rows of some heads [B, h, N, D], in global order; ``to_rows`` is the reverse. A message to one
+rank is [heads, B, rows, D]. Where heads and rows divide evenly a tensor is packed and unpacked in
+one copy; else rank by rank. Heads that several ranks had come back as their sum.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwise.attention.merge import wide
+from meshwise.attention.shards import Shards
+from meshwise.attention.volume import grouped
+from meshwise.attention.wire import Wire
+
+Ranges = Sequence[tuple[int, int]]  # [first, last) heads of each member
+
+
+class Members(NamedTuple):
+    """A group of consecutive ranks, ``first`` on; ``places[member]``: (row there, row here, count)
+    of the runs of its rows in the group's global order."""
+
+    wire: Wire
+    first: int
+    lengths: tuple[int, ...]
+    places: tuple[tuple[tuple[int, int, int], ...], ...]
+
+    @property
+    def me(self) -> int:
+        return self.wire.rank - self.first
+
+    @property
+    def even(self) -> bool:
+        """Whether rows of the members, of equal length, follow one another."""
+        each = self.lengths[0]
+        return all(p == ((0, i * each, each),) for i, p in enumerate(self.places))
+
+    def exchange(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        """Elements of ``x`` to each member, in units of the last dim."""
+        before, after = self.first, self.wire.size - self.first - len(self.lengths)
+        splits = ([0] * before + list(each) + [0] * after for each in (send, receive))
+        return self.wire.exchange(x.view(-1, x.shape[-1]), *splits)
+
+
+def members(wire: Wire, shards: Shards, size: int) -> Members:
+    first = wire.rank // size * size
+    held = shards.intervals[first : first + size]
+    (order,) = grouped(Shards(held), size).intervals if size > 1 else held
+    places = []
+    for intervals in held:
+        there, runs = 0, []
+        for a, b in intervals:
+            if a < b:
+                runs.append((there, _row(order, a), b - a))
+            there += b - a
+        places.append(tuple(runs))
+    return Members(wire, first, Shards(held).lengths, tuple(places))
+
+
+def to_heads(
+    group: Members, tensors: Sequence[Tensor], ranges: Sequence[Ranges]
+) -> Callable[[], list[Tensor]]:
+    """``tensors`` [B, L, H_t, D], ``ranges[t]`` the heads that each member shall have. Call what is
+    returned for [B, h_t, N, D]."""
+    batch, length, _, width = tensors[0].shape
+    counts, size = _counts(ranges), len(group.lengths)
+    buffer = tensors[0].new_empty(sum(counts), batch, length, width)
+    every = [_even(r, x.shape[2]) for r, x in zip(ranges, tensors, strict=True)]
+    if all(every):
+        blocks, at = buffer.view(size, counts[0], batch, length, width), 0
+        for x, (first, count) in zip(tensors, filter(None, every), strict=True):
+            blocks[:, at : at + count].copy_(_by_member(x, size)[:, first : first + count])
+            at += count
+    else:
+        at = 0
+        for member in range(size):
+            for x, r in zip(tensors, ranges, strict=True):
+                first, last = r[member]
+                buffer[at : at + last - first].copy_(x[:, :, first:last].permute(2, 0, 1, 3))
+                at += last - first
+    mine, unit = counts[group.me], batch * length
+    arrived = group.exchange(
+        buffer, [n * unit for n in counts], [mine * batch * n for n in group.lengths]
+    )
+
+    def unpack() -> list[Tensor]:
+        every = in_order(group, arrived(), mine, batch)
+        cuts = [r[group.me][1] - r[group.me][0] for r in ranges]
+        return [heads_first(x) for x in every.split(cuts)]
+
+    return unpack
+
+
+def to_rows(
+    group: Members, tensors: Sequence[Tensor], ranges: Sequence[Ranges]
+) -> Callable[[Sequence[Tensor]], None]:
+    """``tensors`` [B, h_t, N, D] of this rank's heads. Call what is returned with tensors
+    ``like_rows`` [B, L, H_t, D], into which it writes."""
+    batch, width = tensors[0].shape[0], tensors[0].shape[3]
+    counts, length = _counts(ranges), group.lengths[group.me]
+    arrived = group.exchange(
+        by_rows(group, tensors),
+        [counts[group.me] * batch * n for n in group.lengths],
+        [n * batch * length for n in counts],
+    )
+
+    def unpack(into: Sequence[Tensor]) -> None:
+        flat, size = arrived(), len(counts)
+        every = [_even(r, x.shape[2]) for r, x in zip(ranges, into, strict=True)]
+        if all(every):
+            blocks, at = flat.view(size, counts[0], batch, length, width), 0
+            for x, (first, count) in zip(into, filter(None, every), strict=True):
+                _by_member(x, size)[:, first : first + count].copy_(blocks[:, at : at + count])
+                at += count
+            return
+        blocks, at = flat.view(sum(counts), batch, length, width), 0
+        for member in range(size):
+            for x, r in zip(into, ranges, strict=True):
+                first, last = r[member]
+                x[:, :, first:last].add_(blocks[at : at + last - first].permute(1, 2, 0, 3))
+                at += last - first
+
+    return unpack
+
+
+def like_rows(
+    group: Members, tensors: Sequence[Tensor], ranges: Sequence[Ranges], heads: Sequence[int]
+) -> list[Tensor]:
+    """What ``to_rows`` may write these tensors of this rank's heads into, with all ``heads``."""
+    every = all(_even(r, n) for r, n in zip(ranges, heads, strict=True))
+    found = []
+    for x, n in zip(tensors, heads, strict=True):
+        shape = (x.shape[0], group.lengths[group.me], n, x.shape[3])
+        found.append(
+            x.new_empty(shape) if every
+            else torch.zeros(shape, dtype=wide(x.dtype), device=x.device)
+        )  # fmt: skip
+    return found
+
+
+def in_order(group: Members, flat: Tensor, count: int, batch: int) -> Tensor:
+    """Blocks [count, B, rows, D] of the members, one after another, as [count, B, N, D]."""
+    width, total = flat.shape[-1], sum(group.lengths)
+    if group.even:
+        blocks = flat.view(len(group.lengths), count, batch, group.lengths[0], width)
+        return blocks.permute(1, 2, 0, 3, 4).reshape(count, batch, total, width)
+    found = flat.new_empty(count, batch, total, width)
+    blocks = flat.split([count * batch * n for n in group.lengths])
+    for block, length, runs in zip(blocks, group.lengths, group.places, strict=True):
+        rows = block.view(count, batch, length, width)
+        for there, here, n in runs:
+            found[:, :, here : here + n] = rows[:, :, there : there + n]
+    return found
+
+
+def by_rows(group: Members, tensors: Sequence[Tensor]) -> Tensor:
+    """The reverse: tensors [B, h_t, N, D] as blocks [sum of h_t, B, rows, D], one a member."""
+    batch, width = tensors[0].shape[0], tensors[0].shape[3]
+    count, size = sum(x.shape[1] for x in tensors), len(group.lengths)
+    flat = tensors[0].new_empty(count * batch * sum(group.lengths), width)
+    if group.even:
+        blocks, at = flat.view(size, count, batch, group.lengths[0], width), 0
+        for x in tensors:
+            part = x.unflatten(2, (size, group.lengths[0])).permute(2, 1, 0, 3, 4)
+            blocks[:, at : at + x.shape[1]].copy_(part)
+            at += x.shape[1]
+        return flat
+    split = flat.split([count * batch * n for n in group.lengths])
+    for block, length, runs in zip(split, group.lengths, group.places, strict=True):
+        rows, at = block.view(count, batch, length, width), 0
+        for x in tensors:
+            for there, here, n in runs:
+                part = x[:, :, here : here + n].transpose(0, 1)
+                rows[at : at + x.shape[1], :, there : there + n] = part
+            at += x.shape[1]
+    return flat
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """[heads, B, N, D] as [B, heads, N, D]; with the strides of a contiguous tensor for one
+    sequence, since a kernel that finds others copies."""
+    return x.squeeze(1).unsqueeze(0) if x.shape[1] == 1 else x.transpose(0, 1)
+
+
+def _row(order: Sequence[tuple[int, int]], position: int) -> int:
+    row = 0
+    for a, b in order:
+        if a <= position < b:
+            return row + position - a
+        row += b - a
+    raise AssertionError((order, position))
+
+
+def _counts(ranges: Sequence[Ranges]) -> list[int]:
+    """Heads of each member, over all tensors."""
+    return [sum(last - first for first, last in each) for each in zip(*ranges, strict=True)]
+
+
+def _even(ranges: Ranges, heads: int) -> tuple[int, int] | None:
+    """(first, count) where each member has ``count`` heads, ``first`` on in its equal part."""
+    size = len(ranges)
+    first, count = ranges[0][0], ranges[0][1] - ranges[0][0]
+    step = heads // size
+    regular = heads % size == 0 and first + count <= step
+    if regular and all(
+        r == (first + i * step, first + i * step + count) for i, r in enumerate(ranges)
+    ):
+        return first, count
+    return None
+
+
+def _by_member(x: Tensor, size: int) -> Tensor:
+    """[B, L, H, D] as a view [size, H / size, B, L, D]."""
+    parts: Tensor = x.unflatten(2, (size, -1))
+    return parts.permute(2, 3, 0, 1, 4)

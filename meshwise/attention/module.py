@@ -1,0 +1,85 @@
+"""``RingDilatedAttention``: LongNet's attention as a module, over the ranks of a ring."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwise.attention.dilated import dilated_attention
+from meshwise.attention.shards import Shards
+from meshwise.attention.wire import Wire
+from meshwise.prices import Prices
+from meshwise.spec import Dilation
+from meshwise.spec.long_attention import Way
+
+
+class RingDilatedAttention(nn.Module):
+    """q [B, L, H, D], k and v [B, L, Hkv, D] of this rank's tokens to out like q.
+
+    Each ring is ``ring_size`` consecutive ranks of ``group`` (all by default), who share one
+    sequence; L may differ among them. Where it is not all, every rank of the job must make the
+    module, at the same point, since that makes process groups. It has no parameters. ``dtype``:
+    what q, k and v are cast to; ``device`` is accepted and unused: the module holds no tensor.
+    ValueError: lists of unequal length, values below 1, a ring_size that does not divide the ranks,
+    a dropout other than 0 (a dropout of attention's weights is of one kernel call; use nn.Dropout
+    on the output).
+    """
+
+    def __init__(
+        self,
+        segment_lengths: list[int] | tuple[int, ...],
+        dilation_rates: list[int] | tuple[int, ...],
+        dropout: float = 0.0,
+        ring_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        causal: bool | None = None,
+        offsets: str = "mod",
+        offset_heads: str = "query",
+        mixture: str = "exact",
+        group: dist.ProcessGroup | None = None,
+        shards: Shards | None = None,
+        way: Way = "auto",
+        prices: Prices | None = None,
+        return_lse: bool = False,
+    ) -> None:
+        super().__init__()
+        if dropout:
+            raise ValueError(f"dropout = {dropout}: must be 0; put nn.Dropout on the output")
+        self.dilation = Dilation(
+            segment_lengths=tuple(segment_lengths), dilation_rates=tuple(dilation_rates),
+            offsets=offsets, offset_heads=offset_heads, mixture=mixture,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.causal, self.dtype, self.shards = causal, dtype, shards
+        self.way, self.prices, self.return_lse = way, prices, return_lse
+        self.wire = Wire(ring_of(ring_size, group))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Any:
+        """out, or out and lse [B, H, L] if the module returns it. ``is_causal`` counts where the
+        module was not told whether it is."""
+        if self.dtype is not None:
+            q, k, v = (x.to(self.dtype) for x in (q, k, v))
+        return dilated_attention(
+            q, k, v, self.dilation, wire=self.wire, shards=self.shards, way=self.way,
+            causal=is_causal if self.causal is None else self.causal, prices=self.prices,
+            return_lse=self.return_lse,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        w, r = self.dilation.segment_lengths, self.dilation.dilation_rates
+        return f"segment_lengths={w}, dilation_rates={r}, ring_size={self.wire.size}"
+
+
+def ring_of(size: int | None, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """This rank's ring among the consecutive ``size`` ranks of ``group``; collective over all."""
+    ranks = 1 if not dist.is_initialized() else dist.get_world_size(group)
+    if size is None or size == ranks:
+        return group
+    if size < 1 or ranks % size:
+        raise ValueError(f"ring_size = {size}: must divide the {ranks} ranks")
+    every = dist.get_process_group_ranks(group or dist.group.WORLD)
+    rings = [every[first : first + size] for first in range(0, ranks, size)]
+    mine, _ = dist.new_subgroups_by_enumeration(rings)
+    return mine  # type: ignore[no-any-return]

@@ -1,0 +1,195 @@
+"""The forward of one dense attention over ranks, and its backward by hand.
+
+All ways are one: heads are divided among u consecutive ranks (``heads``), keys come in rounds from
+the P/u others that work on the same heads (``rounds``). By heads alone, where there is much to
+send, each rank's heads are cut in slices, so that one is sent while another is computed.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwise.attention import rounds, volume
+from meshwise.attention.heads import Members, Ranges, like_rows, members, to_heads, to_rows
+from meshwise.attention.pieces import Mask
+from meshwise.attention.rounds import Ring
+from meshwise.attention.shards import Shards
+from meshwise.attention.wire import Wire
+from meshwise.spec import DTYPE_BYTES
+from meshwise.spec.long_attention import LongAttention
+
+SLICE_BYTES = 2**24  # a rank's q, k and v from which on they are sent in slices
+Saved = Sequence[Sequence[Tensor]]  # q, k, v, out, lse [B, h, N, D] of each slice
+
+
+class Slice(NamedTuple):
+    """What each member of a group has of the heads, in one exchange."""
+
+    queries: Ranges
+    keys: Ranges
+
+
+class Run(NamedTuple):
+    """One call on one rank. ``group``: among whom heads are divided; None: they are not.
+    ``key_heads``: how many of its query heads share each key head, where these are not equally
+    many. ``num_heads``: of q, k and v in all."""
+
+    ring: Ring
+    gathers: bool
+    group: Members | None
+    slices: tuple[Slice, ...]
+    key_heads: tuple[int, ...]
+    num_heads: tuple[int, int, int]
+
+
+def attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, run: Run, returns_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """out [B, L, H, D]; lse [B, H, L], empty if it is not asked for and would have to be sent."""
+    return _Dense.apply(q, k, v, run, returns_lse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@functools.lru_cache(64)
+def run_of(
+    op: LongAttention, mask: Mask, shards: Shards, way: str, wire: Wire, scale: float
+) -> Run:
+    """``way``: any but auto."""
+    degree = volume.degree_of(way, op.kv_heads, wire.size)
+    ring = Ring(wire, mask, volume.grouped(shards, degree), degree, scale)
+    gathers = way == "gather" and wire.size > 1
+    num_heads = (op.heads, op.kv_heads, op.kv_heads)
+    if degree == 1:
+        return Run(ring, gathers, None, (), (), num_heads)
+    each = volume.shares(op.heads, op.kv_heads, degree)
+    a, b, c, d = each[wire.rank % degree]
+    per_key = op.heads // op.kv_heads
+    counts = [min(b, (x + 1) * per_key) - max(a, x * per_key) for x in range(c, d)]
+    return Run(
+        ring, gathers, members(wire, shards, degree), _slices(op, each, wire.size),
+        () if len(set(counts)) < 2 else tuple(counts), num_heads,
+    )  # fmt: skip
+
+
+def _slices(op: LongAttention, each: Sequence[volume.Share], ranks: int) -> tuple[Slice, ...]:
+    q_heads, key_heads = op.heads // len(each), op.kv_heads // len(each)
+    count = 1
+    size = op.batch * op.seq_len * (op.heads + 2 * op.kv_heads) * op.head_dim // ranks
+    divides = op.kv_heads % ranks == 0 and len(each) == ranks
+    if divides and size * DTYPE_BYTES[op.dtype] >= SLICE_BYTES:
+        count = next((n for n in range(2, key_heads + 1) if key_heads % n == 0), 1)
+    if count == 1:
+        return (Slice([s[:2] for s in each], [s[2:] for s in each]),)
+    q_heads, key_heads = q_heads // count, key_heads // count
+    return tuple(
+        Slice(
+            [(s.q_start + i * q_heads, s.q_start + (i + 1) * q_heads) for s in each],
+            [(s.k_start + i * key_heads, s.k_start + (i + 1) * key_heads) for s in each],
+        )
+        for i in range(count)
+    )
+
+
+class _Dense(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, q: Tensor, k: Tensor, v: Tensor, run: Run, returns_lse: bool
+    ):
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        of = _forward_here if run.group is None else _forward_by_heads
+        out, lse, saved = of(run, q, k, v, returns_lse)
+        ctx.save_for_backward(*itertools.chain(*saved))
+        ctx.run = run
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
+        saved = ctx.saved_tensors
+        slices = [saved[i : i + 5] for i in range(0, len(saved), 5)]
+        of = _backward_here if ctx.run.group is None else _backward_by_heads
+        return *of(ctx.run, grad, slices), None, None
+
+
+def _forward_here(
+    run: Run, q: Tensor, k: Tensor, v: Tensor, _: bool
+) -> tuple[Tensor, Tensor, Saved]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = _attend(run, q, k, v)
+    rows = out.transpose(1, 2).contiguous()
+    return rows, lse, [(q, k, v, rows.transpose(1, 2), lse)]
+
+
+def _backward_here(run: Run, grad: Tensor, saved: Saved) -> Sequence[Tensor]:
+    grads = _attend_backward(run, grad.contiguous().transpose(1, 2), *saved[0])
+    return [x.transpose(1, 2) for x in grads]
+
+
+def _forward_by_heads(
+    run: Run, q: Tensor, k: Tensor, v: Tensor, returns_lse: bool
+) -> tuple[Tensor, Tensor, Saved]:
+    group, saved, back, back_lse = run.group, [], [], []
+    assert group is not None
+    coming = [to_heads(group, (q, k, v), (s.queries, s.keys, s.keys)) for s in run.slices]
+    for each in run.slices:
+        queries, keys, values = coming.pop(0)()
+        keys, values = (_repeated(x, run.key_heads) for x in (keys, values))
+        out, lse = _attend(run, queries, keys, values)
+        saved.append((queries, keys, values, out, lse))
+        back.append(to_rows(group, [out], [each.queries]))
+        if returns_lse:
+            back_lse.append(to_rows(group, [lse.unsqueeze(-1)], [each.queries]))
+    asked = [run.slices[0].queries]
+    rows = like_rows(group, [out], asked, [q.shape[2]])
+    for unpack in back:
+        unpack(rows)
+    rows_lse: list[Tensor] = []
+    if returns_lse:
+        rows_lse = like_rows(group, [lse.unsqueeze(-1)], asked, [q.shape[2]])
+    for unpack in back_lse:
+        unpack(rows_lse)
+    lses = rows_lse[0].squeeze(-1).transpose(1, 2) if returns_lse else lse.new_empty(0)
+    return rows[0].to(q.dtype), lses, saved
+
+
+def _backward_by_heads(run: Run, grad: Tensor, saved: Saved) -> Sequence[Tensor]:
+    group, back = run.group, []
+    assert group is not None
+    coming = [to_heads(group, [grad], [s.queries]) for s in run.slices]
+    for each, kept in zip(run.slices, saved, strict=True):
+        (given,) = coming.pop(0)()
+        dq, dk, dv = _attend_backward(run, given, *kept)
+        dk, dv = (_summed(x, run.key_heads) for x in (dk, dv))
+        ranges = (each.queries, each.keys, each.keys)
+        back.append(to_rows(group, (dq, dk, dv), ranges))
+    rows = like_rows(group, (dq, dk, dv), ranges, run.num_heads)
+    for unpack in back:
+        unpack(rows)
+    return [x.to(grad.dtype) for x in rows]
+
+
+def _attend(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    of = rounds.attend_gathered if run.gathers else rounds.attend_ring
+    out, lse = of(run.ring, q, k, v)
+    return out if out.dtype == q.dtype else torch.empty_like(q).copy_(out), lse
+
+
+def _attend_backward(run: Run, *given: Tensor) -> rounds.Grads:
+    of = rounds.attend_gathered_backward if run.gathers else rounds.attend_ring_backward
+    return of(run.ring, *given)
+
+
+def _repeated(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Key heads once for each of unequally many query heads."""
+    if not counts:
+        return x
+    return torch.cat([x[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(counts)], 1)
+
+
+def _summed(x: Tensor, counts: Sequence[int]) -> Tensor:
+    return torch.stack([part.sum(1) for part in x.split(counts, 1)], 1) if counts else x

@@ -1,0 +1,177 @@
+"""How the ranks of a group share one attention: the way of each branch, and what it moves.
+
+In: the operation, its shards, prices if there are any. Out: an ``AttentionPlan``, the same on all
+ranks. A dilated branch whose segments lie inside shards is ``local`` and moves nothing. Of the
+others each takes the way that is cheapest: by the prices of its transfers, without prices by the
+most bytes that a rank receives, a round of the ring more than a collective. Dense attention:
+``volume``. Torch-free.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwise.attention import pattern, sparse, volume
+from meshwise.attention.shards import Shards, contiguous, zigzag
+from meshwise.prices import Prices
+from meshwise.spec import DTYPE_BYTES, Collective, LongAttention
+
+SPARSE_WAYS = ("gather", "heads", "ring")
+ROUND_BYTES = 2**20  # what a further message costs besides its bytes, where nothing was measured
+
+
+class BranchPlan(NamedTuple):
+    """``way``: local, gather, heads, ring or ring_heads. Bytes: of each rank, to or from others;
+    the backward's besides the forward's. ``time_s``: of the transfers, alone, if priced."""
+
+    branch: int
+    way: str
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+    backward_sent_bytes: tuple[int, ...]
+    backward_received_bytes: tuple[int, ...]
+    time_s: float | None
+    why: str
+
+
+class AttentionPlan(NamedTuple):
+    op: LongAttention
+    shards: Shards
+    branches: tuple[BranchPlan, ...]
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return tuple(branch.way for branch in self.branches)
+
+    def sent_bytes(self, direction: str = "forward") -> tuple[int, ...]:
+        """By rank; ``backward`` counts the forward too."""
+        return self._sum("sent_bytes", direction)
+
+    def received_bytes(self, direction: str = "forward") -> tuple[int, ...]:
+        return self._sum("received_bytes", direction)
+
+    def _sum(self, field: str, direction: str) -> tuple[int, ...]:
+        fields = (field, f"backward_{field}") if direction == "backward" else (field,)
+        each = [getattr(branch, name) for branch in self.branches for name in fields]
+        return tuple(map(sum, zip(*each, strict=True)))
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.shards.lengths)} ranks, {self.op.seq_len} tokens"]
+        for at, branch in enumerate(self.branches):
+            what = "dense"
+            if (dilation := self.op.dilation) is not None:
+                what = f"w {dilation.segment_lengths[at]} r {dilation.dilation_rates[at]}"
+            most = max(branch.received_bytes), max(branch.backward_received_bytes)
+            lines.append(
+                f"{what}: {branch.way}, {most[0]} + {most[1]} bytes into the busiest rank"
+                f" ({branch.why})"
+            )
+        return "\n".join(lines)
+
+
+def plan(
+    op: LongAttention, ranks: int, shards: Shards | None = None, prices: Prices | None = None
+) -> AttentionPlan:
+    """``shards``: contiguous, or zigzag as ``op.order`` says, by default."""
+    if shards is None:
+        shards = (zigzag if op.order == "zigzag" else contiguous)(op.seq_len, ranks)
+    if op.dilation is None:
+        return AttentionPlan(op, shards, (_dense(op, shards, prices),))
+    found = [_sparse(op, branch, shards, prices) for branch in pattern.branches(op)]
+    return AttentionPlan(op, shards, tuple(found))
+
+
+def _dense(op: LongAttention, shards: Shards, prices: Prices | None) -> BranchPlan:
+    ranks = len(shards.lengths)
+    zero = (0,) * ranks
+    if ranks == 1:
+        return BranchPlan(0, "local", zero, zero, zero, zero, 0.0, "one rank")
+    way: str = op.way
+    why = "asked for"
+    if way == "auto":
+        way, why = volume.choose_dense(op, shards, prices), "priced" if prices else "by rule"
+    received, backward_received = volume.dense_bytes(op, shards, way)
+    sent, backward_sent = volume.dense_bytes(op, shards, way, "sent")
+    return BranchPlan(0, way, sent, received, backward_sent, backward_received, None, why)
+
+
+def _sparse(
+    op: LongAttention, branch: pattern.Branch, shards: Shards, prices: Prices | None
+) -> BranchPlan:
+    zero = (0,) * len(shards.lengths)
+    if pattern.is_local(branch, shards):
+        return BranchPlan(
+            branch.number, "local", zero, zero, zero, zero, 0.0, "segments lie inside shards"
+        )
+    if op.way == "ring_heads":
+        raise ValueError("way = 'ring_heads': a dilated branch goes by gather, heads or ring")
+    ways = SPARSE_WAYS if op.way == "auto" else (op.way,)
+    tried = [_branch(op, branch, shards, way, prices) for way in ways]
+    cost = [_cost(each, len(zero)) for each in tried]
+    best = tried[int(np.argmin(cost))]
+    if op.way != "auto":
+        return best._replace(why="asked for")
+    rest = ", ".join(f"{one.way} {max(one.received_bytes)}" for one in tried if one is not best)
+    unit = "priced" if prices else "fewest bytes"
+    return best._replace(why=f"{unit}; {rest} bytes")
+
+
+def _cost(tried: BranchPlan, ranks: int) -> float:
+    if tried.time_s is not None:
+        return tried.time_s
+    rounds = ranks - 1 if tried.way == "ring" else 2 if tried.way == "heads" else 1
+    return max(tried.received_bytes) + max(tried.backward_received_bytes) + rounds * ROUND_BYTES
+
+
+def _branch(
+    op: LongAttention, branch: pattern.Branch, shards: Shards, way: str, prices: Prices | None
+) -> BranchPlan:
+    """Forward: keys and values come, by ``heads`` queries too, and rows of out and lse return.
+    Backward: by ``heads`` the gradient, out and lse come again and gradients of q, k and v return;
+    else those of k and v do, in fp32."""
+    keys, queries = (_messages(op, branch, shards, way, of) for of in ("keys", "queries"))
+    row = op.batch * op.head_dim * DTYPE_BYTES[op.dtype]
+    wide = op.batch * op.head_dim * max(4, DTYPE_BYTES[op.dtype])
+    lse = op.batch * max(4, DTYPE_BYTES[op.dtype] if op.dtype == "fp64" else 4)
+    there = 2 * row * keys + row * queries, 2 * row * queries + lse * queries
+    back = (row + lse) * queries, row * queries + (2 * row if way == "heads" else 2 * wide) * keys
+    sent = [a.sum(1) + b.sum(0) for a, b in zip(there, back, strict=True)]
+    received = [a.sum(0) + b.sum(1) for a, b in zip(there, back, strict=True)]
+    time_s = None if prices is None else _time_s(there + back, way, prices)
+    (f_sent, b_sent), (f_received, b_received) = (
+        [tuple(map(int, each)) for each in both] for both in (sent, received)
+    )
+    return BranchPlan(branch.number, way, f_sent, f_received, b_sent, b_received, time_s, "")
+
+
+def _time_s(messages: tuple[Any, ...], way: str, prices: Prices) -> float:
+    """Of all transfers, as collectives of the busiest rank's bytes; a ring's as shifts."""
+    ranks, seconds = len(messages[0]), 0.0
+    for each in messages:
+        most = int(max(each.sum(0).max(), each.sum(1).max()))
+        if most and way == "ring":
+            shift = Collective(
+                kind="send_recv", size_bytes=-(-most // (ranks - 1)), group_size=ranks
+            )
+            seconds += (ranks - 1) * prices.estimate(shift).time_s
+        elif most:
+            size = -(-most * ranks // (ranks - 1))
+            swap = Collective(kind="all_to_all", size_bytes=size, group_size=ranks)
+            seconds += prices.estimate(swap).time_s
+    return seconds
+
+
+@functools.lru_cache(maxsize=256)
+def _messages(op: LongAttention, branch: pattern.Branch, shards: Shards, way: str, of: str) -> Any:
+    """[from, to]: rows of ``keys`` or ``queries`` that a rank sends another, of one sequence."""
+    found, ranks = sparse.needs(op, branch, shards, way), len(shards.lengths)
+    heads = op.kv_heads if of == "keys" else op.heads
+    counts = np.zeros((ranks, ranks), np.int64)
+    for each in found.keys if of == "keys" else [found.queries]:
+        for rank, ids in enumerate(each):
+            counts[:, rank] += np.bincount(sparse.holders(shards, ids // heads), minlength=ranks)[
+                :ranks
+            ]
+    np.fill_diagonal(counts, 0)
+    return counts

@@ -1,0 +1,145 @@
+"""Rows of a tensor [batch, rows, width] picked, mixed and added up, by index.
+
+On a GPU by kernels of one pass each (``row_kernels``), elsewhere, and in fp64, by torch's own.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwise.attention.merge import merge, wide
+
+
+class View(NamedTuple):
+    """Of tokens * heads: in each of ``segments`` segments of ``width`` tokens from ``start`` on,
+    ``rows`` tokens ``rate`` apart from ``phase`` on; and ``heads`` heads ``step`` apart from
+    ``first`` on."""
+
+    start: int
+    segments: int
+    width: int
+    rate: int
+    phase: int
+    rows: int
+    first: int
+    step: int
+    heads: int
+
+
+class Places(NamedTuple):
+    """Where the rows of a part belong among ``size`` rows, tokens * ``heads``, each at most once:
+    a view of them, or ``where``; neither: it has all of them, in order. ``inverse``, for kernels:
+    which row of the part belongs here, -1 for none."""
+
+    size: int
+    heads: int = 1
+    view: View | None = None
+    where: Tensor | None = None
+    inverse: Tensor | None = None
+
+
+class Part(NamedTuple):
+    """``values`` [B, k, D] and, where parts are mixed, ``lse`` [B, k]."""
+
+    values: Tensor
+    places: Places
+    lse: Tensor | None = None
+
+
+def places(at: Tensor | View | None, tokens: int, heads: int, device: torch.device) -> Places:
+    """Places of an index of int32, or of a view, among ``tokens`` * ``heads`` rows."""
+    count = tokens * heads
+    if at is None or at == View(0, 1, tokens, 1, 0, tokens, 0, 1, heads):
+        return Places(count, heads)
+    fused = device.type == "cuda"
+    if isinstance(at, View):
+        return Places(count, heads, at, None if fused else _index(at, heads))
+    inverse = None
+    if fused:
+        inverse = torch.full((count,), -1, dtype=torch.int32, device=device)
+        inverse[at.flatten().long()] = torch.arange(at.numel(), dtype=torch.int32, device=device)
+    return Places(count, heads, None, at.flatten(), inverse)
+
+
+def select(x: Tensor, at: Tensor | View) -> Tensor:
+    """x [B, tokens, heads, D]: [B * segments, heads, rows, D]."""
+    if isinstance(at, Tensor):
+        return take(x.flatten(1, 2), at).flatten(0, 1)
+    tokens = x[:, at.start : at.start + at.segments * at.width]
+    stop = at.first + at.step * (at.heads - 1) + 1
+    of_heads = tokens.unflatten(1, (at.segments, at.width))[..., at.first : stop : at.step, :]
+    kept: Tensor = of_heads[:, :, at.phase :: at.rate].flatten(0, 1).transpose(1, 2)
+    return kept
+
+
+def unselect(x: Tensor, at: Tensor | View, batch: int) -> Tensor:
+    """[B * segments, heads, rows, D] as [B, k, D], in the order of ``places(at)``."""
+    if isinstance(at, View):
+        x = x.transpose(1, 2)
+    return x.reshape(batch, -1, x.shape[-1])
+
+
+def _index(at: View, heads: int) -> Tensor:
+    segment = at.start + at.width * torch.arange(at.segments, dtype=torch.int32)
+    row = at.phase + at.rate * torch.arange(at.rows, dtype=torch.int32)
+    head = at.first + at.step * torch.arange(at.heads, dtype=torch.int32)
+    index: Tensor = (segment[:, None, None] + row[:, None]) * heads + head
+    return index.flatten()
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, rows, ...], index of any shape: [B, *index.shape, ...]."""
+    if _fused(x) and x.dim() == 3:
+        from meshwise.attention.row_kernels import take as fused
+
+        return fused(x.contiguous(), index)
+    found: Tensor = x.index_select(1, index.flatten()).unflatten(1, index.shape)
+    return found
+
+
+def combine(parts: Sequence[Part], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mixes parts by their log-sum-exp: out [B, size, D] of ``like``'s dtype, lse [B, size].
+    Rows that no part has are 0 and -inf."""
+    (count,) = {part.places.size for part in parts} or {like.shape[1]}
+    shape = (like.shape[0], count, like.shape[-1])
+    if _fused(like):
+        from meshwise.attention.row_kernels import combine as fused
+
+        return fused(parts, shape, like)
+    dtype = wide(like.dtype)
+    out = torch.zeros(shape, dtype=dtype, device=like.device)
+    lse = torch.full(shape[:-1], -torch.inf, dtype=dtype, device=like.device)
+    for part in parts:
+        assert part.lse is not None
+        if (index := part.places.where) is None:
+            merge(out, lse, part.values, part.lse)
+            continue
+        there, there_lse = take(out, index), take(lse, index)
+        merge(there, there_lse, part.values, part.lse)
+        out.index_copy_(1, index.long(), there)
+        lse.index_copy_(1, index.long(), there_lse)
+    return out.to(like.dtype), lse
+
+
+def total(parts: Sequence[Part], like: Tensor) -> Tensor:
+    """Adds parts up, in fp32 or fp64: [B, size, D] of ``like``'s dtype."""
+    (count,) = {part.places.size for part in parts} or {like.shape[1]}
+    shape = (like.shape[0], count, like.shape[-1])
+    if _fused(like):
+        from meshwise.attention.row_kernels import total as fused
+
+        return fused(parts, shape, like)
+    out = torch.zeros(shape, dtype=wide(like.dtype), device=like.device)
+    for part in parts:
+        values = part.values.to(out.dtype)
+        if part.places.where is None:
+            out += values
+        else:
+            out.index_add_(1, part.places.where, values)
+    return out.to(like.dtype)
+
+
+def _fused(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype != torch.float64

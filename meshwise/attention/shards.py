@@ -1,0 +1,63 @@
+"""Which tokens of a sequence each rank holds, and what goes with them.
+
+A ``Shards`` is, for each rank, the intervals [start, stop) of global positions that it holds, in
+the order of its local rows. Torch-free.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Interval = tuple[int, int]
+
+
+class Shards(NamedTuple):
+    """``intervals[rank]``: what it holds, in local order. All together cover [0, seq_len) once."""
+
+    intervals: tuple[tuple[Interval, ...], ...]
+
+    @property
+    def seq_len(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(sum(b - a for a, b in each) for each in self.intervals)
+
+
+def contiguous(seq_len: int, ranks: int) -> Shards:
+    """One run of the sequence each; the first ranks get one more where it does not divide."""
+    return of_lengths([seq_len // ranks + (r < seq_len % ranks) for r in range(ranks)])
+
+
+def of_lengths(lengths: Sequence[int]) -> Shards:
+    """One run each, of these lengths, which may be 0."""
+    ends = np.cumsum([0, *lengths]).tolist()
+    return Shards(tuple(((a, b),) for a, b in itertools.pairwise(ends)))
+
+
+def zigzag(seq_len: int, ranks: int) -> Shards:
+    """Chunks r and 2n-1-r of 2n, so that causal work is equal; the first chunks may be longer."""
+    cuts = contiguous(seq_len, 2 * ranks).intervals
+    return Shards(tuple((cuts[r][0], cuts[2 * ranks - 1 - r][0]) for r in range(ranks)))
+
+
+def positions(shards: Shards, rank: int) -> npt.NDArray[np.int64]:
+    """The global position of each local row: for rotary and learned positions."""
+    return np.concatenate([np.arange(a, b) for a, b in shards.intervals[rank]] or [np.arange(0)])
+
+
+def next_tokens(shards: Shards, rank: int) -> npt.NDArray[np.int64]:
+    """The global position of each local row's label, the next token, also across the border of a
+    shard; the last token of all has none, -1."""
+    after = positions(shards, rank) + 1
+    return np.where(after == shards.seq_len, -1, after)
+
+
+def loss_weight(shards: Shards, rank: int) -> float:
+    """What this rank's mean loss counts in the mean over all tokens that have a label."""
+    labels = int((next_tokens(shards, rank) >= 0).sum())
+    return labels / max(1, shards.seq_len - 1)

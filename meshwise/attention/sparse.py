@@ -1,0 +1,148 @@
+"""Which rows of a dilated branch go where when its segments span ranks, and which tasks run there.
+
+In: a branch, the shards, a way. ``gather`` and ``ring``: a query stays, and the keys and values of
+its segment come, all at once or from one rank after another. ``heads``: a rank takes whole tasks of
+some heads, their queries too, and returns what comes of them. Out: for every rank the ids of the
+rows that it needs, ascending: position * heads + head. Shards are contiguous, so that ascending
+ids are in the order of the ranks that hold them. Torch-free.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwise.attention.pattern import Branch, Ints, Tasks, tasks
+from meshwise.attention.shards import Shards
+from meshwise.spec.long_attention import LongAttention
+
+
+class Needs(NamedTuple):
+    """``keys[round][rank]`` and ``queries[rank]``: ids of rows, of key-value and of query heads,
+    that the rank lacks; by ``heads`` all that it works with."""
+
+    keys: list[list[Ints]]
+    queries: list[Ints]
+
+
+class Call(NamedTuple):
+    """Tasks of one rank with equally many queries and keys: ids [tasks, rows]; ``head`` of each."""
+
+    head: Ints
+    queries: Ints
+    keys: Ints
+    causal: bool
+
+
+def needs(op: LongAttention, branch: Branch, shards: Shards, way: str) -> Needs:
+    ranks = len(shards.lengths)
+    none: Ints = np.zeros(0, np.int64)
+    if way == "heads":
+        queries: list[list[Ints]] = [[] for _ in range(ranks)]
+        keys: list[list[Ints]] = [[] for _ in range(ranks)]
+        for every in tasks(branch, op.seq_len):
+            owner = owners(branch, every, shards)
+            for rank in np.unique(owner):
+                mine = owner == rank
+                queries[rank].append(_ids(op, every, "query")[mine].ravel())
+                keys[rank].append(_ids(op, every, "key")[mine].ravel())
+        return Needs([[_sorted(of) for of in keys]], [_sorted(of) for of in queries])
+    rounds = ranks - 1 if way == "ring" else 1
+    found: list[list[list[Ints]]] = [[[] for _ in range(ranks)] for _ in range(rounds)]
+    for every in tasks(branch, op.seq_len):
+        holder, ids = holders(shards, every.position), _ids(op, every, "key")
+        for rank in range(ranks):
+            remote = _remote(op, holder, rank)
+            for i in range(rounds):
+                at = remote & ((rank - holder) % ranks == i + 1) if way == "ring" else remote
+                found[i][rank].append(ids[at])
+    return Needs([[_sorted(of) for of in each] for each in found], [none] * ranks)
+
+
+def calls(
+    op: LongAttention, branch: Branch, shards: Shards, way: str, rank: int
+) -> list[list[Call]]:
+    """What ``rank`` computes, round by round; the first round needs nothing from others, but by
+    ``heads`` it is the only one and needs all."""
+    if way == "heads":
+        own = []
+        for every in tasks(branch, op.seq_len):
+            mine = owners(branch, every, shards) == rank
+            query, key = _both(op, every)
+            own.append(Call(_heads(every)[mine], query[mine], key[mine], op.causal))
+        return [[call for call in own if len(call.head)]]
+    ranks = len(shards.lengths)
+    rounds: list[list[Call]] = [[] for _ in range(ranks if way == "ring" else 2)]
+    for every in tasks(branch, op.seq_len):
+        holder = holders(shards, every.position)
+        here, remote = holder == rank, _remote(op, holder, rank)
+        rounds[0] += _grouped(op, every, here, here, op.causal)
+        for i in range(1, len(rounds)):
+            there = remote & ((rank - holder) % ranks == i) if way == "ring" else remote
+            rounds[i] += _grouped(op, every, here, there, False)
+    return rounds
+
+
+def holders(shards: Shards, position: Ints) -> Ints:
+    """The rank that holds each position."""
+    found: Ints = np.searchsorted(np.cumsum(shards.lengths), position, side="right")
+    return found
+
+
+def owners(branch: Branch, every: Tasks, shards: Shards) -> Ints:
+    """By ``heads``: which rank takes each task [segments, heads]. The heads of a segment are dealt
+    to the ranks that hold it, in order."""
+    segment = every.position[:, 0, 0] // branch.width * branch.width
+    first = holders(shards, segment)
+    last = holders(shards, np.minimum(segment + branch.width, shards.seq_len) - 1)
+    active = [h for h, s in enumerate(branch.offsets) if s is not None]
+    turn = np.searchsorted(active, every.head)
+    found: Ints = first[:, None] + turn * (last - first + 1)[:, None] // len(active)
+    return found
+
+
+def _remote(op: LongAttention, holder: Ints, rank: int) -> Ints:
+    """Rows [segments, heads, rows] that others hold and tasks of this rank's queries attend."""
+    concerned = (holder == rank).any(-1, keepdims=True)
+    elsewhere = holder < rank if op.causal else holder != rank
+    remote: Ints = concerned & elsewhere
+    return remote
+
+
+def _grouped(
+    op: LongAttention, every: Tasks, here: Ints, there: Ints, causal: bool
+) -> Iterator[Call]:
+    """Tasks with equally many rows ``here`` and ``there`` [segments, heads, rows] together."""
+    queries, keys = _both(op, every)
+    num_here, num_there = here.sum(-1), there.sum(-1)
+    sizes = np.stack([num_here, num_there], -1).reshape(-1, 2)
+    for count_here, count_there in np.unique(sizes, axis=0).tolist():
+        if count_here and count_there:
+            at = (num_here == count_here) & (num_there == count_there)
+            yield Call(
+                _heads(every)[at],
+                queries[at][here[at]].reshape(-1, count_here),
+                keys[at][there[at]].reshape(-1, count_there),
+                causal,
+            )
+
+
+def _both(op: LongAttention, every: Tasks) -> tuple[Ints, Ints]:
+    return _ids(op, every, "query"), _ids(op, every, "key")
+
+
+def _ids(op: LongAttention, every: Tasks, of: str) -> Ints:
+    if of == "query":
+        ids: Ints = every.position * op.heads + every.head[:, None]
+    else:
+        ids = every.position * op.kv_heads + (every.head * op.kv_heads // op.heads)[:, None]
+    return ids
+
+
+def _heads(every: Tasks) -> Ints:
+    found: Ints = np.broadcast_to(every.head, every.position.shape[:2])
+    return found
+
+
+def _sorted(of: list[Ints]) -> Ints:
+    return np.unique(np.concatenate(of)) if of else np.zeros(0, np.int64)

@@ -1,0 +1,194 @@
+"""What ``measure ring`` found, as its JSON document.
+
+In: a run directory's info and samples. Out: the document that ``report --scaling`` reads, one row a
+length and ring size; the names of the benchmark of RingDilatedAttentionV2Collective, and ours. t(P)
+is the median over iterations of the slowest rank of rings of P ranks, N the length:
+
+    throughput_tokens_per_sec   batch N / t(P), of one ring
+    strong_efficiency           t(1) / (P t(P)) at one N
+    weak_efficiency             t(1) at N/P / t(P) at N
+    distributed_overhead_ms     t(P) - t(1) / P
+    exposed_comm_ms             t(P) - t(P) of the same computation without its transfers
+    overlap_fraction            1 - exposed / communication_time_ms, the transfers by themselves
+    comm_efficiency             comm_lower_bound_bytes / bytes_received, 1 as planned
+    load_imbalance              most / mean of the pairs that a rank's own queries attend
+
+time_* and forward_*: over all ranks' own times of all iterations. GB = 1e9. What could not be
+measured, or has no baseline among the rows, is null.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwise.spec import LongAttention, RunInfo, Sample
+from meshwise.stats import median_interval
+
+SCHEMA_VERSION = 1
+CONVENTION = "attended pairs, 2 FLOPs a multiply-add, backward 2.5 x forward"
+BOUND = "planned"
+_FIGURES = (
+    "forward_time_ms", "backward_time_ms", "total_time_ms", "memory_allocated_gb",
+    "memory_reserved_gb", "throughput_tokens_per_sec", "effective_batch_size",
+    "distributed_overhead_ms", "communication_time_ms", "layout", "strategy", "peak_memory_gb",
+    "time_min_ms", "time_median_ms", "time_p95_ms", "time_max_ms", "forward_min_ms",
+    "forward_median_ms", "forward_p95_ms", "forward_max_ms", "bytes_sent", "bytes_received",
+    "comm_lower_bound_bytes", "comm_lower_bound", "owner_bound_bytes", "comm_efficiency",
+    "exposed_comm_ms", "overlap_fraction", "achieved_tflops", "flop_convention",
+    "strong_efficiency", "weak_efficiency", "load_imbalance", "collectives", "baseline_id",
+)  # fmt: skip
+_SOURCE_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def document(run_dir: str, info: RunInfo, samples: Sequence[Sample]) -> dict[str, Any]:
+    """The JSON of a run; its settings stand in the run's provenance."""
+    config = dict(info.provenance["ring"])
+    dtype = config.pop("dtype")
+    config["dtype"] = _SOURCE_DTYPES[dtype]
+    config["num_kv_heads"] = config["num_kv_heads"] or config["num_heads"]
+    done = {_key(sample): sample for sample in samples if sample.status == "ok"}
+    stamp = info.started.rstrip("Z").replace("-", "").replace(":", "").replace("T", "_")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "config": config,
+        "world_size": info.world_size,
+        "timestamp": stamp,
+        "run_dir": run_dir,
+        "device": info.cluster.device.name,
+        "results": [_row(sample, info.world_size, done) for sample in samples],
+    }
+
+
+def file_name(found: Mapping[str, Any]) -> str:
+    return f"ring_v2_collective_benchmark_{found['timestamp']}_world{found['world_size']}.json"
+
+
+def _op(sample: Sample) -> LongAttention:
+    assert isinstance(sample.case.op, LongAttention)
+    return sample.case.op
+
+
+def _key(sample: Sample) -> tuple[int, int]:
+    return _op(sample).seq_len, sample.case.world_size
+
+
+def _row(sample: Sample, world_size: int, done: Mapping[tuple[int, int], Sample]) -> dict[str, Any]:
+    seq_len, ring_size = _key(sample)
+    row: dict[str, Any] = {
+        "seq_length": seq_len,
+        "ring_size": ring_size,
+        "world_size": int(_number(sample, "world_size") or world_size),
+        "rank": 0,
+        **dict.fromkeys(_FIGURES),
+        "status": "error" if sample.status == "hung" else sample.status,
+        "reason": "" if sample.status == "ok" else sample.reason,
+    }
+    if sample.status == "ok":
+        row |= _of_times(sample) | _of_scaling(sample, done) | _of_transfers(sample)
+        row |= _of_work(sample)
+    assert row.keys() == {*_FIGURES, *_NAMES}, row.keys() ^ {*_FIGURES, *_NAMES}
+    return row
+
+
+_NAMES = ("seq_length", "ring_size", "world_size", "rank", "status", "reason")
+
+
+def _of_times(sample: Sample) -> dict[str, Any]:
+    op, total_s, forward_s = _op(sample), _total_s(sample), median_interval(_forward(sample))[0]
+    forward_all = _each(sample, "forward_rank_times_s")
+    all_times = [time_s for own in sample.rank_times_s for time_s in own]
+    backward = op.direction == "backward"
+    return {
+        "forward_time_ms": 1e3 * forward_s,
+        "backward_time_ms": 1e3 * max(0.0, total_s - forward_s) if backward else None,
+        "total_time_ms": 1e3 * total_s,
+        "throughput_tokens_per_sec": op.batch * op.seq_len / total_s,
+        "effective_batch_size": op.batch,
+        **_spread("time", all_times),
+        **_spread("forward", forward_all),
+    }
+
+
+def _spread(name: str, times_s: Sequence[float]) -> dict[str, float]:
+    import numpy as np
+
+    shares = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
+    return {
+        f"{name}_{word}_ms": 1e3 * float(np.quantile(times_s, share))
+        for word, share in shares.items()
+    }
+
+
+def _of_scaling(sample: Sample, done: Mapping[tuple[int, int], Sample]) -> dict[str, Any]:
+    (seq_len, ring_size), total_s = _key(sample), _total_s(sample)
+    found: dict[str, Any] = {}
+    if alone := done.get((seq_len, 1)):
+        share_s = _total_s(alone) / ring_size
+        found |= {
+            "distributed_overhead_ms": 1e3 * (total_s - share_s),
+            "strong_efficiency": share_s / total_s,
+            "baseline_id": alone.case_id,
+        }
+    short = done.get((seq_len // ring_size, 1)) if seq_len % ring_size == 0 else None
+    return found | ({"weak_efficiency": _total_s(short) / total_s} if short else {})
+
+
+def _of_transfers(sample: Sample) -> dict[str, Any]:
+    sent, received = (max(_each(sample, name)) for name in ("sent_bytes", "received_bytes"))
+    bound = max(_each(sample, "planned_bytes"))
+    found: dict[str, Any] = {
+        "bytes_sent": int(sent),
+        "bytes_received": int(received),
+        "comm_lower_bound_bytes": int(bound),
+        "comm_lower_bound": BOUND,
+        "owner_bound_bytes": int(max(_each(sample, "owner_bound_bytes"))),
+        "comm_efficiency": bound / received if bound and received else None,
+        "collectives": int(max(_each(sample, "collectives"))),
+    }
+    if not found["collectives"]:
+        return found | {"communication_time_ms": 0.0, "exposed_comm_ms": 0.0}
+    exposed_s = max(0.0, _total_s(sample) - median_interval(_each(sample, "muted_times_s"))[0])
+    found["exposed_comm_ms"] = 1e3 * exposed_s
+    if transfers := _each(sample, "transfer_times_s"):
+        transfer_s = median_interval(transfers)[0]
+        found["communication_time_ms"] = 1e3 * transfer_s
+        found["overlap_fraction"] = max(0.0, 1 - exposed_s / transfer_s)
+    return found
+
+
+def _of_work(sample: Sample) -> dict[str, Any]:
+    op, pairs = _op(sample), _each(sample, "rank_pairs")
+    peak, reserved = (max(_each(sample, name), default=None) for name in _MEMORY)
+    each_s = _total_s(sample) * sample.case.world_size
+    return {
+        "layout": op.order,
+        "strategy": sample.reason,
+        "peak_memory_gb": peak and peak / 1e9,
+        "memory_allocated_gb": peak and peak / 1e9,
+        "memory_reserved_gb": reserved and reserved / 1e9,
+        "achieved_tflops": op.flops / each_s / 1e12,
+        "flop_convention": CONVENTION,
+        "load_imbalance": max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0,
+    }
+
+
+_MEMORY = ("peak_bytes", "reserved_bytes")
+
+
+def _total_s(sample: Sample) -> float:
+    return median_interval(sample.times_s)[0]
+
+
+def _forward(sample: Sample) -> list[float]:
+    """Of the slowest rank, iteration by iteration."""
+    flat = _each(sample, "forward_rank_times_s")
+    count = len(flat) // len(sample.rank_times_s)
+    return [max(flat[number::count]) for number in range(count)]
+
+
+def _each(sample: Sample, name: str) -> tuple[float, ...]:
+    found = sample.metrics.get(name, ())
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _number(sample: Sample, name: str) -> float | None:
+    return next(iter(_each(sample, name)), None)

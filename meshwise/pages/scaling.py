@@ -1,0 +1,229 @@
+"""What ``measure ring`` wrote, as rows: how time and memory change with the size of the ring.
+
+In: a folder of ``ring_v2_collective_benchmark_*.json``. Out: one ``Row`` for each sequence length
+and ring size. With t(P, N) the time of a ring of P ranks over N tokens, the slowest rank's median:
+
+    speedup            t(1, N) / t(P, N)
+    strong efficiency  speedup / P
+    weak efficiency    t(1, N / P) / t(P, N): work a rank is constant where segments are fixed
+    exposed share      time of the step that goes when nothing is sent / t(P, N)
+    memory share       peak of a rank in a ring of P / peak of one rank alone, same N; ideal 1 / P
+
+They are made here, not read, because each ring size may come from a run of its own.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+SCHEMA_VERSION = 1
+PATTERN, LATEST = "ring_v2_collective_benchmark_*.json", "latest.json"
+
+# what must be equal in all runs that are shown together
+_SAME = (
+    "batch_size", "embed_dim", "num_heads", "num_kv_heads", "segment_lengths", "dilation_rates",
+    "use_flash_attention", "dtype", "causal", "window", "offsets", "offset_heads", "mixture",
+    "dense", "way", "order", "forward_only", "graph",
+)  # fmt: skip
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A row as ``measure ring`` wrote it; None where it does not apply or could not be had."""
+
+    seq_length: int
+    ring_size: int
+    world_size: int
+    status: str
+    reason: str | None = None
+    forward_time_ms: float | None = None
+    backward_time_ms: float | None = None
+    total_time_ms: float | None = None
+    time_p95_ms: float | None = None
+    throughput_tokens_per_sec: float | None = None
+    effective_batch_size: int | None = None
+    communication_time_ms: float | None = None
+    strategy: str | None = None
+    peak_memory_gb: float | None = None
+    bytes_sent: float | None = None
+    bytes_received: float | None = None
+    comm_lower_bound_bytes: float | None = None
+    comm_lower_bound: str | None = None
+    comm_efficiency: float | None = None
+    exposed_comm_ms: float | None = None
+    overlap_fraction: float | None = None
+    achieved_tflops: float | None = None
+    flop_convention: str | None = None
+    load_imbalance: float | None = None
+    collectives: float | None = None
+
+    @property
+    def time_ms(self) -> float | None:
+        return self.total_time_ms if self.status == "ok" else None
+
+    @property
+    def peak_gb(self) -> float | None:
+        return self.peak_memory_gb if self.status == "ok" else None
+
+
+_NONE = Result(seq_length=0, ring_size=1, world_size=1, status="not run")
+
+
+class _Run(msgspec.Struct, frozen=True, kw_only=True):
+    schema_version: int
+    config: dict[str, Any]
+    world_size: int
+    timestamp: str
+    results: tuple[Result, ...]
+    device: Any = None
+
+
+class Row(NamedTuple):
+    """A result beside one rank's at the same length; None where that is not there."""
+
+    result: Result
+    speedup: float | None
+    strong: float | None
+    weak: float | None
+    exposed_share: float | None
+    memory_share: float | None
+    tokens_per_gb: float | None
+
+
+class Scaling(NamedTuple):
+    """``left_out``: files of another configuration or older, with the reason."""
+
+    config: dict[str, Any]
+    device: str
+    rows: tuple[Row, ...]
+    files: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({row.result.seq_length for row in self.rows})
+
+    @property
+    def ring_sizes(self) -> list[int]:
+        return sorted({row.result.ring_size for row in self.rows})
+
+    @property
+    def is_dense(self) -> bool:
+        return bool(self.config.get("dense")) or not self.config.get("segment_lengths")
+
+    def at(self, seq_length: int, ring_size: int) -> Row | None:
+        wanted = (seq_length, ring_size)
+        return next((r for r in self.rows if wanted == (r[0].seq_length, r[0].ring_size)), None)
+
+
+def read(folder: Path | str) -> Scaling:
+    """The newest run of each world size, of the newest run's configuration and device. Of two rows
+    of one length and ring size the newer counts, but a skipped one only where there is no other.
+    ValueError where there is nothing to show."""
+    folder = Path(folder)
+    paths = sorted(folder.glob(PATTERN)) or [p for p in (folder / LATEST,) if p.exists()]
+    runs = sorted(((_load(path), path.name) for path in paths), key=_age, reverse=True)
+    if not any(run.results for run, _ in runs):
+        raise ValueError(
+            f"{folder}: holds no results of a scaling benchmark; write some with "
+            f"`meshwise measure ring --output_dir {folder}`"
+        )
+    newest, kept, left_out = runs[0][0], dict[int, tuple[_Run, str]](), []
+    for run, name in runs:
+        if other := _differs(run, newest):
+            left_out.append(f"{name}: another {other} than the newest run's")
+        elif run.world_size in kept:
+            left_out.append(f"{name}: older than {kept[run.world_size][1]}")
+        else:
+            kept[run.world_size] = run, name
+    results = _merged([run for run, _ in kept.values()])
+    rows = tuple(_row(result, results, newest.config) for _, result in sorted(results.items()))
+    files = tuple(name for _, name in kept.values())
+    return Scaling(newest.config, _device(newest.device), rows, files, tuple(left_out))
+
+
+def _load(path: Path) -> _Run:
+    try:
+        run = msgspec.json.decode(path.read_bytes(), type=_Run)
+    except msgspec.MsgspecError as error:
+        raise ValueError(
+            f"{path}: {error}; only files that `meshwise measure ring` wrote can be read"
+        ) from None
+    if run.schema_version != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path}: schema_version = {run.schema_version}: must be {SCHEMA_VERSION}; "
+            "measure again with `meshwise measure ring`"
+        )
+    return run
+
+
+def _age(run: tuple[_Run, str]) -> tuple[str, str]:
+    return run[0].timestamp, run[1]
+
+
+def _differs(run: _Run, newest: _Run) -> str | None:
+    """The first thing in which two runs are not comparable."""
+    if run.device != newest.device:
+        return "device"
+    changed = (name for name in _SAME if run.config.get(name) != newest.config.get(name))
+    return next(changed, None)
+
+
+def _device(told: Any) -> str:
+    if isinstance(told, dict):
+        return str(told.get("name", "unknown device"))
+    return str(told or "unknown device")
+
+
+def _merged(runs: list[_Run]) -> dict[tuple[int, int], Result]:
+    found: dict[tuple[int, int], Result] = {}
+    for result in (result for run in runs for result in run.results):
+        key = result.seq_length, result.ring_size
+        if key not in found or (found[key].status == "skipped" != result.status):
+            found[key] = result
+    return found
+
+
+def _row(result: Result, results: dict[tuple[int, int], Result], config: dict[str, Any]) -> Row:
+    length, ring = result.seq_length, result.ring_size
+    alone = results.get((length, 1), _NONE)
+    smaller = _NONE if length % ring else results.get((length // ring, 1), _NONE)
+    speedup = _ratio(alone.time_ms, result.time_ms)
+    batch = result.effective_batch_size or config.get("batch_size", 1)
+    return Row(
+        result,
+        speedup=speedup,
+        strong=_ratio(speedup, ring),
+        weak=_ratio(smaller.time_ms, result.time_ms),
+        exposed_share=_ratio(result.exposed_comm_ms, result.time_ms),
+        memory_share=_ratio(result.peak_gb, alone.peak_gb),
+        tokens_per_gb=_ratio(batch * length, result.peak_gb),
+    )
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def subject(scaling: Scaling) -> str:
+    """What was measured, in a line: ``dilated 2048/1 4096/2, causal, 12 heads x 64, fp16, ...``."""
+    config, said = scaling.config, []
+    if scaling.is_dense:
+        said.append("dense attention")
+    else:
+        pairs = zip(config["segment_lengths"], config["dilation_rates"], strict=False)
+        said.append("dilated attention " + " ".join(f"{w}/{r}" for w, r in pairs))
+    if config.get("causal"):
+        said.append("causal")
+    heads, width = config.get("num_heads"), config.get("embed_dim")
+    if heads and width:
+        kv_heads = config.get("num_kv_heads") or heads
+        shared = "" if kv_heads == heads else f" ({kv_heads} of k and v)"
+        said.append(f"{heads} heads × {width // heads}{shared}")
+    said.append(f"batch {config.get('batch_size', 1)}")
+    return ", ".join([*said, *filter(None, [config.get("dtype")]), scaling.device])
+
+
+def length(tokens: int) -> str:
+    """``65,536``."""
+    return f"{tokens:,}"

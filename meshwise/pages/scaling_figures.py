@@ -1,0 +1,258 @@
+"""A scaling benchmark as pictures: three files of panels, and the same panels for the page.
+
+A panel paints one set of axes. Lines are named at their ends; cells without a time are hatched and
+say why; what was not measured is a sentence in place of a plot, never a zero.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwise.pages import svg
+from meshwise.pages.scaling import Row, Scaling, length, subject
+from meshwise.pages.scaling_axes import (
+    APART,
+    IDEAL,
+    End,
+    Palette,
+    lines,
+    log_limits,
+    map_,
+    memory_lines,
+    name_ends,
+    ring_sizes,
+    say,
+)
+from meshwise.pages.scaling_report import measured, percent, rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_BARS = 12  # above, numbers over bars would hide each other
+SCREEN = Palette(svg.INK, svg.MUTED, svg.GRID, svg.SERIES)
+
+
+# ---- lines over ring sizes
+
+
+def throughput(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
+    """Tokens a second of one ring; dashed: one rank's times the ring size."""
+    axes.set_title("Throughput")
+    ends = lines(axes, scaling, palette, lambda row: row.result.throughput_tokens_per_sec)
+    if not ends:
+        return say(axes, palette, "no case has a time")
+    dashed = ""
+    for index, tokens in enumerate(scaling.lengths):
+        alone, sizes = scaling.at(tokens, 1), ring_sizes(scaling)
+        if alone and alone.result.time_ms and len(sizes) > 1:
+            first = alone.result.throughput_tokens_per_sec or 0
+            ideal = [first * size for size in sizes]
+            axes.plot(sizes, ideal, color=palette.of(index), **IDEAL)
+            dashed = " (dashed: linear)"
+    svg.rate_ticks(axes.yaxis, *log_limits(axes), "")
+    axes.set_ylabel(f"tokens/s of one ring{dashed}")
+    name_ends(axes, ends)
+
+
+def speedup(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
+    """Over one rank at the same length."""
+    axes.set_title("Speedup over one rank")
+    ends = lines(axes, scaling, palette, lambda row: row.speedup)
+    sizes = ring_sizes(scaling)
+    if not ends or len(sizes) < 2:
+        return say(axes, palette, _no_scaling(scaling))
+    axes.plot(sizes, sizes, color=palette.ink, **IDEAL)
+    axes.set_yscale("log", base=2)
+    axes.set_yticks(sizes, labels=[f"{size}x" for size in sizes])
+    axes.set_ylabel("speedup, same length")
+    name_ends(axes, [*ends, End(sizes[-1], sizes[-1], "linear", palette.muted)])
+
+
+def efficiency(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
+    """Speedup over ring size."""
+    axes.set_title("Strong efficiency")
+    ends = lines(axes, scaling, palette, lambda row: row.strong and 100 * row.strong)
+    sizes = ring_sizes(scaling)
+    if not ends or len(sizes) < 2:
+        return say(axes, palette, _no_scaling(scaling))
+    axes.plot(sizes, [100] * len(sizes), color=palette.ink, **IDEAL)
+    axes.set_ylim(0, max(108, 1.08 * max(100 * (row.strong or 0) for row in scaling.rows)))
+    axes.set_ylabel("speedup / ring size, %")
+    name_ends(axes, [*ends, End(sizes[-1], 100, "linear", palette.muted)])
+
+
+def communication(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
+    """Isolated and exposed time; over each pair the exposed share of the step."""
+    axes.set_title("Communication")
+    rings = [ring for ring in ring_sizes(scaling) if ring > 1]
+    rows = [row for row in measured(scaling) if row.result.ring_size in rings]
+    if not rows:
+        return say(axes, palette, "only one rank a ring: nothing is sent")
+    width, tallest = 0.8 / len(scaling.lengths), max(map(_taller, rows))
+    for row in rows:
+        index, one = scaling.lengths.index(row.result.seq_length), row.result
+        x = rings.index(one.ring_size) - 0.4 + width * (index + 0.5)
+        colour = palette.of(index)
+        axes.bar(x, one.communication_time_ms or 0, 0.9 * width, color=colour, alpha=0.3)
+        axes.bar(x, one.exposed_comm_ms or 0, 0.45 * width, color=colour)
+        if len(rows) <= _MOST_BARS:
+            told = percent(row.exposed_share) if one.bytes_sent else "none"
+            axes.text(x, _taller(row), told, ha="center", va="bottom", fontsize=7)
+    for index, tokens in enumerate(scaling.lengths):
+        axes.text(
+            1.05, 0.93 - APART * index, length(tokens), transform=axes.transAxes, va="center",
+            color=palette.of(index), fontsize=8,
+        )  # fmt: skip
+    axes.set_ylim(0, 1.3 * tallest or 1)
+    axes.set_xticks(range(len(rings)), labels=[str(ring) for ring in rings])
+    axes.set(xlim=(-0.6, len(rings) - 0.4), xlabel="ring size, ranks", ylabel="ms a step")
+    axes.grid(visible=False, axis="x")
+    noted = "pale: isolated, solid: exposed; % of the step that is exposed"
+    axes.text(0.01, 0.98, noted, transform=axes.transAxes, va="top", fontsize=7, color=palette.ink)
+
+
+def _taller(row: Row) -> float:
+    return max(row.result.communication_time_ms or 0, row.result.exposed_comm_ms or 0)
+
+
+# ---- memory over lengths
+
+
+def memory(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
+    """Peak of a rank; crosses at the top are lengths that did not fit."""
+    axes.set_title("Peak memory of a rank")
+    ends = memory_lines(axes, scaling, palette, lambda row: row.result.peak_gb)
+    if not ends:
+        return say(axes, palette, "no peak memory was measured")
+    for index, ring in enumerate(scaling.ring_sizes):
+        height, colour = 0.97 - 0.07 * index, palette.of(index)
+        full = [n for n in scaling.lengths if _status(scaling.at(n, ring)) == "oom"]
+        for tokens in full:
+            across = axes.get_xaxis_transform()
+            axes.plot(tokens, height, "x", color=colour, markersize=7, mew=2, transform=across)
+            axes.annotate(
+                f"oom, ring {ring}", (tokens, height), (-8, 0), xycoords=across, va="center",
+                textcoords="offset points", ha="right", fontsize=8, color=colour,
+            )  # fmt: skip
+    low, high = log_limits(axes)
+    if any(row.result.status == "oom" for row in scaling.rows):
+        axes.set_ylim(low, high := high * (high / low) ** 0.2)  # room for the crosses
+    values = [factor * 10.0**power for power in range(-6, 7) for factor in (1, 2, 5)]
+    inside = [value for value in values if low <= value <= high]
+    axes.set_yticks(inside, labels=[f"{value:g}" for value in inside])
+    axes.set_ylabel("GB (1e9 bytes)")
+    name_ends(axes, ends)
+
+
+def tokens_per_gb(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
+    """Tokens of the batch over the peak of one rank: flat where memory grows with the length."""
+    axes.set_title("Tokens held by a GB")
+    ends = memory_lines(axes, scaling, palette, lambda row: row.tokens_per_gb)
+    if not ends:
+        return say(axes, palette, "no peak memory was measured")
+    axes.set_ylim(0, 1.15 * max(row.tokens_per_gb or 0 for row in scaling.rows))
+    axes.yaxis.set_major_formatter(lambda value, _: rate(value) if value else "0")
+    axes.set_ylabel("tokens of the batch / GB of one rank")
+    name_ends(axes, ends)
+
+
+# ---- maps of length and ring size
+
+
+def time_map(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
+    """Time, forward and backward, of the slowest rank."""
+    axes.set_title("Time, ms")
+    map_(axes, scaling, palette, lambda row: row.result.time_ms, _three_digits, logarithmic=True)
+
+
+def throughput_map(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
+    """Tokens a second of one ring."""
+    axes.set_title("Throughput, tokens/s")
+    map_(axes, scaling, palette, lambda row: row.result.throughput_tokens_per_sec, rate)
+
+
+def efficiency_map(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
+    """Strong efficiency."""
+    axes.set_title("Strong efficiency, %")
+    map_(axes, scaling, palette, lambda row: row.strong, lambda share: f"{100 * share:.0f}", most=1)
+
+
+Panel = Callable[["Axes", Scaling, Palette], None]
+FILES: dict[str, tuple[Panel, ...]] = {
+    "scaling_efficiency_analysis.png": (throughput, speedup, efficiency, communication),
+    "memory_analysis.png": (memory, tokens_per_gb),
+    "performance_heatmaps.png": (time_map, throughput_map, efficiency_map),
+}
+
+
+def png(name: str, scaling: Scaling) -> bytes:
+    """One of ``FILES``."""
+    import io
+
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    panels, palette = FILES[name], paper()
+    columns = 2 if len(panels) == 4 else len(panels)
+    rows = -(-len(panels) // columns)
+    tall = 1.4 + 0.42 * len(scaling.lengths) if name.startswith("performance") else 0
+    with mpl.rc_context(_style(palette)):
+        size = (5.4 * columns, max(3.7, tall) * rows + 0.4)
+        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
+        FigureCanvasAgg(figure)
+        for axes, panel in zip(
+            figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True
+        ):
+            panel(axes, scaling, palette)
+            axes.minorticks_off()
+        figure.suptitle(subject(scaling), fontsize=10)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=150)
+    return file.getvalue()
+
+
+def figures(scaling: Scaling) -> list[svg.Figure]:
+    """Every panel for the page."""
+    return [figure(panel, scaling) for panels in FILES.values() for panel in panels]
+
+
+def figure(panel: Panel, scaling: Scaling) -> svg.Figure:
+    return svg.draw((panel.__doc__ or "").strip(), lambda axes: panel(axes, scaling, SCREEN))
+
+
+def paper() -> Palette:
+    """The page's colours on white."""
+    page = (Path(__file__).parent / "report.html.j2").read_text()
+    found = re.findall(r"--(\w+): (#\w+);", page.partition("@media")[0])
+    colours = dict(found)
+    series = tuple(colours[f"s{index}"] for index in range(10))
+    return Palette(colours["ink"], colours["muted"], colours["grid"], series)
+
+
+def _style(palette: Palette) -> Any:
+    return {
+        "font.size": 9, "text.parse_math": False, "text.color": palette.ink,
+        "axes.labelcolor": palette.ink, "axes.edgecolor": palette.muted,
+        "axes.titleweight": "bold", "axes.titlesize": 10, "axes.titlelocation": "left",
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+        "axes.axisbelow": True, "grid.color": palette.grid, "grid.linewidth": 0.7,
+        "xtick.color": palette.muted, "ytick.color": palette.muted,
+        "xtick.labelcolor": palette.ink, "ytick.labelcolor": palette.ink,
+    }  # fmt: skip
+
+
+def _status(row: Row | None) -> str:
+    return "" if row is None else row.result.status
+
+
+def _no_scaling(scaling: Scaling) -> str:
+    if len(ring_sizes(scaling)) < 2:
+        return "one ring size only: no scaling to show"
+    return "no length has a time of one rank"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

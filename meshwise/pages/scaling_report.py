@@ -1,0 +1,312 @@
+"""A scaling benchmark in words: tables, what falls short and why, the text file, the page.
+
+Every sentence is made from rows of ``scaling.read``; a row without a time says why and is left out
+of all that is compared.
+"""
+
+import io
+import itertools
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwise.pages import html, table
+from meshwise.pages.scaling import Row, Scaling, length, subject
+from meshwise.pages.svg import Figure
+from meshwise.pages.table import Table
+from meshwise.units import format_rate, format_seconds
+
+FAIR = 0.95  # of linear; a row below it is explained
+NOTHING = "–"
+_NOTED = {
+    "speedup": "time of one rank at the same length / time; strong is speedup / ring size",
+    "weak": "time of one rank at length / ring size over this time",
+    "exposed": "time that goes when nothing is sent; isolated: the transfers alone",
+    "bound": "bytes into the busiest rank that the rule named must move; of it: bound / received",
+    "imbalance": "most / mean attended pairs of a rank's own queries",
+}
+
+
+def tables(scaling: Scaling) -> list[Table]:
+    """All that the report shows, in its order; the last two only where they have rows."""
+    found = [_times(scaling), _best(scaling), _communication(scaling), _memory(scaling)]
+    return [each for each in [*found, _failures(scaling)] if each.rows]
+
+
+def measured(scaling: Scaling) -> list[Row]:
+    return [row for row in scaling.rows if row.result.time_ms is not None]
+
+
+def _times(scaling: Scaling) -> Table:
+    rows = []
+    for row in scaling.rows:
+        one = row.result
+        if one.time_ms is None:
+            rows.append((*_key(row), one.status, *[NOTHING] * 8))
+            continue
+        rows.append((
+            *_key(row), ms(one.time_ms), ms(one.forward_time_ms), ms(one.backward_time_ms),
+            ms(one.time_p95_ms), rate(one.throughput_tokens_per_sec), _number(one.achieved_tflops),
+            times(row.speedup), percent(row.strong), percent(row.weak),
+        ))  # fmt: skip
+    columns = (
+        "tokens", "ring", "time", "forward", "backward", "p95", "tokens/s", "TFLOP/s a rank",
+        "speedup", "strong", "weak",
+    )  # fmt: skip
+    grows = "; dense work a rank grows with the length, so that 1 / ring size is ideal"
+    legend = [
+        f"time: of the slowest rank, median. speedup: {_NOTED['speedup']}.",
+        "p95: over the iterations of all ranks, each rank's own.",
+        f"weak: {_NOTED['weak']}{grows if scaling.is_dense else ''}.",
+    ]
+    conventions = dict.fromkeys(filter(None, (r.result.flop_convention for r in scaling.rows)))
+    legend += [f"FLOPs: {said}." for said in conventions]
+    return Table("Time and scaling", columns, tuple(rows), tuple(legend))
+
+
+def _best(scaling: Scaling) -> Table:
+    rows = []
+    for tokens in scaling.lengths:
+        of_length = [row for row in measured(scaling) if row.result.seq_length == tokens]
+        if not of_length:
+            rows.append((length(tokens), *[NOTHING] * 5))
+            continue
+        fastest = min(of_length, key=lambda row: row.result.time_ms or 0)
+        fair = [row for row in of_length if row.strong is not None and row.strong >= FAIR]
+        largest = max((row.result.ring_size for row in fair), default=None)
+        rows.append((
+            length(tokens), str(fastest.result.ring_size), ms(fastest.result.time_ms),
+            times(fastest.speedup), percent(fastest.strong),
+            NOTHING if largest is None else str(largest),
+        ))  # fmt: skip
+    columns = ("tokens", "fastest ring", "time", "speedup", "strong", "largest efficient ring")
+    legend = (f"efficient: at least {percent(FAIR)} of linear.",)
+    return Table("Best ring size for each length", columns, tuple(rows), legend)
+
+
+def _communication(scaling: Scaling) -> Table:
+    rows = []
+    for row in measured(scaling):
+        one = row.result
+        if one.ring_size == 1:
+            continue
+        rows.append((
+            *_key(row), _ways(one.strategy or NOTHING), size(one.bytes_received),
+            size(one.comm_lower_bound_bytes), percent(one.comm_efficiency),
+            _number(one.collectives), ms(one.communication_time_ms), ms(one.exposed_comm_ms),
+            percent(row.exposed_share), percent(one.overlap_fraction), _number(one.load_imbalance),
+        ))  # fmt: skip
+    names = dict.fromkeys(filter(None, (row.result.comm_lower_bound for row in scaling.rows)))
+    columns = (
+        "tokens", "ring", "strategy", "received", "bound", "of it", "calls", "isolated", "exposed",
+        "of step", "hidden", "imbalance",
+    )  # fmt: skip
+    legend = (
+        "received: bytes into the busiest rank, forward and backward.",
+        f"bound ({', '.join(names) or 'none'}): {_NOTED['bound']}.",
+        f"exposed: {_NOTED['exposed']}; hidden: 1 - exposed / isolated.",
+        f"imbalance: {_NOTED['imbalance']}.",
+    )
+    return Table("Communication", columns, tuple(rows), legend, left=1)
+
+
+def _ways(strategy: str) -> str:
+    """``local local gather`` as ``local x2, gather``."""
+    each = ((way, len(list(same))) for way, same in itertools.groupby(strategy.split()))
+    return ", ".join(way if count == 1 else f"{way} x{count}" for way, count in each)
+
+
+def _memory(scaling: Scaling) -> Table:
+    rows = [
+        (
+            *_key(row), size(row.result.peak_gb * 1e9), percent(row.memory_share),
+            percent(1 / row.result.ring_size), rate(row.tokens_per_gb),
+        )
+        for row in measured(scaling)
+        if row.result.peak_gb is not None
+    ]  # fmt: skip
+    columns = ("tokens", "ring", "peak of a rank", "of one rank's", "ideal", "tokens/GB")
+    legend = ("tokens/GB: tokens of the batch over the peak of one rank. GB = 1e9 bytes.",)
+    return Table("Memory", columns, tuple(rows), legend)
+
+
+def _failures(scaling: Scaling) -> Table:
+    rows = tuple(
+        (*_key(row), row.result.status, row.result.reason or NOTHING)
+        for row in scaling.rows
+        if row.result.time_ms is None
+    )
+    return Table("Not measured", ("tokens", "ring", "status", "reason"), rows, left=4)
+
+
+def conclusions(scaling: Scaling) -> list[str]:
+    """What the numbers say, good and bad, one sentence each."""
+    found = [*_scales(scaling), *_reaches(scaling), *_falls_short(scaling), *_missing(scaling)]
+    return found
+
+
+def _scales(scaling: Scaling) -> Iterable[str]:
+    for ring in scaling.ring_sizes:
+        of_ring = [row for row in measured(scaling) if row.result.ring_size == ring > 1]
+        known = [(row.strong, row) for row in of_ring if row.strong is not None]
+        known.sort(key=lambda pair: pair[0])
+        if not of_ring:
+            continue
+        if not known:
+            yield f"Ring {ring}: no length has a time of one rank, so its scaling is not known."
+            continue
+        (low, worst), (high, best) = known[0], known[-1]
+        lengths = f"{percent(low)} of linear at {length(worst.result.seq_length)} tokens"
+        if len(known) > 1:
+            lengths += f" to {percent(high)} at {length(best.result.seq_length)}"
+        yield f"Ring {ring}: {lengths}, up to {times(best.speedup)} faster than one rank."
+    if not measured(scaling):
+        yield "No case has a time, so nothing can be concluded."
+    elif all(row.result.ring_size == 1 for row in measured(scaling)):
+        yield "Only one rank a ring was measured: this says nothing of scaling."
+
+
+def _reaches(scaling: Scaling) -> Iterable[str]:
+    """Lengths that need more than one rank."""
+    for tokens in scaling.lengths:
+        alone = scaling.at(tokens, 1)
+        rings = [r.result.ring_size for r in measured(scaling) if r.result.seq_length == tokens]
+        if alone is not None and alone.result.status == "oom" and rings:
+            told = f"{length(tokens)} tokens do not fit on one rank"
+            yield f"{told}; a ring of {min(rings)} runs them."
+
+
+def _falls_short(scaling: Scaling) -> Iterable[str]:
+    for row in measured(scaling):
+        if row.strong is not None and row.strong < FAIR:
+            yield _lost(row)
+        received, bound = row.result.bytes_received, row.result.comm_lower_bound_bytes
+        if received and bound is not None and received > 1.001 * bound:
+            over = f"{received / bound:.2f}x its bound" if bound else "where none need move"
+            yield f"{_where(row)}: receives {size(received)}, {over}."
+        share = row.memory_share
+        if share is not None and share > 1.2 / row.result.ring_size:
+            ideal = percent(1 / row.result.ring_size)
+            yield f"{_where(row)}: peak memory is {percent(share)} of one rank's, ideal is {ideal}."
+
+
+def _missing(scaling: Scaling) -> Iterable[str]:
+    """How many cases have no time, by status."""
+    lost = [row.result.status for row in scaling.rows if row.result.time_ms is None]
+    if lost:
+        told = ", ".join(f"{lost.count(status)} {status}" for status in dict.fromkeys(lost))
+        yield f"{len(lost)} of {len(scaling.rows)} cases have no time: {told}."
+
+
+def _lost(row: Row) -> str:
+    """Where the time beyond t(1) / P goes, as far as it was measured."""
+    one, strong = row.result, row.strong or 0
+    time_ms = one.time_ms or 0
+    ideal_ms = strong * time_ms
+    lost_ms = rest_ms = time_ms - ideal_ms
+    parts = []
+    if one.exposed_comm_ms:
+        parts.append(f"{ms(one.exposed_comm_ms)} waiting for transfers")
+        rest_ms -= one.exposed_comm_ms
+    if one.load_imbalance and one.load_imbalance > 1.005:
+        uneven_ms = (one.load_imbalance - 1) * ideal_ms
+        parts.append(f"about {ms(uneven_ms)} for uneven work")
+        rest_ms -= uneven_ms
+    if rest_ms > 0.01 * time_ms:
+        parts.append(f"{ms(rest_ms)} elsewhere (smaller kernels, launches, copies)")
+    told = f"{_where(row)}: {percent(strong)} of linear; of {ms(time_ms)} it loses {ms(lost_ms)}"
+    return f"{told}: {', '.join(parts)}." if parts else f"{told}."
+
+
+def text(scaling: Scaling) -> str:
+    """The whole report as a text file."""
+    out = io.StringIO()
+    out.write(f"Ring attention: scaling\n{subject(scaling)}\n\n")
+    table.write([_config(scaling), *tables(scaling)], out)
+    for title, lines in (("Conclusions", conclusions(scaling)), ("Sources", _sources(scaling))):
+        wrapped = (
+            textwrap.fill(f"- {line}", table.WIDTH, subsequent_indent="  ") for line in lines
+        )
+        out.write("\n".join([title, *wrapped, "", ""]))
+    return out.getvalue().rstrip() + "\n"
+
+
+def page(scaling: Scaling, figures: Sequence[Figure]) -> str:
+    """The same as one self-contained page."""
+    import jinja2
+
+    time, best, *others = tables(scaling)
+    failures = [each for each in others if each.title == "Not measured"]
+    rest = [each for each in others if each not in failures]
+    sections = [
+        html.Section("What it says", tuple(conclusions(scaling)), tables=(best, *failures)),
+        html.Section("Scaling, memory, all cases", figures=tuple(figures)),
+        html.Section("The numbers", tables=(time, *rest)),
+        html.Section(
+            "Where the numbers come from", tuple(_sources(scaling)), folded=(_config(scaling),)
+        ),
+    ]
+    legend = (*(f"{name}: {said}." for name, said in _NOTED.items()), "GB = 1e9 bytes.")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        title="ring attention", subtitle=subject(scaling), headlines=[], sections=sections,
+        legend=legend,
+    )  # fmt: skip
+
+
+def _config(scaling: Scaling) -> Table:
+    rows = tuple((name, _told(value)) for name, value in scaling.config.items())
+    return Table("Configuration", ("", ""), rows, left=2)
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return NOTHING if value is None else str(value)
+
+
+def _sources(scaling: Scaling) -> list[str]:
+    taken = [f"{name}: used" for name in scaling.files]
+    return [*taken, *(f"left out, {said}" for said in scaling.left_out)]
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return length(row.result.seq_length), str(row.result.ring_size)
+
+
+def _where(row: Row) -> str:
+    return f"{length(row.result.seq_length)} tokens on ring {row.result.ring_size}"
+
+
+def ms(time_ms: float | None) -> str:
+    if time_ms is None:
+        return NOTHING
+    return format_seconds(time_ms / 1e3) if time_ms else "0"
+
+
+def percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
+
+
+def times(factor: float | None) -> str:
+    return NOTHING if factor is None else f"{factor:.2f}x"
+
+
+def rate(per: float | None) -> str:
+    """``1.50 M``."""
+    return NOTHING if per is None else format_rate(per, "").strip()
+
+
+def size(num_bytes: float | None) -> str:
+    return NOTHING if num_bytes is None else format_rate(num_bytes, "B") if num_bytes else "0"
+
+
+def _number(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.4g}"

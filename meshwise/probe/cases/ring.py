@@ -1,0 +1,214 @@
+"""Which ring attentions ``measure ring`` times: its settings, and a row a length and ring size.
+
+In: what the user gave, the environment variables of the source's launcher, a mode. Out: a
+``RingSettings`` and its ``Row``s. What was given wins over the mode, the mode over the environment,
+the environment over the usual values, which are the source's.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from meshwise.attention import cover
+from meshwise.attention.plan import plan
+from meshwise.attention.shards import Shards, contiguous, zigzag
+from meshwise.prices import Prices
+from meshwise.spec import Case, Dilation, LongAttention, Record
+from meshwise.spec.long_attention import WAYS, Way
+from meshwise.spec.op import Dtype
+from meshwise.spec.record import NonNegative, Positive
+
+Mode = Literal["", "all", "quick", "large"]
+VARIABLES = {
+    "BATCH_SIZE": "batch_size", "SEQ_LENGTHS": "seq_lengths", "NUM_HEADS": "num_heads",
+    "EMBED_DIM": "embed_dim", "WARMUP_RUNS": "warmup_runs", "BENCHMARK_RUNS": "benchmark_runs",
+}  # fmt: skip
+MODES: dict[Mode, dict[str, Any]] = {
+    "": {},
+    "all": {},
+    "quick": {"seq_lengths": (8192, 16384), "warmup_runs": 1, "benchmark_runs": 3},
+    "large": {"seq_lengths": (131072, 262144), "batch_size": 1},
+}
+LARGE_RANKS = 4  # of mode large, where the machine has so many
+DTYPES: dict[str, Dtype] = {
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
+}  # fmt: skip
+_LISTS = ("seq_lengths", "segment_lengths", "dilation_rates", "ring_sizes")
+_MOST = 2**40  # of any number here
+
+
+class RingSettings(Record, kw_only=True):
+    """The source's flags under their names, then ours. ``dense``: no dilation, so no segments."""
+
+    batch_size: Positive = 2
+    seq_lengths: tuple[int, ...] = (16384, 32768, 65536)
+    embed_dim: Positive = 768
+    num_heads: Positive = 12
+    segment_lengths: tuple[int, ...] = (2048, 4096, 8192)
+    dilation_rates: tuple[int, ...] = (1, 2, 4)
+    ring_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    warmup_runs: NonNegative = 3
+    benchmark_runs: Positive = 10
+    use_flash_attention: bool = True
+    dtype: Dtype = "fp16"
+    num_kv_heads: Positive | None = None
+    causal: bool = False
+    offsets: Literal["mod", "block", "group"] = "mod"
+    offset_heads: Literal["query", "kv"] = "query"
+    dense: bool = False
+    way: Way = "auto"
+    order: Literal["contiguous", "zigzag"] = "contiguous"
+    forward_only: bool = False
+    graph: bool = False
+    own_world: bool = False
+
+    def check(self) -> None:
+        for name in (*_LISTS, "batch_size", "embed_dim"):
+            value = getattr(self, name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not numbers or not all(1 <= number <= _MOST for number in numbers):
+                self.fail(name, f"give whole numbers of 1 to {_MOST}")
+        if self.embed_dim % self.num_heads:
+            self.fail("embed_dim", f"must be a multiple of num_heads = {self.num_heads}")
+        if self.dtype not in DTYPES.values():
+            self.fail("dtype", f"must be one of {', '.join(DTYPES)}")
+        if not self.dense and self.way == "ring_heads":
+            self.fail("way", "a dilated branch goes by gather, heads or ring; or add --dense")
+        self.op(self.seq_lengths[0])  # heads, segments and rates that do not go together
+
+    @property
+    def dilation(self) -> Dilation | None:
+        if self.dense:
+            return None
+        return Dilation(
+            segment_lengths=self.segment_lengths, dilation_rates=self.dilation_rates,
+            offsets=self.offsets, offset_heads=self.offset_heads,
+        )  # fmt: skip
+
+    def op(self, seq_len: int) -> LongAttention:
+        return LongAttention(
+            batch=self.batch_size, seq_len=seq_len, heads=self.num_heads,
+            kv_heads=self.num_kv_heads or self.num_heads, head_dim=self.embed_dim // self.num_heads,
+            causal=self.causal, dilation=self.dilation, dtype=self.dtype,
+            direction="forward" if self.forward_only else "backward",
+            way=self.way, order=self.order,
+        )  # fmt: skip
+
+
+class Row(NamedTuple):
+    """``reason``: why it cannot be measured here. ``world_size``: ranks that work at once, in rings
+    of ``case.world_size``."""
+
+    case: Case
+    world_size: int
+    reason: str
+
+
+def settings(
+    given: Mapping[str, Any], variables: Mapping[str, str], mode: Mode, device_kind: str
+) -> RingSettings:
+    """``given``: what the user said, by field. ``variables``: the environment."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
+    if given.get("dense") and (unused := {"segment_lengths", "dilation_rates"} & given.keys()):
+        raise ValueError(
+            f"{min(unused)} = {given[min(unused)]}: dense attention has none; leave it"
+        )
+    usual: dict[str, Any] = {"dtype": "fp16" if device_kind == "cuda" else "fp32"}
+    chosen = {**usual, **_of_environment(variables), **MODES[mode], **given}
+    if (dtype := chosen["dtype"]) in DTYPES:
+        chosen["dtype"] = DTYPES[dtype]
+    for name, value in chosen.items():
+        if name in _LISTS:
+            chosen[name] = tuple(value)
+    if chosen.get("way", "auto") not in WAYS:
+        raise ValueError(f"way = {chosen['way']!r}: must be one of {', '.join(WAYS)}")
+    return RingSettings(**chosen, own_world=mode == "all")
+
+
+def _of_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, field in VARIABLES.items():
+        text = variables.get(variable, "").strip()
+        if not text:
+            continue
+        try:
+            numbers = tuple(int(word) for word in text.split())
+        except ValueError:
+            raise ValueError(f"{variable} = {text!r}: must be whole numbers, as 4096") from None
+        if len(numbers) > 1 and field not in _LISTS:
+            raise ValueError(f"{variable} = {text!r}: must be one number")
+        found[field] = numbers if field in _LISTS else numbers[0]
+    return found
+
+
+def rows(chosen: RingSettings, world_size: int, device_kind: str) -> list[Row]:
+    """A row a length and ring size, the smallest rings first: later rows compare with them."""
+    kernel = "" if chosen.use_flash_attention else _plain_kernel(device_kind)
+    found = []
+    for seq_len in dict.fromkeys(chosen.seq_lengths):
+        for ring_size in sorted(set(chosen.ring_sizes)):
+            case = Case(
+                op=chosen.op(seq_len), regime="graph" if chosen.graph else "warm", backend=kernel,
+                world_size=ring_size,
+            )  # fmt: skip
+            world = ring_size if chosen.own_world else world_size
+            reason = _reason(ring_size, world, world_size)
+            if not reason and chosen.graph and device_kind != "cuda":
+                reason = "a CUDA graph needs GPUs"
+            found.append(Row(case, world, reason))
+    return found
+
+
+def _plain_kernel(device_kind: str) -> str:
+    """The attention kernel in place of flash."""
+    return "efficient" if device_kind == "cuda" else "plain"
+
+
+def _reason(ring_size: int, world: int, available: int) -> str:
+    if ring_size > available:
+        return f"a ring of {ring_size} needs {ring_size} ranks, and here are {available}"
+    if world % ring_size:
+        return f"a ring of {ring_size} does not divide {world} ranks"
+    return ""
+
+
+def known(
+    op: LongAttention, ring_size: int, prices: Prices | None
+) -> tuple[dict[str, tuple[float, ...]], str]:
+    """What is known before it runs, a number a rank of the ring, and how the ranks will exchange.
+
+    ``planned_bytes`` is what the plan says that each receives, forward and backward;
+    ``owner_bound_bytes`` the least, of the forward, if queries stay where they are;
+    ``rank_pairs`` the pairs of query and key of each rank's own queries.
+    """
+    shards = shards_of(op, ring_size)
+    planned = plan(op, ring_size, shards, prices)
+    figures = {
+        "planned_bytes": planned.received_bytes(op.direction),
+        "owner_bound_bytes": cover.bound_bytes(op, shards),
+        "rank_pairs": cover.pairs_of_ranks(op, shards),
+    }
+    return {name: tuple(map(float, each)) for name, each in figures.items()}, " ".join(planned.ways)
+
+
+def shards_of(op: LongAttention, ring_size: int) -> Shards:
+    return (zigzag if op.order == "zigzag" else contiguous)(op.seq_len, ring_size)
+
+
+def scaled(chosen: RingSettings, most_tokens: int) -> tuple[RingSettings, int]:
+    """The shortest length, small enough for an oracle that holds every pair of tokens: all lengths
+    divided by the same power of two, which is returned; segments keep at least one row."""
+    seq_len, factor = min(chosen.seq_lengths), 1
+    while seq_len // factor > most_tokens:
+        factor *= 2
+    segments = tuple(
+        max(1, min(rate, width), width // factor)
+        for width, rate in zip(chosen.segment_lengths, chosen.dilation_rates, strict=True)
+    )
+    small = msgspec.structs.replace(
+        chosen, seq_lengths=(seq_len // factor,), segment_lengths=segments,
+        batch_size=min(2, chosen.batch_size),
+    )  # fmt: skip
+    return small, factor

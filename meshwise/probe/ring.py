@@ -1,0 +1,334 @@
+"""Measures ring attention on all ranks: a case after the other, every finished one on disk.
+
+In: a ``RingRequest`` as JSON. Out: one ``Sample`` a case in the run directory, written by rank 0.
+The world is cut into rings of ``case.world_size`` consecutive ranks, and all rings work at once,
+each on a batch of its own; an iteration takes as long as its slowest rank in any ring. ``times_s``
+are of forward and backward, or of the forward alone if the operation says so.
+
+Metrics, a number a rank where the name says bytes: ``sent_bytes``, ``received_bytes`` and
+``collectives`` of one iteration, ``peak_bytes`` and ``reserved_bytes`` of the device while it was
+timed; ``forward_rank_times_s``, rank 0's iterations, then rank 1's, and so on; ``muted_times_s``,
+the same computation with local stand-ins for transfers; ``transfer_times_s``, the transfers of one
+iteration back to back and nothing else; ``world_size``; and what the request knows already.
+
+A case that lacks memory is ``oom`` on all ranks, a refused one ``error``, and the others follow. If
+only some ranks of a ring failed, transfers may be under way that nobody ends, so the job ends too,
+after the case is on disk.
+"""
+
+import contextlib
+import functools
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwise import store, timing
+from meshwise.attention.dense import ring_attention
+from meshwise.attention.dilated import dilated_attention
+from meshwise.attention.shards import Shards
+from meshwise.attention.wire import Wire
+from meshwise.prices import Prices
+from meshwise.probe.cases.ring import shards_of
+from meshwise.probe.progress import Progress
+from meshwise.probe.work import torch_dtype
+from meshwise.ranks import Ranks
+from meshwise.spec import Case, Costs, LongAttention, Record, Sample
+from meshwise.spec.label import label
+from meshwise.spec.record import NonNegative, Positive
+
+T = TypeVar("T")
+Metrics = dict[str, float | tuple[float, ...]]
+KERNEL = "MESHWISE_ATTENTION"
+_FOREVER_S = 1e9  # the number of iterations decides
+_UNTIMED = 3  # the first call, and two of the timing loop
+
+
+class RingRequest(Record, kw_only=True):
+    """``known``: of each case, the metrics known before it runs, and its strategy. ``trace``: where
+    ranks leave a Chrome trace of the first case, as PATH_rank0.json."""
+
+    cases: tuple[Case, ...]
+    known: tuple[tuple[dict[str, tuple[float, ...]], str], ...]
+    run_dir: str
+    warmup: NonNegative = 3
+    iterations: Positive = 10
+    costs: Costs | None = None
+    trace: str = ""
+
+
+class Failed(Exception):
+    """The case cannot be measured. ``lost``: the ranks no longer know of each other."""
+
+    def __init__(self, status: Literal["oom", "error"], reason: str, lost: bool = False) -> None:
+        super().__init__(reason)
+        self.status, self.reason, self.lost = status, reason, lost
+
+
+class Ring(NamedTuple):
+    """This rank's ring. The wire's rank is the place in it."""
+
+    wire: Wire
+    shards: Shards
+    ranks: Ranks
+
+    @property
+    def alone(self) -> bool:
+        return self.wire.size == 1
+
+
+class Rings:
+    """The groups of ranks, made once for each size; all ranks must ask for the same in turn."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.groups: dict[int, Any] = {}
+
+    def ring(self, op: LongAttention, size: int) -> Ring:
+        if size not in self.groups:
+            self.groups[size] = self._group(size)
+        return Ring(Wire(self.groups[size]), shards_of(op, size), self.ranks)
+
+    def _group(self, size: int) -> Any:
+        if self.ranks.control is None:
+            return None
+        timeout, found = timedelta(seconds=self.ranks.timeout_s), None
+        for first in range(0, self.ranks.world_size, size):
+            members = list(range(first, first + size))
+            made = dist.new_group(members, backend=self.ranks.backend, timeout=timeout)
+            found = made if self.ranks.rank in members else found
+        return found
+
+
+def attention(op: LongAttention, ring: Ring, prices: Prices | None, **more: Any) -> Any:
+    """The function of this rank's q, k, v."""
+    more |= {"wire": ring.wire, "causal": op.causal, "shards": ring.shards, "prices": prices}
+    if op.dilation is None:
+        way = "auto" if ring.alone else op.way  # alone there is nothing to exchange, in any way
+        return functools.partial(ring_attention, way=way, window=op.window, **more)
+    return functools.partial(dilated_attention, dilation=op.dilation, way=op.way, **more)
+
+
+def measure_ranks(ranks: Ranks, request: bytes) -> None:
+    """Every rank calls this with the same request."""
+    asked = msgspec.json.decode(request, type=RingRequest)
+    bench = _Bench(ranks, asked)
+    started, work = time.monotonic(), [case.op.flops for case in asked.cases]  # type: ignore[union-attr]
+    with Progress(len(asked.cases), visible=ranks.rank == 0) as progress:
+        for number, case in enumerate(asked.cases):
+            ranks.at(label(case))
+            sample, lost = _sample(bench, case, number)
+            if ranks.rank == 0:
+                store.append(asked.run_dir, sample)
+                a_flop_s = (time.monotonic() - started) / sum(work[: number + 1])
+                progress.end(sample, a_flop_s * sum(work[number + 1 :]))
+            if lost:
+                ranks.barrier("the record of a failure")
+                raise RuntimeError(f"{sample.reason}; the other ranks wait for it")
+
+
+class _Bench:
+    """What cases share."""
+
+    def __init__(self, ranks: Ranks, asked: RingRequest) -> None:
+        self.ranks, self.asked, self.trace = ranks, asked, asked.trace
+        self.rings = Rings(ranks)
+        self.prices = None if asked.costs is None else Prices(asked.costs)
+
+
+def _sample(bench: _Bench, case: Case, number: int) -> tuple[Sample, bool]:
+    known, strategy = bench.asked.known[number]
+    try:
+        with kernel(case.backend):
+            timed, metrics = _measure(bench, case)
+    except Failed as failed:
+        sample = Sample(
+            case_id=case.id, case=case, status=failed.status, reason=failed.reason,
+            metrics={**known, "world_size": float(bench.ranks.world_size)},
+            method_version=timing.METHOD_VERSION,
+        )  # fmt: skip
+        lost = failed.lost
+    else:
+        sample = Sample(
+            case_id=case.id, case=case, status="ok", reason=strategy, times_s=timed.times_s,
+            rank_times_s=timed.rank_times_s, metrics={**known, **metrics}, before=timed.before,
+            after=timed.after, method_version=timing.METHOD_VERSION,
+        )  # fmt: skip
+        lost = False
+    gc.collect()  # out here, where no error holds on to frames and their tensors
+    if bench.ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return sample, lost
+
+
+@contextlib.contextmanager
+def kernel(name: str) -> Iterator[None]:
+    """Attention by this kernel, or by the fastest one unless the user's environment names it."""
+    before = os.environ.get(KERNEL)
+    if name:
+        os.environ[KERNEL] = name
+    try:
+        yield
+    finally:
+        if name:
+            os.environ.pop(KERNEL)
+            os.environ.update({} if before is None else {KERNEL: before})
+
+
+def _measure(bench: _Bench, case: Case) -> tuple[timing.Timed, Metrics]:
+    op, ranks = case.op, bench.ranks
+    assert isinstance(op, LongAttention)
+    ring = bench.rings.ring(op, case.world_size)
+    timed, metrics, log = _computed(bench, case, op, ring)
+    if log and (transfers := _transfers(bench, case, ring, log)) is not None:
+        metrics["transfer_times_s"] = transfers
+    return timed, metrics | {"world_size": float(ranks.world_size)}
+
+
+class _Calls(NamedTuple):
+    forward: Callable[[], object]
+    step: Callable[[], object]
+
+
+def _computed(
+    bench: _Bench, case: Case, op: LongAttention, ring: Ring
+) -> tuple[timing.Timed, Metrics, list[tuple[list[int], list[int]]]]:
+    """The times with and without transfers, and what was transferred in one iteration."""
+    ranks, wire = bench.ranks, ring.wire
+    calls = together(ring, lambda: _calls(op, ring, bench.prices))
+    log: list[tuple[list[int], list[int]]] = []
+    metrics = together(ring, lambda: _counted(calls, ring, log))
+    for _ in range(bench.asked.warmup - _UNTIMED):
+        calls.step()
+    forward = _timed(bench, case, calls.forward)
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+    timed = _timed(bench, case, calls.step) if op.direction == "backward" else forward
+    metrics |= {"forward_rank_times_s": sum(forward.rank_times_s, ())} | _peak(ranks)
+    if log:
+        wire.muted = True
+        try:
+            metrics["muted_times_s"] = _timed(bench, case, calls.step).times_s
+        finally:
+            wire.muted = False
+    if bench.trace:
+        _trace(calls.step, ranks, bench.trace)
+        bench.trace = ""
+    return timed, metrics, log
+
+
+def _calls(op: LongAttention, ring: Ring, prices: Prices | None) -> _Calls:
+    """Inputs from fixed seeds, other ones on each rank."""
+    device, dtype = ring.ranks.device, torch_dtype(op.dtype)
+    length, seed = ring.shards.lengths[ring.wire.rank], 4 * ring.ranks.rank
+    rows = {"q": op.heads, "k": op.kv_heads, "v": op.kv_heads, "grad": op.heads}
+    *inputs, grad = (
+        timing.randn((op.batch, length, heads, op.head_dim), dtype, device, seed + at)
+        for at, heads in enumerate(rows.values())
+    )
+    attend = attention(op, ring, prices)
+    if op.direction == "forward":
+        return _Calls(lambda: attend(*inputs), lambda: attend(*inputs))
+    for tensor in inputs:
+        tensor.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(*inputs), inputs, grad)
+
+    return _Calls(lambda: attend(*inputs), step)
+
+
+def _counted(calls: _Calls, ring: Ring, log: list[tuple[list[int], list[int]]]) -> Metrics:
+    """One iteration, the first: connects, finds out whether memory suffices, counts."""
+    wire = ring.wire
+    wire.log = log
+    before = wire.sent_bytes, wire.received_bytes, wire.collectives
+    calls.step()
+    ring.ranks.synchronize("the first call")
+    wire.log = None
+    counts = (wire.sent_bytes, wire.received_bytes, wire.collectives)
+    mine = [float(after - then) for after, then in zip(counts, before, strict=True)]
+    each = zip(*ring.ranks.gather(mine), strict=True)
+    return dict(zip(("sent_bytes", "received_bytes", "collectives"), map(tuple, each), strict=True))
+
+
+def _timed(bench: _Bench, case: Case, call: Callable[[], object]) -> timing.Timed:
+    count = bench.asked.iterations
+    try:
+        return timing.measure(
+            [call], ranks=bench.ranks, regime=case.regime, distributed=case.world_size > 1,
+            max_iterations=count, min_iterations=count, max_seconds=_FOREVER_S,
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:  # on all ranks
+        raise Failed("oom", str(error).splitlines()[0]) from None
+
+
+def _peak(ranks: Ranks) -> Metrics:
+    """On a CPU nobody counts."""
+    if ranks.device.type != "cuda":
+        return {}
+    mine = torch.cuda.max_memory_allocated(ranks.device), torch.cuda.max_memory_reserved()
+    peaks, reserved = zip(*ranks.gather(mine), strict=True)
+    return {
+        "peak_bytes": tuple(map(float, peaks)), "reserved_bytes": tuple(map(float, reserved)),
+    }  # fmt: skip
+
+
+def _transfers(
+    bench: _Bench, case: Case, ring: Ring, log: list[tuple[list[int], list[int]]]
+) -> tuple[float, ...] | None:
+    """What one iteration transferred, again, from empty memory; None where that lacks memory."""
+    wire = Wire(ring.wire.group)
+    try:
+        most = max(sum(send) for send, _ in log)
+        bytes_ = together(
+            ring, lambda: torch.empty(most, dtype=torch.uint8, device=ring.ranks.device)
+        )
+
+        def replay() -> None:
+            for send, receive in log:
+                wire.exchange(bytes_[: sum(send)], send, receive)()
+
+        return _timed(bench, case, replay).times_s
+    except Failed:
+        return None
+
+
+def _trace(call: Callable[[], object], ranks: Ranks, path: str) -> None:
+    """One iteration as a Chrome trace of this rank."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU]
+    kinds += [ProfilerActivity.CUDA] if ranks.device.type == "cuda" else []
+    with profile(activities=kinds) as profiler:
+        call()
+        ranks.synchronize("a traced call")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(f"{path}_rank{ranks.rank}.json")
+
+
+def together(ring: Ring, work: Callable[[], T]) -> T:
+    """This rank's result of ``work``; lack of memory or a refusal on one rank is Failed on all."""
+    failure: tuple[Literal["oom", "error"], str] | None = None
+    try:
+        result = work()
+    except Exception as error:
+        status: Literal["oom", "error"] = "oom" if timing.is_out_of_memory(error) else "error"
+        if status == "error" and not (ring.alone or isinstance(error, ValueError)):
+            raise  # a transfer that failed: others may still wait in it
+        failure = status, (str(error).strip() or type(error).__name__).splitlines()[0]
+    found = ring.ranks.gather(failure)
+    failed = [rank for rank, one in enumerate(found) if one is not None]
+    if failed:
+        status, reason = found[failed[0]]
+        lost = not ring.alone and len(failed) < len(found)
+        raise Failed(status, f"rank {failed[0]}: {reason}", lost)
+    return result

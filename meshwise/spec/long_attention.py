@@ -1,0 +1,151 @@
+"""Attention of sequences that several ranks share: dense, or dilated as LongNet defines it.
+
+Dilated attention (Ding et al. 2023, arXiv 2307.02486): branch i cuts the sequence into segments of
+w_i tokens and keeps every r_i-th row of each, at an offset s of the head's. A query attends the
+keys of its own segment and phase, in every branch that keeps it, and the branches are mixed by
+their softmax denominators. That is one softmax over the multiset of all those keys:
+
+    head h is kept at p by branch i  iff  (p mod w_i) mod r_i = s_i(h)
+    M[h,p,x] = number of branches that keep h at p and at x, in one segment (x <= p if causal)
+    out[h,p] = sum_x M exp(a(p,x)) v_x / sum_x M exp(a(p,x)),   a = q.k / sqrt(head_dim)
+
+A row that no branch keeps is dead: its out is 0 and its log-sum-exp -inf.
+"""
+
+from typing import Literal
+
+from meshwise.spec.op import DTYPE_BYTES, Direction, Dtype
+from meshwise.spec.record import Positive, Record
+
+Way = Literal["auto", "ring", "gather", "heads", "ring_heads"]
+WAYS: tuple[Way, ...] = ("auto", "ring", "gather", "heads", "ring_heads")
+
+
+class Dilation(Record, kw_only=True):
+    """Which rows each head keeps, in each branch.
+
+    ``offsets``: ``mod``, s = h mod r (the paper's); ``block``, s = h // ceil(heads / r)
+    (torchscale's); ``group``: the heads are divided among the branches, the last get one more
+    where they do not divide, and s = branch mod r (fkodom's). ``offset_heads``: h counts query
+    heads, or key-value heads, so that query heads that share keys also share rows.
+    ``mixture``: ``exact`` differentiates through the mix; ``detached`` holds the weights of the
+    branches constant in the backward (torchscale's).
+    """
+
+    segment_lengths: tuple[Positive, ...]
+    dilation_rates: tuple[Positive, ...]
+    offsets: Literal["mod", "block", "group"] = "mod"
+    offset_heads: Literal["query", "kv"] = "query"
+    mixture: Literal["exact", "detached"] = "exact"
+
+    def check(self) -> None:
+        if not self.segment_lengths:
+            self.fail("segment_lengths", "give one segment length and one dilation rate a branch")
+        for field in ("segment_lengths", "dilation_rates"):
+            if min(getattr(self, field), default=1) < 1:
+                self.fail(field, "each must be 1 or more")
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            self.fail(
+                "dilation_rates", f"must be as many as segment_lengths, {self.segment_lengths}"
+            )
+
+    @property
+    def num_branches(self) -> int:
+        return len(self.segment_lengths)
+
+
+class LongAttention(Record, kw_only=True, tag_field="op", tag="long_attention"):
+    """One attention over ``seq_len`` tokens in all, shared by the ranks of a case.
+
+    ``window``: a query sees that many keys at most, its own included; causal only.
+    ``direction`` backward means a forward and its backward. ``way`` says how ranks exchange what
+    they need: ``ring`` passes K and V round, ``gather`` collects them, ``heads`` exchanges tokens
+    for heads (Ulysses), ``ring_heads`` does so in groups of ranks and passes round among them.
+    ``order``: which tokens a rank holds; zigzag gives rank r chunks r and 2n-1-r of 2n.
+    """
+
+    batch: Positive
+    seq_len: Positive
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    causal: bool = False
+    window: Positive | None = None
+    dilation: Dilation | None = None
+    direction: Direction = "forward"
+    dtype: Dtype = "bf16"
+    way: Way = "auto"
+    order: Literal["contiguous", "zigzag"] = "contiguous"
+
+    def check(self) -> None:
+        if self.heads % self.kv_heads:
+            self.fail("kv_heads", f"must divide heads = {self.heads}")
+        if self.window is not None and not self.causal:
+            self.fail("window", "a window is of causal attention; set causal")
+        if self.dilation and self.window is not None:
+            self.fail("window", "a dilated attention has segments, no window")
+        if self.dilation and self.order != "contiguous":
+            self.fail("order", "dilated attention is for contiguous shards: its segments are local")
+
+    @property
+    def flops(self) -> int:
+        """Two products over all pairs that are attended, with their multiplicity, 2 FLOPs a
+        multiply-add; a backward adds 2.5 times that."""
+        forward = 4 * self.batch * self.pairs * self.head_dim
+        return forward if self.direction == "forward" else forward * 7 // 2
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of query and key over all heads, of one sequence; exact."""
+        if self.dilation:
+            return dilated_pairs(
+                self.dilation, self.heads, self.kv_heads, self.seq_len, self.causal
+            )
+        n = self.seq_len
+        if not self.causal:
+            return self.heads * n * n
+        most = min(n, self.window or n)
+        return self.heads * (most * (most + 1) // 2 + (n - most) * most)
+
+    @property
+    def bytes(self) -> int:
+        """q, k, v read and out written once; a backward reads and writes as much again."""
+        rows = 2 * self.heads + 2 * self.kv_heads
+        passes = 1 if self.direction == "forward" else 3
+        return passes * self.batch * self.seq_len * rows * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+def offsets(dilation: Dilation, branch: int, heads: int, kv_heads: int) -> list[int | None]:
+    """s of every query head in a branch; None where the head has no part in it."""
+    rate = dilation.dilation_rates[branch]
+    counted = heads if dilation.offset_heads == "query" else kv_heads
+    if dilation.offsets == "group":
+        first, last = group(dilation, branch, counted)
+        of = [branch % rate if first <= h < last else None for h in range(counted)]
+    elif dilation.offsets == "block":
+        of = [h // -(-counted // rate) for h in range(counted)]
+    else:
+        of = [h % rate for h in range(counted)]
+    return [of[h * counted // heads] for h in range(heads)]
+
+
+def group(dilation: Dilation, branch: int, heads: int) -> tuple[int, int]:
+    """The heads of a branch in group mode, [first, last); the last branches get the odd ones."""
+    each, odd = divmod(heads, dilation.num_branches)
+    short = dilation.num_branches - odd  # branches without an odd head
+    first = each * branch + max(0, branch - short)
+    return first, first + each + (branch >= short)
+
+
+def dilated_pairs(dilation: Dilation, heads: int, kv_heads: int, seq_len: int, causal: bool) -> int:
+    """Attended pairs of query and key over all heads, with multiplicity."""
+    total = 0
+    for branch, (width, rate) in enumerate(
+        zip(dilation.segment_lengths, dilation.dilation_rates, strict=True)
+    ):
+        full, rest = divmod(seq_len, min(width, seq_len))
+        for offset in offsets(dilation, branch, heads, kv_heads):
+            for length, times in ((min(width, seq_len), full), (rest, 1)):
+                rows = 0 if offset is None else len(range(offset, length, rate))
+                total += times * (rows * (rows + 1) // 2 if causal else rows * rows)
+    return total

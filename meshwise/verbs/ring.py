@@ -1,0 +1,295 @@
+"""measure ring: long attention over rings of ranks, how it scales, and whether it is right.
+
+One run directory for all lengths and ring sizes, measured by one job of ranks, in mode ``all`` by
+one for each ring size. The source's JSON is derived from it into ``output_dir``, with a copy
+``latest.json``.
+"""
+
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from meshwise import store
+from meshwise.pages import ring_rows
+from meshwise.prices import Prices
+from meshwise.probe.cases import ring as cases
+from meshwise.spec import Cluster, Costs, Sample
+from meshwise.units import parse_seconds
+from meshwise.verbs import files, job, measure
+
+if TYPE_CHECKING:
+    from meshwise.probe.ring import RingRequest
+
+log = logging.getLogger("meshwise")
+
+OUTPUT_DIR = "benchmark_results/ring_v2_collective"
+MOST_TOKENS = 1024  # of a check: its oracle holds every pair of tokens
+
+
+class Asked(NamedTuple):
+    """What to measure, where."""
+
+    chosen: cases.RingSettings
+    machine: Cluster
+    world_size: int
+    costs: Costs | None
+
+    @property
+    def rows(self) -> list[cases.Row]:
+        return cases.rows(self.chosen, self.world_size, self.machine.device.kind)
+
+
+class Measured(NamedTuple):
+    """``document``: the JSON. ``run_dir`` and ``files`` are empty if nothing was to be saved."""
+
+    document: dict[str, Any]
+    run_dir: Path | None
+    files: tuple[Path, ...]
+
+
+def asked(
+    *,
+    mode: cases.Mode = "",
+    nproc: int | None = None,
+    cluster: Path | str = measure.DEFAULT_CLUSTER,
+    costs: Path | str | None = None,
+    keep: bool = True,
+    **given: Any,
+) -> Asked:
+    """``given``: fields of ``RingSettings`` as the user gave them. ``mode``: all (each ring size in
+    a world of its own), quick, large, or "". ``costs``: prices by which branches choose their way.
+    ``keep``: write a cluster.toml that was missing."""
+    machine, size = measure.place(cluster, nproc, keep=keep)
+    if mode == "large" and nproc is None and job.starts():
+        size = min(size, cases.LARGE_RANKS)
+    chosen = cases.settings(given, os.environ, mode, machine.device.kind)
+    prices = None if costs is None else files.take(costs, Costs)
+    return Asked(chosen, machine, size, prices)
+
+
+def measure_ring(
+    what: Asked,
+    *,
+    runs: Path | str = "runs",
+    output_dir: Path | str | None = None,
+    save: bool = True,
+    profile: bool = False,
+    timeout: str | float = 30.0,
+) -> Measured:
+    """Measure every row. ``profile``: each rank leaves a Chrome trace of the first one in
+    ``output_dir`` (OUTPUT_DIR, else benchmark_results/ring_v2_collective)."""
+    timeout_s = _timeout_s(timeout)
+    job.check_machine(what.machine, what.world_size)
+    if not job.starts() and what.chosen.own_world:
+        raise ValueError("mode = 'all': starts jobs of its own; leave it out under a launcher")
+    folder = Path(output_dir or os.environ.get("OUTPUT_DIR") or OUTPUT_DIR)
+    trace = str(folder / f"trace_{time.strftime('%Y%m%d_%H%M%S')}") if profile else ""
+    with tempfile.TemporaryDirectory(prefix="meshwise-") as unsaved:
+        run_dir = _created(runs if save else unsaved, what)
+        try:
+            _measure_all(what, run_dir, trace, timeout_s)
+        finally:
+            found, written = _document(run_dir), list[Path]()
+            if save and found["results"]:
+                written = _write(folder, found)
+    traces = sorted(folder.glob(f"{Path(trace).name}_rank*.json")) if trace else []
+    return Measured(found, run_dir if save else None, (*written, *traces))
+
+
+def forecast(what: Asked) -> list[dict[str, Any]]:
+    """What would be measured, row by row, without torch: by which way, what moves."""
+    prices, found = _prices(what), []
+    for row in what.rows:
+        op, size = _op(row), row.case.world_size
+        one: dict[str, Any] = {
+            "seq_length": op.seq_len, "ring_size": size, "world_size": row.world_size,
+            "status": "skipped" if row.reason else "planned", "reason": row.reason,
+        }  # fmt: skip
+        if not row.reason:
+            figures, strategy = cases.known(op, size, prices)
+            one |= {
+                "strategy": strategy,
+                "flops_per_rank": op.flops / size,
+                **{
+                    name: int(max(figures[name])) for name in ("planned_bytes", "owner_bound_bytes")
+                },
+                "case": row.case,
+            }
+        found.append(one)
+    return found
+
+
+def verify_ring(
+    what: Asked, *, timeout: str | float = 30.0
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Checks of every ring size that the ranks can form, and what to know of them; on CPUs in
+    float64. Long sequences are scaled down, since the oracle holds every pair of tokens."""
+    from meshwise import launch
+    from meshwise.probe.ring_verify import VerifyRequest
+
+    timeout_s = _timeout_s(timeout)
+    job.check_machine(what.machine, what.world_size)
+    sizes = sorted({size for size in what.chosen.ring_sizes if what.world_size % size == 0})
+    small, factor = cases.scaled(what.chosen, MOST_TOKENS)
+    (seq_len,) = small.seq_lengths
+    op = small.op(seq_len)
+    if what.machine.device.kind == "cpu":
+        op = msgspec.structs.replace(op, dtype="fp64")
+    notes = [f"{seq_len} tokens, batch {op.batch}, {op.dtype}."]
+    if factor > 1:
+        notes.append(f"Lengths are 1/{factor} of what was asked: the oracle holds all pairs.")
+    with tempfile.TemporaryDirectory(prefix="meshwise-") as folder:
+        request = VerifyRequest(
+            op=op, ring_sizes=tuple(sizes),
+            file=str(Path(folder) / "checks.json"), kernel=what.rows[0].case.backend,
+            costs=what.costs,
+        )  # fmt: skip
+        launch.run(
+            "meshwise.probe.ring_verify:verify_ranks", request,
+            nproc=what.world_size, timeout_s=timeout_s,
+        )  # fmt: skip
+        found = json.loads(Path(request.file).read_text()) if job.leads() else []
+    return found, notes
+
+
+def _timeout_s(timeout: str | float) -> float:
+    timeout_s = parse_seconds(str(timeout), "timeout")
+    if not 0 < timeout_s < 1e9:
+        raise ValueError(f"timeout = {timeout!r}: must be some time, as 30s")
+    return timeout_s
+
+
+def _prices(what: Asked) -> Prices | None:
+    return None if what.costs is None else Prices(what.costs)
+
+
+def _op(row: cases.Row) -> Any:
+    return row.case.op
+
+
+def _created(runs: Path | str, what: Asked) -> Path:
+    if not job.leads():
+        return Path(runs)
+    from meshwise import provenance
+
+    return store.create(
+        runs,
+        verb="measure",
+        slug=f"ring-{what.machine.name}",
+        cluster=what.machine,
+        world_size=what.world_size,
+        command=job.command("measure"),
+        provenance=provenance.collect(nproc=what.world_size)
+        | {"ring": msgspec.to_builtins(what.chosen)},
+    )
+
+
+def _measure_all(what: Asked, run_dir: Path, trace: str, timeout_s: float) -> None:
+    """Rows that cannot be measured first, then one job for each world."""
+    rows, prices = what.rows, _prices(what)
+    for row in rows:
+        if row.reason:
+            _append(run_dir, row, "skipped", row.reason)
+    todo = sorted((row for row in rows if not row.reason), key=lambda row: row.world_size)
+    with job.recorded(run_dir, f"what was measured is in {run_dir}"):
+        for world_size, group in groupby(todo, key=lambda row: row.world_size):
+            log.info("rings in a world of %d ranks, into %s", world_size, run_dir)
+            for request in _requests(list(group), what, prices, run_dir, trace):
+                _launch(request, world_size, timeout_s)
+    if job.leads():
+        store.finish(run_dir, "complete")
+
+
+def _requests(
+    rows: Sequence[cases.Row], what: Asked, prices: Prices | None, run_dir: Path, trace: str
+) -> Iterator["RingRequest"]:
+    """What is left to do, until nothing is: a job that dies is started anew for the rows after the
+    one that it died in, if the ranks are ours."""
+    from meshwise.probe.ring import RingRequest
+
+    known = {
+        row.case.id: cases.known(_op(row), row.case.world_size, prices) if job.leads() else ({}, "")
+        for row in rows
+    }
+    while left := [row for row in rows if row.case.id not in _statuses(run_dir)]:
+        done = _statuses(run_dir)
+        yield RingRequest(
+            cases=tuple(row.case for row in left),
+            known=tuple(known[row.case.id] for row in left),
+            run_dir=str(run_dir),
+            warmup=what.chosen.warmup_runs,
+            iterations=what.chosen.benchmark_runs,
+            costs=what.costs,
+            trace="" if "ok" in done.values() else trace,
+        )
+        if not job.starts():
+            return
+
+
+def _launch(request: "RingRequest", world_size: int, timeout_s: float) -> None:
+    """One job. If it dies, the row that it died in is an error, unless it is on disk already."""
+    from meshwise import launch
+
+    before = _statuses(Path(request.run_dir))
+    try:
+        launch.run(
+            "meshwise.probe.ring:measure_ranks", request, nproc=world_size, timeout_s=timeout_s
+        )
+    except launch.RanksFailed as failed:
+        if not job.starts():
+            raise
+        after = _statuses(Path(request.run_dir))
+        new = [status for case_id, status in after.items() if case_id not in before]
+        if new[-1:] not in (["oom"], ["error"]):  # that one ended the job, and says why
+            case = next(case for case in request.cases if case.id not in after)
+            status = "hung" if failed.hung else "error"
+            row = cases.Row(case, world_size, "")
+            _append(Path(request.run_dir), row, status, str(failed))
+        log.warning("%s; the ranks are started again for other cases", failed)
+
+
+def _append(run_dir: Path, row: cases.Row, status: Any, reason: str) -> None:
+    if job.leads():
+        metrics: dict[str, Any] = {"world_size": float(row.world_size)}
+        sample = Sample(
+            case_id=row.case.id, case=row.case, status=status, reason=reason, metrics=metrics
+        )
+        store.append(run_dir, sample)
+
+
+def _statuses(run_dir: Path) -> dict[str, str]:
+    if not job.leads() and not (run_dir / "run.json").exists():
+        return {}  # rank 0's list counts
+    return {sample.case_id: sample.status for sample in files.load(run_dir)[1]}
+
+
+def _document(run_dir: Path) -> dict[str, Any]:
+    if not job.leads():
+        return {"results": []}
+    info, samples = files.load(run_dir)
+    found = ring_rows.document(str(run_dir), info, samples)
+    found["results"].sort(key=lambda row: (row["seq_length"], row["ring_size"]))
+    return found
+
+
+def _write(folder: Path, found: dict[str, Any]) -> list[Path]:
+    """The JSON and its copy latest.json."""
+    text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+    paths = [folder / ring_rows.file_name(found), folder / "latest.json"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            path.write_text(text)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be written: {error.strerror}; use --output-dir"
+        ) from None
+    return paths

@@ -1,0 +1,164 @@
+"""``show pattern``: its tables against a golden file, warnings in words, the picture, bad input."""
+
+import io
+import json
+import re
+import xml.etree.ElementTree as xml
+
+import numpy as np
+import pytest
+
+from meshwise.attention import cover, shards
+from meshwise.cli import app
+from meshwise.pages import pattern as page
+from meshwise.pages import pattern_figure, svg, table
+from meshwise.spec.long_attention import Dilation, LongAttention
+
+SOURCE = "show pattern --segment-lengths 2048,4096,8192 --dilation-rates 1,2,4 --seq-len 16384"
+
+
+def call(command: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app.main(command.split())
+    return ended.value.code
+
+
+def op(widths=None, rates=None, **given) -> LongAttention:
+    sizes = {"batch": 1, "seq_len": 64, "heads": 4, "kv_heads": 4, "head_dim": 8} | given
+    rule = {name: sizes.pop(name) for name in ("offsets", "offset_heads") if name in sizes}
+    dilation = None
+    if widths:
+        dilation = Dilation(segment_lengths=tuple(widths), dilation_rates=tuple(rates), **rule)
+    return LongAttention(dilation=dilation, **sizes)
+
+
+def told(of: LongAttention, ranks: int = 4) -> str:
+    return "\n".join(page.warnings(cover.of(of, shards.contiguous(of.seq_len, ranks))))
+
+
+def test_the_tables_are_as_recorded(golden):
+    stream = io.StringIO()
+    for of, ranks in (
+        (op([16, 32, 64], [1, 2, 4], seq_len=256, causal=True), 8),
+        (op([24, 64], [2, 8], seq_len=128, kv_heads=2), 4),
+        (op(seq_len=128, causal=True), 1),
+    ):
+        table.write(page.of(cover.of(of, shards.contiguous(of.seq_len, ranks))), stream)
+    golden("pattern.txt", stream.getvalue())
+
+
+def test_a_pattern_without_a_fault_has_no_warning():
+    assert told(op([8, 16], [1, 2], seq_len=16), ranks=1) == ""
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        (op([64], [2]), "row 1 of head 0 is kept by no branch: its out is 0"),
+        (op([64], [8]), "token 4 is kept by no head at all"),
+        (op([64], [8]), "branch 0: the rate is more than the 4 heads"),
+        (op([8], [1]), "tokens before and after 8 never meet: no segment crosses it"),
+        (op([8, 64], [1, 2], causal=True), "token 8 never knows of token 7"),
+        (op([32, 64], [1, 1]), "branches 0, 1: segments are longer than a shard"),
+        (op([12], [1]), "branch 0: segments of 12 are not aligned with the shards"),
+        (op([64], [1], kv_heads=2), "--offset-heads kv lets them keep the same"),
+    ],
+)
+def test_what_may_not_be_meant_is_said_in_words(of, words):
+    assert words in told(of)
+
+
+def test_a_local_pattern_of_query_heads_that_share_rows_says_nothing_of_exchange():
+    said = told(op([16], [1], kv_heads=2, offset_heads="kv"))
+    assert "exchange" not in said and "offset-heads" not in said
+
+
+def test_the_command_prints_tables_whichever_way_flags_are_written(capsys):
+    assert call(SOURCE + " --ranks 8") == 0
+    first = capsys.readouterr().out
+    spaced = "--segment_lengths 2048 4096 8192 --dilation_rates 1 2 4 --seq_len 16384 --ranks 8"
+    assert call(f"show pattern {spaced}") == 0
+    assert capsys.readouterr().out == first
+    assert "Dilated 2048/1 4096/2 8192/4" in first and "17.2 % of all" in first
+
+
+def test_the_command_tells_all_as_json(capsys):
+    assert call(SOURCE + " --batch 2 --dtype fp16 --ranks 4 --json") == 0
+    found = json.loads(capsys.readouterr().out)
+    # the other half of the segments of 8192, at rate 4: K and V, 12 heads x 64, fp16, batch 2
+    assert found["bound_bytes"] == [(8192 - 4096) // 4 * 2 * 2 * 12 * 64 * 2] * 4
+    assert found["op"]["dilation"]["segment_lengths"] == [2048, 4096, 8192]
+    assert found["path"] == {
+        "layers": None, "kind": "never", "wall": 8192, "gap": None, "final_share": None,
+        "final_layers": None,
+    }  # fmt: skip
+
+
+def test_without_segments_attention_is_dense(capsys):
+    assert call("show pattern --seq-len 4096 --causal --zigzag --ranks 4") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Dense: 1 x 4,096 tokens, 12 heads x 64, bf16, causal")
+    assert re.search(r"work of ranks +largest 1 x the mean", out) and "Branches" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--segment-lengths 8,x --dilation-rates 1,2", "segment_lengths = 'x': must be whole"),
+        ("--segment-lengths 8 --dilation-rates 1,2", "must be as many as segment_lengths"),
+        ("--segment-lengths 0 --dilation-rates 1", "segment_lengths = (0,): each must be 1"),
+        ("--dilation-rates 1", "give one segment length and one dilation rate a branch"),
+        ("--heads 12 --kv-heads 5", "kv_heads = 5: must divide heads = 12"),
+        ("--ranks 0", "ranks = 0: must be 1 to"),
+        ("--seq-len 4 --ranks 8", "ranks = 8: must be 1 to 4"),
+        ("--seq-len 1000000000", "seq_len = 1000000000: at most"),
+        ("--window 8", "a window is of causal attention; set causal"),
+        ("--segment-lengths 8 --dilation-rates 1 --zigzag", "is for contiguous shards"),
+        ("--seq-len 64 --figure no/such/place.svg", "figure = 'no/such/place.svg': cannot be"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_field(flags, says, capsys):
+    assert call(f"show pattern {flags}") == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def squares(path: str) -> set[tuple[int, int]]:
+    """The cells (row, column) that a path of rectangles fills."""
+    runs = re.findall(r"M(\d+) (\d+)h(\d+)v1h-\d+z", path)
+    return {(int(y), int(x) + i) for x, y, width in runs for i in range(int(width))}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_picture_of_a_head_fills_the_pairs_that_attend_and_no_others(causal):
+    of = op([8, 32], [2, 3], seq_len=32, causal=causal)
+    drawn = svg.standalone(pattern_figure.figure(of, shards.contiguous(32, 4)))
+    groups = list(xml.fromstring(drawn).iter("{http://www.w3.org/2000/svg}g"))
+    cells = [g for g in groups if g.get("transform", "").startswith("scale")]
+    assert len(cells) == 3  # no blocks: all tokens are shown; three heads
+    p, x = np.arange(32)[:, None], np.arange(32)[None, :]
+    for head, group in enumerate(cells):
+        meant = np.zeros((32, 32), dtype=bool)
+        for w, r in ((8, 2), (32, 3)):
+            meant |= (p // w == x // w) & (p % w % r == head % r) & (x % w % r == head % r)
+        meant &= (x <= p) if causal else True
+        filled = [squares(path.get("d")) for path in group]
+        assert set().union(*filled) == set(zip(*np.nonzero(meant), strict=True))
+        assert sum(map(len, filled)) == meant.sum()  # each once
+
+
+def test_the_blocks_are_those_that_some_head_joins_and_ranks_are_drawn(tmp_path, capsys):
+    path = tmp_path / "who.svg"
+    flags = "--segment-lengths 128,512 --dilation-rates 1,4 --seq-len 1024 --ranks 4 --causal"
+    assert call(f"show pattern {flags} --figure {path}") == 0
+    assert f"wrote {path}" in capsys.readouterr().err
+    root = xml.parse(path).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    blocks = next(g for g in root.iter(f"{space}g") if g.get("transform", "").startswith("scale"))
+    filled = set().union(*(squares(each.get("d")) for each in blocks))
+    b = np.arange(64)  # of 16 tokens: segments of 8 and 32 blocks
+    meant = (b[:, None] // 32 == b[None, :] // 32) & (b[:, None] >= b[None, :])
+    assert filled == set(zip(*np.nonzero(meant), strict=True))
+    dashed = next(each for each in root.iter(f"{space}path") if each.get("stroke-dasharray"))
+    assert dashed.get("d").count("M") == 2 * 3
+    assert "1,024 tokens, all heads" in path.read_text()
