@@ -161,15 +161,16 @@ def _backward_by_heads(run: Run, grad: Tensor, saved: Saved) -> Sequence[Tensor]
     group, back = run.group, []
     assert group is not None
     coming = [to_heads(group, [grad], [s.queries]) for s in run.slices]
+    rows: list[Tensor] = []
     for each, kept in zip(run.slices, saved, strict=True):
-        (given,) = coming.pop(0)()
-        dq, dk, dv = _attend_backward(run, given, *kept)
-        dk, dv = (_summed(x, run.key_heads) for x in (dk, dv))
+        dq, dk, dv = _attend_backward(run, *coming.pop(0)(), *kept)
+        made = dq, _summed(dk, run.key_heads), _summed(dv, run.key_heads)
         ranges = (each.queries, each.keys, each.keys)
-        back.append(to_rows(group, (dq, dk, dv), ranges))
-    rows = like_rows(group, (dq, dk, dv), ranges, run.num_heads)
-    for unpack in back:
-        unpack(rows)
+        rows = rows or like_rows(group, made, ranges, run.num_heads)
+        back.append(to_rows(group, made, ranges))
+        del dq, dk, dv, made  # packed by now; the next slice's need the memory
+    while back:
+        back.pop(0)(rows)
     return [x.to(grad.dtype) for x in rows]
 
 

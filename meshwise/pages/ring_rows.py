@@ -11,7 +11,7 @@ is the median over iterations of the slowest rank of rings of P ranks, N the len
     exposed_comm_ms             t(P) - t(P) of the same computation without its transfers
     overlap_fraction            1 - exposed / communication_time_ms, the transfers by themselves
     comm_efficiency             comm_lower_bound_bytes / bytes_received, 1 as planned
-    load_imbalance              most / mean of the pairs that a rank's own queries attend
+    load_imbalance              most / mean of the pairs that a rank computes
 
 time_* and forward_*: over all ranks' own times of all iterations. GB = 1e9. What could not be
 measured, or has no baseline among the rows, is null.

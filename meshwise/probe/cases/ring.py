@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from meshwise.attention import cover
+from meshwise.attention import cover, volume
 from meshwise.attention.plan import plan
 from meshwise.attention.shards import Shards, contiguous, zigzag
 from meshwise.prices import Prices
@@ -181,16 +181,25 @@ def known(
 
     ``planned_bytes`` is what the plan says that each receives, forward and backward;
     ``owner_bound_bytes`` the least, of the forward, if queries stay where they are;
-    ``rank_pairs`` the pairs of query and key of each rank's own queries.
+    ``rank_pairs`` the pairs of query and key that each rank computes: of its own queries, or of its
+    share of the heads.
     """
     shards = shards_of(op, ring_size)
     planned = plan(op, ring_size, shards, prices)
     figures = {
         "planned_bytes": planned.received_bytes(op.direction),
         "owner_bound_bytes": cover.bound_bytes(op, shards),
-        "rank_pairs": cover.pairs_of_ranks(op, shards),
+        "rank_pairs": _pairs(op, shards, planned.ways[0]),
     }
     return {name: tuple(map(float, each)) for name, each in figures.items()}, " ".join(planned.ways)
+
+
+def _pairs(op: LongAttention, shards: Shards, way: str) -> tuple[float, ...]:
+    if op.dilation:
+        return cover.pairs_of_ranks(op, shards)
+    degree = volume.degree_of(way, op.kv_heads, len(shards.lengths))
+    of_groups = cover.pairs_of_ranks(op, volume.grouped(shards, degree))
+    return tuple(pairs / degree for pairs in of_groups for _ in range(degree))
 
 
 def shards_of(op: LongAttention, ring_size: int) -> Shards:
