@@ -145,5 +145,5 @@ def _put_back(x: Tensor, places: Places, rows: Tensor) -> None:
 @functools.lru_cache(256)
 def _index(places: Places, device: Any) -> Tensor:
     starts, count = places
-    each = torch.tensor(starts).unsqueeze(1) + torch.arange(count)
+    each = torch.tensor(starts, device="cpu").unsqueeze(1) + torch.arange(count, device="cpu")
     return each.flatten().to(device)

@@ -8,12 +8,13 @@ and never pair by pair:
     pairs     = sum over pieces [a, b) of a rank: (n(b) - n(a)) n(high); causal: sum of n(a)+1..n(b)
     U(g, j)   = keys outside rank j that a query inside it attends, with a head that uses KV head g
     bound_j   = 2 batch head_dim e sum_g |U(g, j)|         owner computes: only K and V move
-    gather_j  = 2 batch head_dim e (rows kept in j's segments outside j), a branch
-    heads_j   = batch head_dim e ((q + 2 kv rows of others) / m + q rows of its own (1 - 1/m)):
-                tokens for heads among the m ranks of a segment, and out back, heads shared evenly
+    gather_j  = the same of one branch by itself
+    heads_j   = batch head_dim e (q + 2 kv rows of others, of j's heads; q rows of its own, of all
+                others' heads) + log-sum-exps of the latter: ranks of a segment exchange tokens for
+                whole heads, dealt in order, and out back
 
-Bytes are those that reach a rank in the forward, without log-sum-exps. Keys that branches have in
-common count once in the bound and in each branch's gather.
+Bytes are those that reach a rank in the forward. Keys that branches have in common count once in
+the bound and in each branch's gather.
 """
 
 import functools
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from meshwise.attention import volume
 from meshwise.attention.reach import (
     Branch,
     Path,
@@ -40,6 +42,8 @@ from meshwise.spec.op import DTYPE_BYTES
 from meshwise.spec.record import Record
 
 Ints = npt.NDArray[np.int64]
+
+MOST_ROUND = 256  # ranks of a ring whose messages are counted
 
 
 class BranchCover(Record, kw_only=True):
@@ -58,7 +62,8 @@ class BranchCover(Record, kw_only=True):
 
 class Cover(Record, kw_only=True):
     """All that ``of`` finds. ``target_bytes``: the cheaper of gather and heads for each branch, of
-    the rank that receives most; a bound of the schedule, which may lie below the owner's."""
+    the rank that receives most, dense the cheapest way; may lie below the owner's bound.
+    ``dense_*``: of dense attention, with the operation's window; None: not counted."""
 
     op: LongAttention
     lengths: tuple[int, ...]
@@ -77,6 +82,7 @@ class Cover(Record, kw_only=True):
     target_bytes: int
     dense_gather_bytes: int
     dense_heads_bytes: int
+    dense_ring_bytes: int | None
 
 
 def of(op: LongAttention, shards: Shards) -> Cover:
@@ -85,14 +91,18 @@ def of(op: LongAttention, shards: Shards) -> Cover:
         raise ValueError(
             f"shards: hold {shards.seq_len} tokens; must hold op.seq_len = {op.seq_len}"
         )
-    unit = 2 * op.batch * op.head_dim * DTYPE_BYTES[op.dtype]
-    dense = LongAttention(
+    whole = LongAttention(
         batch=op.batch, seq_len=op.seq_len, heads=op.heads, kv_heads=op.kv_heads,
         head_dim=op.head_dim, causal=op.causal, direction=op.direction, dtype=op.dtype,
     )  # fmt: skip
-    rank_pairs, rows = pairs_of_ranks(op, shards), rows_of(op)
-    found = tuple(_branch(op, each, shards) for each in branches(op))
-    whole = _branch(dense, branches(dense)[0], shards)
+    dense = _dense(op if op.dilation is None else whole, shards)
+    if op.dilation is None:
+        found: tuple[BranchCover, ...] = (_dense_branch(op, dense),)
+        target_bytes = min(max(each) for each in dense.values())
+    else:
+        found = tuple(_branch(op, each, shards) for each in branches(op))
+        target_bytes = sum(min(max(b.gather_bytes), max(b.heads_bytes)) for b in found)
+    rank_pairs, rows, row = pairs_of_ranks(op, shards), rows_of(op), _row_bytes(op)
     return Cover(
         op=op,
         lengths=shards.lengths,
@@ -100,17 +110,18 @@ def of(op: LongAttention, shards: Shards) -> Cover:
         seen=seen_of(op),
         path=path_of(op, rows),
         pairs=op.pairs,
-        share_of_dense=op.pairs / dense.pairs,
+        share_of_dense=op.pairs / whole.pairs,
         flops=op.flops,
-        kv_bytes=tuple(n * unit * op.kv_heads for n in shards.lengths),
-        out_bytes=tuple(n * unit // 2 * op.heads for n in shards.lengths),
+        kv_bytes=tuple(2 * n * row * op.kv_heads for n in shards.lengths),
+        out_bytes=tuple(n * row * op.heads for n in shards.lengths),
         rank_pairs=rank_pairs,
         imbalance=max(rank_pairs) * len(rank_pairs) / sum(rank_pairs) if sum(rank_pairs) else 1.0,
         bound_bytes=bound_bytes(op, shards),
         branches=found,
-        target_bytes=sum(min(max(b.gather_bytes), max(b.heads_bytes)) for b in found),
-        dense_gather_bytes=max(whole.gather_bytes),
-        dense_heads_bytes=max(whole.heads_bytes),
+        target_bytes=target_bytes,
+        dense_gather_bytes=max(dense["gather"]),
+        dense_heads_bytes=max(dense["heads"]),
+        dense_ring_bytes=max(dense["ring"]) if "ring" in dense else None,
     )
 
 
@@ -179,69 +190,77 @@ def _window_pairs(window: int, stop: int) -> int:
 
 
 def _branch(op: LongAttention, branch: Branch, shards: Shards) -> BranchCover:
-    """Gather, heads and the whole world's gather, of one branch by itself."""
-    pieces = cuts(branch.width, shards)
-    q_rows, kv_rows = np.zeros_like(pieces.start), np.zeros_like(pieces.start)
-    groups = op.heads // op.kv_heads
-    phases = {(h // groups, s) for h, s in enumerate(branch.offsets) if s is not None}
+    """A dilated branch by itself; shards are contiguous."""
+    pieces, ranks = cuts(branch.width, shards), len(shards.intervals)
+    phases = {(h * op.kv_heads // op.heads, s) for h, s in enumerate(branch.offsets)}
     num_kv = Counter(s for _, s in phases)
-    pairs = 0
+    kept, pairs = np.zeros(ranks, dtype=np.int64), 0  # rows of K
     for offset, num_heads in Counter(branch.offsets).items():
         if offset is not None:
             before, to, whole = pieces.kept(offset, branch.rate)
-            q_rows += num_heads * (to - before)
-            kv_rows += num_kv[offset] * (to - before)
+            np.add.at(kept, pieces.rank, num_kv[offset] * (to - before))
             own = (to * (to + 1) - before * (before + 1)) // 2
             pairs += num_heads * int((own if op.causal else (to - before) * whole).sum())
-    if op.window is not None:
-        pairs = op.pairs
     sharers = pieces.num_ranks
-    # other rows of the piece's segment that are not the rank's
-    q_other, kv_other = (_others(pieces, rows) for rows in (q_rows, kv_rows))
-    first = _first_of_rank(pieces)
-    unit = op.batch * op.head_dim * DTYPE_BYTES[op.dtype]
-    gather, heads, world = (np.zeros(len(shards.intervals)) for _ in range(3))
-    np.add.at(gather, pieces.rank, 2 * kv_other * first)
-    np.add.at(heads, pieces.rank, (q_other + 2 * kv_other) * first / sharers)
-    np.add.at(heads, pieces.rank, q_rows * (1 - 1 / sharers))
-    np.add.at(world, pieces.rank, 2 * kv_rows)
-    local = not gather.any()
-    world = 0 * world if local else world.sum() - world
+    local = int(sharers.max()) == 1
+    gather, heads = _moved(op, branch, Cuts(*(each[sharers > 1] for each in pieces)), ranks)
+    world = (0 if local else 2 * _row_bytes(op)) * (kept.sum() - kept)
     return BranchCover(
         segment_length=branch.width,
         dilation_rate=branch.rate,
         pairs=pairs,
         local=local,
         ranks=int(sharers.max()),
-        gather_bytes=_bytes(gather, unit),
-        heads_bytes=_bytes(0 * heads if local else heads, unit),
-        world_bytes=_bytes(world, unit),
+        gather_bytes=tuple(gather.tolist()),
+        heads_bytes=tuple(heads.tolist()),
+        world_bytes=tuple(world.tolist()),
     )
 
 
-def _others(pieces: Cuts, rows: Ints) -> Ints:
-    """Rows of each piece's segment that are of other ranks."""
+def _moved(op: LongAttention, branch: Branch, shared: Cuts, ranks: int) -> tuple[Ints, Ints]:
+    """Bytes into each rank by gather and by heads. ``shared``: pieces of segments of many ranks."""
+    row, lse = _row_bytes(op), op.batch * max(4, DTYPE_BYTES[op.dtype])
+    low, segment = np.unique(shared.low, return_inverse=True)
+    first, last = np.full(len(low), ranks), np.zeros(len(low), dtype=np.int64)
+    np.minimum.at(first, segment, shared.rank)
+    np.maximum.at(last, segment, shared.rank)
+    gather, heads = np.zeros((2, ranks), dtype=np.int64)
+    takers: dict[tuple[int, int], list[Ints]] = {}  # of rows of K, who has them already
+    active = [(h, s) for h, s in enumerate(branch.offsets) if s is not None]
+    for turn, (head, offset) in enumerate(active):
+        before, to, whole = shared.kept(offset, branch.rate)
+        own = to - before
+        owner = (first + turn * (last - first + 1) // len(active))[segment]
+        away = owner != shared.rank
+        np.add.at(heads, owner[away], row * own[away])
+        np.add.at(heads, shared.rank[away], (row + lse) * own[away])
+        had = takers.setdefault((head * op.kv_heads // op.heads, offset), [])
+        if not had:
+            others = np.where(own > 0, before if op.causal else whole - own, 0)
+            np.add.at(gather, shared.rank, 2 * row * others)
+        new = away & np.all([owner != each for each in had], axis=0)
+        np.add.at(heads, owner[new], 2 * row * own[new])
+        had.append(owner)
+    return gather, heads
 
-    def summed(keys: Ints) -> Ints:
-        _, index = np.unique(keys, return_inverse=True)
-        total = np.zeros(int(index.max()) + 1, dtype=np.int64)
-        np.add.at(total, index, rows)
-        return np.asarray(total[index], dtype=np.int64)
 
-    num_ranks = int(pieces.rank.max()) + 1
-    return summed(pieces.low) - summed(pieces.low * num_ranks + pieces.rank)
+def _dense(op: LongAttention, shards: Shards) -> dict[str, tuple[int, ...]]:
+    """Bytes into each rank by way; a ring's up to ``MOST_ROUND``."""
+    ways = ("gather", "heads", "ring")[: 2 + (len(shards.lengths) <= MOST_ROUND)]
+    return {way: volume.dense_bytes(op, shards, way)[0] for way in ways}
 
 
-def _first_of_rank(pieces: Cuts) -> npt.NDArray[np.bool_]:
-    """The first piece of its rank in its segment: what the others have counts once."""
-    keys = pieces.low * (int(pieces.rank.max()) + 1) + pieces.rank
-    is_first = np.zeros(len(keys), dtype=bool)
-    is_first[np.unique(keys, return_index=True)[1]] = True
-    return is_first
+def _dense_branch(op: LongAttention, moved: dict[str, tuple[int, ...]]) -> BranchCover:
+    ranks = len(moved["gather"])
+    return BranchCover(
+        segment_length=op.seq_len, dilation_rate=1, pairs=op.pairs, local=ranks == 1, ranks=ranks,
+        gather_bytes=moved["gather"], heads_bytes=moved["heads"], world_bytes=moved["gather"],
+    )  # fmt: skip
 
 
-def _bytes(rows: npt.NDArray[np.float64], unit: int) -> tuple[int, ...]:
-    return tuple(round(float(each) * unit) for each in rows)
+def _row_bytes(op: LongAttention) -> int:
+    """One token of one head, all sequences."""
+    return op.batch * op.head_dim * DTYPE_BYTES[op.dtype]
 
 
 # ---- the lower bound

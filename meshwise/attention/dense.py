@@ -12,7 +12,6 @@ Here the arguments are checked, the ranks agree on them, and the way is chosen; 
 """
 
 import functools
-import hashlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.attention import volume
-from meshwise.attention.arguments import DTYPES, cast, named, problem, said
+from meshwise.attention.arguments import DTYPES, cast, named, problem, said, short
 from meshwise.attention.passes import attend_dense, run_of
 from meshwise.attention.pieces import Mask
 from meshwise.attention.shards import Shards, of_lengths
@@ -50,11 +49,12 @@ def ring_attention(
     """out [B, L, H, D]; with ``return_lse`` also lse [B, H, L] in fp32 (fp64 for fp64), which has
     no gradient.
 
-    ``shards``: which tokens each rank holds; by default one run each, as long as its q. ``window``:
-    a query sees that many keys at most, its own included; causal only. ``documents``: the global
-    positions where packed documents start; a query sees its own document. ``way``: auto chooses by
-    ``prices``, without them by rule (``volume.choose_dense``). ValueError, on all ranks alike,
-    where the arguments do not fit or differ over the ranks.
+    ``shards``: which tokens each rank holds; by default one run each, as long as its q, which
+    ranks then tell each other in every call: give them in training. ``window``: a query sees that
+    many keys at most, its own included; causal only. ``documents``: the global positions where
+    packed documents start; a query sees its own document. ``way``: auto chooses by ``prices``,
+    without them by rule (``volume.choose_dense``). ValueError, on all ranks alike, where the
+    arguments do not fit or differ over the ranks.
     """
     given = (group, wire, causal, window, documents, shards, way, scale, prices, return_lse)
     if torch.compiler.is_compiling():  # the model around it compiles; this runs as it is
@@ -71,15 +71,13 @@ def _attention(
     q, k, v = cast(q, k, v)
     mask = Mask(causal, window, tuple(map(int, documents if documents is not None else ())))
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    wrong = _problem(q, k, v, mask, way)
-    lengths = wire.agree(
-        wrong or said(
-            q, k, causal=causal, window=window, documents=_short(mask.documents),
-            shards=_short(shards), way=way, scale=scale, lse=return_lse, gradients=grad,
-            prices=named(prices),
-        ),
-        q.shape[1] if q.dim() > 1 else 0,
+    wrong = _problem(q, k, v, mask, way, scale, shards)
+    options: dict[str, object] = {"problem": wrong} if wrong else said(
+        q, k, causal=causal, window=window, documents=short(mask.documents), shards=short(shards),
+        way=way, scale=scale, lse=return_lse, gradients=grad, prices=named(prices),
     )  # fmt: skip
+    length = q.shape[1] if q.dim() > 1 else 0
+    lengths = wire.agree(options, length, known=shards is not None)
     if wrong:
         raise ValueError(wrong)
     shards = shards or of_lengths(lengths)
@@ -96,7 +94,6 @@ def _attention(
             f"documents: {mask.documents[-1]} lies behind the last of {shards.seq_len} tokens; "
             "give positions where documents start"
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     op = LongAttention(
         batch=len(q), seq_len=shards.seq_len, heads=q.shape[2], kv_heads=k.shape[2],
         head_dim=q.shape[3], causal=causal, window=window, dtype=DTYPES[q.dtype],
@@ -104,19 +101,20 @@ def _attention(
     )  # fmt: skip
     if way == "auto":
         way = _chosen(op, shards, prices, mask.documents)
-    elif way == "ring_heads" and volume.heads_degree(op.kv_heads, wire.size) == 1:
-        raise ValueError(
-            f"way = 'ring_heads': no number of ranks divides {wire.size} ranks and "
-            f"{op.kv_heads} key heads, 1 and all ranks apart; use 'ring' or 'heads'"
-        )
+    else:
+        volume.check_way(op, wire.size, way)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = run_of(op, mask, shards, way, wire, scale)
     out, lse = attend_dense(q, k, v, run, return_lse)
     return (out, lse) if return_lse else out
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: str) -> str:
+def _problem(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: str, scale: float | None,
+    shards: Shards | None,
+) -> str:  # fmt: skip
     """What is wrong with one rank's arguments; empty if nothing is."""
-    if found := problem(q, k, v):
+    if found := problem(q, k, v, scale, shards):
         return found
     if mask.window is not None and not mask.causal:
         return f"window = {mask.window}: a window is of causal attention; set causal=True"
@@ -129,15 +127,12 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: str) -> str:
     return "" if way in WAYS else f"way = {way!r}: must be one of {', '.join(WAYS)}"
 
 
-def _short(what: Any) -> str | None:
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:8] if what else None
-
-
 @functools.lru_cache(64)
 def _covers(shards: Shards) -> bool:
-    held = sorted(x for x in itertools.chain(*shards.intervals) if x[0] < x[1])
+    every = list(itertools.chain(*shards.intervals))
+    held = sorted(x for x in every if x[0] != x[1])
     starts, stops = [a for a, _ in held], [b for _, b in held]
-    return starts == [0, *stops[:-1]]
+    return starts == [0, *stops[:-1]] and all(a <= b for a, b in every)
 
 
 @functools.lru_cache(64)

@@ -22,10 +22,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from meshwise.attention import fetch, rows
-from meshwise.attention.arguments import DTYPES, cast, named, problem, said
+from meshwise.attention.arguments import (
+    DTYPES,
+    cast,
+    named,
+    problem,
+    refuse_second_derivatives,
+    said,
+    short,
+)
 from meshwise.attention.kernels import attend, attend_backward
 from meshwise.attention.merge import wide
 from meshwise.attention.plan import SPARSE_WAYS, plan
@@ -66,10 +73,10 @@ def dilated_attention(
 ) -> Any:
     """out [B, L, H, D], with ``return_lse`` also lse [B, H, L], which has no gradient.
 
-    ``shards``: contiguous; by default as long as each rank's q. ``way``: of branches whose
-    segments span ranks, gather, heads or ring; auto picks for each by ``prices``, else by bytes.
-    A row that no branch keeps is 0, its lse -inf. ValueError, on all ranks alike, where shapes,
-    options or prices differ.
+    ``shards``: contiguous; by default as long as each rank's q, which ranks then tell each other
+    in every call: give them in training. ``way``: of branches whose segments span ranks, gather,
+    heads or ring; auto picks for each by ``prices``, else by bytes. A row that no branch keeps is
+    0, its lse -inf. ValueError, on all ranks alike, where shapes, options or prices differ.
     """
     given = (dilation, wire or wire_of(group), causal, shards, scale, prices, way)
     of = _attention
@@ -84,17 +91,16 @@ def _attention(
     shards: Shards | None, scale: float | None, prices: Prices | None, way: Way,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = cast(q, k, v)
-    wrong = problem(q, k, v)
+    wrong = problem(q, k, v, scale, shards)
     if not wrong and way not in ("auto", *SPARSE_WAYS):
         wrong = f"way = {way!r}: must be auto, {', '.join(SPARSE_WAYS)}"
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    lengths = wire.agree(
-        wrong or said(
-            q, k, dilation=digest(dilation), causal=causal, way=way, scale=scale, gradients=grad,
-            shards="as they are" if shards is None else shards.lengths, prices=named(prices),
-        ),
-        q.shape[1] if q.dim() > 1 else 0,
+    options: dict[str, object] = {"problem": wrong} if wrong else said(
+        q, k, dilation=digest(dilation), causal=causal, way=way, scale=scale, gradients=grad,
+        shards=short(shards), prices=named(prices),
     )  # fmt: skip
+    length = q.shape[1] if q.dim() > 1 else 0
+    lengths = wire.agree(options, length, known=shards is not None)
     if wrong:
         raise ValueError(wrong)
     shards = shards or of_lengths(lengths)
@@ -130,8 +136,8 @@ class _Dilated(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
+        refuse_second_derivatives()
         q, k, v, out, lse, *rest = ctx.saved_tensors
         mixes, arrived = rest[: ctx.num_mixes], rest[ctx.num_mixes :]
         grads = ctx.run.backward(

@@ -41,7 +41,7 @@ def choose(q: Tensor, k: Tensor) -> str:
         return named
     if q.device.type == "cpu":
         return "cpu"
-    if q.dtype == torch.float64 or q.shape[2] == k.shape[2] == 1:
+    if q.dtype == torch.float64 or k.shape[2] == 1:
         return "plain"
     if q.dtype == torch.float32 or q.shape[-1] % 8 or q.shape[-1] > 256:
         return "efficient"

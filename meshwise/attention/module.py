@@ -18,9 +18,10 @@ class RingDilatedAttention(nn.Module):
     """q [B, L, H, D], k and v [B, L, Hkv, D] of this rank's tokens to out like q.
 
     Each ring is ``ring_size`` consecutive ranks of ``group`` (all by default), who share one
-    sequence; L may differ among them. Where it is not all, every rank of the job must make the
-    module, at the same point, since that makes process groups. It has no parameters. ``dtype``:
-    what q, k and v are cast to; ``device`` is accepted and unused: the module holds no tensor.
+    sequence; L may differ among them. Give ``shards`` in training: without, ranks tell each other
+    their L in every call, which makes the host wait. Where a ring is not all, every rank of the job
+    must make the module, at the same point, since that makes process groups. It has no parameters.
+    ``dtype``: what q, k and v are cast to; ``device`` is accepted and unused: it holds no tensor.
     ValueError: lists of unequal length, values below 1, a ring_size that does not divide the ranks,
     a dropout other than 0 (a dropout of attention's weights is of one kernel call; use nn.Dropout
     on the output).

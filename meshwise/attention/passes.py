@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from meshwise.attention import rounds, volume
+from meshwise.attention.arguments import refuse_second_derivatives
 from meshwise.attention.heads import Members, Ranges, like_rows, members, to_heads, to_rows
 from meshwise.attention.pieces import Mask
 from meshwise.attention.rounds import Ring
@@ -108,8 +108,8 @@ class _Dense(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
+        refuse_second_derivatives()
         saved = ctx.saved_tensors
         slices = [saved[i : i + 5] for i in range(0, len(saved), 5)]
         of = _backward_here if ctx.run.group is None else _backward_by_heads

@@ -91,6 +91,7 @@ def _dense(op: LongAttention, shards: Shards, prices: Prices | None) -> BranchPl
     why = "asked for"
     if way == "auto":
         way, why = volume.choose_dense(op, shards, prices), "priced" if prices else "by rule"
+    volume.check_way(op, ranks, way)
     received, backward_received = volume.dense_bytes(op, shards, way)
     sent, backward_sent = volume.dense_bytes(op, shards, way, "sent")
     return BranchPlan(0, way, sent, received, backward_sent, backward_received, None, why)
@@ -108,20 +109,23 @@ def _sparse(
         raise ValueError("way = 'ring_heads': a dilated branch goes by gather, heads or ring")
     ways = SPARSE_WAYS if op.way == "auto" else (op.way,)
     tried = [_branch(op, branch, shards, way, prices) for way in ways]
-    cost = [_cost(each, len(zero)) for each in tried]
-    best = tried[int(np.argmin(cost))]
+    best = min(tried, key=lambda each: _cost(each, len(zero)))
     if op.way != "auto":
         return best._replace(why="asked for")
-    rest = ", ".join(f"{one.way} {max(one.received_bytes)}" for one in tried if one is not best)
-    unit = "priced" if prices else "fewest bytes"
-    return best._replace(why=f"{unit}; {rest} bytes")
+    rest = ", ".join(f"{one.way} {_most(one)}" for one in tried if one is not best)
+    return best._replace(why=f"priced; {rest} bytes" if prices else f"least of all: {rest} bytes")
+
+
+def _most(tried: BranchPlan) -> int:
+    """Bytes into the busiest rank, forward and backward."""
+    return max(tried.received_bytes) + max(tried.backward_received_bytes)
 
 
 def _cost(tried: BranchPlan, ranks: int) -> float:
     if tried.time_s is not None:
         return tried.time_s
     rounds = ranks - 1 if tried.way == "ring" else 2 if tried.way == "heads" else 1
-    return max(tried.received_bytes) + max(tried.backward_received_bytes) + rounds * ROUND_BYTES
+    return _most(tried) + rounds * ROUND_BYTES
 
 
 def _branch(

@@ -3,6 +3,7 @@
 On a GPU by kernels of one pass each (``row_kernels``), elsewhere, and in fp64, by torch's own.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,11 +54,10 @@ def places(at: Tensor | View | None, tokens: int, heads: int, device: torch.devi
     count = tokens * heads
     if at is None or at == View(0, 1, tokens, 1, 0, tokens, 0, 1, heads):
         return Places(count, heads)
-    fused = device.type == "cuda"
     if isinstance(at, View):
-        return Places(count, heads, at, None if fused else _index(at, heads))
+        return Places(count, heads, at)
     inverse = None
-    if fused:
+    if device.type == "cuda":
         inverse = torch.full((count,), -1, dtype=torch.int32, device=device)
         inverse[at.flatten().long()] = torch.arange(at.numel(), dtype=torch.int32, device=device)
     return Places(count, heads, None, at.flatten(), inverse)
@@ -79,14 +79,6 @@ def unselect(x: Tensor, at: Tensor | View, batch: int) -> Tensor:
     if isinstance(at, View):
         x = x.transpose(1, 2)
     return x.reshape(batch, -1, x.shape[-1])
-
-
-def _index(at: View, heads: int) -> Tensor:
-    segment = at.start + at.width * torch.arange(at.segments, dtype=torch.int32)
-    row = at.phase + at.rate * torch.arange(at.rows, dtype=torch.int32)
-    head = at.first + at.step * torch.arange(at.heads, dtype=torch.int32)
-    index: Tensor = (segment[:, None, None] + row[:, None]) * heads + head
-    return index.flatten()
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -113,7 +105,7 @@ def combine(parts: Sequence[Part], like: Tensor) -> tuple[Tensor, Tensor]:
     lse = torch.full(shape[:-1], -torch.inf, dtype=dtype, device=like.device)
     for part in parts:
         assert part.lse is not None
-        if (index := part.places.where) is None:
+        if (index := _where(part)) is None:
             merge(out, lse, part.values, part.lse)
             continue
         there, there_lse = take(out, index), take(lse, index)
@@ -134,12 +126,27 @@ def total(parts: Sequence[Part], like: Tensor) -> Tensor:
     out = torch.zeros(shape, dtype=wide(like.dtype), device=like.device)
     for part in parts:
         values = part.values.to(out.dtype)
-        if part.places.where is None:
+        if (index := _where(part)) is None:
             out += values
         else:
-            out.index_add_(1, part.places.where, values)
+            out.index_add_(1, index, values)
     return out.to(like.dtype)
 
 
 def _fused(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype != torch.float64
+
+
+def _where(part: Part) -> Tensor | None:
+    """The index of a part's rows; None: all, in order."""
+    _, heads, view, where, _ = part.places
+    return where if view is None else _index(view, heads, part.values.device)
+
+
+@functools.lru_cache(64)
+def _index(at: View, heads: int, device: torch.device) -> Tensor:
+    numbers = functools.partial(torch.arange, dtype=torch.int32, device="cpu")
+    segment, row = at.start + at.width * numbers(at.segments), at.phase + at.rate * numbers(at.rows)
+    head = at.first + at.step * numbers(at.heads)
+    index: Tensor = (segment[:, None, None] + row[:, None]) * heads + head
+    return index.flatten().to(device)

@@ -30,11 +30,15 @@ class Shards(NamedTuple):
 
 def contiguous(seq_len: int, ranks: int) -> Shards:
     """One run of the sequence each; the first ranks get one more where it does not divide."""
+    if seq_len < 0 or ranks < 1:
+        raise ValueError(f"seq_len = {seq_len}, ranks = {ranks}: must be 0 and 1 or more")
     return of_lengths([seq_len // ranks + (r < seq_len % ranks) for r in range(ranks)])
 
 
 def of_lengths(lengths: Sequence[int]) -> Shards:
     """One run each, of these lengths, which may be 0."""
+    if min(lengths, default=-1) < 0:
+        raise ValueError(f"lengths = {list(lengths)}: must be 0 or more, one a rank")
     ends = np.cumsum([0, *lengths]).tolist()
     return Shards(tuple(((a, b),) for a, b in itertools.pairwise(ends)))
 

@@ -81,6 +81,15 @@ def degree_of(way: str, kv_heads: int, ranks: int) -> int:
     return {"heads": ranks, "ring_heads": heads_degree(kv_heads, ranks)}.get(way, 1)
 
 
+def check_way(op: LongAttention, ranks: int, way: str) -> None:
+    """ValueError if these ranks cannot go this way."""
+    if way == "ring_heads" and heads_degree(op.kv_heads, ranks) == 1:
+        raise ValueError(
+            f"way = 'ring_heads': {ranks} ranks cannot be divided into groups that divide "
+            f"{op.kv_heads} key heads; use 'heads' or 'ring'"
+        )
+
+
 def grouped(shards: Shards, size: int) -> Shards:
     """What each ``size`` consecutive ranks hold together, in global order."""
     if size == 1:

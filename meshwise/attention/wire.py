@@ -1,7 +1,9 @@
 """What ranks of a group exchange for attention, asynchronous, and how many bytes that was."""
 
+import functools
+import hashlib
+import json
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch import Tensor
 
 Arrived = Callable[[], Tensor]
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SAID = 1024  # bytes of what ranks tell each other
+_SAID = 2048  # bytes of what ranks tell each other
+_REMEMBERED = 256  # agreements
 
 
 class Wire:
@@ -24,8 +27,10 @@ class Wire:
     (bytes to each rank, bytes from each rank) of every call.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group: Any = group
+    def __init__(self, group: Any = None) -> None:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("group: this rank is not in it; call on its members only")
+        self.group = group
         self.alone = group is None and not dist.is_initialized()
         self.rank = 0 if self.alone else dist.get_rank(group)
         self.size = 1 if self.alone else dist.get_world_size(group)
@@ -85,37 +90,64 @@ class Wire:
 
         return wait
 
-    def agree(self, said: str, number: int) -> list[int]:
-        """Every rank's ``number``. What all ``said`` must be the same: ValueError on every rank,
-        with what each said. On NCCL asked once for what was not said before, since the answer
-        makes the host wait: there a later difference between ranks ends by the timeout."""
+    def agree(self, said: dict[str, object], number: int, *, known: bool = False) -> list[int]:
+        """Every rank's ``number``. What all ``said``, value by value, must be the same: ValueError
+        on every rank, with what differs.
+
+        Asked each time, which makes the host wait. With ``known``, where all ranks know all
+        numbers from what they say, NCCL's ranks ask only once for the same: a later difference
+        between them ends by the timeout.
+        """
         if self.size == 1:
             return [number]
         by_gloo = "nccl" not in dist.get_backend(self.group)
-        if not by_gloo and (said, number) in self._agreed:
-            return self._agreed[said, number]
-        text = f"{number} {said}".encode()[:_SAID].ljust(_SAID)
-        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        text = json.dumps({name: str(value) for name, value in said.items()})
+        key = (text, number)
+        if known and not by_gloo and key in self._agreed:
+            return self._agreed[key]
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        line = f"{number} {digest} {text}".encode("ascii", "replace")[:_SAID].ljust(_SAID)
+        mine = torch.frombuffer(bytearray(line), dtype=torch.uint8)
         mine = mine.to("cpu" if by_gloo else "cuda")
         every = mine.new_empty(_SAID * self.size)
         _gather(every, mine, group=self.group)
         told = [bytes(row).decode().strip() for row in every.cpu().view(self.size, _SAID).tolist()]
-        numbers, texts = zip(*(one.split(" ", 1) for one in told), strict=True)
-        if len(set(texts)) > 1:
-            ranks = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(texts))
-            raise ValueError(f"ranks disagree, give all the same: {ranks}")
-        self._agreed[said, number] = list(map(int, numbers))
-        return self._agreed[said, number]
+        numbers, digests, texts = zip(*(one.split(" ", 2) for one in told), strict=True)
+        if len(set(digests)) > 1:
+            raise ValueError(f"ranks disagree, give all the same: {_differences(texts)}")
+        if len(self._agreed) >= _REMEMBERED:
+            self._agreed.clear()
+        self._agreed[key] = list(map(int, numbers))
+        return self._agreed[key]
+
+
+def _differences(texts: Sequence[str]) -> str:
+    """``scale: 0.5 on rank 0, 1.0 on rank 1``, for what not all say alike."""
+    try:
+        told = [json.loads(text) for text in texts]
+    except ValueError:  # cut off
+        return "; ".join(f"rank {rank}: {text[:200]}" for rank, text in enumerate(texts))
+    problems = [
+        f"rank {rank}: {each['problem']}" for rank, each in enumerate(told) if "problem" in each
+    ]
+    if problems:
+        return "; ".join(problems)
+    found = []
+    for name in dict.fromkeys(name for each in told for name in each):
+        values = [each.get(name, "nothing") for each in told]
+        if len(set(values)) > 1:
+            each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            found.append(f"{name}: {each}")
+    return "; ".join(found)
+
+
+@functools.lru_cache(16)
+def _wire(group: Any) -> Wire:
+    return Wire(group)
 
 
 def wire_of(group: dist.ProcessGroup | None = None) -> Wire:
     """The group's wire; the same one each time, so that what was agreed on lasts."""
     if group is None and not dist.is_initialized():
         return Wire()
-    of: Any = group or dist.group.WORLD
-    if of not in _WIRES:
-        _WIRES[of] = Wire(of)
-    return _WIRES[of]
-
-
-_WIRES: "weakref.WeakKeyDictionary[Any, Wire]" = weakref.WeakKeyDictionary()
+    return _wire(group or dist.group.WORLD)

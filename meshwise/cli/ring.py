@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from meshwise.cli.flags import as_typed
 from meshwise.cli.options import ANY, DryRun, Json, Runs, Size
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.verbs import job
 
 CHECK_FAILED = 1
-Numbers = Annotated[tuple[int, ...], Parameter(consume_multiple=True)]
+Numbers = Annotated[tuple[int, ...], Parameter(consume_multiple=(1, None))]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
 
@@ -71,6 +72,7 @@ class Manner:
 
 AS_SOURCE, USUAL = Shape(), Manner()
 _FLAGS = ("causal", "dense", "forward_only", "graph")
+_OF_FIELDS = {"num_kv_heads": "kv_heads", "heads": "num_heads", "seq_len": "seq_lengths"}
 
 
 def ring(
@@ -131,17 +133,19 @@ def ring(
     if len(modes) > 1:
         raise ValueError(f"--{' and --'.join(modes)}: give one of them")
     nproc = job.num_ranks(nproc=size.ranks, gpus=ranks)
-    what = verb.asked(
-        mode=modes[0] if modes else "",  # type: ignore[arg-type]
-        nproc=nproc, cluster=cluster, costs=costs, keep=not dry_run, **_given(shape, manner),
-    )  # fmt: skip
-    if dry_run:
-        return _forecast(what, json)
-    if verify:
-        return _verify(what, timeout, json)
-    found = verb.measure_ring(
-        what, runs=runs, output_dir=output_dir, save=not no_save, profile=profile, timeout=timeout
-    )
+    with as_typed((*vars(shape), *vars(manner), "timeout", "output_dir"), **_OF_FIELDS):
+        what = verb.asked(
+            mode=modes[0] if modes else "",  # type: ignore[arg-type]
+            nproc=nproc, cluster=cluster, costs=costs, keep=not dry_run, **_given(shape, manner),
+        )  # fmt: skip
+        if dry_run:
+            return _forecast(what, json)
+        if verify:
+            return _verify(what, timeout, json)
+        found = verb.measure_ring(
+            what, runs=runs, output_dir=output_dir, save=not no_save, profile=profile,
+            timeout=timeout,
+        )  # fmt: skip
     return _results(found, json) if job.leads() else DONE
 
 

@@ -1,11 +1,13 @@
 """``meshwise show``: files of ours, or a pattern of attention."""
 
+import inspect
 from typing import Annotated, Literal
 
 import cyclopts
 from cyclopts import Parameter
 
 import meshwise
+from meshwise.cli.flags import as_typed
 from meshwise.cli.options import Json
 from meshwise.cli.output import DONE, emit
 
@@ -17,7 +19,7 @@ show = cyclopts.App(
     default_parameter=Parameter(negative=()),
 )
 
-Numbers = Annotated[tuple[str, ...], Parameter(consume_multiple=True)]
+Numbers = Annotated[tuple[str, ...], Parameter(consume_multiple=(1, None))]
 
 
 @show.default
@@ -109,12 +111,13 @@ def pattern(
     from meshwise.pages import pattern as page
     from meshwise.verbs import show as verb
 
-    found = verb.pattern(
-        segment_lengths=verb.numbers("segment_lengths", segment_lengths),
-        dilation_rates=verb.numbers("dilation_rates", dilation_rates),
-        seq_len=seq_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=batch,
-        dtype=dtype, offsets=offsets, offset_heads=offset_heads, causal=causal, window=window,
-        zigzag=zigzag, ranks=ranks, figure=figure,
-    )  # fmt: skip
+    with as_typed(inspect.signature(pattern).parameters, order="zigzag"):
+        found = verb.pattern(
+            segment_lengths=verb.numbers("segment_lengths", segment_lengths),
+            dilation_rates=verb.numbers("dilation_rates", dilation_rates),
+            seq_len=seq_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=batch,
+            dtype=dtype, offsets=offsets, offset_heads=offset_heads, causal=causal, window=window,
+            zigzag=zigzag, ranks=ranks, figure=figure,
+        )  # fmt: skip
     emit(found, page.of(found), json)
     return DONE

@@ -4,6 +4,7 @@ No script and no address in it: tables, inline SVG and one style sheet. Names fr
 escaped. What is missing becomes a sentence that names the verb to run.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +54,18 @@ LEGEND = (
 
 def page(contents: Contents) -> str:
     """The whole document."""
+    sections = [*_story(contents), *_measured(contents), _provenance(contents)]
+    return render(_title(contents), _subtitle(contents), sections, LEGEND, _headlines(contents))
+
+
+def render(
+    title: str,
+    subtitle: str,
+    sections: Sequence[Section],
+    legend: Sequence[str],
+    headlines: Sequence[Headline] = (),
+) -> str:
+    """One self-contained page of these parts."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -63,11 +76,7 @@ def page(contents: Contents) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template("report.html.j2").render(
-        title=_title(contents),
-        subtitle=_subtitle(contents),
-        headlines=_headlines(contents),
-        sections=[*_story(contents), *_measured(contents), _provenance(contents)],
-        legend=LEGEND,
+        title=title, subtitle=subtitle, headlines=headlines, sections=sections, legend=legend
     )
 
 

@@ -1,24 +1,24 @@
 """Tables of a pattern of attention: what it covers, what it costs, what ranks must exchange.
 
-A ``Cover`` in. Decimal units for what crosses links (MB = 1e6), binary ones for memory.
+A ``Cover`` in. MB = 1e6 bytes, of memory too.
 """
 
 from meshwise.attention.cover import Cover
 from meshwise.pages.table import Table
 from meshwise.pages.tables import ABSENT
 from meshwise.spec.long_attention import LongAttention
-from meshwise.units import format_bytes, format_rate
+from meshwise.units import format_rate
 
 MOST_RANKS = 16  # of the table of ranks
 FLOPS = "FLOPs: two products of every attended pair with its multiplicity, a multiply-add is 2."
 BYTES = (
-    "Bytes reach a rank in the forward, of the rank with most. Gather: K and V of a branch's rows "
-    "from the ranks of its segments. Heads: these ranks exchange tokens for heads, and out back. "
-    "World: all ranks gather all rows. * more ranks than KV heads: with a ring, or K and V copied."
+    "Bytes reach a rank in the forward, of the rank with most. Gather, or a ring: K and V that its "
+    "queries attend. Heads: the ranks of a segment exchange tokens for whole heads; out "
+    "and log-sum-exp go back. World: all ranks gather all rows."
 )
 BOUND = (
-    "Owner computes: K and V that must come if each rank computes its own queries. Schedule: of "
-    "each branch the cheaper of gather and heads, which may be less."
+    "Owner computes: K and V that must come if each rank computes its own queries. {} may be less: "
+    "by heads queries travel."
 )
 
 
@@ -45,6 +45,7 @@ def title(op: LongAttention) -> str:
         if op.heads != op.kv_heads:
             kind += f" of {op.dilation.offset_heads} heads"
     last = ", causal" if op.causal else ""
+    last += f", window {op.window:,}" if op.window is not None else ""
     return f"{kind}: {op.batch} x {op.seq_len:,} tokens, {heads} x {op.head_dim}, {op.dtype}{last}"
 
 
@@ -69,11 +70,12 @@ def summary(found: Cover) -> Table:
     ]
     each = "" if num_ranks == 1 else f"of each of {num_ranks} ranks, at most "
     rows += [
-        ("K and V", each + format_bytes(max(found.kv_bytes))),
-        ("out", each + format_bytes(max(found.out_bytes))),
+        ("K and V", each + size(max(found.kv_bytes))),
+        ("out", each + size(max(found.out_bytes))),
     ]
     if num_ranks > 1:
-        rows.append(("work of ranks", f"largest {found.imbalance:.3g} x the mean"))
+        uneven = f"most {found.imbalance:.3g} x the mean" if found.imbalance > 1.0005 else "equal"
+        rows.append(("work of ranks, own queries", uneven))
     legend = (
         "A row is a query of a head. Multiplicity: branches that join a pair, of joined ones.",
         FLOPS,
@@ -163,7 +165,7 @@ def _named(indices: list[str]) -> str:
 
 
 def _branches(found: Cover) -> Table:
-    alone, heads = len(found.lengths) == 1, found.op.kv_heads
+    alone = len(found.lengths) == 1
     rows = []
     for index, branch in enumerate(found.branches):
         cells = [
@@ -173,11 +175,9 @@ def _branches(found: Cover) -> Table:
             _share(branch.pairs / found.pairs if found.pairs else 0.0),
         ]
         if not alone:
-            mark = " *" if branch.ranks > heads and not branch.local else ""
             sizes = (branch.gather_bytes, branch.heads_bytes, branch.world_bytes)
             moved = [ABSENT if branch.local else size(max(each)) for each in sizes]
-            cells += ["local" if branch.local else str(branch.ranks)]
-            cells += [moved[0], moved[1] + mark, moved[2]]
+            cells += ["local" if branch.local else str(branch.ranks), *moved]
         rows.append(tuple(cells))
     columns = ("branch", "segment", "rate", "of the pairs")
     more = ("ranks a segment", "gather", "heads", "world")
@@ -187,16 +187,20 @@ def _branches(found: Cover) -> Table:
 
 def _bytes(found: Cover) -> Table:
     mean = sum(found.bound_bytes) / len(found.bound_bytes)
+    ways = {"ring": found.dense_ring_bytes, "gather": found.dense_gather_bytes}
+    ways["heads (Ulysses)"] = found.dense_heads_bytes
+    cheapest = "each branch by the cheaper of gather and heads" if found.op.dilation else ""
     rows = [
         ("owner computes, at least", size(max(found.bound_bytes)), size(mean)),
-        ("schedule, cheaper of gather and heads", size(found.target_bytes), ABSENT),
-    ]
-    rows += [
-        ("dense attention, ring or gather", size(found.dense_gather_bytes), ABSENT),
-        ("dense attention, heads (Ulysses)", size(found.dense_heads_bytes), ABSENT),
+        *([(cheapest, size(found.target_bytes), ABSENT)] if cheapest else []),
+        *(
+            (f"dense attention, {way}", "not counted" if most is None else size(most), ABSENT)
+            for way, most in ways.items()
+        ),
     ]
     columns = ("bytes into a rank, forward", "most", "mean")
-    return Table("Bytes", columns, tuple(rows), (BOUND,))
+    other = "What the branches move" if found.op.dilation else "Heads"
+    return Table("Bytes", columns, tuple(rows), (BOUND.format(other),))
 
 
 def _ranks(found: Cover) -> Table:

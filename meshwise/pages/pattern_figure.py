@@ -2,12 +2,13 @@
 
 A query's row, a key's column. Colour: the shortest segment whose branch joins the two. Strength: in
 the blocks the mean multiplicity over heads (its root, so that sparse branches show), in the tokens
-the number of branches. Lines: borders of ranks.
+the number of branches. Lines: borders of ranks, whose numbers stand below.
 """
 
 import html
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ MOST_HEADS = 3
 MOST_RANKS = 32  # whose borders are drawn
 
 _SIDE, _GAP, _TOP, _LEFT = 250, 34, 34, 34
+_NARROWEST = 440  # has room for a sentence
 _LEVELS = 6  # of strength
 
 
@@ -45,13 +47,16 @@ def figure(op: LongAttention, shards: Shards) -> svg.Figure:
     panels = [_heads(op, min(op.seq_len, MOST_TOKENS), heads) for heads in shown]
     if op.seq_len > MOST_TOKENS:
         panels.insert(0, _blocks(op))
-    caption = f"Who attends whom, {title(op)}, on {len(shards.intervals)} ranks"
+    num_ranks = len(shards.intervals)
+    where = f"on {num_ranks} ranks" if num_ranks > 1 else "on one rank"
+    where += ", zigzag" if op.order == "zigzag" and num_ranks > 1 else ""
+    caption = f"Who attends whom, {title(op)}, {where}"
     drawn = "".join(
         f'<g transform="translate({_LEFT + i * (_SIDE + _GAP)},{_TOP})">{_panel(each, shards)}</g>'
         for i, each in enumerate(panels)
     )
-    width = _LEFT + len(panels) * (_SIDE + _GAP)
-    legend, rows = _legend(op, width, len(shards.intervals))
+    width = max(_NARROWEST, _LEFT + len(panels) * (_SIDE + _GAP))
+    legend, rows = _legend(op, width, num_ranks)
     height = _TOP + _SIDE + 30 + 18 * rows
     return svg.Figure(
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(caption)}" '
@@ -150,7 +155,17 @@ def _borders(shards: Shards, tokens: int) -> str:
     stops = {b for own in shards.intervals for _, b in own if 0 < b < tokens}
     at = [f"{_SIDE * stop / tokens:.2f}" for stop in sorted(stops)]
     path = "".join(f"M{x} 0V{_SIDE}M0 {x}H{_SIDE}" for x in at)
-    return f'<path d="{path}" stroke="var(--ink)" stroke-width="0.7" stroke-dasharray="3 2"/>'
+    numbers = []
+    for rank, own in enumerate(shards.intervals):
+        for a, b in own:
+            left, right = _SIDE * a / tokens, _SIDE * min(b, tokens) / tokens
+            if right - left >= 5.2 * len(str(rank)):
+                middle = (left + right) / 2
+                numbers.append(f'<text x="{middle:.2f}" y="{_SIDE + 10}">{rank}</text>')
+    return (
+        f'<path d="{path}" stroke="var(--ink)" stroke-width="0.7" stroke-dasharray="3 2"/>'
+        f'<g fill="var(--muted)" font-size="9" text-anchor="middle">{"".join(numbers)}</g>'
+    )
 
 
 def _legend(op: LongAttention, width: int, ranks: int) -> tuple[str, int]:
@@ -166,9 +181,25 @@ def _legend(op: LongAttention, width: int, ranks: int) -> tuple[str, int]:
             f'<text x="{x + 15}" y="{y}" fill="var(--ink)">{name}</text>'
         )
     lines = math.ceil(len(found) / a_line)
-    says = "Colour: the shortest segment that joins the two; stronger: more often."
-    says += " Dashed: borders of ranks." if 1 < ranks <= MOST_RANKS else ""
-    return f'{"".join(found)}<text y="{18 * lines}" fill="var(--muted)">{says}</text>', lines + 1
+    says = [*_words(op)]
+    if 1 < ranks <= MOST_RANKS:
+        says.append("Dashed: borders of ranks; below: which rank holds what.")
+    said = "".join(
+        f'<text y="{18 * (lines + i)}" fill="var(--muted)">{line}</text>'
+        for i, line in enumerate(says)
+    )
+    return "".join(found) + said, lines + len(says)
+
+
+def _words(op: LongAttention) -> Iterator[str]:
+    if op.dilation:
+        yield "Colour: the shortest segment that joins the two; stronger: more often."
+    elif op.seq_len > MOST_TOKENS and op.window is not None:
+        if op.window >= MOST_TOKENS:
+            yield f"The window of {op.window:,} reaches beyond the first {MOST_TOKENS} tokens."
+        if op.window < op.seq_len / MOST_BLOCKS:
+            block = -(-op.seq_len // MOST_BLOCKS)
+            yield f"The window of {op.window:,} is less than a block of {block:,} tokens."
 
 
 def _fill(index: int) -> str:

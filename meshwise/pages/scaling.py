@@ -12,50 +12,52 @@ and ring size. With t(P, N) the time of a ring of P ranks over N tokens, the slo
 They are made here, not read, because each ring size may come from a run of its own.
 """
 
+import itertools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
+
+from meshwise import store
 
 SCHEMA_VERSION = 1
 PATTERN, LATEST = "ring_v2_collective_benchmark_*.json", "latest.json"
 
-# what must be equal in all runs that are shown together
-_SAME = (
-    "batch_size", "embed_dim", "num_heads", "num_kv_heads", "segment_lengths", "dilation_rates",
-    "use_flash_attention", "dtype", "causal", "window", "offsets", "offset_heads", "mixture",
-    "dense", "way", "order", "forward_only", "graph",
-)  # fmt: skip
+# what figures and quotients can bear
+Count = Annotated[int, Meta(ge=1, le=2**53)]
+Amount = Annotated[float, Meta(ge=0, le=1e18)]
+Positive = Annotated[float, Meta(ge=1e-9, le=1e18)]
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """A row as ``measure ring`` wrote it; None where it does not apply or could not be had."""
 
-    seq_length: int
-    ring_size: int
-    world_size: int
-    status: str
+    seq_length: Count
+    ring_size: Count
+    world_size: Count
+    status: Literal["ok", "oom", "skipped", "error"]
     reason: str | None = None
-    forward_time_ms: float | None = None
-    backward_time_ms: float | None = None
-    total_time_ms: float | None = None
-    time_p95_ms: float | None = None
-    throughput_tokens_per_sec: float | None = None
-    effective_batch_size: int | None = None
-    communication_time_ms: float | None = None
+    forward_time_ms: Positive | None = None
+    backward_time_ms: Amount | None = None
+    total_time_ms: Positive | None = None
+    time_p95_ms: Positive | None = None
+    throughput_tokens_per_sec: Positive | None = None
+    effective_batch_size: Count | None = None
+    communication_time_ms: Amount | None = None
     strategy: str | None = None
-    peak_memory_gb: float | None = None
-    bytes_sent: float | None = None
-    bytes_received: float | None = None
-    comm_lower_bound_bytes: float | None = None
+    peak_memory_gb: Positive | None = None
+    bytes_sent: Amount | None = None
+    bytes_received: Amount | None = None
+    comm_lower_bound_bytes: Amount | None = None
     comm_lower_bound: str | None = None
-    comm_efficiency: float | None = None
-    exposed_comm_ms: float | None = None
-    overlap_fraction: float | None = None
-    achieved_tflops: float | None = None
+    comm_efficiency: Amount | None = None
+    exposed_comm_ms: Amount | None = None
+    overlap_fraction: Amount | None = None
+    achieved_tflops: Amount | None = None
     flop_convention: str | None = None
-    load_imbalance: float | None = None
-    collectives: float | None = None
+    load_imbalance: Amount | None = None
+    collectives: Amount | None = None
 
     @property
     def time_ms(self) -> float | None:
@@ -66,16 +68,42 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.peak_memory_gb if self.status == "ok" else None
 
 
-_NONE = Result(seq_length=0, ring_size=1, world_size=1, status="not run")
+_NONE = Result(seq_length=0, ring_size=1, world_size=1, status="skipped")
+
+
+class _Config(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal in all runs that are shown together."""
+
+    batch_size: Count = 1
+    embed_dim: Count | None = None
+    num_heads: Count | None = None
+    num_kv_heads: Count | None = None
+    segment_lengths: tuple[Count, ...] = ()
+    dilation_rates: tuple[Count, ...] = ()
+    use_flash_attention: bool = True
+    dtype: str | None = None
+    causal: bool = False
+    window: Count | None = None
+    offsets: str | None = None
+    offset_heads: str | None = None
+    mixture: str | None = None
+    dense: bool = False
+    way: str | None = None
+    order: str | None = None
+    forward_only: bool = False
+    graph: bool = False
 
 
 class _Run(msgspec.Struct, frozen=True, kw_only=True):
-    schema_version: int
-    config: dict[str, Any]
-    world_size: int
+    """``told``: the configuration as it was written, with what is only shown."""
+
+    schema_version: int = SCHEMA_VERSION
+    config: _Config
+    told: dict[str, Any]
+    world_size: Count
     timestamp: str
     results: tuple[Result, ...]
-    device: Any = None
+    device: str | dict[str, Any] | None = None
 
 
 class Row(NamedTuple):
@@ -136,24 +164,24 @@ def read(folder: Path | str) -> Scaling:
             left_out.append(f"{name}: older than {kept[run.world_size][1]}")
         else:
             kept[run.world_size] = run, name
-    results = _merged([run for run, _ in kept.values()])
-    rows = tuple(_row(result, results, newest.config) for _, result in sorted(results.items()))
+    results, batch = _merged([run for run, _ in kept.values()]), newest.config.batch_size
+    rows = tuple(_row(result, results, batch) for _, result in sorted(results.items()))
     files = tuple(name for _, name in kept.values())
-    return Scaling(newest.config, _device(newest.device), rows, files, tuple(left_out))
+    return Scaling(newest.told, _device(newest.device), rows, files, tuple(left_out))
 
 
 def _load(path: Path) -> _Run:
     try:
-        run = msgspec.json.decode(path.read_bytes(), type=_Run)
-    except msgspec.MsgspecError as error:
+        found = store.read(path, dict)
+        run = store.convert(found | {"told": found.get("config", {})}, _Run, str(path))
+    except ValueError as error:
         raise ValueError(
-            f"{path}: {error}; only files that `meshwise measure ring` wrote can be read"
+            f"{error}; only files that `meshwise measure ring` wrote can be read"
         ) from None
-    if run.schema_version != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path}: schema_version = {run.schema_version}: must be {SCHEMA_VERSION}; "
-            "measure again with `meshwise measure ring`"
-        )
+    for number, result in enumerate(run.results):
+        if result.status == "ok" and result.total_time_ms is None:
+            field = f"results[{number}].total_time_ms"
+            raise ValueError(f"{path}: {field} = None: a row whose status is ok has a time")
     return run
 
 
@@ -165,7 +193,8 @@ def _differs(run: _Run, newest: _Run) -> str | None:
     """The first thing in which two runs are not comparable."""
     if run.device != newest.device:
         return "device"
-    changed = (name for name in _SAME if run.config.get(name) != newest.config.get(name))
+    names = _Config.__struct_fields__
+    changed = (name for name in names if getattr(run.config, name) != getattr(newest.config, name))
     return next(changed, None)
 
 
@@ -184,12 +213,12 @@ def _merged(runs: list[_Run]) -> dict[tuple[int, int], Result]:
     return found
 
 
-def _row(result: Result, results: dict[tuple[int, int], Result], config: dict[str, Any]) -> Row:
+def _row(result: Result, results: dict[tuple[int, int], Result], batch_size: int) -> Row:
     length, ring = result.seq_length, result.ring_size
     alone = results.get((length, 1), _NONE)
     smaller = _NONE if length % ring else results.get((length // ring, 1), _NONE)
     speedup = _ratio(alone.time_ms, result.time_ms)
-    batch = result.effective_batch_size or config.get("batch_size", 1)
+    batch = result.effective_batch_size or batch_size
     return Row(
         result,
         speedup=speedup,
@@ -211,7 +240,8 @@ def subject(scaling: Scaling) -> str:
     if scaling.is_dense:
         said.append("dense attention")
     else:
-        pairs = zip(config["segment_lengths"], config["dilation_rates"], strict=False)
+        rates = config.get("dilation_rates", [])
+        pairs = itertools.zip_longest(config["segment_lengths"], rates, fillvalue="?")
         said.append("dilated attention " + " ".join(f"{w}/{r}" for w, r in pairs))
     if config.get("causal"):
         said.append("causal")

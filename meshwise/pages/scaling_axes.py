@@ -118,8 +118,10 @@ def _bottom(block: Sequence[float]) -> float:
 def map_(
     axes: "Axes", scaling: Scaling, palette: Palette, value: Callable[[Row], float | None],
     show: Callable[[float], str], *, logarithmic: bool = False, most: float | None = None,
+    less_is_better: bool = False,
 ) -> None:  # fmt: skip
-    """Cells of length and ring size: numbers on colour, or hatched with the reason."""
+    """Cells of length and ring size: numbers on colour, bright ones better; or hatched with the
+    reason."""
     import matplotlib as mpl
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.patches import Rectangle
@@ -127,7 +129,7 @@ def map_(
     values = [v for row in measured(scaling) if (v := value(row)) is not None]
     low, high = (0.0, most or 0) if most else (min(values, default=1), max(values, default=1))
     norm = (LogNorm if logarithmic and low < high else Normalize)(low, max(high, *values, low))
-    colours = mpl.colormaps["cividis"]
+    colours = mpl.colormaps["cividis_r" if less_is_better else "cividis"]
     for y, tokens in enumerate(scaling.lengths):
         for x, ring in enumerate(scaling.ring_sizes):
             row = scaling.at(tokens, ring)

@@ -4,13 +4,15 @@ A panel paints one set of axes. Lines are named at their ends; cells without a t
 say why; what was not measured is a sentence in place of a plot, never a zero.
 """
 
+import math
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise.pages import svg
-from meshwise.pages.scaling import Row, Scaling, length, subject
+from meshwise.pages.scaling import Row, Scaling, length
 from meshwise.pages.scaling_axes import (
     APART,
     IDEAL,
@@ -24,7 +26,7 @@ from meshwise.pages.scaling_axes import (
     ring_sizes,
     say,
 )
-from meshwise.pages.scaling_report import measured, percent, rate
+from meshwise.pages.scaling_report import TITLE, measured, percent, rate, subtitle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,8 +47,8 @@ def throughput(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
     dashed = ""
     for index, tokens in enumerate(scaling.lengths):
         alone, sizes = scaling.at(tokens, 1), ring_sizes(scaling)
-        if alone and alone.result.time_ms and len(sizes) > 1:
-            first = alone.result.throughput_tokens_per_sec or 0
+        first = alone.result.throughput_tokens_per_sec if alone and alone.result.time_ms else None
+        if first and len(sizes) > 1:
             ideal = [first * size for size in sizes]
             axes.plot(sizes, ideal, color=palette.of(index), **IDEAL)
             dashed = " (dashed: linear)"
@@ -64,7 +66,9 @@ def speedup(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
         return say(axes, palette, _no_scaling(scaling))
     axes.plot(sizes, sizes, color=palette.ink, **IDEAL)
     axes.set_yscale("log", base=2)
-    axes.set_yticks(sizes, labels=[f"{size}x" for size in sizes])
+    least = min(row.speedup for row in measured(scaling) if row.speedup)
+    below = [2.0**-power for power in range(1, math.ceil(-math.log2(least)) + 1)]
+    axes.set_yticks([*below, *sizes], labels=[f"{each:g}x" for each in [*below, *sizes]])
     axes.set_ylabel("speedup, same length")
     name_ends(axes, [*ends, End(sizes[-1], sizes[-1], "linear", palette.muted)])
 
@@ -120,11 +124,11 @@ def _taller(row: Row) -> float:
 
 
 def memory(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
-    """Peak of a rank; crosses at the top are lengths that did not fit."""
+    """Peak of a rank."""
     axes.set_title("Peak memory of a rank")
     ends = memory_lines(axes, scaling, palette, lambda row: row.result.peak_gb)
     if not ends:
-        return say(axes, palette, "no peak memory was measured")
+        return say(axes, palette, _no_memory(scaling))
     for index, ring in enumerate(scaling.ring_sizes):
         height, colour = 0.97 - 0.07 * index, palette.of(index)
         full = [n for n in scaling.lengths if _status(scaling.at(n, ring)) == "oom"]
@@ -150,7 +154,7 @@ def tokens_per_gb(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
     axes.set_title("Tokens held by a GB")
     ends = memory_lines(axes, scaling, palette, lambda row: row.tokens_per_gb)
     if not ends:
-        return say(axes, palette, "no peak memory was measured")
+        return say(axes, palette, _no_memory(scaling))
     axes.set_ylim(0, 1.15 * max(row.tokens_per_gb or 0 for row in scaling.rows))
     axes.yaxis.set_major_formatter(lambda value, _: rate(value) if value else "0")
     axes.set_ylabel("tokens of the batch / GB of one rank")
@@ -161,20 +165,21 @@ def tokens_per_gb(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
 
 
 def time_map(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
-    """Time, forward and backward, of the slowest rank."""
-    axes.set_title("Time, ms")
-    map_(axes, scaling, palette, lambda row: row.result.time_ms, _three_digits, logarithmic=True)
+    """Time of a step of the slowest rank; bright is better."""
+    axes.set_title("Time, ms (bright: better)")
+    map_(axes, scaling, palette, lambda row: row.result.time_ms, _three_digits,
+        logarithmic=True, less_is_better=True)  # fmt: skip
 
 
 def throughput_map(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
-    """Tokens a second of one ring."""
-    axes.set_title("Throughput, tokens/s")
+    """Tokens a second of one ring; bright is better."""
+    axes.set_title("Throughput, tokens/s (bright: better)")
     map_(axes, scaling, palette, lambda row: row.result.throughput_tokens_per_sec, rate)
 
 
 def efficiency_map(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
-    """Strong efficiency."""
-    axes.set_title("Strong efficiency, %")
+    """Strong efficiency; bright is better."""
+    axes.set_title("Strong efficiency, % (bright: better)")
     map_(axes, scaling, palette, lambda row: row.strong, lambda share: f"{100 * share:.0f}", most=1)
 
 
@@ -186,6 +191,12 @@ FILES: dict[str, tuple[Panel, ...]] = {
 }
 
 
+def panels_of(name: str, scaling: Scaling) -> tuple[Panel, ...]:
+    """The panels of a file; one that says why where no memory is known."""
+    known = any(row.result.peak_gb is not None for row in scaling.rows)
+    return FILES[name] if known or name != "memory_analysis.png" else (memory,)
+
+
 def png(name: str, scaling: Scaling) -> bytes:
     """One of ``FILES``."""
     import io
@@ -195,12 +206,12 @@ def png(name: str, scaling: Scaling) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    panels, palette = FILES[name], paper()
+    panels, palette = panels_of(name, scaling), paper()
     columns = 2 if len(panels) == 4 else len(panels)
     rows = -(-len(panels) // columns)
     tall = 1.4 + 0.42 * len(scaling.lengths) if name.startswith("performance") else 0
     with mpl.rc_context(_style(palette)):
-        size = (5.4 * columns, max(3.7, tall) * rows + 0.4)
+        size = (max(7, 5.4 * columns), max(3.7, tall) * rows + 0.8)
         figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
         FigureCanvasAgg(figure)
         for axes, panel in zip(
@@ -208,7 +219,8 @@ def png(name: str, scaling: Scaling) -> bytes:
         ):
             panel(axes, scaling, palette)
             axes.minorticks_off()
-        figure.suptitle(subject(scaling), fontsize=10)
+        said = textwrap.fill(subtitle(scaling), round(13 * size[0]))
+        figure.suptitle(f"{TITLE}\n{said}", fontsize=10)
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=150)
     return file.getvalue()
@@ -216,11 +228,14 @@ def png(name: str, scaling: Scaling) -> bytes:
 
 def figures(scaling: Scaling) -> list[svg.Figure]:
     """Every panel for the page."""
-    return [figure(panel, scaling) for panels in FILES.values() for panel in panels]
+    return [figure(panel, scaling) for name in FILES for panel in panels_of(name, scaling)]
 
 
 def figure(panel: Panel, scaling: Scaling) -> svg.Figure:
-    return svg.draw((panel.__doc__ or "").strip(), lambda axes: panel(axes, scaling, SCREEN))
+    caption = (panel.__doc__ or "").strip()
+    if panel is memory and any(row.result.status == "oom" for row in scaling.rows):
+        caption += " Crosses at the top are lengths that did not fit."
+    return svg.draw(caption, lambda axes: panel(axes, scaling, SCREEN))
 
 
 def paper() -> Palette:
@@ -252,6 +267,10 @@ def _no_scaling(scaling: Scaling) -> str:
     if len(ring_sizes(scaling)) < 2:
         return "one ring size only: no scaling to show"
     return "no length has a time of one rank"
+
+
+def _no_memory(scaling: Scaling) -> str:
+    return "memory was not measured (CPU)" if measured(scaling) else "no case has a time"
 
 
 def _three_digits(value: float) -> str:

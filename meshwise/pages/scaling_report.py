@@ -8,7 +8,6 @@ import io
 import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from meshwise.pages import html, table
@@ -19,12 +18,14 @@ from meshwise.units import format_rate, format_seconds
 
 FAIR = 0.95  # of linear; a row below it is explained
 NOTHING = "–"
+TITLE = "Ring attention: scaling"
+WAITING = "Waiting in what is lost: exposed, but at most isolated; what is more is noise."
 _NOTED = {
     "speedup": "time of one rank at the same length / time; strong is speedup / ring size",
     "weak": "time of one rank at length / ring size over this time",
     "exposed": "time that goes when nothing is sent; isolated: the transfers alone",
-    "bound": "bytes into the busiest rank that the rule named must move; of it: bound / received",
-    "imbalance": "most / mean attended pairs of a rank's own queries",
+    "planned": "bytes into the busiest rank by the plan; of it: planned / received",
+    "imbalance": "most / mean attended pairs that a rank computes",
 }
 
 
@@ -97,15 +98,15 @@ def _communication(scaling: Scaling) -> Table:
             _number(one.collectives), ms(one.communication_time_ms), ms(one.exposed_comm_ms),
             percent(row.exposed_share), percent(one.overlap_fraction), _number(one.load_imbalance),
         ))  # fmt: skip
-    names = dict.fromkeys(filter(None, (row.result.comm_lower_bound for row in scaling.rows)))
     columns = (
-        "tokens", "ring", "strategy", "received", "bound", "of it", "calls", "isolated", "exposed",
-        "of step", "hidden", "imbalance",
+        "tokens", "ring", "strategy", "received", "planned", "of it", "calls", "isolated",
+        "exposed", "of step", "hidden", "imbalance",
     )  # fmt: skip
     legend = (
-        "received: bytes into the busiest rank, forward and backward.",
-        f"bound ({', '.join(names) or 'none'}): {_NOTED['bound']}.",
-        f"exposed: {_NOTED['exposed']}; hidden: 1 - exposed / isolated.",
+        "received: bytes into the busiest rank, of a step.",
+        f"planned: {_NOTED['planned']}.",
+        f"exposed: {_NOTED['exposed']}; hidden: 1 - exposed / isolated, at least 0.",
+        WAITING,
         f"imbalance: {_NOTED['imbalance']}.",
     )
     return Table("Communication", columns, tuple(rows), legend, left=1)
@@ -160,7 +161,7 @@ def _scales(scaling: Scaling) -> Iterable[str]:
         lengths = f"{percent(low)} of linear at {length(worst.result.seq_length)} tokens"
         if len(known) > 1:
             lengths += f" to {percent(high)} at {length(best.result.seq_length)}"
-        yield f"Ring {ring}: {lengths}, up to {times(best.speedup)} faster than one rank."
+        yield f"Ring {ring}: {lengths}; at best {times(best.speedup)} the speed of one rank."
     if not measured(scaling):
         yield "No case has a time, so nothing can be concluded."
     elif all(row.result.ring_size == 1 for row in measured(scaling)):
@@ -181,9 +182,9 @@ def _falls_short(scaling: Scaling) -> Iterable[str]:
     for row in measured(scaling):
         if row.strong is not None and row.strong < FAIR:
             yield _lost(row)
-        received, bound = row.result.bytes_received, row.result.comm_lower_bound_bytes
-        if received and bound is not None and received > 1.001 * bound:
-            over = f"{received / bound:.2f}x its bound" if bound else "where none need move"
+        received, planned = row.result.bytes_received, row.result.comm_lower_bound_bytes
+        if received and planned is not None and received > 1.001 * planned:
+            over = f"{received / planned:.2f}x the planned" if planned else "none were planned"
             yield f"{_where(row)}: receives {size(received)}, {over}."
         share = row.memory_share
         if share is not None and share > 1.2 / row.result.ring_size:
@@ -200,29 +201,32 @@ def _missing(scaling: Scaling) -> Iterable[str]:
 
 
 def _lost(row: Row) -> str:
-    """Where the time beyond t(1) / P goes, as far as it was measured."""
+    """Where the time beyond t(1) / P goes, as far as it was measured; the parts are what is lost.
+    Waiting is at most what the transfers take alone: what else is exposed is noise."""
     one, strong = row.result, row.strong or 0
     time_ms = one.time_ms or 0
     ideal_ms = strong * time_ms
-    lost_ms = rest_ms = time_ms - ideal_ms
-    parts = []
-    if one.exposed_comm_ms:
-        parts.append(f"{ms(one.exposed_comm_ms)} waiting for transfers")
-        rest_ms -= one.exposed_comm_ms
-    if one.load_imbalance and one.load_imbalance > 1.005:
-        uneven_ms = (one.load_imbalance - 1) * ideal_ms
-        parts.append(f"about {ms(uneven_ms)} for uneven work")
-        rest_ms -= uneven_ms
-    if rest_ms > 0.01 * time_ms:
-        parts.append(f"{ms(rest_ms)} elsewhere (smaller kernels, launches, copies)")
-    told = f"{_where(row)}: {percent(strong)} of linear; of {ms(time_ms)} it loses {ms(lost_ms)}"
-    return f"{told}: {', '.join(parts)}." if parts else f"{told}."
+    lost_ms = time_ms - ideal_ms
+    isolated_ms = one.communication_time_ms
+    waiting_ms = min(one.exposed_comm_ms or 0, lost_ms)
+    if isolated_ms is not None:
+        waiting_ms = min(waiting_ms, isolated_ms)
+    uneven_ms = min(((one.load_imbalance or 1) - 1) * ideal_ms, lost_ms - waiting_ms)
+    rest_ms = lost_ms - waiting_ms - uneven_ms
+    told = (
+        (waiting_ms, "waiting for transfers"),
+        (uneven_ms, "for uneven work"),
+        (rest_ms, "not explained (smaller kernels, launches, copies, noise)"),
+    )
+    parts = [f"{ms(part_ms)} {why}" for part_ms, why in told if part_ms > 0.001 * time_ms]
+    lost = f"of {ms(time_ms)} it loses {ms(lost_ms)}: {', '.join(parts)}"
+    return f"{_where(row)}: {percent(strong)} of linear; {lost}."
 
 
 def text(scaling: Scaling) -> str:
     """The whole report as a text file."""
     out = io.StringIO()
-    out.write(f"Ring attention: scaling\n{subject(scaling)}\n\n")
+    out.write(f"{TITLE}\n{textwrap.fill(subtitle(scaling), table.WIDTH)}\n\n")
     table.write([_config(scaling), *tables(scaling)], out)
     for title, lines in (("Conclusions", conclusions(scaling)), ("Sources", _sources(scaling))):
         wrapped = (
@@ -234,8 +238,6 @@ def text(scaling: Scaling) -> str:
 
 def page(scaling: Scaling, figures: Sequence[Figure]) -> str:
     """The same as one self-contained page."""
-    import jinja2
-
     time, best, *others = tables(scaling)
     failures = [each for each in others if each.title == "Not measured"]
     rest = [each for each in others if each not in failures]
@@ -247,18 +249,24 @@ def page(scaling: Scaling, figures: Sequence[Figure]) -> str:
             "Where the numbers come from", tuple(_sources(scaling)), folded=(_config(scaling),)
         ),
     ]
-    legend = (*(f"{name}: {said}." for name, said in _NOTED.items()), "GB = 1e9 bytes.")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.j2").render(
-        title="ring attention", subtitle=subject(scaling), headlines=[], sections=sections,
-        legend=legend,
-    )  # fmt: skip
+    legend = (*(f"{name}: {said}." for name, said in _NOTED.items()), WAITING, "GB = 1e9 bytes.")
+    return html.render(TITLE, subtitle(scaling), sections, legend)
+
+
+def subtitle(scaling: Scaling) -> str:
+    """What was measured, in which rings, and how they exchanged."""
+    config, timed = scaling.config, sorted({row.result.ring_size for row in measured(scaling)})
+    rings = ", ".join(map(str, timed or scaling.ring_sizes))
+    used = [row.result.strategy for row in measured(scaling) if row.result.ring_size > 1]
+    ways = " or ".join(dict.fromkeys(_ways(each) for each in used if each))
+    said = [subject(scaling)]
+    said += ["forward only"] if config.get("forward_only") else []
+    said += ["CUDA graphs"] if config.get("graph") else []
+    said.append(f"rings of {rings} ranks" if rings != "1" else "one rank")
+    said.append(f"{config.get('order') or 'contiguous'} shards")
+    asked = config.get("way") or "auto"
+    said.append(f"way {asked}" + (f": {ways}" if ways not in ("", asked) else ""))
+    return ", ".join(said)
 
 
 def _config(scaling: Scaling) -> Table:

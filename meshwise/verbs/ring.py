@@ -5,9 +5,11 @@ one for each ring size. The source's JSON is derived from it into ``output_dir``
 ``latest.json``.
 """
 
+import contextlib
 import json
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ from meshwise.pages import ring_rows
 from meshwise.prices import Prices
 from meshwise.probe.cases import ring as cases
 from meshwise.spec import Cluster, Costs, Sample
+from meshwise.spec.label import label
 from meshwise.units import parse_seconds
 from meshwise.verbs import files, job, measure
 
@@ -92,6 +95,8 @@ def measure_ring(
         raise ValueError("mode = 'all': starts jobs of its own; leave it out under a launcher")
     folder = Path(output_dir or os.environ.get("OUTPUT_DIR") or OUTPUT_DIR)
     trace = str(folder / f"trace_{time.strftime('%Y%m%d_%H%M%S')}") if profile else ""
+    if profile or (save and job.leads()):
+        _check_writable(folder)
     with tempfile.TemporaryDirectory(prefix="meshwise-") as unsaved:
         run_dir = _created(runs if save else unsaved, what)
         try:
@@ -136,8 +141,8 @@ def verify_ring(
     from meshwise.probe.ring_verify import VerifyRequest
 
     timeout_s = _timeout_s(timeout)
+    sizes, unfit = _formed(what)
     job.check_machine(what.machine, what.world_size)
-    sizes = sorted({size for size in what.chosen.ring_sizes if what.world_size % size == 0})
     small, factor = cases.scaled(what.chosen, MOST_TOKENS)
     (seq_len,) = small.seq_lengths
     op = small.op(seq_len)
@@ -146,9 +151,10 @@ def verify_ring(
     notes = [f"{seq_len} tokens, batch {op.batch}, {op.dtype}."]
     if factor > 1:
         notes.append(f"Lengths are 1/{factor} of what was asked: the oracle holds all pairs.")
+    notes += [f"Not checked: {reason}." for reason in unfit]
     with tempfile.TemporaryDirectory(prefix="meshwise-") as folder:
         request = VerifyRequest(
-            op=op, ring_sizes=tuple(sizes),
+            op=op, ring_sizes=sizes,
             file=str(Path(folder) / "checks.json"), kernel=what.rows[0].case.backend,
             costs=what.costs,
         )  # fmt: skip
@@ -158,6 +164,18 @@ def verify_ring(
         )  # fmt: skip
         found = json.loads(Path(request.file).read_text()) if job.leads() else []
     return found, notes
+
+
+def _formed(what: Asked) -> tuple[tuple[int, ...], list[str]]:
+    """The ring sizes that the ranks can form, and why not the others."""
+    sizes = sorted(set(what.chosen.ring_sizes))
+    why = {size: cases.unfit(size, what.world_size, what.world_size) for size in sizes}
+    unfit = [reason for reason in why.values() if reason]
+    if len(unfit) == len(sizes):
+        raise ValueError(
+            f"ring_sizes = {what.chosen.ring_sizes}: nothing to check, {', '.join(unfit)}"
+        )
+    return tuple(size for size in sizes if not why[size]), unfit
 
 
 def _timeout_s(timeout: str | float) -> float:
@@ -219,8 +237,11 @@ def _requests(
         row.case.id: cases.known(_op(row), row.case.world_size, prices) if job.leads() else ({}, "")
         for row in rows
     }
-    while left := [row for row in rows if row.case.id not in _statuses(run_dir)]:
-        done = _statuses(run_dir)
+    while True:
+        done = _samples(run_dir)
+        left = [row for row in rows if row.case.id not in done]
+        if not left:
+            return
         yield RingRequest(
             cases=tuple(row.case for row in left),
             known=tuple(known[row.case.id] for row in left),
@@ -228,7 +249,7 @@ def _requests(
             warmup=what.chosen.warmup_runs,
             iterations=what.chosen.benchmark_runs,
             costs=what.costs,
-            trace="" if "ok" in done.values() else trace,
+            trace="" if any(sample.status == "ok" for sample in done.values()) else trace,
         )
         if not job.starts():
             return
@@ -238,22 +259,29 @@ def _launch(request: "RingRequest", world_size: int, timeout_s: float) -> None:
     """One job. If it dies, the row that it died in is an error, unless it is on disk already."""
     from meshwise import launch
 
-    before = _statuses(Path(request.run_dir))
+    run_dir = Path(request.run_dir)
+    before = _samples(run_dir)
     try:
         launch.run(
             "meshwise.probe.ring:measure_ranks", request, nproc=world_size, timeout_s=timeout_s
         )
     except launch.RanksFailed as failed:
+        after = _samples(run_dir)
+        new = [sample for case_id, sample in after.items() if case_id not in before]
+        left = [case for case in request.cases if case.id not in after]
+        if left and not (new and _ended_job(new[-1], failed)):
+            row = cases.Row(left.pop(0), world_size, "")
+            _append(run_dir, row, "hung" if failed.hung else "error", str(failed))
         if not job.starts():
             raise
-        after = _statuses(Path(request.run_dir))
-        new = [status for case_id, status in after.items() if case_id not in before]
-        if new[-1:] not in (["oom"], ["error"]):  # that one ended the job, and says why
-            case = next(case for case in request.cases if case.id not in after)
-            status = "hung" if failed.hung else "error"
-            row = cases.Row(case, world_size, "")
-            _append(Path(request.run_dir), row, status, str(failed))
-        log.warning("%s; the ranks are started again for other cases", failed)
+        then = "the ranks are started again for other cases" if left else "no case is left"
+        log.warning("%s; %s", failed, then)
+
+
+def _ended_job(last: Sample, failed: Exception) -> bool:
+    """Whether this row tells already what the job died of."""
+    named = re.search(re.escape(label(last.case)) + r"(?!\d)", str(failed))
+    return last.status in ("oom", "error") and named is not None
 
 
 def _append(run_dir: Path, row: cases.Row, status: Any, reason: str) -> None:
@@ -265,10 +293,10 @@ def _append(run_dir: Path, row: cases.Row, status: Any, reason: str) -> None:
         store.append(run_dir, sample)
 
 
-def _statuses(run_dir: Path) -> dict[str, str]:
+def _samples(run_dir: Path) -> dict[str, Sample]:
     if not job.leads() and not (run_dir / "run.json").exists():
         return {}  # rank 0's list counts
-    return {sample.case_id: sample.status for sample in files.load(run_dir)[1]}
+    return {sample.case_id: sample for sample in files.load(run_dir)[1]}
 
 
 def _document(run_dir: Path) -> dict[str, Any]:
@@ -280,16 +308,28 @@ def _document(run_dir: Path) -> dict[str, Any]:
     return found
 
 
+def _check_writable(folder: Path) -> None:
+    """Before anything is measured."""
+    with _refused(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+
 def _write(folder: Path, found: dict[str, Any]) -> list[Path]:
     """The JSON and its copy latest.json."""
     text = json.dumps(found, indent=1, allow_nan=False) + "\n"
     paths = [folder / ring_rows.file_name(found), folder / "latest.json"]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _refused(folder):
         for path in paths:
             path.write_text(text)
+    return paths
+
+
+@contextlib.contextmanager
+def _refused(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ValueError(
-            f"{folder} cannot be written: {error.strerror}; use --output-dir"
+            f"output_dir = {str(folder)!r}: cannot be written: {error.strerror}; name another"
         ) from None
-    return paths

@@ -115,10 +115,10 @@ def pattern(
     """
     from meshwise.attention import cover, shards
 
-    if seq_len > MOST_TOKENS:
-        raise ValueError(f"seq_len = {seq_len}: at most {MOST_TOKENS} tokens are looked at")
+    if not 1 <= seq_len <= MOST_TOKENS:
+        raise ValueError(f"seq_len = {seq_len}: must be 1 to {MOST_TOKENS}")
     if not 1 <= ranks <= min(seq_len, MOST_RANKS):
-        raise ValueError(f"ranks = {ranks}: must be 1 to {min(max(1, seq_len), MOST_RANKS)}")
+        raise ValueError(f"ranks = {ranks}: must be 1 to {min(seq_len, MOST_RANKS)}")
     dilation = None
     if segment_lengths or dilation_rates:
         dilation = Dilation(

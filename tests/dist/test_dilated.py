@@ -332,3 +332,74 @@ def test_every_row_is_asked_of_the_rank_that_holds_it_and_computed_once(way):
                             pairs.add(pair)
         count = multiset(op.dilation, 4, 2, 50, True)[branch.number]
         assert pairs == {tuple(at) for at in count.nonzero().tolist()}
+
+
+def test_a_length_that_changes_is_asked_for_again(gloo_ranks):
+    assert gloo_ranks(2, lengths) == [[[10, 10], [12, 12], [10, 12]]] * 2
+
+
+def lengths(ranks):
+    """As NCCL's ranks remember what they agreed on."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from meshwise.attention.wire import Wire
+
+    wire, real = Wire(), dist.get_backend()
+    found = []
+    for mine in ((10, 10), (12, 12), (10, 12)):
+        with (
+            patch.object(torch.Tensor, "to", lambda self, *_: self),
+            patch.object(dist, "get_backend", lambda group: f"{real}, nccl"),
+        ):
+            found.append(wire.agree({"way": "ring"}, mine[ranks.rank]))
+    return found
+
+
+def oddities(ranks):
+    import torch.distributed as dist
+
+    from meshwise.attention import dilated_attention, ring_attention
+
+    x = torch.randn(1, 8, 4, 8, requires_grad=True)
+    alone = dist.new_group([0])
+
+    def said(call):
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return "nothing"
+
+    def twice(attend):
+        (gradient,) = torch.autograd.grad(attend(x).sum(), x, create_graph=True)
+        return gradient
+
+    found = [
+        said(lambda: twice(lambda x: ring_attention(x, x, x))),
+        said(lambda: twice(lambda x: dilated_attention(x, x, x, SOURCE))),
+        said(lambda: ring_attention(x, x, x, causal=True, scale=-1.0)),
+        said(lambda: dilated_attention(x, x, x, SOURCE, scale=0.0)),
+        said(lambda: dilated_attention(x, x, x.to("meta"), SOURCE)),
+    ]
+    if ranks.rank == 1:
+        found.append(said(lambda: ring_attention(x, x, x, group=alone)))
+    return found
+
+
+def test_what_would_be_silently_wrong_is_refused(gloo_ranks):
+    for found in gloo_ranks(2, oddities):
+        words = ("second derivative", "second derivative", "scale", "scale", "one device", "group")
+        for text, word in zip(found, words, strict=False):
+            assert word in text, text
+
+
+def test_a_call_under_another_device_leaves_nothing_behind():
+    from meshwise.attention.dilated import dilated_attention
+
+    x = torch.randn(1, 24, 4, 8)
+    dilation = Dilation(segment_lengths=(6, 24), dilation_rates=(2, 3))
+    with torch.device("meta"):
+        first = dilated_attention(x, x, x, dilation)
+    assert torch.equal(first, dilated_attention(x, x, x, dilation))

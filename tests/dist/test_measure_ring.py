@@ -17,7 +17,9 @@ from meshwise.probe import ring as probe
 from meshwise.probe import ring_verify
 from meshwise.probe.cases import ring as cases
 from meshwise.ranks import Ranks
-from meshwise.spec import Cluster, Device, Dilation, LongAttention, Tier
+from meshwise.spec import Cluster, Device, Dilation, LongAttention, Sample, Tier
+from meshwise.spec.label import label
+from meshwise.verbs import job
 
 pytestmark = pytest.mark.dist
 SMALL = (
@@ -183,6 +185,61 @@ def test_ranks_that_die_are_an_error_row_and_exit_4(monkeypatch, capsys):
     assert second["status"] == "ok"
 
 
+def after(monkeypatch, error: launch.RanksFailed) -> None:
+    """The job measures all that it is asked and then fails so."""
+    genuine = launch.run
+
+    def run(target, request, **options):
+        genuine(target, request, **options)
+        raise error
+
+    monkeypatch.setattr(launch, "run", run)
+
+
+def test_a_rank_that_dies_after_the_last_row_costs_none(monkeypatch, capsys):
+    after(monkeypatch, launch.RanksFailed("rank 1 died of SIGSEGV during case ring", 1))
+    assert call(f"2 {SMALL} --seq_lengths 64 --ring_sizes 1 2 --json") == 0
+    told = capsys.readouterr()
+    assert [row["status"] for row in json.loads(told.out)["results"]] == ["ok", "ok"]
+    assert "SIGSEGV during case ring; no case is left" in told.err
+
+
+def test_under_a_launcher_a_job_that_hangs_leaves_the_row_it_hung_in(monkeypatch, capsys):
+    def run(target, request, **options):
+        raise launch.RanksFailed("rank 1 had not arrived at a gather", 1)
+
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(job, "_launched", lambda: 2)
+    assert call(f"{SMALL} --seq_lengths 64 96 --ring_sizes 2 --output_dir out") == 4
+    (only,) = json.loads(Path("out/latest.json").read_text())["results"]
+    assert (only["seq_length"], only["status"]) == (64, "error")
+    assert only["reason"] == "rank 1 had not arrived at a gather"
+
+
+def test_under_a_launcher_a_case_that_hangs_after_a_refused_one_has_its_row(monkeypatch, capsys):
+    def run(target, request, **options):
+        first, second = request.cases
+        refused = Sample(case_id=first.id, case=first, status="error", reason="rank 0: no")
+        store.append(request.run_dir, refused)
+        raise launch.RanksFailed(f"rank 1 had not arrived, during case {label(second)}", 1)
+
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(job, "_launched", lambda: 2)
+    assert call(f"{SMALL} --seq_lengths 64 96 --ring_sizes 2 --output_dir out") == 4
+    results = json.loads(Path("out/latest.json").read_text())["results"]
+    assert [row["reason"][:6] for row in results] == ["rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize("flags", ["", "--no_save --profile"])
+def test_a_place_that_cannot_be_written_is_refused_before_measuring(monkeypatch, capsys, flags):
+    monkeypatch.setattr(launch, "run", lambda *_, **__: pytest.fail("was measured"))
+    Path("file").touch()
+    assert call(f"2 {SMALL} --seq_lengths 64 --output_dir file/out {flags}") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: --output-dir = 'file/out': cannot be written: ")
+    assert not Path("runs").exists()
+
+
 def request(run_dir: Path, *flags, **given) -> str:
     usual = {
         "batch_size": 1, "embed_dim": 16, "num_heads": 2, "segment_lengths": (8, 32),
@@ -270,6 +327,7 @@ def test_verify_passes_and_says_so(capsys):
     assert call(f"2 {SMALL} --seq_lengths 96 --causal --verify --ring_sizes 1 2 4") == 0
     out = capsys.readouterr().out
     assert out.strip().endswith("All tests passed")
+    assert "Not checked: a ring of 4 needs 4 ranks, and here are 2." in out
     assert out.count("passed") == 2 * 8 + 1 and "FAILED" not in out
 
 

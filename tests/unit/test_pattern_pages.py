@@ -104,17 +104,19 @@ def test_without_segments_attention_is_dense(capsys):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--segment-lengths 8,x --dilation-rates 1,2", "segment_lengths = 'x': must be whole"),
+        ("--segment-lengths 8,x --dilation-rates 1,2", "--segment-lengths = 'x': must be whole"),
         ("--segment-lengths 8 --dilation-rates 1,2", "must be as many as segment_lengths"),
-        ("--segment-lengths 0 --dilation-rates 1", "segment_lengths = (0,): each must be 1"),
+        ("--segment-lengths 0 --dilation-rates 1", "--segment-lengths = (0,): each must be 1"),
         ("--dilation-rates 1", "give one segment length and one dilation rate a branch"),
-        ("--heads 12 --kv-heads 5", "kv_heads = 5: must divide heads = 12"),
-        ("--ranks 0", "ranks = 0: must be 1 to"),
-        ("--seq-len 4 --ranks 8", "ranks = 8: must be 1 to 4"),
-        ("--seq-len 1000000000", "seq_len = 1000000000: at most"),
+        ("--heads 12 --kv-heads 5", "error: --kv-heads = 5: must divide heads = 12"),
+        ("--ranks 0", "--ranks = 0: must be 1 to"),
+        ("--seq-len 4 --ranks 8", "--ranks = 8: must be 1 to 4"),
+        ("--seq-len 1000000000", "--seq-len = 1000000000: must be 1 to 16777216"),
+        ("--seq-len 0", "--seq-len = 0: must be 1 to"),
+        ("--segment-lengths --dilation-rates 1", "--segment-lengths"),
         ("--window 8", "a window is of causal attention; set causal"),
         ("--segment-lengths 8 --dilation-rates 1 --zigzag", "is for contiguous shards"),
-        ("--seq-len 64 --figure no/such/place.svg", "figure = 'no/such/place.svg': cannot be"),
+        ("--seq-len 64 --figure no/such/place.svg", "--figure = 'no/such/place.svg': cannot be"),
     ],
 )
 def test_bad_input_is_one_line_with_the_field(flags, says, capsys):

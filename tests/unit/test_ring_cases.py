@@ -63,6 +63,7 @@ def test_flags_win_over_modes_and_modes_over_the_environment():
         ({"num_heads": 5}, "embed_dim = 768: must be a multiple of num_heads = 5"),
         ({"segment_lengths": (4,)}, "dilation_rates = (1, 2, 4): must be as many"),
         ({"seq_lengths": (0,)}, "seq_lengths = (0,): give whole numbers of 1 to"),
+        ({"seq_lengths": (2**40,)}, f"seq_lengths = ({2**40},): give whole numbers of 1 to"),
         ({"batch_size": 0}, "batch_size = 0"),
         ({"num_kv_heads": 5}, "kv_heads = 5: must divide heads = 12"),
         ({"way": "ring_heads"}, "way = 'ring_heads': a dilated branch"),
@@ -288,6 +289,10 @@ def test_a_dry_run_says_by_which_way_and_what_is_skipped(machine, capsys):
         ("--quick --large", "--quick and --large: give one of them"),
         ("2 --nproc 3", "set the same number"),
         ("--num_heads 5 --dry-run", "must be a multiple of num_heads"),
+        ("--seq_lengths 0 --dry-run", "error: --seq-lengths = (0,): give whole numbers"),
+        ("--kv-heads 5 --dry-run", "error: --kv-heads = 5: must divide heads = 12"),
+        ("--ring_sizes --dry-run", "ring_sizes"),
+        ("2 --verify --ring_sizes 3 4", "error: --ring-sizes = (3, 4): nothing to check, a ring"),
         ("--seq_lengths many", "many"),
     ],
 )

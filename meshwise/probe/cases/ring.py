@@ -36,6 +36,7 @@ DTYPES: dict[str, Dtype] = {
 }  # fmt: skip
 _LISTS = ("seq_lengths", "segment_lengths", "dilation_rates", "ring_sizes")
 _MOST = 2**40  # of any number here
+MOST_TOKENS = 2**26  # a rank's rows are counted before it is timed: some seconds for so many
 
 
 class RingSettings(Record, kw_only=True):
@@ -67,8 +68,9 @@ class RingSettings(Record, kw_only=True):
         for name in (*_LISTS, "batch_size", "embed_dim"):
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
-            if not numbers or not all(1 <= number <= _MOST for number in numbers):
-                self.fail(name, f"give whole numbers of 1 to {_MOST}")
+            most = MOST_TOKENS if name == "seq_lengths" else _MOST
+            if not numbers or not all(1 <= number <= most for number in numbers):
+                self.fail(name, f"give whole numbers of 1 to {most}")
         if self.embed_dim % self.num_heads:
             self.fail("embed_dim", f"must be a multiple of num_heads = {self.num_heads}")
         if self.dtype not in DTYPES.values():
@@ -154,7 +156,7 @@ def rows(chosen: RingSettings, world_size: int, device_kind: str) -> list[Row]:
                 world_size=ring_size,
             )  # fmt: skip
             world = ring_size if chosen.own_world else world_size
-            reason = _reason(ring_size, world, world_size)
+            reason = unfit(ring_size, world, world_size)
             if not reason and chosen.graph and device_kind != "cuda":
                 reason = "a CUDA graph needs GPUs"
             found.append(Row(case, world, reason))
@@ -166,7 +168,8 @@ def _plain_kernel(device_kind: str) -> str:
     return "efficient" if device_kind == "cuda" else "plain"
 
 
-def _reason(ring_size: int, world: int, available: int) -> str:
+def unfit(ring_size: int, world: int, available: int) -> str:
+    """Why rings of this size cannot be formed of a world of ranks; "" where they can."""
     if ring_size > available:
         return f"a ring of {ring_size} needs {ring_size} ranks, and here are {available}"
     if world % ring_size:
