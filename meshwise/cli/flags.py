@@ -12,13 +12,15 @@ _FIELD = re.compile(r"(?:[A-Z]\w*\.)?(\w+)(?= = )")
 
 @contextlib.contextmanager
 def as_typed(fields: Iterable[str], **others: str) -> Iterator[None]:
-    """``fields``: those with a flag of their name; ``others``: fields with another flag."""
+    """``fields``: those with a flag of their name; ``others``: fields with another flag. Of any
+    other field the record's name is left out."""
     flags = {field: field for field in fields} | others
     try:
         yield
     except ValueError as error:
         found = _FIELD.match(str(error))
-        if found is None or found[1] not in flags:
+        if found is None:
             raise
-        flag = flags[found[1]].replace("_", "-")
-        raise ValueError(f"--{flag}{str(error)[found.end() :]}") from None
+        flag = flags.get(found[1])
+        name = found[1] if flag is None else "--" + flag.replace("_", "-")
+        raise ValueError(name + str(error)[found.end() :]) from None

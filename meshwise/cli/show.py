@@ -111,7 +111,7 @@ def pattern(
     from meshwise.pages import pattern as page
     from meshwise.verbs import show as verb
 
-    with as_typed(inspect.signature(pattern).parameters, order="zigzag"):
+    with as_typed(inspect.signature(pattern).parameters):
         found = verb.pattern(
             segment_lengths=verb.numbers("segment_lengths", segment_lengths),
             dilation_rates=verb.numbers("dilation_rates", dilation_rates),

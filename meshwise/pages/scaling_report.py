@@ -211,7 +211,8 @@ def _lost(row: Row) -> str:
     waiting_ms = min(one.exposed_comm_ms or 0, lost_ms)
     if isolated_ms is not None:
         waiting_ms = min(waiting_ms, isolated_ms)
-    uneven_ms = min(((one.load_imbalance or 1) - 1) * ideal_ms, lost_ms - waiting_ms)
+    uneven_ms = max(0, (one.load_imbalance or 1) - 1) * ideal_ms
+    uneven_ms = min(uneven_ms, lost_ms - waiting_ms)
     rest_ms = lost_ms - waiting_ms - uneven_ms
     told = (
         (waiting_ms, "waiting for transfers"),

@@ -219,7 +219,7 @@ def _measure_all(what: Asked, run_dir: Path, trace: str, timeout_s: float) -> No
     todo = sorted((row for row in rows if not row.reason), key=lambda row: row.world_size)
     with job.recorded(run_dir, f"what was measured is in {run_dir}"):
         for world_size, group in groupby(todo, key=lambda row: row.world_size):
-            log.info("rings in a world of %d ranks, into %s", world_size, run_dir)
+            log.info("rings in a world of %d, into %s", world_size, run_dir)
             for request in _requests(list(group), what, prices, run_dir, trace):
                 _launch(request, world_size, timeout_s)
     if job.leads():

@@ -98,7 +98,16 @@ def test_without_segments_attention_is_dense(capsys):
     assert call("show pattern --seq-len 4096 --causal --zigzag --ranks 4") == 0
     out = capsys.readouterr().out
     assert out.startswith("Dense: 1 x 4,096 tokens, 12 heads x 64, bf16, causal")
-    assert re.search(r"work of ranks +largest 1 x the mean", out) and "Branches" not in out
+    assert re.search(r"work of ranks, own queries +equal", out) and "Branches" not in out
+
+
+def test_a_window_is_in_what_a_ring_is_said_to_send(capsys):
+    flags = "--batch 2 --dtype fp16 --causal --window 1024 --ranks 4"
+    assert call(f"show pattern --seq-len 16384 {flags}") == 0
+    out = capsys.readouterr().out
+    # the 1023 keys before a shard, K and V: 2 x 2 x 12 x 64 numbers of 2 bytes each
+    assert re.search(r"dense attention, ring +6.29 MB", out)
+    assert re.search(r"dense attention, gather +75.5 MB", out) and "window 1,024" in out
 
 
 @pytest.mark.parametrize(
@@ -164,3 +173,26 @@ def test_the_blocks_are_those_that_some_head_joins_and_ranks_are_drawn(tmp_path,
     dashed = next(each for each in root.iter(f"{space}path") if each.get("stroke-dasharray"))
     assert dashed.get("d").count("M") == 2 * 3
     assert "1,024 tokens, all heads" in path.read_text()
+
+
+def words(of, where):
+    drawn = svg.standalone(pattern_figure.figure(of, where))
+    space = "{http://www.w3.org/2000/svg}"
+    return [each.text for each in xml.fromstring(drawn).iter(f"{space}text")]
+
+
+def test_the_legend_is_of_what_is_drawn():
+    dilated = words(op([16, 64], [1, 2]), shards.contiguous(64, 1))
+    assert any(word.startswith("Colour: the shortest segment") for word in dilated)
+    assert not any(word.startswith("Dashed") for word in dilated)
+    dense = words(op(seq_len=4096, causal=True, window=512), shards.contiguous(4096, 4))
+    assert not any(word.startswith("Colour") for word in dense)
+    assert "The window of 512 reaches beyond the first 48 tokens." in dense
+    narrow = words(op(seq_len=4096, causal=True, window=16), shards.contiguous(4096, 4))
+    assert "The window of 16 is less than a block of 64 tokens." in narrow
+
+
+def test_every_chunk_of_a_zigzag_has_the_number_of_its_rank():
+    of = op(seq_len=32, causal=True, order="zigzag")
+    found = [word for word in words(of, shards.zigzag(32, 4)) if word.isdecimal()]
+    assert sorted(found) == sorted("01233210")

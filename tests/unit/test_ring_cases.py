@@ -38,6 +38,12 @@ def settings(mode="", variables=None, kind="cuda", **given) -> cases.RingSetting
     return cases.settings(given, variables or {}, mode, kind)
 
 
+def test_a_way_that_a_ring_cannot_go_is_a_skipped_row():
+    chosen = settings(dense=True, way="ring_heads", ring_sizes=(1, 2, 4), num_heads=4, embed_dim=64)
+    reasons = {row.case.world_size: row.reason for row in cases.rows(chosen, 4, "cuda")}
+    assert reasons[1] == reasons[4] == "" and "ring_heads" in reasons[2]
+
+
 def test_the_usual_settings_are_the_sources():
     usual = settings()
     assert (usual.batch_size, usual.seq_lengths) == (2, (16384, 32768, 65536))

@@ -159,8 +159,18 @@ def rows(chosen: RingSettings, world_size: int, device_kind: str) -> list[Row]:
             reason = unfit(ring_size, world, world_size)
             if not reason and chosen.graph and device_kind != "cuda":
                 reason = "a CUDA graph needs GPUs"
+            if not reason and ring_size > 1 and chosen.dense:
+                reason = _impassable(chosen.op(seq_len), ring_size)
             found.append(Row(case, world, reason))
     return found
+
+
+def _impassable(op: LongAttention, ring_size: int) -> str:
+    try:
+        volume.check_way(op, ring_size, op.way)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _plain_kernel(device_kind: str) -> str:
