@@ -50,7 +50,8 @@ def parallelize(
         _fill(layer, f"layers.{index}", seed, device)
         recompute.apply(layer, kind)
         if lowering == "compiled":
-            layer.compile(fullgraph=True, dynamic=False)
+            # attention over ranks is no one graph
+            layer.compile(fullgraph=layer.attention.heads is gpt.causal, dynamic=False)
         if sharded:
             data.shard(layer, layout, mesh, dtype, root=False)
     if model.first:
