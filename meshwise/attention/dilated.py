@@ -160,7 +160,7 @@ class _Run(NamedTuple):
         pending = self._start(own, 0)
         for branch in self.planned.branches:
             if branch.way != "heads":
-                self._compute(branch, branch.rounds[0], own, own, parts[branch.number])
+                self._compute(branch.rounds[0], own, own, parts[branch.number])
         for number in range(self.planned.num_rounds):
             came = self._take_in(pending(), number)
             if number + 1 < self.planned.num_rounds:
@@ -173,7 +173,7 @@ class _Run(NamedTuple):
                 else:
                     batches = branch.rounds[number + 1]
                     keys = (own[0], *(_as_heads(x) for x in rows_of))
-                    self._compute(branch, batches, own, keys, parts[branch.number])
+                    self._compute(batches, own, keys, parts[branch.number])
             self._bring_home(returned, parts)
         like = own[0].flatten(1, 2)
         if self.planned.op.dilation.mixture == "exact":  # type: ignore[union-attr]
@@ -207,10 +207,10 @@ class _Run(NamedTuple):
                         of.append(Part(x, batch.key_places))
         self._backward_of_others(own, of_branch, pending, list(arrived), parts[0], shared)
         dq = rows.total(parts[0], own[0].flatten(1, 2)).unflatten(1, own[0].shape[1:3])
-        grads = [dq]
-        for i in (0, 1):
-            grads.append(self._key_gradient(own, parts[i + 1], shared[i], own[i + 1]))
-        return grads
+        return [
+            dq,
+            *(self._key_gradient(own, parts[i + 1], shared[i], own[i + 1]) for i in (0, 1)),
+        ]
 
     # ---- forward's pieces
 
@@ -234,7 +234,7 @@ class _Run(NamedTuple):
         ]
 
     def _compute(
-        self, branch: Branch, batches: Iterable[Batch], queries: Rows, keys: Rows, into: list[Part]
+        self, batches: Iterable[Batch], queries: Rows, keys: Rows, into: list[Part]
     ) -> None:
         for batch in batches:
             q = select(queries[0], batch.query)
@@ -252,7 +252,7 @@ class _Run(NamedTuple):
         """out [B, rows, D] and lse [B, rows] of the queries that came here."""
         found: list[Part] = []
         came = [_as_heads(x) for x in rows_of]
-        self._compute(branch, branch.rounds[0], came, came, found)
+        self._compute(branch.rounds[0], came, came, found)
         if not found:
             empty = rows_of[0]
             return empty, empty.new_zeros(empty.shape[:-1], dtype=wide(empty.dtype))
