@@ -1,9 +1,12 @@
 """Small records made by hand, for tables and pages that must not change, and a synthetic
 measurement whose law is known, for verbs that need a whole one. No torch."""
 
+import msgspec
+
 from meshwise import store
 from meshwise.models import block_ops
 from meshwise.models.catalogue import get
+from meshwise.prices import Prices
 from meshwise.probe.cases import profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
@@ -300,3 +303,9 @@ def synthetic_run(runs) -> str:  # type: ignore[no-untyped-def]
         for case in cases
     ]
     return write_run(runs, measured, samples)
+
+
+def priced(**rates: float) -> Prices:
+    """Prices of four ranks: ``all_to_all=1e9`` means that many bytes a second."""
+    curves = [curve(f"{kind}/nvlink/4", 1e-6, rate) for kind, rate in rates.items()]
+    return Prices(msgspec.structs.replace(COSTS, curves=tuple(curves)))

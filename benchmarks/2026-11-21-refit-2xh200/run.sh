@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything of this folder, on two GPUs (6 minutes): OUT=DIR bash benchmarks/2026-11-21-refit-2xh200/run.sh
+# Everything of this folder, on two GPUs (8 minutes): OUT=DIR bash benchmarks/2026-11-21-refit-2xh200/run.sh
 here=$(cd "$(dirname "$0")" && pwd); mkdir -p "$OUT"; cd "$OUT"
 go() { timeout 120 meshwise refit --num-benchmark-warmup 3 --num-benchmark-iterations "${ITERATIONS:-20}" "$@" > /dev/null; }
 large=(--scenario 8b-tp2-tp1 --scenario 1.5b-tp2-tp1)

@@ -26,22 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwise.attention import volume
-from meshwise.attention.reach import (
-    Branch,
-    Path,
-    Rows,
-    Seen,
-    branches,
-    path_of,
-    rows_of,
-    seen_of,
-)
+from meshwise.attention.pattern import Branch, Ints, branches
+from meshwise.attention.reach import Path, Rows, Seen, path_of, rows_of, seen_of
 from meshwise.attention.shards import Shards
 from meshwise.spec.long_attention import LongAttention
 from meshwise.spec.op import DTYPE_BYTES
 from meshwise.spec.record import Record
-
-Ints = npt.NDArray[np.int64]
 
 MOST_ROUND = 256  # ranks of a ring whose messages are counted
 

@@ -35,13 +35,13 @@ class Tasks(NamedTuple):
 
 
 def branches(op: LongAttention) -> tuple[Branch, ...]:
-    assert op.dilation is not None
-    lengths, rates = op.dilation.segment_lengths, op.dilation.dilation_rates
+    """Dense attention is one branch of one segment."""
+    if op.dilation is None:
+        return (Branch(0, op.seq_len, 1, (0,) * op.heads),)
+    pairs = zip(op.dilation.segment_lengths, op.dilation.dilation_rates, strict=True)
     return tuple(
-        Branch(
-            i, min(width, op.seq_len), rate, tuple(offsets(op.dilation, i, op.heads, op.kv_heads))
-        )
-        for i, (width, rate) in enumerate(zip(lengths, rates, strict=True))
+        Branch(i, min(w, op.seq_len), r, tuple(offsets(op.dilation, i, op.heads, op.kv_heads)))
+        for i, (w, r) in enumerate(pairs)
     )
 
 

@@ -10,15 +10,14 @@ counted once for each such group. Path lengths come from a search over all token
 
 import itertools
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwise.spec.long_attention import LongAttention, offsets
+from meshwise.attention.pattern import Branch, Ints, branches
+from meshwise.spec.long_attention import LongAttention
 from meshwise.spec.record import Record
-
-Ints = npt.NDArray[np.int64]
 
 MOST_TOKENS_SEARCHED = 4096  # for the path length
 MOST_LAYERS = 200
@@ -66,25 +65,6 @@ class Path(Record, kw_only=True):
     gap: int | None = None
     final_share: float | None = None
     final_layers: int | None = None
-
-
-class Branch(NamedTuple):
-    """``offsets``: of each query head, None where it has no part."""
-
-    width: int
-    rate: int
-    offsets: tuple[int | None, ...]
-
-
-def branches(op: LongAttention) -> tuple[Branch, ...]:
-    """Segments are cut to the sequence; dense attention is one branch of one segment."""
-    if op.dilation is None:
-        return (Branch(op.seq_len, 1, (0,) * op.heads),)
-    widths = zip(op.dilation.segment_lengths, op.dilation.dilation_rates, strict=True)
-    return tuple(
-        Branch(min(w, op.seq_len), r, tuple(offsets(op.dilation, i, op.heads, op.kv_heads)))
-        for i, (w, r) in enumerate(widths)
-    )
 
 
 def classes(op: LongAttention) -> dict[tuple[int | None, ...], list[int]]:

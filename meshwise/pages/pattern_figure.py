@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwise.attention.cover import cuts
-from meshwise.attention.reach import branches, classes
+from meshwise.attention.pattern import branches
+from meshwise.attention.reach import classes
 from meshwise.attention.shards import Shards, contiguous
 from meshwise.pages import svg
 from meshwise.pages.pattern import title

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshwise.spec import Cluster
+    from meshwise.spec import Cluster, Plan
 
 log = logging.getLogger("meshwise")
 
@@ -123,6 +123,33 @@ def command(verb: str) -> tuple[str, ...]:
     program = Path(sys.argv[0])
     typed = program.name == "meshwise" or program.parts[-2:] == ("meshwise", "__main__.py")
     return ("meshwise", *sys.argv[1:]) if typed else (f"meshwise.{verb}(...)",)
+
+
+def created(
+    runs: Path | str,
+    verb: str,
+    slug: str,
+    cluster: "Cluster",
+    size: int,
+    plan: "Plan | None" = None,
+    **facts: object,
+) -> Path:
+    """The new run directory of the rank that leads, with ``facts`` in its provenance; of another
+    rank ``runs``, where it writes nothing."""
+    if not leads():
+        return Path(runs)
+    from meshwise import provenance, store
+
+    return store.create(
+        runs,
+        verb=verb,
+        slug=slug,
+        cluster=cluster,
+        world_size=size,
+        command=command(verb),
+        provenance=provenance.collect(nproc=size) | facts,
+        plan=plan,
+    )
 
 
 @contextlib.contextmanager

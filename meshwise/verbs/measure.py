@@ -191,19 +191,7 @@ def _follow(what: str, options: dict[str, Any]) -> "Follow":
 
 
 def _created(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Path:
-    if not job.leads():
-        return Path(runs)
-    from meshwise import provenance
-
-    return store.create(
-        runs,
-        verb="measure",
-        slug=f"{what}-{cluster.name}",
-        cluster=cluster,
-        world_size=size,
-        command=job.command("measure"),
-        provenance=provenance.collect(nproc=size) | {"cases": key},
-    )
+    return job.created(runs, "measure", f"{what}-{cluster.name}", cluster, size, cases=key)
 
 
 def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Path:

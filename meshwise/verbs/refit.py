@@ -311,7 +311,9 @@ def _measure_all(
     possible = [one.case.world_size for one in todo if not one.reason]
     size = job.world_size(None, machine, default=max(possible, default=1))
     job.check_machine(machine, size)
-    run_dir, leads = _created(runs, todo, machine, size), job.leads()
+    names = list(dict.fromkeys(one.case.op.scenario for one in todo))  # type: ignore[union-attr]
+    slug = f"{'-'.join(names) if len(names) < 3 else 'suite'}-{machine.name}"
+    run_dir, leads = job.created(runs, "refit", slug, machine, size), job.leads()
     text = _log_path(output_dir)
     if leads:
         _write(text, [f"run directory: {run_dir}"])
@@ -363,23 +365,6 @@ def _append(
 ) -> None:
     if job.leads():
         store.append(run_dir, Sample(case_id=case.id, case=case, status=status, reason=reason))
-
-
-def _created(runs: Path | str, todo: Sequence[_Todo], machine: Cluster, size: int) -> Path:
-    if not job.leads():
-        return Path(runs)
-    from meshwise import provenance
-
-    names = dict.fromkeys(one.case.op.scenario for one in todo)  # type: ignore[union-attr]
-    return store.create(
-        runs,
-        verb="refit",
-        slug=f"{'-'.join(names) if len(names) < 3 else 'suite'}-{machine.name}",
-        cluster=machine,
-        world_size=size,
-        command=job.command("refit"),
-        provenance=provenance.collect(nproc=size),
-    )
 
 
 def _log_path(output_dir: Path | str | None) -> Path:

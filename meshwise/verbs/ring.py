@@ -98,7 +98,10 @@ def measure_ring(
     if profile or (save and job.leads()):
         _check_writable(folder)
     with tempfile.TemporaryDirectory(prefix="meshwise-") as unsaved:
-        run_dir = _created(runs if save else unsaved, what)
+        run_dir = job.created(
+            runs if save else unsaved, "measure", f"ring-{what.machine.name}", what.machine,
+            what.world_size, ring=msgspec.to_builtins(what.chosen),
+        )  # fmt: skip
         try:
             _measure_all(what, run_dir, trace, timeout_s)
         finally:
@@ -191,23 +194,6 @@ def _prices(what: Asked) -> Prices | None:
 
 def _op(row: cases.Row) -> Any:
     return row.case.op
-
-
-def _created(runs: Path | str, what: Asked) -> Path:
-    if not job.leads():
-        return Path(runs)
-    from meshwise import provenance
-
-    return store.create(
-        runs,
-        verb="measure",
-        slug=f"ring-{what.machine.name}",
-        cluster=what.machine,
-        world_size=what.world_size,
-        command=job.command("measure"),
-        provenance=provenance.collect(nproc=what.world_size)
-        | {"ring": msgspec.to_builtins(what.chosen)},
-    )
 
 
 def _measure_all(what: Asked, run_dir: Path, trace: str, timeout_s: float) -> None:

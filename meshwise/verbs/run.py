@@ -68,7 +68,9 @@ def run(
 
     run_dirs: list[Path] = []
     for one in plans:
-        run_dir = _created(runs, one)
+        slug = f"{one.model.name}-{one.layout.name}"
+        size = one.layout.num_devices
+        run_dir = job.created(runs, "run", slug, one.cluster, size, one)
         request = TrainRequest(
             plan=one,
             run_dir=str(run_dir),
@@ -139,24 +141,6 @@ def _of_candidate(plan: Plan, candidate: Candidate) -> Plan:
         runners_up=(),
         removed=(),
         nearest_infeasible=None,
-    )
-
-
-def _created(runs: Path | str, plan: Plan) -> Path:
-    if not job.leads():
-        return Path(runs)
-    from meshwise import provenance
-
-    size = plan.layout.num_devices
-    return store.create(
-        runs,
-        verb="run",
-        slug=f"{plan.model.name}-{plan.layout.name}",
-        cluster=plan.cluster,
-        world_size=size,
-        command=job.command("run"),
-        provenance=provenance.collect(nproc=size),
-        plan=plan,
     )
 
 

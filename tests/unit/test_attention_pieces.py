@@ -1,6 +1,5 @@
 """Pieces of a mask against the mask written out pair by pair."""
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,9 +8,8 @@ from hypothesis import strategies as st
 from meshwise.attention import volume
 from meshwise.attention.pieces import Mask, batches, between, local_pieces
 from meshwise.attention.shards import Shards, contiguous, of_lengths, positions, zigzag
-from meshwise.prices import Prices
 from meshwise.spec.long_attention import LongAttention
-from tests.sample_records import COSTS, curve
+from tests.sample_records import priced
 
 MOST = 40
 
@@ -199,12 +197,6 @@ def test_without_prices_heads_are_divided_where_they_divide(given, ranks, way):
 def test_uneven_shards_are_grouped_in_global_order():
     assert volume.grouped(zigzag(16, 4), 2).intervals == (((0, 4), (12, 16)), ((4, 12),))
     assert volume.grouped(of_lengths([3, 0, 5, 8]), 2).intervals == (((0, 3),), ((3, 16),))
-
-
-def priced(**rates: float) -> Prices:
-    """Prices of four ranks: ``all_to_all=1e9`` means that many bytes a second."""
-    curves = [curve(f"{kind}/nvlink/4", 1e-6, rate) for kind, rate in rates.items()]
-    return Prices(msgspec.structs.replace(COSTS, curves=tuple(curves)))
 
 
 def test_the_time_of_gather_is_that_of_its_collective_at_its_gathered_size():

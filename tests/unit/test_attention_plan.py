@@ -8,7 +8,7 @@ from meshwise.attention.plan import plan
 from meshwise.attention.shards import contiguous, of_lengths
 from meshwise.prices import Prices
 from meshwise.spec import Dilation, LongAttention
-from tests.unit.test_attention_pieces import priced
+from tests.sample_records import priced
 
 GEOMETRIC = Dilation(segment_lengths=(64, 256, 1024), dilation_rates=(1, 4, 16))
 
