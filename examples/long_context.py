@@ -25,7 +25,8 @@ from meshwise.attention.shards import (
     positions,
     zigzag,
 )
-from meshwise.nn.gpt import GPT, Attend, loss
+from meshwise.nn.gpt import GPT
+from meshwise.nn.stage import Attend, cross_entropy
 from meshwise.spec import Model
 
 
@@ -74,7 +75,7 @@ def main() -> None:
     model.at(mine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(1, options.steps + 1):
-        share = loss(model(inputs), labels) * loss_weight(shards, rank)
+        share = cross_entropy(model(inputs), labels) * loss_weight(shards, rank)
         (share * size).backward()  # FSDP2 divides the sum over ranks by their number
         optimizer.step()
         optimizer.zero_grad()

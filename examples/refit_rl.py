@@ -35,9 +35,8 @@ def build(kind: str, joined: ranks.Ranks, seed: int) -> GPT:
     n = joined.world_size
     layout = Layout(tp=n) if kind == "tp" else Layout(dp=n, zero=3 if n > 1 else 0)
     place = mesh.build(layout, joined.device.type)
-    return apply.parallelize(
-        model, place.layout, place.mesh, dtype="fp32", lowering="eager", seed=seed
-    )
+    apply.parallelize(model, place, dtype="fp32", lowering="eager", seed=seed)
+    return model
 
 
 def logits_of(model: GPT, tokens: Tensor) -> Tensor:

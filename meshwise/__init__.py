@@ -1,6 +1,7 @@
 """Meshwise: measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
-The nine verbs, ``Refit`` and the records, each imported when first used: ``meshwise.plan(...)``.
+The nine verbs, ``apply`` and ``tokens`` for programs of your own, ``Refit`` and the records, each
+imported when first used: ``meshwise.plan(...)``.
 """
 
 import importlib
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwise.reshard.weights import Refit
     from meshwise.spec import *  # noqa: F403
+    from meshwise.verbs.apply import apply
     from meshwise.verbs.calibrate import calibrate
     from meshwise.verbs.compare import compare
     from meshwise.verbs.detect import detect
@@ -18,12 +20,15 @@ if TYPE_CHECKING:
     from meshwise.verbs.report import report
     from meshwise.verbs.run import run
     from meshwise.verbs.show import show
+    from meshwise.verbs.tokens import tokens
 
 VERBS = ("detect", "measure", "calibrate", "plan", "run", "refit", "compare", "report", "show")
+FOR_PROGRAMS = ("apply", "tokens")  # verbs that the command line has not
 
 __all__ = [
     "VERBS",
     "Refit",
+    "apply",
     "calibrate",
     "compare",
     "detect",
@@ -33,11 +38,12 @@ __all__ = [
     "report",
     "run",
     "show",
+    "tokens",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in VERBS:
+    if name in VERBS or name in FOR_PROGRAMS:
         return getattr(importlib.import_module(f"meshwise.verbs.{name}"), name)
     if name == "Refit":
         return importlib.import_module("meshwise.reshard.weights").Refit

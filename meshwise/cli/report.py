@@ -42,12 +42,12 @@ def report(
         return _scaling(scaling, output_dir, json)
     if output_dir is not None:
         raise ValueError(f"output_dir = {output_dir!r}: is of --scaling; otherwise give --out")
-    from meshwise.pages import tables
+    from meshwise.pages import ran
     from meshwise.verbs.report import gather, write
 
     contents = gather(runs, costs, plan, run)
     path = write(contents, out)
-    emit({"path": str(path), "results": contents.results}, tables.steps(contents.results), json)
+    emit({"path": str(path), "results": contents.results}, ran.steps(contents.results), json)
     if not json:
         print(path)
     return DONE

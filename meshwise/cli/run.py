@@ -1,38 +1,123 @@
 """``meshwise run``."""
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.options import ANY, DryRun, Json, Runs, Size
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.verbs import job
 
+if TYPE_CHECKING:
+    from meshwise.verbs.suite import Settings
+    from meshwise.verbs.suite_results import CaseResult
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What to run where no plan says it."""
+
+    model: str | None = None
+    "Run this model without a plan: a name of any family or a Hugging Face config.json."
+    layout: str | None = None
+    'A file or JSON, for example {"tp": 2, "microbatch_size": 4}; dp over all devices by default.'
+    recipe: str | None = None
+    'A file or JSON, for example {"optimizer": "sgd", "max_grad_norm": 0}.'
+    global_batch_size: int | None = None
+    "Sequences or images in a step; by default those of the layout."
+    seq_len: int | None = None
+    "Tokens in a sequence."
+    dtype: Literal["bf16", "fp32"] | None = None
+    "In what it computes: bf16 on GPUs and fp32 on CPUs by default."
+    lowering: Literal["eager", "compiled"] | None = None
+    "Compiled layers on GPUs and eager ones on CPUs by default."
+    cluster: str = "cluster.toml"
+    "The machine; one without the file is looked at."
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """The suites of Alpa's benchmark, and its flags."""
+
+    suite: str | None = None
+    "Run the cases of this suite for the number of devices, by default all of the cluster."
+    list_suites: bool = False
+    "Name the suites, the sweeps, and the numbers of devices that they have cases for."
+    sweep: str | None = None
+    "Run a suite on every shape of the cluster, as the source's run_exp: gpt, moe_inference, ..."
+    niter: int = 3
+    "Iterations of a case; the first, from 5 on the first two, are not counted."
+    shard_only: bool = False
+    "Refuse pipelines."
+    local: bool = False
+    "Start the ranks here, not under a launcher."
+    profile_driver_time: bool = False
+    "Time the whole loop from rank 0 with no barrier; of inference several batches are under way."
+    profile_stage_execution_time: bool = False
+    "Of inference: print each stage's latency and where the trace is."
+    exp_name: str = "default"
+    "Name of the table: rows are appended to NAME.tsv."
+    scale_to_fit: bool = False
+    "Make the sizes of a case smaller until they fit a device."
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What training leaves behind, and goes on from."""
+
+    save: str | None = None
+    "Write a checkpoint into this folder at the end."
+    save_every: int | None = None
+    "And after each so many steps."
+    resume_from: str | None = None
+    "Go on with the checkpoint in this folder, under any layout."
+
+
+PLANNED, SINGLE, NOTHING = Given(), Benchmark(), Kept()
+
 
 def run(
-    plan: str = "plan.json",
+    plan: str | None = None,
     *,
+    given: Given = PLANNED,
+    mode: Literal["train", "infer", "decode"] = "train",
     steps: int | None = None,
     warmup: int | None = None,
     rivals: int = 0,
     check: bool = False,
     data: str | None = None,
     seed: int = 0,
+    in_flight: int = 4,
+    new_tokens: int | None = None,
+    kept: Kept = NOTHING,
+    profile: bool = False,
+    find_nonfinite: bool = False,
     nccl_trace: bool = False,
+    benchmark: Benchmark = SINGLE,
     size: Size = ANY,
     runs: Runs = "runs",
     dry_run: DryRun = False,
     json: Json = False,
 ) -> int:
-    """Execute a plan and print predicted beside measured. One new run directory per layout.
+    """Execute a plan, a model in a layout, or the cases of a suite, and print what was measured,
+    beside what was predicted if it was. One new run directory per layout.
 
     Parameters
     ----------
     plan
-        The plan to execute.
+        The plan to execute; plan.json by default.
+    mode
+        Training steps, batches of inference, or tokens decoded one by one.
     steps
-        Training steps to time; 20 on GPUs and 5 on CPUs by default.
+        Training steps or batches to time; 20 on GPUs and 5 on CPUs by default.
     warmup
-        Untimed steps before them; 3 on GPUs and 1 on CPUs by default.
+        Untimed ones before them; 3 on GPUs and 1 on CPUs by default.
     rivals
         Also run this many runners-up.
     check
@@ -41,42 +126,159 @@ def run(
         A file of tokens; by default they are random.
     seed
         Of weights and data.
+    in_flight
+        Batches of streamed inference under way at once.
+    new_tokens
+        Tokens to decode behind each sequence; 64 by default.
+    profile
+        Where a step's time goes: forward, backward, exposed communication, bubble; a timeline.
+    find_nonfinite
+        Name the module where a loss that is not finite begins.
     nccl_trace
         On the GPUs of one host: compare the collectives that NCCL logs with the plan's.
     """
+    if benchmark.list_suites or benchmark.suite is not None or benchmark.sweep is not None:
+        return _benchmark(benchmark, given, size, runs, dry_run, json)
     done = meshwise.run(
         plan,
+        **asdict(given),
+        **asdict(kept),
+        mode=mode,
         steps=steps,
         warmup=warmup,
         rivals=rivals,
         check=check,
         data=data,
         seed=seed,
+        driver_time=benchmark.profile_driver_time,
+        in_flight=in_flight,
+        new_tokens=new_tokens,
+        profile=profile,
+        find_nonfinite=find_nonfinite,
         nproc=size.ranks,
         runs=runs,
         nccl_trace=nccl_trace,
         dry_run=dry_run,
     )
-    from meshwise.pages import tables
+    return _shown(done, nccl_trace, json)
+
+
+def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
+    """Print what became of the plans, or the plans themselves."""
+    from meshwise.pages import ran, tables
     from meshwise.pages.steps import results
 
     run_dirs = [path for path in done if isinstance(path, Path)]
-    if dry_run:
-        plans = [one for one in done if not isinstance(one, Path)]
-        emit(plans, [tables.layouts(plans)], json)
+    if len(run_dirs) < len(done):
+        emit(done, [tables.layouts(done)], json)
         return DONE
     if not job.leads():
         return DONE
     found = results(run_dirs)
     good = all(result.status == "ok" for result in found)
     if not nccl_trace:
-        emit(found, tables.steps(found), json)
+        emit(found, ran.steps(found), json)
         return DONE if good else SOME_FAILED
     from meshwise.pages import trace as page
     from meshwise.verbs import trace
 
     checks = {path.name: trace.read_check(path) for path in run_dirs}
     shown = [page.table(check, f"Plan against trace: {name}") for name, check in checks.items()]
-    emit({"steps": found, "nccl_checks": checks}, [*tables.steps(found), *shown], json)
+    emit({"steps": found, "nccl_checks": checks}, [*ran.steps(found), *shown], json)
     agree = all(check.agrees is not False for check in checks.values())
     return DONE if good and agree else SOME_FAILED
+
+
+def _benchmark(
+    asked: Benchmark, given: Given, size: Size, runs: str, dry_run: bool, json: bool
+) -> int:
+    """Run a suite or a sweep, or say what it would run."""
+    from meshwise.verbs import suite
+
+    if asked.list_suites:
+        return _list_suites(json)
+    if asked.suite is not None and asked.sweep is not None:
+        raise ValueError(f"--sweep {asked.sweep}: runs a suite of its own; leave out --suite")
+    if given.model is not None or given.layout is not None:
+        raise ValueError("--suite has models and layouts of its own; leave out --model, --layout")
+    settings = _settings(asked, given, size, runs, json)
+    if asked.sweep is not None:
+        found = suite.run_sweep(asked.sweep, settings)
+    elif dry_run:
+        assert asked.suite is not None
+        return _list_cases(suite.listed(asked.suite, settings), json)
+    else:
+        assert asked.suite is not None
+        found = suite.run_suite(asked.suite, settings)
+    if json:
+        emit(found, [], json)
+    return SOME_FAILED if any(_has_failed(result) for result in found) else DONE
+
+
+def _has_failed(result: "CaseResult") -> bool:
+    return result.status in ("error", "hung", "oom")
+
+
+def _settings(asked: Benchmark, given: Given, size: Size, runs: str, json: bool) -> "Settings":
+    from meshwise.verbs.suite import Settings
+
+    def say(line: str) -> None:
+        if job.leads() and not json:
+            print(line, flush=True)
+
+    ranks = size.ranks  # all spellings agree
+    shape = (size.num_hosts, size.num_devices_per_host)
+    return Settings(
+        *((1, ranks) if ranks is not None and size.num_hosts is None else shape),
+        niter=asked.niter,
+        shard_only=asked.shard_only,
+        local=asked.local,
+        profile_driver_time=asked.profile_driver_time,
+        profile_stage_execution_time=asked.profile_stage_execution_time,
+        exp_name=asked.exp_name,
+        scale_to_fit=asked.scale_to_fit,
+        lowering=given.lowering,
+        cluster=given.cluster,
+        runs=runs,
+        say=say,
+    )
+
+
+def _list_suites(json: bool) -> int:
+    from meshwise import suites
+    from meshwise.pages.table import Table
+
+    rows = [(name, _sizes_of(name)) for name in suites.names()]
+    swept = [(sweep.name, sweep.suite, str(sweep.niter)) for sweep in suites.sweeps()]
+    emit(
+        {"suites": dict(rows), "sweeps": swept},
+        [
+            Table("Suites", ("suite", "devices"), tuple(rows), left=2),
+            Table("Sweeps", ("sweep", "suite", "niter"), tuple(swept), left=2),
+        ],
+        json,
+    )
+    return DONE
+
+
+def _sizes_of(name: str) -> str:
+    """The numbers of devices that a suite has cases for, or why it has none."""
+    from meshwise import suites
+
+    try:
+        return ", ".join(map(str, suites.device_counts(name))) or "none"
+    except ValueError:
+        return "not built"
+
+
+def _list_cases(found: list[Any], json: bool) -> int:
+    from meshwise.pages.table import Table
+
+    rows = tuple(
+        (plan.model.name if plan else "–", plan.layout.name if plan else "–", note or "as it is")
+        for _, plan, note in found
+    )
+    document = [{"case": str(case), "plan": plan, "note": note} for case, plan, note in found]
+    title = f"{len(found)} cases; nothing was run"
+    emit(document, [Table(title, ("model", "layout", "changed, or refused"), rows, left=3)], json)
+    return DONE

@@ -4,8 +4,10 @@ In: each rank's own work. Out: its result on every rank or, when memory ran out 
 ``torch.OutOfMemoryError`` on every one, naming the rank, the phase and the case.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
 import torch
@@ -50,3 +52,11 @@ def together(
         raise torch.OutOfMemoryError(ranks.store.get(key).decode())
     ranks.synchronize(phase)
     return cast(T, result)
+
+
+@contextlib.contextmanager
+def timed(spent: dict[str, float], name: str) -> Iterator[None]:
+    """Enter into ``spent`` how many seconds the body took on the host's clock."""
+    started = time.perf_counter()
+    yield
+    spent[name] = time.perf_counter() - started

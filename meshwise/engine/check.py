@@ -13,7 +13,7 @@ import torch
 
 from meshwise.engine import step
 from meshwise.engine.agree import together
-from meshwise.engine.data import Rows, Tokens
+from meshwise.engine.data import Batches, Rows
 from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec import Plan
@@ -26,36 +26,28 @@ def loss_error(
     ranks: Ranks,
     plan: Plan,
     place: Place,
-    tokens: Callable[[int, Rows], Tokens],
+    batches: Callable[[int, Rows], Batches],
     *,
     seed: int,
-    max_grad_norm: float,
 ) -> float:
     """max |loss / loss on one device - 1| over three steps, the same number on every rank.
 
-    ``tokens(steps, rows)`` are those of the run. Rank 0 needs the memory for the whole model in
+    ``batches(steps, rows)`` are those of the run. Rank 0 needs the memory for the whole model in
     fp32; ``torch.OutOfMemoryError`` is raised on all ranks when it has not.
     """
 
     def split() -> list[float]:
         ranks.at("check: the plan in fp32")
-        mine = tokens(NUM_STEPS, step.rows(plan.layout, ranks.rank))
+        mine = batches(NUM_STEPS, step.rows(plan.layout, ranks.rank))
         device, dtype = ranks.device, "fp32"
-        return _losses(
-            step.prepare(
-                plan, place, mine, device, dtype=dtype, seed=seed, max_grad_norm=max_grad_norm
-            )
-        )
+        return _losses(step.prepare(plan, place, mine, device, dtype=dtype, seed=seed))
 
     def whole() -> list[float]:
         if ranks.rank != 0:
             return []
         ranks.at("check: one device")
-        everything = tokens(NUM_STEPS, slice(None))
-        device = ranks.device
-        return _losses(
-            step.prepare_alone(plan, everything, device, seed=seed, max_grad_norm=max_grad_norm)
-        )
+        everything = batches(NUM_STEPS, slice(None))
+        return _losses(step.prepare_alone(plan, everything, ranks.device, seed=seed))
 
     compiling = plan.lowering == "compiled"
     mine = together(ranks, place, "the check of the plan", split, compiling=compiling)

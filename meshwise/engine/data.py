@@ -1,40 +1,82 @@
-"""Batches of tokens: the same global batch at the same step under every layout.
+"""Batches of tokens or images: the same global batch at the same step under every layout.
 
-In: a workload, a vocabulary, a seed and, if the user has one, a token file. Out: int64 arrays
-[global_batch, seq + 1]; the inputs are all columns but the last, the targets all but the first.
-Without a file tokens are uniform over the vocabulary. With one they are windows at random places.
+In: a model, a workload, a seed and, if the user has one, a token file. Out: for every step inputs
+and targets of some rows of the global batch. Of a window of seq + 1 tokens the inputs are all but
+the last, the targets all but the first. Without a file tokens are uniform over the vocabulary; with
+one they are windows at random places. Images are normal numbers, their labels uniform.
 
 Token files: ``.npy`` (one-dimensional, any integer type), ``.uint32.bin``, or ``.bin`` (raw
 uint16, as nanoGPT writes them). They are mapped, not read.
 """
 
+import itertools
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwise.spec import Workload
+from meshwise.spec import AnyModel, WideResNet, Workload
 
 Tokens = npt.NDArray[np.int64]
 Rows = slice | npt.NDArray[np.int64]
+EVERY = slice(None)
+
+
+class Batches(NamedTuple):
+    """``inputs`` [steps, rows, seq] of int64 or [steps, rows, 3, height, width] of float32,
+    ``targets`` [steps, rows, seq] or [steps, rows] of int64."""
+
+    inputs: npt.NDArray[Any]
+    targets: npt.NDArray[np.int64]
+
+    def at(self, positions: npt.NDArray[np.int64]) -> "Batches":
+        """Only the tokens at these positions, as ranks have them that share sequences."""
+        return Batches(self.inputs[:, :, positions], self.targets[:, :, positions])
 
 
 def batches(
-    workload: Workload, *, vocab: int, steps: int, seed: int, file: str | None, rows: Rows
-) -> Tokens:
-    """[steps, rows, seq + 1]: rows ``rows`` of the global batch of every step.
+    model: AnyModel,
+    workload: Workload,
+    *,
+    steps: int,
+    seed: int,
+    file: str | None,
+    rows: Rows,
+    first: int = 0,
+) -> Batches:
+    """Rows ``rows`` of the global batch of ``steps`` steps from step ``first`` on.
 
     A file that is missing, too short or holds a token outside the vocabulary is a ValueError.
     """
+    if isinstance(model, WideResNet):
+        if file is not None:
+            raise ValueError(f"data = {file!r}: images are random numbers here; leave it out")
+        return _images(model, workload, range(first, first + steps), seed, rows)
     source = None if file is None else open_tokens(file, workload.seq_len)
-    found = np.stack([_batch(workload, vocab, seed, step, source) for step in range(steps)])
+    numbers = range(first, first + steps)
+    found = np.stack([_batch(workload, model.vocab, seed, step, source) for step in numbers])
     low, high = int(found.min()), int(found.max())
-    if low < 0 or high >= vocab:
+    if low < 0 or high >= model.vocab:
         raise ValueError(
-            f"{file} holds token {low if low < 0 else high}, but the model's vocab is {vocab}; "
-            "use a file of its tokenizer or a model with a larger vocab"
+            f"{file} holds token {low if low < 0 else high}, but the model's vocab is "
+            f"{model.vocab}; use a file of its tokenizer or a model with a larger vocab"
         )
-    return found[:, rows]
+    mine = found[:, rows]
+    return Batches(mine[:, :, :-1], mine[:, :, 1:])
+
+
+def _images(model: WideResNet, workload: Workload, steps: range, seed: int, rows: Rows) -> Batches:
+    """Each image from a generator of its own, so that a rank makes only its rows."""
+    numbers = np.arange(workload.global_batch_size)[rows]
+    shape = (3, model.image_size, model.image_size)
+    inputs = np.empty((len(steps), len(numbers), *shape), dtype=np.float32)
+    targets = np.empty((len(steps), len(numbers)), dtype=np.int64)
+    for (at, step), (place, number) in itertools.product(enumerate(steps), enumerate(numbers)):
+        random = np.random.default_rng((seed, step, int(number)))
+        inputs[at, place] = random.standard_normal(shape, dtype=np.float32)
+        targets[at, place] = random.integers(model.num_classes)
+    return Batches(inputs, targets)
 
 
 def open_tokens(file: str, seq_len: int) -> npt.NDArray[np.integer]:
@@ -75,9 +117,17 @@ def _map(path: Path) -> npt.NDArray[np.integer]:
 def _batch(
     workload: Workload, vocab: int, seed: int, step: int, source: npt.NDArray[np.integer] | None
 ) -> Tokens:
-    random = np.random.default_rng((seed, step))
+    if source is not None:
+        return windows(source, workload, seed, step)
     shape = (workload.global_batch_size, workload.seq_len + 1)
-    if source is None:
-        return random.integers(vocab, size=shape)
-    starts = random.integers(len(source) - workload.seq_len, size=shape[0])
-    return np.stack([source[start : start + shape[1]] for start in starts]).astype(np.int64)
+    return np.random.default_rng((seed, step)).integers(vocab, size=shape)
+
+
+def windows(
+    source: npt.NDArray[np.integer], workload: Workload, seed: int, step: int, rows: Rows = EVERY
+) -> Tokens:
+    """Some rows of the global batch of a step, from random places of a token file."""
+    size = workload.global_batch_size
+    starts = np.random.default_rng((seed, step)).integers(len(source) - workload.seq_len, size=size)
+    cut = [source[start : start + workload.seq_len + 1] for start in starts[rows]]
+    return np.stack(cut).astype(np.int64)

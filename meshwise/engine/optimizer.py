@@ -1,4 +1,4 @@
-"""AdamW and gradient clipping, on whole parameters or on shards, without waiting for the device.
+"""Optimizers and gradient clipping, on whole parameters or shards, without waiting for the device.
 
 The global norm is sqrt(sum over parameters of |gradient|^2). A rank adds the squares of what it
 holds, divided by the number of ranks that hold the same; one all-reduce of one number adds the
@@ -15,17 +15,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwise.engine.adafactor import Adafactor
 from meshwise.parallel import torch_private
+from meshwise.spec import Recipe
 
-LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1
+MOMENTUM = 0.9
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        parameters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-    )
+def build(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The recipe's optimizer: AdamW, SGD with Nesterov's momentum, or Adafactor. Only the first has
+    a fused kernel for shards."""
+    rate, decay = recipe.learning_rate, recipe.weight_decay
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=rate, betas=BETAS, weight_decay=decay, fused=True)
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=rate, momentum=MOMENTUM, weight_decay=decay, nesterov=True, foreach=True
+        )
+    return Adafactor(parameters, lr=rate, weight_decay=decay)
 
 
 def clip_gradients(

@@ -1,24 +1,31 @@
-"""One training step of a laid-out GPT: microbatches, clipping, AdamW. Nothing waits for the device.
+"""One training step of a laid-out model: microbatches, clipping, optimizer. Nothing waits for the
+device.
 
-Microbatch m of a step is rows m * microbatch_rows on of the global batch, cut evenly over dp. The
-loss of each is divided by their number, so gradients are means over the global batch and do not
-depend on the layout.
+Microbatch m of a step is rows m * microbatch_rows on of the global batch, cut evenly over dp, and
+each sequence over cp. The loss of each is divided by their number, so gradients are means over the
+global batch and do not depend on the layout.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise import schedule
+from meshwise.attention import shards
+from meshwise.attention.dense import ring_attention
 from meshwise.engine import data, optimizer
-from meshwise.nn.gpt import GPT, loss
+from meshwise.nn import Stage, build
+from meshwise.nn.experts import MoE
+from meshwise.nn.stage import Attend, causal, cross_entropy
 from meshwise.parallel import apply, pipeline, tensor
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Pipeline
-from meshwise.spec import Layout, Model, Plan
+from meshwise.spec import AnyModel, Layout, Plan, Recipe
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,9 @@ class Training:
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
     loss: apply.Loss
-    inputs: Tensor  # [steps, rows, seq]
-    targets: Tensor
-    max_grad_norm: float
+    inputs: Tensor  # [steps, rows, seq], or images [steps, rows, channels, height, width]
+    targets: Tensor  # [steps, rows, seq] or [steps, rows]
+    max_grad_norm: float  # 0: no clipping
     alone: bool  # no other rank takes part
 
     @property
@@ -51,10 +58,10 @@ class Training:
 
 def rows(layout: Layout, rank: int) -> npt.NDArray[np.int64]:
     """Which rows of the global batch a rank computes, microbatch by microbatch; the ranks of a tp
-    group share them."""
+    and of a cp group share them."""
     pipeline_rank = layout.pipeline_rank_of(rank)
     inside, first = layout.of_rank(pipeline_rank), layout.devices_of(pipeline_rank).start
-    share = (rank - first) // inside.tp * inside.microbatch_size
+    share = (rank - first) // (inside.tp * inside.cp) * inside.microbatch_size
     starts = np.arange(layout.num_microbatches) * layout.microbatch_rows + share
     found: npt.NDArray[np.int64] = (starts[:, None] + np.arange(inside.microbatch_size)).ravel()
     return found
@@ -63,26 +70,31 @@ def rows(layout: Layout, rank: int) -> npt.NDArray[np.int64]:
 def prepare(
     plan: Plan,
     place: Place,
-    tokens: data.Tokens,
+    batches: data.Batches,
     device: torch.device,
     *,
     dtype: str,
     seed: int,
-    max_grad_norm: float,
 ) -> Training:
-    """Build a rank's share of the plan's model for its rows of ``tokens`` [steps, rows, seq+1]."""
+    """Build a rank's share of the plan's model for its rows of the batches."""
     layout, inside = plan.layout, place.layout
     tensor.check(plan.model, plan.workload, inside)
+    at = positions(plan, place)
+    attend = attention(plan, place)
 
-    def make(layers: range) -> GPT:
-        return apply.parallelize(
-            _on_meta(plan.model, layers),
-            inside,
-            place.mesh,
+    def make(layers: range) -> Stage:
+        module = apply.parallelize(
+            on_meta(plan.model, layers, plan.recipe, attend),
+            place,
             dtype=dtype,
             lowering=plan.lowering,
+            recipe=plan.recipe,
             seed=seed,
         )
+        if at is not None:
+            apply.stand_at(module, torch.from_numpy(at).to(device), place)
+        balance(module, plan.recipe.aux_loss / layout.num_microbatches / inside.tp)
+        return module
 
     table = schedule.table(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
@@ -98,65 +110,109 @@ def prepare(
         device=device,
     )
     loss_function = apply.loss_function(inside, plan.lowering)
-    return _training(built, loss_function, tokens, max_grad_norm, alone=layout.num_devices == 1)
+    mine = batches if at is None else batches.at(at)
+    return _training(built, loss_function, mine, plan.recipe, alone=layout.num_devices == 1)
 
 
 def prepare_alone(
-    plan: Plan, tokens: data.Tokens, device: torch.device, *, seed: int, max_grad_norm: float
+    plan: Plan, batches: data.Batches, device: torch.device, *, seed: int
 ) -> Training:
     """The same model and workload in fp32 on one device, in plain torch."""
-    model = _on_meta(plan.model, None).to_empty(device=device)
+    model = on_meta(plan.model, None, plan.recipe, causal).to_empty(device=device)
     model.tie()
     model.init_weights(seed)
-    rows = plan.layout.microbatch_size
-    count = plan.workload.global_batch_size // rows
-    built = pipeline.alone(model, Layout(microbatch_size=rows, num_microbatches=count), device)
-    return _training(built, loss, tokens, max_grad_norm, alone=True)
+    rows = plan.layout.microbatch_rows
+    layout = Layout(microbatch_size=rows, num_microbatches=plan.layout.num_microbatches)
+    balance(model, plan.recipe.aux_loss / layout.num_microbatches)
+    built = pipeline.alone(model, layout, device)
+    return _training(built, cross_entropy, batches, plan.recipe, alone=True)
 
 
-def _on_meta(model: Model, layers: range | None) -> GPT:
+def positions(plan: Plan, place: Place) -> npt.NDArray[np.int64] | None:
+    """Where this rank's tokens stand in their sequences, if ranks share those. The first and the
+    last chunk together make causal work equal."""
+    if place.context is None:
+        return None
+    return shards.positions(_shards(plan), torch.distributed.get_rank(place.context))
+
+
+def _shards(plan: Plan) -> shards.Shards:
+    cp, seq_len = plan.layout.cp, plan.workload.seq_len
+    cut = shards.contiguous if seq_len % (2 * cp) else shards.zigzag
+    return cut(seq_len, cp)
+
+
+def attention(plan: Plan, place: Place) -> Attend:
+    """Causal attention, of sequences that the ranks of a context group share if there is one."""
+    if place.context is None:
+        return causal
+    attend = partial(ring_attention, group=place.context, causal=True, shards=_shards(plan))
+
+    def alike(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Latent attention has narrower values; ring attention wants all alike."""
+        width = v.shape[-1]
+        out: Tensor = attend(q, k, F.pad(v, (0, q.shape[-1] - width)))
+        return out[..., :width]
+
+    return alike
+
+
+def on_meta(model: AnyModel, layers: range | None, recipe: Recipe, attend: Attend) -> Stage:
+    """The module of a model, or of a stage of it, without memory."""
     with torch.device("meta"):
-        return GPT(model, layers)
+        return build(model, layers, attend=attend, routing=recipe.routing)
+
+
+def balance(module: Stage, scale: float) -> None:
+    """Add the experts' load balancing losses, times ``scale``, to the loss of a microbatch."""
+    for part in module.modules():
+        if isinstance(part, MoE):
+            part.balance_scale = scale
 
 
 def _training(
     built: Pipeline,
     loss_function: apply.Loss,
-    tokens: data.Tokens,
-    max_grad_norm: float,
+    batches: data.Batches,
+    recipe: Recipe,
     *,
     alone: bool,
 ) -> Training:
     stages = built.stages.values()
     return Training(
         pipeline=built,
-        optimizer=optimizer.adamw(p for stage in stages for p in stage.module.parameters()),
+        optimizer=optimizer.build(recipe, (p for s in stages for p in s.module.parameters())),
         loss=loss_function,
-        inputs=_on(built.device, tokens[:, :, :-1]),
-        targets=_on(built.device, tokens[:, :, 1:]),
-        max_grad_norm=max_grad_norm,
+        inputs=_on(built.device, batches.inputs),
+        targets=_on(built.device, batches.targets),
+        max_grad_norm=recipe.max_grad_norm,
         alone=alone,
     )
 
 
-def _on(device: torch.device, tokens: npt.NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(tokens)).to(device)
+def _on(device: torch.device, values: npt.NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 
-def run(training: Training, index: int) -> Tensor:
+def run(training: Training, index: int, mark: pipeline.Mark = pipeline.unmarked) -> Tensor:
     """One optimizer step on batch ``index``; this rank's mean loss, on the device (0 where the
-    last stage is not)."""
+    last stage is not). ``mark`` is told what begins, as ``pipeline.run`` says, then ``clip``,
+    ``optimizer`` and ``end``."""
     built = training.pipeline
     size = built.layout.microbatch_size
     inputs, targets = (batch[index].split(size) for batch in (training.inputs, training.targets))
     with apply.loss_context(built.layout):
-        total = pipeline.run(built, inputs, targets, training.loss)
-    optimizer.clip_gradients(
-        training.parameters(),
-        training.max_grad_norm,
-        alone=training.alone,
-        copy=built.tied.copy if built.tied else None,
-    )
+        total = pipeline.run(built, inputs, targets, training.loss, mark)
+    if training.max_grad_norm:
+        mark("clip")
+        optimizer.clip_gradients(
+            training.parameters(),
+            training.max_grad_norm,
+            alone=training.alone,
+            copy=built.tied.copy if built.tied else None,
+        )
+    mark("optimizer")
     training.optimizer.step()
     training.optimizer.zero_grad()
+    mark("end")
     return total

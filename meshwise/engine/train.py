@@ -3,7 +3,10 @@
 In: a TrainRequest. Out: one Sample of op ``step`` in the run directory, written by rank 0:
 ``times_s`` per step (the largest over ranks), metrics ``losses`` (every step since the first,
 mean over the global batch), ``peak_bytes`` and on GPUs ``reserved_bytes`` (largest over ranks),
-``tokens_per_s`` (at the median step), ``num_parameters``, ``check_loss_error``.
+``tokens_per_s`` (at the median step), ``num_parameters``, ``check_loss_error``; and the seconds of
+the phases (largest over ranks): ``setup_s`` (meshes and communicators), ``data_s``, ``build_s``
+(model and optimizer), ``compile_s`` (the warm-up steps, the first of which compile), ``timed_s``.
+With ``profile`` those of ``Phases.metrics``.
 
 Steps are timed back to back: on a GPU the host waits for nothing within a step and stays at most
 one step ahead. Memory that ran out on one rank ends the run on all of them with status ``oom``.
@@ -15,28 +18,37 @@ import itertools
 import math
 import statistics
 import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
 from meshwise import models, store
-from meshwise.engine import check, memory, step
-from meshwise.engine.agree import together
-from meshwise.engine.data import Rows, Tokens, batches
+from meshwise.engine import check, checkpoint, kernels, memory, nonfinite, phases, step
+from meshwise.engine.agree import timed, together
+from meshwise.engine.data import Batches, Rows, batches
 from meshwise.parallel import mesh
 from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Plan, Record, Sample, Step
-from meshwise.spec.record import NonNegative, Positive, PositiveFloat
+from meshwise.spec.record import NonNegative, Positive
 from meshwise.timing import METHOD_VERSION, clock, device_states
 
 Metrics = dict[str, float | tuple[float, ...]]
 
 
 class TrainRequest(Record, kw_only=True):
-    """What to run. ``warmup`` steps are set-up; one more untimed step precedes the timed ones."""
+    """What to run. ``warmup`` steps are set-up; one more untimed step precedes the timed ones.
+
+    ``driver_time``: one time, the mean over the whole loop on rank 0's clock. ``save``: write a
+    checkpoint into this folder at the end, and after each ``save_every`` steps. ``resume_from``:
+    begin with the step and the state of the checkpoint in this folder. ``profile``: two more steps
+    that say where the time goes (``engine.phases``), into ``phases.json``. ``find_nonfinite``: if a
+    loss is not finite, train up to that step anew and name the module where it begins.
+    """
 
     plan: Plan
     run_dir: str
@@ -45,21 +57,27 @@ class TrainRequest(Record, kw_only=True):
     seed: NonNegative = 0
     data: str | None = None
     checked: bool = False  # compare with one device afterwards
-    max_grad_norm: PositiveFloat = 1.0
+    driver_time: bool = False
+    save: str | None = None
+    save_every: Positive | None = None
+    resume_from: str | None = None
+    profile: bool = False
+    find_nonfinite: bool = False
 
     @property
     def total_steps(self) -> int:
         return self.warmup + 1 + self.steps
 
-    def tokens(self, steps: int, rows: Rows) -> Tokens:
-        """[steps, rows, seq + 1]: rows of the first global batches."""
+    def batches(self, steps: int, rows: Rows, first: int = 0) -> Batches:
+        """Rows of the global batches from step ``first`` on."""
         return batches(
+            self.plan.model,
             self.plan.workload,
-            vocab=self.plan.model.vocab,
             steps=steps,
             seed=self.seed,
             file=self.data,
             rows=rows,
+            first=first,
         )
 
 
@@ -74,7 +92,13 @@ def run_ranks(ranks: Ranks, request: bytes) -> None:
 def train(ranks: Ranks, request: TrainRequest) -> Sample:
     """The run as a sample; the same on every rank."""
     plan = request.plan
-    op = Step(model=plan.model, workload=plan.workload, layout=plan.layout, dtype=plan.dtype)
+    op = Step(
+        model=plan.model,
+        workload=plan.workload,
+        layout=plan.layout,
+        dtype=plan.dtype,
+        recipe=plan.recipe,
+    )
     case = Case(op=op, lowering=plan.lowering, world_size=ranks.world_size)
     sample = Sample(
         case_id=case.id,
@@ -85,10 +109,12 @@ def train(ranks: Ranks, request: TrainRequest) -> Sample:
     )
     filled = functools.partial(msgspec.structs.replace, sample)
     ranks.at("set-up")
-    place = mesh.build(plan.layout, ranks.device.type)
-    tokens = request.tokens(request.total_steps, step.rows(plan.layout, ranks.rank))
+    spent: dict[str, float] = {}
+    with timed(spent, "setup_s"):
+        place = mesh.build(plan.layout, ranks.device.type)
     try:
-        found = _measure(ranks, place, request, tokens)
+        with kernels.choose(plan.recipe, ranks.device, plan.dtype):
+            found = _measure(ranks, place, request, spent)
     except torch.OutOfMemoryError as error:
         return filled(status="oom", reason=str(error))
     check.free(ranks.device)
@@ -98,56 +124,132 @@ def train(ranks: Ranks, request: TrainRequest) -> Sample:
     return filled(**{"status": "error" if "reason" in found else "ok", "reason": "", **found})
 
 
-def _measure(ranks: Ranks, place: Place, request: TrainRequest, tokens: Tokens) -> dict[str, Any]:
+class _Run(NamedTuple):
+    """A training under way. ``first``: the number of the first of its steps."""
+
+    training: step.Training
+    first: int
+    done: Callable[[int], bool]  # called after each step; whether it took time of its own
+
+
+def _measure(
+    ranks: Ranks, place: Place, request: TrainRequest, spent: dict[str, float]
+) -> dict[str, Any]:
     """Warm up, time, and measure memory: the fields of the sample."""
-    plan = request.plan
+    compiling = request.plan.lowering == "compiled"
+    run = _prepared(ranks, place, request, spent)
+    with timed(spent, "compile_s"):
+        warm_up = functools.partial(_warm_up, ranks, run, request.warmup)
+        losses = together(ranks, place, "warm-up", warm_up, compiling=compiling)
+    _say(ranks, f"warmed up by {request.warmup} steps; timing {request.steps}")
+    before = device_states(ranks)
+    with timed(spent, "timed_s"):
+        work = functools.partial(_timed_steps, ranks, run, request.warmup)
+        times_s, more = together(ranks, place, "timed steps", work)
+    after = device_states(ranks)
+    profiled = _profile(ranks, place, run, request) if request.profile else {}
+    _say(ranks, f"{statistics.median(times_s):.3g} s a step; measuring memory")
+    peaks = together(ranks, place, "memory", functools.partial(_peak, ranks, run.training))
+    mine = {
+        "times_s": times_s,
+        "losses": [float(loss) for loss in losses + more] if run.training.reports else [],
+        "peaks": peaks | spent,
+    }
+    found = _fields(request, run.first, ranks.gather(mine))
+    found["metrics"] |= profiled
+    if "reason" in found and request.find_nonfinite:
+        del run
+        check.free(ranks.device)
+        index = len(found["metrics"]["losses"])
+        found["reason"] += f"; {_first_nonfinite(ranks, place, request, index)}"
+    return {**found, "before": before, "after": after}
+
+
+def _profile(ranks: Ranks, place: Place, run: _Run, request: TrainRequest) -> dict[str, float]:
+    """Where a step's time goes, as metrics; rank 0 writes all of it."""
+    _say(ranks, "two steps to see where the time goes")
+    index = len(run.training.inputs) - 1
+    work = functools.partial(phases.measure, ranks, run.training, index)
+    measured = together(ranks, place, "profiled steps", work)
+    if ranks.rank == 0:
+        store.write(Path(request.run_dir) / "phases.json", measured)
+    return measured.metrics
+
+
+def _first_nonfinite(ranks: Ranks, place: Place, request: TrainRequest, index: int) -> str:
+    """The module where the loss of the run's step ``index`` begins not to be finite."""
+    _say(ranks, "training up to that step again, to find where it begins")
+
+    def find() -> str | None:
+        again = msgspec.structs.replace(request, save=None)
+        run = _prepared(ranks, place, again, {})
+        _warm_up(ranks, run, index)
+        ranks.at(f"step {run.first + index}, module by module")
+        return nonfinite.first_module(ranks, run.training, index)
+
+    compiling = request.plan.lowering == "compiled"
+    name = together(ranks, place, "the search for the module", find, compiling=compiling)
+    return f"first not finite: {name}" if name else "the second time all was finite"
+
+
+def _prepared(ranks: Ranks, place: Place, request: TrainRequest, spent: dict[str, float]) -> _Run:
+    """The data and the model, from the seed or from a checkpoint."""
+    plan, first, folder = request.plan, 0, request.resume_from
+    if folder is not None:
+        first = checkpoint.read(folder).step
+    with timed(spent, "data_s"):
+        rows = step.rows(plan.layout, ranks.rank)
+        mine = request.batches(request.total_steps, rows, first)
     build = functools.partial(
         step.prepare,
         plan,
         place,
-        tokens,
+        mine,
         ranks.device,
         dtype=plan.dtype,
         seed=request.seed,
-        max_grad_norm=request.max_grad_norm,
     )
-    compiling = plan.lowering == "compiled"
-    _say(ranks, "building the model" + (", then compiling it" if compiling else ""))
-    training = together(ranks, place, "building the model", build)
-    warm_up = functools.partial(_warm_up, ranks, training, request.warmup)
-    losses = together(ranks, place, "warm-up", warm_up, compiling=compiling)
-    _say(ranks, f"warmed up by {request.warmup} steps; timing {request.steps}")
-    before = device_states(ranks)
-    timed = functools.partial(_timed_steps, ranks, training, request.warmup)
-    times_s, more = together(ranks, place, "timed steps", timed)
-    after = device_states(ranks)
-    _say(ranks, f"{statistics.median(times_s):.3g} s a step; measuring memory")
-    peaks = together(ranks, place, "memory", functools.partial(_peak, ranks, training))
-    mine = {
-        "times_s": times_s,
-        "losses": [float(loss) for loss in losses + more] if training.reports else [],
-        "peaks": peaks,
-    }
-    num_parameters = models.num_parameters(plan.model)
-    found = _fields(plan, ranks.gather(mine), num_parameters)
-    return {**found, "before": before, "after": after}
+    compiling = ", then compiling it" if plan.lowering == "compiled" else ""
+    _say(ranks, f"building the model{compiling}")
+    with timed(spent, "build_s"):
+        training = together(ranks, place, "building the model", build)
+        if folder is not None:
+            _say(ranks, f"going on with step {first} of {folder}")
+            checkpoint.load(ranks, training, folder, plan, seed=request.seed)
+    return _Run(training, first, functools.partial(_save, ranks, training, request, first))
 
 
-def _fields(plan: Plan, replies: list[dict[str, Any]], num_parameters: int) -> dict[str, Any]:
+def _save(
+    ranks: Ranks, training: step.Training, request: TrainRequest, first: int, index: int
+) -> bool:
+    """Save behind the last step and where it is due."""
+    number = first + index + 1
+    is_due = request.save_every is not None and number % request.save_every == 0
+    if request.save is None or not (is_due or index + 1 == request.total_steps):
+        return False
+    ranks.at(f"saving before step {number}")
+    checkpoint.save(ranks, training, request.save, request.plan, step=number, seed=request.seed)
+    return True
+
+
+def _fields(request: TrainRequest, first: int, replies: list[dict[str, Any]]) -> dict[str, Any]:
     """The fields of the sample from what every rank found; ``reason`` among them is a failure."""
+    plan = request.plan
     rank_times_s = tuple(tuple(reply["times_s"]) for reply in replies)
     times_s = tuple(max(of_step) for of_step in zip(*rank_times_s, strict=True))
+    if request.driver_time:
+        times_s = (statistics.fmean(rank_times_s[0]),)
     losses = _mean_losses([reply["losses"] for reply in replies])
     finite = tuple(itertools.takewhile(math.isfinite, losses))
     metrics: Metrics = {
         **{name: max(r["peaks"][name] for r in replies) for name in replies[0]["peaks"]},
         "tokens_per_s": plan.workload.tokens / statistics.median(times_s),
-        "num_parameters": num_parameters,
+        "num_parameters": models.num_parameters(plan.model),
         "losses": finite,
     }
     found = {"times_s": times_s, "rank_times_s": rank_times_s, "metrics": metrics}
     if len(finite) < len(losses):
-        found["reason"] = f"the loss is {losses[len(finite)]} at step {len(finite)}"
+        found["reason"] = f"the loss is {losses[len(finite)]} at step {first + len(finite)}"
     return found
 
 
@@ -164,40 +266,45 @@ def _mean_losses(of_ranks: list[list[float | None]]) -> tuple[float, ...]:
     return tuple(statistics.fmean(math.nan if x is None else x for x in losses) for losses in steps)
 
 
-def _warm_up(ranks: Ranks, training: step.Training, count: int) -> list[Tensor]:
+def _warm_up(ranks: Ranks, run: _Run, count: int) -> list[Tensor]:
     losses = []
     for index in range(count):
-        ranks.at(f"step {index} (warm-up)")
-        losses.append(step.run(training, index))
+        ranks.at(f"step {run.first + index} (warm-up)")
+        losses.append(step.run(run.training, index))
+        run.done(index)
     return losses
 
 
-def _timed_steps(
-    ranks: Ranks, training: step.Training, first: int
-) -> tuple[list[float], list[Tensor]]:
-    """Seconds of every step after ``first``, and the losses since it, still on the device."""
+def _timed_steps(ranks: Ranks, run: _Run, count: int) -> tuple[list[float], list[Tensor]]:
+    """Seconds of every step after the untimed one behind ``count``, and the losses since that one,
+    still on the device."""
     mark, elapsed_s = clock(ranks.device)
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    ends: list[Any] = []
+    spans: list[tuple[Any, Any]] = []
+    losses, begin = [], None
+    total = len(run.training.inputs)
     gc.collect()
     gc.disable()  # its pauses would be timed
-    marks: list[Any] = []
-    losses = []
     try:
-        for index in range(first, len(training.inputs)):
-            ranks.at(f"step {index}")
-            if len(marks) > 1:
-                ranks.synchronize(f"step {index - 2}", marks[-2])
-            losses.append(step.run(training, index))
-            marks.append(mark())
-            if ranks.device.type == "cpu" and len(marks) > 1:  # a GPU's steps are not waited for
-                took_s = elapsed_s(*marks[-2:])
-                total = len(training.inputs) - first - 1
-                _say(ranks, f"step {len(marks) - 1} of {total}: {took_s:.3g} s")
+        for index in range(count, total):
+            number = run.first + index
+            ranks.at(f"step {number}")
+            if len(ends) > 1:
+                ranks.synchronize(f"step {number - 2}", ends[-2])
+            losses.append(step.run(run.training, index))
+            ends.append(mark())
+            if begin is not None:
+                spans.append((begin, ends[-1]))
+                if ranks.device.type == "cpu":  # a GPU's steps are not waited for
+                    done = f"step {len(spans)} of {total - count - 1}"
+                    _say(ranks, f"{done}: {elapsed_s(*spans[-1]):.3g} s")
+            begin = mark() if run.done(index) else ends[-1]
     finally:
         gc.enable()
     ranks.synchronize("the last step")
-    return [elapsed_s(start, end) for start, end in itertools.pairwise(marks)], losses
+    return [elapsed_s(*span) for span in spans], losses
 
 
 def _peak(ranks: Ranks, training: step.Training) -> dict[str, float]:
@@ -216,9 +323,8 @@ def _check(ranks: Ranks, place: Place, request: TrainRequest, metrics: Metrics) 
             ranks,
             request.plan,
             place,
-            request.tokens,
+            request.batches,
             seed=request.seed,
-            max_grad_norm=request.max_grad_norm,
         )
     except torch.OutOfMemoryError as lacking:
         return {"reason": f"the check could not run: {lacking}"}

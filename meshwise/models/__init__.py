@@ -2,13 +2,13 @@
 
 from functools import lru_cache
 
-from meshwise.models import gpt
+from meshwise.models import gpt, wide_resnet
 from meshwise.models.apply import Program, Span, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.graph import Graph
 from meshwise.models.shard import Task, check_divides
-from meshwise.spec import Block, Layout, Model, Op
+from meshwise.spec import AnyModel, Block, Layout, Model, Op, WideResNet
 from meshwise.spec.layout import Recompute
 
 __all__ = [
@@ -25,7 +25,16 @@ __all__ = [
     "saved_activation_bytes",
     "saved_block_bytes",
     "step_flops",
+    "stream_shape",
 ]
+
+
+def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[int, ...]:
+    """Of the activation that enters layer ``layer``, or leaves the last, of ``rows`` sequences or
+    images."""
+    if isinstance(model, WideResNet):
+        return wide_resnet.activation_shape(model, rows, layer)
+    return (rows, seq_len, model.hidden)
 
 
 @lru_cache(maxsize=256)

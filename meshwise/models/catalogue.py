@@ -2,7 +2,9 @@
 
 Sizes of the GPT family from gpt-125m on: Alpa's table (OSDI'22, table 5; benchmark/alpa
 suite_manual_gpt.py), sequence 1024, vocabulary 51200. Parameters here include biases, norms and
-positions, which Alpa's formula leaves out. gpt-30m is for machines without an accelerator.
+positions, which Alpa's formula leaves out. gpt-30m is for machines without an accelerator. The
+moe family is the same table's (suite_manual_moe.py; vocabulary 32000), as the suites run it: layers
+0, 2, 4 and so on have experts, two for each token; Wide-ResNets are in ``wide_resnet``.
 
 Sizes of the decoders: their published config.json files (meta-llama, mistralai, deepseek-ai on
 Hugging Face); DeepSeek-V3 without its head that predicts a second token.
@@ -11,8 +13,8 @@ Hugging Face); DeepSeek-V3 without its head that predicts a second token.
 import difflib
 from pathlib import Path
 
-from meshwise.models import hugging_face
-from meshwise.spec import Cluster, Decoder, Experts, Mla, Model, Workload
+from meshwise.models import hugging_face, wide_resnet
+from meshwise.spec import AnyModel, Cluster, Decoder, Experts, Mla, Model, WideResNet, Workload
 
 _GPT = {  # hidden, layers, heads
     "gpt-30m": (384, 6, 6),
@@ -25,6 +27,18 @@ _GPT = {  # hidden, layers, heads
     "gpt-15b": (5120, 48, 40),
     "gpt-39b": (8192, 48, 64),
     "gpt-76b": (10240, 60, 80),
+}
+
+_MOE = {  # hidden, layers, num_experts; 16 heads, feed-forwards of 8 * hidden
+    "moe-380m": (768, 8, 8),
+    "moe-690m": (768, 8, 16),
+    "moe-1.3b": (768, 16, 16),
+    "moe-2.4b": (1024, 16, 16),
+    "moe-7.1b": (1280, 16, 32),
+    "moe-10b": (1536, 16, 32),
+    "moe-27b": (2048, 16, 48),
+    "moe-70b": (2048, 32, 64),
+    "moe-140b": (2048, 32, 128),
 }
 
 _DECODERS = {  # hidden, layers, heads, kv_heads, ffn, vocab, max_seq_len
@@ -52,7 +66,7 @@ _Q_LORA_RANK = {"deepseek-v2-lite": None, "deepseek-v2": 1536, "deepseek-v3": 15
 
 
 def names() -> tuple[str, ...]:
-    """Those that can be trained here."""
+    """Those that can be planned here: dense GPTs."""
     return tuple(_GPT)
 
 
@@ -61,19 +75,50 @@ def decoder_names() -> tuple[str, ...]:
     return tuple(_DECODERS)
 
 
+def all_names() -> tuple[str, ...]:
+    """Those that can be trained, of every family."""
+    return (*_GPT, *_MOE, *_DECODERS, *wide_resnet.names())
+
+
 def find(text: str) -> Model | Decoder:
-    """A model of either family by name, or by the path of a Hugging Face config.json or its
-    folder; an unknown name suggests the nearest."""
+    """A language model by name, or by the path of a Hugging Face config.json or its folder; an
+    unknown name suggests the nearest."""
+    found = find_any(text)
+    if isinstance(found, WideResNet):
+        raise ValueError(f"model {text!r}: is of images; name a language model")
+    return found
+
+
+def find_any(text: str) -> AnyModel:
+    """The same of every family."""
     if text in _GPT:
         return get(text)
+    if text in _MOE:
+        return _moe(text)
     if text in _DECODERS:
         return _decoder(text)
+    if text in wide_resnet.names():
+        return wide_resnet.sized(text)
     if "/" in text or text.endswith(".json") or Path(text).is_dir():
         return hugging_face.read_config(text)
-    known = (*_GPT, *_DECODERS)
+    known = all_names()
     near = difflib.get_close_matches(text, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
     raise ValueError(f"model {text!r} is not in the catalogue and no config.json; {hint}")
+
+
+def _moe(name: str) -> Model:
+    hidden, layers, num_experts = _MOE[name]
+    ffn = 8 * hidden
+    return Model(
+        name=name,
+        hidden=hidden,
+        layers=layers,
+        heads=16,
+        ffn=ffn,
+        vocab=32000,
+        experts=Experts(num_experts=num_experts, top_k=2, ffn=ffn, every=2),
+    )
 
 
 def _decoder(name: str) -> Decoder:
@@ -132,10 +177,12 @@ def _approximate(model: Model) -> int:
     return 12 * model.layers * model.hidden**2 + model.vocab * model.hidden
 
 
-def default_workload(cluster: Cluster, model: Model) -> Workload:
-    """Batch 32 x 1024 on GPUs (8 sequences a device from 4 on); 8 x 128 on CPUs."""
-    if cluster.device.kind == "cpu":
-        return Workload(global_batch_size=max(8, 2 * cluster.num_devices), seq_len=128)
+def default_workload(cluster: Cluster, model: AnyModel) -> Workload:
+    """Batch 32 x 1024 on GPUs (8 sequences a device from 4 on), 8 x 128 on CPUs; of images as
+    many, each a sequence of length 1."""
+    on_cpu, devices = cluster.device.kind == "cpu", cluster.num_devices
+    longest = 1 if isinstance(model, WideResNet) else model.max_seq_len
     return Workload(
-        global_batch_size=max(32, 8 * cluster.num_devices), seq_len=min(1024, model.max_seq_len)
+        global_batch_size=max(8, 2 * devices) if on_cpu else max(32, 8 * devices),
+        seq_len=min(128 if on_cpu else 1024, longest),
     )

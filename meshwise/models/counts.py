@@ -2,36 +2,71 @@
 
 from typing import Literal
 
-from meshwise.models import gpt
+from meshwise.models import decoder, gpt, wide_resnet
 from meshwise.models.backward import training_step
-from meshwise.models.graph import num_bytes, num_elements
-from meshwise.spec import Model, Workload
+from meshwise.models.decoder import ROUTER_BIAS, Weight
+from meshwise.models.graph import num_bytes
+from meshwise.spec import AnyModel, Decoder, Model, WideResNet, Workload
 from meshwise.spec.layout import Recompute
 
 Convention = Literal["torchtitan", "megatron", "alpa"]
 
 
-def num_parameters(model: Model) -> int:
+def num_parameters(model: AnyModel) -> int:
     """Exact count of the module in ``nn/``, a tied weight once."""
-    graph = gpt.forward(model, 1, 1, "fp32")
-    return sum(num_elements(tensor, graph.sizes) for tensor in graph.parameters())
+    return sum(
+        weight.num_elements for weight in weights(model) if not weight.name.endswith(ROUTER_BIAS)
+    )
 
 
-def step_flops(model: Model, workload: Workload, convention: Convention = "torchtitan") -> float:
+def weights(model: AnyModel) -> list[Weight]:
+    """Every weight in module order, a tied one once."""
+    return wide_resnet.weights(model) if isinstance(model, WideResNet) else decoder.weights(model)
+
+
+def step_flops(model: AnyModel, workload: Workload, convention: Convention = "torchtitan") -> float:
     """FLOPs of one training step (forward and backward), as each project counts them.
 
-    torchtitan: tokens * (6 (N - lookups) + 12 L h s), attention not halved; the tied head is a
-    product and stays in N, the position table is a lookup and leaves it.
-    megatron: the same with causal attention halved. alpa: 72 B s h^2 L (1 + s/6h) + 6 B s h V
-    (Alpa's util.py; no biases, no norms; a feed-forward of 4h assumed).
+    torchtitan: tokens * (6 (N - lookups) + 12 L h s), attention not halved, of the experts those
+    that a token goes through; a tied head is a product and stays in N, tables of embeddings and
+    positions are lookups and leave it. megatron: the same with causal attention halved. alpa: 72 B
+    s h^2 L (1 + s/6h) + 6 B s h V (Alpa's util.py; no biases, no norms; a feed-forward of 4h
+    assumed). Of images: 6 a multiplication of convolutions and the head, whatever the convention.
     """
+    if isinstance(model, WideResNet):
+        return float(wide_resnet.step_flops(model, workload.global_batch_size))
     h, s, layers = model.hidden, workload.seq_len, model.layers
     if convention == "alpa":
         b = workload.global_batch_size
         return 72 * b * s * h**2 * layers * (1 + s / (6 * h)) + 6 * b * s * h * model.vocab
-    products = num_parameters(model) - model.max_seq_len * h
-    attention = 12 * layers * h * s * (0.5 if convention == "megatron" else 1)
-    return workload.tokens * (6 * products + attention)
+    attention = 6 * layers * s * attention_width(model)
+    return workload.tokens * (
+        6 * active_parameters(model) + attention * (0.5 if convention == "megatron" else 1)
+    )
+
+
+def attention_width(model: Model | Decoder) -> int:
+    """Elements of a token's keys and values over all query heads: 2h for most."""
+    if isinstance(model, Model):
+        return 2 * model.hidden
+    mla = model.mla
+    values = model.head_dim if mla is None else mla.v_head_dim
+    return model.heads * (model.head_dim + values)
+
+
+def active_parameters(model: Model | Decoder) -> int:
+    """Those that one token is multiplied by: of ``num_experts`` only ``top_k``, no lookups."""
+    total, moe = 0, model.experts
+    for weight in decoder.weights(model):
+        if weight.name == "positions.weight" or weight.name.endswith(ROUTER_BIAS):
+            continue
+        if weight.name == "embed.weight" and not (isinstance(model, Model) or model.tied):
+            continue
+        used = weight.num_elements
+        if moe is not None and ".experts." in weight.name:
+            used = used * moe.top_k // moe.num_experts
+        total += used
+    return total
 
 
 def saved_activation_bytes(

@@ -63,6 +63,18 @@ def num_parameters(model: Decoder | Model) -> int:
 
 
 def _gpt_weights(model: Model) -> Iterator[Weight]:
+    for weight in _dense_weights(replace(model, experts=None)):
+        index = int(weight.unit.split(".")[1]) if weight.unit != "root" else -1
+        kind = weight.name.removeprefix(f"{weight.unit}.").split(".")[0]
+        if index < 0 or kind not in ("up", "down") or not model.has_experts(index):
+            yield weight
+        elif weight.name.endswith("up.weight"):  # all of the experts' in the place of the first
+            assert model.experts is not None
+            for name, shape in _stacked(model.experts, model.hidden, gated=False, bias=True):
+                yield Weight(f"{weight.unit}.{name}", shape, weight.unit)
+
+
+def _dense_weights(model: Model) -> Iterator[Weight]:
     graph = gpt.forward(model, 1, 1, "fp32")
     fused = {"heads", "three", "head_dim"}  # one dim of the module's weight
     for tensor in graph.parameters():
@@ -137,14 +149,18 @@ def _first_product(model: Decoder, width: int) -> tuple[str, int]:
     return ("gate_up", 2 * width) if model.gated else ("up", width)
 
 
-def _experts(model: Decoder, moe: Experts) -> Shapes:
-    yield from _linear("router", moe.num_experts, model.hidden, False)
+def _stacked(moe: Experts, hidden: int, *, gated: bool, bias: bool) -> Shapes:
+    yield from _linear("router", moe.num_experts, hidden, False)
     if moe.router_bias:
         yield ROUTER_BIAS, (moe.num_experts,)
     stacked = (moe.num_experts,)
-    first, width = _first_product(model, moe.ffn)
-    yield from _linear(f"experts.{first}", width, model.hidden, model.mlp_bias, stacked)
-    yield from _linear("experts.down", model.hidden, moe.ffn, model.mlp_bias, stacked)
+    first, width = ("gate_up", 2 * moe.ffn) if gated else ("up", moe.ffn)
+    yield from _linear(f"experts.{first}", width, hidden, bias, stacked)
+    yield from _linear("experts.down", hidden, moe.ffn, bias, stacked)
+
+
+def _experts(model: Decoder, moe: Experts) -> Shapes:
+    yield from _stacked(moe, model.hidden, gated=model.gated, bias=model.mlp_bias)
     if moe.shared_ffn:
         yield from _feed_forward(model, moe.shared_ffn, "shared.")
     if moe.shared_gate:

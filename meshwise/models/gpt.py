@@ -34,6 +34,11 @@ def forward(
     Of a stage of ``layers`` layers (by default all), numbered from 0 whichever they are in the
     model, so that equal stages are one graph.
     """
+    if model.experts is not None:
+        raise ValueError(
+            f"{model.name or 'the model'} has experts: its layouts are run, not priced yet; give "
+            "the layout yourself"
+        )
     if seq > model.max_seq_len:
         raise ValueError(
             f"seq_len = {seq}: {model.name or 'the model'} has positions for {model.max_seq_len}; "

@@ -1,1 +1,28 @@
-"""Models as plain torch modules: single-device mathematics only."""
+"""Plain torch models: single-device mathematics only."""
+
+from meshwise.nn.gpt import GPT
+from meshwise.nn.llama import Llama
+from meshwise.nn.stage import Attend, Stage, causal
+from meshwise.nn.wide_resnet import WideResNet
+from meshwise.spec import AnyModel, Decoder, Model
+from meshwise.spec.recipe import Routing
+
+__all__ = ["GPT", "Llama", "Stage", "WideResNet", "build"]
+
+
+def build(
+    model: AnyModel,
+    layers: range | None = None,
+    *,
+    attend: Attend = causal,
+    routing: Routing = "learned",
+) -> Stage:
+    """The module of a model, or of a stage of it. Build it under ``torch.device("meta")``.
+
+    ``attend``: how heads attend, ``routing``: how experts are chosen, where there are any.
+    """
+    if isinstance(model, Model):
+        return GPT(model, layers, attend=attend, routing=routing)
+    if isinstance(model, Decoder):
+        return Llama(model, layers, attend=attend, routing=routing)
+    return WideResNet(model, layers)

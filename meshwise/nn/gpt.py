@@ -1,7 +1,7 @@
 """A GPT-2 style decoder in plain torch: what one device computes, and nothing about devices.
 
-In: tokens [batch, seq] of int64. Out: logits [batch, seq, vocab]; ``loss`` turns them into one
-number. Pre-norm blocks after Radford et al. 2019 (GPT-2): x + attention(norm(x)), then
+In: tokens [batch, seq] of int64. Out: logits [batch, seq, vocab]. Pre-norm blocks after Radford et
+al. 2019 (GPT-2): x + attention(norm(x)), then
 x + mlp(norm(x)); learned positions, biases everywhere but in the tied head, GELU in its tanh form.
 
 The rows of the fused qkv weight are ordered [heads, 3, head_dim], so that a split of them by tp
@@ -14,26 +14,14 @@ Parameters: layers*(12*hidden^2 + 13*hidden) for ffn = 4*hidden, + vocab*hidden
 + max_seq_len*hidden + 2*hidden.
 """
 
-import zlib
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwise.nn.experts import MoE
+from meshwise.nn.stage import Attend, Layer, Stage, causal
 from meshwise.spec import Model
-
-INIT_STD = 0.02
-
-Part = Callable[[Tensor], Tensor]
-Run = Callable[[Part, Tensor], Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[b,s,heads,head_dim] each, and so is what comes out."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+from meshwise.spec.recipe import Routing
 
 
 class SelfAttention(nn.Module):
@@ -61,36 +49,32 @@ class MLP(nn.Module):
         self.down = nn.Linear(model.ffn, model.hidden)
 
 
-def call(part: Part, x: Tensor) -> Tensor:
-    return part(x)
+class GPTLayer(Layer):
+    """One transformer layer: x[b,s,hidden] -> [b,s,hidden]; with experts in place of the MLP where
+    the model has them."""
 
-
-class Layer(nn.Module):
-    """One transformer layer: x[b,s,hidden] -> [b,s,hidden].
-
-    ``whole`` runs the layer and ``part`` each piece that is cheap to compute but dear to keep: a
-    norm or the activation, with the product that reads it. Recomputation replaces these two.
-    """
-
-    whole: Run = staticmethod(call)
-    part: Run = staticmethod(call)
-
-    def __init__(self, model: Model, attend: Attend = causal) -> None:
+    def __init__(
+        self, model: Model, index: int, attend: Attend = causal, routing: Routing = "learned"
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(model.hidden)
         self.attention = SelfAttention(model, attend)
         self.norm2 = nn.LayerNorm(model.hidden)
-        self.mlp = MLP(model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.whole(self.compute, x)
+        self.dense = not model.has_experts(index)
+        if self.dense:
+            self.mlp = MLP(model)
+        else:
+            assert model.experts is not None
+            self.moe = MoE(model.hidden, model.experts, gated=False, bias=True, routing=routing)
 
     def compute(self, x: Tensor) -> Tensor:
         qkv = self.part(lambda x: self.attention.qkv(self.norm1(x)), x)
         x = x + self.attention.out(self.attention.attend(qkv))
-        up = self.part(lambda x: self.mlp.up(self.norm2(x)), x)
-        down = self.part(lambda up: self.mlp.down(F.gelu(up, approximate="tanh")), up)
-        return x + down
+        if self.dense:
+            up = self.part(lambda x: self.mlp.up(self.norm2(x)), x)
+            down: Tensor = self.part(lambda up: self.mlp.down(F.gelu(up, approximate="tanh")), up)
+            return x + down
+        return x + self.moe(self.norm2(x))  # type: ignore[no-any-return]
 
 
 class Positions(nn.Module):
@@ -123,37 +107,49 @@ class Head(nn.Module):
         return self.projection(self.norm(x))  # type: ignore[no-any-return]
 
 
-class GPT(nn.Module):
+class GPT(Stage):
     """The whole model, or a pipeline stage of it: the layers in ``layers``, with the embedding if
     they are the first and the head if they are the last.
 
-    Build it under ``torch.device("meta")`` and call ``init_weights`` later. Parameters are named
-    as in the whole model, but a head without the embedding has a copy of its weight. ``attend``:
-    q, k, v -> out, each [b,s,heads,head_dim], in every layer; by default causal and of one rank.
+    A head without the embedding has a copy of its weight. ``attend``: q, k, v -> out, each
+    [b,s,heads,head_dim], in every layer; by default causal and of one rank.
     """
 
     def __init__(
-        self, model: Model, layers: range | None = None, *, attend: Attend = causal
+        self,
+        model: Model,
+        layers: range | None = None,
+        *,
+        attend: Attend = causal,
+        routing: Routing = "learned",
     ) -> None:
-        super().__init__()
         layers = layers or range(model.layers)
-        self.first, self.last = layers.start == 0, layers.stop == model.layers
+        super().__init__(layers, model.layers)
         if self.first:
             self.embed = nn.Embedding(model.vocab, model.hidden)
             self.positions = Positions(model)
-        self.layers = nn.ModuleDict({str(i): Layer(model, attend) for i in layers})
+        self.layers = nn.ModuleDict({str(i): GPTLayer(model, i, attend, routing) for i in layers})
         if self.last:
             self.head = Head(model)
         self.tie()
 
+    @property
+    def tied(self) -> nn.Parameter | None:
+        if not (self.first or self.last):
+            return None
+        weight = self.embed.weight if self.first else self.head.projection.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
     def tie(self) -> None:
-        """Make embedding and projection one parameter (again, after anything replaced either)."""
         if self.first and self.last:
             self.head.projection.weight = self.embed.weight
 
+    def origin(self, name: str) -> str:
+        return "embed.weight" if name == "head.projection.weight" else name
+
     def at(self, positions: Tensor) -> None:
-        """From now on tokens stand at ``positions`` [s], on the device of the weights; a stage
-        without the embedding needs none. Not with tensor parallelism."""
+        """A stage without the embedding needs none."""
         if not self.first:
             return
         most, rows = int(positions.max()) if len(positions) else 0, len(self.positions.weight)
@@ -163,39 +159,8 @@ class GPT(nn.Module):
             )
         self.positions.at = positions
 
-    def init_weights(self, seed: int) -> None:
-        for name, parameter in self.named_parameters():
-            value = initial_value(name, parameter.shape, seed, parameter.device)
-            with torch.no_grad():
-                parameter.copy_(value)
+    def begin(self, x: Tensor) -> Tensor:
+        return self.positions(self.embed(x))  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens [b,s], or what the stage before made of them; logits, or what the next needs."""
-        if self.first:
-            x = self.positions(self.embed(x))
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.head(x) if self.last else x
-
-
-def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in fp32 of logits[b,s,vocab] for targets[b,s]."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))
-
-
-def initial_value(name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
-    """The whole fp32 parameter ``name`` (as in ``GPT.named_parameters``) at the start.
-
-    A head's copy of the embedding starts as the embedding does.
-
-    Weights are normal(0, 0.02), norms 1, biases 0. It depends on (seed, name) only, so every
-    layout can cut its share out of the same model without ever holding more than one parameter.
-    """
-    if name == "head.projection.weight":
-        name = "embed.weight"
-    if name.endswith(".bias"):
-        return torch.zeros(shape, device=device)
-    if "norm" in name:
-        return torch.ones(shape, device=device)
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-    return torch.empty(shape, device=device).normal_(0.0, INIT_STD, generator=generator)
+    def end(self, x: Tensor) -> Tensor:
+        return self.head(x)  # type: ignore[no-any-return]

@@ -26,17 +26,18 @@ def against(results: Sequence[StepResult], quantity: Quantity) -> svg.Figure | N
     points: list[tuple[str, Outcome]] = [
         (result.plan.layout.name, outcome)
         for result in results
-        if (outcome := getattr(result, quantity)) is not None
+        if (outcome := getattr(result, quantity)) is not None and outcome.predicted is not None
     ]
     if not points:
         return None
-    top = 1.12 * max(max(outcome.high, outcome.measured) for _, outcome in points)
+    top = 1.12 * max(max(outcome.high or 0.0, outcome.measured) for _, outcome in points)
 
     def paint(axes: "Axes") -> None:
         axes.plot([0, top], [0, top], color=svg.MUTED, linestyle=(0, (4, 3)), linewidth=1)
         names = list(dict.fromkeys(name for name, _ in points))
         labelled = set()
         for name, o in points:
+            assert o.predicted is not None and o.low is not None and o.high is not None
             spread = [[max(0.0, o.predicted - o.low)], [max(0.0, o.high - o.predicted)]]
             axes.errorbar(
                 o.measured, o.predicted, yerr=spread, fmt="o", capsize=3, markersize=6,
@@ -101,14 +102,16 @@ def breakdown(
 
 
 def _bars(plan: Plan | None, results: Sequence[StepResult], quantity: Quantity) -> list[_Bar]:
-    """Every run; without one, the plan's best five layouts."""
+    """Every run with a prediction; without one, the plan's best five layouts."""
     found = []
     for result in results:
+        if result.plan.prediction is None:
+            continue
         outcome: Outcome | None = getattr(result, quantity)
         measured = None if outcome is None else outcome.measured
         parts = getattr(result.plan.prediction, f"{quantity}_parts")
         found.append(_Bar(result.plan.layout.name, parts, measured))
-    if not found and plan is not None:
+    if not found and plan is not None and plan.prediction is not None:
         best = [(plan.layout, plan.prediction)]
         best += [(rival.layout, rival.prediction) for rival in plan.runners_up[:4]]
         found = [
@@ -120,7 +123,7 @@ def _bars(plan: Plan | None, results: Sequence[StepResult], quantity: Quantity) 
 
 def pipeline(plan: Plan | None) -> svg.Figure | None:
     """Who works when, a row for each pipeline rank; so many microbatches as show the rhythm."""
-    if plan is None or not plan.prediction.stage_times:
+    if plan is None or plan.prediction is None or not plan.prediction.stage_times:
         return None
     layout, times = plan.layout, plan.prediction.stage_times
     count = min(layout.num_microbatches, 4 * layout.pp)

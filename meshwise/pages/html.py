@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwise.pages import collectives, figures, operators, samples, show, tables
+from meshwise.pages import collectives, figures, operators, ran, samples, show, tables
 from meshwise.pages.steps import StepResult
 from meshwise.pages.svg import Figure
 from meshwise.pages.table import Table
@@ -104,6 +104,8 @@ def _headlines(contents: Contents) -> list[Headline]:
     if plan is None:
         return []
     prediction = plan.prediction
+    if prediction is None:
+        return [Headline("layout", plan.layout.name, "given, not priced")]
     shown = [
         Headline("best layout", plan.layout.name, f"of {plan.num_considered} considered"),
         Headline(
@@ -141,7 +143,7 @@ def _outcome(contents: Contents) -> Section:
     return Section(
         title,
         figures=tuple(figure for figure in drawn if figure is not None),
-        tables=tuple(tables.steps(contents.results)),
+        tables=tuple(ran.steps(contents.results)),
     )
 
 
@@ -154,6 +156,8 @@ def _plan(contents: Contents) -> Section:
     shown = tuple(figure for figure in drawn if figure is not None)
     if contents.plan is None:
         return Section(title, ("There is no plan; `meshwise plan` makes one.",), shown)
+    if contents.plan.prediction is None:
+        return Section(title, figures=shown, tables=tuple(tables.plan(contents.plan)))
     *candidates, parts = tables.plan(contents.plan)
     return Section(title, figures=shown, tables=tuple(candidates), folded=(parts,))
 

@@ -1,6 +1,6 @@
 """Any of our records as tables."""
 
-from meshwise.pages import health, samples, tables
+from meshwise.pages import health, ran, samples, tables
 from meshwise.pages.steps import result
 from meshwise.pages.table import Table
 from meshwise.spec import Cluster, Costs, Plan, Record, RunInfo, Sample
@@ -27,4 +27,4 @@ def of(record: Cluster | Costs | Plan | Run) -> list[Table]:
     if record.info.plan is None:
         return samples.run(record.info, record.samples)
     found = result(record.info, list(record.samples))
-    return [samples.state(record.info, record.samples), *tables.steps([found])]
+    return [samples.state(record.info, record.samples), *ran.steps([found])]

@@ -3,9 +3,18 @@
 import re
 from collections.abc import Callable, Sequence
 
-from meshwise.pages.steps import CONVENTION, Outcome, StepResult
+from meshwise.pages.steps import CONVENTION
 from meshwise.pages.table import Table
-from meshwise.spec import Candidate, Cluster, Costs, HeldOut, Plan
+from meshwise.spec import (
+    AnyModel,
+    Candidate,
+    Cluster,
+    Costs,
+    HeldOut,
+    Plan,
+    WideResNet,
+    Workload,
+)
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
 ABSENT = "–"
@@ -26,7 +35,6 @@ PARTS_LEGEND = (
     "holds a gathered copy too."
 )
 PEAK_NOTE = "memory peaks on "
-CHECK_LEGEND = "Loss error: largest relative difference from one device in fp32 over three steps."
 
 
 def percent(value: float | None, sign: bool = False) -> str:
@@ -168,11 +176,14 @@ def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
 
 
 def plan(chosen: Plan) -> list[Table]:
-    """The best layouts, what the constraints removed, the nearest that does not fit."""
+    """The best layouts, what the constraints removed, the nearest that does not fit; of a plan
+    without a prediction its layout alone."""
+    if chosen.prediction is None:
+        return [_given([chosen], ("It was given, not priced.", LAYOUT_LEGEND))]
     best = Candidate(layout=chosen.layout, prediction=chosen.prediction)
     candidates = (best, *chosen.runners_up)
     legend = (*_last_row(candidates), LAYOUT_LEGEND, MFU_LEGEND)
-    ranked = _ranked(_headline(chosen), candidates, legend)
+    ranked = _ranked(headline(chosen), candidates, legend)
     return [
         ranked,
         *warnings(chosen.prediction.notes),
@@ -199,17 +210,39 @@ def warnings(notes: Sequence[str]) -> list[Table]:
 
 def layouts(plans: Sequence[Plan]) -> Table:
     """What ``run --dry-run`` would execute."""
-    chosen = [Candidate(layout=plan.layout, prediction=plan.prediction) for plan in plans]
-    return _ranked(_headline(plans[0]), chosen, ("Nothing was run.",))
+    nothing = ("Nothing was run.",)
+    chosen = [
+        Candidate(layout=plan.layout, prediction=plan.prediction)
+        for plan in plans
+        if plan.prediction is not None
+    ]
+    if len(chosen) < len(plans):
+        return _given(plans, nothing)
+    return _ranked(headline(plans[0]), chosen, nothing)
 
 
-def _headline(chosen: Plan) -> str:
-    work = chosen.workload
+def _given(plans: Sequence[Plan], legend: tuple[str, ...]) -> Table:
+    rows = tuple(
+        (plan.layout.name, str(plan.layout.num_devices), plan.recipe.optimizer) for plan in plans
+    )
+    return Table(headline(plans[0]), ("layout", "devices", "optimizer"), rows, legend, left=1)
+
+
+def headline(chosen: Plan) -> str:
+    """What runs where."""
     return (
         f"{chosen.model.name or 'model'} on {chosen.layout.num_devices} devices of "
-        f"{chosen.cluster.name}: batch {work.global_batch_size} x {work.seq_len}, "
+        f"{chosen.cluster.name}: batch {batch(chosen.model, chosen.workload)}, "
         f"{chosen.dtype}, {chosen.lowering}"
     )
+
+
+def batch(model: AnyModel, workload: Workload) -> str:
+    """``8 x 512`` sequences and tokens, ``32 x 224 x 224`` images."""
+    size = workload.global_batch_size
+    if isinstance(model, WideResNet):
+        return f"{size} x {model.image_size} x {model.image_size}"
+    return f"{size} x {workload.seq_len}"
 
 
 def _ranked(title: str, candidates: Sequence[Candidate], legend: tuple[str, ...]) -> Table:
@@ -252,7 +285,7 @@ def _why(constraint: str) -> str:
 
 def stages(chosen: Plan) -> list[Table]:
     """What each stage of a pipeline holds, and how long a microbatch takes there."""
-    times = chosen.prediction.stage_times
+    times = chosen.prediction.stage_times if chosen.prediction else ()
     if not times:
         return []
     busy = [0.0] * chosen.layout.pp
@@ -284,6 +317,7 @@ def stages(chosen: Plan) -> list[Table]:
 def parts(chosen: Plan) -> Table:
     """Where the best layout spends a step and its memory."""
     prediction = chosen.prediction
+    assert prediction is not None
     rows = [
         (
             "time",
@@ -305,94 +339,3 @@ def parts(chosen: Plan) -> Table:
     peak = [f"The {note}." for note in prediction.notes if note.startswith(PEAK_NOTE)]
     columns = ("of", "part", "amount", "share")
     return Table(title, columns, tuple(rows), (*peak, PARTS_LEGEND), left=2)
-
-
-def steps(results: Sequence[StepResult]) -> list[Table]:
-    """Predicted beside measured, time then memory; how fast that is; what failed."""
-    done = [result for result in results if result.time is not None]
-    if not done:
-        return failures(results)
-    kinds = " and ".join(sorted({result.memory_kind for result in done}))
-    times = tuple(
-        (
-            result.plan.layout.name,
-            *_outcome(result.time, format_seconds),
-            *_spread(result),
-            str(result.num_steps),
-        )
-        for result in done
-    )
-    compared = ("layout", "predicted", "interval", "measured", "error")
-    memory = tuple(
-        (result.plan.layout.name, *_outcome(result.memory, format_bytes)) for result in done
-    )
-    checked = any(result.check_loss_error is not None for result in done)
-    speed = ("layout", "tokens/s", "FLOP/s a device", "MFU", "parameters")
-    return [
-        Table(
-            f"Step time, predicted beside measured: {_headline(done[0].plan)}",
-            (*compared, "interval", "mean", "std", "steps"),
-            times,
-            (
-                "error = predicted/measured - 1; * marks a measurement outside the prediction's "
-                "interval. Measured: median over steps of the slowest rank.",
-                f"First interval: the prediction's. Second: {INTERVAL}.",
-            ),
-        ),
-        Table(
-            "Peak memory, predicted beside measured",
-            compared,
-            memory,
-            (f"Measured: largest over ranks, {kinds}.",),
-        ),
-        Table(
-            "As it ran",
-            (*speed, "loss error") if checked else speed,
-            tuple(_rates(result, checked) for result in done),
-            (MFU_LEGEND, *((CHECK_LEGEND,) if checked else ())),
-        ),
-        *failures(results),
-    ]
-
-
-def _outcome(outcome: Outcome | None, show: Callable[[float], str]) -> tuple[str, str, str, str]:
-    if outcome is None:
-        return (ABSENT,) * 4
-    return (
-        show(outcome.predicted),
-        interval(outcome.low, outcome.high, show),
-        show(outcome.measured) + ("" if outcome.within else " *"),
-        percent(outcome.error, sign=True),
-    )
-
-
-def _spread(result: StepResult) -> tuple[str, str, str]:
-    assert result.measured_low_s is not None and result.measured_high_s is not None
-    assert result.mean_s is not None and result.std_s is not None
-    spread = interval(result.measured_low_s, result.measured_high_s)
-    return spread, format_seconds(result.mean_s), format_seconds(result.std_s)
-
-
-def _rates(result: StepResult, checked: bool) -> tuple[str, ...]:
-    assert result.tokens_per_s is not None and result.flops_per_device_per_s is not None
-    row = (
-        result.plan.layout.name,
-        format_count(result.tokens_per_s),
-        format_rate(result.flops_per_device_per_s, "FLOP/s"),
-        percent(result.mfu),
-        format_count(result.num_parameters),
-    )
-    error = result.check_loss_error
-    return (*row, ABSENT if error is None else f"{error:.1e}") if checked else row
-
-
-def failures(results: Sequence[StepResult]) -> list[Table]:
-    """Runs without a measured step, with what ended them."""
-    rows = tuple(
-        (result.plan.layout.name, result.status, result.reason, result.run_id)
-        for result in results
-        if result.time is None
-    )
-    return (
-        [Table("Not measured", ("layout", "status", "reason", "run"), rows, left=4)] if rows else []
-    )

@@ -1,9 +1,9 @@
-"""Applies a layout to a GPT or a stage of one: tensor parallelism, recomputation, compilation,
-data parallelism.
+"""Applies a layout to a model or a stage of one: tensor, expert and context parallelism,
+recomputation, compilation, data parallelism.
 
-In: a GPT built on the meta device, the Layout within a pipeline rank, its mesh. Out: the same
-module with initialised weights, each rank holding its share. The order is torchtitan's: DTensor
-hooks are compiled with the layer, FSDP2's run outside the compiled code.
+In: a module of ``nn`` built on the meta device, a rank's ``Place``. Out: the same module with
+initialised weights, each rank holding its share. The order is torchtitan's: DTensor hooks are
+compiled with the layer, FSDP2's run outside the compiled code.
 """
 
 from collections.abc import Callable
@@ -13,77 +13,108 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwise.nn import gpt
-from meshwise.parallel import data, recompute, tensor
-from meshwise.spec import Layout
+from meshwise.nn import GPT, Stage, initial
+from meshwise.nn.experts import MoE
+from meshwise.nn.stage import Layer, cross_entropy
+from meshwise.parallel import data, fp8, offload, recompute, tensor, torch_private
+from meshwise.parallel.mesh import Place
+from meshwise.spec import Layout, Recipe
 
 Lowering = Literal["eager", "compiled"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def parallelize(
-    model: gpt.GPT,
-    layout: Layout,
-    mesh: DeviceMesh,
+    model: Stage,
+    place: Place,
     *,
     dtype: str,
     lowering: Lowering,
+    recipe: Recipe | None = None,
     seed: int = 0,
-) -> gpt.GPT:
-    """Lay the model out; its weights are those of ``GPT.init_weights(seed)`` under any layout.
+) -> Stage:
+    """Lay the model out; its weights are those of ``Stage.init_weights(seed)`` under any layout.
 
     Each unit is filled and sharded before the next is allocated, so a rank holds its share of
     the model plus one unit and one whole parameter at most.
     """
+    recipe, layout = recipe or Recipe(), place.layout
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: training runs in fp32 or bf16; plan for one of them")
-    if layout.tp > 1:
-        tensor.apply(model, mesh["tp"], layout.sequence_parallel)
-    device = _device(mesh)
+    tensor.apply(model, place)
+    device = device_of(place.mesh)
     sharded = data.is_needed(layout, dtype)
+    masters = torch.bfloat16 if recipe.weights == "bf16" and dtype == "bf16" else torch.float32
     kinds = layout.recomputed(len(model.layers))
+    if lowering == "compiled":
+        torch_private.allow_graphs(64)
+        torch_private.overlap_products(recipe.async_tp, place.mesh["tp"].get_group())
     for (index, layer), kind in zip(model.layers.items(), kinds, strict=True):
-        assert isinstance(layer, gpt.Layer)
-        _fill(layer, f"layers.{index}", seed, device)
-        recompute.apply(layer, kind)
+        assert isinstance(layer, Layer)
+        fill(model, layer, f"layers.{index}", seed, device, masters)
+        if recipe.fp8 and dtype == "bf16":
+            fp8.apply(layer)
+        recompute.apply(layer, kind, lowering)
         if lowering == "compiled":
-            # attention over ranks is no one graph
-            layer.compile(fullgraph=layer.attention.heads is gpt.causal, dynamic=False)
+            layer.compile(fullgraph=is_one_graph(layer, layout), dynamic=False)
         if sharded:
-            data.shard(layer, layout, mesh, dtype, root=False)
-    if model.first:
-        _fill(model.embed, "embed", seed, device)
-        _fill(model.positions, "positions", seed, device)
-    if model.last:
-        _fill(model.head.norm, "head.norm", seed, device)
-        if not model.first:
-            _fill(model.head.projection, "head.projection", seed, device)
+            data.shard(layer, place, dtype, recipe, root=False)
+    for name, child in model.named_children():
+        if name != "layers":
+            fill(model, child, name, seed, device, masters)
     model.tie()
     if sharded:
-        data.shard(model, layout, mesh, dtype, root=True)
+        data.shard(model, place, dtype, recipe, root=True)
+        if recipe.prefetch > 1:
+            data.prefetch(list(model.layers.values()), recipe.prefetch)
+    if recipe.offload:
+        offload.apply(model)
     return model
 
 
-def _device(mesh: DeviceMesh) -> torch.device:
+def stand_at(model: Stage, positions: Tensor, place: Place) -> None:
+    """Say where this rank's tokens stand; learned positions are split like everything else."""
+    model.at(positions)
+    if place.layout.tp > 1 and isinstance(model, GPT) and model.first:
+        model.positions.at = DTensor.from_local(positions, place.mesh["tp"], [Replicate()])
+
+
+def is_one_graph(layer: Layer, layout: Layout) -> bool:
+    """Attention over ranks and tokens on their way to experts are not compiled."""
+    return layout.cp == 1 and not any(isinstance(module, MoE) for module in layer.modules())
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
 
 
-def _fill(module: nn.Module, name: str, seed: int, device: torch.device) -> None:
-    """Allocate a module's parameters on the device and give them their initial values."""
+def fill(
+    model: Stage, module: nn.Module, name: str, seed: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Allocate a module's parameters on the device and give them their initial values. One that is
+    filled already, since it is tied, gets the same again. Buffers (statistics) stay fp32."""
     module.to_empty(device=device)
+    if dtype != torch.float32:
+        module.to(dtype)
+        for part in module.modules():
+            for name_of, buffer in part.named_buffers(recurse=False):
+                setattr(part, name_of, buffer.float())
     for full_name, parameter in module.named_parameters(prefix=name):
-        value = gpt.initial_value(full_name, parameter.shape, seed, device)
+        value = initial.initial_value(model.origin(full_name), parameter.shape, seed, device)
         if isinstance(parameter, DTensor):  # every rank made the whole value: cut, send nothing
             value = distribute_tensor(
                 value, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
         with torch.no_grad():
             parameter.copy_(value)
+    for part in module.modules():
+        if hasattr(part, "reset_buffers"):
+            part.reset_buffers()  # type: ignore[operator]
 
 
 def loss_function(layout: Layout, lowering: Lowering) -> Loss:
@@ -92,16 +123,15 @@ def loss_function(layout: Layout, lowering: Lowering) -> Loss:
     Compiled, the fp32 copies of the logits are never written to memory. With tp the logits stay
     split by vocabulary; call it, and the backward, inside ``loss_context``.
     """
-    compute: Loss = gpt.loss
+    compute: Loss = cross_entropy
     if lowering == "compiled":
-        compute = torch.compile(gpt.loss, fullgraph=True, dynamic=False)
+        compute = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
     if layout.tp == 1:
         return compute
 
     def local_loss(logits: Tensor, targets: Tensor) -> Tensor:
         whole = compute(logits, targets)
-        assert isinstance(whole, DTensor)
-        return whole.to_local()
+        return whole.to_local() if isinstance(whole, DTensor) else whole
 
     return local_loss
 

@@ -1,6 +1,6 @@
 """Data parallelism and ZeRO through FSDP2's ``fully_shard``: one unit per layer, one for the rest.
 
-In: a module (already split by tp) and a layout. Afterwards parameters, gradients and optimizer
+In: a module (already split by tp) and a place. Afterwards parameters, gradients and optimizer
 state are fp32 shards; for bf16 a unit casts its parameters when it gathers them, and gradients
 are reduced in fp32, so fp32 masters cost no extra copy. Rajbhandari et al. 2020 (ZeRO), as
 
@@ -13,17 +13,22 @@ are reduced in fp32, so fp32 masters cost no extra copy. Rajbhandari et al. 2020
   that copy is the compute copy, which mixed precision needs anyway; in fp32 it is overhead).
 
 With ``replicas`` (HSDP) a gradient is scattered within a group of shards, then all-reduced between
-the groups. A mesh of one rank is sharded too when there is a dtype to cast to or a tp axis.
+the groups. A mesh of one rank is sharded too when there is a dtype to cast to or a tp axis. Ranks
+that share sequences (cp) are data ranks like others. Experts that are divided (ep) are units on a
+mesh of their own; their gradients come as sums over ep ranks and are meant as means, which the
+exchange of tokens sees to.
 """
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
+from meshwise.nn.experts import MoE
 from meshwise.parallel import torch_private
-from meshwise.parallel.mesh import data_axes
-from meshwise.spec import Layout
+from meshwise.parallel.mesh import Place, data_axes
+from meshwise.spec import Layout, Recipe
 
 
 def is_needed(layout: Layout, dtype: str) -> bool:
@@ -31,16 +36,52 @@ def is_needed(layout: Layout, dtype: str) -> bool:
     return layout.num_devices > 1 or dtype != "fp32"
 
 
-def shard(unit: nn.Module, layout: Layout, mesh: DeviceMesh, dtype: str, *, root: bool) -> None:
+def shard(unit: nn.Module, place: Place, dtype: str, recipe: Recipe, *, root: bool) -> None:
     """Make a module one unit of gathering and scattering; the root after all others.
 
     The root of zero 3 is left to torch, which keeps it gathered: its backward comes first.
     """
+    zero = place.layout.zero
+    reduce_dtype = torch.bfloat16 if recipe.reduce == "bf16" else torch.float32
     policy = MixedPrecisionPolicy()
     if dtype == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reshard = None if root and layout.zero == 3 else layout.zero == 3
-    fully_shard(unit, mesh=data_axes(mesh), reshard_after_forward=reshard, mp_policy=policy)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    if place.experts is not None:
+        for module in unit.modules():
+            if isinstance(module, MoE) and not isinstance(module.experts, FSDPModule):
+                _fully_shard(module.experts, place.experts, policy, zero == 3)
+    _fully_shard(unit, place.mesh, policy, None if root and zero == 3 else zero == 3)
+
+
+def _fully_shard(
+    unit: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool | None
+) -> None:
+    fully_shard(
+        unit,
+        mesh=data_axes(mesh),
+        reshard_after_forward=reshard,
+        mp_policy=policy,
+        shard_placement_fn=_beside,
+    )
+
+
+def _beside(parameter: nn.Parameter) -> Shard | None:
+    """Shards lie in dim 0, but where tp cut parts of that one by one: torch puts such a weight
+    together in a wrong order."""
+    in_parts = isinstance(parameter, DTensor) and any(
+        torch_private.cuts_parts(placement) and placement.dim == 0
+        for placement in parameter.placements
+    )
+    return Shard(1) if in_parts else None
+
+
+def prefetch(units: list[nn.Module], count: int) -> None:
+    """Gather ``count`` units ahead of the one that computes; torch by itself one."""
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for index, unit in enumerate(sharded):
+        unit.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + count])
+        before = sharded[max(0, index - count) : index]
+        unit.set_modules_to_backward_prefetch(before[::-1])
 
 
 def before_backward(model: nn.Module, layout: Layout, *, last: bool) -> None:

@@ -2,7 +2,8 @@
 
 In: a Layout whose degrees multiply to the number of joined ranks. Out: a ``Place``. Rank r of a
 pipeline rank is number r % tp of its tp group, and tp groups are neighbours; then come the shards
-of one copy of the model, then the copies: axes ``replica``, ``shard``, ``tp``.
+of one copy of the model, then the copies: axes ``replica``, ``shard``, ``tp``. Ranks that share a
+sequence (cp) are neighbouring data ranks, and so are those that divide a set of experts (ep).
 
 Every rank makes all groups in the same order, its own or not. On GPUs each boundary between two
 stages has one communicator forward and one backward, so that neither direction and no other
@@ -28,12 +29,15 @@ class Link(NamedTuple):
 
 class Place(NamedTuple):
     """``layout`` is that within the pipeline rank; ``links`` by the stage before the boundary, the
-    ends of the pipeline linked as -1."""
+    ends of the pipeline linked as -1. ``experts``: the same ranks with an axis ``ep``; ``context``:
+    the ranks that share this one's sequences. Both only where the layout has them."""
 
     layout: Layout
     pipeline_rank: int
     mesh: DeviceMesh
     links: Mapping[int, Link]
+    experts: DeviceMesh | None = None
+    context: dist.ProcessGroup | None = None
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -41,7 +45,15 @@ class Place(NamedTuple):
         world = dist.group.WORLD
         assert world is not None
         of_links = [group for link in self.links.values() for group in link]
-        return [world, *self.mesh.get_all_groups(), *of_links]
+        others = self.experts.get_all_groups() if self.experts is not None else []
+        others += [self.context] if self.context is not None else []
+        return [world, *self.mesh.get_all_groups(), *others, *of_links]
+
+    @property
+    def data_groups(self) -> list[dist.ProcessGroup]:
+        """Groups whose sums, one after the other, are over all ranks with other tokens."""
+        axes = (self.mesh["replica"], self.mesh["shard"])
+        return [axis.get_group() for axis in axes if axis.size() > 1]
 
 
 def build(layout: Layout, device_type: str) -> Place:
@@ -51,16 +63,34 @@ def build(layout: Layout, device_type: str) -> Place:
             f"layout {layout.name} needs {layout.num_devices} ranks, but {dist.get_world_size()} "
             f"joined; start {layout.num_devices} (--nproc {layout.num_devices})"
         )
-    meshes = [_mesh(layout, rank, device_type) for rank in range(layout.pp)]
     mine = layout.pipeline_rank_of(dist.get_rank())
-    return Place(layout.of_rank(mine), mine, meshes[mine], _links(layout, device_type))
+    made = [_meshes(layout, rank, device_type) for rank in range(layout.pp)]
+    mesh, experts, context = made[mine]
+    links = _links(layout, device_type)
+    return Place(layout.of_rank(mine), mine, mesh, links, experts, context)
 
 
-def _mesh(layout: Layout, pipeline_rank: int, device_type: str) -> DeviceMesh:
+def _meshes(
+    layout: Layout, pipeline_rank: int, device_type: str
+) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None]:
+    """Of one pipeline rank: of its weights, of its experts, and this rank's context group."""
     inside = layout.of_rank(pipeline_rank)
-    shape = (inside.dp // inside.shards, inside.shards, inside.tp)
-    devices = torch.tensor(layout.devices_of(pipeline_rank)).view(shape)
-    return DeviceMesh(device_type, devices, mesh_dim_names=("replica", "shard", "tp"))
+    devices = torch.tensor(layout.devices_of(pipeline_rank))
+    copies, shards, tp, ep = inside.data_ranks // inside.shards, inside.shards, inside.tp, inside.ep
+    mesh = DeviceMesh(
+        device_type, devices.view(copies, shards, tp), mesh_dim_names=("replica", "shard", "tp")
+    )
+    experts = context = None
+    if ep > 1:
+        divided = (copies, shards // ep, ep, tp) if inside.zero else (copies // ep, 1, ep, tp)
+        axes = ("replica", "shard", "ep", "tp")
+        experts = DeviceMesh(device_type, devices.view(divided), mesh_dim_names=axes)
+    if inside.cp > 1:
+        tokens = devices.view(inside.dp, inside.cp, tp)
+        shared = DeviceMesh(device_type, tokens, mesh_dim_names=("dp", "cp", "tp"))
+        here = dist.get_rank() in devices.tolist()
+        context = shared["cp"].get_group() if here else None
+    return mesh, experts, context
 
 
 def _links(layout: Layout, device_type: str) -> dict[int, Link]:

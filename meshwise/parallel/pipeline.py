@@ -5,10 +5,10 @@ In: a rank's ``Place``, its stages (each already laid out), its row of the table
 microbatches. Out: gradients in the parameters, and the loss where the last stage is.
 
 A stage's result is cut by the mesh that made it and needed as the next stage's mesh cuts it: rows
-over dp, positions over tp with sequence parallelism, copies over tp without. ``reshard`` plans who
-sends which part to whom; equal meshes come out as one message to the counterpart. Gradients
-travel the other way. Receives are started one action ahead, sends are not waited for, so that
-messages travel beside computation.
+over dp, positions over cp and over tp with sequence parallelism, copies over tp without.
+``reshard`` plans who sends which part to whom; equal meshes come out as one message to the
+counterpart. Gradients travel the other way. Receives are started one action ahead, sends are not
+waited for, so that messages travel beside computation.
 
 Each stage's data parallelism takes the mean over its own dp ranks, so a gradient that crosses from
 dp = a to dp = b ranks is scaled by b / a.
@@ -20,10 +20,11 @@ from functools import partial
 from itertools import zip_longest
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwise.nn.gpt import GPT
+from meshwise import models, nn
 from meshwise.parallel import tied, torch_private
 from meshwise.parallel.data import after_split_backward, before_backward, before_split_backward
 from meshwise.parallel.mesh import Link, Place
@@ -31,9 +32,14 @@ from meshwise.reshard.regions import Layout as Regions
 from meshwise.reshard.regions import placed
 from meshwise.reshard.transports import p2p
 from meshwise.schedule import Action, stages_of, table
-from meshwise.spec import Layout, Model, Workload, rank_of
+from meshwise.spec import AnyModel, Layout, Workload, rank_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Mark = Callable[[str], object]
+
+
+def unmarked(_: str) -> None:
+    """Nobody asks what begins when."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Boundary:
 
     forward: p2p.Route  # of activations
     backward: p2p.Route  # of their gradients
+    shape: tuple[int, ...]  # of a microbatch's activation on this rank
     scale: float  # of a gradient that has crossed
 
     def route(self, action: Action) -> p2p.Route:
@@ -52,7 +59,7 @@ class Boundary:
 @dataclass(frozen=True)
 class Stage:
     number: int
-    module: GPT
+    module: nn.Stage
     before: Boundary | None  # None: there is no such stage, or it is on this rank
     after: Boundary | None
 
@@ -64,7 +71,6 @@ class Pipeline:
     layout: Layout  # within this pipeline rank
     stages: dict[int, Stage]
     row: tuple[Action, ...]
-    activation: tuple[int, int, int]  # shape of a microbatch between stages, on this rank
     dtype: torch.dtype
     device: torch.device
     tied: tied.Tie | None
@@ -73,22 +79,29 @@ class Pipeline:
 def build(
     place: Place,
     layout: Layout,
-    model: Model,
+    model: AnyModel,
     workload: Workload,
     row: tuple[Action, ...],
-    make: Callable[[range], GPT],
+    make: Callable[[range], nn.Stage],
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Pipeline:
     """Link the stages of this rank, each made by ``make`` from the layers it holds."""
-    shape = (layout.microbatch_rows, workload.seq_len, model.hidden)
     mine = stages_of(layout.schedule, place.pipeline_rank, layout.pp, layout.stages_per_rank)
     layers = layout.stage_layers(model.layers)
     modules = {number: make(layers[number]) for number in mine}
     # Connected in one order on all ranks, the tie last: see p2p.connected.
     boundaries = {
-        stage: _boundary(layout, stage, shape, link, device)
+        stage: _boundary(
+            layout,
+            stage,
+            models.stream_shape(
+                model, layout.microbatch_rows, workload.seq_len, layers[stage].stop
+            ),
+            link,
+            device,
+        )
         for stage, link in sorted(place.links.items())
         if stage >= 0
     }
@@ -97,65 +110,79 @@ def build(
         number: Stage(number, module, boundaries.get(number - 1), boundaries.get(number))
         for number, module in modules.items()
     }
-    inside = place.layout
-    seq_len = workload.seq_len // (inside.tp if inside.sequence_parallel else 1)
     return Pipeline(
-        layout=inside,
+        layout=place.layout,
         stages=stages,
         row=row,
-        activation=(inside.microbatch_size, seq_len, model.hidden),
         dtype=dtype,
         device=device,
         tied=tie,
     )
 
 
-def alone(model: GPT, layout: Layout, device: torch.device) -> Pipeline:
+def alone(model: nn.Stage, layout: Layout, device: torch.device) -> Pipeline:
     """A whole model on one device, in fp32."""
     row = table("none", 1, 1, layout.num_microbatches)[0]
     stages = {0: Stage(0, model, None, None)}
-    return Pipeline(layout, stages, row, (0, 0, 0), torch.float32, device, None)
+    return Pipeline(layout, stages, row, torch.float32, device, None)
 
 
 def _boundary(
     layout: Layout, stage: int, shape: tuple[int, ...], link: Link, device: torch.device
 ) -> Boundary:
     ends = [rank_of(layout.schedule, s, layout.pp) for s in (stage, stage + 1)]
-    here, there = [_activations(layout, rank, shape) for rank in ends]
+    here, there = [activations(layout, rank, shape) for rank in ends]
     dp = [layout.of_rank(rank).dp for rank in ends]
+    mine = [piece for piece in (*here, *there) if piece.rank == dist.get_rank()]
     return Boundary(
+        shape=mine[0].box.shape,
         forward=p2p.connected(here, there, link.forward, device),
         backward=p2p.connected(there, here, link.backward, device),
         scale=dp[0] / dp[1],
     )
 
 
-def _activations(layout: Layout, pipeline_rank: int, shape: tuple[int, ...]) -> Regions:
-    """Who holds what of a microbatch's activation [rows, seq, hidden]."""
+def activations(layout: Layout, pipeline_rank: int, shape: tuple[int, ...]) -> Regions:
+    """Who holds what of a microbatch's activation [rows, seq, hidden] (of images [rows, channels,
+    height, width])."""
     inside = layout.of_rank(pipeline_rank)
-    pieces = placed(shape, (inside.dp, inside.tp), (0, 1 if inside.sequence_parallel else None))
+    over_tp = 1 if inside.sequence_parallel else None
+    over_cp = 1 if inside.cp > 1 else None
+    pieces = placed(shape, (inside.dp, inside.cp, inside.tp), (0, over_cp, over_tp))
     devices = layout.devices_of(pipeline_rank)
     return tuple(piece._replace(rank=devices[piece.rank]) for piece in pieces)
 
 
 def run(
-    pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: Loss
+    pipeline: Pipeline,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    loss: Loss,
+    mark: Mark = unmarked,
 ) -> Tensor:
     """Forward and backward of all microbatches; their mean loss, 0 where the last stage is not.
 
-    ``inputs`` and ``targets``: this rank's rows of each microbatch.
+    ``inputs`` and ``targets``: this rank's rows of each microbatch. ``mark`` is told what begins:
+    an action (``F 0.3``: forward of stage 0, microbatch 3), ``wait`` (for its message) or
+    ``exchange`` (what is left to send, and the tied weight's gradients).
     """
     step = _Step(pipeline, inputs, targets, loss)
+    step.mark = mark
     for action, following in zip_longest(pipeline.row, pipeline.row[1:]):
         step.expect(action)
         if following is not None:
             step.expect(following)
         step.work(action)
+    mark("exchange")
     for sending in step.sending:
         sending.wait()
     if pipeline.tied is not None:
         pipeline.tied.add_gradients()
     return step.total
+
+
+def _name(action: Action) -> str:
+    return f"{action.kind} {action.stage}.{action.microbatch}"
 
 
 def _needed(action: Action) -> tuple[bool, int, int]:
@@ -164,18 +191,13 @@ def _needed(action: Action) -> tuple[bool, int, int]:
     return action.kind == "F", action.stage, action.microbatch
 
 
-class _Step:
-    """One step under way: its graphs, and its messages."""
+class Messages:
+    """What goes between the stages: to and from other ranks, and between those of this rank."""
 
-    def __init__(
-        self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: Loss
-    ) -> None:
-        self.pipeline, self.inputs, self.targets, self.loss = pipeline, inputs, targets, loss
-        self.total = torch.zeros((), device=pipeline.device)
-        self.split = any(action.kind == "I" for action in pipeline.row)
-        self.last_of = {(action.kind, action.stage): action for action in pipeline.row}
-        self.saved: dict[tuple[int, int], tuple[Tensor, Tensor | GradientEdge]] = {}
-        self.postponed: dict[tuple[int, int], Callable[[], None]] = {}
+    mark: Mark = staticmethod(unmarked)
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
         self.received: dict[Action, p2p.Receiving] = {}
         self.handed: dict[tuple[bool, int, int], Tensor] = {}  # between stages of this rank
         self.sending: list[p2p.Sending] = []
@@ -187,12 +209,15 @@ class _Step:
         if boundary is None or action.kind == "W" or action in self.received:
             return
         built, route = self.pipeline, boundary.route(action)
-        self.received[action] = p2p.receive(route, built.activation, built.dtype, built.device)
+        self.received[action] = p2p.receive(route, boundary.shape, built.dtype, built.device)
 
     def take(self, action: Action) -> Tensor:
         """What ``expect`` asked for, or what another stage of this rank left; nobody else's."""
         if action in self.received:
-            return self.received.pop(action).wait()
+            self.mark("wait")
+            value = self.received.pop(action).wait()
+            self.mark(_name(action))
+            return value
         return self.handed.pop(_needed(action))
 
     def give(self, value: Tensor, action: Action, boundary: Boundary | None) -> None:
@@ -200,14 +225,30 @@ class _Step:
         if boundary is None:
             self.handed[_needed(action)] = value
             return
-        assert value.dtype == self.pipeline.dtype and value.shape == self.pipeline.activation
+        assert value.dtype == self.pipeline.dtype and value.shape == boundary.shape
         self.sending = [sending for sending in self.sending if not sending.is_done()]
         self.sending.append(p2p.send(boundary.route(action), value))
+
+
+class _Step(Messages):
+    """One step under way: its graphs, and its messages."""
+
+    def __init__(
+        self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: Loss
+    ) -> None:
+        super().__init__(pipeline)
+        self.inputs, self.targets, self.loss = inputs, targets, loss
+        self.total = torch.zeros((), device=pipeline.device)
+        self.split = any(action.kind == "I" for action in pipeline.row)
+        self.last_of = {(action.kind, action.stage): action for action in pipeline.row}
+        self.saved: dict[tuple[int, int], tuple[Tensor, Tensor | GradientEdge]] = {}
+        self.postponed: dict[tuple[int, int], Callable[[], None]] = {}
 
     def work(self, action: Action) -> None:
         stage, key = self.pipeline.stages[action.stage], (action.stage, action.microbatch)
         layout, module = self.pipeline.layout, stage.module
         last = self.last_of[action.kind, action.stage] == action
+        self.mark(_name(action))
         if action.kind == "F":
             self.saved[key] = self.forward(stage, action)
         elif action.kind == "B":

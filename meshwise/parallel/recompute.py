@@ -2,26 +2,63 @@
 
 full keeps a layer's input and nothing else (Chen et al. 2016). selective keeps the results of the
 matrix products and of attention, and computes again what is cheap: the norms and the activation
-function, each as it is needed by the product behind it. torch ends a recomputation at the last
-tensor that backward asks for, so those products themselves are not repeated.
+function, each as it is needed by the product behind it.
+
+In eager code the cheap pieces are checkpoints of their own; torch ends a recomputation at the last
+tensor that backward asks for, so the products behind them are not repeated. A compiler would see
+them as one piece with their products and repeat those too, so compiled layers say of every operator
+whether its result is kept.
 """
 
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from functools import partial
+from typing import Any, Literal
 
-from meshwise.nn.gpt import Layer, Part
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from meshwise.nn.stage import Layer, Part
 from meshwise.spec import Recompute
 
+_ATEN = torch.ops.aten
+KEPT = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN.convolution.default,
+        _ATEN._grouped_mm.default,
+        _ATEN._scaled_mm.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_reduce.default,
+    }
+)
 
-def apply(layer: Layer, recompute: Recompute) -> None:
+
+def apply(layer: Layer, recompute: Recompute, lowering: Literal["eager", "compiled"]) -> None:
     """Do it before the layer is compiled or sharded."""
     if recompute == "full":
         layer.whole = _forgetting
+    elif recompute == "selective" and lowering == "compiled":
+        context = partial(create_selective_checkpoint_contexts, _policy)
+        layer.whole = partial(_forgetting, context_fn=context)
     elif recompute == "selective":
         layer.part = _forgetting
 
 
-def _forgetting(part: Part, x: Tensor) -> Tensor:
+def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    keep = operator in KEPT
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _forgetting(part: Part, x: Tensor, **options: Any) -> Any:
     # There is no dropout, so no state of a random generator to restore.
-    result: Tensor = checkpoint(part, x, use_reentrant=False, preserve_rng_state=False)
-    return result
+    return checkpoint(part, x, use_reentrant=False, preserve_rng_state=False, **options)

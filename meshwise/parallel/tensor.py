@@ -1,44 +1,48 @@
-"""Tensor and sequence parallelism of a GPT through DTensor, in place, on the tp axis of a mesh.
+"""Tensor and sequence parallelism through DTensor, in place, on the tp axis of a mesh.
 
-Weights (Shoeybi et al. 2019, Megatron-LM): qkv and up are split by rows (col in plan.json), out
-and down by columns (row), embedding and head by vocabulary. Activations between those are whole
-on every rank, or with ``sequence_parallel`` split by position (Korthikanti et al. 2022). Logits
-stay split by vocabulary and are a DTensor; ``data.loss_context`` computes their loss that way.
+Weights (Shoeybi et al. 2019, Megatron-LM): what heads or ffn are made of is split by rows (col in
+plan.json), what reads them by columns (row), embedding and head by vocabulary; experts in
+``parallel.experts``. Activations between those are whole on every rank, or with
+``sequence_parallel`` split by position (Korthikanti et al. 2022). Logits stay split by vocabulary
+and are a DTensor; ``apply.loss_context`` computes their loss that way.
 
 Every parameter becomes a DTensor on the tp mesh, norms and positions as replicas, so that
-gradients that are partial sums are known to be.
+gradients that are partial sums are known to be. Fewer key and value heads than ranks are computed
+by several ranks each.
 """
 
+from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
 )
 
-from meshwise.nn.gpt import GPT, Head, Layer
-from meshwise.spec import Layout, Model, Workload
+from meshwise.models.fits import check as check  # what can be cut, is cut here
+from meshwise.nn import llama
+from meshwise.nn.experts import MoE
+from meshwise.nn.gpt import GPT, GPTLayer, Head
+from meshwise.nn.llama import DecoderLayer, Llama
+from meshwise.nn.stage import Stage
+from meshwise.nn.wide_resnet import WideResNet as WideResNetModule
+from meshwise.parallel import channels, experts
+from meshwise.parallel.mesh import Place
 
-SEQ_DIM = 1
-
-
-def check(model: Model, workload: Workload, layout: Layout) -> None:
-    """Refuse, by name, a layout that this model and sequence length cannot be cut into."""
-    rules = [("heads", model.heads), ("ffn", model.ffn)]
-    if layout.sequence_parallel:
-        rules.append(("seq_len", workload.seq_len))
-    for name, size in rules:
-        if size % layout.tp:
-            raise ValueError(f"Layout.tp = {layout.tp}: must divide {name} = {size}")
-    if workload.seq_len > model.max_seq_len:
-        raise ValueError(
-            f"Workload.seq_len = {workload.seq_len}: must be <= max_seq_len = {model.max_seq_len} "
-            "of the model"
-        )
+SEQ_DIM, HEADS_DIM = 1, 2
 
 
 def _stream(sequence_parallel: bool) -> Placement:
@@ -58,25 +62,106 @@ def _replicate(module: nn.Module, tp_mesh: DeviceMesh, stream: Placement) -> Non
     distribute_module(module, tp_mesh, input_fn=read, output_fn=write)  # type: ignore[arg-type]
 
 
-def apply_layer(layer: Layer, tp_mesh: DeviceMesh, sequence_parallel: bool) -> Layer:
+def _share(module: nn.Module, tp_mesh: DeviceMesh, stream: Placement) -> None:
+    """Give a module all of the stream, and take its result as a part of a sum."""
+
+    def read(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor]:
+        whole = DTensor.from_local(inputs[0], mesh, [stream]).redistribute(mesh, [Replicate()])
+        return (whole.to_local(grad_placements=[Partial()]),)
+
+    def write(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+        parts = DTensor.from_local(output, mesh, [Partial()])
+        return parts.redistribute(mesh, [stream]).to_local()
+
+    module.register_forward_pre_hook(lambda m, inputs: read(m, inputs, tp_mesh))
+    module.register_forward_hook(lambda m, _, output: write(m, output, tp_mesh))
+
+
+def split_gpt_layer(layer: GPTLayer, tp_mesh: DeviceMesh, sequence_parallel: bool) -> GPTLayer:
     """Split one layer; its input and output are local tensors, [b,s/tp,hidden] when sp."""
     stream = _stream(sequence_parallel)
     _replicate(layer.norm1, tp_mesh, stream)
     _replicate(layer.norm2, tp_mesh, stream)
-    parallelize_module(
-        layer,
-        tp_mesh,
-        {
-            "attention.qkv": ColwiseParallel(input_layouts=stream),
-            "attention.out": RowwiseParallel(output_layouts=stream),
-            "mlp.up": ColwiseParallel(input_layouts=stream),
-            "mlp.down": RowwiseParallel(output_layouts=stream),
-        },
-    )
+    plan = {
+        "attention.qkv": ColwiseParallel(input_layouts=stream),
+        "attention.out": RowwiseParallel(output_layouts=stream),
+    }
+    if layer.dense:
+        plan["mlp.up"] = ColwiseParallel(input_layouts=stream)
+        plan["mlp.down"] = RowwiseParallel(output_layouts=stream)
+    parallelize_module(layer, tp_mesh, plan)
     return layer
 
 
-def apply_head(head: Head, tp_mesh: DeviceMesh, sequence_parallel: bool) -> Head:
+def split_decoder_layer(
+    layer: DecoderLayer, tp_mesh: DeviceMesh, sequence_parallel: bool
+) -> DecoderLayer:
+    """The same for a Llama-type layer; what reads one input fetches it once."""
+    stream, once = _stream(sequence_parallel), Replicate()
+    for norm in (layer.norm1, layer.norm2):
+        _replicate(norm, tp_mesh, stream)
+    fetch = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(once,))
+    plan: dict[str, Any] = {"qkv": fetch, "out": RowwiseParallel(output_layouts=stream)}
+    if isinstance(layer.qkv, llama.QKV):
+        plan["qkv.q"] = ColwiseParallel(input_layouts=once)
+        for name in ("k", "v"):
+            if layer.qkv.kv_heads % tp_mesh.size():
+                _repeat_heads(getattr(layer.qkv, name), tp_mesh, layer.qkv.head_dim)
+            else:
+                plan[f"qkv.{name}"] = ColwiseParallel(input_layouts=once)
+        for name, module in layer.attention.named_children():
+            if name.endswith("_norm"):
+                _replicate(module, tp_mesh, Shard(HEADS_DIM))
+    else:
+        _split_latent(layer.qkv, tp_mesh, plan)
+    if layer.dense:
+        plan["gate_up"] = fetch
+        for name, _ in layer.gate_up.named_children():
+            plan[f"gate_up.{name}"] = ColwiseParallel(input_layouts=once)
+        plan["down"] = RowwiseParallel(output_layouts=stream)
+    parallelize_module(layer, tp_mesh, plan)
+    return layer
+
+
+def _split_latent(qkv: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, Any]) -> None:
+    """What leads down to the latent rows is whole on every rank, what leads up split by heads."""
+    for name, module in qkv.named_children():
+        if name in ("q", "q_up", "kv_up"):
+            plan[f"qkv.{name}"] = ColwiseParallel(input_layouts=Replicate())
+        else:
+            distribute_module(module, tp_mesh)
+
+    def local(_: nn.Module, __: Any, output: Any) -> tuple[Tensor, ...]:
+        return tuple(
+            x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x for x in output
+        )
+
+    qkv.register_forward_hook(local)
+
+
+def _repeat_heads(linear: nn.Linear, tp_mesh: DeviceMesh, head_dim: int) -> None:
+    """Each rank computes the one head that its queries read, several ranks the same one."""
+    distribute_module(linear, tp_mesh)
+    rows = repeated_rows(linear.out_features // head_dim, head_dim, tp_mesh)
+    linear.forward = partial(_product_of_rows, linear, rows)  # type: ignore[method-assign]
+
+
+def repeated_rows(heads: int, head_dim: int, tp_mesh: DeviceMesh) -> slice:
+    """The rows of a weight of fewer heads than ranks that make this rank's head."""
+    head = tp_mesh.get_local_rank() * heads // tp_mesh.size()
+    return slice(head * head_dim, (head + 1) * head_dim)
+
+
+def _product_of_rows(linear: nn.Linear, rows: slice, x: DTensor) -> Tensor:
+    weight, bias = experts.local(linear.weight), linear.bias
+    return F.linear(
+        experts.local(x), weight[rows], None if bias is None else experts.local(bias)[rows]
+    )
+
+
+def split_head(
+    head: Head | llama.Head, tp_mesh: DeviceMesh, sequence_parallel: bool
+) -> Head | llama.Head:
     """Split the projection by vocabulary; the logits are a DTensor split in their last dim."""
     stream = _stream(sequence_parallel)
     _replicate(head.norm, tp_mesh, stream)
@@ -87,20 +172,34 @@ def apply_head(head: Head, tp_mesh: DeviceMesh, sequence_parallel: bool) -> Head
     return head
 
 
-def apply(model: GPT, tp_mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
-    """Split a whole model, or a stage of one."""
+def apply(model: Stage, place: Place) -> None:
+    """Split a whole model, or a stage of one, over tp, and its experts over ep."""
+    if isinstance(model, WideResNetModule):
+        channels.divide(model, place)
+        return
+    for module in list(model.modules()):
+        if isinstance(module, MoE):
+            experts.divide(module, place)
+            if place.layout.tp > 1:
+                _share(module, place.mesh["tp"], _stream(place.layout.sequence_parallel))
+    if place.layout.tp > 1:
+        assert isinstance(model, GPT | Llama)
+        _split(model, place.mesh["tp"], place.layout.sequence_parallel)
+        model.tie()  # the splits made two parameters of one
+
+
+def _split(model: GPT | Llama, tp_mesh: DeviceMesh, sequence_parallel: bool) -> None:
     stream = _stream(sequence_parallel)
     if model.first:
-        parallelize_module(
-            model,
-            tp_mesh,
-            {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)},
-        )
-        _replicate(model.positions, tp_mesh, stream)
+        embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+        parallelize_module(model, tp_mesh, {"embed": embed})
+        if isinstance(model, GPT):
+            _replicate(model.positions, tp_mesh, stream)
     for layer in model.layers.values():
-        assert isinstance(layer, Layer)
-        apply_layer(layer, tp_mesh, sequence_parallel)
+        if isinstance(layer, GPTLayer):
+            split_gpt_layer(layer, tp_mesh, sequence_parallel)
+        else:
+            assert isinstance(layer, DecoderLayer)
+            split_decoder_layer(layer, tp_mesh, sequence_parallel)
     if model.last:
-        apply_head(model.head, tp_mesh, sequence_parallel)
-    model.tie()  # the splits made two parameters of one
-    return model
+        split_head(model.head, tp_mesh, sequence_parallel)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.nn.gpt import GPT
+from meshwise.nn import Stage
 from meshwise.parallel.mesh import Place
 from meshwise.reshard.regions import Layout as Regions
 from meshwise.reshard.regions import placed
 from meshwise.reshard.transports import p2p
-from meshwise.spec import Layout, Model, rank_of
+from meshwise.spec import AnyModel, Layout, WideResNet, rank_of
 
 
 @dataclass(frozen=True)
@@ -58,33 +58,34 @@ def _local(weight: nn.Parameter) -> Tensor:
 def tie(
     place: Place,
     layout: Layout,
-    model: Model,
-    stages: Mapping[int, GPT],
+    model: AnyModel,
+    stages: Mapping[int, Stage],
     device: torch.device,
 ) -> Tie | None:
     """This rank's part in the tie of the pipeline's ends, if it has one."""
     ends = [stages[number] for number in (0, layout.num_stages - 1) if number in stages]
-    weights = [end.embed.weight if end.first else end.head.projection.weight for end in ends]
-    assert all(isinstance(weight, nn.Parameter) for weight in weights)
+    weights = [weight for end in ends if (weight := end.tied) is not None]
     if not weights:
         return None
+    assert not isinstance(model, WideResNet)
     if len(weights) == 2:
-        return Tie(weights[0], False, weights[1], None, None)  # type: ignore[arg-type]
+        return Tie(weights[0], False, weights[1], None, None)
     ranks = [rank_of(layout.schedule, s, layout.pp) for s in (layout.num_stages - 1, 0)]
-    last, first = [_vocabulary(layout, rank, model) for rank in ranks]
+    shape = (model.vocab, model.hidden)
+    last, first = [_vocabulary(layout, rank, shape) for rank in ranks]
     to_first = p2p.connected(last, first, place.links[-1].forward, device)
     to_last = p2p.connected(first, last, place.links[-1].backward, device)
     out, back = (to_last, to_first) if ends[0].first else (to_first, to_last)
-    return Tie(weights[0], ends[0].last, None, out, back)  # type: ignore[arg-type]
+    return Tie(weights[0], ends[0].last, None, out, back)
 
 
-def _vocabulary(layout: Layout, pipeline_rank: int, model: Model) -> Regions:
+def _vocabulary(layout: Layout, pipeline_rank: int, shape: tuple[int, int]) -> Regions:
     """Who holds which rows of the embedding: cut over tp, each part over the shards."""
     inside = layout.of_rank(pipeline_rank)
-    pieces = placed((model.vocab, model.hidden), (inside.tp, inside.shards), (0, 0))
+    pieces = placed(shape, (inside.tp, inside.shards), (0, 0))
     devices = layout.devices_of(pipeline_rank)
     found = []
-    for replica in range(inside.dp // inside.shards):
+    for replica in range(inside.data_ranks // inside.shards):
         for piece in pieces:
             tp_rank, shard = divmod(piece.rank, inside.shards)
             place = (replica * inside.shards + shard) * inside.tp + tp_rank

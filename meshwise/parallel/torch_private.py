@@ -5,12 +5,13 @@ Tried on torch 2.11 and 2.13.
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Shard
 
 Postponed = list[dict[str, Any]]
 
@@ -40,6 +41,20 @@ def scale(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def overlap_products(wanted: bool, group: dist.ProcessGroup) -> None:
+    """Let the compiler move the slices of a gather and of a reduction through symmetric memory,
+    while the product beside it works on others.
+
+    torchtitan switches it on by the same two names; there are no public ones.
+    """
+    if torch._inductor.config._micro_pipeline_tp != wanted:
+        torch._inductor.config._micro_pipeline_tp = wanted
+    if wanted:
+        from torch.distributed import _symmetric_memory
+
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+
+
 def sleep(cycles: int) -> None:
     """Keep the current CUDA stream, and nothing else of the device, busy for so many cycles."""
     torch.cuda._sleep(cycles)
@@ -52,6 +67,15 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tenso
     """
     torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
     return out
+
+
+def allow_graphs(count: int) -> None:
+    """Let one function be compiled this many times, for layers of different shapes and settings.
+
+    torch refuses after 8. Of the public ``torch.compiler.config`` only 2.13 is known to have it.
+    """
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(count, limits.recompile_limit)
 
 
 def backward_of_input(
@@ -78,3 +102,20 @@ def backward_of_weights(weights: Iterable[nn.Parameter], postponed: Postponed) -
 def end_backward(model: nn.Module) -> None:
     """What FSDP2 does when autograd has ended, for gradients that no hook of its saw."""
     fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def cut(dim: int, parts: int) -> Placement:
+    """A placement that cuts each of so many equal parts of a dim over an axis, as a fused [q|k|v].
+
+    The public ``Shard`` cuts a dim once. FSDP2 uses this one for dims that tp has cut too.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+
+
+def cuts_parts(placement: Placement) -> TypeGuard[Shard]:
+    """Whether it is one that ``cut`` makes of several parts; it has a dim like a public shard."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)

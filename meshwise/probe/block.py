@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwise.nn.gpt import Head, Layer
+from meshwise.nn.gpt import GPTLayer, Head
 from meshwise.parallel import mesh, tensor
 from meshwise.parallel.apply import Lowering, loss_context, loss_function
 from meshwise.probe.work import Work, torch_dtype
@@ -131,12 +131,13 @@ class _Built:
 
 def _module(op: Block, tp_mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
     with device:
-        module = (Layer if op.part == "layer" else Head)(op.model).to(torch_dtype(op.dtype))
+        made = GPTLayer(op.model, 0) if op.part == "layer" else Head(op.model)
+        module = made.to(torch_dtype(op.dtype))
     if tp_mesh is None:
         return module
-    if isinstance(module, Layer):
-        return tensor.apply_layer(module, tp_mesh, op.sequence_parallel)
-    return tensor.apply_head(module, tp_mesh, op.sequence_parallel)
+    if isinstance(module, GPTLayer):
+        return tensor.split_gpt_layer(module, tp_mesh, op.sequence_parallel)
+    return tensor.split_head(module, tp_mesh, op.sequence_parallel)
 
 
 def _storage(held: Tensor) -> torch.UntypedStorage:

@@ -105,6 +105,11 @@ def holdings(model: Decoder | Model, layout: WeightLayout) -> Holdings:
 def of_plan(plan: Plan) -> Holdings:
     """What ``meshwise run`` lays out, by the parameters' names in ``nn.GPT``: fp32 whatever the
     plan computes in, cut by tp, then by FSDP2 over the shards of dp (see ``parallel.data``)."""
+    if not isinstance(plan.model, Model) or plan.model.experts is not None:
+        raise ValueError(
+            f"Plan.model {plan.model.name!r}: where a plan puts weights is known for dense GPTs; "
+            "give the module without the plan, its DTensors say what each rank holds"
+        )
     stages = []
     for stage in plan.stages:
         _check(plan.model, WeightLayout(tp=stage.tp))

@@ -16,6 +16,7 @@ from meshwise.spec.op import (
     Overlap,
 )
 from meshwise.spec.plan import (
+    AnyModel,
     Candidate,
     Infeasible,
     Part,
@@ -26,13 +27,16 @@ from meshwise.spec.plan import (
     StageTimes,
     stages_of,
 )
+from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import Record, digest
 from meshwise.spec.refit import Resharding
 from meshwise.spec.run import Case, Derived, DeviceState, Regime, RunInfo, Sample, Step
+from meshwise.spec.vision import WideResNet
 from meshwise.spec.weights import WeightLayout
 
 __all__ = [
     "DTYPE_BYTES",
+    "AnyModel",
     "Attention",
     "Block",
     "Candidate",
@@ -61,6 +65,7 @@ __all__ = [
     "Part",
     "Plan",
     "Prediction",
+    "Recipe",
     "Recompute",
     "Record",
     "Regime",
@@ -75,6 +80,7 @@ __all__ = [
     "Surface",
     "Tier",
     "WeightLayout",
+    "WideResNet",
     "Workload",
     "digest",
     "rank_of",

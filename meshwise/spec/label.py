@@ -8,6 +8,7 @@ from meshwise.spec.long_attention import LongAttention
 from meshwise.spec.op import Attention, Collective, Elementwise, Gemm, Op, Overlap
 from meshwise.spec.refit import Resharding
 from meshwise.spec.run import Case, Step
+from meshwise.spec.vision import WideResNet
 from meshwise.units import format_bytes
 
 
@@ -73,7 +74,12 @@ def _of_op(op: Op | Step | Resharding | LongAttention) -> str:
         return f"refit {op.scenario or op.model.name} {op.mode}{_choices(op)}"
     family = type(op.model).__struct_config__.tag
     if isinstance(op, Step):
-        return f"step {op.model.name or f'{family} h{op.model.hidden}'} {op.layout.name}"
+        if isinstance(op.model, WideResNet):
+            width = f"c{op.model.channels}"
+        else:
+            width = f"h{op.model.hidden}"
+        name = op.model.name or f"{family} {width}"
+        return f"{'step' if op.mode == 'train' else op.mode} {name} {op.layout.name}"
     parallel = f" tp{op.tp}" + ("+sp" if op.sequence_parallel else "") if op.tp > 1 else ""
     sizes = f"{family} h{op.model.hidden} mb{op.microbatch_size}"
     return f"{op.part} {sizes}{parallel} {op.direction}"

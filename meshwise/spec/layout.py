@@ -1,6 +1,6 @@
 """How a model is laid out: the degree of every mesh axis, and how model and batch are cut.
 
-Ranks are numbered with tp innermost, then the shards of a dp group, its replicas, and the
+Ranks are numbered with tp innermost, then cp, then the shards of a dp group, its replicas, and the
 pipeline outermost: every pipeline rank is a range of neighbouring ranks. Its pp=1 view,
 ``Layout.of_rank``, is all that data and tensor parallelism within it need to know.
 """
@@ -51,8 +51,10 @@ class Workload(Record, kw_only=True):
 class Layout(Record, kw_only=True):
     """Degrees of the mesh axes and the cut of the batch.
 
-    ``zero``: 0 replicates the model over dp, 1 shards optimizer state, 2 gradients too, 3
-    parameters too; over dp / ``replicas`` ranks, which ``replicas`` groups repeat (HSDP).
+    ``cp``: ranks that share each sequence. The dp * cp data ranks hold copies of the model, or
+    shards of one. ``zero``: 0 replicates the model over them, 1 shards optimizer state, 2 gradients
+    too, 3 parameters too; ``replicas`` groups of ranks repeat the shards (HSDP). ``ep``: over how
+    many of the ranks that would share an expert's copies the experts themselves are divided.
     ``schedule``: of the pipeline, see ``meshwise.schedule``; ``stages_per_rank`` stages each.
     ``recompute``: what backward computes again: nothing, the norms and activation functions
     (selective) or whole layers (full); in the first ``recompute_layers`` layers of each stage,
@@ -63,8 +65,10 @@ class Layout(Record, kw_only=True):
     """
 
     dp: Positive = 1
+    cp: Positive = 1
     tp: Positive = 1
     pp: Positive = 1
+    ep: Positive = 1
     zero: Annotated[int, Meta(ge=0, le=3)] = 0
     replicas: Positive = 1
     sequence_parallel: bool = False
@@ -80,12 +84,12 @@ class Layout(Record, kw_only=True):
     def check(self) -> None:
         widest_dp = max((dp for dp, _ in self.meshes), default=self.dp)
         widest_tp = max((tp for _, tp in self.meshes), default=self.tp)
-        if self.zero and widest_dp == 1:
-            self.fail("zero", "shards over dp, which is 1; use zero = 0")
+        if self.zero and widest_dp * self.cp == 1:
+            self.fail("zero", "shards over dp and cp, which are 1; use zero = 0")
         if self.sequence_parallel and widest_tp == 1:
             self.fail("sequence_parallel", "shards over tp, which is 1; set it to false")
-        if self.dp % self.replicas or (self.replicas > 1 and self.replicas == self.dp):
-            self.fail("replicas", f"must divide dp = {self.dp} and be less")
+        if self.dp % self.replicas or (self.replicas > 1 and self.replicas == self.data_ranks):
+            self.fail("replicas", f"must divide dp = {self.dp} and leave shards")
         if self.replicas > 1 and not self.zero:
             self.fail("replicas", "repeat shards, and zero = 0 has none; use zero = 1 to 3")
         if (self.pp == 1) != (self.schedule == "none"):
@@ -95,14 +99,18 @@ class Layout(Record, kw_only=True):
         if self.recompute_layers and self.recompute == "none":
             self.fail("recompute_layers", "recompute is none; use selective or full")
         self._check_uneven()
+        for dp in {dp for dp, _ in self.meshes} or {self.dp}:
+            copies = dp * self.cp // self.replicas
+            if copies % self.ep:
+                self.fail("ep", f"must divide the {copies} ranks over which a stage's copy lies")
 
     def _check_uneven(self) -> None:
         if self.layers and len(self.layers) != self.num_stages:
             self.fail("layers", f"must be one number for each of {self.num_stages} stages")
         if not self.meshes:
             return
-        if len(self.meshes) != self.pp or self.dp > 1 or self.tp > 1:
-            self.fail("meshes", f"must be (dp, tp) for each of pp = {self.pp}; dp, tp themselves 1")
+        if len(self.meshes) != self.pp or self.dp * self.tp * self.cp > 1:
+            self.fail("meshes", f"must be (dp, tp) for each of pp = {self.pp}; dp, cp, tp 1")
         if any(self.microbatch_size % dp for dp, _ in self.meshes):
             self.fail("meshes", f"every dp must divide microbatch_size = {self.microbatch_size}")
 
@@ -112,12 +120,17 @@ class Layout(Record, kw_only=True):
 
     @property
     def num_devices(self) -> int:
-        return sum(dp * tp for dp, tp in self.meshes) or self.dp * self.tp * self.pp
+        return sum(dp * tp for dp, tp in self.meshes) or self.data_ranks * self.tp * self.pp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks of a tp rank that see different tokens: dp * cp."""
+        return self.dp * self.cp
 
     @property
     def shards(self) -> int:
         """Over how many ranks one copy of the state is cut."""
-        return self.dp // self.replicas if self.zero else 1
+        return self.data_ranks // self.replicas if self.zero else 1
 
     @property
     def microbatch_rows(self) -> int:
@@ -132,7 +145,7 @@ class Layout(Record, kw_only=True):
             dp=dp,
             tp=tp,
             pp=1,
-            zero=self.zero if dp > 1 else 0,
+            zero=self.zero if dp * self.cp > 1 else 0,
             sequence_parallel=self.sequence_parallel and tp > 1,
             microbatch_size=self.microbatch_rows // dp,
             schedule="none",
@@ -143,7 +156,7 @@ class Layout(Record, kw_only=True):
 
     def devices_of(self, pipeline_rank: int) -> range:
         """The ranks of one pipeline rank."""
-        meshes = self.meshes or ((self.dp, self.tp),) * self.pp
+        meshes = self.meshes or ((self.data_ranks, self.tp),) * self.pp
         edges = list(accumulate((dp * tp for dp, tp in meshes), initial=0))
         return range(edges[pipeline_rank], edges[pipeline_rank + 1])
 
@@ -182,6 +195,8 @@ class Layout(Record, kw_only=True):
         elif self.dp > 1 or self.num_devices == 1:
             parts.append(f"dp{self.dp}" + (f"/{self.replicas}" if self.replicas > 1 else ""))
         sequence_parallel = "+sp" if self.sequence_parallel else ""
+        parts += [f"cp{self.cp}"] if self.cp > 1 else []
+        parts += [f"ep{self.ep}"] if self.ep > 1 else []
         if self.tp > 1 or (self.meshes and sequence_parallel):
             parts.append((f"tp{self.tp}" if self.tp > 1 else "") + sequence_parallel)
         if self.layers:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from meshwise.spec.record import NonNegative, Positive, Record
+from meshwise.spec.record import NonNegative, Positive, PositiveFloat, Record
 
 
 class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
@@ -12,7 +12,8 @@ class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
 
     Shapes: embedding [vocab, hidden], positions [max_seq_len, hidden]; per layer qkv
     [3*heads*head_dim, hidden], out [hidden, heads*head_dim], up [ffn, hidden], down
-    [hidden, ffn], each with a bias, and two norms of 2*hidden.
+    [hidden, ffn], each with a bias, and two norms of 2*hidden. Layers with ``experts`` have a
+    router and theirs in place of up and down.
     """
 
     name: str = ""
@@ -22,10 +23,15 @@ class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
     ffn: Positive
     vocab: Positive = 51200
     max_seq_len: Positive = 1024
+    experts: "Experts | None" = None
 
     def check(self) -> None:
         if self.hidden % self.heads:
             self.fail("heads", f"must divide hidden = {self.hidden}")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer ``layer``, from 0, has experts in place of the dense feed-forward."""
+        return self.experts is not None and self.experts.are_in(layer)
 
     @property
     def head_dim(self) -> int:
@@ -49,7 +55,9 @@ class Experts(Record, kw_only=True):
 
     The first ``first_dense`` layers keep the dense feed-forward; of the others those whose index
     ``every`` divides have experts. ``shared_gate``: the shared expert has a gate of
-    [1, hidden]. ``router_bias``: a number an expert, added to its score.
+    [1, hidden]. ``router_bias``: a number an expert, added to its score, which then is a sigmoid,
+    else a softmax. ``normalized``: the scores of the chosen are made to add up to
+    ``routed_scale``, else only multiplied by it.
     """
 
     num_experts: Positive
@@ -60,10 +68,15 @@ class Experts(Record, kw_only=True):
     first_dense: NonNegative = 0
     every: Positive = 1
     router_bias: bool = False
+    normalized: bool = True
+    routed_scale: PositiveFloat = 1.0
 
     def check(self) -> None:
         if self.top_k > self.num_experts:
             self.fail("top_k", f"must be <= num_experts = {self.num_experts}")
+
+    def are_in(self, layer: int) -> bool:
+        return layer >= self.first_dense and layer % self.every == 0
 
 
 class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
@@ -91,6 +104,8 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
     mlp_bias: bool = False
     qk_norm: bool = False
     gated: bool = True
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-5
     mla: Mla | None = None
     experts: Experts | None = None
 
@@ -100,5 +115,4 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer ``layer``, from 0, has experts in place of the dense feed-forward."""
-        moe = self.experts
-        return moe is not None and layer >= moe.first_dense and layer % moe.every == 0
+        return self.experts is not None and self.experts.are_in(layer)

@@ -6,11 +6,15 @@ import msgspec
 
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.layout import SPLIT, Layout, Recompute, Workload, rank_of
-from meshwise.spec.model import Model
+from meshwise.spec.model import Decoder, Model
 from meshwise.spec.op import Dtype
+from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
+from meshwise.spec.vision import WideResNet
 
 SCHEMA_VERSION = 2  # 1 had no pipelines
+
+AnyModel = Model | Decoder | WideResNet
 
 
 class Part(Record, kw_only=True):
@@ -78,8 +82,9 @@ class Infeasible(Record, kw_only=True):
 class Stage(Record, kw_only=True):
     """Layers ``first_layer`` to ``last_layer`` (exclusive) on one pipeline rank.
 
-    ``devices`` in rank order hold the axes dp and tp (innermost). ``sharding`` names the strategy
-    of each weight operation: col, row, vocab or replicated. ``recompute``: one word a layer.
+    ``devices`` in rank order hold the axes dp, cp and tp (innermost). ``sharding`` names the
+    strategy of each weight operation: col, row, vocab or replicated. ``recompute``: one word a
+    layer.
     """
 
     first_layer: NonNegative
@@ -87,7 +92,9 @@ class Stage(Record, kw_only=True):
     pipeline_rank: NonNegative
     devices: tuple[int, ...]
     dp: Positive
+    cp: Positive = 1
     tp: Positive
+    ep: Positive = 1
     sharding: dict[str, str]
     recompute: tuple[Recompute, ...]
 
@@ -105,7 +112,9 @@ def stages_of(layout: Layout, num_layers: int, sharding: dict[str, str]) -> tupl
                 pipeline_rank=rank,
                 devices=tuple(layout.devices_of(rank)),
                 dp=inside.dp,
+                cp=inside.cp,
                 tp=inside.tp,
+                ep=inside.ep,
                 sharding=sharding if inside.tp > 1 else dict.fromkeys(sharding, "replicated"),
                 recompute=layout.recomputed(len(layers)),
             )
@@ -114,17 +123,19 @@ def stages_of(layout: Layout, num_layers: int, sharding: dict[str, str]) -> tupl
 
 
 class Plan(Record, kw_only=True):
-    """Enough to run the chosen layout elsewhere."""
+    """Enough to run the chosen layout elsewhere. Without a ``prediction`` it was not priced. The
+    workload of images has sequences of length 1."""
 
     schema_version: Positive = SCHEMA_VERSION
-    model: Model
+    model: AnyModel
     workload: Workload
     cluster: Cluster
     dtype: Dtype
     lowering: Literal["eager", "compiled"]
     layout: Layout
+    recipe: Recipe = Recipe()
     stages: tuple[Stage, ...]
-    prediction: Prediction
+    prediction: Prediction | None = None
     runners_up: tuple[Candidate, ...] = ()
     removed: tuple[Removal, ...] = ()
     nearest_infeasible: Infeasible | None = None
@@ -148,7 +159,9 @@ class Plan(Record, kw_only=True):
                 f"{layout.schedule} splits each backward in two, and compiled code has it in one "
                 "piece; use eager, or another schedule",
             )
-        if len(self.prediction.stage_times) not in (0, len(self.stages)):
+        self._check_recipe()
+        times = self.prediction.stage_times if self.prediction else ()
+        if len(times) not in (0, len(self.stages)):
             self.fail(
                 "prediction", f"stage_times must be one for each of {len(self.stages)} stages"
             )
@@ -163,3 +176,12 @@ class Plan(Record, kw_only=True):
                 f"Plan.stages: stage {number} of {len(due)} is not what layout {layout.name} makes "
                 "of it; meshwise plan --layout writes the plan of a layout"
             )
+
+    def _check_recipe(self) -> None:
+        layout, recipe = self.layout, self.recipe
+        if recipe.fp8 and (self.dtype != "bf16" or any(stage.tp > 1 for stage in self.stages)):
+            self.fail("recipe", "fp8 casts bf16 products of whole weights; use dtype bf16 and tp 1")
+        if recipe.async_tp and not (layout.sequence_parallel and self.lowering == "compiled"):
+            self.fail("recipe", "async_tp overlaps what sequence_parallel sends; use it, compiled")
+        if recipe.weights == "bf16" and self.dtype != "bf16":
+            self.fail("recipe", "masters of bf16 are for dtype bf16; use weights fp32")

@@ -8,9 +8,9 @@ import msgspec
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.layout import Layout, Workload
 from meshwise.spec.long_attention import LongAttention
-from meshwise.spec.model import Model
 from meshwise.spec.op import Dtype, Op
-from meshwise.spec.plan import Plan
+from meshwise.spec.plan import AnyModel, Plan
+from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import NonNegative, Positive, Record, digest
 from meshwise.spec.refit import Resharding
 
@@ -21,12 +21,16 @@ Regime = Literal["cold", "warm", "graph", "blocking", "pipelined", "sustained"]
 
 
 class Step(Record, kw_only=True, tag_field="op", tag="step"):
-    """One whole training step under a layout: what ``run`` measures."""
+    """One whole training step under a layout, one forward pass, or the decoding of ``new_tokens``
+    behind the workload's sequences: what ``run`` measures."""
 
-    model: Model
+    model: AnyModel
     workload: Workload
     layout: Layout
     dtype: Dtype = "bf16"
+    recipe: Recipe = Recipe()
+    mode: Literal["train", "infer", "decode"] = "train"
+    new_tokens: NonNegative = 0
 
 
 class Case(Record, kw_only=True):

@@ -1,42 +1,134 @@
-"""run: execute a plan, and its runners-up if asked, one run directory each."""
+"""run: execute a plan, and its runners-up if asked, or a model in a layout; a run directory each.
 
-import logging
+The suites of Alpa's benchmark are in ``verbs.suite``.
+"""
+
 from pathlib import Path
+from typing import Unpack
 
 import msgspec
 
-from meshwise import store
-from meshwise.spec import Candidate, Plan, RunInfo, stages_of
-from meshwise.verbs import files, job, trace
-
-log = logging.getLogger("meshwise")
+from meshwise.models import catalogue
+from meshwise.spec import AnyModel, Candidate, Layout, Plan, WideResNet, stages_of
+from meshwise.verbs import files, given, job, order, trace
+from meshwise.verbs.measure import DEFAULT_CLUSTER
 
 USUAL_STEPS = {"cuda": (20, 3), "cpu": (5, 1)}  # timed, and warm-up before them
+USUAL_TOKENS = 64  # decoded
+DEFAULT_PLAN = "plan.json"
 
 
 def run(
-    plan: Path | str = "plan.json",
+    plan: Path | str | None = None,
     *,
+    model: AnyModel | str | None = None,
+    cluster: Path | str = DEFAULT_CLUSTER,
+    mode: order.Mode = "train",
     steps: int | None = None,
     warmup: int | None = None,
     rivals: int = 0,
     check: bool = False,
     data: str | None = None,
     seed: int = 0,
+    driver_time: bool = False,
+    in_flight: int = 4,
+    new_tokens: int | None = None,
+    save: str | None = None,
+    save_every: int | None = None,
+    resume_from: str | None = None,
+    profile: bool = False,
+    find_nonfinite: bool = False,
     nproc: int | None = None,
     runs: Path | str = "runs",
     nccl_trace: bool = False,
     dry_run: bool = False,
+    **options: Unpack[given.Options],
 ) -> list[Path] | list[Plan]:
-    """Train ``steps`` steps of the plan; the run directories, or with ``dry_run`` the plans alone.
+    """Train ``steps`` steps of the plan (plan.json by default), or with ``mode`` infer batches or
+    decode tokens; the run directories, or with ``dry_run`` the plans alone.
 
-    ``rivals``: also run that many runners-up. ``check``: compare the losses of three steps with
-    one device in fp32. ``steps`` are timed, ``warmup`` ones come before: 20 and 3 on GPUs, 5 and
-    1 on CPUs, whose steps take seconds. ``data``: a token file, random tokens by default.
+    ``model``: a name of any family, a Hugging Face config.json or a record, to run without a plan.
+    ``options`` are of it: ``layout`` and ``recipe`` (records, JSON or files of it),
+    ``global_batch_size``, ``seq_len``, ``dtype`` and ``lowering``, as in ``verbs.given.plan``.
+    ``rivals``: also run that many of the plan's runners-up. ``check``: compare the losses of three
+    steps with one device in fp32. ``steps`` are timed, ``warmup`` ones come before: 20 and 3 on
+    GPUs, 5 and 1 on CPUs, whose steps take seconds. ``data``: a token file, random tokens by
+    default. ``driver_time``: time the whole loop from rank 0, of inference with ``in_flight``
+    batches under way. ``save``, ``save_every``, ``resume_from``: checkpoints. ``profile``: say
+    where a step's time goes, with a timeline. ``find_nonfinite``: name the module where a loss that
+    is not finite begins.
     ``nproc`` must be the number of devices that the plan is for. ``nccl_trace``, on the GPUs of
     one host: keep the calls of collectives that NCCL logs on each rank, and write how they compare
     with the plan's into ``nccl_check.json``; logging slows the steps.
     """
+    if model is None:
+        _refuse_beside_a_plan(options)
+        chosen = _planned(DEFAULT_PLAN if plan is None else plan, nproc)
+    elif plan is not None:
+        raise ValueError(f"model: {plan} is a plan and has its model; give one of the two")
+    else:
+        training = mode == "train"
+        if mode == "decode":
+            options = _usual_prompt(model, options, new_tokens or USUAL_TOKENS)
+        chosen = given.plan(model, cluster=cluster, nproc=nproc, training=training, **options)
+    ordered = _order(
+        chosen,
+        mode=mode,
+        steps=steps,
+        warmup=warmup,
+        seed=seed,
+        data=data,
+        checked=check,
+        driver_time=driver_time,
+        save=save,
+        save_every=save_every,
+        resume_from=resume_from,
+        profile=profile,
+        find_nonfinite=find_nonfinite,
+        in_flight=in_flight,
+        new_tokens=new_tokens,
+    )
+    plans = [chosen, *_rivals(chosen, rivals)]
+    job.world_size(chosen.layout.num_devices, chosen.cluster, default=1)
+    for one in plans:
+        given.check(one)
+        ordered.check(one)
+    if nccl_trace:
+        trace.check_possible(chosen.cluster, check=check)
+    if dry_run:
+        return plans
+    return _all_carried_out(plans, ordered, runs, nccl_trace)
+
+
+def _all_carried_out(
+    plans: list[Plan], ordered: order.Order, runs: Path | str, nccl_trace: bool
+) -> list[Path]:
+    job.check_machine(plans[0].cluster, plans[0].layout.num_devices)
+    run_dirs: list[Path] = []
+    for one in plans:
+        run_dirs.append(_carried_out(one, ordered, runs, run_dirs, nccl_trace))
+    return run_dirs
+
+
+def _carried_out(
+    plan: Plan, ordered: order.Order, runs: Path | str, finished: list[Path], nccl_trace: bool
+) -> Path:
+    size = plan.layout.num_devices
+    slug = f"{plan.model.name}-{plan.layout.name}"
+    run_dir = job.created(runs, "run", slug, plan.cluster, size, plan)
+    environment = trace.environment(run_dir) if nccl_trace else {}
+    try:
+        order.carry_out(
+            plan, ordered, runs, run_dir=run_dir, environment=environment, finished=finished
+        )
+    finally:
+        trace.keep_calls(run_dir)
+    if nccl_trace:
+        trace.write_check(run_dir, plan, ordered.warmup + 1 + ordered.steps)
+    return run_dir
+
+
+def _planned(plan: Path | str, nproc: int | None) -> Plan:
     chosen = files.take(plan, Plan)
     size = chosen.layout.num_devices
     if nproc not in (None, size):
@@ -44,80 +136,58 @@ def run(
             f"nproc = {nproc}: {plan} is for {size} ranks; plan anew with --gpus {nproc}, "
             "or leave nproc out"
         )
-    plans = [chosen, *_rivals(chosen, rivals)]
-    usual = USUAL_STEPS[chosen.cluster.device.kind]
-    steps, warmup = (
-        default if given is None else given
-        for given, default in zip((steps, warmup), usual, strict=True)
+    return chosen
+
+
+def _refuse_beside_a_plan(options: given.Options) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name} = {value}: a plan has its own; give it with --model")
+
+
+def _usual_prompt(model: AnyModel | str, options: given.Options, new_tokens: int) -> given.Options:
+    """Decoding is of one prompt, short enough for what is to follow it."""
+    chosen = catalogue.find_any(model) if isinstance(model, str) else model
+    if isinstance(chosen, WideResNet):
+        raise ValueError(f"model = {chosen.name!r}: images have no next token; name another")
+    seq_len = max(1, min(128, chosen.max_seq_len - new_tokens))
+    found: given.Options = {**options}
+    found["layout"] = options.get("layout") or Layout()
+    found["global_batch_size"] = options.get("global_batch_size") or 1
+    found["seq_len"] = options.get("seq_len") or seq_len
+    return found
+
+
+def _order(
+    plan: Plan,
+    *,
+    steps: int | None,
+    warmup: int | None,
+    new_tokens: int | None,
+    **options: object,
+) -> order.Order:
+    """What was asked for, complete and in range."""
+    usual = USUAL_STEPS[plan.cluster.device.kind]
+    ordered = order.Order(
+        steps=usual[0] if steps is None else steps,
+        warmup=usual[1] if warmup is None else warmup,
+        new_tokens=USUAL_TOKENS if new_tokens is None else new_tokens,
+        **options,  # type: ignore[arg-type]
     )
-    for name, value in (("steps", steps), ("warmup", warmup)):
-        if value < 1:
-            raise ValueError(f"{name} = {value}: must be >= 1")
-    job.world_size(size, chosen.cluster, default=size)
-    if seed < 0:
-        raise ValueError(f"seed = {seed}: must be >= 0")
-    for one in plans:
-        _check_exists(one)
-    _check_data(chosen, data, seed, steps + warmup + 1)
-    if nccl_trace:
-        trace.check_possible(chosen.cluster, check=check)
-    if dry_run:
-        return plans
-    job.check_machine(chosen.cluster, size)
-    from meshwise.engine.train import TrainRequest
-
-    run_dirs: list[Path] = []
-    for one in plans:
-        slug = f"{one.model.name}-{one.layout.name}"
-        size = one.layout.num_devices
-        run_dir = job.created(runs, "run", slug, one.cluster, size, one)
-        request = TrainRequest(
-            plan=one,
-            run_dir=str(run_dir),
-            steps=steps,
-            warmup=warmup,
-            seed=seed,
-            data=data,
-            checked=check,
-        )
-        environment = trace.environment(run_dir) if nccl_trace else {}
-        try:
-            _start(run_dir, request, one, environment, finished=run_dirs)
-        finally:
-            trace.keep_calls(run_dir)
-        if nccl_trace:
-            trace.write_check(run_dir, one, request.total_steps)
-        run_dirs.append(run_dir)
-    return run_dirs
-
-
-def _check_exists(plan: Plan) -> None:
-    """Refuse a layout that cannot be, before any process starts."""
-    from meshwise import search
-
-    model, seq_len = plan.model, plan.workload.seq_len
-    if seq_len > model.max_seq_len:
-        raise ValueError(
-            f"Workload.seq_len = {seq_len}: must be <= {model.max_seq_len}, the model's"
-        )
-    search.check(model, plan.workload, plan.layout)
-    if plan.dtype not in ("fp32", "bf16"):
-        raise ValueError(f"Plan.dtype = {plan.dtype!r}: training runs in fp32 or bf16")
-
-
-def _check_data(plan: Plan, data: str | None, seed: int, steps: int) -> None:
-    """Refuse a token file that the run could not use, before any process starts."""
-    if data is not None:
-        from meshwise.engine.data import batches
-
-        batches(
-            plan.workload,
-            vocab=plan.model.vocab,
-            steps=steps,
-            seed=seed,
-            file=data,
-            rows=slice(0, 0),
-        )
+    least = {"steps": 1, "warmup": 1, "in_flight": 1, "new_tokens": 2, "seed": 0, "save_every": 1}
+    for name, smallest in least.items():
+        value = getattr(ordered, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"{name} = {value}: must be >= {smallest}")
+    if ordered.save_every is not None and ordered.save is None:
+        raise ValueError(f"save_every = {ordered.save_every}: there is no folder; give --save")
+    of_training = ("data", "checked", "save", "resume_from", "profile", "find_nonfinite")
+    if ordered.mode != "train" and (odd := [n for n in of_training if getattr(ordered, n)]):
+        name = "check" if odd[0] == "checked" else odd[0]
+        raise ValueError(f"{name}: is of training; leave it out, or train")
+    if ordered.mode == "decode" and ordered.driver_time:
+        raise ValueError("driver_time: decoding has no other clock; leave it out")
+    return ordered
 
 
 def _rivals(plan: Plan, count: int) -> list[Plan]:
@@ -142,26 +212,3 @@ def _of_candidate(plan: Plan, candidate: Candidate) -> Plan:
         removed=(),
         nearest_infeasible=None,
     )
-
-
-def _start(
-    run_dir: Path,
-    request: msgspec.Struct,
-    plan: Plan,
-    environment: dict[str, str],
-    finished: list[Path],
-) -> None:
-    from meshwise import launch
-
-    size = plan.layout.num_devices
-    log.info("%s %s on %d ranks, into %s", plan.model.name, plan.layout.name, size, run_dir)
-    kept = f"finished: {', '.join(map(str, finished)) or 'no layout'}"
-    with job.recorded(run_dir, kept):
-        launch.run(
-            "meshwise.engine.train:run_ranks",
-            request,  # type: ignore[arg-type]
-            nproc=size,
-            environment=environment,
-        )
-    if job.leads() and store.read(run_dir / "run.json", RunInfo).status == "running":
-        store.finish(run_dir, "complete")

@@ -160,11 +160,11 @@ def test_a_loss_that_is_not_finite_names_its_step(gloo_ranks, request_of):
 
 def test_rows_of_all_ranks_make_the_global_batch():
     layout = Layout(dp=2, tp=2, microbatch_size=1, num_microbatches=2)
-    everything = batches(slice(None))
+    everything = batches(slice(None)).inputs
     for rank in range(4):
-        mine = batches(step.rows(layout, rank))
+        mine = batches(step.rows(layout, rank)).inputs
         assert np.array_equal(mine, everything[:, [0, 2] if rank < 2 else [1, 3]])
-    assert everything.shape == (2, 4, 17)
+    assert everything.shape == (2, 4, 16)
     assert not np.array_equal(everything[0], everything[1])
     assert everything.min() >= 0 and everything.max() < 64
 
@@ -179,7 +179,8 @@ def test_rows_of_an_uneven_pipeline():
 
 def batches(rows, file=None):
     file = None if file is None else str(file)
-    return data.batches(WORKLOAD, vocab=64, steps=2, seed=0, file=file, rows=rows)
+    model = Model(hidden=4, layers=1, heads=1, ffn=4, vocab=64)
+    return data.batches(model, WORKLOAD, steps=2, seed=0, file=file, rows=rows)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +191,10 @@ def test_token_files_yield_windows(tmp_path, name, dtype):
     tokens = (np.arange(500) * 7 % 64).astype(dtype)
     file = tmp_path / name
     np.save(file, tokens) if name.endswith(".npy") else tokens.tofile(file)
-    found = batches(slice(None), file)
+    found, following = batches(slice(None), file)
     assert found.dtype == np.int64
     assert np.all(np.diff(found) % 64 == 7)  # neighbours in the file are neighbours here
+    assert np.all((following - found) % 64 == 7)
     assert len(np.unique(found[:, :, 0])) > 1
 
 

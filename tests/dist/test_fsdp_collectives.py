@@ -125,11 +125,9 @@ def of_a_gpt(ranks, plan):
         changed = msgspec.structs.replace(plan, layout=layout, stages=stages)
         place = mesh.build(layout, "cpu")
         rows = step.rows(layout, ranks.rank)
-        tokens = engine_data.batches(
-            WORKLOAD, vocab=GPT.vocab, steps=1, seed=0, file=None, rows=rows
-        )
+        batch = engine_data.batches(GPT, WORKLOAD, steps=1, seed=0, file=None, rows=rows)
         training = step.prepare(
-            changed, place, tokens, ranks.device, dtype=plan.dtype, seed=0, max_grad_norm=1.0
+            changed, place, batch, ranks.device, dtype=plan.dtype, seed=0
         )
         batch = [
             each[0].split(layout.microbatch_size) for each in (training.inputs, training.targets)

@@ -13,6 +13,7 @@ from meshwise import models
 from meshwise.engine import memory
 from meshwise.models import catalogue
 from meshwise.nn import gpt
+from meshwise.nn.stage import cross_entropy
 from meshwise.search.simulate import peak_memory
 from meshwise.spec import Attention, Gemm, Layout, Model
 
@@ -24,7 +25,7 @@ redo = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def selective(layer, x):
-    """The mathematics of ``gpt.Layer``, with a norm or gelu and the product behind it redone."""
+    """The mathematics of ``gpt.GPTLayer``, with a norm or gelu and the product behind it redone."""
     attention, mlp = layer.attention, layer.mlp
     qkv = redo(lambda x: attention.qkv(layer.norm1(x)), x)
     q, k, v = (
@@ -76,7 +77,7 @@ def test_flops():
         module = gpt.GPT(TINY)
         tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        gpt.loss(module(tokens), tokens).backward()
+        cross_entropy(module(tokens), tokens).backward()
     program = models.apply(
         models.graph(TINY, BATCH, SEQ, "fp32"), Layout(microbatch_size=BATCH), "fp32"
     )
@@ -110,7 +111,7 @@ def test_saved_bytes(dtype, words):
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = gpt.loss(module(tokens), tokens)
+        loss = cross_entropy(module(tokens), tokens)
     assert loss.isfinite()
     counted = models.saved_activation_bytes(TINY, BATCH, SEQ, dtype, words)
     sizes = sorted(storages.values())
@@ -133,7 +134,7 @@ def test_peak_memory_of_a_step(word, vocab):
     tokens = torch.randint(model.vocab, (batch, SEQ))
 
     def step():
-        gpt.loss(module(tokens), tokens).backward()
+        cross_entropy(module(tokens), tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
 

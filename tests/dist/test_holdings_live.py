@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from meshwise.nn import gpt
+from meshwise.nn import gpt, initial
 from meshwise.parallel import apply, mesh
 from meshwise.reshard.holdings import buffers, of_plan
 from meshwise.spec import Layout, Model, Plan, Workload
@@ -45,13 +45,13 @@ def live(ranks, plan):
     plan = msgspec.json.decode(plan, type=Plan)
     place = mesh.build(plan.layout, "cpu")
     found, kinds = {}, []
-    original, gpt.initial_value = gpt.initial_value, numbers
+    original, initial.initial_value = initial.initial_value, numbers
     try:
         for stage in plan.stages:
             if stage.pipeline_rank == place.pipeline_rank:
                 with torch.device("meta"):
                     module = gpt.GPT(MODEL, range(stage.first_layer, stage.last_layer))
-                apply.parallelize(module, place.layout, place.mesh, dtype="fp32", lowering="eager")
+                apply.parallelize(module, place, dtype="fp32", lowering="eager")
                 for name, parameter in module.named_parameters():
                     assert name not in found
                     local = getattr(parameter, "_local_tensor", parameter).detach()
@@ -59,7 +59,7 @@ def live(ranks, plan):
                     if name == "embed.weight":
                         kinds = [type(p).__name__ for p in getattr(parameter, "placements", ())]
     finally:
-        gpt.initial_value = original
+        initial.initial_value = original
     return found, kinds
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from meshwise.nn import gpt
+from meshwise.nn import gpt, initial
 from meshwise.parallel import apply, mesh
 from meshwise.reshard import live
 from meshwise.spec import Layout, Model
@@ -83,7 +83,7 @@ def made(ranks, dp, tp, zero):
     place = mesh.build(layout, "cpu")
     with torch.device("meta"):
         model = gpt.GPT(MODEL)
-    return apply.parallelize(model, place.layout, place.mesh, dtype="fp32", lowering="eager")
+    return apply.parallelize(model, place, dtype="fp32", lowering="eager")
 
 
 def parallel_gpt(ranks, dp, tp, zero):
@@ -95,7 +95,7 @@ def parallel_gpt(ranks, dp, tp, zero):
     assert set(tensors) == set(held)
     wholes = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
     check(held, tensors, wholes, ranks.rank)
-    first = gpt.initial_value("layers.1.mlp.down.weight", torch.Size((24, 40)), 0, ranks.device)
+    first = initial.initial_value("layers.1.mlp.down.weight", torch.Size((24, 40)), 0, ranks.device)
     assert torch.equal(wholes["layers.1.mlp.down.weight"], first)
     again = live.holdings(model, ranks, as_source=True)
     head = again.pop("head.projection.weight")

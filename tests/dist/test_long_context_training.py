@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from meshwise.attention import RingDilatedAttention, ring_attention
 from meshwise.attention.shards import contiguous, loss_weight, next_tokens, positions, zigzag
 from meshwise.nn import gpt
+from meshwise.nn.stage import causal, cross_entropy
 from meshwise.parallel import apply, mesh, recompute
 from meshwise.spec import Layout, Model
 
@@ -109,7 +110,7 @@ def errors_of(ranks, model, kind, shards, dtype="float32"):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             logits = model(text()[:, mine])
-        share = gpt.loss(logits, labels) * loss_weight(shards, ranks.rank)
+        share = cross_entropy(logits, labels) * loss_weight(shards, ranks.rank)
         (share * ranks.world_size if averages else share).backward()
         if not averages:
             for weight in model.parameters():
@@ -142,7 +143,7 @@ def errors_wrapped(ranks, kind, fsdp=False, recomputed="none", compiles=False, d
     model = started(attention(kind, shards))
     backend = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     for layer in model.layers.values():
-        recompute.apply(layer, recomputed)
+        recompute.apply(layer, recomputed, "eager")
         if compiles and recomputed == "full":  # dynamo gives up a checkpoint with a graph break
             layer.compute = torch.compile(layer.compute, backend=backend, dynamic=False)
         elif compiles:
@@ -164,7 +165,7 @@ def errors_laid_out(ranks, kind, zero, dtype):
         model = gpt.GPT(MODEL, attend=attention(kind, shards))
     layout = Layout(dp=ranks.world_size, zero=zero, recompute="full", recompute_layers=1)
     place = mesh.build(layout, "cpu")
-    apply.parallelize(model, layout, place.mesh, dtype=dtype, lowering="eager")
+    apply.parallelize(model, place, dtype=dtype, lowering="eager")
     with torch.no_grad():
         for weight in model.parameters():
             weight *= 3 if weight.dim() == 2 else 1
@@ -263,7 +264,7 @@ def test_positions_that_the_model_lacks_are_refused():
 
 
 def test_positions_of_a_whole_sequence_change_nothing():
-    model = started(gpt.causal)
+    model = started(causal)
     without = model(text())
     model.at(torch.arange(N))
     assert torch.equal(model(text()), without)

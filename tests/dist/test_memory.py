@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from meshwise.engine import memory, step
+from meshwise.engine.data import Batches
 from meshwise.parallel import mesh
 from meshwise.spec import Layout, Model, Plan, Workload
 
@@ -60,12 +61,12 @@ MODEL = Model(hidden=64, layers=2, heads=4, ffn=256, vocab=128, max_seq_len=32)
 def life_and_step(ranks, plan):
     """Peak bytes of a training from before its model existed, and as ``run`` measures it."""
     plan = msgspec.json.decode(plan, type=Plan)
-    tokens = np.zeros((1, plan.layout.microbatch_size, 33), np.int64)
+    tokens = np.zeros((1, plan.layout.microbatch_size, 32), np.int64)
     axes = mesh.build(plan.layout, "cpu")
 
     def live():
         training = step.prepare(
-            plan, axes, tokens, ranks.device, dtype=plan.dtype, seed=0, max_grad_norm=1.0
+            plan, axes, Batches(tokens, tokens), ranks.device, dtype=plan.dtype, seed=0
         )
         for _ in range(2):
             step.run(training, 0)

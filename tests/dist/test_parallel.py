@@ -11,14 +11,16 @@ import torch
 
 from meshwise.engine import data, step
 from meshwise.nn import gpt
+from meshwise.nn.stage import cross_entropy
 from meshwise.parallel import apply, mesh, pipeline
-from meshwise.spec import Layout, Model, Plan, Workload, stages_of
+from meshwise.spec import Layout, Model, Plan, Recipe, Workload, stages_of
 
 # an uneven vocabulary, and fewer positions used than there are
 MODEL = Model(hidden=32, layers=2, heads=4, ffn=128, vocab=101, max_seq_len=20)
 WORKLOAD = Workload(global_batch_size=8, seq_len=16)
 STEPS = 3
 CLIP = 0.5  # below the norm of the gradients, so that clipping takes part
+RECIPE = Recipe(max_grad_norm=CLIP)
 
 pytestmark = pytest.mark.dist
 
@@ -49,7 +51,7 @@ def layouts(world_size):
 
 
 def tokens(rows=slice(None)):
-    return data.batches(WORKLOAD, vocab=MODEL.vocab, steps=STEPS, seed=5, file=None, rows=rows)
+    return data.batches(MODEL, WORKLOAD, steps=STEPS, seed=5, file=None, rows=rows)
 
 
 def whole(tensor):
@@ -63,8 +65,8 @@ def one_device():
     start = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     losses, first_gradients = [], {}
-    for batch in torch.from_numpy(tokens()):
-        loss = gpt.loss(model(batch[:, :-1]), batch[:, 1:])
+    for inputs, targets in zip(*map(torch.from_numpy, tokens()), strict=True):
+        loss = cross_entropy(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         first_gradients = first_gradients or {
@@ -96,7 +98,7 @@ def prepared(ranks, plan, layout):
     """``plan``, in JSON, with another layout."""
     plan = msgspec.json.decode(plan, type=Plan)
     stages = stages_of(layout, MODEL.layers, {})
-    plan = msgspec.structs.replace(plan, layout=layout, stages=stages)
+    plan = msgspec.structs.replace(plan, layout=layout, stages=stages, recipe=RECIPE)
     place = place_of(layout.dp, layout.tp, layout.zero == 0)._replace(layout=layout)
     return step.prepare(
         plan,
@@ -105,7 +107,6 @@ def prepared(ranks, plan, layout):
         ranks.device,
         dtype=plan.dtype,
         seed=0,
-        max_grad_norm=CLIP,
     )
 
 

@@ -11,14 +11,16 @@ import torch
 
 from meshwise.engine import data, step
 from meshwise.nn import gpt
+from meshwise.nn.stage import cross_entropy
 from meshwise.parallel import mesh
-from meshwise.spec import Layout, Model, Plan, Workload, stages_of
+from meshwise.spec import Layout, Model, Plan, Recipe, Workload, stages_of
 
 # an uneven vocabulary, and fewer positions used than there are
 MODEL = Model(hidden=16, layers=4, heads=4, ffn=32, vocab=101, max_seq_len=12)
 WORKLOAD = Workload(global_batch_size=8, seq_len=8)
 STEPS = 3
 CLIP = 0.5  # below the norm of the gradients, so that clipping takes part
+RECIPE = Recipe(max_grad_norm=CLIP)
 
 pytestmark = pytest.mark.dist
 
@@ -94,7 +96,7 @@ FLAT = [
 
 
 def tokens(rows=slice(None)):
-    return data.batches(WORKLOAD, vocab=MODEL.vocab, steps=STEPS, seed=5, file=None, rows=rows)
+    return data.batches(MODEL, WORKLOAD, steps=STEPS, seed=5, file=None, rows=rows)
 
 
 def whole(tensor):
@@ -108,8 +110,8 @@ def one_device(layers):
     model.init_weights(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
-    for batch in torch.from_numpy(tokens()):
-        loss = gpt.loss(model(batch[:, :-1]), batch[:, 1:])
+    for inputs, targets in zip(*map(torch.from_numpy, tokens()), strict=True):
+        loss = cross_entropy(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
@@ -150,12 +152,12 @@ def errors(ranks, plan, layouts, dtype="fp32"):
     found = []
     for layout in msgspec.json.decode(layouts, type=list[Layout]):
         stages = stages_of(layout, layers, {})
-        plan = msgspec.structs.replace(plan, layout=layout, stages=stages)
+        plan = msgspec.structs.replace(plan, layout=layout, stages=stages, recipe=RECIPE)
         place = place_of(shape_of(layout))
         place = place._replace(layout=layout.of_rank(place.pipeline_rank))
         training = step.prepare(
             plan, place, tokens(step.rows(layout, ranks.rank)), ranks.device,
-            dtype=dtype, seed=0, max_grad_norm=CLIP,
+            dtype=dtype, seed=0,
         )  # fmt: skip
         mine = [float(step.run(training, index)) for index in range(STEPS)]
         reports = [m for m in ranks.gather(mine if training.reports else []) if m]

@@ -549,7 +549,7 @@ def trained(layout):
     stage = stages_of(layout, MODEL.layers, {})[place.pipeline_rank]
     with torch.device("meta"):
         model = gpt.GPT(MODEL, range(stage.first_layer, stage.last_layer))
-    return apply.parallelize(model, place.layout, place.mesh, dtype="fp32", lowering="eager")
+    return apply.parallelize(model, place, dtype="fp32", lowering="eager")
 
 
 def full(tensor):

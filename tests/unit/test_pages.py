@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
-from meshwise.pages import compare, health, html, samples, show, svg, table, tables
+from meshwise.pages import compare, health, html, ran, samples, show, svg, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
 from meshwise.spec import Case, Elementwise, Gemm, Removal, Sample
@@ -50,7 +50,7 @@ TABLES = {
     "cluster": lambda: tables.cluster(known.CLUSTER),
     "costs": lambda: tables.costs(known.COSTS),
     "plan": lambda: tables.plan(known.plan()),
-    "steps": lambda: tables.steps(results()),
+    "steps": lambda: ran.steps(results()),
     "run": lambda: samples.run(known.info(), known.SAMPLES),
     "cases": lambda: [samples.listing([(s.case, 0.25) for s in known.SAMPLES])],
     "compare": lambda: [compare.table(comparison())],

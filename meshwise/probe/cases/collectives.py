@@ -273,6 +273,8 @@ def _within(op: Collective, group: Group) -> Collective:
 def _of_plan(plan: Plan) -> list[Collective]:
     """Every collective of the plan's stages, and the messages between them."""
     layout, model, found = plan.layout, plan.model, []
+    if not isinstance(model, Model):
+        raise ValueError(f"Plan.model {model.name!r}: collectives are listed for GPTs only")
     stages = layout.stage_layers(model.layers)
     for index, layers in enumerate(stages):
         inside = layout.of_rank(index % layout.pp)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from meshwise.models import fsdp
 from meshwise.models.fsdp import Planned
 from meshwise.probe.importers.nccl_trace import Call
-from meshwise.spec import Collective, Plan
+from meshwise.spec import Collective, Plan, WideResNet
 from meshwise.spec.trace import TraceCheck, TraceLine, Verdict
 
 
@@ -30,15 +30,16 @@ class _Key(NamedTuple):
 
 
 def planned(plan: Plan) -> list[Planned] | None:
-    """What each rank issues in a step; None under tp and in pipelines, whose ranks hold parts of
-    a unit's weights and exchange activations besides."""
+    """What each rank issues in a step; None of images, under tp and ep and in pipelines, whose
+    ranks hold parts of a unit's weights and exchange activations besides."""
     layout = plan.layout
-    if layout.tp > 1 or layout.pp > 1:
+    divided = layout.tp > 1 or layout.pp > 1 or layout.ep > 1
+    if divided or isinstance(plan.model, WideResNet):
         return None
     found = fsdp.planned(
         plan.model,
         shard=layout.shards,
-        replicas=layout.dp // layout.shards,
+        replicas=layout.data_ranks // layout.shards,
         param_dtype=plan.dtype,
         reduce_dtype="fp32",
         reshard=layout.zero == 3,

@@ -1,0 +1,407 @@
+"""Saves a training, and loads it under any layout; under the same one it goes on bit for bit.
+
+In: on all ranks a ``Training`` and a folder that all of them see. Out: in the folder
+``checkpoint.json`` (a ``Checkpoint``) and, in the subfolder it names, safetensors files. Each
+parameter, persistent buffer and tensor of optimizer state (``optimizer.<state>.<parameter>``) is
+there once, by its name in the whole model, cut as the ranks hold it. Those that hold the same part
+share the writing. What has no dims (counters) is a number in the JSON. The tied copy of a weight is
+left out: loaded, it is its original again, from which it may have been rounded apart where the ends
+of a pipeline are cut unequally.
+
+A new subfolder becomes the checkpoint when its JSON takes the place of the old one, by one rename
+after all ranks have written and synced; until then the old one stands. Tokens are a function of
+(seed, step), so the step is enough to go on with the data.
+
+The files are those of torch.distributed.checkpoint's sharded Hugging Face storage; its reader reads
+them too. Its writer is not used: it asks DTensor where a share begins, and DTensor does not know
+where FSDP2 cuts an uneven part of tp (50257 rows over tp 2, dp 4), so that it refuses to save.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isclose, isfinite, prod
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from meshwise import store
+from meshwise.engine.step import Training
+from meshwise.ranks import Ranks
+from meshwise.reshard.regions import Box, chunks, narrowed, whole
+from meshwise.spec import AnyModel, Plan, Record, Workload
+from meshwise.spec.record import NonNegative, Positive
+
+FILE_BYTES = 2**30  # of a file, unless one tensor has more: what a rank copies to the host at once
+_JSON = "checkpoint.json"
+_OURS = re.compile(r"step-\d+-[0-9a-f]{8}")  # the only subfolders that are ever removed
+_OFFSETS = "DCP_SHARDING_INFO"  # {name: {"saved_offsets": [...]}}, where torch's reader looks
+
+T = TypeVar("T")
+
+
+class Whole(Record, kw_only=True):
+    """Of a tensor before it was cut; ``dtype`` as torch names it."""
+
+    shape: tuple[NonNegative, ...]
+    dtype: str
+
+
+class Checkpoint(Record, kw_only=True):
+    """``step``: the next one. ``files``: the bytes of each, in the subfolder ``data``."""
+
+    schema_version: Positive = 1
+    step: NonNegative
+    seed: NonNegative
+    layout: str
+    optimizer: str
+    model: AnyModel
+    workload: Workload
+    data: str
+    files: dict[str, NonNegative]
+    tensors: dict[str, Whole]
+    numbers: dict[str, int | float]
+
+
+class Share(NamedTuple):
+    """What a rank has of a tensor; ``norm`` of this part, None if it is not finite."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+    norm: float | None
+
+
+def save(
+    ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, step: int, seed: int
+) -> None:
+    """Replace what ``folder`` holds by the training as it is before step ``step``.
+
+    All ranks call it together; ValueError on all of them if one cannot write.
+    """
+    folder = Path(folder)
+    tensors = {name: tensor for name, tensor, is_copy in _tensors(training) if not is_copy}
+    numbers = {name: _local(value).item() for name, value in tensors.items() if value.ndim == 0}
+    told = ranks.gather((secrets.token_hex(4), numbers, _shares(tensors)))
+    everyone = msgspec.convert([shares for _, _, shares in told], list[list[Share]])
+    _check_shares(everyone)
+    names = _assigned(everyone)[ranks.rank]
+    data = f"step-{step}-{told[0][0]}"
+    try:
+        written = _everywhere(
+            ranks,
+            f"writing {folder}",
+            lambda: _write(folder / data, ranks.rank, {name: tensors[name] for name in names}),
+        )
+    except ValueError:
+        if ranks.rank == 0:
+            shutil.rmtree(folder / data, ignore_errors=True)
+        raise
+    record = Checkpoint(
+        step=step,
+        seed=seed,
+        layout=plan.layout.name,
+        optimizer=type(training.optimizer).__name__,
+        model=plan.model,
+        workload=plan.workload,
+        data=data,
+        files={file: size for of_rank in written for file, size in of_rank.items()},
+        tensors={s.name: Whole(shape=s.shape, dtype=s.dtype) for held in everyone for s in held},
+        numbers={name: number for _, some, _ in told for name, number in some.items()},
+    )
+    commit = (lambda: _commit(folder, record)) if ranks.rank == 0 else (lambda: None)
+    _everywhere(ranks, f"writing {folder / _JSON}", commit)
+
+
+def read(folder: Path | str) -> Checkpoint:
+    """What the folder says that it holds."""
+    return store.read(Path(folder) / _JSON, Checkpoint)
+
+
+def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, seed: int) -> int:
+    """Fill a newly made training with what ``folder`` holds; returns the next step.
+
+    All ranks call it together; ValueError on all of them if the checkpoint is damaged, or of
+    another model, workload, optimizer or seed. The optimizer's settings stay those of the training.
+    """
+    folder = Path(folder)
+    found: list[Checkpoint] = []
+
+    def look() -> None:
+        record = read(folder)
+        _check_same(record, plan, type(training.optimizer).__name__, seed)
+        _check_files(folder, record)
+        found.append(record)
+
+    _everywhere(ranks, f"reading {folder / _JSON}", look)
+    (record,) = found
+    if any(name.startswith("optimizer.") for name in (*record.tensors, *record.numbers)):
+        _make_states(training.optimizer)
+    _everywhere(ranks, f"reading {folder}", lambda: _read(folder, record, training))
+    return record.step
+
+
+def _tensors(training: Training) -> Iterator[tuple[str, Tensor, bool]]:
+    """This rank's tensors by their names in the whole model, and whether each is a tied copy."""
+    for stage in training.pipeline.stages.values():
+        module = stage.module
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # else the module has gathered parameters, soon out of date
+        for name, parameter in module.named_parameters():
+            origin = module.origin(name)
+            yield origin, parameter, origin != name
+            for key, value in training.optimizer.state.get(parameter, {}).items():
+                assert value is None or isinstance(value, Tensor), f"{key} of {name} is {value!r}"
+                if value is not None:
+                    yield f"optimizer.{key}.{origin}", value, origin != name
+        kept = module.state_dict(keep_vars=True).keys()
+        for name, buffer in module.named_buffers():
+            if name in kept:
+                yield name, buffer, False
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _box(tensor: Tensor) -> Box:
+    """The indices that this rank holds; every cut is torch.chunk's.
+
+    ``_StridedShard`` says that an axis cut what axes to its right had cut already (FSDP2's after
+    tp's). DTensor itself cuts in another order and mends it, which fails for uneven parts.
+    """
+    box = whole(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return box
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    cuts = [(axis, p) for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
+    at_once = [cut for cut in cuts if not hasattr(cut[1], "split_factor")]
+    afterwards = [cut for cut in reversed(cuts) if hasattr(cut[1], "split_factor")]
+    for axis, placement in at_once + afterwards:
+        assert not placement.is_partial()
+        dim = placement.dim  # type: ignore[attr-defined]
+        sizes = chunks(box.shape[dim], tensor.device_mesh.size(axis))
+        low = box.low[dim] + sum(sizes[: place[axis]])
+        box = narrowed(box, dim, low, low + sizes[place[axis]])
+    shape = tuple(_local(tensor).shape)
+    assert shape == box.shape or not prod(shape) + box.num_elements, (tensor.placements, shape, box)
+    return box
+
+
+def _shares(tensors: Mapping[str, Tensor]) -> list[Share]:
+    found = []
+    for name, tensor in tensors.items():
+        box = _box(tensor)
+        if tensor.ndim and box.num_elements:
+            norm = float(_local(tensor).float().norm())
+            known = norm if isfinite(norm) else None
+            found.append(Share(name, tuple(tensor.shape), _dtype(tensor), box, known))
+    return found
+
+
+def _check_shares(everyone: Sequence[Sequence[Share]]) -> None:
+    """All is finite, and ranks that have the same part of a tensor have the same numbers: else
+    they hold parts that only look alike. Rounding changes a norm less than the tolerance."""
+    whole_of: dict[str, Share] = {}
+    part_of: dict[tuple[str, Box], Share] = {}
+    for rank, shares in enumerate(everyone):
+        for share in shares:
+            if share.norm is None:
+                raise ValueError(f"{share.name} is not finite on rank {rank}; it is not saved")
+            one = whole_of.setdefault(share.name, share)
+            other = part_of.setdefault((share.name, share.box), share)
+            assert other.norm is not None
+            if share[:3] != one[:3] or not isclose(share.norm, other.norm, rel_tol=1e-3):
+                raise ValueError(
+                    f"{share.name} on rank {rank} is not what another rank has under this name; "
+                    "make its parts DTensors, or a buffer not persistent"
+                )
+
+
+def _assigned(everyone: Sequence[Sequence[Share]]) -> list[list[str]]:
+    """Which tensors each rank writes its part of: one of those that hold it, the least loaded."""
+    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
+    lacking: dict[str, int] = {}
+    for rank, shares in enumerate(everyone):
+        for share in shares:
+            holders[share.name, share.box].append(rank)
+            lacking[share.name] = prod(share.shape)
+    loads = [0] * len(everyone)
+    names: list[list[str]] = [[] for _ in everyone]
+    for (name, box), among in holders.items():
+        rank = min(among, key=loads.__getitem__)
+        loads[rank] += box.num_elements
+        lacking[name] -= box.num_elements
+        names[rank].append(name)
+    assert not any(lacking.values()), lacking
+    return names
+
+
+def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
+    """What ``work`` gave on each rank; ValueError on all of them if it cannot be done on one."""
+    from safetensors import SafetensorError
+
+    result, error = None, ""
+    try:
+        result = work()
+    except (OSError, SafetensorError, ValueError) as caught:
+        error = str(caught) or type(caught).__name__
+    ranks.arrive(f"the end of {phase}")
+    replies = ranks.gather((result, error))
+    errors = list(dict.fromkeys(error for _, error in replies if error))
+    if errors:
+        more = f" (and {len(errors) - 1} more errors)" if len(errors) > 1 else ""
+        raise ValueError(f"{phase}: {errors[0]}{more}")
+    return [result for result, _ in replies]
+
+
+def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Files with this rank's parts, each on disk when this returns; their bytes."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    groups: dict[int, list[str]] = defaultdict(list)
+    total = 0
+    for name, tensor in tensors.items():
+        groups[total // FILE_BYTES].append(name)
+        total += _local(tensor).nbytes
+    sizes = {}
+    for number, names in groups.items():
+        path = folder / f"{rank:05d}-{number:03d}.safetensors"
+        parts = {name: _local(tensors[name]).cpu().contiguous() for name in names}
+        offsets = {name: {"saved_offsets": _box(tensors[name]).low} for name in names}
+        about = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(offsets)}
+        save_file(parts, path, about)
+        _sync(path)
+        sizes[path.name] = path.stat().st_size
+    _sync(folder)
+    return sizes
+
+
+def _commit(folder: Path, record: Checkpoint) -> None:
+    """From here on ``folder`` holds this checkpoint; what it held before is removed."""
+    _check_files(folder, record)
+    written = store.write(folder / record.data / _JSON, record)
+    _sync(written)
+    written.replace(folder / _JSON)
+    _sync(folder)
+    for other in folder.iterdir():
+        if other.name != record.data and _OURS.fullmatch(other.name):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_files(folder: Path, record: Checkpoint) -> None:
+    for name, size in record.files.items():
+        path = folder / record.data / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; use a folder that all hosts see, whole")
+        if (found := path.stat().st_size) != size:
+            raise ValueError(f"{path} has {found} bytes of {size}; copy the checkpoint again")
+
+
+def _check_same(record: Checkpoint, plan: Plan, optimizer: str, seed: int) -> None:
+    """Refuse by name what would not go on where the saved training stopped."""
+    pairs: list[tuple[str, object, object]] = [
+        ("model.family", type(record.model).__name__, type(plan.model).__name__),
+        *_fields("model", record.model, plan.model),
+        *_fields("workload", record.workload, plan.workload),
+        ("optimizer", record.optimizer, optimizer),
+        ("seed", record.seed, seed),
+    ]
+    for name, saved, given in pairs:
+        if saved != given:
+            raise ValueError(
+                f"{name} is {given!r}, but the checkpoint's is {saved!r}; resume with that one"
+            )
+
+
+def _fields(name: str, saved: Record, given: Record) -> list[tuple[str, object, object]]:
+    return [
+        (f"{name}.{field}", getattr(saved, field), getattr(given, field, None))
+        for field in saved.__struct_fields__
+        if field != "name"
+    ]
+
+
+def _make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer allocate its states: by a step, all of whose effects are loaded over."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _read(folder: Path, record: Checkpoint, training: Training) -> None:
+    """Fill this rank's tensors from whatever files have parts of theirs."""
+    from safetensors import safe_open
+
+    wanted: dict[str, list[Tensor]] = defaultdict(list)
+    for name, tensor, _ in _tensors(training):
+        wanted[name].append(tensor)
+    _check_tensors(record, wanted)
+    targets = {
+        name: [(_box(tensor), _local(tensor)) for tensor in tensors if tensor.ndim]
+        for name, tensors in wanted.items()
+    }
+    lacking = {name: sum(box.num_elements for box, _ in of) for name, of in targets.items()}
+    for file in record.files:
+        with safe_open(folder / record.data / file, "pt") as opened:
+            offsets = json.loads(opened.metadata()[_OFFSETS])
+            for name in [name for name in offsets if name in targets]:
+                part = opened.get_slice(name)
+                saved = whole(part.get_shape()).shifted(offsets[name]["saved_offsets"])
+                for box, local in targets[name]:
+                    if common := box.intersect(saved):
+                        local[_slices(common, box)].copy_(part[_slices(common, saved)])
+                        lacking[name] -= common.num_elements
+    assert not any(lacking.values()), lacking
+    for name, tensors in wanted.items():
+        for tensor in tensors:
+            if not tensor.ndim:
+                _local(tensor).fill_(record.numbers[name])
+
+
+def _slices(part: Box, of: Box) -> tuple[slice, ...]:
+    """Where ``part`` lies in a tensor that holds ``of``."""
+    return tuple(map(slice, *part.shifted([-low for low in of.low])))
+
+
+def _check_tensors(record: Checkpoint, wanted: Mapping[str, list[Tensor]]) -> None:
+    missing = [n for n in wanted if n not in record.tensors and n not in record.numbers]
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise ValueError(f"the checkpoint lacks {missing[0]}{more}; save it with this version")
+    for name, tensors in wanted.items():
+        for tensor in tensors if name in record.tensors else ():
+            saved, given = record.tensors[name], (tuple(tensor.shape), _dtype(tensor))
+            if (saved.shape, saved.dtype) != given:
+                raise ValueError(
+                    f"{name} is {given[1]} {list(given[0])}, but the checkpoint's is {saved.dtype} "
+                    f"{list(saved.shape)}; resume with the recipe and sizes that it was saved with"
+                )

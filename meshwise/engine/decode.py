@@ -1,0 +1,185 @@
+"""Greedy decoding, token by token, with keys and values kept, under tensor and pipeline
+parallelism.
+
+In: a DecodeRequest. Out: one Sample of op ``step``, mode ``decode``: ``times_s`` between tokens of
+a sequence (the largest over the ranks that choose them), metrics ``time_to_first_token_s`` (from
+the common start until all sequences have theirs), ``tokens_per_s`` (of all sequences, at the median
+time), ``weight_bytes``, ``cache_bytes`` and on GPUs ``peak_bytes`` (largest over ranks),
+``num_parameters``.
+
+The rows of a pipeline are cut into as many groups as it has stages, if they can be, that take
+turns.
+"""
+
+import functools
+import math
+import statistics
+from itertools import pairwise
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from meshwise import models, store
+from meshwise.engine import data, greedy, memory, step
+from meshwise.engine.agree import together
+from meshwise.engine.infer import no_pauses, say
+from meshwise.parallel import mesh
+from meshwise.parallel.mesh import Place
+from meshwise.ranks import Ranks
+from meshwise.spec import (
+    Case,
+    Plan,
+    Record,
+    Sample,
+    Step,
+    WideResNet,
+    Workload,
+)
+from meshwise.spec.record import NonNegative, Positive
+from meshwise.timing import METHOD_VERSION, clock, device_states
+
+
+class DecodeRequest(Record, kw_only=True):
+    """What to decode: ``new_tokens`` behind each of ``batch`` random prompts."""
+
+    plan: Plan
+    run_dir: str
+    prompt_len: Positive = 128
+    new_tokens: Positive = 64
+    batch: Positive = 1
+    seed: NonNegative = 0
+    lowering: Literal["eager", "compiled"] = "eager"
+
+    def check(self) -> None:
+        if self.new_tokens < 2:
+            self.fail("new_tokens", "there is no time between fewer than 2")
+
+
+def plan_for(request: DecodeRequest) -> Plan:
+    """The plan with the request's rows; each group of them is a microbatch of its layout."""
+    plan = request.plan
+    model, layout = plan.model, plan.layout
+    if isinstance(model, WideResNet):
+        raise ValueError(f"model = {model.name!r}: images have no next token; use a language model")
+    for name, most in (("stages_per_rank", layout.stages_per_rank), ("cp", layout.cp)):
+        if most > 1:
+            raise ValueError(f"Layout.{name} = {most}: decoding has one token a step; use 1")
+    needed = request.prompt_len + request.new_tokens
+    if needed > model.max_seq_len:
+        raise ValueError(
+            f"prompt_len + new_tokens = {needed}: must be <= max_seq_len = {model.max_seq_len} of "
+            "the model"
+        )
+    dp = math.lcm(layout.dp, *(dp for dp, _ in layout.meshes))
+    if request.batch % dp:
+        raise ValueError(f"DecodeRequest.batch = {request.batch}: dp must divide it; use {dp}")
+    groups = max(n for n in range(1, layout.pp + 1) if request.batch // dp % n == 0)
+    ours = msgspec.structs.replace(
+        layout,
+        zero=0,
+        replicas=1,
+        sequence_parallel=False,
+        recompute="none",
+        recompute_layers=None,
+        microbatch_size=request.batch // groups // layout.dp,
+        num_microbatches=groups,
+    )
+    workload = Workload(global_batch_size=request.batch, seq_len=request.prompt_len)
+    return msgspec.structs.replace(
+        plan, layout=ours, workload=workload, lowering=request.lowering, prediction=None
+    )
+
+
+def run_ranks(ranks: Ranks, request: bytes) -> None:
+    """Every rank calls it with the JSON of the same DecodeRequest."""
+    ordered = msgspec.json.decode(request, type=DecodeRequest)
+    sample = measure(ranks, ordered)
+    if ranks.rank == 0:
+        store.append(ordered.run_dir, sample)
+
+
+def measure(ranks: Ranks, request: DecodeRequest) -> Sample:
+    """The run as a sample, the same on every rank."""
+    plan = plan_for(request)
+    op = Step(
+        model=plan.model,
+        workload=plan.workload,
+        layout=plan.layout,
+        dtype=plan.dtype,
+        recipe=plan.recipe,
+        mode="decode",
+        new_tokens=request.new_tokens,
+    )
+    case = Case(op=op, lowering=plan.lowering, world_size=ranks.world_size)
+    found = functools.partial(Sample, case_id=case.id, case=case, method_version=METHOD_VERSION)
+    ranks.at("set-up")
+    place = mesh.build(plan.layout, ranks.device.type)
+    try:
+        fields = _measured(ranks, place, plan, request)
+    except torch.OutOfMemoryError as error:
+        return found(status="oom", reason=str(error))
+    return found(status="ok", **fields)
+
+
+def prompts_of(plan: Plan, rank: int, seed: int) -> Tensor:
+    """This rank's rows [groups, rows, prompt_len] of the request's random prompts."""
+    rows = step.rows(plan.layout, rank)
+    batches = data.batches(plan.model, plan.workload, steps=1, seed=seed, file=None, rows=rows)
+    mine: Tensor = torch.from_numpy(batches.inputs[0])
+    return mine.view(plan.layout.num_microbatches, -1, mine.shape[-1])
+
+
+def _measured(ranks: Ranks, place: Place, plan: Plan, request: DecodeRequest) -> dict[str, Any]:
+    """Decode once untimed, which captures and compiles, and once timed."""
+    build = functools.partial(
+        greedy.prepare,
+        plan,
+        place,
+        ranks.device,
+        new_tokens=request.new_tokens,
+        dtype=plan.dtype,
+        seed=request.seed,
+    )
+    say(ranks, "building the model")
+    decoding = together(ranks, place, "building the model", build)
+    prompts = prompts_of(plan, ranks.rank, request.seed).to(ranks.device)
+    mark, elapsed_s = clock(ranks.device)
+
+    def wait(mark: Any) -> None:
+        if ranks.device.type == "cuda":
+            ranks.synchronize("a token", mark)
+
+    def decode() -> list[float]:
+        with no_pauses():
+            ranks.start_together()
+            marks = greedy.generate(decoding, prompts, mark, wait).marks
+            ranks.synchronize("the last token")
+        return [elapsed_s(a, b) for a, b in pairwise(marks)] if decoding.stage.last else []
+
+    ranks.at("tokens (warm-up)")
+    compiling = plan.lowering == "compiled"
+    together(ranks, place, "warm-up", decode, compiling=compiling)
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    say(ranks, f"warmed up; timing {request.new_tokens} tokens")
+    ranks.at("tokens")
+    before = device_states(ranks)
+    mine = together(ranks, place, "timed tokens", decode)
+    after = device_states(ranks)
+    caches = memory.storage_bytes([t for cache in decoding.caches for t in (cache.k, cache.v)])
+    weights = memory.storage_bytes([*decoding.stage.parameters(), *decoding.stage.buffers()])
+    sizes: dict[str, float] = {"weight_bytes": weights, "cache_bytes": caches}
+    sizes |= memory.cuda_peak() if ranks.device.type == "cuda" else {}
+    replies = ranks.gather((mine, sizes))
+    first_s, *times_s = [
+        max(of_token) for of_token in zip(*(times for times, _ in replies if times), strict=True)
+    ]
+    metrics: dict[str, float | tuple[float, ...]] = {
+        **{name: max(sizes[name] for _, sizes in replies) for name in sizes},
+        "time_to_first_token_s": first_s,
+        "tokens_per_s": request.batch / statistics.median(times_s),
+        "num_parameters": models.num_parameters(plan.model),
+    }
+    return {"times_s": tuple(times_s), "metrics": metrics, "before": before, "after": after}

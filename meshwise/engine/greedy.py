@@ -1,0 +1,299 @@
+"""Greedy decoding of this rank's stage: the likeliest token after all before it, again and again.
+
+In: a plan whose microbatches are groups of rows, a ``Place``, prompts. Out: the tokens, where the
+last stage is. Keys and values are kept (``nn.cache``), weights are plain tensors
+(``parallel.local``).
+
+Groups take turns: a stage works on one while the others are elsewhere. The last stage chooses the
+tokens and sends them to the first. The host never waits for a token; positions are tensors that it
+fills. On a GPU a stage's step is a CUDA graph for each length that the cache is read to, doubling
+from ``SHORTEST``; messages between stages stay outside.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwise.models import fits
+from meshwise.nn import Stage
+from meshwise.nn.cache import Cache, Now
+from meshwise.nn.gpt import GPTLayer
+from meshwise.nn.llama import DecoderLayer
+from meshwise.parallel import apply
+from meshwise.parallel.local import Choice, localized
+from meshwise.parallel.mesh import Place
+from meshwise.parallel.pipeline import activations
+from meshwise.reshard.transports import p2p
+from meshwise.spec import Decoder, Layout, Model, Plan, WideResNet
+
+SHORTEST = 256  # tokens of the cache that a step reads at least
+
+
+class Routes(NamedTuple):
+    """This rank's messages of one kind: to the next stage and from the one before, the last stage's
+    tokens going to the first. None where it has none."""
+
+    out: p2p.Route | None
+    back: p2p.Route | None
+    shape: tuple[int, ...]  # of what comes back
+
+
+class Graph(NamedTuple):
+    """A captured step: replay turns ``x`` into ``y``."""
+
+    graph: torch.cuda.CUDAGraph
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A rank's stage, ready to decode groups of rows [rows, prompt_len]."""
+
+    stage: Stage
+    choose: Choice
+    now: Now
+    prompts: Routes
+    tokens: Routes  # one activation a row
+    chosen: Routes  # from the last stage to the first
+    layout: Layout
+    prompt_at: Tensor  # positions of the prompt
+    token_at: Tensor  # of the token that comes in; graphs know it, so it is filled anew
+    new_tokens: int
+    shortest: int
+    dtype: torch.dtype
+    device: torch.device
+    caches: list[Cache]
+    is_static: bool  # no step asks the device, so a graph may hold it
+    graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+
+
+class Generated(NamedTuple):
+    """``tokens`` [groups, rows, new_tokens], where the last stage is; a mark at the start and
+    behind each token of all groups."""
+
+    tokens: Tensor | None
+    marks: list[Any]
+
+
+def prepare(
+    plan: Plan,
+    place: Place,
+    device: torch.device,
+    *,
+    new_tokens: int,
+    dtype: str,
+    seed: int,
+    shortest: int = SHORTEST,
+) -> Decoding:
+    """Build a rank's stage of a ``decode.plan_for`` a request, with room for keys and values."""
+    model, layout, workload = plan.model, plan.layout, plan.workload
+    assert not isinstance(model, WideResNet)
+    if dtype not in ("fp32", "bf16"):
+        raise ValueError(f"dtype = {dtype!r}: decoding runs in fp32 or bf16; plan for one of them")
+    fits.check(model, workload, place.layout)
+    numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
+    stage = localized(
+        model,
+        layout.stage_layers(model.layers)[place.pipeline_rank],
+        place,
+        routing=plan.recipe.routing,
+        dtype=numbers,
+        device=device,
+        seed=seed,
+    )
+    most = workload.seq_len + new_tokens
+    prompt_at = torch.arange(workload.seq_len, device=device)
+    now = Now(prompt_at, most)
+    rows, heads = place.layout.microbatch_size, _kv_heads(model, place.layout.tp)
+    room = (layout.num_microbatches, rows, _length(most, shortest), heads)
+    caches = []
+    for layer in stage.layers.values():
+        assert isinstance(layer, GPTLayer | DecoderLayer)
+        k, v = (torch.zeros(*room, width, dtype=numbers, device=device) for width in _widths(model))
+        caches.append(Cache(now, k, v))
+        layer.attention.heads = caches[-1]  # type: ignore[assignment]
+        if plan.lowering == "compiled":
+            layer.compile(fullgraph=apply.is_one_graph(layer, place.layout), dynamic=False)
+    total = layout.microbatch_rows
+    routes = functools.partial(_routes, place, layout, device)
+    is_known = model.experts is None or (dtype == "bf16" and place.layout.ep == 1)
+    return Decoding(
+        stage=stage,
+        choose=Choice(place, model.vocab),
+        now=now,
+        prompts=routes((total, workload.seq_len, model.hidden)),
+        tokens=routes((total, 1, model.hidden)),
+        chosen=routes((total,), around=True),
+        layout=layout,
+        prompt_at=prompt_at,
+        token_at=torch.zeros_like(prompt_at[:1]),
+        new_tokens=new_tokens,
+        shortest=shortest,
+        dtype=numbers,
+        device=device,
+        caches=caches,
+        is_static=device.type == "cuda" and is_known,
+    )
+
+
+def _length(tokens: int, shortest: int) -> int:
+    """How far to read the cache for so many tokens: few lengths, each a graph of its own."""
+    return shortest << max(0, math.ceil(math.log2(tokens / shortest)))
+
+
+def _widths(model: Model | Decoder) -> tuple[int, int]:
+    """Of a head's key and value."""
+    if isinstance(model, Decoder) and model.mla is not None:
+        return model.mla.nope_head_dim + model.mla.rope_head_dim, model.mla.v_head_dim
+    return model.head_dim, model.head_dim
+
+
+def _kv_heads(model: Model | Decoder, tp: int) -> int:
+    """That one rank keeps."""
+    if isinstance(model, Decoder) and model.mla is None:
+        return max(1, model.kv_heads // tp)
+    return model.heads // tp
+
+
+def _routes(
+    place: Place,
+    layout: Layout,
+    device: torch.device,
+    shape: tuple[int, ...],
+    *,
+    around: bool = False,
+) -> Routes:
+    """Of tensors of this shape from every stage to the next, or ``around`` from the last to the
+    first. All ranks make them in one order: see ``p2p.connected``."""
+    out = back = None
+    for number, link in sorted(place.links.items()):
+        if (number < 0) != around:
+            continue
+        ends = [number % layout.pp, number + 1]
+        source, target = (activations(layout, rank, shape) for rank in ends)
+        route = p2p.connected(source, target, link.forward, device)
+        if place.pipeline_rank == ends[0]:
+            out = route
+        else:
+            back = route
+    mine = activations(layout, place.pipeline_rank, shape)
+    here = next(piece for piece in mine if piece.rank == dist.get_rank())
+    return Routes(out, back, here.box.shape)
+
+
+@torch.no_grad()
+def generate(
+    decoding: Decoding, prompts: Tensor, mark: Callable[[], Any], wait: Callable[[Any], None]
+) -> Generated:
+    """The likeliest next token, again and again, for ``prompts`` [groups, rows, prompt_len].
+
+    ``wait(mark)`` keeps the host from running more than a token ahead.
+    """
+    stage, groups = decoding.stage, decoding.layout.num_microbatches
+    sending: list[p2p.Sending | None] = [None] * groups
+    latest: list[Tensor] = list(prompts)
+    chosen: list[list[Tensor]] = [[] for _ in range(groups)]
+    marks = [mark()]
+    for index in range(decoding.new_tokens):
+        _turn_to(decoding, index)
+        for group in range(groups):
+            x = _taken(decoding, index, latest[group])
+            previous = sending[group]
+            if previous is not None:  # it has gone: what came since was made of it
+                previous.wait()
+            y = _step(decoding, x, group, index)
+            sending[group] = _given(decoding, index, y)
+            if stage.last:
+                chosen[group].append(y.clone())
+                latest[group] = y[:, None]
+        marks.append(mark())
+        if index:
+            wait(marks[-2])
+    for message in sending:
+        if message is not None:
+            message.wait()
+    tokens = [torch.stack(of_group, -1) for of_group in chosen if of_group]
+    return Generated(torch.stack(tokens) if tokens else None, marks)
+
+
+def _turn_to(decoding: Decoding, index: int) -> None:
+    """Point the stage at the tokens whose successors have number ``index``."""
+    now, at = decoding.now, len(decoding.prompt_at) + index - 1
+    decoding.token_at.fill_(at)
+    if index < 2:
+        now.at = decoding.token_at if index else decoding.prompt_at
+        decoding.stage.at(now.at)
+    now.fresh = index == 0
+    now.length = _length(at + 1, decoding.shortest)
+
+
+def _taken(decoding: Decoding, index: int, latest: Tensor) -> Tensor:
+    """What this stage begins with: a prompt, the token chosen last, or what came of it."""
+    if decoding.stage.first and (index == 0 or decoding.chosen.back is None):
+        return latest
+    routes = decoding.tokens if index else decoding.prompts
+    dtype = decoding.dtype
+    if decoding.stage.first:
+        routes, dtype = decoding.chosen, torch.int64
+    assert routes.back is not None
+    x = p2p.receive(routes.back, routes.shape, dtype, decoding.device).wait()
+    return x[:, None] if decoding.stage.first else x
+
+
+def _given(decoding: Decoding, index: int, y: Tensor) -> p2p.Sending | None:
+    """Start sending to the next stage, or the chosen tokens to the first."""
+    routes = decoding.tokens if index else decoding.prompts
+    if decoding.stage.last:
+        routes = decoding.chosen
+        if index == decoding.new_tokens - 1:
+            return None
+    return None if routes.out is None else p2p.send(routes.out, y)
+
+
+def _step(decoding: Decoding, x: Tensor, group: int, index: int) -> Tensor:
+    """The stage's result for a group, which stays until the group's next turn."""
+    key = group, decoding.now.length
+    found = decoding.graphs.get(key) if index else None
+    if found is None:
+        for cache in decoding.caches:
+            cache.turn_to(group)
+        if not index or not decoding.is_static:
+            return _forward(decoding, x)
+        found = decoding.graphs[key] = _captured(decoding, x)
+    found.x.copy_(x)
+    found.graph.replay()
+    return found.y
+
+
+def _forward(decoding: Decoding, x: Tensor) -> Tensor:
+    """Tokens or activations [rows, s] -> activations, or the chosen tokens [rows]."""
+    stage = decoding.stage
+    if stage.first:
+        x = stage.begin(x)
+    for layer in stage.layers.values():
+        x = layer(x)
+    return decoding.choose(stage.end(x[:, -1:])[:, 0]) if stage.last else x
+
+
+def _captured(decoding: Decoding, x: Tensor) -> Graph:
+    """A graph of the step, after eager runs on a side stream as capture requires; they write to
+    the cache what the step will write again."""
+    x = x.clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            _forward(decoding, x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # other threads (NCCL's watchdog) may call CUDA during capture
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = _forward(decoding, x)
+    return Graph(graph, x, y)

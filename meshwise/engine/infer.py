@@ -1,0 +1,378 @@
+"""Runs a plan forward only: how long a batch takes, how many a second go through.
+
+In: an InferRequest. Out: one Sample of op ``step``, mode ``infer``, in the run directory, beside a
+trace of the streamed batches (``trace-<case>.json``). Two loops:
+
+- one batch at a time, all ranks starting together: ``times_s`` are from the start on the first
+  stage to the end on the last (the largest over ranks);
+- streamed: batches follow each other without a barrier, a stage at most ``in_flight`` of them ahead
+  of what the next has taken. ``streamed_s`` is rank 0's time from the first start to the last end,
+  over the number of batches. With ``driver_time`` this loop is the only one, and ``times_s`` its.
+
+Metrics: ``streamed_s``, ``samples_per_s``, ``tokens_per_s``; of each stage ``stage_s`` (its own
+work on a batch: median over batches, the slowest of its ranks), ``stage_weight_bytes`` and
+``stage_peak_bytes`` (of the ranks that hold it); ``peak_bytes``, ``num_parameters``; the seconds of
+the phases, as ``engine.train`` names them.
+"""
+
+import functools
+import gc
+import statistics
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from meshwise import models, schedule, store
+from meshwise.engine import data, memory, step
+from meshwise.engine.agree import timed, together
+from meshwise.engine.timeline import Span, write
+from meshwise.models import fits
+from meshwise.nn import Stage
+from meshwise.parallel import apply, forward, mesh, pipeline
+from meshwise.parallel.mesh import Place
+from meshwise.parallel.pipeline import Pipeline
+from meshwise.ranks import Ranks
+from meshwise.spec import Case, Plan, Record, Sample, Step
+from meshwise.spec.record import NonNegative, Positive
+from meshwise.timing import METHOD_VERSION, clock, device_states
+
+NUM_BATCHES = 2  # different ones, that take turns
+
+
+class InferRequest(Record, kw_only=True):
+    """What to run. ``driver_time``: time the whole loop only, with no barrier between batches."""
+
+    plan: Plan
+    run_dir: str
+    steps: Positive = 20
+    warmup: Positive = 2
+    seed: NonNegative = 0
+    in_flight: Positive = 4
+    driver_time: bool = False
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A rank's stages without gradients, and its rows of some batches on the device."""
+
+    pipeline: Pipeline
+    inputs: Tensor  # [batches, rows, seq], or images [batches, rows, channels, height, width]
+
+    def tensors(self) -> list[Tensor]:
+        """Everything on the device between two batches."""
+        modules = [stage.module for stage in self.pipeline.stages.values()]
+        held = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        return [*held, self.inputs]
+
+
+def prepare(
+    plan: Plan,
+    place: Place,
+    batches: data.Batches,
+    device: torch.device,
+    *,
+    dtype: str,
+    seed: int,
+) -> Inference:
+    """Build a rank's share of the plan's model, in the compute dtype, for its rows of batches."""
+    if dtype not in ("fp32", "bf16"):
+        raise ValueError(f"dtype = {dtype!r}: inference runs in fp32 or bf16; plan for one of them")
+    fits.check(plan.model, plan.workload, place.layout)
+    numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
+    at = step.positions(plan, place)
+    attend = step.attention(plan, place)
+
+    def make(layers: range) -> Stage:
+        module = step.on_meta(plan.model, layers, plan.recipe, attend)
+        module = forward.lay_out(module, place, dtype=numbers, lowering=plan.lowering, seed=seed)
+        if at is not None:
+            apply.stand_at(module, torch.from_numpy(at).to(device), place)
+        return module
+
+    layout = plan.layout
+    table = schedule.table(
+        layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
+    )
+    row = tuple(action for action in table[place.pipeline_rank] if action.kind == "F")
+    built = pipeline.build(
+        place, layout, plan.model, plan.workload, row, make, dtype=numbers, device=device
+    )
+    inputs = torch.from_numpy((batches if at is None else batches.at(at)).inputs).to(device)
+    return Inference(built, inputs.to(numbers) if inputs.is_floating_point() else inputs)
+
+
+def run(inference: Inference, index: int) -> list[Tensor]:
+    """Batch ``index``, wrapped around; of each microbatch this rank's part of the logits, where
+    the last stage is."""
+    done = start(inference, index, finish=_same)
+    for sending in done.sending:
+        sending.wait()
+    return done.results
+
+
+def start(
+    inference: Inference,
+    index: int,
+    *,
+    finish: Callable[[Tensor], Tensor],
+    mark: Callable[[], Any] = lambda: None,
+) -> forward.Pass:
+    """The same, with messages perhaps still under way."""
+    built = inference.pipeline
+    inputs = inference.inputs[index % len(inference.inputs)].split(built.layout.microbatch_size)
+    return forward.run(built, inputs, finish=finish, mark=mark)
+
+
+def _same(result: Tensor) -> Tensor:
+    return result
+
+
+def _forget(_: Tensor) -> Tensor:
+    """Logits of all microbatches at once may be more than the model."""
+    return torch.empty(0)
+
+
+def run_ranks(ranks: Ranks, request: bytes) -> None:
+    """Every rank calls it with the JSON of the same InferRequest."""
+    ordered = msgspec.json.decode(request, type=InferRequest)
+    sample = measure(ranks, ordered)
+    if ranks.rank == 0:
+        store.append(ordered.run_dir, sample)
+
+
+def measure(ranks: Ranks, request: InferRequest) -> Sample:
+    """The run as a sample, the same on every rank; rank 0 writes the trace."""
+    plan = request.plan
+    op = Step(
+        model=plan.model,
+        workload=plan.workload,
+        layout=plan.layout,
+        dtype=plan.dtype,
+        recipe=plan.recipe,
+        mode="infer",
+    )
+    case = Case(op=op, lowering=plan.lowering, world_size=ranks.world_size)
+    found = functools.partial(Sample, case_id=case.id, case=case, method_version=METHOD_VERSION)
+    ranks.at("set-up")
+    spent: dict[str, float] = {}
+    with timed(spent, "setup_s"):
+        place = mesh.build(plan.layout, ranks.device.type)
+    try:
+        before, measured, after = _measured(ranks, place, request, spent)
+    except torch.OutOfMemoryError as error:
+        return found(status="oom", reason=str(error))
+    replies = [msgspec.convert(reply, Measured) for reply in ranks.gather(measured)]
+    if ranks.rank == 0:
+        spans = [span for reply in replies for span in reply.spans]
+        write(Path(request.run_dir) / f"trace-{case.id}.json", plan.layout, spans)
+    return found(status="ok", before=before, after=after, **_fields(request, replies))
+
+
+class Measured(NamedTuple):
+    """What one rank found. ``stages``: seconds of each batch in each stage that it holds."""
+
+    times_s: list[float]
+    loop_s: float
+    stages: dict[str, list[float]]
+    spans: list[Span]
+    weight_bytes: dict[str, int]
+    peaks: dict[str, float]
+
+
+def _measured(
+    ranks: Ranks, place: Place, request: InferRequest, spent: dict[str, float]
+) -> tuple[Any, Measured, Any]:
+    """Build, warm up, time and measure memory, with the devices' states before and after."""
+    plan = request.plan
+    rows = step.rows(plan.layout, ranks.rank)
+    with timed(spent, "data_s"):
+        batches = data.batches(
+            plan.model, plan.workload, steps=NUM_BATCHES, seed=request.seed, file=None, rows=rows
+        )
+    build = functools.partial(
+        prepare, plan, place, batches, ranks.device, dtype=plan.dtype, seed=request.seed
+    )
+    compiling = plan.lowering == "compiled"
+    say(ranks, "building the model" + (", then compiling it" if compiling else ""))
+    with timed(spent, "build_s"):
+        inference = together(ranks, place, "building the model", build)
+
+    def warm_up() -> None:
+        for index in range(request.warmup):
+            ranks.at(f"batch {index} (warm-up)")
+            run(inference, index)
+
+    with timed(spent, "compile_s"):
+        together(ranks, place, "warm-up", warm_up, compiling=compiling)
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = device_states(ranks)
+    times_s: list[float] = []
+    alone: list[Span] = []
+    with timed(spent, "timed_s"):
+        if not request.driver_time:
+            say(ranks, f"timing {request.steps} batches one by one")
+            one_by_one = functools.partial(_one_by_one, ranks, inference, request.steps)
+            times_s, alone = together(ranks, place, "batches one by one", one_by_one)
+        say(ranks, f"streaming {request.steps} batches")
+        stream = functools.partial(_streamed, ranks, inference, request.steps, request.in_flight)
+        loop_s, spans = together(ranks, place, "streamed batches", stream)
+    after = device_states(ranks)
+    peaks = together(ranks, place, "memory", functools.partial(_peak, ranks, inference))
+    weights = {
+        str(number): memory.storage_bytes([*stage.module.parameters(), *stage.module.buffers()])
+        for number, stage in inference.pipeline.stages.items()
+    }
+    own = _of_stages(alone or spans)
+    found = Measured(times_s, loop_s, own, spans, weights, peaks | spent)
+    return before, found, after
+
+
+def _one_by_one(ranks: Ranks, inference: Inference, steps: int) -> tuple[list[float], list[Span]]:
+    """Seconds of each batch from the common start to this rank's end, and what was when."""
+    mark, elapsed_s = clock(ranks.device)
+    times_s, spans = [], []
+    with no_pauses():
+        for index in range(steps):
+            ranks.at(f"batch {index}")
+            ranks.start_together()
+            zero = mark()
+            done = start(inference, index, finish=_forget, mark=mark)
+            for sending in done.sending:
+                sending.wait()
+            end = mark()
+            ranks.synchronize(f"batch {index}", poll_s=0.0)
+            times_s.append(elapsed_s(zero, end))
+            spans += _spans(ranks.rank, index, done, zero, elapsed_s)
+    return times_s, spans
+
+
+def _streamed(
+    ranks: Ranks, inference: Inference, steps: int, in_flight: int
+) -> tuple[float, list[Span]]:
+    """Seconds of the whole loop on this rank's clock, until all ranks have ended, and what was
+    when."""
+    mark, elapsed_s = clock(ranks.device)
+    passes: list[forward.Pass] = []
+    under_way: deque[tuple[forward.Pass, Any]] = deque()
+
+    def await_oldest() -> None:
+        done, end = under_way.popleft()
+        for sending in done.sending:
+            sending.wait()
+        if ranks.device.type == "cuda":  # the host must not run ahead without end
+            ranks.synchronize("a batch under way", end)
+
+    with no_pauses():
+        ranks.start_together()
+        started, zero = time.perf_counter(), mark()
+        for index in range(steps):
+            ranks.at(f"streamed batch {index}")
+            if len(under_way) == in_flight:
+                await_oldest()
+            done = start(inference, index, finish=_forget, mark=mark)
+            passes.append(done)
+            under_way.append((done, mark()))
+        while under_way:
+            await_oldest()
+        ranks.synchronize("the last batch")
+        ranks.barrier("the end of the stream")
+        loop_s = time.perf_counter() - started
+    spans = [
+        span
+        for index, done in enumerate(passes)
+        for span in _spans(ranks.rank, index, done, zero, elapsed_s)
+    ]
+    return loop_s, spans
+
+
+def _spans(
+    rank: int,
+    batch: int,
+    done: forward.Pass,
+    zero: Any,
+    elapsed_s: Callable[[Any, Any], float],
+) -> list[Span]:
+    return [
+        Span(rank, action.stage, batch, action.microbatch, *(elapsed_s(zero, at) for at in marks))
+        for action, *marks in done.marks
+    ]
+
+
+def _of_stages(spans: list[Span]) -> dict[str, list[float]]:
+    """Seconds that each stage of this rank took for each batch."""
+    taken: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
+        taken[str(span.stage)][span.batch] += span.end_s - span.start_s
+    return {stage: list(batches.values()) for stage, batches in taken.items()}
+
+
+def _peak(ranks: Ranks, inference: Inference) -> dict[str, float]:
+    """Peak memory of this rank: of the timed batches on a GPU, of a traced one on a CPU."""
+    if ranks.device.type == "cuda":
+        return memory.cuda_peak()
+    ranks.at("a batch traced for its memory")
+    one = functools.partial(start, inference, 0, finish=_forget)
+
+    def work() -> None:
+        for sending in one().sending:
+            sending.wait()
+
+    return {"peak_bytes": memory.peak_tensor_bytes(work, inference.tensors())}
+
+
+def _fields(request: InferRequest, replies: list[Measured]) -> dict[str, Any]:
+    """Times and metrics of the sample from what every rank found."""
+    workload = request.plan.workload
+    streamed_s = replies[0].loop_s / request.steps  # rank 0 is the driver
+    rank_times_s = tuple(tuple(reply.times_s) for reply in replies)
+    times_s = tuple(max(batch) for batch in zip(*rank_times_s, strict=True)) or (streamed_s,)
+    stages = [str(number) for number in range(request.plan.layout.num_stages)]
+    holders = [[reply for reply in replies if stage in reply.stages] for stage in stages]
+    metrics: dict[str, float | tuple[float, ...]] = {
+        **{name: max(reply.peaks[name] for reply in replies) for name in replies[0].peaks},
+        "streamed_s": streamed_s,
+        "samples_per_s": workload.global_batch_size / streamed_s,
+        "tokens_per_s": workload.tokens / streamed_s,
+        "num_parameters": models.num_parameters(request.plan.model),
+        "stage_s": tuple(
+            max(statistics.median(reply.stages[stage]) for reply in of)
+            for stage, of in zip(stages, holders, strict=True)
+        ),
+        "stage_weight_bytes": tuple(
+            max(reply.weight_bytes[stage] for reply in of)
+            for stage, of in zip(stages, holders, strict=True)
+        ),
+        "stage_peak_bytes": tuple(max(reply.peaks["peak_bytes"] for reply in of) for of in holders),
+    }
+    return {
+        "times_s": times_s,
+        "rank_times_s": () if request.driver_time else rank_times_s,
+        "metrics": metrics,
+    }
+
+
+def say(ranks: Ranks, what: str) -> None:
+    """Progress, for whoever waits: a plain line on rank 0's stderr."""
+    if ranks.rank == 0:
+        print(f"  {what}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def no_pauses() -> Iterator[None]:
+    """Python's garbage collector would be timed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

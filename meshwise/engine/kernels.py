@@ -1,0 +1,48 @@
+"""Which kernel computes attention: torch's scaled dot product attention, held to one of its own.
+
+In: a recipe and a device. Out: a context to train in. ``auto`` on a GPU takes the first that can
+of cuDNN, flash, efficient and math; on a CPU it is torch's own choice.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from meshwise.spec import Recipe
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def choose(recipe: Recipe, device: torch.device, dtype: str) -> AbstractContextManager[None]:
+    """Holds all work with the recipe's kernel, also that of other threads (backward).
+
+    A kernel that the build or the device lacks, or that does not take the dtype, is a ValueError.
+    """
+    if reason := _lacking(recipe.attention, device, dtype):
+        raise ValueError(f"Recipe.attention = {recipe.attention!r}: {reason}; use auto")
+    if recipe.attention == "auto":
+        if device.type != "cuda":
+            return nullcontext()
+        return sdpa_kernel(list(BACKENDS.values()), set_priority=True)
+    return sdpa_kernel(BACKENDS[recipe.attention])
+
+
+def _lacking(name: str, device: torch.device, dtype: str) -> str:
+    """Why there is no such kernel here, or nothing."""
+    if name in ("auto", "math"):
+        return ""
+    if device.type != "cuda":
+        return "" if name == "flash" else "it is a kernel for GPUs, and this is a CPU"
+    if name == "cudnn" and not torch.backends.cudnn.is_available():
+        return "this build of torch has no cuDNN"
+    if name == "flash" and not torch.backends.cuda.is_flash_attention_available():
+        return "this build of torch has no flash attention"
+    if name in ("cudnn", "flash") and dtype == "fp32":
+        return "it computes in 16 bits, and the plan's dtype is fp32"
+    return ""

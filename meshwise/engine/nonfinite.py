@@ -1,0 +1,131 @@
+"""Which module first makes a number that is not finite.
+
+In: what a rank trains, as it was before the step in question, and the number of its batch. Out: one
+line on every rank. Forward and backward run once more, in eager mode, with a look at what every
+module returns and at the gradient of it; then at the gradients of the parameters. The optimizer
+does not run.
+
+A step with a loss that is not finite spoils all weights, so prepare the training anew and run it up
+to that step first.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import chain, count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwise.engine.step import Training
+from meshwise.parallel import apply, pipeline
+from meshwise.parallel.pipeline import Stage
+from meshwise.ranks import Ranks
+
+DIRECTIONS = ("output", "gradient", "gradient of the parameter")
+
+
+class Finding(NamedTuple):
+    """Sorted as the ranks together would come to them: by microbatch and stage in a forward; in a
+    backward the last stage is the first."""
+
+    direction: int  # of DIRECTIONS
+    microbatch: int
+    order: int  # the stage, or its negative
+    rank: int
+    name: str
+
+    def __str__(self) -> str:
+        stage = f"stage {abs(self.order)}"
+        if self.direction < 2:
+            stage += f", microbatch {self.microbatch}"
+        return f"the {DIRECTIONS[self.direction]} of {self.name} ({stage}, rank {self.rank})"
+
+
+class _Watch:
+    """One forward and backward under observation; ``found`` is this rank's first of each kind."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.found = rank, dict[int, Finding]()
+
+    def look(self, value: Any, direction: int, stage: int, microbatch: int, name: str) -> None:
+        if direction not in self.found and not all(map(_is_finite, _tensors(value))):
+            order = stage if direction == 0 else -stage
+            self.found[direction] = Finding(direction, microbatch, order, self.rank, name)
+
+    def over(self, stage: Stage, hold: ExitStack) -> None:
+        """Look at every module of a stage. What backward computes again is not looked at twice."""
+        microbatch, running = -1, False
+
+        def begin(*_: Any) -> None:
+            nonlocal microbatch, running
+            microbatch, running = microbatch + 1, True
+
+        def end(*_: Any) -> None:
+            nonlocal running
+            running = False
+
+        def hook_of(name: str) -> Callable[..., None]:
+            def after(_: nn.Module, __: Any, output: Any) -> None:
+                if not running:
+                    return
+                number = microbatch
+                self.look(output, 0, stage.number, number, name)
+                for value in _tensors(output):
+                    if value.requires_grad:
+                        value.register_hook(
+                            lambda gradient: self.look(gradient, 1, stage.number, number, name)
+                        )
+
+            return after
+
+        hold.callback(stage.module.register_forward_pre_hook(begin, prepend=True).remove)
+        for name, module in stage.module.named_modules():
+            if not isinstance(module, nn.ModuleDict):
+                hook = hook_of(name or "the stage")
+                hold.callback(module.register_forward_hook(hook).remove)
+        hold.callback(stage.module.register_forward_hook(end).remove)
+
+
+def first_module(ranks: Ranks, training: Training, index: int) -> str | None:
+    """``the output of layers.3.mlp.up (stage 1, microbatch 0, rank 2)``, or None if all is finite.
+
+    Every rank calls it with its own ``training`` and learns the same. Gradients come back to zero.
+    """
+    built, watch = training.pipeline, _Watch(ranks.rank)
+    size = built.layout.microbatch_size
+    inputs, targets = (batch[index].split(size) for batch in (training.inputs, training.targets))
+    microbatches = count()
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        value = training.loss(logits, labels)
+        watch.look(value, 0, max(built.stages), next(microbatches), "the loss")
+        return value
+
+    with ExitStack() as hold:
+        hold.enter_context(apply.loss_context(built.layout))
+        hold.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code has no hooks
+        for stage in built.stages.values():
+            watch.over(stage, hold)
+        pipeline.run(built, inputs, targets, loss)
+    for stage in built.stages.values():
+        for name, parameter in stage.module.named_parameters():
+            watch.look(parameter.grad, 2, stage.number, 0, name)
+    training.optimizer.zero_grad()
+    told = chain.from_iterable(ranks.gather(list(watch.found.values())))
+    found = [Finding(*finding) for finding in told]
+    return str(min(found)) if found else None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _is_finite(value: Tensor) -> bool:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return not local.is_floating_point() or bool(local.detach().isfinite().all())

@@ -1,0 +1,264 @@
+"""Where the time of a step goes: forward, backward, optimizer, exposed communication, bubble.
+
+In: a rank's training. Out: a ``Phases`` of all ranks. Two steps: one with marks on the compute
+stream (on a CPU: on the clock) between everything a rank does, one with the same marks under
+torch's profiler, which sees when kernels and collectives run. Times of the second are carried over
+to the first piecewise linearly, mark by mark, because the profiler slows a step.
+
+    exposed = moments when a collective runs and no computation of this rank does
+    forward = its stretches between two marks, less what is exposed in them; so for backward and
+              optimizer (clipping and update)
+    bubble  = stretches that wait for a neighbour's message, messages on their way included; in a
+              pipeline also waiting for ranks that come to the exchange of the tied weight's
+              gradients, to the clipping or to the end later
+    other   = the rest: before the first action and, without a pipeline, behind the last
+    forward + backward + optimizer + exposed + bubble + other = step
+
+Clocks: all ranks start together, within microseconds on one host, and count from there.
+
+On a CPU a collective runs from its call until gloo's thread is done, and computation is torch's
+operators on the main thread, so that Python's own time beside a collective counts as exposed.
+"""
+
+import gc
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from meshwise.engine import step
+from meshwise.parallel import torch_private
+from meshwise.ranks import Ranks
+from meshwise.spec.phases import (
+    ADDENDS,
+    Interval,
+    Phases,
+    RankPhases,
+    Span,
+    union,
+    within_s,
+    without,
+)
+from meshwise.timing import clock
+
+MARK = "meshwise: mark"
+PHASES = {"F": "forward_s", "B": "backward_s", "I": "backward_s", "W": "backward_s"}
+PHASES |= {"clip": "optimizer_s", "optimizer": "optimizer_s"}
+PHASES |= {"wait": "bubble_s", "exchange": "exposed_communication_s"}
+MEETINGS = ("exchange", "clip")  # where ranks of a pipeline wait for each other
+COMMUNICATES = re.compile(r"nccl|nvshmem|multimem|one_shot|two_shot|PtoP", re.IGNORECASE)
+
+
+class Named(NamedTuple):
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Trace(NamedTuple):
+    """What the profiler saw, in its own seconds; ``messages`` are those between stages."""
+
+    marks: list[float]
+    compute: list[Interval]
+    communication: list[Named]
+    messages: list[Named]
+
+
+class Marked(NamedTuple):
+    """What began when, in seconds since the common start; the last is the end."""
+
+    names: list[str]
+    starts: list[float]
+
+    def stretches(self) -> list[Named]:
+        times = pairwise(self.starts)
+        return [Named(name, a, b) for name, (a, b) in zip(self.names, times, strict=False)]
+
+
+def measure(ranks: Ranks, training: step.Training, index: int) -> Phases:
+    """Two steps on batch ``index``, which train like any other; the same result on every rank."""
+    modules = [stage.module for stage in training.pipeline.stages.values()]
+    piped = not all(module.first and module.last for module in modules)
+    gc.collect()
+    ranks.at("a step with marks")
+    marked = _marked(ranks, training, index)
+    ranks.at("a step under torch's profiler")
+    seen = read(_profiled(ranks, training, index), ranks.device.type, piped=piped)
+    assert len(seen.marks) == len(marked.names), (len(seen.marks), marked.names)
+    profiled_s = seen.marks[-1] - seen.marks[0] + marked.starts[0]
+    told = ranks.gather((marked, _carried(seen, marked), profiled_s))
+    of_ranks = [(msgspec.convert(a, Marked), msgspec.convert(b, Trace)) for a, b, _ in told]
+    step_s = max(mine.starts[-1] for mine, _ in of_ranks)
+    latest = {name: max(_start(mine, name) for mine, _ in of_ranks) for name in MEETINGS}
+    return Phases(
+        step_s=step_s,
+        profiled_step_s=max(profiled_s for *_, profiled_s in told),
+        ranks=tuple(
+            attributed(rank, *found, step_s=step_s, latest=latest, piped=piped)
+            for rank, found in enumerate(of_ranks)
+        ),
+        spans=tuple(s for rank, found in enumerate(of_ranks) for s in _spans(rank, *found)),
+    )
+
+
+def _marked(ranks: Ranks, training: step.Training, index: int) -> Marked:
+    mark, elapsed_s = clock(ranks.device)
+    marks: list[tuple[str, Any]] = []
+    ranks.synchronize("the steps before")
+    gc.disable()  # its pauses would be timed
+    try:
+        ranks.start_together()
+        zero = mark()
+        step.run(training, index, mark=lambda name: marks.append((name, mark())))
+        ranks.synchronize("a step with marks")
+    finally:
+        gc.enable()
+    return Marked([name for name, _ in marks], [elapsed_s(zero, at) for _, at in marks])
+
+
+def _profiled(ranks: Ranks, training: step.Training, index: int) -> list[dict[str, Any]]:
+    """The events of one step. A mark on a GPU is a kernel of no length: annotations of the host do
+    not cover what backward's threads launch."""
+    activities = [ProfilerActivity.CPU]
+    activities += [ProfilerActivity.CUDA] if ranks.device.type == "cuda" else []
+
+    def mark(_: str) -> None:
+        if ranks.device.type == "cuda":
+            torch_private.sleep(1)
+            return
+        with record_function(MARK):
+            pass
+
+    with profile(activities=activities) as profiler:
+        ranks.start_together()
+        step.run(training, index, mark=mark)
+        ranks.synchronize("a step under torch's profiler")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> Trace:
+    """Sort the events of torch's trace; its times are microseconds."""
+    of_device = _of_gpu if device_type == "cuda" else _of_cpu
+    whole = [event for event in events if event.get("ph") == "X"]
+    if device_type == "cpu":  # gloo's threads add numbers too, by torch's operators
+        main = next(event["tid"] for event in whole if event["name"] == MARK)
+        whole = [e for e in whole if e["tid"] == main or e["name"].startswith("gloo:")]
+    found: dict[str, list[Named]] = {"mark": [], "compute": [], "communication": [], "message": []}
+    for event in whole:
+        kind, name = of_device(event)
+        if kind in found:
+            start_s = event["ts"] / 1e6
+            found[kind].append(Named(name, start_s, start_s + event["dur"] / 1e6))
+    if not piped:
+        found["communication"] += found.pop("message")
+    return Trace(
+        marks=sorted(mark.start_s for mark in found["mark"]),
+        compute=union((start, end) for _, start, end in found["compute"]),
+        communication=found["communication"],
+        messages=found.get("message", []),
+    )
+
+
+def _of_gpu(event: dict[str, Any]) -> tuple[str, str]:
+    """(kind, name) of what runs on the device. NCCL's all-to-all and its messages are kernels of
+    one name; what they are for stands beside it."""
+    name, category = event["name"], event.get("cat")
+    if category == "kernel" and "spin_kernel" in name:
+        return "mark", ""
+    if category in ("kernel", "gpu_memcpy") and COMMUNICATES.search(name):
+        asked = event.get("args", {}).get("Collective name", "")
+        collective = "SendRecv" not in name or "all_to_all" in asked
+        return ("communication" if collective else "message"), asked.strip("_") or name
+    copies = category == "gpu_memcpy" and "DtoD" in name
+    return ("compute" if category in ("kernel", "gpu_memset") or copies else ""), name
+
+
+def _of_cpu(event: dict[str, Any]) -> tuple[str, str]:
+    name = event["name"]
+    if name == MARK:
+        return "mark", ""
+    if name.startswith("gloo:"):
+        name = name.removeprefix("gloo:")
+        return ("message" if name in ("send", "recv") else "communication"), name
+    computes = name.startswith(("aten::", "CompiledFunction", "Torch-Compiled Region"))
+    return ("compute" if computes else ""), name
+
+
+def _carried(seen: Trace, marked: Marked) -> Trace:
+    """The trace in the seconds of the step that was not profiled."""
+
+    def moved(times: list[float]) -> list[float]:
+        return [float(t) for t in np.interp(times, seen.marks, marked.starts)]
+
+    def named(spans: list[Named]) -> list[Named]:
+        starts, ends = moved([s.start_s for s in spans]), moved([s.end_s for s in spans])
+        found = [Named(s.name, a, b) for s, a, b in zip(spans, starts, ends, strict=True)]
+        return [span for span in found if span.end_s > span.start_s]
+
+    starts, ends = moved([a for a, _ in seen.compute]), moved([b for _, b in seen.compute])
+    compute = union(zip(starts, ends, strict=True))
+    return Trace(marked.starts, compute, named(seen.communication), named(seen.messages))
+
+
+def _start(marked: Marked, name: str) -> float:
+    return marked.starts[marked.names.index(name)] if name in marked.names else 0.0
+
+
+def attributed(
+    rank: int,
+    marked: Marked,
+    trace: Trace,
+    *,
+    step_s: float,
+    latest: Mapping[str, float],
+    piped: bool,
+) -> RankPhases:
+    """The seconds of one rank. ``latest``: when the last rank comes to each of ``MEETINGS``."""
+    times = dict.fromkeys(ADDENDS, 0.0)
+    communicates = union((start, end) for _, start, end in trace.communication)
+    alone = without(communicates, trace.compute)
+    for name, start, end in marked.stretches():
+        phase = PHASES[name.split()[0]]
+        if name == "wait":
+            times["bubble_s"] += end - start
+            continue
+        met = max(start, min(end, latest[name])) if piped and name in MEETINGS else start
+        idles = [(start, end)] if name == "exchange" else alone
+        before_s, behind_s = within_s(idles, start, met), within_s(idles, met, end)
+        times["bubble_s"] += before_s
+        times["exposed_communication_s"] += behind_s
+        times[phase] += end - start - before_s - behind_s
+    times["bubble_s" if piped else "other_s"] += step_s - marked.starts[-1]
+    times["other_s"] += marked.starts[0]
+    return RankPhases(
+        rank=rank, communication_s=within_s(communicates, 0.0, step_s), **_positive(times)
+    )
+
+
+def _positive(times: dict[str, float]) -> dict[str, float]:
+    return {name: max(0.0, seconds) for name, seconds in times.items()}  # rounding
+
+
+def _spans(rank: int, marked: Marked, trace: Trace) -> list[Span]:
+    """What the rank did, without its waits."""
+    streams = {
+        "compute": [s for s in marked.stretches() if s.name != "wait" and s.end_s > s.start_s],
+        "communication": trace.communication,
+        "messages": trace.messages,
+    }
+    return [
+        Span(rank=rank, stream=stream, name=name, start_s=start, end_s=end)  # type: ignore[arg-type]
+        for stream, spans in streams.items()
+        for name, start, end in spans
+    ]

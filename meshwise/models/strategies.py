@@ -1,0 +1,155 @@
+"""How tensor and expert parallelism cut the weights of a module that somebody else wrote.
+
+In: a map of patterns to strategies, and the names of a module's parameters. Out: each parameter's
+strategy, and the patterns that named nothing. A pattern is a dotted name in which ``*`` stands for
+any part of one component: ``model.layers.*.self_attn.q_proj``. It names a module or a parameter,
+and means all beneath; of several the one with most components counts.
+
+Strategies of a weight over the tp ranks:
+
+- ``col``: by its outputs; ``col/3``: by those of each of 3 equal parts, for a fused [q|k|v];
+- ``row``: by its inputs, which a ``col`` before it has split; results are added up;
+- ``vocab``: by rows of the vocabulary, of an embedding or of a head, whose logits are gathered;
+- ``expert``: stacked experts, by expert over the ep ranks and by ffn over the tp ranks;
+- ``channel_col``, ``channel_row``: ``col`` and ``row`` of a convolution;
+- ``replicated``: whole on every rank, of activations that are whole;
+- ``summed``: whole on every rank, of activations that are split (the norm of each head, say), so
+  that its gradient is the sum over ranks.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Literal, NamedTuple, get_args
+
+Strategy = Literal[
+    "col", "row", "vocab", "expert", "channel_col", "channel_row", "replicated", "summed"
+]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+StrategyMap = Mapping[str, str]
+WHOLE: tuple[Strategy, ...] = ("replicated", "summed")
+
+
+class Known(NamedTuple):
+    """A class of models. ``units``: the modules that are sharded, recomputed and compiled each by
+    itself. ``divided``: attributes that count heads or features, of which each rank has a share.
+    """
+
+    strategies: StrategyMap
+    units: tuple[str, ...]
+    divided: tuple[str, ...] = ()
+
+
+class Assigned(NamedTuple):
+    """``strategies`` by name, None where no pattern names it; ``idle``: patterns without effect."""
+
+    strategies: dict[str, str | None]
+    idle: tuple[str, ...]
+
+
+def parse(strategy: str) -> tuple[Strategy, int]:
+    """The strategy and the number of parts that it cuts: ("col", 3) of ``col/3``."""
+    word, _, parts = strategy.partition("/")
+    kind = next((kind for kind in STRATEGIES if kind == word), None)
+    numbered = re.fullmatch("[1-9][0-9]?", parts) and kind == "col"
+    if kind is None or (parts and not numbered) or strategy.endswith("/"):
+        choices = ", ".join([*STRATEGIES, "col/3 and the like"])
+        raise ValueError(f"strategy {strategy!r}: must be one of {choices}")
+    return kind, int(parts or 1)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile("[^.]*".join(map(re.escape, pattern.split("*"))))
+
+
+def selects(pattern: str, name: str) -> bool:
+    """Whether a pattern is exactly this name."""
+    return _compiled(pattern).fullmatch(name) is not None
+
+
+def covers(pattern: str, name: str) -> bool:
+    """Whether a pattern is this name, or of something that it is beneath."""
+    head = ".".join(name.split(".")[: pattern.count(".") + 1])
+    return selects(pattern, head)
+
+
+def assign(strategies: StrategyMap, names: Iterable[str]) -> Assigned:
+    """Which strategy each parameter takes."""
+    for strategy in strategies.values():
+        parse(strategy)
+    closest = sorted(strategies, key=lambda pattern: -pattern.count("."))
+    found: dict[str, str | None] = {}
+    used = set()
+    for name in names:
+        matching = [pattern for pattern in closest if covers(pattern, name)]
+        used.update(matching)
+        found[name] = strategies[matching[0]] if matching else None
+    return Assigned(found, tuple(pattern for pattern in strategies if pattern not in used))
+
+
+def known(class_names: Iterable[str]) -> Known | None:
+    """Of the first class that is known; give a module's class and those that it derives from."""
+    return next((KNOWN[name] for name in class_names if name in KNOWN), None)
+
+
+_ATTENTION = {
+    "model.embed_tokens": "vocab",
+    "model.layers.*.self_attn.q_proj": "col",
+    "model.layers.*.self_attn.k_proj": "col",
+    "model.layers.*.self_attn.v_proj": "col",
+    "model.layers.*.self_attn.o_proj": "row",
+    "model.layers.*.input_layernorm": "replicated",
+    "model.layers.*.post_attention_layernorm": "replicated",
+    "model.norm": "replicated",
+    "lm_head": "vocab",
+}
+_LLAMA = Known(
+    {
+        **_ATTENTION,
+        "model.layers.*.mlp.gate_proj": "col",
+        "model.layers.*.mlp.up_proj": "col",
+        "model.layers.*.mlp.down_proj": "row",
+    },
+    units=("model.layers.*",),
+)
+_QWEN3 = _LLAMA._replace(
+    strategies={
+        **_LLAMA.strategies,
+        "model.layers.*.self_attn.q_norm": "summed",
+        "model.layers.*.self_attn.k_norm": "summed",
+    }
+)
+_MIXTRAL = Known(
+    {
+        **_ATTENTION,
+        "model.layers.*.mlp.gate": "replicated",
+        "model.layers.*.mlp.experts": "expert",
+    },
+    units=("model.layers.*",),
+)
+_GPT2 = Known(
+    {
+        "transformer.wte": "vocab",
+        "transformer.wpe": "replicated",
+        "transformer.h.*.ln_1": "replicated",
+        "transformer.h.*.attn.c_attn": "col/3",
+        "transformer.h.*.attn.c_proj": "row",
+        "transformer.h.*.ln_2": "replicated",
+        "transformer.h.*.mlp.c_fc": "col",
+        "transformer.h.*.mlp.c_proj": "row",
+        "transformer.ln_f": "replicated",
+        "lm_head": "vocab",
+    },
+    units=("transformer.h.*",),
+    divided=("transformer.h.*.attn.split_size",),
+)
+# Names as transformers 4.57 and 5 have them; experts are stacked since 5.
+KNOWN: dict[str, Known] = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _QWEN3,
+    "GPT2LMHeadModel": _GPT2,
+    "MixtralForCausalLM": _MIXTRAL,
+}

@@ -1,0 +1,66 @@
+"""Attention of new tokens over all tokens so far, whose keys and values are kept.
+
+In: q [b,s,heads,dim], k and v [b,s,kv_heads,dim] of the new tokens, the positions of which ``Now``
+says. Out: like q: softmax(q k^T / sqrt(dim)) v over the tokens at the same or earlier positions. A
+``Cache`` stands where a model has ``causal`` (``stage.Attend``).
+
+Shapes are the same for every token, so that a CUDA graph or compiled code can hold a step: the
+cache is read up to a length that the host chose, and what lies behind the position is masked by
+comparing with a tensor. Query heads that share a key head are rows of one product, so keys and
+values are read once, and not copied for every query head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwise.nn.stage import causal
+
+
+@dataclass
+class Now:
+    """Which tokens the coming forward pass is about; the layers of a stage share it.
+
+    ``at`` [s]: their positions, on the device. ``length``: larger than all of them. ``fresh``: no
+    token came before them.
+    """
+
+    at: Tensor
+    length: int
+    fresh: bool = True
+
+
+class Cache:
+    """Attends in one layer. ``k`` and ``v``: [groups, b, most tokens, kv_heads, dim], of batches
+    that take turns."""
+
+    def __init__(self, now: Now, k: Tensor, v: Tensor) -> None:
+        self.now, self.k, self.v = now, k, v
+        self.turn_to(0)
+
+    def turn_to(self, group: int) -> None:
+        """Tensors, not a number: compiled code would be made for each number."""
+        self.keys, self.values = self.k[group], self.v[group]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        now = self.now
+        self.keys.index_copy_(1, now.at, k)
+        self.values.index_copy_(1, now.at, v)
+        if now.fresh:
+            return causal(q, k, v)
+        return attend(q, self.keys[:, : now.length], self.values[:, : now.length], now.at)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    """Queries at positions ``at`` [s] over keys at 0, 1, ...: those that are not later."""
+    kv_heads, sharing = k.shape[2], q.shape[2] // k.shape[2]
+    split: Tensor = q.unflatten(2, (kv_heads, sharing))
+    rows = split.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    seen = torch.arange(k.shape[1], device=k.device) <= at[:, None]
+    out: Tensor = F.scaled_dot_product_attention(
+        rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen.repeat(sharing, 1)
+    )
+    out = out.unflatten(2, (sharing, len(at)))  # [b, kv_heads, sharing, s, dim]
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3)

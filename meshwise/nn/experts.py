@@ -1,0 +1,294 @@
+"""A mixture of experts in place of a feed-forward: every token goes to ``top_k`` of them, none is
+dropped.
+
+In: x[b,s,hidden]. Out: the sum of the chosen experts' results, each times its score, and of the
+shared expert's. Scores are a softmax over the experts (Shazeer et al. 2017; GShard; Mixtral;
+DeepSeek-V2) or a sigmoid of each, whose bias counts in the choice only (DeepSeek-V3).
+
+Rows are sorted by expert and go through one grouped product a weight. Each group starts at a
+multiple of 8 rows, as grouped products on GPUs demand; the rows between are zero, and what is left
+of the buffer belongs to the last group, so every shape is known without asking the device.
+
+The load balancing loss of a layer (Fedus et al. 2022, eq. 4) is n * sum over experts of the share
+of choices that fell on it times its mean score. It is no result: ``Balance`` adds its gradient in
+backward. The shares are those of the whole global microbatch, ``count`` says how they are added.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwise.spec import Experts as Sizes
+from meshwise.spec.recipe import Routing
+
+ALIGNMENT = 8
+
+
+class Exchange(Protocol):
+    """Moves rows, sorted by expert, to the ranks that hold the experts, and back."""
+
+    def out(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """rows [n,hidden] of all experts with ``counts`` [experts] -> rows of this rank's experts,
+        sorted, their counts, and what ``back`` needs."""
+
+    def back(self, rows: Tensor, ticket: Any) -> Tensor:
+        """The rows as they were given, now what the experts made of them."""
+
+
+class Here:
+    """All experts are on this rank."""
+
+    def out(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Any]:
+        return rows, counts, None
+
+    def back(self, rows: Tensor, ticket: Any) -> Tensor:
+        return rows
+
+
+class Chosen(NamedTuple):
+    """``experts`` [tokens,top_k] and ``weights`` of the same shape; ``mean`` [experts]: the mean
+    score of each."""
+
+    experts: Tensor
+    weights: Tensor
+    mean: Tensor
+
+
+class Balance(torch.autograd.Function):
+    """Passes x on; in backward the loss, which is computed aside, gets the gradient ``scale``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        return gradient, torch.full((), ctx.scale, device=gradient.device), None
+
+
+class Router(nn.Module):
+    """Scores of every token for every expert, in fp32, and the choice."""
+
+    def __init__(self, hidden: int, sizes: Sizes, routing: Routing) -> None:
+        super().__init__()
+        self.sizes, self.routing = sizes, routing
+        self.weight = nn.Parameter(torch.empty(sizes.num_experts, hidden))
+        if sizes.router_bias:
+            self.register_buffer("bias", torch.empty(sizes.num_experts))
+
+    def reset_buffers(self) -> None:
+        if self.sizes.router_bias:
+            self.bias: Tensor
+            self.bias.zero_()
+
+    def forward(self, x: Tensor, weight: Tensor) -> Chosen:
+        """x [tokens,hidden]; ``weight``: this module's, whole."""
+        sizes = self.sizes
+        logits = F.linear(x.float(), weight.float())
+        scores = logits.sigmoid() if sizes.router_bias else logits.softmax(-1)
+        if self.routing == "learned":
+            ranking = scores + self.bias if sizes.router_bias else scores
+            experts = ranking.topk(sizes.top_k, dim=-1).indices
+        else:
+            experts = forced(len(x), sizes, self.routing, x.device)
+        weights = scores.gather(-1, experts)
+        if sizes.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        shares = scores / scores.sum(-1, keepdim=True) if sizes.router_bias else scores
+        return Chosen(experts, weights * sizes.routed_scale, shares.mean(0))
+
+
+def forced(tokens: int, sizes: Sizes, routing: Routing, device: torch.device) -> Tensor:
+    """[tokens,top_k] experts whatever the scores: in turn, or expert e as often as 1 / (e + 1)."""
+    n, total = sizes.num_experts, tokens * sizes.top_k
+    turn = torch.arange(total, device=device).view(tokens, sizes.top_k)
+    if routing == "balanced":
+        return turn % n
+    edges = (1 / torch.arange(1, n + 1, device=device, dtype=torch.float32)).cumsum(0)
+    golden = (turn * 0.6180339887498949) % 1.0  # equidistributed, and the same everywhere
+    return torch.searchsorted(edges / edges[-1], golden.float()).clamp(max=n - 1)
+
+
+class FeedForwards(nn.Module):
+    """The experts' weights, stacked: ``first`` [experts,1,ffn,hidden], or with a gate
+    [experts,2,ffn,hidden], gate before up; ``down`` [experts,hidden,ffn]; biases where the model
+    has them.
+
+    ``local``: a weight -> the part of it to compute with. ``share``: what part of the last bias to
+    add, where partial sums are added up.
+    """
+
+    def __init__(self, hidden: int, sizes: Sizes, *, gated: bool, bias: bool) -> None:
+        super().__init__()
+        n, ffn, halves = sizes.num_experts, sizes.ffn, 2 if gated else 1
+        self.gated = gated
+        self.first = nn.Parameter(torch.empty(n, halves, ffn, hidden))
+        self.down = nn.Parameter(torch.empty(n, hidden, ffn))
+        self.first_bias = nn.Parameter(torch.empty(n, halves, ffn)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(n, hidden)) if bias else None
+        self.local: Callable[[Tensor], Tensor] = same
+        self.share = 1.0
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n,hidden], sorted by expert, ``counts`` [experts] of them -> [n,hidden]."""
+        first, down = self.local(self.first).flatten(1, 2), self.local(self.down)
+        first_bias = down_bias = None
+        if self.first_bias is not None and self.down_bias is not None:
+            first_bias = self.local(self.first_bias).flatten(1)
+            down_bias = self.local(self.down_bias) * self.share
+        place, source, offsets = padded(counts, len(rows))
+        x = move(rows, source, place)
+        x = product(x, first, offsets, first_bias)
+        x = product(activate(x, self.gated), down, offsets, down_bias)
+        return move(x, place, source)
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+class Move(torch.autograd.Function):
+    """Picks rows, forward and backward: scattered writes are many times slower on GPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return _rows(x, there, len(x) * copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        found = _rows(gradients[0], back, len(gradients[0]))
+        if ctx.copies > 1:
+            found = found.unflatten(0, (-1, ctx.copies)).sum(1)
+        return found, None, None, None
+
+
+def move(x: Tensor, there: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+    """Row i of the result is row ``there[i]`` of x, or 0 where that is -1. ``back``: where each row
+    of x went, ``copies`` places in a row."""
+    return Move.apply(x, there, back, copies)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _rows(x: Tensor, index: Tensor, most: int) -> Tensor:
+    """Rows of x; more than ``most`` cannot all be any."""
+    if len(index) <= most:
+        return x.index_select(0, index)
+    found = x.index_select(0, index.clamp(min=0))
+    return found.masked_fill((index < 0).unsqueeze(1), 0)
+
+
+def padded(counts: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each of n sorted rows goes in a buffer with room for any such groups, which row each of
+    the buffer's is (-1: none), and where each expert's group ends there."""
+    room = n + ALIGNMENT * len(counts)
+    padded_counts = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    ends, padded_ends = counts.cumsum(0), padded_counts.cumsum(0)
+    gaps = padded_ends - padded_counts - ends + counts  # before each expert's rows
+    row = torch.arange(n, device=counts.device)
+    place = row + gaps[torch.searchsorted(ends, row, right=True)]
+    source = row.new_full((room,), -1).scatter(0, place, row)
+    offsets = padded_ends.to(torch.int32)
+    offsets[-1] = room
+    return place, source, offsets
+
+
+def activate(x: Tensor, gated: bool) -> Tensor:
+    """silu(gate) * up of x = [gate, up], or gelu."""
+    if not gated:
+        return F.gelu(x, approximate="tanh")
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n,k], the rows of group g ending at ``offsets`` [g], weight [groups,out,k] -> [n,out]."""
+    dtypes = (torch.bfloat16, *([torch.float32] if x.device.type == "cpu" else []))
+    aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
+    if x.dtype in dtypes and aligned:
+        y = F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+    else:  # there is no grouped kernel
+        ends = offsets.tolist()
+        groups = zip([0, *ends[:-1]], ends, weight, strict=True)
+        y = torch.cat([F.linear(x[start:end], w) for start, end, w in groups])
+    if bias is None:
+        return y
+    group = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
+    one_hot = group.unsqueeze(1) == torch.arange(len(bias), device=x.device)
+    return torch.addmm(y, one_hot.to(y.dtype), bias)  # the bias' gradient is a product too
+
+
+class SharedExpert(nn.Module):
+    """A feed-forward for every token, with a score where the model has one (Qwen)."""
+
+    def __init__(self, hidden: int, sizes: Sizes, gated: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, sizes.shared_ffn, bias=False) if gated else None
+        self.up = nn.Linear(hidden, sizes.shared_ffn, bias=False)
+        self.down = nn.Linear(sizes.shared_ffn, hidden, bias=False)
+        self.score = nn.Linear(hidden, 1, bias=False) if sizes.shared_gate else None
+
+    def forward(self, x: Tensor, local: Callable[[Tensor], Tensor]) -> Tensor:
+        up = F.linear(x, local(self.up.weight))
+        gated = self.gate is not None
+        first = torch.cat([F.linear(x, local(self.gate.weight)), up], -1) if self.gate else up
+        y = F.linear(activate(first, gated), local(self.down.weight))
+        return y if self.score is None else y * F.linear(x, local(self.score.weight)).sigmoid()
+
+
+class MoE(nn.Module):
+    """The whole layer part: router, experts, shared expert.
+
+    Set where ranks share the work: ``exchange``; ``count`` ([experts] of this rank's choices ->
+    of the global microbatch's); ``local`` as in ``FeedForwards``. ``balance_scale`` is the weight
+    of the load balancing loss in this rank's loss; 0 leaves it out.
+    """
+
+    def __init__(
+        self, hidden: int, sizes: Sizes, *, gated: bool, bias: bool, routing: Routing = "learned"
+    ) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.router = Router(hidden, sizes, routing)
+        self.experts = FeedForwards(hidden, sizes, gated=gated, bias=bias)
+        self.shared = SharedExpert(hidden, sizes, gated) if sizes.shared_ffn else None
+        self.exchange: Exchange = Here()
+        self.count: Callable[[Tensor], Tensor] = same
+        self.local: Callable[[Tensor], Tensor] = same
+        self.balance_scale = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        chosen = self.router(tokens, self.local(self.router.weight))
+        y = self.routed(tokens, chosen)
+        if self.shared is not None:
+            y = y + self.shared(tokens, self.local)
+        return y.view_as(x)
+
+    def routed(self, x: Tensor, chosen: Chosen) -> Tensor:
+        """x [tokens,hidden] through the chosen experts."""
+        n, top_k = self.sizes.num_experts, self.sizes.top_k
+        flat = chosen.experts.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(n, dtype=torch.int64, device=x.device)
+        counts = counts.scatter_add(0, flat, torch.ones_like(flat))
+        x = self.balanced(x, chosen, counts)
+        place = order.argsort()
+        rows, local, ticket = self.exchange.out(move(x, order // top_k, place, top_k), counts)
+        rows = self.exchange.back(self.experts(rows, local), ticket)
+        picked = move(rows, place, order).view(len(x), top_k, -1)
+        return (picked * chosen.weights.to(x.dtype).unsqueeze(-1)).sum(1)
+
+    def balanced(self, x: Tensor, chosen: Chosen, counts: Tensor) -> Tensor:
+        """x, with the gradient of the load balancing loss tied to it."""
+        if not self.balance_scale or not torch.is_grad_enabled():
+            return x
+        total = self.count(counts).float()
+        loss = self.sizes.num_experts * (total / total.sum() * chosen.mean).sum()
+        return Balance.apply(x, loss, self.balance_scale)  # type: ignore[no-any-return,no-untyped-call]

@@ -1,0 +1,261 @@
+"""A Llama-type decoder in plain torch: RMSNorm, rotary positions, grouped or latent attention,
+SwiGLU or experts. Mistral, Mixtral, Qwen and DeepSeek are sizes of it.
+
+In: tokens [batch, seq] of int64. Out: logits [batch, seq, vocab]. Pre-norm: x + attention(norm(x)),
+then x + feed_forward(norm(x)). Rotary positions turn the halves of a head against each other, as
+Hugging Face does (Su et al. 2021): pair i at position p by p * theta^(-2i / head_dim).
+Angles are computed in fp32.
+
+Latent attention (DeepSeek-V2): k and v come from a latent row of ``kv_lora_rank``; a head of q and
+k has a part without positions and a turned part, whose k all heads share.
+
+Where a product's result is split by heads or by ffn, what reads the same input is one module
+(``qkv``, ``gate_up``), so that its input is fetched from other ranks once.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwise.nn.experts import MoE
+from meshwise.nn.stage import Attend, Layer, Stage, causal
+from meshwise.spec import Decoder, Mla
+from meshwise.spec.recipe import Routing
+
+
+class Rotary(nn.Module):
+    """Turns q and k [b,s,heads,dim] by their positions; ``at`` [s], by default the first s. All
+    layers share one, which holds the cosines and sines of all positions in fp32."""
+
+    cos: Tensor
+    sin: Tensor
+    at: Tensor | None = None
+
+    def __init__(self, dim: int, theta: float, max_seq_len: int) -> None:
+        super().__init__()
+        self.dim, self.theta = dim, theta
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(max_seq_len, dim // 2), persistent=False)
+
+    def reset_buffers(self) -> None:
+        positions, pairs = (torch.arange(n, device=self.cos.device) for n in self.cos.shape)
+        angles = positions[:, None] * self.theta ** (pairs * (-2 / self.dim))
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = slice(x.shape[1]) if self.at is None else self.at
+        cos, sin = self.cos[rows], self.sin[rows]
+        halves = x.float().unflatten(-1, (2, -1))  # [b, s, heads, 2, dim / 2]
+        # The flip is an index to the compiler; joining two halves it would write as a branch.
+        signed = torch.stack((-sin, sin), 1)[:, None]
+        turned: Tensor = halves * cos[:, None, None] + halves.flip(-2) * signed
+        return turned.flatten(-2).to(x.dtype)
+
+
+class QKV(nn.Module):
+    """x -> q, k, v of this rank's heads."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        bias, dim = model.qkv_bias, model.head_dim
+        self.kv_heads, self.head_dim = model.kv_heads, dim
+        self.q = nn.Linear(model.hidden, model.heads * dim, bias=bias)
+        self.k = nn.Linear(model.hidden, model.kv_heads * dim, bias=bias)
+        self.v = nn.Linear(model.hidden, model.kv_heads * dim, bias=bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q(x), self.k(x), self.v(x)
+
+
+class Attention(nn.Module):
+    """[b,s,heads*head_dim] and k, v of as many or fewer heads -> [b,s,heads*head_dim]."""
+
+    def __init__(self, model: Decoder, attend: Attend, rotary: Rotary) -> None:
+        super().__init__()
+        self.heads, self.head_dim = attend, model.head_dim
+        self.rotary = rotary
+        if model.qk_norm:
+            self.q_norm = nn.RMSNorm(model.head_dim, model.norm_eps)
+            self.k_norm = nn.RMSNorm(model.head_dim, model.norm_eps)
+        self.normed = model.qk_norm
+
+    def forward(self, projected: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.heads(self.rotary(q), self.rotary(k), v).flatten(-2)
+
+
+class LatentQKV(nn.Module):
+    """x -> q [b,s,heads*(nope+rope)], k and v of the same heads up from the latent, the turned part
+    of k [b,s,rope]; the projections down are whole on every rank."""
+
+    def __init__(self, model: Decoder, mla: Mla) -> None:
+        super().__init__()
+        self.mla = mla
+        bias, wide = model.qkv_bias, model.heads * (mla.nope_head_dim + mla.rope_head_dim)
+        if mla.q_lora_rank is None:
+            self.q = nn.Linear(model.hidden, wide, bias=False)
+        else:
+            self.q_down = nn.Linear(model.hidden, mla.q_lora_rank, bias=bias)
+            self.q_norm = nn.RMSNorm(mla.q_lora_rank, model.norm_eps)
+            self.q_up = nn.Linear(mla.q_lora_rank, wide, bias=False)
+        latent = mla.kv_lora_rank
+        self.kv_down = nn.Linear(model.hidden, latent + mla.rope_head_dim, bias=bias)
+        self.kv_norm = nn.RMSNorm(latent, model.norm_eps)
+        up = model.heads * (mla.nope_head_dim + mla.v_head_dim)
+        self.kv_up = nn.Linear(latent, up, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q = self.q(x) if self.mla.q_lora_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        latent, turned = self.kv_down(x).split([self.mla.kv_lora_rank, self.mla.rope_head_dim], -1)
+        return q, self.kv_up(self.kv_norm(latent)), turned
+
+
+class LatentAttention(nn.Module):
+    """Attention of q and of k and v made from the latent row."""
+
+    def __init__(self, model: Decoder, mla: Mla, attend: Attend, rotary: Rotary) -> None:
+        super().__init__()
+        self.heads, self.mla = attend, mla
+        self.rotary = rotary
+
+    def forward(self, projected: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        mla = self.mla
+        q, kv, turned = projected
+        q = q.unflatten(-1, (-1, mla.nope_head_dim + mla.rope_head_dim))
+        kv = kv.unflatten(-1, (-1, mla.nope_head_dim + mla.v_head_dim))
+        plain, q_turned = q.split([mla.nope_head_dim, mla.rope_head_dim], -1)
+        k, v = kv.split([mla.nope_head_dim, mla.v_head_dim], -1)
+        shared = self.rotary(turned.unsqueeze(-2)).expand(*k.shape[:-1], -1)
+        q = torch.cat([plain, self.rotary(q_turned)], -1)
+        return self.heads(q, torch.cat([k, shared], -1), v).flatten(-2)
+
+
+class GateUp(nn.Module):
+    """x -> silu(gate) * up, before the activation: (gate, up), or (up,) without a gate."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.gate = nn.Linear(model.hidden, model.ffn, bias=model.mlp_bias) if model.gated else None
+        self.up = nn.Linear(model.hidden, model.ffn, bias=model.mlp_bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.up(x),) if self.gate is None else (self.gate(x), self.up(x))
+
+
+def activate(x: tuple[Tensor, ...]) -> Tensor:
+    return F.silu(x[0]) * x[1] if len(x) == 2 else F.gelu(x[0], approximate="tanh")
+
+
+class DecoderLayer(Layer):
+    """x[b,s,hidden] -> [b,s,hidden]; with experts in place of the feed-forward where it is not
+    ``dense``."""
+
+    def __init__(
+        self, model: Decoder, index: int, attend: Attend, rotary: Rotary, routing: Routing
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(model.hidden, model.norm_eps)
+        self.qkv: nn.Module = QKV(model) if model.mla is None else LatentQKV(model, model.mla)
+        self.attention: nn.Module = (
+            Attention(model, attend, rotary)
+            if model.mla is None
+            else LatentAttention(model, model.mla, attend, rotary)
+        )
+        width = model.head_dim if model.mla is None else model.mla.v_head_dim
+        self.out = nn.Linear(model.heads * width, model.hidden, bias=model.out_bias)
+        self.norm2 = nn.RMSNorm(model.hidden, model.norm_eps)
+        self.dense = not model.has_experts(index)
+        if self.dense:
+            self.gate_up = GateUp(model)
+            self.down = nn.Linear(model.ffn, model.hidden, bias=model.mlp_bias)
+        else:
+            assert model.experts is not None
+            self.moe = MoE(
+                model.hidden,
+                model.experts,
+                gated=model.gated,
+                bias=model.mlp_bias,
+                routing=routing,
+            )
+
+    def compute(self, x: Tensor) -> Tensor:
+        projected: Any = self.part(lambda x: self.qkv(self.norm1(x)), x)
+        x = x + self.out(self.attention(projected))
+        if self.dense:
+            wide = self.part(lambda x: self.gate_up(self.norm2(x)), x)
+            return x + self.part(self.narrow, wide)  # type: ignore[no-any-return]
+        return x + self.moe(self.norm2(x))  # type: ignore[no-any-return]
+
+    def narrow(self, wide: Any) -> Tensor:
+        return self.down(activate(wide))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """The last norm and the projection to the vocabulary: x[b,s,hidden] -> logits[b,s,vocab]."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(model.hidden, model.norm_eps)
+        self.projection = nn.Linear(model.hidden, model.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projection(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Llama(Stage):
+    """The whole model or a stage of it. ``attend``: q, k, v -> out, each [b,s,heads,dim], k and v
+    perhaps with fewer heads; by default causal and of one rank."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        layers: range | None = None,
+        *,
+        attend: Attend = causal,
+        routing: Routing = "learned",
+    ) -> None:
+        layers = layers or range(model.layers)
+        super().__init__(layers, model.layers)
+        self.is_tied, self.max_seq_len = model.tied, model.max_seq_len
+        if self.first:
+            self.embed = nn.Embedding(model.vocab, model.hidden)
+        turned = model.head_dim if model.mla is None else model.mla.rope_head_dim
+        rotary = Rotary(turned, model.rope_theta, model.max_seq_len)
+        self.layers = nn.ModuleDict(
+            {str(i): DecoderLayer(model, i, attend, rotary, routing) for i in layers}
+        )
+        if self.last:
+            self.head = Head(model)
+        self.tie()
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        if not self.is_tied or not (self.first or self.last):
+            return None
+        weight = self.embed.weight if self.first else self.head.projection.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    def tie(self) -> None:
+        if self.is_tied and self.first and self.last:
+            self.head.projection.weight = self.embed.weight
+
+    def origin(self, name: str) -> str:
+        tied = self.is_tied and name == "head.projection.weight"
+        return "embed.weight" if tied else name
+
+    def at(self, positions: Tensor) -> None:
+        for module in self.modules():
+            if isinstance(module, Rotary):
+                module.at = positions
+
+    def begin(self, x: Tensor) -> Tensor:
+        return self.embed(x)  # type: ignore[no-any-return]
+
+    def end(self, x: Tensor) -> Tensor:
+        return self.head(x)  # type: ignore[no-any-return]

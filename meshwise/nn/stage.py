@@ -1,0 +1,109 @@
+"""What every model shares: layers that a pipeline can be cut at, and pieces to compute again.
+
+A model is cut into units: ``begin`` (tokens to a stream of activations), layers, ``end`` (the
+stream to a result). A pipeline stage is the same module with fewer of them; its parameters are
+named as in the whole model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwise.nn.initial import initial_value
+
+Part = Callable[[Tensor], Any]
+Run = Callable[[Part, Tensor], Any]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def call(part: Part, x: Tensor) -> Any:
+    return part(x)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[b,s,heads,head_dim] each, k and v perhaps with fewer heads; what comes out is like q."""
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(
+        1, 2
+    )
+
+
+class Layer(nn.Module):
+    """One layer: x -> x, by ``compute``.
+
+    ``whole`` runs the layer and ``part`` each piece that is cheap to compute but dear to keep: a
+    norm or an activation function, with the product that reads it. Recomputation replaces the two.
+    """
+
+    whole: Run = staticmethod(call)
+    part: Run = staticmethod(call)
+
+    def compute(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(self.compute, x)  # type: ignore[no-any-return]
+
+
+class Stage(nn.Module):
+    """A model, or a pipeline stage of it: the layers in ``layers`` of ``count``, with what comes
+    before them if they are the first and what comes behind them if they are the last.
+
+    Build it under ``torch.device("meta")`` and call ``init_weights`` later.
+    """
+
+    layers: nn.ModuleDict
+
+    def __init__(self, layers: range, count: int) -> None:
+        super().__init__()
+        self.first, self.last = layers.start == 0, layers.stop == count
+
+    def begin(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def end(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """The weight that embedding and head share, where the model has one and this stage an
+        end; a stage with one end has a copy of its own."""
+        return None
+
+    def tie(self) -> None:
+        """Make embedding and projection one parameter (again, after anything replaced either)."""
+
+    def origin(self, name: str) -> str:
+        """The parameter whose initial value ``name`` has: of a tied copy the original."""
+        return name
+
+    def at(self, positions: Tensor) -> None:
+        """From now on tokens stand at ``positions`` [s], on the device of the weights; by default
+        they are the first s."""
+
+    def init_weights(self, seed: int) -> None:
+        for name, parameter in self.named_parameters():
+            value = initial_value(self.origin(name), parameter.shape, seed, parameter.device)
+            with torch.no_grad():
+                parameter.copy_(value)
+        for module in self.modules():
+            if hasattr(module, "reset_buffers"):
+                module.reset_buffers()  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the first stage begins with, or what the stage before made of it; the result, or
+        what the next stage needs."""
+        if self.first:
+            x = self.begin(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.end(x) if self.last else x
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean in fp32 of logits [..., classes] for targets [...]."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())

@@ -1,0 +1,247 @@
+"""Tables of what ``run`` measured: training steps, batches of inference, decoded tokens.
+
+In: the ``StepResult`` of each run. Out: predicted beside measured where plans were priced, measured
+alone where not; what failed and why.
+"""
+
+from collections.abc import Callable, Sequence
+
+from meshwise.pages.steps import Outcome, StepResult
+from meshwise.pages.table import Table
+from meshwise.pages.tables import ABSENT, INTERVAL, MFU_LEGEND, headline, interval, percent
+from meshwise.spec import WideResNet
+from meshwise.spec.phases import ADDENDS
+from meshwise.units import format_bytes, format_count, format_rate, format_seconds
+
+CHECK_LEGEND = "Loss error: largest relative difference from one device in fp32 over three steps."
+IMAGES_LEGEND = (
+    "FLOP/s and MFU count two for each multiplication of the convolutions and the head, three "
+    "times for a training step."
+)
+INFER_LEGEND = (
+    "Latency: from a batch's start on the first stage to its end on the last, one batch at a time. "
+    "Streamed: time of a batch when they follow each other without a barrier, and tokens or images "
+    "a second then."
+)
+STAGES_LEGEND = (
+    "Own work: median over batches of a stage's own time, its slowest rank; weights and peak of "
+    "the rank that has most."
+)
+PHASES_LEGEND = (
+    "Means over ranks, which add up to the step. Exposed: moments when a collective runs and no "
+    "computation does; bubble: waiting for a neighbour in the pipeline. timeline.json in the run "
+    "directory opens in Perfetto."
+)
+DECODE_LEGEND = (
+    "First token: from the common start until every sequence has its first. Then the time between "
+    "tokens of a sequence; tokens/s of all sequences."
+)
+
+
+def steps(results: Sequence[StepResult]) -> list[Table]:
+    """Each mode's runs, then what failed."""
+    done = [result for result in results if result.time is not None]
+    of_mode = {mode: [r for r in done if r.mode == mode] for mode in ("train", "infer", "decode")}
+    shown = _training(of_mode["train"]) if of_mode["train"] else []
+    shown += _inference(of_mode["infer"]) if of_mode["infer"] else []
+    shown += [_decoding(of_mode["decode"])] if of_mode["decode"] else []
+    return [*shown, *failures(results)]
+
+
+def _training(done: Sequence[StepResult]) -> list[Table]:
+    """Predicted beside measured, time then memory; how fast that is."""
+    kinds = " and ".join(sorted({result.memory_kind for result in done}))
+    priced = any(result.plan.prediction is not None for result in done)
+    names = [result.plan.layout.name for result in done]
+    times = tuple(
+        (name, *_outcome(result.time, format_seconds, priced), *_spread(result))
+        for name, result in zip(names, done, strict=True)
+    )
+    memory = tuple(
+        (name, *_outcome(result.memory, format_bytes, priced))
+        for name, result in zip(names, done, strict=True)
+    )
+    compared = ("layout", "predicted", "interval", "measured", "error")
+    columns = compared if priced else ("layout", "measured")
+    beside = "predicted beside measured" if priced else "measured"
+    median = "median over steps of the slowest rank"
+    legend: tuple[str, ...] = (f"Measured: {median}. Interval: {INTERVAL}.",)
+    if priced:
+        legend = (
+            "error = predicted/measured - 1; * marks a measurement outside the prediction's "
+            f"interval. Measured: {median}.",
+            f"First interval: the prediction's. Second: {INTERVAL}.",
+        )
+    return [
+        Table(
+            f"Step time, {beside}: {headline(done[0].plan)}",
+            (*columns, "interval", "mean", "std", "steps"),
+            times,
+            legend,
+        ),
+        Table(
+            f"Peak memory, {beside}",
+            columns,
+            memory,
+            (f"Measured: largest over ranks, {kinds}.",),
+        ),
+        _speed(done),
+        *_phases(done),
+    ]
+
+
+def _phases(done: Sequence[StepResult]) -> list[Table]:
+    """Of the runs that were profiled."""
+    rows = tuple(
+        (
+            result.plan.layout.name,
+            *(format_seconds(_number(result, name)) for name in (*ADDENDS, "phases_step_s")),
+        )
+        for result in done
+        if "phases_step_s" in result.metrics
+    )
+    names = ("forward", "backward", "optimizer", "exposed", "bubble", "other", "step")
+    title = "Where a step's time goes"
+    return [Table(title, ("layout", *names), rows, (PHASES_LEGEND,))] if rows else []
+
+
+def _speed(done: Sequence[StepResult]) -> Table:
+    checked = any(result.check_loss_error is not None for result in done)
+    speed = ("layout", _unit(done[0]), "FLOP/s a device", "MFU", "parameters")
+    return Table(
+        "As it ran",
+        (*speed, "loss error") if checked else speed,
+        tuple(_rates(result, checked) for result in done),
+        (_flop_legend(done[0]), *((CHECK_LEGEND,) if checked else ())),
+    )
+
+
+def _unit(result: StepResult) -> str:
+    return "images/s" if isinstance(result.plan.model, WideResNet) else "tokens/s"
+
+
+def _flop_legend(result: StepResult) -> str:
+    return IMAGES_LEGEND if isinstance(result.plan.model, WideResNet) else MFU_LEGEND
+
+
+def _outcome(
+    outcome: Outcome | None, show: Callable[[float], str], priced: bool
+) -> tuple[str, ...]:
+    """Predicted, its interval, measured, error; without ``priced`` only the third."""
+    if outcome is None:
+        return (ABSENT,) * (4 if priced else 1)
+    measured = show(outcome.measured)
+    if not priced:
+        return (measured,)
+    if outcome.predicted is None:
+        return ABSENT, ABSENT, measured, ABSENT
+    assert outcome.low is not None and outcome.high is not None
+    return (
+        show(outcome.predicted),
+        interval(outcome.low, outcome.high, show),
+        measured + ("" if outcome.within else " *"),
+        percent(outcome.error, sign=True),
+    )
+
+
+def _spread(result: StepResult) -> tuple[str, str, str, str]:
+    assert result.measured_low_s is not None and result.measured_high_s is not None
+    assert result.mean_s is not None and result.std_s is not None
+    spread = interval(result.measured_low_s, result.measured_high_s)
+    means = format_seconds(result.mean_s), format_seconds(result.std_s)
+    return spread, *means, str(result.num_steps)
+
+
+def _rates(result: StepResult, checked: bool) -> tuple[str, ...]:
+    assert result.tokens_per_s is not None and result.flops_per_device_per_s is not None
+    row = (
+        result.plan.layout.name,
+        format_count(result.tokens_per_s),
+        format_rate(result.flops_per_device_per_s, "FLOP/s"),
+        percent(result.mfu),
+        format_count(result.num_parameters),
+    )
+    error = result.check_loss_error
+    return (*row, ABSENT if error is None else f"{error:.1e}") if checked else row
+
+
+def _inference(done: Sequence[StepResult]) -> list[Table]:
+    rows = tuple(
+        (
+            result.plan.layout.name,
+            *_outcome(result.time, format_seconds, False),
+            *_spread(result),
+            format_seconds(_number(result, "streamed_s")),
+            format_count(_number(result, "tokens_per_s")),
+        )
+        for result in done
+    )
+    columns = ("layout", "latency", "interval", "mean", "std", "batches", "streamed")
+    return [
+        Table(
+            f"Forward only: {headline(done[0].plan)}",
+            (*columns, _unit(done[0])),
+            rows,
+            (INFER_LEGEND, f"Latency: median. Interval: {INTERVAL}."),
+        ),
+        Table(
+            "Stages",
+            ("layout", "stage", "own work", "weights", "peak memory"),
+            tuple(row for result in done for row in _stages(result)),
+            (STAGES_LEGEND,),
+            left=2,
+        ),
+        _speed(done),
+    ]
+
+
+def _stages(result: StepResult) -> list[tuple[str, ...]]:
+    names = ("stage_s", "stage_weight_bytes", "stage_peak_bytes")
+    values = [result.metrics[name] for name in names]
+    columns = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [
+        (
+            result.plan.layout.name,
+            str(number),
+            format_seconds(own_s),
+            format_bytes(weights),
+            format_bytes(peak),
+        )
+        for number, (own_s, weights, peak) in enumerate(zip(*columns, strict=True))
+    ]
+
+
+def _decoding(done: Sequence[StepResult]) -> Table:
+    rows = tuple(
+        (
+            result.plan.layout.name,
+            format_seconds(_number(result, "time_to_first_token_s")),
+            *_outcome(result.time, format_seconds, False),
+            *_spread(result)[:1],
+            format_count(_number(result, "tokens_per_s")),
+            format_bytes(_number(result, "weight_bytes")),
+            format_bytes(_number(result, "cache_bytes")),
+        )
+        for result in done
+    )
+    columns = ("layout", "first token", "token", "interval", "tokens/s", "weights", "cache")
+    plan = done[0].plan
+    return Table(f"Decoding: {headline(plan)}", columns, rows, (DECODE_LEGEND, f"{INTERVAL}."))
+
+
+def _number(result: StepResult, name: str) -> float:
+    value = result.metrics[name]
+    assert not isinstance(value, tuple)
+    return value
+
+
+def failures(results: Sequence[StepResult]) -> list[Table]:
+    """Runs without a measured step, with what ended them."""
+    rows = tuple(
+        (result.plan.layout.name, result.status, result.reason, result.run_id)
+        for result in results
+        if result.time is None
+    )
+    return (
+        [Table("Not measured", ("layout", "status", "reason", "run"), rows, left=4)] if rows else []
+    )

@@ -1,0 +1,147 @@
+"""Expert parallelism: ranks of an ep group hold different experts and send each other tokens.
+
+In: a mixture of experts whose weights are DTensors, divided by expert over ep and by ffn over tp.
+Afterwards rows travel to the rank of their expert and back by two all-to-alls with the splits that
+the routers chose: none is dropped, none padded, and an expert without rows is no special case.
+
+A weight's gradient sums what the rows of all ep ranks make of it, while data parallelism takes
+means over ranks. So gradients are divided by ep as they enter the experts, and multiplied as they
+leave.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from meshwise.nn.experts import MoE, move
+from meshwise.parallel.mesh import Place
+
+FFN_DIMS = {"first": 2, "down": 2, "first_bias": 2, "down_bias": None}
+
+
+def divide(moe: MoE, place: Place) -> None:
+    """Divide the experts over ep and tp, the shared expert over tp."""
+    tp = place.layout.tp
+    if place.experts is not None:
+        mesh, over_experts = place.experts["ep", "tp"], [Shard(0)]
+        group = place.experts["ep"].get_group()
+        moe.exchange = AllToAll(group)
+        # Splits are known on the host alone: compiled, these would be seven graphs and guards.
+        moe.forward = torch.compiler.disable(moe.forward)  # type: ignore[method-assign]
+    else:
+        mesh, over_experts = place.mesh["tp"], []
+    if tp > 1 or place.experts is not None:
+        for name, dim in FFN_DIMS.items():
+            cut = Replicate() if dim is None else Shard(dim)
+            _place(moe.experts, name, mesh, [*over_experts, cut])
+        moe.local = moe.experts.local = local
+        moe.experts.share = 1 / tp
+    if tp > 1:
+        _place(moe.router, "weight", place.mesh["tp"], [Replicate()])
+        if moe.shared is not None:
+            for linear, dim in (("gate", 0), ("up", 0), ("down", 1), ("score", None)):
+                module = getattr(moe.shared, linear)
+                if module is not None:
+                    cut = Replicate() if dim is None else Shard(dim)
+                    _place(module, "weight", place.mesh["tp"], [cut])
+    moe.count = partial(_total, groups=place.data_groups)
+
+
+def _place(module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: Any) -> None:
+    parameter = getattr(module, name)
+    if parameter is not None:
+        placed = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
+        setattr(module, name, torch.nn.Parameter(placed))
+
+
+def local(weight: Tensor) -> Tensor:
+    """This rank's part of a weight. Where tp ranks hold the same, each makes a part of the sum that
+    is its gradient."""
+    if not isinstance(weight, DTensor):
+        return weight
+    gradients = [Partial() if p.is_replicate() else p for p in weight.placements]
+    return weight.to_local(grad_placements=gradients)
+
+
+def _total(counts: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    counts = counts.clone()
+    for group in groups:
+        dist.all_reduce(counts, group=group)
+    return counts
+
+
+class Ticket(NamedTuple):
+    """``sent`` and ``received`` rows by rank; ``order``: which received row each sorted one is,
+    ``place``: where each received row is in the sorted ones."""
+
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+    place: Tensor
+
+
+class AllToAll:
+    """Rows, sorted by expert, to the ranks that hold them in equal runs, and back."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, dist.get_world_size(group)
+
+    def out(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Ticket]:
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        theirs = theirs.view(self.ranks, -1)  # [from, expert of mine]
+        sent, received = torch.stack(
+            [counts.view(self.ranks, -1).sum(1), theirs.sum(1)]
+        ).tolist()  # the one wait for the device
+        arrived: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+            rows, sent, received, self.group, float(self.ranks)
+        )
+        expert = torch.arange(theirs.shape[1], device=rows.device).repeat(self.ranks)
+        order = expert.repeat_interleave(theirs.flatten(), output_size=len(arrived))
+        order = order.argsort(stable=True)  # by rank and expert -> by expert
+        place = order.argsort()
+        ticket = Ticket(sent, received, order, place)
+        return move(arrived, order, place), theirs.sum(0), ticket
+
+    def back(self, rows: Tensor, ticket: Ticket) -> Tensor:
+        rows = move(rows, ticket.place, ticket.order)
+        returned: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+            rows, ticket.received, ticket.sent, self.group, 1 / self.ranks
+        )
+        return returned
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows; gradients go the other way, times ``scale``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+        scale: float,
+    ) -> Tensor:
+        ctx.given = (sent, received, group, scale)
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sent, received, group, scale = ctx.given
+        gradient = _all_to_all(gradients[0], received, sent, group)
+        return gradient * scale, None, None, None, None
+
+
+def _all_to_all(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived

@@ -1,0 +1,338 @@
+"""Lays out a module that somebody else wrote, in place: tp and ep, recomputation, compilation, data
+parallelism.
+
+In: the module with its weights, a place, and what ``models.strategies`` knows or the user says of
+it. Out: the same module, whose parameters are DTensors with this rank's share, and a report. What
+cannot be done is refused by name before anything is changed.
+
+Every parameter is a DTensor on the tp axis, those that are whole on every rank too, so that stock
+optimizers and clipping work on all of them at once.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from meshwise.models import strategies
+from meshwise.models.strategies import WHOLE, Assigned, Known
+from meshwise.parallel import cuts, data
+from meshwise.parallel.apply import device_of
+from meshwise.parallel.mesh import Place
+from meshwise.spec import Recipe
+
+# Gives the whole value of a parameter or buffer on the meta device, the same on every rank.
+Init = Callable[[str, Tensor], Tensor]
+OF_OWN_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+DIFFERENT = 0.05  # of gradients that ought to be the same, relative to their mean
+
+
+class Laid(NamedTuple):
+    """What was done: strategies by parameter, units by name."""
+
+    assigned: Assigned
+    units: tuple[str, ...]
+    idle: tuple[str, ...]  # patterns of units and attributes that named nothing
+    notes: tuple[str, ...]
+
+
+class _Todo(NamedTuple):
+    """``cut`` is None where every rank keeps the whole."""
+
+    path: str
+    module: nn.Module
+    kind: strategies.Strategy
+    cut: cuts.Parameters | None
+
+
+def lay_out(
+    model: nn.Module,
+    place: Place,
+    wishes: Known,
+    *,
+    dtype: str,
+    compiled: bool,
+    recipe: Recipe,
+    init: Init | None,
+) -> Laid:
+    """The order is that of ``parallel.apply``."""
+    assigned = strategies.assign(wishes.strategies, [name for name, _ in _parameters(model)])
+    units = {
+        name: module
+        for name, module in model.named_modules()
+        if any(strategies.selects(pattern, name) for pattern in wishes.units)
+    }
+    check(model, place, assigned, units, init)
+    # what is refused is refused before anything is replaced
+    todo = [_todo(path, module, assigned, place) for path, module in _owners(model)]
+    found = [*units, *_divide(model, wishes.divided, place.layout.tp)]
+    kinds = place.layout.recomputed(len(units))
+    notes = _without_cache(model, compiled or "full" in kinds)
+    _check_same(_place(model, place, todo, dtype, recipe, init), place)
+    for unit, kind in zip(units.values(), kinds, strict=True):
+        if kind == "full":
+            again = partial(checkpoint, unit.forward, use_reentrant=False)
+            unit.forward = again
+        if compiled:
+            unit.compile(dynamic=False)
+    if data.is_needed(place.layout, dtype):
+        _shard(model, list(units.values()), todo, place, dtype, recipe)
+    if place.layout.tp > 1:
+        _watch(model, assigned, place)
+    patterns = (*wishes.units, *wishes.divided)
+    idle = [p for p in patterns if not any(strategies.selects(p, name) for name in found)]
+    return Laid(assigned, tuple(units), tuple(idle), notes)
+
+
+def _without_cache(model: nn.Module, needed: bool) -> tuple[str, ...]:
+    """A layer that runs twice, or compiled, must not add to a cache of keys and values."""
+    config: Any = getattr(model, "config", None)
+    if not needed or not getattr(config, "use_cache", False):
+        return ()
+    config.use_cache = False
+    return ("config.use_cache is now false",)
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Tied ones under each of their names."""
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def check(
+    model: nn.Module,
+    place: Place,
+    assigned: Assigned,
+    units: Mapping[str, nn.Module],
+    init: Init | None,
+) -> None:
+    """Refuse by name what would be wrong or could not run."""
+    layout = place.layout
+    first: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        other = first.setdefault(id(module), name)
+        if other != name and layout.num_devices > 1 and any(True for _ in module.parameters()):
+            raise ValueError(f"{name}: is {other} once more; give each place a module of its own")
+        _check_module(name, module, place)
+    for name, value in [*_parameters(model), *model.named_buffers()]:
+        if isinstance(value, DTensor):
+            raise ValueError(f"{name}: is a DTensor already; give a module that is not laid out")
+        if value.is_meta and init is None:
+            raise ValueError(f"{name}: is on the meta device; give init, which makes its value")
+    kinds = {kind for kind in assigned.strategies.values() if kind}
+    if layout.ep > 1 and "expert" not in kinds:
+        raise ValueError(f"Layout.ep = {layout.ep}: no parameter is mapped as expert; use 1")
+    _check_heads(model, layout.tp, kinds)
+    _check_tied(model, assigned, units)
+    nested = [b for a in units for b in units if b.startswith(f"{a}.")]
+    if nested:
+        raise ValueError(f"units: {nested[0]} lies within another unit; name one of them")
+
+
+def _check_module(name: str, module: nn.Module, place: Place) -> None:
+    layout, kind = place.layout, type(module).__name__
+    if isinstance(module, OF_OWN_ROWS) and layout.data_ranks > 1:
+        raise ValueError(
+            f"{name}: {kind} would take the statistics of each rank's rows alone; use "
+            "nn.SyncBatchNorm.convert_sync_batchnorm (GPUs) or another norm"
+        )
+    if isinstance(module, cuts.UNCUTTABLE) and layout.tp > 1:
+        raise ValueError(f"{name}: {kind} reads weights past its parts; write it with nn.Linear")
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"{name}: is sharded already; give a module that is not laid out")
+
+
+def _check_heads(model: nn.Module, tp: int, kinds: Iterable[str]) -> None:
+    """Of a config as transformers has it, where products are split by heads."""
+    config = getattr(model, "config", None)
+    if not any(kind.startswith(("col", "row")) for kind in kinds):
+        return
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, field, None)
+        if isinstance(heads, int) and heads % tp:
+            raise ValueError(f"Layout.tp = {tp}: must divide {field} = {heads} of the model")
+
+
+def _check_tied(model: nn.Module, assigned: Assigned, units: Mapping[str, nn.Module]) -> None:
+    """A weight of two names is cut once and belongs to one unit."""
+    seen: dict[int, tuple[str, str | None, str]] = {}
+    for name, parameter in _parameters(model):
+        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
+        strategy = assigned.strategies[name]
+        other, theirs, where = seen.setdefault(id(parameter), (name, strategy, unit))
+        if (strategy or "replicated") != (theirs or "replicated"):
+            raise ValueError(
+                f"{name}: is tied to {other}, but one is {strategy} and the other {theirs}; "
+                "map them alike"
+            )
+        if unit != where:
+            raise ValueError(
+                f"{name}: is tied to {other} in another unit; give units that hold both or neither"
+            )
+
+
+def _divide(model: nn.Module, patterns: Sequence[str], tp: int) -> list[str]:
+    """Give every rank its share of attributes that count heads or features; their names."""
+    found: dict[str, tuple[nn.Module, str, int]] = {}
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            name = _join(path, attribute)
+            if not any(strategies.selects(pattern, name) for pattern in patterns):
+                continue
+            if not isinstance(value, int) or value % tp:
+                raise ValueError(f"{name} = {value}: tp = {tp} must divide it; choose another tp")
+            found[name] = module, attribute, value // tp
+    for module, attribute, share in found.values():
+        setattr(module, attribute, share)
+    return list(found)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that have parameters of their own."""
+    return [(path, module) for path, module in model.named_modules() if module._parameters]
+
+
+def _todo(path: str, module: nn.Module, assigned: Assigned, place: Place) -> _Todo:
+    found = {}
+    for name, _ in module.named_parameters(recurse=False):
+        strategy = assigned.strategies[_join(path, name)]
+        found[name] = strategies.parse(strategy or "replicated")
+    cutting = (kind for kind, _ in found.values() if kind not in WHOLE)
+    kind: strategies.Strategy = next(cutting, "replicated")
+    divided = place.layout.tp > 1 or (kind == "expert" and place.experts is not None)
+    cut = cuts.parameters(path, module, found, place) if divided and found else None
+    return _Todo(path, module, kind, cut)
+
+
+class _Sums(NamedTuple):
+    """Of a tensor's values, and of their sizes: what ranks compare."""
+
+    name: str
+    values: Tensor
+    sizes: Tensor
+
+
+def _place(
+    model: nn.Module,
+    place: Place,
+    todo: Sequence[_Todo],
+    dtype: str,
+    recipe: Recipe,
+    init: Init | None,
+) -> list[_Sums]:
+    """Move every tensor to the device, cut those that are to be cut, and connect what computes with
+    them."""
+    device, fetched = device_of(place.mesh), cuts.Fetched()
+    masters = torch.bfloat16 if recipe.weights == "bf16" and dtype == "bf16" else torch.float32
+    made: dict[int, nn.Parameter] = {}
+    sums: list[_Sums] = []
+
+    def whole(name: str, old: Tensor, kind: torch.dtype) -> Tensor:
+        given = init(name, old) if old.is_meta and init is not None else old.detach()
+        if given.shape != old.shape:
+            raise ValueError(f"{name}: init gave {list(given.shape)}, not {list(old.shape)}")
+        numbers = given.double()
+        sums.append(_Sums(name, numbers.sum(), numbers.abs().sum()))
+        return given.to(device, kind)
+
+    for path, module, kind, cut in todo:
+        for name, old in list(module.named_parameters(recurse=False)):
+            if id(old) not in made:
+                kept_dtype = masters if old.is_floating_point() else old.dtype
+                value = whole(_join(path, name), old, kept_dtype)
+                if cut is not None:
+                    value = distribute_tensor(
+                        value, cut.mesh, cut.placements[name], src_data_rank=None
+                    )
+                kept = cut is None and not old.is_meta and value.data_ptr() == old.data_ptr()
+                made[id(old)] = old if kept else nn.Parameter(value, old.requires_grad)
+            module.register_parameter(name, made[id(old)])
+        if cut is not None:
+            cuts.connect(module, kind, cut.views, place, fetched)
+    for path, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, whole(_join(path, name), buffer, buffer.dtype))
+    return sums
+
+
+def _check_same(sums: Sequence[_Sums], place: Place) -> None:
+    """Whether all ranks came with the same weights: each keeps its part of its own."""
+    if place.layout.num_devices == 1 or not sums:
+        return
+    device = device_of(place.mesh)
+    values = torch.stack([one.values.to(device) for one in sums]).nan_to_num()
+    sizes = torch.stack([one.sizes.to(device) for one in sums]).nan_to_num()
+    ends = torch.cat([values, -values, sizes, -sizes])
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    most, least, largest, smallest = ends.chunk(4)
+    apart = torch.maximum(most + least, largest + smallest) > 1e-9 * largest
+    names = [one.name for one, differs in zip(sums, apart.tolist(), strict=True) if differs]
+    if names:
+        raise ValueError(
+            f"{names[0]}: its values differ between ranks, as those of {len(names)} tensors do; "
+            "load the same weights everywhere, or seed every rank alike before the model is made"
+        )
+
+
+def _shard(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    todo: Sequence[_Todo],
+    place: Place,
+    dtype: str,
+    recipe: Recipe,
+) -> None:
+    if place.experts is not None:
+        theirs = place._replace(mesh=place.experts, experts=None)
+        for module in (one.module for one in todo if one.kind == "expert"):
+            data.shard(module, theirs, dtype, recipe, root=False)
+    for unit in units:
+        data.shard(unit, place, dtype, recipe, root=False)
+    data.shard(model, place, dtype, recipe, root=True)
+    if recipe.prefetch > 1:
+        data.prefetch(list(units), recipe.prefetch)
+
+
+def _watch(model: nn.Module, assigned: Assigned, place: Place) -> None:
+    """See after the first backward whether what is whole on all tp ranks got one gradient."""
+    group = place.mesh["tp"].get_group()
+    for name, parameter in model.named_parameters():
+        kind = assigned.strategies[name] or "replicated"
+        assert isinstance(parameter, DTensor)
+        if kind in WHOLE and parameter.requires_grad and parameter.placements[-1] == Replicate():
+            _look_once(name, parameter, group)
+
+
+def _look_once(name: str, parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    seen = False
+
+    def look(parameter: Tensor) -> None:
+        nonlocal seen
+        if seen:  # torch walks through the hooks: none can be removed here
+            return
+        seen = True
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor)
+        mine = gradient.to_local().detach().float()
+        mean = mine.clone()
+        dist.all_reduce(mean, group=group)
+        mean /= dist.get_world_size(group)
+        apart = torch.stack([(mine - mean).square().sum(), mean.square().sum()])
+        dist.all_reduce(apart, group=group)
+        difference, size = apart.sqrt().tolist()
+        if difference > DIFFERENT * size:
+            raise ValueError(
+                f"{name}: its gradient differs between tp ranks; map it as summed if it computes "
+                "with split activations, and seed the ranks of a tp group alike if there is dropout"
+            )
+
+    parameter.register_post_accumulate_grad_hook(look)

@@ -1,0 +1,66 @@
+"""Linear layers whose three products are in fp8, scaled by the largest element of each operand.
+
+Forward y = x w^T with x and w in e4m3; backward dx = dy w and dw = dy^T x with dy in e5m2
+(Micikevicius et al. 2022, arXiv:2209.05433). Scales are of the moment, not of steps before; sums
+are in fp32, results in bf16. Masters, gradients between ranks, norms and attention stay as they
+are.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.parallel import torch_private
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+ALIGNMENT = 16  # of both dims of a weight, demanded by the kernels
+
+
+def apply(layer: nn.Module) -> None:
+    """Make the layer's linear modules compute in fp8; those whose sizes do not fit stay."""
+    for module in layer.modules():
+        if isinstance(module, nn.Linear) and not any(n % ALIGNMENT for n in module.weight.shape):
+            module.forward = partial(_linear, module)  # type: ignore[method-assign]
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    if len(rows) % ALIGNMENT:
+        raise ValueError(
+            f"{len(rows)} tokens on a rank: fp8 needs a multiple of {ALIGNMENT}; change the "
+            "microbatch size or the sequence length"
+        )
+    y: Tensor = _Product.apply(rows, module.weight)  # type: ignore[no-untyped-call]
+    y = y if module.bias is None else y + module.bias
+    return y.view(*x.shape[:-1], -1)
+
+
+class _Product(torch.autograd.Function):
+    """x [m,k], w [n,k] -> x w^T [m,n]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return product(x, w, FORWARD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (dy,), (x, w) = gradients, ctx.saved_tensors
+        return product(dy, w.t(), BACKWARD), product(dy.t(), x.t(), BACKWARD)
+
+
+def product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
+    """a [m,k] b^T [k,n], a cast to ``kind`` and b [n,k] to e4m3, in the dtype of a."""
+    scaled_a, scale_a = scaled(a.contiguous(), kind)
+    scaled_b, scale_b = scaled(b.contiguous(), FORWARD)
+    out = a.new_empty(len(a), len(b))
+    return torch_private.scaled_mm(scaled_a, scaled_b.t(), scale_a, scale_b, out)
+
+
+def scaled(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x / scale in ``kind``, the largest element at its limit, and the scale in fp32."""
+    limit = torch.finfo(kind).max
+    scale = x.abs().amax().float().clamp(min=1e-12) / limit
+    return (x.float() / scale).clamp(-limit, limit).to(kind), scale

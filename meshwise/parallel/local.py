@@ -1,0 +1,237 @@
+"""A stage for decoding: what this rank holds of it as plain tensors, with the sums over ranks said.
+
+In: a model's sizes and a ``Place``. Out: the module of ``nn`` whose products, embedding and experts
+hold this rank's part, cut as ``parallel.tensor`` and ``parallel.experts`` cut it. DTensor and
+its hooks are not there: one token leaves nothing to hide the host's work behind. Products of one
+input are one product (q, k, v; gate, up). Logits are this rank's part of the vocabulary.
+
+``Product.multiply`` is the one place where a dense weight meets the tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshwise.nn import Stage, build
+from meshwise.nn.experts import MoE
+from meshwise.nn.initial import initial_value
+from meshwise.nn.llama import QKV, GateUp
+from meshwise.parallel import experts, tensor
+from meshwise.parallel.mesh import Place
+from meshwise.reshard.regions import chunks
+from meshwise.spec import Decoder, Model
+from meshwise.spec.recipe import Routing
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Sum:
+    """Adds the parts of all ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, part: Tensor) -> Tensor:
+        dist.all_reduce(part, group=self.group)
+        return part
+
+
+class Product(nn.Module):
+    """x W^T + b, with rows of W, or with columns and a sum over the ranks that hold the others."""
+
+    multiply: Multiply = staticmethod(F.linear)
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, total: Sum | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+        self.total = total
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.total is None:
+            return self.multiply(x, self.weight, self.bias)
+        y = self.total(self.multiply(x, self.weight, None))
+        return y if self.bias is None else y + self.bias
+
+
+class Fused(nn.Module):
+    """Several products of one input as one: x -> each one's result."""
+
+    def __init__(self, products: list[Product]) -> None:
+        super().__init__()
+        biases = [product.bias for product in products if product.bias is not None]
+        assert len(biases) in (0, len(products))
+        self.sizes = [len(product.weight) for product in products]
+        self.product = Product(
+            torch.cat([product.weight.detach() for product in products]),
+            torch.cat([bias.detach() for bias in biases]) if biases else None,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.product(x).split(self.sizes, -1)  # type: ignore[no-any-return]
+
+
+class Vocabulary(nn.Module):
+    """The embedding of tokens from ``first`` on; others come from the ranks that hold them."""
+
+    def __init__(self, weight: Tensor, first: int, total: Sum) -> None:
+        super().__init__()
+        self.weight, self.first, self.total = nn.Parameter(weight), first, total
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        row, last = tokens - self.first, len(self.weight) - 1
+        here = (row >= 0) & (row <= last)
+        return self.total(F.embedding(row.clamp(0, last), self.weight) * here[..., None])
+
+
+class Summed(nn.Module):
+    """Experts whose results are parts of a sum."""
+
+    def __init__(self, moe: MoE, total: Sum) -> None:
+        super().__init__()
+        self.moe, self.total = moe, total
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.total(self.moe(x))
+
+
+class Choice:
+    """The likeliest token of each row of split logits [b, part of the vocabulary] -> [b]."""
+
+    def __init__(self, place: Place, vocab: int) -> None:
+        self.ranks, self.group = place.layout.tp, place.mesh["tp"].get_group()
+        self.first = first_row(place, vocab)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        most, token = logits.max(-1)
+        if self.ranks == 1:
+            return token
+        # fp32 holds every token's number exactly; one gather brings both
+        mine = torch.stack([most.float(), (token + self.first).float()], -1)
+        found = mine.new_empty(self.ranks * len(mine), 2)
+        dist.all_gather_into_tensor(found, mine, group=self.group)
+        found = found.view(self.ranks, len(mine), 2)
+        best = found[..., 0].argmax(0, keepdim=True)
+        return found[..., 1].gather(0, best)[0].long()
+
+
+def first_row(place: Place, vocab: int) -> int:
+    """Where this rank's part of the vocabulary begins."""
+    sizes = chunks(vocab, place.layout.tp)
+    if not all(sizes):
+        raise ValueError(
+            f"Layout.tp = {place.layout.tp}: leaves ranks without a part of vocab = {vocab}; use "
+            "a smaller tp"
+        )
+    return sum(sizes[: place.mesh["tp"].get_local_rank()])
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a model is cut: the same stage laid out by ``parallel.tensor``, which holds nothing."""
+
+    stage: Stage
+    parameters: dict[str, nn.Parameter]
+    place: Place
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+
+    @property
+    def total(self) -> Sum | None:
+        return Sum(self.place.mesh["tp"].get_group()) if self.place.layout.tp > 1 else None
+
+    def share(self, name: str) -> Tensor:
+        """This rank's part of a parameter's initial value."""
+        like = self.parameters[name]
+        value = initial_value(self.stage.origin(name), like.shape, self.seed, self.device)
+        if isinstance(like, DTensor):
+            mesh, placements = like.device_mesh, like.placements
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
+        return value.to(self.dtype, copy=True)
+
+
+def localized(
+    model: Model | Decoder,
+    layers: range,
+    place: Place,
+    *,
+    routing: Routing,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> Stage:
+    """The layers with this rank's weights, those of ``Stage.init_weights(seed)``."""
+    with torch.device("meta"):
+        cut, stage = (build(model, layers, routing=routing) for _ in range(2))
+    tensor.apply(cut, place)
+    parameters = dict(cut.named_parameters(remove_duplicate=False))
+    _localize(stage, "", _Cut(cut, parameters, place, dtype, device, seed))
+    stage.tie()
+    for module in stage.modules():
+        if callable(reset := getattr(module, "reset_buffers", None)):
+            reset()
+    return stage.requires_grad_(False).eval()
+
+
+def _localize(module: nn.Module, prefix: str, cut: _Cut) -> None:
+    """Fill a module's own parameters, and replace the parts of it that need other ranks."""
+    _fill(module, prefix, cut)
+    for name, child in list(module.named_children()):
+        full = f"{prefix}{name}"
+        if isinstance(child, MoE):
+            setattr(module, name, _experts(child, full, cut))
+        elif isinstance(child, nn.Linear):
+            setattr(module, name, _product(full, cut))
+        elif isinstance(child, nn.Embedding) and cut.total is not None:
+            first = first_row(cut.place, child.num_embeddings)
+            setattr(module, name, Vocabulary(cut.share(f"{full}.weight"), first, cut.total))
+        else:
+            _localize(child, f"{full}.", cut)
+            if isinstance(child, QKV | GateUp):
+                setattr(module, name, _fused(child, cut.place))
+
+
+def _fill(module: nn.Module, prefix: str, cut: _Cut) -> None:
+    """Give a module its own parameters, and room for its buffers."""
+    for name, _ in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(cut.share(f"{prefix}{name}")))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.empty_like(buffer, device=cut.device))
+
+
+def _product(name: str, cut: _Cut) -> Product:
+    """Of a weight's columns there is a sum to take, of its rows none."""
+    weight, bias = cut.parameters[f"{name}.weight"], None
+    by_columns = isinstance(weight, DTensor) and weight.placements[0].is_shard(1)
+    if f"{name}.bias" in cut.parameters:
+        bias = cut.share(f"{name}.bias")
+    return Product(cut.share(f"{name}.weight"), bias, cut.total if by_columns else None)
+
+
+def _fused(module: QKV | GateUp, place: Place) -> Fused:
+    products = [part for part in module.children() if isinstance(part, Product)]
+    if isinstance(module, QKV) and module.kv_heads % place.layout.tp:
+        rows = tensor.repeated_rows(module.kv_heads, module.head_dim, place.mesh["tp"])
+        for product in products[1:]:  # k and v, of which every rank holds all heads
+            product.weight = nn.Parameter(product.weight.detach()[rows])
+            if product.bias is not None:
+                product.bias = nn.Parameter(product.bias.detach()[rows])
+    return Fused(products)
+
+
+def _experts(moe: MoE, name: str, cut: _Cut) -> MoE | Summed:
+    """``experts.divide``, with plain weights."""
+    for full, part in moe.named_modules(prefix=name):
+        _fill(part, f"{full}.", cut)
+    moe.experts.share = 1 / cut.place.layout.tp
+    if cut.place.experts is not None:
+        moe.exchange = experts.AllToAll(cut.place.experts["ep"].get_group())
+    return moe if cut.total is None else Summed(moe, cut.total)

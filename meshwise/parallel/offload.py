@@ -1,0 +1,191 @@
+"""Activation offload: what layers save for backward waits in host memory.
+
+In: a laid-out stage. Afterwards every storage of at least 1 MiB that a layer saves, other than its
+parameters and buffers, is copied to pinned host memory while the next layer computes, and its
+device memory is free once that one has ended. In backward the first use of anything of a layer
+brings it all back, and starts on the layer before it, so that copies run beside computation. The
+last layer's are used where they are: its backward comes next.
+
+Memory is released in stream order: the compute stream waits for a copy before its source may be
+used again. Storages are moved whole and once, so that views of them keep their strides. On a CPU
+the same moves are plain copies.
+"""
+
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from meshwise.nn.stage import Layer, Stage
+
+MIN_BYTES = 2**20
+Side = torch.cuda.Stream | None
+
+
+class _Group:
+    """What one call of a layer saved: bytes on the device, on the host, or on both."""
+
+    def __init__(self, before: "_Group | None", home: torch.device, side: Side) -> None:
+        self.before, self.home, self.side = before, home, side
+        self.device: list[Tensor] = []  # empty: on the host only
+        self.host: list[Tensor] = []
+        self.numbers: dict[tuple[int, int], int] = {}  # by address and version
+        self.moved: torch.cuda.Event | None = None  # behind the last copy, either way
+
+    def add(self, storage: torch.UntypedStorage, version: int) -> int:
+        """Start copying a storage to the host, unless it is known; its number."""
+        key = storage.data_ptr(), version
+        if key not in self.numbers:
+            self.numbers[key] = len(self.host)
+            whole = torch.empty(0, dtype=torch.uint8, device=self.home).set_(storage)
+            self.device.append(whole)
+            self.host.append(self.copy(whole, torch.device("cpu")))
+        return self.numbers[key]
+
+    def leave(self) -> None:
+        """Give the device's memory back; the compute stream waits until it has been read."""
+        self.wait()
+        self.device = []
+
+    def fetch(self) -> None:
+        """Start copying back what is not on the device."""
+        if not self.device:
+            self.device = [self.copy(whole, self.home) for whole in self.host]
+
+    def take(self, number: int) -> torch.UntypedStorage:
+        """A storage for backward."""
+        self.fetch()
+        self.wait()
+        if self.before is not None:
+            self.before.fetch()
+            self.before = None
+        return self.device[number].untyped_storage()
+
+    def copy(self, source: Tensor, device: torch.device) -> Tensor:
+        if self.side is None:
+            return source.clone()
+        target = torch.empty_like(source, device=device, pin_memory=device.type == "cpu")
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            target.copy_(source, non_blocking=True)
+            self.moved = torch.cuda.Event()
+            self.moved.record()
+        if target.is_cuda:
+            target.record_stream(self.side)  # it may be dropped before anything waits for it
+        return target
+
+    def wait(self) -> None:
+        if self.moved is not None:
+            torch.cuda.current_stream().wait_event(self.moved)
+            self.moved = None
+
+
+class _View(NamedTuple):
+    """A saved tensor as part of a storage; ``wrap`` makes of that what it was."""
+
+    group: _Group
+    number: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    wrap: Callable[[Tensor], Tensor]
+
+
+class _Calls:
+    """The calls of one stage's layers, one after the other."""
+
+    def __init__(self) -> None:
+        self.side: Side = None
+        self.latest: Callable[[], _Group | None] = lambda: None  # weak: it ends with its graph
+
+    def run(self, call: Callable[[Tensor], Any], layer: nn.Module, first: bool, x: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return call(x)
+        if x.is_cuda and self.side is None:
+            self.side = torch.cuda.Stream()
+        earlier = self.latest()
+        group = _Group(None if first else earlier, x.device, self.side)
+        self.latest = weakref.ref(group)
+        staying: set[int] = set()
+
+        def pack(value: Tensor) -> Tensor | _View:
+            if not staying:  # now, because FSDP2 has just gathered the weights
+                staying.update(_address(t) for t in chain(layer.parameters(), layer.buffers()))
+            return _pack(value, group, staying)
+
+        with saved_tensors_hooks(pack, _unpack):
+            out = call(x)
+        if earlier is not None:
+            earlier.leave()  # its copies had the time of this layer
+        return out
+
+
+def apply(model: Stage) -> None:
+    """Wrap every layer, before or after it is compiled and sharded.
+
+    A layer's class gets a ``__call__`` around torch's, which is outside compiled code and outside
+    what FSDP2 does before and after a layer.
+    """
+    calls = _Calls()
+    for number, layer in enumerate(model.layers.values()):
+        assert isinstance(layer, Layer)
+        kind = type(layer)
+        wrapped = {"__call__": _around(kind, calls, first=number == 0)}
+        layer.__class__ = type(f"Offloaded{kind.__name__}", (kind,), wrapped)
+
+
+def _around(kind: type[nn.Module], calls: _Calls, *, first: bool) -> Callable[..., Any]:
+    def call(layer: nn.Module, x: Tensor) -> Any:
+        return calls.run(lambda x: kind.__call__(layer, x), layer, first, x)
+
+    return call
+
+
+def _pack(value: Tensor, group: _Group, staying: set[int]) -> Tensor | _View:
+    """What autograd keeps: the tensor itself if it stays, else where it went."""
+    local, wrap = _unwrapped(value)
+    if type(local) is not Tensor or local.layout != torch.strided or local.device != group.home:
+        return value
+    storage = local.untyped_storage()
+    if storage.nbytes() < MIN_BYTES or storage.data_ptr() in staying:
+        return value
+    number = group.add(storage, local._version)
+    offset = int(local.storage_offset())
+    return _View(group, number, local.dtype, offset, local.size(), local.stride(), wrap)
+
+
+def _unpack(kept: Tensor | _View) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    storage = kept.group.take(kept.number)
+    view = torch.empty(0, dtype=kept.dtype, device=kept.group.home)
+    return kept.wrap(view.set_(storage, kept.offset, kept.size, kept.stride))
+
+
+def _unwrapped(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """This rank's part of a DTensor, and what makes the part a DTensor again."""
+    if not isinstance(value, DTensor):
+        return value, lambda local: local
+    mesh, placements, shape, stride = (
+        value.device_mesh,
+        value.placements,
+        value.shape,
+        value.stride(),
+    )
+
+    def wrap(local: Tensor) -> Tensor:
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    return value.to_local(), wrap
+
+
+def _address(tensor: Tensor) -> int:
+    return _unwrapped(tensor)[0].untyped_storage().data_ptr()

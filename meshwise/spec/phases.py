@@ -1,0 +1,106 @@
+"""Where the time of a step goes (``phases.json``): every rank's seconds by phase, and its spans."""
+
+from collections.abc import Iterable
+from statistics import fmean
+from typing import Literal
+
+from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
+
+SCHEMA_VERSION = 1
+
+Stream = Literal["compute", "communication", "messages"]
+ADDENDS = (
+    "forward_s",
+    "backward_s",
+    "optimizer_s",
+    "exposed_communication_s",
+    "bubble_s",
+    "other_s",
+)
+
+
+class Span(Record, kw_only=True):
+    """Something that ``rank`` did; seconds since all ranks started. ``messages`` are those between
+    pipeline stages, ``communication`` everything else between ranks."""
+
+    rank: NonNegative
+    stream: Stream
+    name: str
+    start_s: NonNegativeFloat
+    end_s: NonNegativeFloat
+
+
+class RankPhases(Record, kw_only=True):
+    """Seconds of one rank; all but ``communication_s`` add up to the step.
+
+    ``forward_s``, ``backward_s`` and ``optimizer_s`` (with clipping) are without the time in which
+    the rank communicates and computes nothing, which is ``exposed_communication_s``; what it
+    communicates beside computation too is in ``communication_s``. ``bubble_s``: waiting for a
+    neighbour's message in a pipeline, and for ranks that end later.
+    """
+
+    rank: NonNegative
+    forward_s: NonNegativeFloat
+    backward_s: NonNegativeFloat
+    optimizer_s: NonNegativeFloat
+    exposed_communication_s: NonNegativeFloat
+    bubble_s: NonNegativeFloat
+    other_s: NonNegativeFloat
+    communication_s: NonNegativeFloat
+
+
+class Phases(Record, kw_only=True):
+    """One step, from the start of all ranks to the end of the last. ``profiled_step_s``: the same
+    under the profiler, which is where communication was seen."""
+
+    schema_version: Positive = SCHEMA_VERSION
+    step_s: PositiveFloat
+    profiled_step_s: PositiveFloat
+    ranks: tuple[RankPhases, ...]
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """For a sample: of every phase the mean over ranks (``forward_s``; they add up) and the
+        largest (``largest_forward_s``)."""
+        found: dict[str, float] = {}
+        for name in (*ADDENDS, "communication_s"):
+            values = [float(getattr(rank, name)) for rank in self.ranks]
+            found |= {name: fmean(values), f"largest_{name}": max(values)}
+        return found | {"phases_step_s": self.step_s}
+
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint intervals, ascending, that cover the same moments."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """Of disjoint ascending intervals what lies in none of ``others``, which are so too."""
+    found, cuts, at = [], list(others), 0
+    for start, end in intervals:
+        while at < len(cuts) and cuts[at][1] <= start:
+            at += 1
+        number = at
+        while number < len(cuts) and cuts[number][0] < end:
+            if cuts[number][0] > start:
+                found.append((start, cuts[number][0]))
+            start = max(start, cuts[number][1])
+            number += 1
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def within_s(intervals: Iterable[Interval], start: float, end: float) -> float:
+    """Seconds of disjoint intervals between two moments."""
+    return sum(max(0.0, min(b, end) - max(a, start)) for a, b in intervals)

@@ -1,0 +1,109 @@
+"""The suites of Alpa's benchmark (OSDI'22; github.com/alpa-projects/alpa, benchmark/alpa), as data.
+
+In: a suite's name and a number of GPUs. Out: its cases.
+
+``layouts`` says what a case is in our records, ``scale`` how it fits a smaller machine,
+``formulas`` what its FLOPs are, ``tsv`` how its result is written.
+"""
+
+import difflib
+from typing import NamedTuple
+
+from meshwise.suites import gpt, inference, moe, wresnet
+from meshwise.suites.case import BenchmarkCase, Suite
+
+_NAMES = (
+    "gpt.tmp",
+    "gpt.tmp_auto",
+    "gpt.perf_test_fast_2d",
+    "gpt.perf_test_manual",
+    "gpt.perf_test_auto",
+    "gpt.grid_search_auto",
+    "gpt.correctness_test_auto",
+    "gpt_inference.profile",
+    "gpt_no_embedding_inference.profile",
+    "moe.tmp",
+    "moe.tmp_auto",
+    "moe.perf_test_fast_2d",
+    "moe.perf_test_auto",
+    "moe.grid_search_auto",
+    "moe_inference.profile",
+    "unet.perf_test_auto",
+    "unet.grid_search_auto",
+    "wresnet.perf_test_2d",
+    "wresnet.perf_test_auto",
+    "wresnet.grid_search_auto",
+)
+
+SHAPES = ((8, 8), (4, 8), (3, 8), (2, 8), (1, 8), (1, 4), (1, 2), (1, 1))
+"""The (hosts, devices a host) that a sweep runs its suite on, in order."""
+
+
+class Sweep(NamedTuple):
+    """A suite over all of ``SHAPES`` (run_exp.py), with the flags of ``run --suite``."""
+
+    name: str
+    suite: str
+    niter: int = 3
+    profile_driver_time: bool = False
+    profile_stage_execution_time: bool = False
+
+
+def names() -> tuple[str, ...]:
+    """All 20; the two of UNet answer that they are not built."""
+    return _NAMES
+
+
+def kind(suite: str) -> str:
+    """What a suite runs: gpt, moe, wresnet, gpt_inference, moe_inference or
+    gpt_no_embedding_inference (the layers alone)."""
+    return suite.partition(".")[0]
+
+
+def is_inference(suite: str) -> bool:
+    """Whether a suite runs the forward pass only."""
+    return kind(suite).endswith("_inference")
+
+
+def warmup_steps(niter: int) -> int:
+    """How many of ``niter`` iterations are run first and not counted."""
+    return 2 if niter >= 5 else 1
+
+
+def cases(suite: str, num_devices: int) -> tuple[BenchmarkCase, ...]:
+    """The cases of a suite for ``num_devices`` GPUs.
+
+    ValueError for an unknown suite, one of UNet, and a number of GPUs it has no case for."""
+    found = _suite(suite)
+    if num_devices not in found:
+        having = ", ".join(map(str, found))
+        fix = f"it has cases for {having}" if found else "it is empty; run perf_test_auto instead"
+        raise ValueError(f"suite {suite} has no case for {num_devices} GPUs; {fix}")
+    return found[num_devices]
+
+
+def device_counts(suite: str) -> tuple[int, ...]:
+    """The numbers of GPUs that a suite has cases for, ascending."""
+    return tuple(_suite(suite))
+
+
+def _suite(name: str) -> Suite:
+    if name not in _NAMES:
+        near = difflib.get_close_matches(name, _NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_NAMES)}"
+        raise ValueError(f"suite {name!r} is not known; {hint}")
+    if kind(name) == "unet":
+        raise ValueError(f"suite {name}: UNet is not built; run a suite of gpt, moe or wresnet")
+    return {**gpt.suites(), **moe.suites(), **wresnet.suites(), **inference.suites()}[name]
+
+
+def sweeps() -> tuple[Sweep, ...]:
+    return (
+        Sweep("gpt", "gpt.grid_search_auto"),
+        Sweep("moe", "moe.grid_search_auto"),
+        Sweep("wresnet", "wresnet.grid_search_auto"),
+        Sweep("gpt_inference", "gpt_inference.profile", 10, profile_stage_execution_time=True),
+        Sweep("moe_inference", "moe_inference.profile", 10, profile_stage_execution_time=True),
+        Sweep("gpt_no_embedding_inference", "gpt_no_embedding_inference.profile"),
+        Sweep("gpt_inference_streaming", "gpt_inference.profile", profile_driver_time=True),
+    )

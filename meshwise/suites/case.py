@@ -1,0 +1,130 @@
+"""What a benchmark case is: a batch, a model, and how it is laid out.
+
+Names and fields are those of Alpa's benchmark (benchmark/alpa/benchmark_parallel_utils.py), so
+that ``str(case)`` is the text that its logs and tables hold. ``layouts`` translates a case into
+our records.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+ParallelMode = Literal["uniform", "search", "load_solution", "2d_shard", "zero-3", "shard-largest"]
+
+
+class GPTModelConfig(NamedTuple):
+    seq_len: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+
+
+class MoEModelConfig(NamedTuple):
+    """Every second layer has experts; tokens are dispatched in groups of ``expert_group_size``."""
+
+    seq_len: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+    num_experts: int
+    expert_group_size: int
+
+
+class WResNetModelConfig(NamedTuple):
+    image_size: int
+    num_layers: int
+    num_channels: int
+    width_factor: int
+    dtype: str
+
+
+class UniformParallelArgs(NamedTuple):
+    """``pp`` equal stages, each on a logical mesh of (dp, op)."""
+
+    prefer_reduce_scatter: bool
+    use_remat: bool
+    dp: int
+    op: int
+    pp: int
+    force_batch_dim_mapping: bool
+
+
+class ShardParallelArgs(NamedTuple):
+    """No pipeline: one logical mesh."""
+
+    prefer_reduce_scatter: bool
+    use_remat: bool
+    logical_mesh_shape: tuple[int, int]
+    force_batch_dim_mapping: bool
+
+
+class SearchParallelArgs(NamedTuple):
+    """Stages and their meshes are searched among ``num_auto_layers`` clustered layers."""
+
+    prefer_reduce_scatter: bool
+    use_remat: bool
+    num_auto_layers: int
+    auto_stage_option: dict[str, Any]
+
+
+class LoadSolutionParallelArgs(NamedTuple):
+    """The result of such a search; for every stage its layers, meshes and solver's options."""
+
+    prefer_reduce_scatter: bool
+    use_remat: bool
+    num_auto_layers: int
+    forward_stage_layer_ids: list[list[int]]
+    submesh_physical_shapes: list[tuple[int, int]]
+    submesh_logical_shapes: list[tuple[int, int]]
+    submesh_autosharding_option_dicts: list[dict[str, int]]
+
+
+ModelConfig = GPTModelConfig | MoEModelConfig | WResNetModelConfig
+ParallelArgs = (
+    UniformParallelArgs | ShardParallelArgs | SearchParallelArgs | LoadSolutionParallelArgs
+)
+
+
+class BenchmarkCase(NamedTuple):
+    """``batch_size`` is the global one. ``str`` gives the source's text."""
+
+    batch_size: int
+    model_config: ModelConfig
+    num_micro_batches: int
+    parallel_mode: ParallelMode
+    parallel_args: ParallelArgs
+
+
+Suite = dict[int, tuple[BenchmarkCase, ...]]  # the number of GPUs: its cases
+
+
+def uniform(
+    batch_size: int,
+    config: ModelConfig,
+    num_micro_batches: int,
+    degrees: tuple[int, int, int],
+    *,
+    reduce_scatter: bool = True,
+    remat: bool = True,
+    force_batch: bool = True,
+) -> BenchmarkCase:
+    """A case of equal stages; ``degrees`` are (dp, op, pp)."""
+    args = UniformParallelArgs(reduce_scatter, remat, *degrees, force_batch)
+    return BenchmarkCase(batch_size, config, num_micro_batches, "uniform", args)
+
+
+def search(
+    batch_size: int,
+    config: ModelConfig,
+    num_micro_batches: tuple[int, ...],
+    num_auto_layers: tuple[int, ...],
+    option: dict[str, Any],
+) -> tuple[BenchmarkCase, ...]:
+    """Search cases for each number of microbatches and, within it, of clustered layers."""
+    return tuple(
+        BenchmarkCase(
+            batch_size, config, count, "search", SearchParallelArgs(True, True, layers, option)
+        )
+        for count in num_micro_batches
+        for layers in num_auto_layers
+    )

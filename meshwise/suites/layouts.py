@@ -1,0 +1,189 @@
+"""A case in our records: its model, workload, layout and recipe.
+
+A case's logical mesh (a, b) becomes dp = a and tp = b, equal or unequal from stage to stage. What
+Alpa's solver chose within a mesh is not in the case; these are the choices that run here:
+
+- prefer_reduce_scatter turns all-reduce into reduce-scatter and all-gather: zero = 2 where dp > 1,
+  and for transformers the sequence-parallel form of tp where tp > 1.
+- use_remat: every layer is recomputed.
+- zero-3: zero = 3. shard-largest: no batch sharding, tp over the whole mesh.
+- Experts: with the batch dim pinned to the first axis the solver cannot use that axis for them,
+  and tp splits each expert: ep = 1. Without the pin it divides experts over it: ep is the largest
+  divisor of dp that divides the number of experts. The dense parts keep dp and tp either way.
+- Inference: forward only, in gpipe order; nothing recomputed, nothing sharded by ZeRO.
+"""
+
+from math import gcd
+
+from meshwise.models import wide_resnet
+from meshwise.spec import Experts, Layout, Model, Recipe, WideResNet, Workload
+from meshwise.suites import gpt, moe, wresnet
+from meshwise.suites.case import (
+    BenchmarkCase,
+    LoadSolutionParallelArgs,
+    MoEModelConfig,
+    SearchParallelArgs,
+    UniformParallelArgs,
+    WResNetModelConfig,
+)
+
+
+def model(case: BenchmarkCase) -> Model | WideResNet:
+    """The model of a case, by its size's name where it is one of the tables."""
+    config = case.model_config
+    if isinstance(config, WResNetModelConfig):
+        return wide_resnet_of(config)
+    family, ffn, experts = "gpt", 4 * config.hidden_size, None
+    if isinstance(config, MoEModelConfig):
+        family, ffn = "moe", 8 * config.hidden_size
+        # of layers 0, 2, 4 and so on (alpa/model/moe.py)
+        experts = Experts(num_experts=config.num_experts, top_k=2, ffn=ffn, every=2)
+    sizes = [*gpt.MODELS.items(), *moe.MODELS.items()]
+    shape = f"h{config.hidden_size}-l{config.num_layers}"
+    return Model(
+        name=f"{family}-{next((size.lower() for size, c in sizes if c == config), shape)}",
+        hidden=config.hidden_size,
+        layers=config.num_layers,
+        heads=config.num_heads,
+        ffn=ffn,
+        vocab=config.vocab_size,
+        max_seq_len=config.seq_len,
+        experts=experts,
+    )
+
+
+def wide_resnet_of(config: WResNetModelConfig) -> WideResNet:
+    known = {c: f"wresnet-{size.lower()}" for size, c in wresnet.MODELS.items()}
+    if config in known:
+        return wide_resnet.sized(known[config])
+    return WideResNet(
+        name=f"wresnet-d{config.num_layers}-c{config.num_channels}-w{config.width_factor}",
+        blocks=wresnet.BLOCKS[config.num_layers],
+        channels=config.num_channels,
+        width_factor=config.width_factor,
+        image_size=config.image_size,
+    )
+
+
+def workload(case: BenchmarkCase) -> Workload:
+    """The batch of a step; an image is a sequence of length 1."""
+    config = case.model_config
+    seq_len = 1 if isinstance(config, WResNetModelConfig) else config.seq_len
+    return Workload(global_batch_size=case.batch_size, seq_len=seq_len)
+
+
+def dtype(case: BenchmarkCase) -> str:
+    """In what it computes: bf16 for the source's fp16."""
+    config = case.model_config
+    is_fp32 = isinstance(config, WResNetModelConfig) and config.dtype == "fp32"
+    return "fp32" if is_fp32 else "bf16"
+
+
+def recipe(case: BenchmarkCase) -> Recipe:
+    """How the source trains it (benchmark_one_case_*.py): no clipping; Wide-ResNet at the rate
+    that its warm-up ends with."""
+    if isinstance(case.model_config, WResNetModelConfig):
+        return Recipe(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, max_grad_norm=0.0)
+    if isinstance(case.model_config, MoEModelConfig):
+        return Recipe(
+            optimizer="adafactor", learning_rate=0.01, weight_decay=0.0, max_grad_norm=0.0
+        )
+    return Recipe(learning_rate=0.01, weight_decay=1e-4, max_grad_norm=0.0)
+
+
+def layout(
+    case: BenchmarkCase, num_devices: int, *, inference: bool = False, shard_only: bool = False
+) -> Layout:
+    """The layout of a case on ``num_devices`` GPUs; the module's docstring has the rules.
+
+    ``inference``: of a suite that runs the forward pass only. ``shard_only`` refuses pipelines.
+    ValueError for a search, another number of devices, and a batch that does not divide.
+    """
+    meshes, stage_layers = _meshes(case), _stage_layers(case)
+    pp = len(meshes)
+    if shard_only and pp > 1:
+        raise ValueError(f"the case has {pp} pipeline stages; run it without --shard-only")
+    needed = sum(dp * tp for dp, tp in meshes)
+    if needed != num_devices:
+        raise ValueError(
+            f"the case needs {needed} devices, not {num_devices}; give --num-hosts and "
+            f"--num-devices-per-host whose product is {needed}"
+        )
+    widest_dp, widest_tp = (max(sizes) for sizes in zip(*meshes, strict=True))
+    equal = len(set(meshes)) == 1
+    dp, tp = meshes[0] if equal else (1, 1)
+    scatter = case.parallel_args.prefer_reduce_scatter and not inference
+    zero = 3 if case.parallel_mode == "zero-3" else 2 if scatter else 0
+    is_transformer = not isinstance(case.model_config, WResNetModelConfig)
+    return Layout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        ep=_expert_degree(case, meshes),
+        zero=zero if widest_dp > 1 and not inference else 0,
+        sequence_parallel=scatter and is_transformer and widest_tp > 1,
+        microbatch_size=_rows(case, meshes) // dp,
+        num_microbatches=case.num_micro_batches,
+        schedule="none" if pp == 1 else "gpipe" if inference else "1f1b",
+        recompute="full" if case.parallel_args.use_remat and not inference else "none",
+        layers=stage_layers if len(set(stage_layers)) > 1 else (),
+        meshes=() if equal else meshes,
+    )
+
+
+def _meshes(case: BenchmarkCase) -> tuple[tuple[int, int], ...]:
+    """(dp, tp) of each stage."""
+    args = case.parallel_args
+    if isinstance(args, SearchParallelArgs):
+        raise ValueError(
+            "parallel_mode = 'search': the search is not built yet; run a perf_test_auto suite, "
+            "whose plans Alpa's search found"
+        )
+    if isinstance(args, LoadSolutionParallelArgs):
+        return tuple(args.submesh_logical_shapes)
+    if isinstance(args, UniformParallelArgs):
+        meshes = ((args.dp, args.op),) * args.pp
+    else:
+        meshes = (args.logical_mesh_shape,)
+    if case.parallel_mode == "shard-largest":
+        return tuple((1, dp * tp) for dp, tp in meshes)
+    return meshes
+
+
+def _stage_layers(case: BenchmarkCase) -> tuple[int, ...]:
+    """The model's layers of each stage."""
+    args, layers = case.parallel_args, model(case).layers
+    if isinstance(args, LoadSolutionParallelArgs):
+        clusters = [len(ids) for ids in args.forward_stage_layer_ids]
+    else:
+        clusters = [1] * len(_meshes(case))
+    if layers % sum(clusters):
+        raise ValueError(
+            f"num_layers = {layers}: must be a multiple of the {sum(clusters)} equal parts that "
+            "the case cuts it into"
+        )
+    return tuple(layers // sum(clusters) * count for count in clusters)
+
+
+def _rows(case: BenchmarkCase, meshes: tuple[tuple[int, int], ...]) -> int:
+    """Sequences or images of one microbatch."""
+    rows, rest = divmod(case.batch_size, case.num_micro_batches)
+    if rest or any(rows % dp for dp, _ in meshes):
+        degrees = ", ".join(map(str, sorted({dp for dp, _ in meshes})))
+        raise ValueError(
+            f"batch_size = {case.batch_size}: must be a multiple of num_micro_batches = "
+            f"{case.num_micro_batches} times each dp = {degrees}"
+        )
+    return rows
+
+
+def _expert_degree(case: BenchmarkCase, meshes: tuple[tuple[int, int], ...]) -> int:
+    config, args = case.model_config, case.parallel_args
+    if not isinstance(config, MoEModelConfig):
+        return 1
+    if isinstance(args, LoadSolutionParallelArgs):
+        pinned = any(args.submesh_autosharding_option_dicts)
+    else:
+        assert not isinstance(args, SearchParallelArgs)  # refused before
+        pinned = args.force_batch_dim_mapping
+    return 1 if pinned else gcd(config.num_experts, *(dp for dp, _ in meshes))

@@ -1,0 +1,207 @@
+"""apply: lay out a module that you wrote, or one of Hugging Face, as a plan says.
+
+In: a plan, the module with its weights, and which strategy each weight takes
+(``models.strategies``), which is known of LlamaForCausalLM and the like. Out: the same module,
+changed in place, with a report of what is cut how and of what could not be mapped. The loop is
+yours: make the optimizer afterwards, and divide the loss by the number of microbatches.
+"""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from meshwise.models import strategies as known_strategies
+from meshwise.models.strategies import Known
+from meshwise.pages import table
+from meshwise.spec import Layout, Plan, Recipe
+from meshwise.verbs import files
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from meshwise.parallel.foreign import Init
+    from meshwise.parallel.mesh import Place
+
+
+class Unmapped(NamedTuple):
+    """A parameter with its shape, or a pattern with none, and why it is not mapped."""
+
+    name: str
+    shape: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Applied:
+    """``mapped``: strategies by parameter. ``units``: what is sharded, recomputed and compiled each
+    by itself. ``print`` it."""
+
+    model: "nn.Module"
+    place: "Place"
+    mapped: dict[str, str]
+    unmapped: tuple[Unmapped, ...]
+    units: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the ``layout.dp`` shares of a batch is this rank's; tp ranks have the same."""
+        import torch.distributed as dist
+
+        return dist.get_rank() // self.place.layout.tp
+
+    @property
+    def layout(self) -> Layout:
+        return self.place.layout
+
+    def before_backward(self, *, last: bool) -> None:
+        """Say before each microbatch's backward whether it is the step's last; it spares traffic
+        where gradients are accumulated, and changes no result."""
+        from meshwise.parallel import data
+
+        data.before_backward(self.model, self.layout, last=last)
+
+    def clip_gradients(self, max_norm: float) -> "Tensor":
+        """As torch.nn.utils.clip_grad_norm_, and on experts that are divided too: scale gradients
+        to a norm of at most ``max_norm``; the norm before, on the device."""
+        from meshwise.engine import optimizer
+
+        moved = [p for p in self.model.parameters() if p.grad is not None]
+        return optimizer.clip_gradients(moved, max_norm, alone=self.layout.num_devices == 1)
+
+    def __str__(self) -> str:
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        mapped = [(n, shapes.get(n, ()), s) for n, s in self.mapped.items()]
+        name = type(self.model).__name__.removeprefix("FSDP")  # which FSDP2 puts in front
+        title = f"{name} as {self.layout.name}, {len(self.units)} units"
+        tables = [
+            table.Table(title, ("parameter", "shape", "strategy"), _alike(mapped), self.notes, 3)
+        ]
+        if self.unmapped:
+            rows = _alike(list(self.unmapped))
+            tables.append(table.Table("not mapped", ("name", "shape", "why"), rows, left=3))
+        written = io.StringIO()
+        table.write(tables, written)
+        return written.getvalue().rstrip("\n")
+
+
+def _alike(rows: Sequence[tuple[str, tuple[int, ...], str]]) -> tuple[tuple[str, ...], ...]:
+    """One line for all layers that have the same."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for name, shape, said in rows:
+        key = re.sub(r"(?<=\.)\d+(?=\.)", "*", name), " x ".join(map(str, shape)), said
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(
+        (f"{name} ({count})" if count > 1 else name, shape, said)
+        for (name, shape, said), count in counts.items()
+    )
+
+
+def apply(
+    plan: Plan | Layout | Path | str,
+    model: "nn.Module",
+    *,
+    strategies: Mapping[str, str] | None = None,
+    units: Sequence[str] | None = None,
+    divided: Sequence[str] | None = None,
+    dtype: Literal["fp32", "bf16"] | None = None,
+    lowering: Literal["eager", "compiled"] | None = None,
+    recipe: Recipe | None = None,
+    init: "Init | None" = None,
+) -> Applied:
+    """Lay ``model`` out over the joined ranks, in place.
+
+    ``plan``: a plan, its file, or a layout alone. ``strategies``: pattern -> strategy, ``units``:
+    patterns of the modules that are gathered, recomputed and compiled each by itself, by default
+    the children of the outermost ModuleLists; ``divided``: patterns of integer attributes that
+    count heads or features, of which each tp rank then has a share. Of classes that are known each
+    has its default. ``dtype``, ``lowering`` and ``recipe`` are the plan's; of a layout fp32, eager
+    and the defaults. ``init``: (name, tensor) -> the whole value of what is on the meta device.
+
+    Of the recipe, weights, reduce and prefetch are used here; the optimizer is yours. What cannot
+    be done is a ValueError that names it: pipelines, cp, sequence_parallel, selective
+    recomputation, heads that tp does not divide, shares of a tied weight in different units.
+    """
+    if isinstance(plan, Path | str):
+        plan = files.take(plan, Plan)
+    layout, chosen = (plan, None) if isinstance(plan, Layout) else (plan.layout, plan)
+    recipe = recipe or (chosen.recipe if chosen else Recipe())
+    wanted = dtype or (chosen.dtype if chosen else "fp32")
+    _refuse(layout, recipe, wanted)
+
+    import torch.distributed as dist
+
+    from meshwise import ranks
+    from meshwise.parallel import foreign, mesh
+
+    if not dist.is_initialized():
+        if ranks.environment() is None:
+            raise ValueError(
+                "this process has joined no job; start it by torchrun, or call "
+                "torch.distributed.init_process_group first"
+            )
+        ranks.join()
+    wishes = _wishes(model, strategies, units, divided)
+    place = mesh.build(layout, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
+    laid = foreign.lay_out(
+        model,
+        place,
+        wishes,
+        dtype=wanted,
+        compiled=(lowering or (chosen.lowering if chosen else "eager")) == "compiled",
+        recipe=recipe,
+        init=init,
+    )
+    given = laid.assigned.strategies
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    whole = "no pattern names it; replicated over tp"
+    unmapped = [Unmapped(n, shapes[n], whole) for n, s in given.items() if s is None]
+    idle = [*laid.assigned.idle, *laid.idle]
+    unmapped += [Unmapped(pattern, (), "names nothing of this model") for pattern in idle]
+    mapped = {name: strategy for name, strategy in given.items() if strategy is not None}
+    return Applied(model, place, mapped, tuple(unmapped), laid.units, laid.notes)
+
+
+def _refuse(layout: Layout, recipe: Recipe, dtype: str) -> None:
+    """What the parts of a module that is not ours cannot do."""
+    unfit = {
+        "Layout.pp": (layout.pp > 1, "a pipeline needs to know a model's layers; use 1"),
+        "Layout.cp": (layout.cp > 1, "attention is the module's own; use 1"),
+        "Layout.sequence_parallel": (layout.sequence_parallel, "use false"),
+        "Layout.recompute": (layout.recompute == "selective", "use full or none"),
+        "Recipe.fp8": (recipe.fp8, "products are the module's own; use false"),
+        "Recipe.offload": (recipe.offload, "use false"),
+        "Recipe.async_tp": (recipe.async_tp, "use false"),
+        "Recipe.attention": (recipe.attention != "auto", "attention is the module's own; use auto"),
+        "dtype": (dtype not in ("fp32", "bf16"), "training runs in fp32 or bf16"),
+    }
+    for field, (refused, fix) in unfit.items():
+        if refused:
+            raise ValueError(f"{field}: cannot be applied to a module of your own; {fix}")
+
+
+def _wishes(
+    model: "nn.Module",
+    strategies: Mapping[str, str] | None,
+    units: Sequence[str] | None,
+    divided: Sequence[str] | None,
+) -> Known:
+    """What the user gave, else what is known of the class, else a guess of the units."""
+    known = known_strategies.known(kind.__name__ for kind in type(model).__mro__)
+    known = known or Known({}, _lists(model))
+    return Known(
+        known.strategies if strategies is None else dict(strategies),
+        known.units if units is None else tuple(units),
+        known.divided if divided is None else tuple(divided),
+    )
+
+
+def _lists(model: "nn.Module") -> tuple[str, ...]:
+    from torch import nn
+
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [a for a in lists if not any(a.startswith(f"{b}.") for b in lists)]
+    return tuple(f"{name}.*" for name in outer)

@@ -1,0 +1,155 @@
+"""Plans of a model and a layout that the user gives, without prices; and what can be no plan.
+
+In: names, records, JSON or files of them. Out: a ``Plan`` without a prediction, or a ValueError
+that names what does not fit, before any process starts.
+"""
+
+import json
+from pathlib import Path
+from typing import Literal, TypedDict, TypeVar
+
+import msgspec
+
+from meshwise import schedule, store
+from meshwise.models import catalogue, fits
+from meshwise.spec import AnyModel, Cluster, Layout, Model, Plan, Recipe, Workload, stages_of
+from meshwise.spec.layout import SPLIT
+from meshwise.verbs import measure
+
+Lowering = Literal["eager", "compiled"]
+T = TypeVar("T", Layout, Recipe)
+
+
+def record(given: T | Path | str, kind: type[T]) -> T:
+    """A record as it is, of JSON text (``{"dp": 2}``), or of a file."""
+    if isinstance(given, kind):
+        return given
+    text = str(given)
+    if not text.lstrip().startswith("{"):
+        return store.read(text, kind)
+    name = kind.__name__.lower()
+    try:
+        return store.convert(json.loads(text), kind, name)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} = {text!r} is not JSON: {error}") from None
+
+
+class Options(TypedDict, total=False):
+    """What may be said of a model beside its name; see ``plan``."""
+
+    layout: Layout | Path | str | None
+    recipe: Recipe | Path | str | None
+    global_batch_size: int | None
+    seq_len: int | None
+    dtype: str | None
+    lowering: str | None
+
+
+def plan(
+    model: AnyModel | str,
+    *,
+    layout: Layout | Path | str | None = None,
+    recipe: Recipe | Path | str | None = None,
+    global_batch_size: int | None = None,
+    seq_len: int | None = None,
+    dtype: str | None = None,
+    lowering: str | None = None,
+    cluster: Path | str = measure.DEFAULT_CLUSTER,
+    nproc: int | None = None,
+    training: bool = True,
+) -> Plan:
+    """How to run ``model`` on this machine. Without a layout its batch is divided over all devices,
+    and the state of a training with it; without a batch size that of the layout counts."""
+    chosen = catalogue.find_any(model) if isinstance(model, str) else model
+    given = None if layout is None else record(layout, Layout)
+    wanted = nproc if given is None else given.num_devices
+    machine, size = measure.place(cluster, wanted, keep=False)
+    if nproc not in (None, size):
+        raise ValueError(f"nproc = {nproc}: layout needs {size} ranks; leave nproc out")
+    usual = catalogue.default_workload(machine, chosen)
+    if given is not None:
+        batch = global_batch_size or given.microbatch_rows * given.num_microbatches
+    else:
+        batch = global_batch_size or usual.global_batch_size
+        given = _data_parallel(size, batch, sharded=training)
+    on_gpu = machine.device.kind == "cuda"
+    compiled = on_gpu and given.schedule not in SPLIT
+    return build(
+        chosen,
+        Workload(global_batch_size=batch, seq_len=usual.seq_len if seq_len is None else seq_len),
+        given,
+        machine,
+        dtype=dtype or ("bf16" if on_gpu else "fp32"),
+        lowering=lowering or ("compiled" if compiled else "eager"),
+        recipe=Recipe() if recipe is None else record(recipe, Recipe),
+    )
+
+
+def _data_parallel(size: int, batch: int, *, sharded: bool) -> Layout:
+    if batch % size:
+        raise ValueError(
+            f"global_batch_size = {batch}: must be a multiple of the {size} devices; give another, "
+            "or --layout"
+        )
+    return Layout(dp=size, zero=3 if sharded and size > 1 else 0, microbatch_size=batch // size)
+
+
+def build(
+    model: AnyModel,
+    workload: Workload,
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    dtype: str,
+    lowering: str,
+    recipe: Recipe,
+) -> Plan:
+    """The plan, checked."""
+    if dtype not in ("fp32", "bf16"):
+        raise ValueError(f"dtype = {dtype!r}: must be fp32 or bf16")
+    if lowering not in ("eager", "compiled"):
+        raise ValueError(f"lowering = {lowering!r}: must be eager or compiled")
+    check_layout(model, workload, layout)
+    return Plan(
+        model=model,
+        workload=workload,
+        cluster=cluster,
+        dtype=dtype,  # type: ignore[arg-type]
+        lowering=lowering,  # type: ignore[arg-type]
+        layout=layout,
+        recipe=recipe,
+        stages=stages_of(layout, model.layers, {}),
+    )
+
+
+def check(plan: Plan) -> None:
+    """Refuse a plan that cannot run here, whoever wrote it."""
+    model, seq_len = plan.model, plan.workload.seq_len
+    if isinstance(model, Model) and model.experts is None:
+        from meshwise import search
+
+        if seq_len > model.max_seq_len:
+            raise ValueError(
+                f"Workload.seq_len = {seq_len}: must be <= {model.max_seq_len}, the model's"
+            )
+        search.check(model, plan.workload, plan.layout)
+    check_layout(model, plan.workload, plan.layout)
+    if plan.dtype not in ("fp32", "bf16"):
+        raise ValueError(f"Plan.dtype = {plan.dtype!r}: training runs in fp32 or bf16")
+
+
+def check_layout(model: AnyModel, workload: Workload, layout: Layout) -> None:
+    """Refuse, by name, a layout that this model and batch cannot be cut into."""
+    layout.stage_layers(model.layers)
+    reason = schedule.check(
+        layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
+    )
+    if reason is not None:
+        raise ValueError(f"Layout.schedule = {layout.schedule!r}: {reason}")
+    for pipeline_rank in range(layout.pp):
+        fits.check(model, workload, layout.of_rank(pipeline_rank))
+
+
+def unpriced(plan: Plan, **changes: object) -> Plan:
+    """The plan with another batch or layout, for which its prediction says nothing."""
+    return msgspec.structs.replace(plan, prediction=None, **changes)

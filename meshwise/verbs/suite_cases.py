@@ -1,0 +1,114 @@
+"""A benchmark case as a plan of this machine, smaller if it has to fit.
+
+In: a case, the cluster and a number of its devices. Out: the plan and what the source counts of the
+case at the size that runs; or, as a value, the ValueError that says why there is no such plan.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from meshwise.models import num_parameters, wide_resnet
+from meshwise.spec import Cluster, Plan, WideResNet
+from meshwise.suites import formulas, layouts, scale
+from meshwise.suites.case import BenchmarkCase, MoEModelConfig, WResNetModelConfig
+from meshwise.suites.formulas import Counts
+from meshwise.verbs import given
+
+_VOCAB = 128  # of the layers alone: so little that embedding and head hardly take time
+
+
+class Prepared(NamedTuple):
+    """A case as it will run; ``case`` has the sizes that run, ``changes`` what was made smaller."""
+
+    case: BenchmarkCase
+    plan: Plan
+    counts: Counts
+    changes: tuple[str, ...]
+
+
+def prepared(
+    kind: str,
+    case: BenchmarkCase,
+    cluster: Cluster,
+    size: int,
+    *,
+    shard_only: bool,
+    scale_to_fit: bool,
+    lowering: str | None,
+) -> Prepared | ValueError:
+    """The plan of a case, smaller if it has to fit; or why there is none."""
+    inference = kind.endswith("_inference")
+    try:
+        layout = layouts.layout(case, size, inference=inference, shard_only=shard_only)
+        model, workload = layouts.model(case), layouts.workload(case)
+        whole = scale.Scaled(model, workload, layout, ())
+        if kind == "gpt_no_embedding_inference":
+            whole = _layers_alone(whole)
+        if scale_to_fit:
+            memory = cluster.device.memory_bytes
+            scaled = scale.scaled(*whole[:3], memory, inference=inference)
+            whole = scaled._replace(changes=(*whole.changes, *scaled.changes))
+        if whole.changes:
+            case = _of_size(case, whole)
+        model, workload, layout, changes = whole
+        on_gpu = cluster.device.kind == "cuda"
+        plan = given.build(
+            model,
+            workload,
+            layout,
+            cluster,
+            dtype=layouts.dtype(case) if on_gpu else "fp32",
+            lowering=lowering or ("compiled" if on_gpu else "eager"),
+            recipe=layouts.recipe(case),
+        )
+        given.check(plan)
+    except ValueError as error:
+        return error
+    return Prepared(case, plan, _counts(case, plan, kind), changes)
+
+
+def _layers_alone(whole: scale.Scaled) -> scale.Scaled:
+    """Tokens go in and logits come out, but of so few words that it takes no time."""
+    model = whole.model
+    assert not isinstance(model, WideResNet)
+    change = f"vocab {model.vocab} -> {_VOCAB}"
+    return whole._replace(
+        model=msgspec.structs.replace(model, vocab=_VOCAB), changes=(*whole.changes, change)
+    )
+
+
+def _of_size(case: BenchmarkCase, scaled: scale.Scaled) -> BenchmarkCase:
+    """The case with the sizes of the model that runs in its place."""
+    model, workload, layout, _ = scaled
+    config = case.model_config
+    if isinstance(config, WResNetModelConfig):
+        assert isinstance(model, WideResNet)
+        config = config._replace(image_size=model.image_size, num_channels=model.channels)
+    else:
+        assert not isinstance(model, WideResNet)
+        config = config._replace(
+            seq_len=workload.seq_len,
+            hidden_size=model.hidden,
+            num_layers=model.layers,
+            num_heads=model.heads,
+            vocab_size=model.vocab,
+        )
+        if isinstance(config, MoEModelConfig):
+            tokens = workload.tokens // layout.num_microbatches
+            config = config._replace(expert_group_size=min(config.expert_group_size, tokens))
+    return case._replace(
+        batch_size=workload.global_batch_size,
+        model_config=config,
+        num_micro_batches=layout.num_microbatches,
+    )
+
+
+def _counts(case: BenchmarkCase, plan: Plan, kind: str) -> Counts:
+    """FLOPs and parameters by the source's formulas, of images those of the model that runs."""
+    if isinstance(plan.model, WideResNet):
+        recomputed = plan.layout.recompute == "full"
+        images = plan.workload.global_batch_size
+        flops = wide_resnet.step_flops(plan.model, images, recomputed=recomputed)
+        return Counts(float(flops), num_parameters(plan.model))
+    return formulas.counts(case, kind)

@@ -1,0 +1,156 @@
+"""What became of a benchmark case, as the source tells it: console lines and rows of its tables.
+
+In: a case, and the sample that its run left or the reason why there is none. Out: a ``CaseResult``.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from meshwise import suites
+from meshwise.spec import Record, Sample
+from meshwise.suites import formulas, tsv
+from meshwise.suites.case import BenchmarkCase, LoadSolutionParallelArgs
+from meshwise.suites.formulas import Counts
+from meshwise.verbs.suite_cases import Prepared
+
+INFERENCE_TSV = "inference_prof_res.tsv"
+_PHASES = {  # the source's words: our metric
+    "Prepare input": "data_s",
+    "Create train state": "build_s",
+    "Compile (driver)": "setup_s",
+    "Compile (worker)": "compile_s",
+}
+_SOLUTION = {  # the source's key of the metadata: the field of the case
+    "forward_stage_layer_ids": "forward_stage_layer_ids",
+    "submesh_shapes": "submesh_physical_shapes",
+    "logical_mesh_shapes": "submesh_logical_shapes",
+    "autosharding_option_dicts": "submesh_autosharding_option_dicts",
+}
+
+
+class CaseResult(Record, kw_only=True):
+    """What became of a case. ``row`` holds the columns of the table by name."""
+
+    suite: str
+    case: str
+    status: str
+    reason: str = ""
+    run_dir: str = ""
+    num_devices: int
+    times_s: tuple[float, ...] = ()
+    tflops: float | None = None
+    row: dict[str, str]
+
+
+def phases(sample: Sample, niter: int) -> Iterator[str]:
+    """The source's lines of a case that ran."""
+    for words, metric in _PHASES.items():
+        yield (f" - {words}: {sample.metrics[metric]:.2f} s")
+    for index in range(niter):
+        yield (f"Iteration {index} ...")
+    yield (f" - Benchmark: {sample.metrics['timed_s']:.2f} s")
+
+
+def finished(
+    name: str,
+    prepared: Prepared,
+    sample: Sample,
+    times_s: tuple[float, ...],
+    run_dir: Path,
+) -> CaseResult:
+    """Of a case that ran; ``times_s`` are those that count."""
+    case, plan, counts, changes = prepared
+    size = plan.layout.num_devices
+    peak = sample.metrics.get("peak_bytes")
+    tflops = formulas.tflops(counts.flops, fmean(times_s), size)
+    values = tsv.row(
+        suites.kind(name),
+        case,
+        size,
+        counts.parameters,
+        times_s,
+        tflops,
+        int(peak) if isinstance(peak, float | int) else None,
+        _metadata(case) | {"run": run_dir.name} | _scaled(changes),
+    )
+    return CaseResult(
+        suite=name,
+        case=str(case),
+        status="ok",
+        run_dir=str(run_dir),
+        num_devices=size,
+        times_s=times_s,
+        tflops=tflops,
+        row=dict(zip(tsv.COLUMNS, values, strict=True)),
+    )
+
+
+def failed(
+    name: str,
+    case: BenchmarkCase,
+    size: int,
+    status: str,
+    reason: str,
+    run_dir: Path | None = None,
+    counts: Counts | None = None,
+    changes: tuple[str, ...] = (),
+) -> CaseResult:
+    """Of a case that did not run to its end, or that was never begun."""
+    metadata = {"status": status, "reason": reason} | _scaled(changes)
+    if run_dir is not None:
+        metadata["run"] = run_dir.name
+    parameters = (
+        counts.parameters if counts else formulas.counts(case, suites.kind(name)).parameters
+    )
+    values = tsv.row(suites.kind(name), case, size, parameters, metadata=metadata)
+    return CaseResult(
+        suite=name,
+        case=str(case),
+        status=status,
+        reason=reason,
+        run_dir="" if run_dir is None else str(run_dir),
+        num_devices=size,
+        row=dict(zip(tsv.COLUMNS, values, strict=True)),
+    )
+
+
+def _metadata(case: BenchmarkCase) -> dict[str, Any]:
+    """The source's keys. Nothing is compiled ahead, so that there are no times of that."""
+    found = dict.fromkeys(("compilation_times", "compute_cost_file_name", *_SOLUTION))
+    args = case.parallel_args
+    if isinstance(args, LoadSolutionParallelArgs):
+        found |= {key: getattr(args, field) for key, field in _SOLUTION.items()}
+    return found
+
+
+def _scaled(changes: tuple[str, ...]) -> dict[str, Any]:
+    return {"scaled": list(changes)} if changes else {}
+
+
+def add_inference(
+    kind: str, prepared: Prepared, sample: Sample, times_s: tuple[float, ...]
+) -> tuple[float, ...]:
+    """Write a case's row of stages; returns the seconds of each."""
+    weights, peaks, seconds = (
+        _several(sample.metrics[name])
+        for name in ("stage_weight_bytes", "stage_peak_bytes", "stage_s")
+    )
+    size = prepared.plan.layout.num_devices
+    values = tsv.inference_row(
+        kind,
+        prepared.case,
+        prepared.counts.parameters,
+        times_s,
+        formulas.tflops(prepared.counts.flops, fmean(times_s), size),
+        list(map(int, weights)),
+        list(map(int, peaks)),
+        seconds,
+    )
+    tsv.append(Path(INFERENCE_TSV), tsv.INFERENCE_COLUMNS, values)
+    return seconds
+
+
+def _several(value: float | tuple[float, ...]) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,64 @@
+"""tokens: batches from a token file for a loop of your own, the same under every layout.
+
+In: a file as ``engine.data`` reads them, sizes, and which share of each batch this rank computes.
+Out: (inputs, targets) of one optimizer step after the other, without end. Step s is made from the
+seed and s alone: start again at any step, with any number of data ranks.
+"""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwise.spec import Workload
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+
+def tokens(
+    file: Path | str,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    start_step: int = 0,
+) -> Iterator[tuple["Tensor", "Tensor"]]:
+    """int64 [global_batch_size / world_size, seq_len] each; targets are one token ahead of inputs.
+
+    ``rank`` of ``world_size`` data ranks (``Applied.data_rank``, ``Applied.layout.data_ranks``):
+    tp ranks read the same. Windows lie at random places of the file. What does not fit is a
+    ValueError, at once.
+    """
+    from meshwise.engine import data
+
+    workload = Workload(global_batch_size=global_batch_size, seq_len=seq_len)
+    if world_size < 1 or global_batch_size % world_size:
+        raise ValueError(
+            f"world_size = {world_size}: must divide global_batch_size = {global_batch_size}"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank = {rank}: must be >= 0 and < world_size = {world_size}")
+    for name, value in (("seed", seed), ("start_step", start_step)):
+        if value < 0:
+            raise ValueError(f"{name} = {value}: must be >= 0")
+    share = global_batch_size // world_size
+    rows = slice(rank * share, (rank + 1) * share)
+    source = data.open_tokens(str(file), seq_len)
+    return _steps(source, workload, seed, start_step, rows)
+
+
+def _steps(
+    source: "npt.NDArray[np.integer]", workload: Workload, seed: int, start_step: int, rows: slice
+) -> Iterator[tuple["Tensor", "Tensor"]]:
+    import torch
+
+    from meshwise.engine import data
+
+    for step in itertools.count(start_step):
+        found = torch.from_numpy(data.windows(source, workload, seed, step, rows))
+        yield found[:, :-1], found[:, 1:]

@@ -1,0 +1,335 @@
+"""``run`` without a priced plan and ``run --suite``: what is built, what is refused before any
+process starts, and how results without a prediction are shown."""
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import meshwise
+from meshwise import store
+from meshwise.cli.app import main
+from meshwise.models import catalogue, fits, num_parameters
+from meshwise.pages import html, ran, table, tables
+from meshwise.pages.html import Contents
+from meshwise.pages.steps import result
+from meshwise.spec import (
+    Cluster,
+    Decoder,
+    Device,
+    Experts,
+    Layout,
+    Model,
+    Recipe,
+    Step,
+    Tier,
+    WideResNet,
+    Workload,
+)
+from meshwise.verbs import given, job
+from meshwise.verbs.suite import Settings, listed, run_suite, run_sweep
+from tests import sample_records as known
+
+LLAMA = Decoder(
+    name="small",
+    hidden=64,
+    layers=4,
+    heads=8,
+    kv_heads=2,
+    head_dim=8,
+    ffn=96,
+    vocab=100,
+    max_seq_len=64,
+)
+MOE = Model(
+    name="moe",
+    hidden=64,
+    layers=4,
+    heads=8,
+    ffn=96,
+    vocab=100,
+    max_seq_len=64,
+    experts=Experts(num_experts=4, top_k=2, ffn=96, every=2),
+)
+IMAGES = WideResNet(name="images", blocks=(1, 1), channels=8, image_size=32, num_classes=10)
+
+
+def machine(num_devices, memory_bytes=2**30, kind="cpu"):
+    return Cluster(
+        name="here",
+        num_hosts=1,
+        num_devices_per_host=num_devices,
+        device=Device(name="a device", kind=kind, memory_bytes=memory_bytes),
+        tiers=(Tier(name="host", num_devices=num_devices),),
+    )
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    store.write("cluster.toml", machine(4))
+
+
+def call(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return ended.value.code
+
+
+class TestGivenPlans:
+    def test_without_a_layout_the_batch_is_divided_over_all_devices(self):
+        plan = given.plan(LLAMA)
+        assert plan.layout == Layout(dp=4, zero=3, microbatch_size=2)
+        assert plan.workload == Workload(global_batch_size=8, seq_len=64)  # no more positions
+        assert (plan.dtype, plan.lowering, plan.prediction) == ("fp32", "eager", None)
+        assert plan.recipe == Recipe()
+
+    def test_a_layout_brings_its_batch(self):
+        text = '{"tp": 2, "pp": 2, "schedule": "1f1b", "num_microbatches": 4}'
+        plan = given.plan(LLAMA, layout=text, recipe='{"optimizer": "sgd"}', seq_len=32)
+        assert plan.workload == Workload(global_batch_size=4, seq_len=32)
+        assert len(plan.stages) == 2 and plan.recipe.optimizer == "sgd"
+        Path("layout.json").write_text(text)
+        assert given.plan(LLAMA, layout="layout.json").layout == plan.layout
+
+    def test_gpus_compute_in_bf16_and_compile(self):
+        store.write("cluster.toml", machine(4, kind="cuda"))
+        plan = given.plan(LLAMA)
+        assert (plan.dtype, plan.lowering) == ("bf16", "compiled")
+        split = Layout(
+            pp=4, schedule="interleaved_zero_bubble", stages_per_rank=2, num_microbatches=4
+        )
+        deep = msgspec.structs.replace(LLAMA, layers=8)
+        assert given.plan(deep, layout=split).lowering == "eager"  # compiled code does not split
+
+    def test_images_are_sequences_of_length_1(self):
+        assert given.plan(IMAGES).workload == Workload(global_batch_size=8, seq_len=1)
+
+    @pytest.mark.parametrize(
+        ("model", "options", "message"),
+        [
+            (LLAMA, {"layout": '{"tp": 3}'}, "Layout.tp = 3: must divide heads = 8"),
+            (LLAMA, {"layout": '{"ep": 2, "dp": 2}'}, "Layout.ep = 2: the model has no experts"),
+            (LLAMA, {"layout": '{"pp": 3, "schedule": "1f1b"}'}, "do not divide 4 layers"),
+            (LLAMA, {"layout": '{"dp": 8}'}, "nproc = 8: cluster 'here' has 4 devices"),
+            (LLAMA, {"layout": '{"dq": 8}'}, "unknown field `dq`"),
+            (LLAMA, {"layout": "{dp: 8}"}, "is not JSON"),
+            (LLAMA, {"layout": '{"dp": 2}', "global_batch_size": 5}, "make them equal"),
+            (LLAMA, {"layout": '{"dp": 2}', "nproc": 4}, "layout needs 2 ranks"),
+            (LLAMA, {"global_batch_size": 6}, "must be a multiple of the 4 devices"),
+            (LLAMA, {"seq_len": 128}, "Workload.seq_len = 128: must be <= max_seq_len = 64"),
+            (LLAMA, {"dtype": "fp8"}, "dtype = 'fp8': must be fp32 or bf16"),
+            (LLAMA, {"recipe": '{"optimizer": "lion"}'}, "optimizer = 'lion'"),
+            (MOE, {"layout": '{"dp": 3, "ep": 3}'}, "experts.num_experts = 4"),
+            (MOE, {"layout": '{"cp": 3}'}, "Layout.cp = 3: must divide seq_len"),
+            (IMAGES, {"layout": '{"tp": 3}'}, "channels * width_factor = 8"),
+            (IMAGES, {"layout": '{"cp": 2}'}, "images have no sequence to share"),
+            (IMAGES, {"seq_len": 2}, "of images it is 1"),
+            ("moe-1.3", {}, "did you mean moe-1.3b?"),
+        ],
+    )
+    def test_what_cannot_be_is_refused_by_name(self, model, options, message):
+        with pytest.raises(ValueError) as refused:
+            given.plan(model, **options)
+        assert message in str(refused.value) and "\n" not in str(refused.value)
+
+    def test_fewer_key_heads_than_ranks_are_repeated(self):
+        work = Workload(global_batch_size=1, seq_len=64)
+        for tp in (1, 2, 4, 8):
+            fits.check(LLAMA, work, Layout(tp=tp))
+        three = msgspec.structs.replace(LLAMA, heads=12, kv_heads=6, ffn=96)
+        with pytest.raises(ValueError, match="must divide kv_heads = 6 or be a multiple"):
+            fits.check(three, work, Layout(tp=4))
+
+
+def test_every_family_of_the_catalogue_has_its_size():
+    """Parameters of Alpa's table, which leaves out biases, norms and positions: within 1 %."""
+    billions = {"moe-380m": 0.3835, "moe-1.3b": 1.3468, "moe-140b": 139.15, "wresnet-1b": 1.00565}
+    for name, size in billions.items():
+        assert num_parameters(catalogue.find_any(name)) / 1e9 == pytest.approx(size, rel=0.01)
+    with pytest.raises(ValueError, match="is of images; name a language model"):
+        catalogue.find("wresnet-1b")
+
+
+class TestRun:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ("run plan.json --model gpt-30m", "plan.json is a plan and has its model"),
+            ("run --seq-len 8", "seq_len = 8: a plan has its own; give it with --model"),
+            ("run --model gpt-30m --save-every 2", "save_every = 2: there is no folder"),
+            ("run --model gpt-30m --mode infer --check", "check: is of training"),
+            ("run --model gpt-30m --steps 0", "steps = 0: must be >= 1"),
+            ("run --model gpt-30m --resume-from none", "checkpoint.json does not exist"),
+            ("run --model wresnet-1b --data a.bin", "images are random numbers here"),
+            ("run --model wresnet-1b --mode decode", "images have no next token"),
+            ("run --model gpt-30m --mode decode --new-tokens 1", "new_tokens = 1: must be >= 2"),
+            ("run --suite gpt.perf_tes_auto", "did you mean gpt.perf_test_auto?"),
+            ("run --suite unet.perf_test_auto", "UNet is not built"),
+            ("run --suite gpt.grid_search_auto", "the search is not built yet"),
+            ("run --suite gpt.perf_test_fast_2d", "has no case for 4 GPUs; it has cases for 1, 8"),
+            ("run --suite gpt.perf_test_manual --niter 1", "niter = 1: must be >= 2"),
+            ("run --suite gpt.perf_test_manual --shard-only", "run it without --shard-only"),
+            ("run --suite gpt.perf_test_manual --exp-name a/b", "must be a file's name"),
+            ("run --suite gpt.perf_test_manual --num-hosts 2", "give both"),
+            (
+                "run --suite gpt.perf_test_manual --num-hosts 2 --num-devices-per-host 2",
+                "num_hosts = 2: start this command on every host with torchrun or srun",
+            ),
+            ("run --suite gpt.perf_test_manual --gpus 8", "cluster 'here' has 4 devices"),
+            (
+                "run --suite gpt.perf_test_manual --profile-stage-execution-time",
+                "it is for the suites of inference",
+            ),
+            ("run --suite gpt.tmp --sweep gpt", "leave out --suite"),
+            ("run --suite gpt.tmp --model gpt-30m", "leave out --model"),
+            ("run --sweep gtp", "sweep = 'gtp': must be one of gpt, moe"),
+        ],
+    )
+    def test_refused_in_one_line(self, arguments, message, capsys):
+        if "torch" not in arguments:
+            pytest.importorskip("torch")
+        assert call(*arguments.split()) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and message in err.strip().splitlines()[-1] and "Traceback" not in err
+        assert not Path("runs").exists() and not Path("default.tsv").exists()
+
+    def test_a_dry_run_shows_the_plan(self, capsys):
+        pytest.importorskip("torch")
+        layout = '{"tp": 2, "microbatch_size": 4}'
+        assert call("run", "--model", "llama-2-7b", "--layout", layout, "--dry-run") == 0
+        out = capsys.readouterr().out
+        assert "llama-2-7b on 2 devices of here: batch 4 x 128, fp32, eager" in out
+        assert call("run", "--model", "llama-2-7b", "--layout", layout, "--dry-run", "--json") == 0
+        (plan,) = json.loads(capsys.readouterr().out)
+        assert plan["prediction"] is None and plan["layout"]["tp"] == 2
+
+
+class TestSuites:
+    def test_the_list_names_all_and_says_where_they_run(self, capsys):
+        assert call("run", "--list-suites") == 0
+        out = capsys.readouterr().out
+        assert "gpt.perf_test_manual" in out and "1, 4, 8, 64" in out
+        assert out.count("not built") == 2 and "gpt_inference_streaming" in out
+
+    @pytest.mark.parametrize("name", ["gpt", "moe", "wresnet"])
+    def test_cases_shrink_to_the_memory_of_a_device(self, name):
+        store.write("cluster.toml", machine(4, memory_bytes=50_000_000))
+        ((_, plan, changes),) = listed(f"{name}.perf_test_auto", Settings(scale_to_fit=True))
+        ((_, whole, none),) = listed(f"{name}.perf_test_auto", Settings())
+        assert none == "" and changes
+        assert num_parameters(plan.model) < num_parameters(whole.model) / 10
+        assert plan.layout.num_devices == 4 and plan.layout.pp == whole.layout.pp
+
+    def test_a_pipeline_is_skipped_where_others_can_run(self):
+        found = listed("gpt_inference.profile", Settings(shard_only=True))
+        kept = [plan.layout.pp for _, plan, _ in found if plan is not None]
+        refused = [why for _, plan, why in found if plan is None]
+        assert set(kept) == {1} and all("run it without --shard-only" in why for why in refused)
+        assert len(kept) + len(refused) == 60
+
+    def test_a_table_of_another_kind_is_not_added_to(self):
+        Path("mine.tsv").write_text("a\tb\n")
+        with pytest.raises(ValueError, match=r"mine\.tsv has other columns"):
+            run_suite("gpt.perf_test_manual", Settings(exp_name="mine"))
+
+    def test_a_sweep_says_which_shapes_are_not_here(self, monkeypatch):
+        lines = []
+        with pytest.raises(ValueError, match=r"no case for 1 GPUs|the search is not built"):
+            run_sweep("gpt", Settings(say=lines.append))
+        assert len(lines) == 8 and lines[0].startswith("8 x 8 devices: num_hosts = 8")
+
+    def test_local_ranks_are_not_those_of_a_launcher(self, monkeypatch):
+        monkeypatch.setattr(job, "starts", lambda: False)
+        with pytest.raises(ValueError, match="local: starts the ranks on this host alone"):
+            run_suite("gpt.perf_test_manual", Settings(local=True))
+
+
+def ran_once(model, layout, mode="train", **metrics):
+    """The result of a run whose numbers are known."""
+    workload = Workload(global_batch_size=8, seq_len=1 if model is IMAGES else 64)
+    device = msgspec.structs.replace(machine(4).device, kind="cuda", peak_flops={"bf16": 1e14})
+    plan = given.build(
+        model,
+        workload,
+        layout,
+        msgspec.structs.replace(machine(4), device=device),
+        dtype="bf16",
+        lowering="compiled",
+        recipe=Recipe(),
+    )
+    op = Step(model=model, workload=workload, layout=layout, mode=mode)
+    times_s = [0.010, 0.011, 0.012]
+    sample = known.sample(op, times_s, peak_bytes=float(2**30), **metrics)
+    return result(known.info("run", plan, f"run-{mode}-{model.name}"), [sample])
+
+
+SHARDED = Layout(dp=4, zero=3, microbatch_size=2)
+PIPED = Layout(pp=2, tp=2, schedule="gpipe", microbatch_size=4, num_microbatches=2)
+STAGES = {
+    "streamed_s": 0.004,
+    "tokens_per_s": 128_000.0,
+    "stage_s": (0.004, 0.005),
+    "stage_weight_bytes": (1e9, 2e9),
+    "stage_peak_bytes": (2e9, 3e9),
+}
+TOKENS = {
+    "time_to_first_token_s": 0.03,
+    "tokens_per_s": 727.0,
+    "weight_bytes": 1e9,
+    "cache_bytes": 2e8,
+}
+PHASES = {
+    "forward_s": 0.003,
+    "backward_s": 0.005,
+    "optimizer_s": 0.001,
+    "exposed_communication_s": 0.001,
+    "bubble_s": 0.0,
+    "other_s": 0.0005,
+    "phases_step_s": 0.0105,
+}
+
+
+def all_results():
+    return [
+        ran_once(LLAMA, SHARDED, **PHASES),
+        ran_once(LLAMA, PIPED, "infer", **STAGES),
+        ran_once(LLAMA, PIPED, "decode", **TOKENS),
+    ]
+
+
+def test_what_was_measured_is_shown_alone(golden):
+    stream = io.StringIO()
+    table.write([*ran.steps(all_results()), *ran.steps([ran_once(IMAGES, SHARDED)])], stream)
+    golden("unpriced.txt", stream.getvalue())
+    assert "predicted" not in stream.getvalue()
+
+
+def test_rates_are_of_what_one_time_is_of():
+    trained, inferred, decoded = all_results()
+    assert inferred.flops_per_device_per_s == pytest.approx(trained.flops_per_device_per_s / 3)
+    assert trained.tokens_per_s == pytest.approx(8 * 64 / 0.011)
+    assert decoded.tokens_per_s == pytest.approx(8 / 0.011)
+    assert ran_once(IMAGES, SHARDED).tokens_per_s == pytest.approx(8 / 0.011)
+    assert trained.time.predicted is None and trained.memory.measured == 2**30
+
+
+def test_pages_cope_with_a_plan_without_prices():
+    (done, *_) = all_results()
+    plan = msgspec.structs.replace(done.plan)
+    (only,) = tables.plan(plan)
+    assert "given, not priced" in " ".join(only.legend)
+    text = html.page(Contents(plan, None, (done,), ()))
+    assert "given, not priced" in text and plan.layout.name in text
+
+
+def test_a_plan_file_without_prices_runs_and_shows(capsys):
+    pytest.importorskip("torch")
+    store.write("plan.json", given.plan(MOE, layout='{"dp": 2, "ep": 2}'))
+    assert meshwise.run(dry_run=True)[0].prediction is None
+    assert call("show", "plan.json") == 0
+    assert "dp2 ep2" in capsys.readouterr().out
