@@ -3,10 +3,10 @@ PYTHON ?= python3
 BUDGET ?= 90s
 VENV := .venv/bin/python
 
-.PHONY: help venv test check demo clean always
+.PHONY: help venv test test-all check demo clean always
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 
 venv: .venv/stamp ## make .venv (PYTHON=... reuses that interpreter's torch)
 
@@ -21,6 +21,9 @@ venv: .venv/stamp ## make .venv (PYTHON=... reuses that interpreter's torch)
 
 test: .venv/stamp ## run the tests: unit, golden, gloo on the CPU, GPU where there is one
 	@$(VENV) -m pytest
+
+test-all: .venv/stamp ## run the tests that make test leaves out, too
+	@$(VENV) -m pytest -m "whole or not whole"
 
 check: .venv/check-stamp ## lint, format, types, layers, sizes, spelling
 	$(VENV) -m ruff check

@@ -328,7 +328,7 @@ def _check(ranks: Ranks, place: Place, request: TrainRequest, metrics: Metrics) 
         )
     except torch.OutOfMemoryError as lacking:
         return {"reason": f"the check could not run: {lacking}"}
-    tolerance = check.TOLERANCE[ranks.device.type]
+    tolerance = check.tolerance(request.plan.model, ranks.device.type)
     metrics["check_loss_error"] = error
     if error <= tolerance:
         return {}

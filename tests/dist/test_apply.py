@@ -225,8 +225,8 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Mixtral", "Qwen3"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Mixtral", pytest.param("Qwen3", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_a_class_of_hugging_face_trains_as_in_one_process(gloo_ranks, world_size, kind):
     pytest.importorskip("transformers")
     layouts = {2: TWO, 4: FOUR}[world_size]
@@ -243,7 +243,9 @@ def test_a_class_of_hugging_face_trains_as_in_one_process(gloo_ranks, world_size
     assert [unmapped for _, _, unmapped in found[0]] == [[]] * len(layouts)
 
 
-@pytest.mark.parametrize(("world_size", "layouts"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(
+    ("world_size", "layouts"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.whole)]
+)
 def test_a_module_of_ones_own_trains_as_in_one_process(gloo_ranks, world_size, layouts):
     check(gloo_ranks(world_size, differences, kind="own", layouts=layouts))
 
@@ -292,7 +294,7 @@ def compiled(ranks, kind, layout):
     return found, backend.frame_count
 
 
-@pytest.mark.parametrize("kind", ["own", "Llama"])
+@pytest.mark.parametrize("kind", ["own", pytest.param("Llama", marks=pytest.mark.whole)])
 def test_compiled_units_train_as_in_one_process(gloo_ranks, kind):
     if kind != "own":
         pytest.importorskip("transformers")

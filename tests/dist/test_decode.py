@@ -50,7 +50,7 @@ LAYOUTS = {
     ],
 }
 CASES = [
-    pytest.param(name, size, id=f"{name}-{size}")
+    pytest.param(name, size, id=f"{name}-{size}", marks=[pytest.mark.whole] * (size > 2))
     for size, names in ((1, MODELS), (2, MODELS), (4, ("gpt", "llama")))
     for name in names
 ]

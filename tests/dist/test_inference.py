@@ -159,8 +159,14 @@ def errors(ranks, plans):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[pytest.mark.whole] * (size > 2 and name != "experts"))
+        for name in MODELS
+        for size in LAYOUTS
+    ],
+)
 def test_logits_are_those_of_the_plain_module(gloo_ranks, plan_of, name, size):
     model = MODELS[name]
     layouts = [layout for layout in LAYOUTS[size] if is_for(layout, model)]

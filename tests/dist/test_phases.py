@@ -213,7 +213,11 @@ def trained(ranks, plan):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", [SHARDED, SPLIT, PIPED, LOOPED], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [SHARDED, PIPED, *(pytest.param(each, marks=pytest.mark.whole) for each in (SPLIT, LOOPED))],
+    ids=lambda layout: layout.name,
+)
 def test_offload_changes_no_bit(gloo_ranks, plan_of, layout):
     for same, moves in gloo_ranks(2, trained, plan=encoded(plan_of, layout)):
         assert same and moves > 0

@@ -78,7 +78,7 @@ def rows(path):
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
-@pytest.mark.parametrize("family", ["gpt", "moe", "wresnet"])
+@pytest.mark.parametrize("family", ["gpt", "moe", pytest.param("wresnet", marks=pytest.mark.whole)])
 def test_a_shrunken_suite_runs_to_its_end(family, golden):
     lines = []
     settings = Settings(niter=3, scale_to_fit=True, exp_name="mine", say=lines.append)

@@ -213,7 +213,7 @@ def found(gloo_ranks, plan_of, layouts, *, dtype="float64", recipe="adamw", **ch
             yield f"{layout.name} on rank {rank}", *of_layout
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.whole) for n in (4, 8))])
 def test_equal_to_one_device(gloo_ranks, plan_of, size):
     layouts = [layout for layout in LAYOUTS if layout.num_devices == size]
     for what, loss, gradients, buffer in found(gloo_ranks, plan_of, layouts):
@@ -223,6 +223,7 @@ def test_equal_to_one_device(gloo_ranks, plan_of, size):
         gloo_ranks.end(size)  # and the threads of all their groups
 
 
+@pytest.mark.whole
 def test_sgd_with_nesterov_momentum(gloo_ranks, plan_of):
     layouts = [laid(dp=2, tp=2, zero=3)]
     for what, loss, gradients, buffer in found(gloo_ranks, plan_of, layouts, recipe="sgd"):
@@ -262,7 +263,7 @@ def compiled_error(ranks, layout):
     return error, counters["stats"]["unique_graphs"] - before
 
 
-@pytest.mark.parametrize("axis", ["dp", "tp"])
+@pytest.mark.parametrize("axis", ["dp", pytest.param("tp", marks=pytest.mark.whole)])
 def test_compiled_layers_are_one_graph_each_and_equal_to_eager_ones(gloo_ranks, axis):
     layout = msgspec.json.encode(Layout(**{axis: 2}, recompute="selective")).decode()
     for error, num_graphs in gloo_ranks(2, compiled_error, layout=layout):
