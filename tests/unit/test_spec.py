@@ -285,7 +285,10 @@ def test_the_values_of_a_table_have_ranges_too() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Layout(zero=3), "Layout.zero = 3: shards over dp, which is 1; use zero = 0"),
+        (
+            lambda: Layout(zero=3),
+            "Layout.zero = 3: shards over dp and cp, which are 1; use zero = 0",
+        ),
         (lambda: Layout(sequence_parallel=True), "Layout.sequence_parallel = True: shards over tp"),
         (lambda: Model(hidden=10, layers=1, heads=3, ffn=8), "Model.heads = 3: must divide hidden"),
         (lambda: cluster_of(4, Tier(name="pair", num_devices=2)), "must reach all 4 devices"),
