@@ -17,7 +17,7 @@ from meshwise.engine import data as engine_data
 from meshwise.engine import step
 from meshwise.models import fsdp
 from meshwise.parallel import apply, data, mesh, pipeline
-from meshwise.spec import Decoder, Experts, Layout, Mla, Model, Plan, Workload, stages_of
+from meshwise.spec import Decoder, Experts, Layout, Mla, Model, Plan, Recipe, Workload, stages_of
 
 pytestmark = pytest.mark.dist
 
@@ -185,8 +185,8 @@ def of_decoders(ranks, dtype):
         for name, model in DECODERS.items():
             module = Whole(fsdp.units(model))
             for layer in module.layers:
-                data.shard(layer, layout, place.mesh, dtype, root=False)
-            data.shard(module, layout, place.mesh, dtype, root=True)
+                data.shard(layer, place, dtype, Recipe(), root=False)
+            data.shard(module, place, dtype, Recipe(), root=True)
             with Recorded() as recorded:
                 for index in range(layout.num_microbatches):
                     last = index + 1 == layout.num_microbatches
