@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from meshwise import schedule
-from meshwise.pages import svg
+from meshwise.pages import svg, timeline
 from meshwise.pages.steps import Outcome, StepResult
 from meshwise.prices import interpolate_loglog
 from meshwise.spec import Attention, Collective, Costs, Curve, Gemm, Part, Plan
@@ -128,24 +128,18 @@ def pipeline(plan: Plan | None) -> svg.Figure | None:
     layout, times = plan.layout, plan.prediction.stage_times
     count = min(layout.num_microbatches, 4 * layout.pp)
     table = schedule.table(layout.schedule, layout.pp, layout.stages_per_rank, count)
-    names = {"F": "forward", "B": "backward", "I": "backward", "W": "backward of weights"}
-
-    def seconds(action: schedule.Action) -> float:
-        of_stage = times[action.stage]
-        whole_s = of_stage.backward_s + of_stage.weights_s
-        of_kind = {"F": of_stage.forward_s, "B": whole_s, "I": of_stage.backward_s}
-        return of_kind.get(action.kind, of_stage.weights_s)
-
-    spans = schedule.simulate(table, seconds)
+    spans = schedule.simulate(table, lambda action: times[action.stage].of_action(action.kind))
     end_s = schedule.end_time(spans)
 
     def paint(axes: "Axes") -> None:
-        shown = list(dict.fromkeys(names[action.kind] for row in table for action in row))
+        shown = list(
+            dict.fromkeys(timeline.ACTIONS[action.kind] for row in table for action in row)
+        )
         labelled = set[str]()
         for rank, row in enumerate(spans):
             axes.broken_barh([(0, end_s)], (rank - 0.4, 0.8), color=svg.GRID)
             for action, start_s, action_end_s in row:
-                name = names[action.kind]
+                name = timeline.ACTIONS[action.kind]
                 axes.broken_barh(
                     [(start_s, action_end_s - start_s)], (rank - 0.4, 0.8),
                     facecolor=svg.colour(shown.index(name)), edgecolor=svg.GRID, linewidth=0.4,

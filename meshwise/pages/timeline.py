@@ -19,7 +19,7 @@ from meshwise.spec import Layout, Plan
 from meshwise.spec.phases import Span
 
 REST = "communication and optimizer"
-_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward of weights"}
+ACTIONS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward of weights"}
 
 
 def write(path: Path, layout: Layout, spans: Iterable[Span]) -> Path:
@@ -38,14 +38,7 @@ def predicted(plan: Plan) -> list[Span]:
     )
     rows: list[list[tuple[str, float, float]]] = [[] for _ in table]
     if times := prediction.stage_times:
-
-        def seconds(action: schedule.Action) -> float:
-            of_stage = times[action.stage]
-            whole_s = of_stage.backward_s + of_stage.weights_s
-            of_kind = {"F": of_stage.forward_s, "B": whole_s, "I": of_stage.backward_s}
-            return of_kind.get(action.kind, of_stage.weights_s)
-
-        spans = schedule.simulate(table, seconds)
+        spans = schedule.simulate(table, lambda action: times[action.stage].of_action(action.kind))
         rows = [[(_name(action), start, end) for action, start, end in row] for row in spans]
     else:
         rows = [_by_part(plan)]
@@ -117,10 +110,10 @@ def _slice(layout: Layout, span: Span, thread: int) -> dict[str, Any]:
 def _action(span: Span) -> dict[str, Any]:
     """What a name such as ``F 0.3`` says."""
     kind, _, place = span.name.partition(" ")
-    if span.stream != "compute" or kind not in _KINDS:
+    if span.stream != "compute" or kind not in ACTIONS:
         return {}
     stage, _, microbatch = place.partition(".")
-    return {"kind": _KINDS[kind], "stage": int(stage), "microbatch": int(microbatch)}
+    return {"kind": ACTIONS[kind], "stage": int(stage), "microbatch": int(microbatch)}
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

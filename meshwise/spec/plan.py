@@ -34,6 +34,11 @@ class StageTimes(Record, kw_only=True):
     backward_s: NonNegativeFloat
     weights_s: NonNegativeFloat
 
+    def of_action(self, kind: str) -> float:
+        """Of a schedule's action: F, B (the whole backward), I (of the input), W (of weights)."""
+        whole_s = self.backward_s + self.weights_s
+        return {"F": self.forward_s, "B": whole_s, "I": self.backward_s, "W": self.weights_s}[kind]
+
 
 class Prediction(Record, kw_only=True):
     """What a layout should cost. Intervals carry the held-out error of the prices used.
