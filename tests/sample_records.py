@@ -17,9 +17,11 @@ from meshwise.spec import (
     Collective,
     Costs,
     Curve,
+    Decoder,
     Device,
     DeviceState,
     Elementwise,
+    Experts,
     Factor,
     Gemm,
     HeldOut,
@@ -35,6 +37,7 @@ from meshwise.spec import (
     Step,
     Surface,
     Tier,
+    WideResNet,
     Workload,
     stages_of,
 )
@@ -60,6 +63,12 @@ WORKLOAD = Workload(global_batch_size=8, seq_len=512)
 LAYOUT = Layout(dp=4, zero=2, microbatch_size=2)
 RIVAL = Layout(dp=2, tp=2, sequence_parallel=True, zero=3, microbatch_size=4)
 MEASURE_RUN = "20260101T000000-measure-profile-four"
+
+# One of each other family, small enough to train in a test.
+_SIZES = {"hidden": 64, "layers": 4, "heads": 8, "ffn": 96, "vocab": 100, "max_seq_len": 64}
+LLAMA = Decoder(name="small", **_SIZES, kv_heads=2, head_dim=8)
+MOE = Model(name="moe", **_SIZES, experts=Experts(num_experts=4, top_k=2, ffn=96, every=2))
+IMAGES = WideResNet(name="images", blocks=(1, 1), channels=8, image_size=32, num_classes=10)
 
 
 def prediction(step_time_s: float, peak_memory_bytes: float) -> Prediction:
@@ -89,10 +98,11 @@ def _parts(whole: float, *names: str) -> tuple[Part, ...]:
 
 
 def plan(layout: Layout = LAYOUT, step_time_s: float = 0.010) -> Plan:
-    """The plan of LAYOUT with RIVAL behind it."""
+    """A plan with RIVAL behind it."""
+    rows = layout.microbatch_rows * layout.num_microbatches
     return Plan(
         model=MODEL,
-        workload=WORKLOAD,
+        workload=msgspec.structs.replace(WORKLOAD, global_batch_size=rows),
         cluster=CLUSTER,
         dtype="bf16",
         lowering="eager",

@@ -12,62 +12,30 @@ from meshwise import store
 from meshwise.pages import table, trace
 from meshwise.probe import importers
 from meshwise.probe.importers import nccl_trace, plan_trace
-from meshwise.spec import (
-    Cluster,
-    Collective,
-    Device,
-    Layout,
-    Model,
-    Plan,
-    Prediction,
-    Tier,
-    Workload,
-    stages_of,
-)
+from meshwise.spec import Cluster, Collective, Device, Layout, Tier
 from meshwise.verbs import trace as verb
 from meshwise.verbs.imports import import_files
 from meshwise.verbs.run import run
+from tests import sample_records as known
 
 TRACE = Path(__file__).parents[1] / "data" / "nccl_trace" / "llama3_70b.log"
 STEPS = 5
 
-# GPT of 4 layers, hidden 1024, ffn 4096, vocab and positions 1024, over 4 ranks:
+# known.MODEL, of 4 layers, hidden 1024, ffn 4096, vocab and positions 1024, over 4 ranks:
 # a layer: qkv 3072*1024 + 3072, out 1024*1024 + 1024, up 4096*1024 + 4096, down 4096*1024 + 1024,
 # two norms 4*1024, in all 12,596,224, of which each rank holds 3,149,056
 LAYER = 12_596_224 // 4
 # the root: embedding and positions 1024*1024 each, the last norm 2*1024: 2,099,200
 ROOT = 2_099_200 // 4
 
-
-GPUS = Cluster(
-    name="four",
-    num_hosts=1,
-    num_devices_per_host=4,
-    device=Device(name="X", kind="cuda", memory_bytes=80 * 2**30),
-    tiers=(Tier(name="nvlink", num_devices=4),),
+CPUS = msgspec.structs.replace(
+    known.CLUSTER, device=Device(name="Y", kind="cpu", memory_bytes=2**30)
 )
-CPUS = msgspec.structs.replace(GPUS, device=Device(name="Y", kind="cpu", memory_bytes=2**30))
-MODEL = Model(hidden=1024, layers=4, heads=16, ffn=4096, vocab=1024, max_seq_len=1024)
-PREDICTION = Prediction(
-    step_time_s=1.0, low_s=1.0, high_s=1.0, time_parts=(), peak_memory_bytes=1.0,
-    memory_low_bytes=1.0, memory_high_bytes=1.0, memory_parts=(), tokens_per_s=1.0,
-    flops_per_device_per_s=1.0,
-)  # fmt: skip
 
 
-def plan(cluster=GPUS, **layout):
+def plan(cluster=known.CLUSTER, **layout):
     layout = Layout(**{"dp": 4, "zero": 3, "microbatch_size": 2} | layout)
-    batch = layout.microbatch_rows * layout.num_microbatches
-    return Plan(
-        model=MODEL,
-        workload=Workload(global_batch_size=batch, seq_len=512),
-        cluster=cluster,
-        dtype="bf16",
-        lowering="eager",
-        layout=layout,
-        stages=stages_of(layout, MODEL.layers, {}),
-        prediction=PREDICTION,
-    )
+    return msgspec.structs.replace(known.plan(layout), cluster=cluster)
 
 
 def line(kind, count, datatype=9, ranks=4, device=0, op=0):
@@ -333,10 +301,10 @@ def test_there_is_no_trace_on_cpus_beside_a_check_or_under_a_launcher(monkeypatc
     with pytest.raises(ValueError, match="--nccl-trace needs GPUs: gloo writes no trace"):
         verb.check_possible(CPUS, check=False)
     with pytest.raises(ValueError, match="run them apart"):
-        verb.check_possible(GPUS, check=True)
+        verb.check_possible(known.CLUSTER, check=True)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="without torchrun or srun"):
-        verb.check_possible(GPUS, check=False)
+        verb.check_possible(known.CLUSTER, check=False)
     store.write(tmp_path / "plan.json", plan(cluster=CPUS))
     monkeypatch.delenv("RANK")
     with pytest.raises(ValueError, match="gloo writes no trace"):

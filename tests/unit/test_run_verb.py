@@ -15,45 +15,11 @@ from meshwise.models import catalogue, fits, num_parameters
 from meshwise.pages import html, ran, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
-from meshwise.spec import (
-    Cluster,
-    Decoder,
-    Device,
-    Experts,
-    Layout,
-    Model,
-    Recipe,
-    Step,
-    Tier,
-    WideResNet,
-    Workload,
-)
+from meshwise.spec import Cluster, Device, Layout, Recipe, Step, Tier, Workload
 from meshwise.verbs import given, job
 from meshwise.verbs.suite import Settings, listed, run_suite, run_sweep
 from tests import sample_records as known
-
-LLAMA = Decoder(
-    name="small",
-    hidden=64,
-    layers=4,
-    heads=8,
-    kv_heads=2,
-    head_dim=8,
-    ffn=96,
-    vocab=100,
-    max_seq_len=64,
-)
-MOE = Model(
-    name="moe",
-    hidden=64,
-    layers=4,
-    heads=8,
-    ffn=96,
-    vocab=100,
-    max_seq_len=64,
-    experts=Experts(num_experts=4, top_k=2, ffn=96, every=2),
-)
-IMAGES = WideResNet(name="images", blocks=(1, 1), channels=8, image_size=32, num_classes=10)
+from tests.sample_records import IMAGES, LLAMA, MOE
 
 
 def machine(num_devices, memory_bytes=2**30, kind="cpu"):
@@ -191,8 +157,7 @@ class TestRun:
         ],
     )
     def test_refused_in_one_line(self, arguments, message, capsys):
-        if "torch" not in arguments:
-            pytest.importorskip("torch")
+        pytest.importorskip("torch")
         assert call(*arguments.split()) == 2
         out, err = capsys.readouterr()
         assert out == "" and message in err.strip().splitlines()[-1] and "Traceback" not in err
@@ -230,16 +195,16 @@ class TestSuites:
         kept = [plan.layout.pp for _, plan, _ in found if plan is not None]
         refused = [why for _, plan, why in found if plan is None]
         assert set(kept) == {1} and all("run it without --shard-only" in why for why in refused)
-        assert len(kept) + len(refused) == 60
+        assert (len(kept), len(refused)) == (20, 40)
 
     def test_a_table_of_another_kind_is_not_added_to(self):
         Path("mine.tsv").write_text("a\tb\n")
         with pytest.raises(ValueError, match=r"mine\.tsv has other columns"):
             run_suite("gpt.perf_test_manual", Settings(exp_name="mine"))
 
-    def test_a_sweep_says_which_shapes_are_not_here(self, monkeypatch):
+    def test_a_sweep_says_which_shapes_are_not_here(self):
         lines = []
-        with pytest.raises(ValueError, match=r"no case for 1 GPUs|the search is not built"):
+        with pytest.raises(ValueError, match="no case for 1 GPUs"):
             run_sweep("gpt", Settings(say=lines.append))
         assert len(lines) == 8 and lines[0].startswith("8 x 8 devices: num_hosts = 8")
 
@@ -320,7 +285,7 @@ def test_rates_are_of_what_one_time_is_of():
 
 def test_pages_cope_with_a_plan_without_prices():
     (done, *_) = all_results()
-    plan = msgspec.structs.replace(done.plan)
+    plan = done.plan
     (only,) = tables.plan(plan)
     assert "given, not priced" in " ".join(only.legend)
     text = html.page(Contents(plan, None, (done,), ()))

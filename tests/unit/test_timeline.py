@@ -8,19 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.pages import timeline
-from meshwise.spec import (
-    Cluster,
-    Device,
-    Layout,
-    Model,
-    Plan,
-    Prediction,
-    Tier,
-    Workload,
-    stages_of,
-)
+from meshwise.spec import Layout
 from meshwise.spec.phases import Phases, RankPhases, Span, union, within_s, without
 from meshwise.spec.plan import Part, StageTimes
+from tests import sample_records as known
 
 MOMENTS = range(20)
 INTERVALS = st.lists(st.tuples(st.sampled_from(MOMENTS), st.sampled_from(MOMENTS)), max_size=6)
@@ -43,31 +34,9 @@ def test_intervals_cover_what_they_say(some, others):
     assert within_s(left, 3, 11) == len(cells(left) & set(range(3, 11)))
 
 
-def plan_of(layout, layers=2, **changes):
-    model = Model(hidden=8, layers=layers, heads=2, ffn=16, vocab=32, max_seq_len=8)
-    size = layout.num_devices
-    device = Device(name="cpu", kind="cpu", memory_bytes=2**30)
-    cluster = Cluster(
-        name="here",
-        num_hosts=1,
-        num_devices_per_host=size,
-        device=device,
-        tiers=(Tier(name="host", num_devices=size),),
-    )
-    names = ["low_s", "high_s", "tokens_per_s", "flops_per_device_per_s"]
-    names += ["peak_memory_bytes", "memory_low_bytes", "memory_high_bytes"]
-    numbers = dict.fromkeys(names, 1.0) | {"time_parts": (), "memory_parts": ()} | changes
-    rows = layout.microbatch_rows * layout.num_microbatches
-    return Plan(
-        model=model,
-        workload=Workload(global_batch_size=rows, seq_len=8),
-        cluster=cluster,
-        dtype="fp32",
-        lowering="eager",
-        layout=layout,
-        stages=stages_of(layout, layers, {}),
-        prediction=Prediction(**numbers),
-    )
+def plan_of(layout, step_time_s, **changes):
+    priced = msgspec.structs.replace(known.prediction(step_time_s, 2**30), **changes)
+    return msgspec.structs.replace(known.plan(layout), prediction=priced)
 
 
 PIPED = Layout(pp=2, dp=2, schedule="1f1b", num_microbatches=2)
