@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import meshwise
 from meshwise.spec import Layout, Recipe
+from tests.errors import largest
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
@@ -131,7 +132,7 @@ def whole(tensor):
 
 
 def norm_of_difference(found, due):
-    return max(
+    return largest(
         ((whole(found[name]) - due[name]).norm() / (due[name].norm() + 1e-3)).item() for name in due
     )
 
@@ -186,11 +187,11 @@ def differences(ranks, kind, layouts, **options):
                 got = {name: p.grad for name, p in model.named_parameters()}
                 apart["gradients"] = norm_of_difference(got, gradients)
             norm = applied.clip_gradients(CLIP).item()
-            apart["norms"] = max(apart["norms"], abs(norm - norms[step]) / norms[step])
+            apart["norms"] = largest((apart["norms"], abs(norm - norms[step]) / norms[step]))
             optimizer.step()
             optimizer.zero_grad()
             total = sum(ranks.gather(loss.item())) / ranks.world_size
-            apart["losses"] = max(apart["losses"], abs(total - losses[step]))
+            apart["losses"] = largest((apart["losses"], abs(total - losses[step])))
         apart["parameters"] = norm_of_difference(dict(model.named_parameters()), parameters)
         found.append((layout.name, apart, applied.unmapped))
     return found
@@ -269,7 +270,7 @@ def stock(ranks, layout):
             apart.append(abs(norm - norms[step]))
             optimizer.step()
             optimizer.zero_grad()
-        found.append((max(apart), norm_of_difference(dict(model.named_parameters()), due)))
+        found.append((largest(apart), norm_of_difference(dict(model.named_parameters()), due)))
     return found
 
 

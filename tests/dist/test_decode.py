@@ -1,7 +1,7 @@
 """Decoded tokens are those of greedy decoding by the plain module without a cache."""
 
-import contextlib
 import functools
+from unittest import mock
 
 import msgspec
 import pytest
@@ -56,14 +56,9 @@ CASES = [
 ]
 
 
-@contextlib.contextmanager
 def strong_weights():
     """With usual ones a tiny model's next token depends on the last token alone."""
-    usual, initial.INIT_STD = initial.INIT_STD, 0.25
-    try:
-        yield
-    finally:
-        initial.INIT_STD = usual
+    return mock.patch.object(initial, "INIT_STD", 0.25)
 
 
 @functools.cache

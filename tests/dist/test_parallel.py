@@ -14,6 +14,7 @@ from meshwise.nn import gpt
 from meshwise.nn.stage import cross_entropy
 from meshwise.parallel import apply, mesh, pipeline
 from meshwise.spec import Layout, Model, Plan, Recipe, Workload, stages_of
+from tests.errors import largest, loss_error
 
 # an uneven vocabulary, and fewer positions used than there are
 MODEL = Model(hidden=32, layers=2, heads=4, ffn=128, vocab=101, max_seq_len=20)
@@ -127,15 +128,15 @@ def gradients(training):
 
 def distance(found, expected):
     """The largest over tensors of |found - expected| / |expected|."""
-    worst = 0.0
+    found_errors = []
     for name, reference in expected.items():
         difference, reference = found[name].detach() - reference.detach(), reference.detach()
         if name.endswith("qkv.bias"):  # softmax ignores key biases: their updates are noise
             shape = (MODEL.heads, 3, MODEL.head_dim)
             difference = difference.view(shape)[:, ::2]
             reference = reference.view(shape)[:, ::2]
-        worst = max(worst, (difference.norm() / reference.norm().clamp_min(1e-12)).item())
-    return worst
+        found_errors.append((difference.norm() / reference.norm().clamp_min(1e-12)).item())
+    return largest(found_errors)
 
 
 def mean_over_ranks(ranks, losses):
@@ -155,12 +156,12 @@ def errors(ranks, plan, layout_names):
         initial = gradient = 0.0
         if layout.num_microbatches == 1:
             differences = [(whole(value) - start[name]).abs() for name, value in named.items()]
-            initial = max(difference.max().item() for difference in differences)
+            initial = largest(difference.max().item() for difference in differences)
         else:
             gradient = distance(gradients(training), first_gradients)
         mine = [float(step.run(training, index)) for index in range(STEPS)]
         means = mean_over_ranks(ranks, mine)
-        loss = max(abs(a / b - 1) for a, b in zip(means, losses, strict=True))
+        loss = loss_error(means, losses)
         after = distance({name: whole(value) for name, value in named.items()}, parameters)
         found[layout.name] = [initial, loss, gradient, after]
     return found

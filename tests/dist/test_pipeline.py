@@ -14,6 +14,7 @@ from meshwise.nn import gpt
 from meshwise.nn.stage import cross_entropy
 from meshwise.parallel import mesh
 from meshwise.spec import Layout, Model, Plan, Recipe, Workload, stages_of
+from tests.errors import largest, loss_error
 
 # an uneven vocabulary, and fewer positions used than there are
 MODEL = Model(hidden=16, layers=4, heads=4, ffn=32, vocab=101, max_seq_len=12)
@@ -162,14 +163,14 @@ def errors(ranks, plan, layouts, dtype="fp32"):
         mine = [float(step.run(training, index)) for index in range(STEPS)]
         reports = [m for m in ranks.gather(mine if training.reports else []) if m]
         means = [sum(of_step) / len(of_step) for of_step in zip(*reports, strict=True)]
-        loss = max(abs(a / b - 1) for a, b in zip(means, losses, strict=True))
+        loss = loss_error(means, losses)
         found.append([loss, distance(training, parameters)])
     return found
 
 
 def distance(training, expected):
     """The largest over this rank's parameters of |found - expected| / |expected|."""
-    worst = 0.0
+    found = []
     for stage in training.pipeline.stages.values():
         for name, value in stage.module.named_parameters():
             name = "embed.weight" if name == "head.projection.weight" else name
@@ -179,8 +180,8 @@ def distance(training, expected):
                 shape = (MODEL.heads, 3, MODEL.head_dim)
                 difference = difference.view(shape)[:, ::2]
                 reference = reference.view(shape)[:, ::2]
-            worst = max(worst, (difference.norm() / reference.norm().clamp_min(1e-12)).item())
-    return worst
+            found.append((difference.norm() / reference.norm().clamp_min(1e-12)).item())
+    return largest(found)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from meshwise.engine import checkpoint, data, step
 from meshwise.nn import wide_resnet
 from meshwise.parallel import apply, mesh
 from meshwise.spec import Layout, Plan, Recipe, WideResNet, Workload, stages_of
+from tests.errors import largest, loss_error
 
 # blocks of every kind: with a shortcut, without, with a stride; classes uneven over 4 ranks
 MODEL = WideResNet(blocks=(2, 1, 1), channels=8, width_factor=2, image_size=32, num_classes=10)
@@ -181,7 +182,7 @@ def errors(ranks, plan, layouts, dtype):
         reports = [m for m in ranks.gather(mine if training.reports else []) if m]
         means = [sum(of_step) / len(of_step) for of_step in zip(*reports, strict=True)]
         held = {name: whole(v) for module in modules for name, v in module.named_buffers()}
-        loss = max(abs(a / b - 1) for a, b in zip(means, losses, strict=True))
+        loss = loss_error(means, losses)
         ends = gradients[0], gradients[-1]
         gradient = [distance(a, b) for a, b in zip(seen, ends, strict=True)]
         found.append([loss, gradient, distance(held, buffers)])
@@ -191,7 +192,7 @@ def errors(ranks, plan, layouts, dtype):
 def distance(found, expected):
     """The largest of |found - expected| / |expected| of any tensor."""
     assert found
-    return max(
+    return largest(
         ((value - expected[name]).norm() / expected[name].norm()).item()
         for name, value in found.items()
     )
@@ -218,7 +219,7 @@ def test_equal_to_one_device(gloo_ranks, plan_of, size):
     layouts = [layout for layout in LAYOUTS if layout.num_devices == size]
     for what, loss, gradients, buffer in found(gloo_ranks, plan_of, layouts):
         assert loss <= 1e-6, what  # it is added up in float32
-        assert max(*gradients, buffer) <= 1e-9, (what, gradients, buffer)
+        assert largest([*gradients, buffer]) <= 1e-9, (what, gradients, buffer)
     if size in (1, 3, 8):
         gloo_ranks.end(size)  # and the threads of all their groups
 
@@ -228,7 +229,7 @@ def test_sgd_with_nesterov_momentum(gloo_ranks, plan_of):
     layouts = [laid(dp=2, tp=2, zero=3)]
     for what, loss, gradients, buffer in found(gloo_ranks, plan_of, layouts, recipe="sgd"):
         assert loss <= 1e-6, what
-        assert max(*gradients, buffer) <= 1e-9, (what, gradients, buffer)
+        assert largest([*gradients, buffer]) <= 1e-9, (what, gradients, buffer)
 
 
 def test_float32_and_bf16_stay_near(gloo_ranks, plan_of):
