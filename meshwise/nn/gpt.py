@@ -115,6 +115,8 @@ class GPT(Stage):
     [b,s,heads,head_dim], in every layer; by default causal and of one rank.
     """
 
+    is_tied = True
+
     def __init__(
         self,
         model: Model,
@@ -132,21 +134,6 @@ class GPT(Stage):
         if self.last:
             self.head = Head(model)
         self.tie()
-
-    @property
-    def tied(self) -> nn.Parameter | None:
-        if not (self.first or self.last):
-            return None
-        weight = self.embed.weight if self.first else self.head.projection.weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
-
-    def tie(self) -> None:
-        if self.first and self.last:
-            self.head.projection.weight = self.embed.weight
-
-    def origin(self, name: str) -> str:
-        return "embed.weight" if name == "head.projection.weight" else name
 
     def at(self, positions: Tensor) -> None:
         """A stage without the embedding needs none."""

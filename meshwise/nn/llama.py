@@ -233,22 +233,6 @@ class Llama(Stage):
             self.head = Head(model)
         self.tie()
 
-    @property
-    def tied(self) -> nn.Parameter | None:
-        if not self.is_tied or not (self.first or self.last):
-            return None
-        weight = self.embed.weight if self.first else self.head.projection.weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
-
-    def tie(self) -> None:
-        if self.is_tied and self.first and self.last:
-            self.head.projection.weight = self.embed.weight
-
-    def origin(self, name: str) -> str:
-        tied = self.is_tied and name == "head.projection.weight"
-        return "embed.weight" if tied else name
-
     def at(self, positions: Tensor) -> None:
         for module in self.modules():
             if isinstance(module, Rotary):

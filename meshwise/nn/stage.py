@@ -17,6 +17,7 @@ from meshwise.nn.initial import initial_value
 Part = Callable[[Tensor], Any]
 Run = Callable[[Part, Tensor], Any]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+EMBEDDING, PROJECTION = "embed.weight", "head.projection.weight"  # of every language model
 
 
 def call(part: Part, x: Tensor) -> Any:
@@ -57,6 +58,7 @@ class Stage(nn.Module):
     """
 
     layers: nn.ModuleDict
+    is_tied: bool = False  # embedding and head share a weight
 
     def __init__(self, layers: range, count: int) -> None:
         super().__init__()
@@ -72,14 +74,18 @@ class Stage(nn.Module):
     def tied(self) -> nn.Parameter | None:
         """The weight that embedding and head share, where the model has one and this stage an
         end; a stage with one end has a copy of its own."""
-        return None
+        if not self.is_tied or not (self.first or self.last):
+            return None
+        return self.get_parameter(EMBEDDING if self.first else PROJECTION)
 
     def tie(self) -> None:
         """Make embedding and projection one parameter (again, after anything replaced either)."""
+        if self.is_tied and self.first and self.last:
+            self.get_submodule("head.projection").weight = self.get_parameter(EMBEDDING)
 
     def origin(self, name: str) -> str:
         """The parameter whose initial value ``name`` has: of a tied copy the original."""
-        return name
+        return EMBEDDING if self.is_tied and name == PROJECTION else name
 
     def at(self, positions: Tensor) -> None:
         """From now on tokens stand at ``positions`` [s], on the device of the weights; by default

@@ -2,12 +2,13 @@
 
 import math
 
+import msgspec
 import pytest
 import torch
 
-from meshwise.nn import gpt
+from meshwise.nn import build, gpt
 from meshwise.nn.stage import cross_entropy
-from meshwise.spec import Model
+from meshwise.spec import Decoder, Model, WideResNet
 
 MODEL = Model(hidden=32, layers=2, heads=4, ffn=128, vocab=61, max_seq_len=24)
 
@@ -48,6 +49,40 @@ def test_initial_weights():
     qkvs = [weights[f"layers.{i}.attention.qkv.weight"] for i in range(2)]
     assert not torch.equal(*qkvs)  # every parameter has numbers of its own
     assert first.head.projection.weight is first.embed.weight
+
+
+GPT = Model(hidden=8, layers=3, heads=2, ffn=8, vocab=16)
+LLAMA = Decoder(
+    hidden=8, layers=3, heads=2, kv_heads=2, head_dim=4, ffn=8, vocab=16, max_seq_len=8, tied=True
+)
+UNTIED = msgspec.structs.replace(LLAMA, tied=False)
+IMAGES = WideResNet(blocks=(3,), channels=4, image_size=32, num_classes=8)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_tied"), [(GPT, True), (LLAMA, True), (UNTIED, False), (IMAGES, False)]
+)
+def test_the_ends_of_a_pipeline_have_the_tied_weight(model, is_tied):
+    whole, first, middle, last = (
+        build(model, layers) for layers in (None, range(1), range(1, 2), range(2, 3))
+    )
+    assert middle.tied is None
+    head = "head.weight" if model is IMAGES else "head.projection.weight"
+    if not is_tied:
+        assert whole.tied is first.tied is last.tied is None
+        assert last.origin(head) == head
+        assert whole.get_parameter(head) is not next(whole.parameters())
+        return
+    assert whole.tied is whole.embed.weight is whole.head.projection.weight
+    assert first.tied is first.embed.weight
+    assert last.tied is last.head.projection.weight
+    for stage in (first, last):
+        stage.init_weights(0)
+    assert torch.equal(first.tied, last.tied)
+    assert last.origin("layers.2.norm1.weight") == "layers.2.norm1.weight"
+    whole.head.projection.weight = torch.nn.Parameter(torch.zeros(16, 8))
+    whole.tie()
+    assert whole.head.projection.weight is whole.embed.weight
 
 
 def test_forward_against_explicit_loops():
