@@ -4,10 +4,8 @@ In: each rank's own work. Out: its result on every rank or, when memory ran out 
 ``torch.OutOfMemoryError`` on every one, naming the rank, the phase and the case.
 """
 
-import contextlib
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
@@ -52,11 +50,3 @@ def together(
         raise torch.OutOfMemoryError(ranks.store.get(key).decode())
     ranks.synchronize(phase)
     return cast(T, result)
-
-
-@contextlib.contextmanager
-def timed(spent: dict[str, float], name: str) -> Iterator[None]:
-    """Enter into ``spent`` how many seconds the body took on the host's clock."""
-    started = time.perf_counter()
-    yield
-    spent[name] = time.perf_counter() - started

@@ -21,35 +21,23 @@ import msgspec
 import torch
 from torch import Tensor
 
-from meshwise import models, store
-from meshwise.engine import data, greedy, memory, step
+from meshwise import models
+from meshwise.engine import data, frame, greedy, memory, step
 from meshwise.engine.agree import together
-from meshwise.engine.infer import no_pauses, say
-from meshwise.parallel import mesh
+from meshwise.engine.frame import Metrics, no_pauses, say
 from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
-from meshwise.spec import (
-    Case,
-    Plan,
-    Record,
-    Sample,
-    Step,
-    WideResNet,
-    Workload,
-)
-from meshwise.spec.record import NonNegative, Positive
-from meshwise.timing import METHOD_VERSION, clock, device_states
+from meshwise.spec import Plan, Sample, WideResNet, Workload
+from meshwise.spec.record import Positive
+from meshwise.timing import clock, device_states
 
 
-class DecodeRequest(Record, kw_only=True):
+class DecodeRequest(frame.Request, kw_only=True):
     """What to decode: ``new_tokens`` behind each of ``batch`` random prompts."""
 
-    plan: Plan
-    run_dir: str
     prompt_len: Positive = 128
     new_tokens: Positive = 64
     batch: Positive = 1
-    seed: NonNegative = 0
     lowering: Literal["eager", "compiled"] = "eager"
 
     def check(self) -> None:
@@ -94,33 +82,14 @@ def plan_for(request: DecodeRequest) -> Plan:
 
 def run_ranks(ranks: Ranks, request: bytes) -> None:
     """Every rank calls it with the JSON of the same DecodeRequest."""
-    ordered = msgspec.json.decode(request, type=DecodeRequest)
-    sample = measure(ranks, ordered)
-    if ranks.rank == 0:
-        store.append(ordered.run_dir, sample)
+    frame.run(ranks, request, DecodeRequest, measure)
 
 
 def measure(ranks: Ranks, request: DecodeRequest) -> Sample:
     """The run as a sample, the same on every rank."""
     plan = plan_for(request)
-    op = Step(
-        model=plan.model,
-        workload=plan.workload,
-        layout=plan.layout,
-        dtype=plan.dtype,
-        recipe=plan.recipe,
-        mode="decode",
-        new_tokens=request.new_tokens,
-    )
-    case = Case(op=op, lowering=plan.lowering, world_size=ranks.world_size)
-    found = functools.partial(Sample, case_id=case.id, case=case, method_version=METHOD_VERSION)
-    ranks.at("set-up")
-    place = mesh.build(plan.layout, ranks.device.type)
-    try:
-        fields = _measured(ranks, place, plan, request)
-    except torch.OutOfMemoryError as error:
-        return found(status="oom", reason=str(error))
-    return found(status="ok", **fields)
+    case = frame.case_of(ranks, plan, "decode", new_tokens=request.new_tokens)
+    return frame.sample(ranks, plan, case, lambda place, _: _measured(ranks, place, plan, request))
 
 
 def prompts_of(plan: Plan, rank: int, seed: int) -> Tensor:
@@ -176,7 +145,7 @@ def _measured(ranks: Ranks, place: Place, plan: Plan, request: DecodeRequest) ->
     first_s, *times_s = [
         max(of_token) for of_token in zip(*(times for times, _ in replies if times), strict=True)
     ]
-    metrics: dict[str, float | tuple[float, ...]] = {
+    metrics: Metrics = {
         **{name: max(sizes[name] for _, sizes in replies) for name in sizes},
         "time_to_first_token_s": first_s,
         "tokens_per_s": request.batch / statistics.median(times_s),

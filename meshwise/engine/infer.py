@@ -16,13 +16,10 @@ the phases, as ``engine.train`` names them.
 """
 
 import functools
-import gc
 import statistics
-import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,31 +28,29 @@ import msgspec
 import torch
 from torch import Tensor
 
-from meshwise import models, schedule, store
-from meshwise.engine import data, memory, step
-from meshwise.engine.agree import timed, together
+from meshwise import models, schedule
+from meshwise.engine import data, frame, memory, step
+from meshwise.engine.agree import together
+from meshwise.engine.frame import Metrics, no_pauses, say, timed
 from meshwise.engine.timeline import Span, write
 from meshwise.models import fits
 from meshwise.nn import Stage
-from meshwise.parallel import apply, forward, mesh, pipeline
+from meshwise.parallel import apply, forward, pipeline
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.ranks import Ranks
-from meshwise.spec import Case, Plan, Record, Sample, Step
-from meshwise.spec.record import NonNegative, Positive
-from meshwise.timing import METHOD_VERSION, clock, device_states
+from meshwise.spec import Plan, Sample
+from meshwise.spec.record import Positive
+from meshwise.timing import clock, device_states
 
 NUM_BATCHES = 2  # different ones, that take turns
 
 
-class InferRequest(Record, kw_only=True):
+class InferRequest(frame.Request, kw_only=True):
     """What to run. ``driver_time``: time the whole loop only, with no barrier between batches."""
 
-    plan: Plan
-    run_dir: str
     steps: Positive = 20
     warmup: Positive = 2
-    seed: NonNegative = 0
     in_flight: Positive = 4
     driver_time: bool = False
 
@@ -143,38 +138,23 @@ def _forget(_: Tensor) -> Tensor:
 
 def run_ranks(ranks: Ranks, request: bytes) -> None:
     """Every rank calls it with the JSON of the same InferRequest."""
-    ordered = msgspec.json.decode(request, type=InferRequest)
-    sample = measure(ranks, ordered)
-    if ranks.rank == 0:
-        store.append(ordered.run_dir, sample)
+    frame.run(ranks, request, InferRequest, measure)
 
 
 def measure(ranks: Ranks, request: InferRequest) -> Sample:
     """The run as a sample, the same on every rank; rank 0 writes the trace."""
     plan = request.plan
-    op = Step(
-        model=plan.model,
-        workload=plan.workload,
-        layout=plan.layout,
-        dtype=plan.dtype,
-        recipe=plan.recipe,
-        mode="infer",
-    )
-    case = Case(op=op, lowering=plan.lowering, world_size=ranks.world_size)
-    found = functools.partial(Sample, case_id=case.id, case=case, method_version=METHOD_VERSION)
-    ranks.at("set-up")
-    spent: dict[str, float] = {}
-    with timed(spent, "setup_s"):
-        place = mesh.build(plan.layout, ranks.device.type)
-    try:
+    case = frame.case_of(ranks, plan, "infer")
+
+    def work(place: Place, spent: dict[str, float]) -> dict[str, Any]:
         before, measured, after = _measured(ranks, place, request, spent)
-    except torch.OutOfMemoryError as error:
-        return found(status="oom", reason=str(error))
-    replies = [msgspec.convert(reply, Measured) for reply in ranks.gather(measured)]
-    if ranks.rank == 0:
-        spans = [span for reply in replies for span in reply.spans]
-        write(Path(request.run_dir) / f"trace-{case.id}.json", plan.layout, spans)
-    return found(status="ok", before=before, after=after, **_fields(request, replies))
+        replies = [msgspec.convert(reply, Measured) for reply in ranks.gather(measured)]
+        if ranks.rank == 0:
+            spans = [span for reply in replies for span in reply.spans]
+            write(Path(request.run_dir) / f"trace-{case.id}.json", plan.layout, spans)
+        return {"before": before, "after": after, **_fields(request, replies)}
+
+    return frame.sample(ranks, plan, case, work)
 
 
 class Measured(NamedTuple):
@@ -338,7 +318,7 @@ def _fields(request: InferRequest, replies: list[Measured]) -> dict[str, Any]:
     times_s = tuple(max(batch) for batch in zip(*rank_times_s, strict=True)) or (streamed_s,)
     stages = [str(number) for number in range(request.plan.layout.num_stages)]
     holders = [[reply for reply in replies if stage in reply.stages] for stage in stages]
-    metrics: dict[str, float | tuple[float, ...]] = {
+    metrics: Metrics = {
         **{name: max(reply.peaks[name] for reply in replies) for name in replies[0].peaks},
         "streamed_s": streamed_s,
         "samples_per_s": workload.global_batch_size / streamed_s,
@@ -359,20 +339,3 @@ def _fields(request: InferRequest, replies: list[Measured]) -> dict[str, Any]:
         "rank_times_s": () if request.driver_time else rank_times_s,
         "metrics": metrics,
     }
-
-
-def say(ranks: Ranks, what: str) -> None:
-    """Progress, for whoever waits: a plain line on rank 0's stderr."""
-    if ranks.rank == 0:
-        print(f"  {what}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def no_pauses() -> Iterator[None]:
-    """Python's garbage collector would be timed."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

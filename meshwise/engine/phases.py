@@ -20,7 +20,7 @@ On a CPU a collective runs from its call until gloo's thread is done, and comput
 operators on the main thread, so that Python's own time beside a collective counts as exposed.
 """
 
-import gc
+import functools
 import json
 import re
 import tempfile
@@ -33,8 +33,12 @@ import msgspec
 import numpy as np
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwise import store
 from meshwise.engine import step
+from meshwise.engine.agree import together
+from meshwise.engine.frame import no_pauses, say
 from meshwise.parallel import torch_private
+from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec.phases import (
     ADDENDS,
@@ -82,11 +86,20 @@ class Marked(NamedTuple):
         return [Named(name, a, b) for name, (a, b) in zip(self.names, times, strict=False)]
 
 
+def record(ranks: Ranks, place: Place, training: step.Training, run_dir: Path) -> dict[str, float]:
+    """Measure on the last batch; rank 0 writes all into ``run_dir``. Its metrics."""
+    say(ranks, "two steps to see where the time goes")
+    work = functools.partial(measure, ranks, training, len(training.inputs) - 1)
+    measured = together(ranks, place, "profiled steps", work)
+    if ranks.rank == 0:
+        store.write(run_dir / "phases.json", measured)
+    return measured.metrics
+
+
 def measure(ranks: Ranks, training: step.Training, index: int) -> Phases:
     """Two steps on batch ``index``, which train like any other; the same result on every rank."""
     modules = [stage.module for stage in training.pipeline.stages.values()]
     piped = not all(module.first and module.last for module in modules)
-    gc.collect()
     ranks.at("a step with marks")
     marked = _marked(ranks, training, index)
     ranks.at("a step under torch's profiler")
@@ -112,14 +125,11 @@ def _marked(ranks: Ranks, training: step.Training, index: int) -> Marked:
     mark, elapsed_s = clock(ranks.device)
     marks: list[tuple[str, Any]] = []
     ranks.synchronize("the steps before")
-    gc.disable()  # its pauses would be timed
-    try:
+    with no_pauses():
         ranks.start_together()
         zero = mark()
         step.run(training, index, mark=lambda name: marks.append((name, mark())))
         ranks.synchronize("a step with marks")
-    finally:
-        gc.enable()
     return Marked([name for name, _ in marks], [elapsed_s(zero, at) for _, at in marks])
 
 

@@ -13,11 +13,9 @@ one step ahead. Memory that ran out on one rank ends the run on all of them with
 """
 
 import functools
-import gc
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,21 +24,19 @@ import msgspec
 import torch
 from torch import Tensor
 
-from meshwise import models, store
-from meshwise.engine import check, checkpoint, kernels, memory, nonfinite, phases, step
-from meshwise.engine.agree import timed, together
+from meshwise import models
+from meshwise.engine import check, checkpoint, frame, kernels, memory, nonfinite, phases, step
+from meshwise.engine.agree import together
 from meshwise.engine.data import Batches, Rows, batches
-from meshwise.parallel import mesh
+from meshwise.engine.frame import Metrics, no_pauses, say, timed
 from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
-from meshwise.spec import Case, Plan, Record, Sample, Step
-from meshwise.spec.record import NonNegative, Positive
-from meshwise.timing import METHOD_VERSION, clock, device_states
-
-Metrics = dict[str, float | tuple[float, ...]]
+from meshwise.spec import Sample
+from meshwise.spec.record import Positive
+from meshwise.timing import clock, device_states
 
 
-class TrainRequest(Record, kw_only=True):
+class TrainRequest(frame.Request, kw_only=True):
     """What to run. ``warmup`` steps are set-up; one more untimed step precedes the timed ones.
 
     ``driver_time``: one time, the mean over the whole loop on rank 0's clock. ``save``: write a
@@ -50,11 +46,8 @@ class TrainRequest(Record, kw_only=True):
     loss is not finite, train up to that step anew and name the module where it begins.
     """
 
-    plan: Plan
-    run_dir: str
     steps: Positive = 20
     warmup: Positive = 2
-    seed: NonNegative = 0
     data: str | None = None
     checked: bool = False  # compare with one device afterwards
     driver_time: bool = False
@@ -70,58 +63,34 @@ class TrainRequest(Record, kw_only=True):
 
     def batches(self, steps: int, rows: Rows, first: int = 0) -> Batches:
         """Rows of the global batches from step ``first`` on."""
+        model, workload, seed = self.plan.model, self.plan.workload, self.seed
         return batches(
-            self.plan.model,
-            self.plan.workload,
-            steps=steps,
-            seed=self.seed,
-            file=self.data,
-            rows=rows,
-            first=first,
+            model, workload, steps=steps, seed=seed, file=self.data, rows=rows, first=first
         )
 
 
 def run_ranks(ranks: Ranks, request: bytes) -> None:
     """Every rank calls it with the JSON of the same TrainRequest."""
-    ordered = msgspec.json.decode(request, type=TrainRequest)
-    sample = train(ranks, ordered)
-    if ranks.rank == 0:
-        store.append(ordered.run_dir, sample)
+    frame.run(ranks, request, TrainRequest, train)
 
 
 def train(ranks: Ranks, request: TrainRequest) -> Sample:
     """The run as a sample; the same on every rank."""
     plan = request.plan
-    op = Step(
-        model=plan.model,
-        workload=plan.workload,
-        layout=plan.layout,
-        dtype=plan.dtype,
-        recipe=plan.recipe,
-    )
-    case = Case(op=op, lowering=plan.lowering, world_size=ranks.world_size)
-    sample = Sample(
-        case_id=case.id,
-        case=case,
-        status="error",
-        reason="the run did not end",
-        method_version=METHOD_VERSION,
-    )
-    filled = functools.partial(msgspec.structs.replace, sample)
-    ranks.at("set-up")
-    spent: dict[str, float] = {}
-    with timed(spent, "setup_s"):
-        place = mesh.build(plan.layout, ranks.device.type)
-    try:
+
+    def work(place: Place, spent: dict[str, float]) -> dict[str, Any]:
         with kernels.choose(plan.recipe, ranks.device, plan.dtype):
             found = _measure(ranks, place, request, spent)
-    except torch.OutOfMemoryError as error:
-        return filled(status="oom", reason=str(error))
-    check.free(ranks.device)
-    if request.checked and "reason" not in found:
-        _say(ranks, "checking three steps in fp32 against one device")
-        found |= _check(ranks, place, request, found["metrics"])
-    return filled(**{"status": "error" if "reason" in found else "ok", "reason": "", **found})
+            check.free(ranks.device)
+            if "reason" in found and request.find_nonfinite:
+                index = len(found["metrics"]["losses"])
+                found["reason"] += f"; {_first_nonfinite(ranks, place, request, index)}"
+        if request.checked and "reason" not in found:
+            say(ranks, "checking three steps in fp32 against one device")
+            found |= _check(ranks, place, request, found["metrics"])
+        return found
+
+    return frame.sample(ranks, plan, frame.case_of(ranks, plan, "train"), work)
 
 
 class _Run(NamedTuple):
@@ -141,14 +110,16 @@ def _measure(
     with timed(spent, "compile_s"):
         warm_up = functools.partial(_warm_up, ranks, run, request.warmup)
         losses = together(ranks, place, "warm-up", warm_up, compiling=compiling)
-    _say(ranks, f"warmed up by {request.warmup} steps; timing {request.steps}")
+    say(ranks, f"warmed up by {request.warmup} steps; timing {request.steps}")
     before = device_states(ranks)
     with timed(spent, "timed_s"):
         work = functools.partial(_timed_steps, ranks, run, request.warmup)
         times_s, more = together(ranks, place, "timed steps", work)
     after = device_states(ranks)
-    profiled = _profile(ranks, place, run, request) if request.profile else {}
-    _say(ranks, f"{statistics.median(times_s):.3g} s a step; measuring memory")
+    profiled = {}
+    if request.profile:
+        profiled = phases.record(ranks, place, run.training, Path(request.run_dir))
+    say(ranks, f"{statistics.median(times_s):.3g} s a step; measuring memory")
     peaks = together(ranks, place, "memory", functools.partial(_peak, ranks, run.training))
     mine = {
         "times_s": times_s,
@@ -157,28 +128,12 @@ def _measure(
     }
     found = _fields(request, run.first, ranks.gather(mine))
     found["metrics"] |= profiled
-    if "reason" in found and request.find_nonfinite:
-        del run
-        check.free(ranks.device)
-        index = len(found["metrics"]["losses"])
-        found["reason"] += f"; {_first_nonfinite(ranks, place, request, index)}"
     return {**found, "before": before, "after": after}
-
-
-def _profile(ranks: Ranks, place: Place, run: _Run, request: TrainRequest) -> dict[str, float]:
-    """Where a step's time goes, as metrics; rank 0 writes all of it."""
-    _say(ranks, "two steps to see where the time goes")
-    index = len(run.training.inputs) - 1
-    work = functools.partial(phases.measure, ranks, run.training, index)
-    measured = together(ranks, place, "profiled steps", work)
-    if ranks.rank == 0:
-        store.write(Path(request.run_dir) / "phases.json", measured)
-    return measured.metrics
 
 
 def _first_nonfinite(ranks: Ranks, place: Place, request: TrainRequest, index: int) -> str:
     """The module where the loss of the run's step ``index`` begins not to be finite."""
-    _say(ranks, "training up to that step again, to find where it begins")
+    say(ranks, "training up to that step again, to find where it begins")
 
     def find() -> str | None:
         again = msgspec.structs.replace(request, save=None)
@@ -201,20 +156,14 @@ def _prepared(ranks: Ranks, place: Place, request: TrainRequest, spent: dict[str
         rows = step.rows(plan.layout, ranks.rank)
         mine = request.batches(request.total_steps, rows, first)
     build = functools.partial(
-        step.prepare,
-        plan,
-        place,
-        mine,
-        ranks.device,
-        dtype=plan.dtype,
-        seed=request.seed,
+        step.prepare, plan, place, mine, ranks.device, dtype=plan.dtype, seed=request.seed
     )
     compiling = ", then compiling it" if plan.lowering == "compiled" else ""
-    _say(ranks, f"building the model{compiling}")
+    say(ranks, f"building the model{compiling}")
     with timed(spent, "build_s"):
         training = together(ranks, place, "building the model", build)
         if folder is not None:
-            _say(ranks, f"going on with step {first} of {folder}")
+            say(ranks, f"going on with step {first} of {folder}")
             checkpoint.load(ranks, training, folder, plan, seed=request.seed)
     return _Run(training, first, functools.partial(_save, ranks, training, request, first))
 
@@ -253,12 +202,6 @@ def _fields(request: TrainRequest, first: int, replies: list[dict[str, Any]]) ->
     return found
 
 
-def _say(ranks: Ranks, what: str) -> None:
-    """Progress, for whoever waits: a plain line on rank 0's stderr."""
-    if ranks.rank == 0:
-        print(f"  {what}", file=sys.stderr, flush=True)
-
-
 def _mean_losses(of_ranks: list[list[float | None]]) -> tuple[float, ...]:
     """Mean of every step's loss over the ranks that know it. What is not finite travelled as
     null."""
@@ -285,9 +228,7 @@ def _timed_steps(ranks: Ranks, run: _Run, count: int) -> tuple[list[float], list
     spans: list[tuple[Any, Any]] = []
     losses, begin = [], None
     total = len(run.training.inputs)
-    gc.collect()
-    gc.disable()  # its pauses would be timed
-    try:
+    with no_pauses():
         for index in range(count, total):
             number = run.first + index
             ranks.at(f"step {number}")
@@ -299,10 +240,8 @@ def _timed_steps(ranks: Ranks, run: _Run, count: int) -> tuple[list[float], list
                 spans.append((begin, ends[-1]))
                 if ranks.device.type == "cpu":  # a GPU's steps are not waited for
                     done = f"step {len(spans)} of {total - count - 1}"
-                    _say(ranks, f"{done}: {elapsed_s(*spans[-1]):.3g} s")
+                    say(ranks, f"{done}: {elapsed_s(*spans[-1]):.3g} s")
             begin = mark() if run.done(index) else ends[-1]
-    finally:
-        gc.enable()
     ranks.synchronize("the last step")
     return [elapsed_s(*span) for span in spans], losses
 
@@ -319,17 +258,12 @@ def _peak(ranks: Ranks, training: step.Training) -> dict[str, float]:
 def _check(ranks: Ranks, place: Place, request: TrainRequest, metrics: Metrics) -> dict[str, Any]:
     """Compare with one device; a difference beyond the tolerance makes the sample an error."""
     try:
-        error = check.loss_error(
-            ranks,
-            request.plan,
-            place,
-            request.batches,
-            seed=request.seed,
-        )
+        error = check.loss_error(ranks, request.plan, place, request.batches, seed=request.seed)
     except torch.OutOfMemoryError as lacking:
         return {"reason": f"the check could not run: {lacking}"}
     tolerance = check.tolerance(request.plan.model, ranks.device.type)
-    metrics["check_loss_error"] = error
+    if math.isfinite(error):  # else JSON has null, which is no metric
+        metrics["check_loss_error"] = error
     if error <= tolerance:
         return {}
     return {

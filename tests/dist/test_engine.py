@@ -1,5 +1,6 @@
 """``train.run_ranks`` from request to sample: metrics, check, token files, faults."""
 
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import torch
 from meshwise import store
 from meshwise.engine import check, data, step
 from meshwise.engine.train import TrainRequest, run_ranks, train
-from meshwise.spec import Layout, Model, Workload
+from meshwise.spec import Layout, Model, Sample, Workload
 
 MODEL = Model(hidden=32, layers=2, heads=4, ffn=128, vocab=64, max_seq_len=16)
 WORKLOAD = Workload(global_batch_size=4, seq_len=16)
@@ -111,6 +112,30 @@ def test_a_wrong_plan_fails_its_check(gloo_ranks, request_of):
         assert len(sample["times_s"]) == 3
 
 
+def nan_alone(ranks, text):
+    """The losses of one device are not finite; the sample as rank 0 would write it."""
+    run, prepare_alone = step.run, step.prepare_alone
+
+    def altered(*arguments, **options):
+        step.run = lambda training, index: torch.tensor(float("nan"))
+        return prepare_alone(*arguments, **options)
+
+    step.prepare_alone = altered
+    try:
+        return msgspec.json.encode(result(ranks, text)).decode()
+    finally:
+        step.run, step.prepare_alone = run, prepare_alone
+
+
+@pytest.mark.dist
+def test_a_check_that_is_not_finite_is_a_sample_that_can_be_read(gloo_ranks, request_of):
+    for text in gloo_ranks(2, nan_alone, text=request_of(checked=True)):
+        sample = msgspec.json.decode(text, type=Sample)
+        assert sample.status == "error"
+        assert "differ from those of one device by nan" in sample.reason
+        assert "check_loss_error" not in sample.metrics
+
+
 def faulty(ranks, text, failing_ranks, kind):
     """Train with a step that fails at index 2 on some ranks."""
     run = step.run
@@ -156,6 +181,32 @@ def test_a_loss_that_is_not_finite_names_its_step(gloo_ranks, request_of):
     for sample in gloo_ranks(2, faulty, text=text, failing_ranks=[1], kind="nan"):
         assert (sample["status"], sample["reason"]) == ("error", "the loss is nan at step 2")
         assert len(sample["metrics"]["losses"]) == 2
+
+
+def search(ranks, text):
+    """How many trainings of before are still there whenever one is made."""
+    prepare, made, alive = step.prepare, [], []
+
+    def watched(*arguments, **options):
+        alive.append(sum(training() is not None for training in made))
+        training = prepare(*arguments, **options)
+        made.append(weakref.ref(training))
+        return training
+
+    step.prepare = watched
+    try:
+        sample = faulty(ranks, text, [0, 1], "nan")
+    finally:
+        step.prepare = prepare
+    return sample["reason"], alive
+
+
+@pytest.mark.dist
+def test_the_search_for_the_first_nan_has_the_memory_for_itself(gloo_ranks, request_of):
+    """The fault of this test is in no module, so the search finds none."""
+    for reason, alive in gloo_ranks(2, search, text=request_of(find_nonfinite=True)):
+        assert reason == "the loss is nan at step 2; the second time all was finite"
+        assert alive == [0, 0]
 
 
 def test_rows_of_all_ranks_make_the_global_batch():
