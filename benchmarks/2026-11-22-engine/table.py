@@ -70,6 +70,12 @@ def rows(gpus: int):
         flat = Layout(tp=2, sequence_parallel=True, **deep, **both, recompute="selective")
         if gpus == 4:
             found[f"{name}-tp-pp"] = (model, seq, flat, Recipe())
+            short = {"stages_per_rank": 4, "layers": (5, 4, 4, 4, 4, 4, 4, 3)}
+            many = {**both, "microbatch_size": 1, "num_microbatches": 8} if batch == 2 else both
+            deeper = Layout(
+                tp=2, sequence_parallel=True, **{**deep, **short, **many}, recompute="selective"
+            )
+            found[f"{name}-tp-pp-x4"] = (model, seq, deeper, Recipe())
             found[f"{name}-tp-pp-bf16"] = (model, seq, flat, BF16)
     for hidden in (768, 1024):
         ep = Layout(**dp, ep=gpus, microbatch_size=32)

@@ -25,8 +25,8 @@ from meshwise.nn import Stage
 from meshwise.nn.cache import Cache, Now
 from meshwise.nn.gpt import GPTLayer
 from meshwise.nn.llama import DecoderLayer
-from meshwise.parallel import apply
-from meshwise.parallel.local import Choice, localized
+from meshwise.parallel import apply, local, torch_private
+from meshwise.parallel.local import Choice
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import activations
 from meshwise.reshard.transports import p2p
@@ -99,7 +99,7 @@ def prepare(
         raise ValueError(f"dtype = {dtype!r}: decoding runs in fp32 or bf16; plan for one of them")
     fits.check(model, workload, place.layout)
     numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
-    stage = localized(
+    stage = local.localized(
         model,
         layout.stage_layers(model.layers)[place.pipeline_rank],
         place,
@@ -113,11 +113,13 @@ def prepare(
     now = Now(prompt_at, most)
     rows, heads = place.layout.microbatch_size, _kv_heads(model, place.layout.tp)
     room = (layout.num_microbatches, rows, _length(most, shortest), heads)
-    caches = []
+    caches, attend_one = [], local.attend_one(device)
+    if plan.lowering == "compiled":
+        torch_private.allow_graphs(64)  # one for each length of the cache
     for layer in stage.layers.values():
         assert isinstance(layer, GPTLayer | DecoderLayer)
         k, v = (torch.zeros(*room, width, dtype=numbers, device=device) for width in _widths(model))
-        caches.append(Cache(now, k, v))
+        caches.append(Cache(now, k, v, attend_one))
         layer.attention.heads = caches[-1]  # type: ignore[assignment]
         if plan.lowering == "compiled":
             layer.compile(fullgraph=apply.is_one_graph(layer, place.layout), dynamic=False)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from meshwise import models, schedule
-from meshwise.engine import data, frame, memory, step
+from meshwise.engine import data, frame, kernels, memory, step
 from meshwise.engine.agree import together
 from meshwise.engine.frame import Metrics, no_pauses, say, timed
 from meshwise.engine.timeline import Span, write
@@ -147,7 +147,8 @@ def measure(ranks: Ranks, request: InferRequest) -> Sample:
     case = frame.case_of(ranks, plan, "infer")
 
     def work(place: Place, spent: dict[str, float]) -> dict[str, Any]:
-        before, measured, after = _measured(ranks, place, request, spent)
+        with kernels.choose(plan.recipe, ranks.device, plan.dtype):
+            before, measured, after = _measured(ranks, place, request, spent)
         replies = [msgspec.convert(reply, Measured) for reply in ranks.gather(measured)]
         if ranks.rank == 0:
             spans = [span for reply in replies for span in reply.spans]

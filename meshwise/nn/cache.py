@@ -10,6 +10,7 @@ comparing with a tensor. Query heads that share a key head are rows of one produ
 values are read once, and not copied for every query head.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +33,16 @@ class Now:
     fresh: bool = True
 
 
+# q [b,1,heads,dim], all keys and values, the token's position [1], a larger length -> like q
+AttendOne = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+
+
 class Cache:
     """Attends in one layer. ``k`` and ``v``: [groups, b, most tokens, kv_heads, dim], of batches
-    that take turns."""
+    that take turns. ``one``: what attends for one token, if there is something better."""
 
-    def __init__(self, now: Now, k: Tensor, v: Tensor) -> None:
-        self.now, self.k, self.v = now, k, v
+    def __init__(self, now: Now, k: Tensor, v: Tensor, one: AttendOne | None = None) -> None:
+        self.now, self.k, self.v, self.one = now, k, v, one
         self.turn_to(0)
 
     def turn_to(self, group: int) -> None:
@@ -50,6 +55,8 @@ class Cache:
         self.values.index_copy_(1, now.at, v)
         if now.fresh:
             return causal(q, k, v)
+        if self.one is not None and q.shape[1] == 1:
+            return self.one(q, self.keys, self.values, now.at, now.length)
         return attend(q, self.keys[:, : now.length], self.values[:, : now.length], now.at)
 
 

@@ -5,9 +5,11 @@ hold this rank's part, cut as ``parallel.tensor`` and ``parallel.experts`` cut i
 its hooks are not there: one token leaves nothing to hide the host's work behind. Products of one
 input are one product (q, k, v; gate, up). Logits are this rank's part of the vocabulary.
 
-``Product.multiply`` is the one place where a dense weight meets the tokens.
+``Product`` is the one place where a dense weight meets the tokens: a GPU's single row goes through
+``token_kernels``.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,25 +20,32 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwise.nn import Stage, build
+from meshwise.nn.cache import AttendOne
 from meshwise.nn.experts import MoE
 from meshwise.nn.initial import initial_value
 from meshwise.nn.llama import QKV, GateUp
-from meshwise.parallel import experts, tensor
+from meshwise.parallel import experts, tensor, torch_private
 from meshwise.parallel.mesh import Place
 from meshwise.reshard.regions import chunks
 from meshwise.spec import Decoder, Model
 from meshwise.spec.recipe import Routing
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_FEW_BYTES = 2**18  # each rank reads those of all
 
 
 class Sum:
-    """Adds the parts of all ranks of a group."""
+    """Adds the parts of all ranks of a group; those of a token's activations, ``token`` [rows,
+    hidden], by what is fastest for few bytes."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, token: Tensor) -> None:
+        self.group, self.size = group, token.numel()
+        is_small = token.is_cuda and token.nbytes <= _FEW_BYTES
+        self.at_once = torch_private.summed_at_once(group, token) if is_small else None
 
     def __call__(self, part: Tensor) -> Tensor:
+        if self.at_once is not None and part.numel() == self.size:
+            return self.at_once(part)
         dist.all_reduce(part, group=self.group)
         return part
 
@@ -44,12 +53,11 @@ class Sum:
 class Product(nn.Module):
     """x W^T + b, with rows of W, or with columns and a sum over the ranks that hold the others."""
 
-    multiply: Multiply = staticmethod(F.linear)
-
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, total: Sum | None = None
     ) -> None:
         super().__init__()
+        self.multiply = _multiply(weight.device)
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
         self.total = total
@@ -59,6 +67,23 @@ class Product(nn.Module):
             return self.multiply(x, self.weight, self.bias)
         y = self.total(self.multiply(x, self.weight, None))
         return y if self.bias is None else y + self.bias
+
+
+def _multiply(device: torch.device) -> Multiply:
+    if device.type != "cuda":
+        return F.linear
+    from meshwise.parallel import token_kernels
+
+    return token_kernels.linear
+
+
+def attend_one(device: torch.device) -> AttendOne | None:
+    """What attends for one token on a device, where there is something better than torch's."""
+    if device.type != "cuda":
+        return None
+    from meshwise.parallel import token_kernels
+
+    return token_kernels.attend
 
 
 class Fused(nn.Module):
@@ -110,7 +135,7 @@ class Choice:
         self.first = first_row(place, vocab)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        most, token = logits.max(-1)
+        most, token = _largest(logits)
         if self.ranks == 1:
             return token
         # fp32 holds every token's number exactly; one gather brings both
@@ -120,6 +145,14 @@ class Choice:
         found = found.view(self.ranks, len(mine), 2)
         best = found[..., 0].argmax(0, keepdim=True)
         return found[..., 1].gather(0, best)[0].long()
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's largest number and where it is; in two steps, since a row is one block's work."""
+    parts = logits.unflatten(-1, (math.gcd(logits.shape[-1], 256), -1))
+    most, place = parts.max(-1)
+    top, part = most.max(-1, keepdim=True)
+    return top[..., 0], (part * parts.shape[-1] + place.gather(-1, part))[..., 0]
 
 
 def first_row(place: Place, vocab: int) -> int:
@@ -143,10 +176,7 @@ class _Cut:
     dtype: torch.dtype
     device: torch.device
     seed: int
-
-    @property
-    def total(self) -> Sum | None:
-        return Sum(self.place.mesh["tp"].get_group()) if self.place.layout.tp > 1 else None
+    total: Sum | None  # over the ranks of tp
 
     def share(self, name: str) -> Tensor:
         """This rank's part of a parameter's initial value."""
@@ -172,8 +202,11 @@ def localized(
     with torch.device("meta"):
         cut, stage = (build(model, layers, routing=routing) for _ in range(2))
     tensor.apply(cut, place)
-    parameters = dict(cut.named_parameters(remove_duplicate=False))
-    _localize(stage, "", _Cut(cut, parameters, place, dtype, device, seed))
+    parameters, total = dict(cut.named_parameters(remove_duplicate=False)), None
+    if place.layout.tp > 1:
+        token = torch.empty(place.layout.microbatch_size, model.hidden, dtype=dtype, device=device)
+        total = Sum(place.mesh["tp"].get_group(), token)
+    _localize(stage, "", _Cut(cut, parameters, place, dtype, device, seed, total))
     stage.tie()
     for module in stage.modules():
         if callable(reset := getattr(module, "reset_buffers", None)):

@@ -3,7 +3,7 @@
 Tried on torch 2.11 and 2.13.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeGuard
 
@@ -53,6 +53,23 @@ def overlap_products(wanted: bool, group: dist.ProcessGroup) -> None:
         from torch.distributed import _symmetric_memory
 
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+
+
+def summed_at_once(group: dist.ProcessGroup, like: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """A sum over ranks of tensors as large as ``like``, each rank reading those of all from
+    symmetric memory: a third of the time of NCCL's for some KiB. None where GPUs cannot.
+
+    Symmetric memory is public under its underscore only. No multicast is used.
+    """
+    from torch.distributed import _symmetric_memory
+
+    try:
+        buffer = _symmetric_memory.empty(like.numel(), dtype=like.dtype, device=like.device)
+        _symmetric_memory.rendezvous(buffer, group)
+    except RuntimeError:
+        return None
+    add, name = torch.ops.symm_mem.one_shot_all_reduce_copy, group.group_name
+    return lambda part: add(buffer, part.flatten(), "sum", name).view_as(part)
 
 
 def sleep(cycles: int) -> None:

@@ -111,7 +111,7 @@ class Order(NamedTuple):
                 file=self.data,
                 rows=slice(0, 0),
             )
-        if plan.recipe.attention != "auto" and self.mode == "train":
+        if plan.recipe.attention != "auto" and self.mode != "decode":
             import torch
 
             from meshwise.engine import kernels

@@ -28,14 +28,14 @@ def run(
     warmup: int | None = None,
     rivals: int = 0,
     check: bool = False,
-    data: str | None = None,
+    data: Path | str | None = None,
     seed: int = 0,
     driver_time: bool = False,
     in_flight: int = 4,
     new_tokens: int | None = None,
-    save: str | None = None,
+    save: Path | str | None = None,
     save_every: int | None = None,
-    resume_from: str | None = None,
+    resume_from: Path | str | None = None,
     profile: bool = False,
     find_nonfinite: bool = False,
     nproc: int | None = None,
@@ -77,12 +77,12 @@ def run(
         steps=steps,
         warmup=warmup,
         seed=seed,
-        data=data,
+        data=_text(data),
         checked=check,
         driver_time=driver_time,
-        save=save,
+        save=_text(save),
         save_every=save_every,
-        resume_from=resume_from,
+        resume_from=_text(resume_from),
         profile=profile,
         find_nonfinite=find_nonfinite,
         in_flight=in_flight,
@@ -143,6 +143,11 @@ def _refuse_beside_a_plan(options: given.Options) -> None:
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name} = {value}: a plan has its own; give it with --model")
+
+
+def _text(path: Path | str | None) -> str | None:
+    """Requests travel as JSON."""
+    return None if path is None else str(path)
 
 
 def _usual_prompt(model: AnyModel | str, options: given.Options, new_tokens: int) -> given.Options:

@@ -63,7 +63,11 @@ def started(monkeypatch):
     return requests
 
 
-TRITON = ("meshwise.reshard.transports.kernels", "meshwise.attention.row_kernels")
+TRITON = (
+    "meshwise.reshard.transports.kernels",
+    "meshwise.attention.row_kernels",
+    "meshwise.parallel.token_kernels",
+)
 
 
 def test_every_verb_works_after_importing_every_module(started):
