@@ -28,18 +28,17 @@ import msgspec
 import torch
 from torch import Tensor
 
-from meshwise import models, schedule
+from meshwise import models, schedule, timeline
 from meshwise.engine import data, frame, kernels, memory, step
 from meshwise.engine.agree import together
 from meshwise.engine.frame import Metrics, no_pauses, say, timed
-from meshwise.engine.timeline import Span, write
 from meshwise.models import fits
 from meshwise.nn import Stage
 from meshwise.parallel import apply, forward, pipeline
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.ranks import Ranks
-from meshwise.spec import Plan, Sample
+from meshwise.spec import Plan, Sample, phases
 from meshwise.spec.record import Positive
 from meshwise.timing import clock, device_states
 
@@ -151,11 +150,33 @@ def measure(ranks: Ranks, request: InferRequest) -> Sample:
             before, measured, after = _measured(ranks, place, request, spent)
         replies = [msgspec.convert(reply, Measured) for reply in ranks.gather(measured)]
         if ranks.rank == 0:
-            spans = [span for reply in replies for span in reply.spans]
-            write(Path(request.run_dir) / f"trace-{case.id}.json", plan.layout, spans)
+            spans = [span.named for reply in replies for span in reply.spans]
+            path = Path(request.run_dir) / f"trace-{case.id}.json"
+            timeline.write(path, plan.layout, spans)
         return {"before": before, "after": after, **_fields(request, replies)}
 
     return frame.sample(ranks, plan, case, work)
+
+
+class Span(NamedTuple):
+    """A rank's work on a microbatch in a stage; seconds since all ranks started."""
+
+    rank: int
+    stage: int
+    batch: int
+    microbatch: int
+    start_s: float
+    end_s: float
+
+    @property
+    def named(self) -> phases.Span:
+        return phases.Span(
+            rank=self.rank,
+            stream="compute",
+            name=f"F {self.stage}.{self.microbatch} of batch {self.batch}",
+            start_s=self.start_s,
+            end_s=self.end_s,
+        )
 
 
 class Measured(NamedTuple):

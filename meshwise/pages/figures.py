@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from meshwise import schedule
-from meshwise.pages import svg, timeline
+from meshwise import schedule, timeline
+from meshwise.pages import svg
 from meshwise.pages.steps import Outcome, StepResult
 from meshwise.prices import interpolate_loglog
 from meshwise.spec import Attention, Collective, Costs, Curve, Gemm, Part, Plan

@@ -159,7 +159,7 @@ def _draw_timelines(plan: Plan, run_dir: Path) -> None:
     """Of a profiled step, and of what was predicted, in one form."""
     if not (run_dir / "phases.json").exists():
         return
-    from meshwise.pages import timeline
+    from meshwise import timeline
     from meshwise.spec.phases import Phases
 
     spans = store.read(run_dir / "phases.json", Phases).spans

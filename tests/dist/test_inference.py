@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwise.engine import data, infer, step, timeline
+from meshwise import timeline
+from meshwise.engine import data, infer, step
 from meshwise.engine.infer import InferRequest
 from meshwise.nn import build, initial
 from meshwise.parallel import mesh
@@ -243,18 +244,15 @@ def test_rank_0_alone_writes(gloo_ranks, request_of, tmp_path):
 
 def test_a_trace_names_ranks_and_pipeline_ranks():
     layout = piped(meshes=((2, 1), (1, 1)))
-    spans = [timeline.Span(rank=2, stage=1, batch=0, microbatch=3, start_s=1e-3, end_s=3e-3)]
-    *named, found = timeline.trace(layout, spans)["traceEvents"]
-    assert found["ph"] == "X"
-    assert (found["pid"], found["tid"]) == (1, 2)
+    span = infer.Span(rank=2, stage=1, batch=5, microbatch=3, start_s=1e-3, end_s=3e-3)
+    *named, found = timeline.trace(layout, [span.named])["traceEvents"]
+    assert (found["ph"], found["pid"], found["cat"]) == ("X", 1, "forward")
     assert (found["ts"], found["dur"]) == pytest.approx((1000, 2000))
-    assert found["name"] == "stage 1, batch 0, microbatch 3"
+    assert found["args"] == {"rank": 2, "stage": 1, "microbatch": 3, "batch": 5}
     assert [(e["pid"], e["args"]["name"]) for e in named] == [
         (0, "pipeline rank 0"),
-        (0, "rank 0"),
-        (0, "rank 1"),
         (1, "pipeline rank 1"),
-        (1, "rank 2"),
+        (1, "rank 2 compute"),
     ]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.pages import timeline
+from meshwise import timeline
 from meshwise.spec import Layout
 from meshwise.spec.phases import Phases, RankPhases, Span, union, within_s, without
 from meshwise.spec.plan import Part, StageTimes

@@ -1,15 +1,17 @@
 """A step's timeline, measured or predicted, as a trace that Perfetto and chrome://tracing open.
 
-In: the spans of a measured step (``phases.json``) or a plan with its prediction. Out: JSON of the
+In: the spans of a measured step (``phases.json``), of batches of inference, or a plan with its
+prediction. Out: JSON of the
 Trace Event Format, the same of both: a process for each pipeline rank, a thread for each stream
-of each of its ranks, times in microseconds. An action is named kind, stage and microbatch:
-``F 0.3``.
+of each of its ranks, times in microseconds. An action is named kind, stage and microbatch,
+``F 0.3``, and in inference the batch: ``F 0.3 of batch 2``.
 
 A prediction shows one rank of each pipeline rank, every action at its stage's predicted time,
 transfers left out, and behind the last of them the rest of the predicted step in one piece.
 """
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from meshwise.spec.phases import Span
 
 REST = "communication and optimizer"
 ACTIONS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward of weights"}
+_NAME = re.compile(r"([FBIW]) (?P<stage>\d+)\.(?P<microbatch>\d+)(?: of batch (?P<batch>\d+))?")
 
 
 def write(path: Path, layout: Layout, spans: Iterable[Span]) -> Path:
@@ -109,11 +112,11 @@ def _slice(layout: Layout, span: Span, thread: int) -> dict[str, Any]:
 
 def _action(span: Span) -> dict[str, Any]:
     """What a name such as ``F 0.3`` says."""
-    kind, _, place = span.name.partition(" ")
-    if span.stream != "compute" or kind not in ACTIONS:
+    found = _NAME.fullmatch(span.name)
+    if span.stream != "compute" or found is None:
         return {}
-    stage, _, microbatch = place.partition(".")
-    return {"kind": ACTIONS[kind], "stage": int(stage), "microbatch": int(microbatch)}
+    numbers = {name: int(n) for name, n in found.groupdict().items() if n is not None}
+    return {"kind": ACTIONS[found[1]], **numbers}
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
