@@ -19,10 +19,11 @@ from meshwise import schedule
 from meshwise.attention import shards
 from meshwise.attention.dense import ring_attention
 from meshwise.engine import data, optimizer
+from meshwise.models import fits
 from meshwise.nn import Stage, build
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import Attend, causal, cross_entropy
-from meshwise.parallel import apply, pipeline, tensor
+from meshwise.parallel import apply, pipeline
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.spec import AnyModel, Layout, Plan, Recipe
@@ -78,7 +79,7 @@ def prepare(
 ) -> Training:
     """Build a rank's share of the plan's model for its rows of the batches."""
     layout, inside = plan.layout, place.layout
-    tensor.check(plan.model, plan.workload, inside)
+    fits.check(plan.model, plan.workload, inside)
     at = positions(plan, place)
     attend = attention(plan, place)
 

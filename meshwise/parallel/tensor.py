@@ -32,7 +32,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshwise.models.fits import check as check  # what can be cut, is cut here
 from meshwise.nn import llama
 from meshwise.nn.experts import MoE
 from meshwise.nn.gpt import GPT, GPTLayer, Head

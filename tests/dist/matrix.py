@@ -1,7 +1,8 @@
-"""The correctness matrix: every model family under every parallelism and legal combinations of them.
+"""The correctness matrix: every model family under every parallelism and legal combinations.
 
 A case is a family and a layout. It is right when the gradients of the first step and the losses of
-three steps equal those of one process, the plain module of ``nn`` and torch's own AdamW, in float32.
+three steps equal those of one process, the plain module of ``nn`` and torch's own AdamW, in
+float32.
 ``test_matrix.py`` runs a part of it; all of it, with a table of errors:
 
     python -m tests.dist.matrix OUT.md [WORLD...]
@@ -9,7 +10,9 @@ three steps equal those of one process, the plain module of ``nn`` and torch's o
 
 import functools
 import itertools
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -43,7 +46,9 @@ FAMILIES = {
     "gpt": Model(ffn=64, **SIZES),
     # fewer key heads than ranks of some layouts
     "llama": Decoder(kv_heads=2, head_dim=8, ffn=64, **SIZES),
-    "qwen": Decoder(kv_heads=1, head_dim=8, ffn=64, tied=True, qk_norm=True, qkv_bias=True, **SIZES),
+    "qwen": Decoder(
+        kv_heads=1, head_dim=8, ffn=64, tied=True, qk_norm=True, qkv_bias=True, **SIZES
+    ),
     # 16 experts for few tokens, so that some have none
     "gshard": Model(ffn=64, experts=Experts(num_experts=16, top_k=2, ffn=64, every=2), **SIZES),
     "deepseek": Decoder(kv_heads=4, head_dim=12, ffn=64, experts=SHARED, mla=LATENT, **SIZES),
@@ -54,6 +59,7 @@ FAMILIES = {
 RECIPE = Recipe(max_grad_norm=0.5)
 STEPS = 3
 LOSS, GRADIENT = 1e-5, 1e-4  # relative
+WRONG = " **wrong**"
 
 SCHEDULES = {
     "1f1b": 1, "interleaved_1f1b": 2, "gpipe": 1, "zbv": 2, "looped_bfs": 2,
@@ -74,7 +80,9 @@ def layouts(name, world):
     for dp, cp, tp, pp in itertools.product((1, 2, 3, 4, 8), repeat=4):
         if dp * cp * tp * pp != world:
             continue
-        for zero, replicas, sp, ep in itertools.product(range(4), (1, 2), (False, True), (1, 2, 4, 8)):
+        for zero, replicas, sp, ep in itertools.product(
+            range(4), (1, 2), (False, True), (1, 2, 4, 8)
+        ):
             layout = _layout(world, next(turn), dp, cp, tp, pp, zero, replicas, sp, ep)
             if layout is not None and _fits(model, workload(world, model), layout):
                 found.append(layout)
@@ -207,7 +215,8 @@ def _gradient_error(training, expected):
     but rounding (of a key's bias) counts against a ten thousandth of them all."""
     built = training.pipeline
     inputs, targets = (
-        batch[0].split(built.layout.microbatch_size) for batch in (training.inputs, training.targets)
+        batch[0].split(built.layout.microbatch_size)
+        for batch in (training.inputs, training.targets)
     )
     with apply.loss_context(built.layout):
         pipeline.run(built, inputs, targets, training.loss)
@@ -224,30 +233,36 @@ def _gradient_error(training, expected):
     return largest(errors.values()), max(errors, key=errors.get)
 
 
-def main():
-    """Run everything, or the worlds named, and write the table."""
+def table(world, name):
+    """Run a family on so many ranks: the lines of its cases, and which of them are wrong."""
     from tests.dist.conftest import _GlooRanks, _plan
 
+    started, lines = _GlooRanks(), []
+    model, cases = FAMILIES[name], layouts(name, world)
+    for case in cases:
+        plan = msgspec.json.encode(_plan(model, workload(world, model), cases[0])).decode()
+        text = msgspec.json.encode([case]).decode()
+        reports = started(world, errors, name=name, plan=plan, layouts=text)
+        loss = largest(report[0][0] for report in reports)
+        gradient = largest(report[0][1] for report in reports)
+        where = max(reports, key=lambda report: report[0][1])[0][2]
+        mark = "" if loss <= LOSS and gradient <= GRADIENT else WRONG
+        of_case = f"| {world} | {name} | {case.name} | {loss:.1e} | {gradient:.1e} {where} |{mark}"
+        lines.append(of_case)
+        print(of_case, flush=True)
+    for n in list(started.jobs):
+        started.end(n)
+    return lines
+
+
+def main():
+    """Run everything, or the worlds named, as many at a time as there are cores for, and write the
+    table."""
     out, worlds = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]] or [1, 2, 3, 4, 8]
-    lines, wrong = [], 0
-    for world in worlds:
-        started = _GlooRanks()
-        for name, model in FAMILIES.items():
-            cases = layouts(name, world)
-            plan = msgspec.json.encode(_plan(model, workload(world, model), cases[0])).decode()
-            for case in cases:
-                text = msgspec.json.encode([case]).decode()
-                reports = started(world, errors, name=name, plan=plan, layouts=text)
-                loss = largest(report[0][0] for report in reports)
-                gradient = largest(report[0][1] for report in reports)
-                where = max(reports, key=lambda report: report[0][1])[0][2]
-                bad = not (loss <= LOSS and gradient <= GRADIENT)
-                wrong += bad
-                mark = " **wrong**" if bad else ""
-                lines.append(f"| {world} | {name} | {case.name} | {loss:.1e} | {gradient:.1e} {where} |{mark}")
-                print(lines[-1], flush=True)
-        for n in list(started.jobs):
-            started.end(n)
+    parts = [(world, name) for world in worlds for name in FAMILIES]
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // max(worlds))) as pool:
+        lines = [line for of_part in pool.map(lambda part: table(*part), parts) for line in of_part]
+    wrong = sum(line.endswith(WRONG) for line in lines)
     head = "| ranks | family | layout | losses | gradients |\n|---|---|---|---|---|"
     out.write_text(f"{len(lines)} cases, {wrong} wrong.\n\n{head}\n" + "\n".join(lines) + "\n")
     sys.exit(wrong > 0)

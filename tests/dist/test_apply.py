@@ -226,7 +226,9 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Mixtral", pytest.param("Qwen3", marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    "kind", ["Llama", "GPT2", "Mixtral", pytest.param("Qwen3", marks=pytest.mark.whole)]
+)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_a_class_of_hugging_face_trains_as_in_one_process(gloo_ranks, world_size, kind):
     pytest.importorskip("transformers")

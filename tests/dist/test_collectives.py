@@ -98,9 +98,7 @@ def refusals(ranks: Ranks) -> list[str]:
         (collective("all_gather", 2), "nccl", "warm"),
     ):
         try:
-            collectives.build(
-                Case(op=op, backend=backend, regime=regime, world_size=2), groups
-            )
+            collectives.build(Case(op=op, backend=backend, regime=regime, world_size=2), groups)
         except Unavailable as reason:
             said.append(str(reason))
     return said
@@ -112,7 +110,9 @@ def refusals(ranks: Ranks) -> list[str]:
 def expected(op: Collective, rank: int, world: int) -> list[float] | None:
     """By numpy, from the definition; None where this rank has no part in it."""
     n, stride = op.group_size, op.group_stride
-    group = list(op.ranks) or [r for r in range(world) if _tile(r, n, stride) == _tile(rank, n, stride)]
+    group = list(op.ranks) or [
+        r for r in range(world) if _tile(r, n, stride) == _tile(rank, n, stride)
+    ]
     if rank not in group:
         return None
     here, part = group.index(rank), ELEMENTS // n
@@ -170,8 +170,8 @@ def test_what_a_back_end_does_not_do_is_said(gloo_ranks):
         assert said == [
             "torch's all_reduce is in place; the nccl back end has it out of place",
             "all_to_all has no form in place",
-            "no back end 'smoke_signals' for collectives; there are gloo, nccl, one_shot, two_shot, "
-            "peer_copy",
+            "no back end 'smoke_signals' for collectives; there are gloo, nccl, one_shot, "
+            "two_shot, peer_copy",
             "one_shot does all_reduce, not all_gather",
             "gloo cannot be captured in a graph",
             "NCCL needs GPUs",

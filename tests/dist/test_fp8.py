@@ -37,7 +37,11 @@ def test_the_three_products_are_of_rounded_operands(operands):
     dy = torch.randn_like(y)
     y.backward(dy)
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    rx, rw, rdy = rounded(x.detach(), e4m3), rounded(linear.weight.detach(), e4m3), rounded(dy, e5m2)
+    rx, rw, rdy = (
+        rounded(x.detach(), e4m3),
+        rounded(linear.weight.detach(), e4m3),
+        rounded(dy, e5m2),
+    )
     wanted = {
         "y": (y, rx @ rw.T + linear.bias.double()),
         "dx": (x.grad, rdy @ rw),

@@ -126,9 +126,7 @@ def of_a_gpt(ranks, plan):
         place = mesh.build(layout, "cpu")
         rows = step.rows(layout, ranks.rank)
         batch = engine_data.batches(GPT, WORKLOAD, steps=1, seed=0, file=None, rows=rows)
-        training = step.prepare(
-            changed, place, batch, ranks.device, dtype=plan.dtype, seed=0
-        )
+        training = step.prepare(changed, place, batch, ranks.device, dtype=plan.dtype, seed=0)
         batch = [
             each[0].split(layout.microbatch_size) for each in (training.inputs, training.targets)
         ]

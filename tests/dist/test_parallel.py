@@ -223,8 +223,8 @@ def refusals(ranks):
     heads = Layout(tp=2, microbatch_size=8)
     model = Model(hidden=33, layers=1, heads=3, ffn=64, vocab=8, max_seq_len=16)
     cases = [
-        lambda: step.tensor.check(model, WORKLOAD, heads),
-        lambda: step.tensor.check(MODEL, Workload(global_batch_size=8, seq_len=32), heads),
+        lambda: step.fits.check(model, WORKLOAD, heads),
+        lambda: step.fits.check(MODEL, Workload(global_batch_size=8, seq_len=32), heads),
         lambda: mesh.build(Layout(dp=8), "cpu"),
     ]
     messages = []

@@ -214,7 +214,9 @@ def found(gloo_ranks, plan_of, layouts, *, dtype="float64", recipe="adamw", **ch
             yield f"{layout.name} on rank {rank}", *of_layout
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.whole) for n in (4, 8))])
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.whole) for n in (4, 8))]
+)
 def test_equal_to_one_device(gloo_ranks, plan_of, size):
     layouts = [layout for layout in LAYOUTS if layout.num_devices == size]
     for what, loss, gradients, buffer in found(gloo_ranks, plan_of, layouts):
