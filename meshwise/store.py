@@ -2,6 +2,7 @@
 
 ``runs/<UTC>-<verb>-<slug>/run.json`` is written before the first sample; ``samples.jsonl`` gains
 one line per case as it is measured, flushed to disk, so a killed run keeps what it finished.
+``steps.jsonl`` has the steps of a training as they end.
 """
 
 import gzip
@@ -11,11 +12,11 @@ import re
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from meshwise.spec import Cluster, Plan, RunInfo, Sample, digest
+from meshwise.spec import Cluster, Plan, RunInfo, Sample, StepLine, digest
 
 T = TypeVar("T")
 
@@ -60,10 +61,21 @@ def convert(data: Any, kind: type[T], source: str) -> T:
         message = str(error)
         found_path = re.search(r" - at `\$([^`]*)`$", message)
         if found_path is None:
-            raise ValueError(f"{source}: {message}") from None
+            raise ValueError(f"{source}: {message}{_allowed(kind, '')}") from None
         field = found_path[1].lstrip(".")
-        reason = message[: found_path.start()]
+        reason = message[: found_path.start()] + _allowed(kind, field)
         raise ValueError(f"{source}: {field} = {_lookup(data, field)!r}: {reason}") from None
+
+
+def _allowed(kind: Any, field: str) -> str:
+    """The words that a field may have; without a field, the fields of the record."""
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return ""
+    if not field:
+        return f"; the fields are {', '.join(kind.__struct_fields__)}"
+    hint = get_type_hints(kind).get(field)
+    words = get_args(hint) if get_origin(hint) is Literal else ()
+    return f"; must be one of {', '.join(map(str, words))}" if words else ""
 
 
 def _upgraded(data: Any) -> Any:
@@ -178,6 +190,18 @@ def append(run_dir: Path | str, sample: Sample) -> None:
         file.write((b"\n" if torn else b"") + msgspec.json.encode(sample) + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def append_step(run_dir: Path | str, line: StepLine) -> None:
+    """Add one line to ``steps.jsonl``."""
+    with open(Path(run_dir) / "steps.jsonl", "ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")
+
+
+def steps(run_dir: Path | str) -> list[StepLine]:
+    """The steps of a training that were told before it ended, or broke off."""
+    lines = _lines(Path(run_dir) / "steps.jsonl")
+    return [msgspec.json.decode(line, type=StepLine) for line in lines if line.endswith(b"}")]
 
 
 def finish(run_dir: Path | str, status: str, reason: str = "") -> None:

@@ -24,7 +24,7 @@ import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import isclose, isfinite, prod
+from math import isclose, isfinite, nan, prod, sqrt
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -41,6 +41,7 @@ from meshwise.reshard.regions import Box, chunks, narrowed, whole
 from meshwise.spec import AnyModel, Plan, Record, Workload
 from meshwise.spec.record import NonNegative, Positive
 
+SAME_NORM = 1e-4  # relative: sums in another order
 FILE_BYTES = 2**30  # of a file, unless one tensor has more: what a rank copies to the host at once
 _JSON = "checkpoint.json"
 _OURS = re.compile(r"step-\d+-[0-9a-f]{8}")  # the only subfolders that are ever removed
@@ -57,7 +58,8 @@ class Whole(Record, kw_only=True):
 
 
 class Checkpoint(Record, kw_only=True):
-    """``step``: the next one. ``files``: the bytes of each, in the subfolder ``data``."""
+    """``step``: the next one. ``files``: the bytes of each, in the subfolder ``data``. ``norms`` of
+    whole tensors tell damaged files when they are loaded."""
 
     schema_version: Positive = 1
     step: NonNegative
@@ -70,6 +72,7 @@ class Checkpoint(Record, kw_only=True):
     files: dict[str, NonNegative]
     tensors: dict[str, Whole]
     numbers: dict[str, int | float]
+    norms: dict[str, float] = {}
 
 
 class Share(NamedTuple):
@@ -118,14 +121,27 @@ def save(
         files={file: size for of_rank in written for file, size in of_rank.items()},
         tensors={s.name: Whole(shape=s.shape, dtype=s.dtype) for held in everyone for s in held},
         numbers={name: number for _, some, _ in told for name, number in some.items()},
+        norms=_norms(everyone),
     )
     commit = (lambda: _commit(folder, record)) if ranks.rank == 0 else (lambda: None)
     _everywhere(ranks, f"writing {folder / _JSON}", commit)
 
 
-def read(folder: Path | str) -> Checkpoint:
-    """What the folder says that it holds."""
-    return store.read(Path(folder) / _JSON, Checkpoint)
+def checked(folder: Path | str, plan: Plan, seed: int) -> Checkpoint:
+    """What the folder holds; ValueError if it is not whole, or of another model, workload or
+    seed."""
+    folder = Path(folder)
+    record = store.read(folder / _JSON, Checkpoint)
+    pairs: list[tuple[str, object, object]] = [
+        ("family", _family(record.model), _family(plan.model)),
+        *_fields("model", record.model, plan.model),
+        *_fields("workload", record.workload, plan.workload),
+        ("seed", record.seed, seed),
+    ]
+    for name, saved, given in pairs:
+        _check_same(name, saved, given)
+    _check_files(folder, record)
+    return record
 
 
 def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, seed: int) -> int:
@@ -138,9 +154,9 @@ def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, se
     found: list[Checkpoint] = []
 
     def look() -> None:
-        record = read(folder)
-        _check_same(record, plan, type(training.optimizer).__name__, seed)
-        _check_files(folder, record)
+        record = checked(folder, plan, seed)
+        name = type(training.optimizer).__name__
+        _check_same("optimizer", record.optimizer, name)
         found.append(record)
 
     _everywhere(ranks, f"reading {folder / _JSON}", look)
@@ -148,6 +164,14 @@ def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, se
     if any(name.startswith("optimizer.") for name in (*record.tensors, *record.numbers)):
         _make_states(training.optimizer)
     _everywhere(ranks, f"reading {folder}", lambda: _read(folder, record, training))
+    tensors = {name: tensor for name, tensor, is_copy in _tensors(training) if not is_copy}
+    everyone = msgspec.convert(ranks.gather(_shares(tensors)), list[list[Share]])
+    for name, norm in _norms(everyone).items():
+        if not isclose(norm, record.norms.get(name, norm), rel_tol=SAME_NORM):
+            raise ValueError(
+                f"{folder}: {name} has the norm {norm:.6g}, saved was {record.norms[name]:.6g}; "
+                "a file is damaged, copy the checkpoint again"
+            )
     return record.step
 
 
@@ -233,6 +257,15 @@ def _check_shares(everyone: Sequence[Sequence[Share]]) -> None:
                     f"{share.name} on rank {rank} is not what another rank has under this name; "
                     "make its parts DTensors, or a buffer not persistent"
                 )
+
+
+def _norms(everyone: Sequence[Sequence[Share]]) -> dict[str, float]:
+    """Of whole tensors, however they are cut; NaN of one that is not finite."""
+    parts = {(share.name, share.box): share.norm for shares in everyone for share in shares}
+    squares: dict[str, float] = defaultdict(float)
+    for (name, _), norm in parts.items():
+        squares[name] += nan if norm is None else norm**2
+    return {name: sqrt(square) for name, square in squares.items()}
 
 
 def _assigned(everyone: Sequence[Sequence[Share]]) -> list[list[str]]:
@@ -324,20 +357,14 @@ def _check_files(folder: Path, record: Checkpoint) -> None:
             raise ValueError(f"{path} has {found} bytes of {size}; copy the checkpoint again")
 
 
-def _check_same(record: Checkpoint, plan: Plan, optimizer: str, seed: int) -> None:
+def _family(model: AnyModel) -> object:
+    return type(model).__struct_config__.tag
+
+
+def _check_same(name: str, saved: object, given: object) -> None:
     """Refuse by name what would not go on where the saved training stopped."""
-    pairs: list[tuple[str, object, object]] = [
-        ("model.family", type(record.model).__name__, type(plan.model).__name__),
-        *_fields("model", record.model, plan.model),
-        *_fields("workload", record.workload, plan.workload),
-        ("optimizer", record.optimizer, optimizer),
-        ("seed", record.seed, seed),
-    ]
-    for name, saved, given in pairs:
-        if saved != given:
-            raise ValueError(
-                f"{name} is {given!r}, but the checkpoint's is {saved!r}; resume with that one"
-            )
+    if saved != given:
+        raise ValueError(f"{name} = {given!r}: the checkpoint has {saved!r}; resume with that")
 
 
 def _fields(name: str, saved: Record, given: Record) -> list[tuple[str, object, object]]:

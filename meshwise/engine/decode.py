@@ -27,7 +27,7 @@ from meshwise.engine.agree import together
 from meshwise.engine.frame import Metrics, no_pauses, say
 from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
-from meshwise.spec import Plan, Sample, WideResNet, Workload
+from meshwise.spec import Plan, Sample, WideResNet, Workload, case_of
 from meshwise.spec.record import Positive
 from meshwise.timing import clock, device_states
 
@@ -88,7 +88,7 @@ def run_ranks(ranks: Ranks, request: bytes) -> None:
 def measure(ranks: Ranks, request: DecodeRequest) -> Sample:
     """The run as a sample, the same on every rank."""
     plan = plan_for(request)
-    case = frame.case_of(ranks, plan, "decode", new_tokens=request.new_tokens)
+    case = case_of(plan, "decode", new_tokens=request.new_tokens)
     return frame.sample(ranks, plan, case, lambda place, _: _measured(ranks, place, plan, request))
 
 

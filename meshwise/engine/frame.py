@@ -11,7 +11,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from meshwise import store
 from meshwise.parallel import mesh
 from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
-from meshwise.spec import Case, Plan, Record, Sample, Step
+from meshwise.spec import Case, Plan, Record, Sample
 from meshwise.spec.record import NonNegative
 from meshwise.timing import METHOD_VERSION
 
@@ -44,21 +44,6 @@ def run(ranks: Ranks, request: bytes, kind: type[R], measure: Callable[[Ranks, R
     measured = measure(ranks, ordered)
     if ranks.rank == 0:
         store.append(ordered.run_dir, measured)
-
-
-def case_of(
-    ranks: Ranks, plan: Plan, mode: Literal["train", "infer", "decode"], *, new_tokens: int = 0
-) -> Case:
-    op = Step(
-        model=plan.model,
-        workload=plan.workload,
-        layout=plan.layout,
-        dtype=plan.dtype,
-        recipe=plan.recipe,
-        mode=mode,
-        new_tokens=new_tokens,
-    )
-    return Case(op=op, lowering=plan.lowering, world_size=ranks.world_size)
 
 
 def sample(

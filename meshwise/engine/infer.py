@@ -38,7 +38,7 @@ from meshwise.parallel import apply, forward, pipeline
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.ranks import Ranks
-from meshwise.spec import Plan, Sample, phases
+from meshwise.spec import Plan, Sample, case_of, phases
 from meshwise.spec.record import Positive
 from meshwise.timing import clock, device_states
 
@@ -143,7 +143,7 @@ def run_ranks(ranks: Ranks, request: bytes) -> None:
 def measure(ranks: Ranks, request: InferRequest) -> Sample:
     """The run as a sample, the same on every rank; rank 0 writes the trace."""
     plan = request.plan
-    case = frame.case_of(ranks, plan, "infer")
+    case = case_of(plan, "infer")
 
     def work(place: Place, spent: dict[str, float]) -> dict[str, Any]:
         with kernels.choose(plan.recipe, ranks.device, plan.dtype):

@@ -1,9 +1,9 @@
 """Which module first makes a number that is not finite.
 
 In: what a rank trains, as it was before the step in question, and the number of its batch. Out: one
-line on every rank. Forward and backward run once more, in eager mode, with a look at what every
-module returns and at the gradient of it; then at the gradients of the parameters. The optimizer
-does not run.
+line on every rank. After a look at the parameters, which the update before may have spoiled,
+forward and backward run once more, in eager mode, with a look at what every module returns and at
+the gradient of it; then at the gradients of the parameters. The optimizer does not run.
 
 A step with a loss that is not finite spoils all weights, so prepare the training anew and run it up
 to that step first.
@@ -23,14 +23,15 @@ from meshwise.parallel import apply, pipeline
 from meshwise.parallel.pipeline import Stage
 from meshwise.ranks import Ranks
 
-DIRECTIONS = ("output", "gradient", "gradient of the parameter")
+KINDS = ("value before the step", "output", "gradient", "gradient of the parameter")
+VALUE, OUTPUT, GRADIENT, OF_PARAMETER = range(len(KINDS))
 
 
 class Finding(NamedTuple):
     """Sorted as the ranks together would come to them: by microbatch and stage in a forward; in a
     backward the last stage is the first."""
 
-    direction: int  # of DIRECTIONS
+    kind: int  # of KINDS
     microbatch: int
     order: int  # the stage, or its negative
     rank: int
@@ -38,9 +39,9 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         stage = f"stage {abs(self.order)}"
-        if self.direction < 2:
+        if self.kind in (OUTPUT, GRADIENT):
             stage += f", microbatch {self.microbatch}"
-        return f"the {DIRECTIONS[self.direction]} of {self.name} ({stage}, rank {self.rank})"
+        return f"the {KINDS[self.kind]} of {self.name} ({stage}, rank {self.rank})"
 
 
 class _Watch:
@@ -49,10 +50,10 @@ class _Watch:
     def __init__(self, rank: int) -> None:
         self.rank, self.found = rank, dict[int, Finding]()
 
-    def look(self, value: Any, direction: int, stage: int, microbatch: int, name: str) -> None:
-        if direction not in self.found and not all(map(_is_finite, _tensors(value))):
-            order = stage if direction == 0 else -stage
-            self.found[direction] = Finding(direction, microbatch, order, self.rank, name)
+    def look(self, value: Any, kind: int, stage: int, microbatch: int, name: str) -> None:
+        if kind not in self.found and not all(map(_is_finite, _tensors(value))):
+            order = stage if kind <= OUTPUT else -stage
+            self.found[kind] = Finding(kind, microbatch, order, self.rank, name)
 
     def over(self, stage: Stage, hold: ExitStack) -> None:
         """Look at every module of a stage. What backward computes again is not looked at twice."""
@@ -71,11 +72,11 @@ class _Watch:
                 if not running:
                     return
                 number = microbatch
-                self.look(output, 0, stage.number, number, name)
+                self.look(output, OUTPUT, stage.number, number, name)
                 for value in _tensors(output):
                     if value.requires_grad:
                         value.register_hook(
-                            lambda gradient: self.look(gradient, 1, stage.number, number, name)
+                            lambda g: self.look(g, GRADIENT, stage.number, number, name)
                         )
 
             return after
@@ -100,18 +101,20 @@ def first_module(ranks: Ranks, training: Training, index: int) -> str | None:
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         value = training.loss(logits, labels)
-        watch.look(value, 0, max(built.stages), next(microbatches), "the loss")
+        watch.look(value, OUTPUT, max(built.stages), next(microbatches), "the loss")
         return value
 
     with ExitStack() as hold:
         hold.enter_context(apply.loss_context(built.layout))
         hold.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code has no hooks
         for stage in built.stages.values():
+            for name, parameter in stage.module.named_parameters():
+                watch.look(parameter, VALUE, stage.number, 0, name)
             watch.over(stage, hold)
         pipeline.run(built, inputs, targets, loss)
     for stage in built.stages.values():
         for name, parameter in stage.module.named_parameters():
-            watch.look(parameter.grad, 2, stage.number, 0, name)
+            watch.look(parameter.grad, OF_PARAMETER, stage.number, 0, name)
     training.optimizer.zero_grad()
     told = chain.from_iterable(ranks.gather(list(watch.found.values())))
     found = [Finding(*finding) for finding in told]

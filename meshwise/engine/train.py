@@ -26,14 +26,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from meshwise import models
+from meshwise import models, store
 from meshwise.engine import check, checkpoint, frame, kernels, memory, nonfinite, phases, step
 from meshwise.engine.agree import together
 from meshwise.engine.data import Batches, Rows, batches
 from meshwise.engine.frame import Metrics, no_pauses, say, timed
 from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
-from meshwise.spec import Plan, Sample
+from meshwise.spec import Plan, Sample, StepLine, case_of
 from meshwise.spec.record import Positive
 from meshwise.timing import clock, device_states
 
@@ -92,7 +92,7 @@ def train(ranks: Ranks, request: TrainRequest) -> Sample:
             found |= _check(ranks, place, request, found["metrics"])
         return found
 
-    return frame.sample(ranks, plan, frame.case_of(ranks, plan, "train"), work)
+    return frame.sample(ranks, plan, case_of(plan, "train"), work)
 
 
 class _Run(NamedTuple):
@@ -115,7 +115,7 @@ def _measure(
     say(ranks, f"warmed up by {request.warmup} steps; timing {request.steps}")
     before = device_states(ranks)
     with timed(spent, "timed_s"), _unasked(request.plan):
-        work = functools.partial(_timed_steps, ranks, run, request.warmup)
+        work = functools.partial(_timed_steps, ranks, run, request)
         times_s, more = together(ranks, place, "timed steps", work)
     after = device_states(ranks)
     profiled = {}
@@ -153,7 +153,7 @@ def _prepared(ranks: Ranks, place: Place, request: TrainRequest, spent: dict[str
     """The data and the model, from the seed or from a checkpoint."""
     plan, first, folder = request.plan, 0, request.resume_from
     if folder is not None:
-        first = checkpoint.read(folder).step
+        first = checkpoint.checked(folder, plan, request.seed).step
     with timed(spent, "data_s"):
         rows = step.rows(plan.layout, ranks.rank)
         mine = request.batches(request.total_steps, rows, first)
@@ -222,6 +222,7 @@ def _unasked(plan: Plan) -> AbstractContextManager[None]:
 
 def _warm_up(ranks: Ranks, run: _Run, count: int) -> list[Tensor]:
     losses = []
+    say(ranks, f"built; {count} steps of warm-up")
     for index in range(count):
         ranks.at(f"step {run.first + index} (warm-up)")
         losses.append(step.run(run.training, index))
@@ -229,16 +230,19 @@ def _warm_up(ranks: Ranks, run: _Run, count: int) -> list[Tensor]:
     return losses
 
 
-def _timed_steps(ranks: Ranks, run: _Run, count: int) -> tuple[list[float], list[Tensor]]:
-    """Seconds of every step after the untimed one behind ``count``, and the losses since that one,
-    still on the device."""
+def _timed_steps(
+    ranks: Ranks, run: _Run, request: TrainRequest
+) -> tuple[list[float], list[Tensor]]:
+    """Seconds of every step after the untimed one behind the warm-up, and the losses since that
+    one, still on the device."""
     mark, elapsed_s = clock(ranks.device)
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     ends: list[Any] = []
     spans: list[tuple[Any, Any]] = []
     losses, begin = [], None
-    total = len(run.training.inputs)
+    count, total = request.warmup, len(run.training.inputs)
+    told = _Told(ranks, run, request, elapsed_s)
     with no_pauses():
         for index in range(count, total):
             number = run.first + index
@@ -249,12 +253,41 @@ def _timed_steps(ranks: Ranks, run: _Run, count: int) -> tuple[list[float], list
             ends.append(mark())
             if begin is not None:
                 spans.append((begin, ends[-1]))
-                if ranks.device.type == "cpu":  # a GPU's steps are not waited for
-                    done = f"step {len(spans)} of {total - count - 1}"
-                    say(ranks, f"{done}: {elapsed_s(*spans[-1]):.3g} s")
+                told.up_to(len(spans) - 2 * (ranks.device.type == "cuda"), spans, losses)
             begin = mark() if run.done(index) else ends[-1]
     ranks.synchronize("the last step")
+    told.up_to(len(spans), spans, losses)
     return [elapsed_s(*span) for span in spans], losses
+
+
+class _Told:
+    """Tells rank 0's timed steps that are known to have ended: into ``steps.jsonl``, so that a run
+    which breaks off keeps them, and on CPUs, where steps are long, to whoever waits."""
+
+    def __init__(
+        self, ranks: Ranks, run: _Run, request: TrainRequest, elapsed_s: Callable[..., float]
+    ) -> None:
+        self.ranks, self.run, self.request, self.elapsed_s = ranks, run, request, elapsed_s
+        self.count = 0
+        # its own stream: reading a loss would wait for the steps behind it
+        self.stream = torch.cuda.Stream() if ranks.device.type == "cuda" else None
+
+    def up_to(self, count: int, spans: list[tuple[Any, Any]], losses: list[Tensor]) -> None:
+        for index in range(self.count, count if self.ranks.rank == 0 else 0):
+            self._tell(index, self.elapsed_s(*spans[index]), losses[index + 1])
+        self.count = max(self.count, count)
+
+    def _tell(self, index: int, time_s: float, loss: Tensor) -> None:
+        known = None
+        if self.run.training.reports:
+            with torch.cuda.stream(self.stream):
+                known = float(loss)
+        number = self.run.first + self.request.warmup + 1 + index
+        finite = known if known is not None and math.isfinite(known) else None
+        store.append_step(self.request.run_dir, StepLine(step=number, time_s=time_s, loss=finite))
+        if self.stream is None:
+            told = "" if known is None else f", loss {known:.4g} on rank 0"
+            say(self.ranks, f"step {number}: {time_s:.3g} s{told}")
 
 
 def _peak(ranks: Ranks, training: step.Training) -> dict[str, float]:

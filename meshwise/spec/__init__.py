@@ -30,7 +30,17 @@ from meshwise.spec.plan import (
 from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import Record, digest
 from meshwise.spec.refit import Resharding
-from meshwise.spec.run import Case, Derived, DeviceState, Regime, RunInfo, Sample, Step
+from meshwise.spec.run import (
+    Case,
+    Derived,
+    DeviceState,
+    Regime,
+    RunInfo,
+    Sample,
+    Step,
+    StepLine,
+    case_of,
+)
 from meshwise.spec.vision import WideResNet
 from meshwise.spec.weights import WeightLayout
 
@@ -77,11 +87,13 @@ __all__ = [
     "Stage",
     "StageTimes",
     "Step",
+    "StepLine",
     "Surface",
     "Tier",
     "WeightLayout",
     "WideResNet",
     "Workload",
+    "case_of",
     "digest",
     "rank_of",
     "stages_of",

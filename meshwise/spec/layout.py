@@ -93,7 +93,8 @@ class Layout(Record, kw_only=True):
         if self.replicas > 1 and not self.zero:
             self.fail("replicas", "repeat shards, and zero = 0 has none; use zero = 1 to 3")
         if (self.pp == 1) != (self.schedule == "none"):
-            self.fail("schedule", "pp = 1 has none, a pipeline has one; for example 1f1b")
+            fit = "1f1b" if self.pp > 1 else "none"
+            self.fail("schedule", f"does not go with pp = {self.pp}; for example {fit} does")
         if self.pp == 1 and self.stages_per_rank > 1:
             self.fail("stages_per_rank", "must be 1 without a pipeline")
         if self.recompute_layers and self.recompute == "none":

@@ -49,7 +49,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def fail(self, field: str, fix: str) -> typing.NoReturn:
         """Raise the one-line error that names this record, the field, its value and the fix."""
-        raise ValueError(f"{type(self).__name__}.{field} = {getattr(self, field)!r}: {fix}")
+        value = getattr(self, field)
+        shown = getattr(value, "name", "") if isinstance(value, Record) else repr(value)
+        is_shown = f" = {shown}" if shown else ""
+        raise ValueError(f"{type(self).__name__}.{field}{is_shown}: {fix}")
 
 
 @functools.cache

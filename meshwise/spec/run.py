@@ -55,6 +55,29 @@ class Case(Record, kw_only=True):
         return digest(self)
 
 
+def case_of(plan: Plan, mode: Literal["train", "infer", "decode"], *, new_tokens: int = 0) -> Case:
+    """What ``run`` measures of a plan."""
+    op = Step(
+        model=plan.model,
+        workload=plan.workload,
+        layout=plan.layout,
+        dtype=plan.dtype,
+        recipe=plan.recipe,
+        mode=mode,
+        new_tokens=new_tokens,
+    )
+    return Case(op=op, lowering=plan.lowering, world_size=plan.layout.num_devices)
+
+
+class StepLine(Record, kw_only=True):
+    """A line of ``steps.jsonl``: a timed step of training as soon as it is known, on rank 0's
+    clock; ``loss`` of rank 0's rows, None where another stage knows it or it is not finite."""
+
+    step: NonNegative
+    time_s: float
+    loss: float | None = None
+
+
 class Derived(NamedTuple):
     """A case and what it was derived from; ``name``: of the product or exchange (``qkv``)."""
 

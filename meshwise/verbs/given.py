@@ -68,9 +68,10 @@ def plan(
         raise ValueError(f"nproc = {nproc}: layout needs {size} ranks; leave nproc out")
     usual = catalogue.default_workload(machine, chosen)
     if given is not None:
-        batch = global_batch_size or given.microbatch_rows * given.num_microbatches
+        rows = given.microbatch_rows * given.num_microbatches
+        batch = rows if global_batch_size is None else global_batch_size
     else:
-        batch = global_batch_size or usual.global_batch_size
+        batch = usual.global_batch_size if global_batch_size is None else global_batch_size
         given = _data_parallel(size, batch, sharded=training)
     on_gpu = machine.device.kind == "cuda"
     compiled = on_gpu and given.schedule not in SPLIT

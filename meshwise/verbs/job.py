@@ -190,7 +190,8 @@ def recorded(run_dir: Path, kept: str) -> Iterator[None]:
         outside = {KeyboardInterrupt: "stopped by the user", SystemExit: "ended from outside"}
         reason = outside.get(type(error))
         status = "interrupted" if reason else "failed"
-        store.finish(run_dir, status, reason or str(error) or repr(error))
+        with contextlib.suppress(OSError, ValueError):  # of a folder that is gone: error says more
+            store.finish(run_dir, status, reason or str(error) or repr(error))
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(kept) from None
         raise

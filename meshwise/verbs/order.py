@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from meshwise import store
-from meshwise.spec import Plan, Record, RunInfo
+from meshwise.spec import Plan, Record, RunInfo, Sample, case_of
 from meshwise.verbs import job
+from meshwise.verbs.reports import check_writable
 
 log = logging.getLogger("meshwise")
 
@@ -100,6 +101,13 @@ class Order(NamedTuple):
             request = self.request(plan, Path())
             assert isinstance(request, DecodeRequest)
             plan_for(request)
+        first = 0
+        if self.resume_from is not None:
+            from meshwise.engine import checkpoint
+
+            first = checkpoint.checked(self.resume_from, plan, self.seed).step
+        if self.save is not None:
+            check_writable([self.save])
         if self.data is not None:
             from meshwise.engine.data import batches
 
@@ -110,6 +118,7 @@ class Order(NamedTuple):
                 seed=self.seed,
                 file=self.data,
                 rows=slice(0, 0),
+                first=first,
             )
         if plan.recipe.attention != "auto" and self.mode != "decode":
             import torch
@@ -117,10 +126,6 @@ class Order(NamedTuple):
             from meshwise.engine import kernels
 
             kernels.choose(plan.recipe, torch.device(plan.cluster.device.kind), plan.dtype)
-        if self.resume_from is not None:
-            from meshwise.engine import checkpoint
-
-            checkpoint.read(self.resume_from)
 
 
 def carry_out(
@@ -146,13 +151,39 @@ def carry_out(
     log.info("%s %s on %d ranks, into %s", plan.model.name, plan.layout.name, size, run_dir)
     kept = f"finished: {', '.join(map(str, finished)) or 'no layout'}"
     request = order.request(plan, run_dir)
-    with job.recorded(run_dir, kept):
-        launch.run(order.target, request, nproc=size, environment=environment)
+    try:
+        with job.recorded(run_dir, kept):
+            launch.run(order.target, request, nproc=size, environment=environment)
+    except BaseException:
+        if job.leads() and order.mode == "train":
+            _keep_steps(plan, run_dir)
+        raise
     if job.leads():
         _draw_timelines(plan, run_dir)
         if store.read(run_dir / "run.json", RunInfo).status == "running":
             store.finish(run_dir, "complete")
     return run_dir
+
+
+def _keep_steps(plan: Plan, run_dir: Path) -> None:
+    """Of a training that broke off: the steps until then, as a sample that says why."""
+    from meshwise.timing import METHOD_VERSION
+
+    if not (steps := store.steps(run_dir)):
+        return
+    info, samples, _ = store.load(run_dir)
+    if samples:
+        return
+    case = case_of(plan, "train")
+    sample = Sample(
+        case_id=case.id,
+        case=case,
+        status="error",
+        reason=f"it broke off: {info.reason}",
+        method_version=METHOD_VERSION,
+        times_s=tuple(step.time_s for step in steps),
+    )
+    store.append(run_dir, sample)
 
 
 def _draw_timelines(plan: Plan, run_dir: Path) -> None:

@@ -39,7 +39,7 @@ def derived(
 
 
 def check_writable(paths: Iterable[Path | str]) -> None:
-    """Refuse before anything is measured what could not be written afterwards."""
+    """Refuse beforehand what could not be written afterwards."""
     for path in map(Path, paths):
         folder = path.parent if path.suffix == ".csv" else path
         try:

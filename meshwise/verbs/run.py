@@ -4,7 +4,7 @@ The suites of Alpa's benchmark are in ``verbs.suite``.
 """
 
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, get_args
 
 import msgspec
 
@@ -15,6 +15,7 @@ from meshwise.verbs.measure import DEFAULT_CLUSTER
 
 USUAL_STEPS = {"cuda": (20, 3), "cpu": (5, 1)}  # timed, and warm-up before them
 USUAL_TOKENS = 64  # decoded
+USUAL_IN_FLIGHT = 4
 DEFAULT_PLAN = "plan.json"
 
 
@@ -31,7 +32,7 @@ def run(
     data: Path | str | None = None,
     seed: int = 0,
     driver_time: bool = False,
-    in_flight: int = 4,
+    in_flight: int | None = None,
     new_tokens: int | None = None,
     save: Path | str | None = None,
     save_every: int | None = None,
@@ -61,6 +62,7 @@ def run(
     one host: keep the calls of collectives that NCCL logs on each rank, and write how they compare
     with the plan's into ``nccl_check.json``; logging slows the steps.
     """
+    _check_mode(mode, new_tokens, in_flight)
     if model is None:
         _refuse_beside_a_plan(options)
         chosen = _planned(DEFAULT_PLAN if plan is None else plan, nproc)
@@ -69,7 +71,7 @@ def run(
     else:
         training = mode == "train"
         if mode == "decode":
-            options = _usual_prompt(model, options, new_tokens or USUAL_TOKENS)
+            model, options, new_tokens = _prompted(model, options, new_tokens)
         chosen = given.plan(model, cluster=cluster, nproc=nproc, training=training, **options)
     ordered = _order(
         chosen,
@@ -85,7 +87,7 @@ def run(
         resume_from=_text(resume_from),
         profile=profile,
         find_nonfinite=find_nonfinite,
-        in_flight=in_flight,
+        in_flight=USUAL_IN_FLIGHT if in_flight is None else in_flight,
         new_tokens=new_tokens,
     )
     plans = [chosen, *_rivals(chosen, rivals)]
@@ -95,9 +97,16 @@ def run(
         ordered.check(one)
     if nccl_trace:
         trace.check_possible(chosen.cluster, check=check)
-    if dry_run:
-        return plans
-    return _all_carried_out(plans, ordered, runs, nccl_trace)
+    return plans if dry_run else _all_carried_out(plans, ordered, runs, nccl_trace)
+
+
+def _check_mode(mode: str, new_tokens: int | None, in_flight: int | None) -> None:
+    if mode not in get_args(order.Mode):
+        raise ValueError(f"mode = {mode!r}: must be one of {', '.join(get_args(order.Mode))}")
+    if mode != "decode" and new_tokens is not None:
+        raise ValueError("new_tokens: is of decoding; leave it out, or decode")
+    if mode != "infer" and in_flight is not None:
+        raise ValueError("in_flight: is of inference; leave it out, or infer")
 
 
 def _all_carried_out(
@@ -150,17 +159,26 @@ def _text(path: Path | str | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _usual_prompt(model: AnyModel | str, options: given.Options, new_tokens: int) -> given.Options:
-    """Decoding is of one prompt, short enough for what is to follow it."""
+def _prompted(
+    model: AnyModel | str, options: given.Options, new_tokens: int | None
+) -> tuple[AnyModel, given.Options, int]:
+    """Decoding is of the layout's prompts, one without it, short enough for what is to follow."""
     chosen = catalogue.find_any(model) if isinstance(model, str) else model
     if isinstance(chosen, WideResNet):
         raise ValueError(f"model = {chosen.name!r}: images have no next token; name another")
-    seq_len = max(1, min(128, chosen.max_seq_len - new_tokens))
+    if new_tokens is None:
+        new_tokens = min(USUAL_TOKENS, chosen.max_seq_len // 2)
+    layout, batch = options.get("layout"), options.get("global_batch_size")
+    asked = Layout() if layout is None else given.record(layout, Layout)
+    rows = asked.microbatch_rows * asked.num_microbatches if batch is None else batch
+    size = max(1, rows // asked.dp)
     found: given.Options = {**options}
-    found["layout"] = options.get("layout") or Layout()
-    found["global_batch_size"] = options.get("global_batch_size") or 1
-    found["seq_len"] = options.get("seq_len") or seq_len
-    return found
+    # engine.decode makes its own microbatches
+    found["layout"] = msgspec.structs.replace(asked, microbatch_size=size, num_microbatches=1)
+    found["global_batch_size"] = rows
+    if options.get("seq_len") is None:
+        found["seq_len"] = max(asked.cp, min(128, chosen.max_seq_len - new_tokens))
+    return chosen, found, new_tokens
 
 
 def _order(
@@ -182,6 +200,8 @@ def _order(
     least = {"steps": 1, "warmup": 1, "in_flight": 1, "new_tokens": 2, "seed": 0, "save_every": 1}
     for name, smallest in least.items():
         value = getattr(ordered, name)
+        if not isinstance(value, int | None):
+            raise ValueError(f"{name} = {value!r}: must be a whole number")
         if value is not None and value < smallest:
             raise ValueError(f"{name} = {value}: must be >= {smallest}")
     if ordered.save_every is not None and ordered.save is None:

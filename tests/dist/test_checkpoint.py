@@ -12,11 +12,13 @@ import pathlib
 import warnings
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+import meshwise
 from meshwise.engine import checkpoint, data, step
 from meshwise.parallel import mesh
 from meshwise.spec import Layout, Model, Plan, Workload, stages_of
@@ -255,15 +257,15 @@ def test_what_does_not_fit_is_refused_by_name(call, saved):
         assert of_ranks[0] == of_ranks[1] and "\n" not in of_ranks[0]
         return of_ranks[0]
 
-    assert "model.ffn is 48, but the checkpoint's is 24" in why(ffn=48)
-    assert "seed is 6, but the checkpoint's is 5" in why(seed=6)
+    assert "model.ffn = 48: the checkpoint has 24" in why(ffn=48)
+    assert "seed = 6: the checkpoint has 5" in why(seed=6)
     assert "elsewhere/checkpoint.json does not exist" in why(folder=str(saved / "elsewhere"))
     path = saved / "checkpoint.json"
     record = json.loads(path.read_text())
     tensors, numbers = record["tensors"], record["numbers"]
     changed = {
         "schema_version is 2, this version reads 1": {"schema_version": 2},
-        "optimizer is 'AdamW', but the checkpoint's is 'SGD'": {"optimizer": "SGD"},
+        "optimizer = 'AdamW': the checkpoint has 'SGD'": {"optimizer": "SGD"},
         "lacks positions.weight": {"tensors": without("positions.weight", tensors)},
         "lacks optimizer.step.embed.weight": {
             "numbers": without("optimizer.step.embed.weight", numbers)
@@ -287,10 +289,62 @@ def test_damaged_files_are_refused_by_name(call, saved):
     content = file.read_bytes()
     file.write_bytes(bytes(len(content)))
     assert "reading" in why()
+    header = 8 + int.from_bytes(content[:8], "little")
+    file.write_bytes(content[:header] + bytes(len(content) - header))
+    assert "a file is damaged" in why()
     file.write_bytes(content[:-1])
     assert f"{file.name} has {len(content) - 1} bytes of {len(content)}" in why()
     file.unlink()
     assert f"{file.name} is missing" in why()
+
+
+@pytest.fixture
+def order(saved, tmp_path, monkeypatch):
+    """``meshwise run --dry-run`` going on with what is saved, with changes."""
+    monkeypatch.chdir(tmp_path)
+
+    def ordered(**changes):
+        usual = {"global_batch_size": WORKLOAD.global_batch_size, "seq_len": WORKLOAD.seq_len}
+        usual |= {"layout": ONE, "seed": SEED, "steps": 1, "warmup": 1, "resume_from": saved}
+        return meshwise.run(model=MODEL, dry_run=True, **usual | changes)
+
+    return ordered
+
+
+def test_what_cannot_go_on_is_refused_before_any_process(order, saved, tmp_path):
+    assert len(order()) == 1
+    (tmp_path / "afile").touch()
+    smaller = layout(microbatch_size=3)
+    for message, changes in {
+        "seed = 6: the checkpoint has 5": {"seed": 6},
+        "workload.global_batch_size = 6: the checkpoint has 12": {
+            "layout": smaller,
+            "global_batch_size": 6,
+        },
+        "afile cannot be written": {"save": tmp_path / "afile"},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            order(**changes)
+    file = max((saved / json.loads((saved / "checkpoint.json").read_text())["data"]).iterdir())
+    file.unlink()
+    with pytest.raises(ValueError, match=f"{file.name} is missing"):
+        order()
+
+
+def test_the_tokens_of_the_steps_to_come_are_checked(order, tmp_path):
+    """Of a file whose every window is bad but those of the first step: step 0 is behind us."""
+    size, window = 1_000_000, WORKLOAD.seq_len + 1
+    starts = np.random.default_rng((SEED, 0)).integers(
+        size - WORKLOAD.seq_len, size=WORKLOAD.global_batch_size
+    )
+    behind = np.zeros(size, dtype=bool)
+    for start in starts:
+        behind[start : start + window] = True
+    for name, bad in (("behind", behind), ("ahead", ~behind)):
+        np.save(tmp_path / f"{name}.npy", np.where(bad, MODEL.vocab, 1).astype(np.uint16))
+    order(data=tmp_path / "behind.npy")
+    with pytest.raises(ValueError, match=f"holds token {MODEL.vocab}"):
+        order(data=tmp_path / "ahead.npy")
 
 
 def without(name, of):

@@ -20,8 +20,8 @@ SPLIT = Layout(tp=2, microbatch_size=4)
 
 
 @pytest.fixture
-def request_of(plan_of):
-    def build(layout=SHARDED, run_dir="", **changes):
+def request_of(plan_of, tmp_path):
+    def build(layout=SHARDED, run_dir=tmp_path, **changes):
         plan = plan_of(MODEL, WORKLOAD, layout)
         ordered = TrainRequest(plan=plan, run_dir=str(run_dir), steps=3, warmup=1, **changes)
         return msgspec.json.encode(ordered).decode()

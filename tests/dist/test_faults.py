@@ -197,6 +197,21 @@ def test_a_fault_ends_the_verb_and_loses_nothing(here: Path, name: str, happens:
     assert not job.pids()
 
 
+def test_a_run_that_breaks_off_keeps_the_steps_before(here: Path) -> None:
+    job = Job(here, VERBS["run"].arguments)
+    job.wait_for(lambda job: any(len(store.steps(run)) > 1 for run in here.glob("runs/*")))
+    job.kill(1, signal.SIGKILL)
+    job.end(TIMEOUT_S + ENDING_S)
+
+    (run_dir,) = here.glob("runs/*")
+    info, (sample,), _ = store.load(run_dir)
+    steps = store.steps(run_dir)
+    assert (info.status, sample.status) == ("failed", "error")
+    assert sample.reason == f"it broke off: {info.reason}" and "rank 1" in info.reason
+    assert sample.times_s == tuple(step.time_s for step in steps) and len(steps) > 1
+    assert all(step.loss is not None for step in steps)
+
+
 def test_a_case_that_hangs_is_recorded_and_the_others_are_measured(here: Path) -> None:
     job = Job(
         here,

@@ -163,7 +163,8 @@ def parameter(training, name):
 
 
 def looked(ranks, plan):
-    """What is found in a sound model, with an infinite weight, and with an infinite gradient."""
+    """What is found in a sound model, with an infinite gradient, with weights so large that sums of
+    products are infinite, and with an infinite weight."""
     training = training_of(ranks, plan)
     sound = nonfinite.first_module(ranks, training, 0)
 
@@ -173,11 +174,15 @@ def looked(ranks, plan):
 
     gradient = nonfinite.first_module(ranks, dataclasses.replace(training, loss=steep), 0)
     before = weights(training)
+    weight = parameter(training, "layers.2.mlp.up.weight")
     with torch.no_grad():
-        parameter(training, "layers.2.mlp.up.weight").view(-1)[:1] = float("inf")
+        weight.fill_(3e38)
     output = nonfinite.first_module(ranks, training, 0)
+    with torch.no_grad():
+        weight.view(-1)[:1] = float("inf")
+    value = nonfinite.first_module(ranks, training, 0)
     gradients = [p.grad for p in training.parameters() if p.grad is not None]
-    return [sound, gradient, output, len(before), len(gradients)]
+    return [sound, gradient, output, value, len(before), len(gradients)]
 
 
 @pytest.mark.dist
@@ -188,12 +193,15 @@ def looked(ranks, plan):
 )
 def test_the_first_module_that_is_not_finite_is_named(gloo_ranks, plan_of, layout, stage, last):
     replies = gloo_ranks(2, looked, plan=encoded(plan_of, layout))
-    for sound, gradient, output, _, left in replies:
+    for sound, gradient, output, value, _, left in replies:
         assert sound is None and left == 0
         assert output.startswith(f"the output of layers.2.mlp.up (stage {stage}, microbatch 0, ")
+        assert value.startswith(
+            f"the value before the step of layers.2.mlp.up.weight (stage {stage}, "
+        )
         expected = f"the gradient of head.projection (stage {last}, microbatch 0, "
         assert gradient.startswith(expected)
-    assert replies[0][:3] == replies[1][:3]
+    assert replies[0][:4] == replies[1][:4]
 
 
 def trained(ranks, plan):
