@@ -1,6 +1,6 @@
 """``meshwise run``."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +12,8 @@ from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
-    from meshwise.verbs.suite import Settings
+    from meshwise.pages.table import Table
+    from meshwise.verbs.suite import Listed, Settings
     from meshwise.verbs.suite_results import CaseResult
 
 
@@ -50,8 +51,8 @@ class Benchmark:
     "Name the suites, the sweeps, and the numbers of devices that they have cases for."
     sweep: str | None = None
     "Run a suite on every shape of the cluster, as the source's run_exp: gpt, moe_inference, ..."
-    niter: int = 3
-    "Iterations of a case; the first, from 5 on the first two, are not counted."
+    niter: int | None = None
+    "Iterations of a case, 3 by default; the first, from 5 on the first two, are not counted."
     shard_only: bool = False
     "Refuse pipelines."
     local: bool = False
@@ -63,7 +64,7 @@ class Benchmark:
     exp_name: str = "default"
     "Name of the table: rows are appended to NAME.tsv."
     scale_to_fit: bool = False
-    "Make the sizes of a case smaller until they fit a device."
+    "Make the sizes of a case smaller until they fit a device, and on CPUs take seconds."
 
 
 @Parameter(name="*")
@@ -79,6 +80,10 @@ class Kept:
     "Go on with the checkpoint in this folder, under any layout."
 
 
+_NOT_OF_SUITES = (
+    "plan", "steps", "warmup", "rivals", "check", "data", "seed", "in_flight", "new_tokens",
+    "profile", "find_nonfinite", "nccl_trace",
+)  # fmt: skip
 PLANNED, SINGLE, NOTHING = Given(), Benchmark(), Kept()
 
 
@@ -93,7 +98,7 @@ def run(
     check: bool = False,
     data: str | None = None,
     seed: int = 0,
-    in_flight: int = 4,
+    in_flight: int | None = None,
     new_tokens: int | None = None,
     kept: Kept = NOTHING,
     profile: bool = False,
@@ -127,7 +132,7 @@ def run(
     seed
         Of weights and data.
     in_flight
-        Batches of streamed inference under way at once.
+        Batches of streamed inference under way at once; 4 by default.
     new_tokens
         Tokens to decode behind each sequence; 64 by default.
     profile
@@ -138,7 +143,8 @@ def run(
         On the GPUs of one host: compare the collectives that NCCL logs with the plan's.
     """
     if benchmark.list_suites or benchmark.suite is not None or benchmark.sweep is not None:
-        return _benchmark(benchmark, given, size, runs, dry_run, json)
+        return _benchmark(locals(), benchmark, given, size, runs, dry_run, json)
+    _refuse_odd(benchmark, mode, steps=steps, warmup=warmup)
     done = meshwise.run(
         plan,
         **asdict(given),
@@ -163,14 +169,45 @@ def run(
     return _shown(done, nccl_trace, json)
 
 
+def _said(options: Any) -> list[str]:
+    """The fields of a group of options that were given."""
+    return [one.name for one in fields(options) if getattr(options, one.name) != one.default]
+
+
+def _refuse_odd(benchmark: Benchmark, mode: str, **counts: int | None) -> None:
+    """Refuse what belongs to suites, or to another mode."""
+    if odd := [name for name in _said(benchmark) if name != "profile_driver_time"]:
+        raise ValueError(f"{odd[0]}: is of suites; leave it out, or give --suite or --sweep")
+    for name, value in counts.items():
+        if value is not None and mode == "decode":
+            raise ValueError(f"{name}: decoding counts tokens; leave it out, or give --new-tokens")
+
+
+def _refuse_beside_suites(options: dict[str, Any], benchmark: Benchmark) -> None:
+    """Refuse, by name, what a suite or a sweep has of its own; ``options`` are those of ``run``."""
+    if benchmark.suite is not None and benchmark.sweep is not None:
+        raise ValueError(f"--sweep {benchmark.sweep}: runs a suite of its own; leave out --suite")
+    odd = [name for name in _said(options["given"]) if name not in ("lowering", "cluster")]
+    odd += _said(options["kept"]) + ["mode"] * (options["mode"] != "train")
+    odd += [name for name in _NOT_OF_SUITES if options[name]]
+    if benchmark.sweep is not None:
+        clocks = ("niter", "profile_driver_time", "profile_stage_execution_time")
+        odd += [name for name in _said(benchmark) if name in clocks]
+        odd += _said(options["size"])
+    if odd:
+        flags = ", ".join("the plan" if n == "plan" else "--" + n.replace("_", "-") for n in odd)
+        what = "--suite" if benchmark.sweep is None else "--sweep"
+        raise ValueError(f"{what} has its own; leave out {flags}")
+
+
 def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
     """Print what became of the plans, or the plans themselves."""
-    from meshwise.pages import ran, tables
+    from meshwise.pages import planned, ran, tables
     from meshwise.pages.steps import results
 
     run_dirs = [path for path in done if isinstance(path, Path)]
     if len(run_dirs) < len(done):
-        emit(done, [tables.layouts(done)], json)
+        emit(done, [tables.layouts(done), planned.table(done)], json)
         return DONE
     if not job.leads():
         return DONE
@@ -190,25 +227,30 @@ def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
 
 
 def _benchmark(
-    asked: Benchmark, given: Given, size: Size, runs: str, dry_run: bool, json: bool
+    options: dict[str, Any],
+    asked: Benchmark,
+    given: Given,
+    size: Size,
+    runs: str,
+    dry_run: bool,
+    json: bool,
 ) -> int:
-    """Run a suite or a sweep, or say what it would run."""
+    """Run a suite or a sweep, or say what it would run; or which there are."""
     from meshwise.verbs import suite
 
     if asked.list_suites:
         return _list_suites(json)
-    if asked.suite is not None and asked.sweep is not None:
-        raise ValueError(f"--sweep {asked.sweep}: runs a suite of its own; leave out --suite")
-    if given.model is not None or given.layout is not None:
-        raise ValueError("--suite has models and layouts of its own; leave out --model, --layout")
+    _refuse_beside_suites(options, asked)
     settings = _settings(asked, given, size, runs, json)
     if asked.sweep is not None:
+        if dry_run:
+            return _list_cases(suite.listed_sweep(asked.sweep, settings), json)
         found = suite.run_sweep(asked.sweep, settings)
-    elif dry_run:
-        assert asked.suite is not None
-        return _list_cases(suite.listed(asked.suite, settings), json)
     else:
         assert asked.suite is not None
+        if dry_run:
+            listed = suite.listed(asked.suite, settings)
+            return _list_cases({_num_devices(listed): listed}, json)
         found = suite.run_suite(asked.suite, settings)
     if json:
         emit(found, [], json)
@@ -230,7 +272,7 @@ def _settings(asked: Benchmark, given: Given, size: Size, runs: str, json: bool)
     shape = (size.num_hosts, size.num_devices_per_host)
     return Settings(
         *((1, ranks) if ranks is not None and size.num_hosts is None else shape),
-        niter=asked.niter,
+        niter=3 if asked.niter is None else asked.niter,
         shard_only=asked.shard_only,
         local=asked.local,
         profile_driver_time=asked.profile_driver_time,
@@ -248,37 +290,55 @@ def _list_suites(json: bool) -> int:
     from meshwise import suites
     from meshwise.pages.table import Table
 
-    rows = [(name, _sizes_of(name)) for name in suites.names()]
-    swept = [(sweep.name, sweep.suite, str(sweep.niter)) for sweep in suites.sweeps()]
+    rows = [(name, _sizes_of(name), suites.missing(name)) for name in suites.names()]
+    swept = [
+        (sweep.name, sweep.suite, str(sweep.niter), suites.missing(sweep.suite))
+        for sweep in suites.sweeps()
+    ]
     emit(
-        {"suites": dict(rows), "sweeps": swept},
+        {"suites": rows, "sweeps": swept},
         [
-            Table("Suites", ("suite", "devices"), tuple(rows), left=2),
-            Table("Sweeps", ("sweep", "suite", "niter"), tuple(swept), left=2),
+            Table("Suites", ("suite", "devices", ""), tuple(rows), (_DEVICES_LEGEND,), left=3),
+            Table("Sweeps", ("sweep", "suite", "niter", ""), tuple(swept), left=4),
         ],
         json,
     )
     return DONE
 
 
+_DEVICES_LEGEND = "devices: the numbers of devices that a suite has cases for."
+
+
 def _sizes_of(name: str) -> str:
-    """The numbers of devices that a suite has cases for, or why it has none."""
     from meshwise import suites
 
-    try:
-        return ", ".join(map(str, suites.device_counts(name))) or "none"
-    except ValueError:
-        return "not built"
+    if suites.kind(name) == "unet":
+        return "–"
+    return ", ".join(map(str, suites.device_counts(name))) or "–"
 
 
-def _list_cases(found: list[Any], json: bool) -> int:
+def _num_devices(found: "list[Listed]") -> int:
+    return next(plan.layout.num_devices for _, plan, _ in found if plan is not None)
+
+
+def _list_cases(found: "dict[int, list[Listed]]", json: bool) -> int:
+    """``found``: cases by the number of devices."""
+    document = [
+        {"devices": size, "case": str(case), "plan": plan, "note": note}
+        for size, cases in found.items()
+        for case, plan, note in cases
+    ]
+    emit(document, [_table_of(size, cases) for size, cases in found.items()], json)
+    return DONE
+
+
+def _table_of(size: int, cases: "list[Listed]") -> "Table":
     from meshwise.pages.table import Table
 
     rows = tuple(
         (plan.model.name if plan else "–", plan.layout.name if plan else "–", note or "as it is")
-        for _, plan, note in found
+        for _, plan, note in cases
     )
-    document = [{"case": str(case), "plan": plan, "note": note} for case, plan, note in found]
-    title = f"{len(found)} cases; nothing was run"
-    emit(document, [Table(title, ("model", "layout", "changed, or refused"), rows, left=3)], json)
-    return DONE
+    ends = "" if len(cases) == 1 else "s", "" if size == 1 else "s"
+    title = f"{len(cases)} case{ends[0]} on {size} device{ends[1]}; nothing was run"
+    return Table(title, ("model", "layout", "changed, or refused"), rows, left=3)

@@ -87,6 +87,17 @@ def device_counts(suite: str) -> tuple[int, ...]:
     return tuple(_suite(suite))
 
 
+def missing(suite: str) -> str:
+    """Why none of a suite's cases can run, in a word or two; "" if some can."""
+    if kind(suite) == "unet":
+        return "not built: UNet"
+    every = [case for of_size in _suite(suite).values() for case in of_size]
+    if not every:
+        return "empty in the source"
+    searched = all(case.parallel_mode == "search" for case in every)
+    return "not built yet: search" if searched else ""
+
+
 def _suite(name: str) -> Suite:
     if name not in _NAMES:
         near = difflib.get_close_matches(name, _NAMES, n=1)

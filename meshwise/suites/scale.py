@@ -14,14 +14,19 @@ the layout) and what a stage keeps of the microbatches in flight, all in fp32 an
 A transformer layer keeps 10 hidden + 3 ffn numbers a token, ffn for every expert chosen, and
 3 seq^2 a head of attention scores; a convolution two outputs. Of recomputed layers only the inputs
 stay, besides all of one layer.
+
+CPUs have more memory than they can compute with: there the ladder goes on until an iteration has at
+most ``device_flops`` a device, or to its end.
 """
 
-from math import gcd, lcm, prod
+from math import gcd, inf, lcm, prod
 from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import wide_resnet
+from meshwise.models import step_flops, wide_resnet
+from meshwise.models.counts import weights
+from meshwise.models.decoder import Weight
 from meshwise.spec import Layout, Model, WideResNet, Workload
 
 MARGIN = 1.5
@@ -52,13 +57,22 @@ def scaled(
     device_bytes: float,
     *,
     inference: bool = False,
+    device_flops: float = inf,
 ) -> Scaled:
-    """The largest of the ladder that fits ``device_bytes``; ValueError if none does."""
+    """The largest of the ladder that fits ``device_bytes``; ValueError if none does. With
+    ``device_flops`` smaller still, until an iteration has no more of them a device."""
     whole = Scaled(model, workload, layout, ())
+    first = found = None
     for rung in range(_RUNGS):
         case = _at(rung, whole) if rung else whole
-        if stage_bytes(*case[:3], inference=inference) <= device_bytes:
-            return case
+        if stage_bytes(*case[:3], inference=inference) > device_bytes:
+            continue
+        first, found = first or case, case
+        if flops(*case[:3], inference=inference) <= device_flops * layout.num_devices:
+            break
+    if found is not None:
+        why = (f"to {device_flops / 1e12:g} TFLOP an iteration of each device",)
+        return found._replace(changes=found.changes + (why if found != first else ()))
     raise ValueError(
         f"device memory of {device_bytes / 1e9:.3g} GB: too little for the smallest size of "
         f"{model.name} as {layout.name}; use a case with fewer layers or experts"
@@ -157,6 +171,45 @@ def _text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def flops(
+    model: Model | WideResNet, workload: Workload, layout: Layout, *, inference: bool = False
+) -> float:
+    """Of an iteration on all devices: forward, backward twice that, and forward again."""
+    passes = 1 if inference else 4 if layout.recompute == "full" else 3
+    return step_flops(model, workload) / 3 * passes
+
+
+def least_bytes(
+    model: Model | WideResNet, layout: Layout, element_bytes: int, *, inference: bool = False
+) -> float:
+    """What the fullest device holds whatever else it does: the weights, of ``element_bytes`` an
+    element, and in training their gradients in fp32, after ZeRO. Less than it is, by the norms that
+    tp does not divide and the tied copy in a pipeline's last stage."""
+    most = 0.0
+    for stage, layers in enumerate(layout.stage_layers(model.layers)):
+        inside = layout.of_rank(stage)
+        weight_shards = inside.shards if inside.zero == 3 else 1
+        gradient_shards = inside.shards if inside.zero >= 2 else 1
+        held = 0.0
+        for weight in weights(model):
+            if not _is_in(weight, layers, model.layers):
+                continue
+            ep = inside.ep if ".experts." in weight.name else 1
+            each = element_bytes / max(weight_shards, ep)
+            each += 0.0 if inference else 4 / max(gradient_shards, ep)
+            held += weight.num_elements / inside.tp * each
+        most = max(most, held)
+    return most
+
+
+def _is_in(weight: Weight, layers: range, count: int) -> bool:
+    """Whether the stage of these layers has it, of the model's ``count``."""
+    if weight.unit != "root":
+        return int(weight.unit.removeprefix("layers.")) in layers
+    comes_before = weight.name.startswith(("embed", "positions", "stem"))
+    return layers.start == 0 if comes_before else layers.stop == count
+
+
 def stage_bytes(
     model: Model | WideResNet, workload: Workload, layout: Layout, *, inference: bool = False
 ) -> float:
@@ -169,9 +222,9 @@ def stage_bytes(
             held = _images_of_stage(model, layers, inside, kept, inference)
         else:
             held = _text_of_stage(model, workload.seq_len, layers, inside, kept, inference)
-        weights = _state_bytes(held.dense, inside, inside.shards, inference)
-        weights += _state_bytes(held.experts, inside, max(1, inside.shards // inside.ep), inference)
-        most = max(most, weights + 4 * held.activations)
+        state = _state_bytes(held.dense, inside, inside.shards, inference)
+        state += _state_bytes(held.experts, inside, max(1, inside.shards // inside.ep), inference)
+        most = max(most, state + 4 * held.activations)
     return MARGIN * most
 
 
@@ -219,8 +272,7 @@ def _images_of_stage(
     units = {f"layers.{layer}" for layer in layers}
     if layers.start == 0 or layers.stop == model.layers:
         units.add("root")
-    weights = wide_resnet.weights(model)
-    parameters = sum(weight.num_elements for weight in weights if weight.unit in units)
+    parameters = sum(weight.num_elements for weight in weights(model) if weight.unit in units)
     outputs = dict.fromkeys(units, 0)
     for conv in wide_resnet.convolutions(model):
         if conv.unit in units:

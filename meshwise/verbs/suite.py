@@ -7,14 +7,14 @@ hangs or runs out of memory is such a row too, and the suite goes on.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from meshwise import store, suites
 from meshwise.spec import Cluster, Plan, Sample
 from meshwise.suites import tsv
 from meshwise.suites.case import BenchmarkCase
 from meshwise.verbs import job, measure, order
-from meshwise.verbs.suite_cases import Prepared, prepared
+from meshwise.verbs.suite_cases import Prepared, prepared, too_large
 from meshwise.verbs.suite_results import (
     INFERENCE_TSV,
     CaseResult,
@@ -25,6 +25,8 @@ from meshwise.verbs.suite_results import (
 )
 
 Say = Callable[[str], None]
+Listed = tuple[BenchmarkCase, Plan | None, str]
+T = TypeVar("T")
 
 
 class Settings(NamedTuple):
@@ -54,9 +56,6 @@ def run_suite(name: str, settings: Settings) -> list[CaseResult]:
     cluster, size = _place(settings)
     _check(name, settings)
     cases = _prepared(name, cluster, size, settings)
-    refused = [one for _, one in cases if isinstance(one, ValueError)]
-    if len(refused) == len(cases):
-        raise refused[0]
     job.check_machine(cluster, size)
     path = Path(f"{settings.exp_name}.tsv")
     results = []
@@ -73,27 +72,41 @@ def run_suite(name: str, settings: Settings) -> list[CaseResult]:
     return results
 
 
-def listed(name: str, settings: Settings) -> list[tuple[BenchmarkCase, Plan | None, str]]:
-    """What a suite would run: each case with its plan, and what was changed or why it cannot."""
+def listed(name: str, settings: Settings) -> list[Listed]:
+    """What a suite would run: each case with its plan, and what was changed or why it cannot.
+    ValueError as of ``run_suite``."""
     cluster, size = _place(settings)
     _check(name, settings)
-    found: list[tuple[BenchmarkCase, Plan | None, str]] = []
+    found: list[Listed] = []
     for case, one in _prepared(name, cluster, size, settings):
         if isinstance(one, ValueError):
             found.append((case, None, str(one)))
         else:
-            found.append((case, one.plan, ", ".join(one.changes)))
+            doubt = too_large(one, inference=suites.is_inference(name))
+            found.append((case, one.plan, ", ".join([*one.changes, *([doubt] if doubt else [])])))
     return found
 
 
 def run_sweep(name: str, settings: Settings) -> list[CaseResult]:
     """Run a sweep's suite on each of its cluster shapes that is here, as the source's run_exp;
     which are not is said. ValueError if none is."""
+    found = _on_each_shape(name, settings, run_suite)
+    return [result for of_shape in found.values() for result in of_shape]
+
+
+def listed_sweep(name: str, settings: Settings) -> dict[int, list[Listed]]:
+    """What a sweep would run, by number of devices; ValueError as of ``run_sweep``."""
+    return _on_each_shape(name, settings, listed)
+
+
+def _on_each_shape(
+    name: str, settings: Settings, do: Callable[[str, Settings], list[T]]
+) -> dict[int, list[T]]:
     sweep = next((sweep for sweep in suites.sweeps() if sweep.name == name), None)
     if sweep is None:
         known = ", ".join(sweep.name for sweep in suites.sweeps())
         raise ValueError(f"sweep = {name!r}: must be one of {known}")
-    results: list[CaseResult] = []
+    results: dict[int, list[T]] = {}
     reasons: list[ValueError] = []
     for num_hosts, num_devices_per_host in suites.SHAPES:
         shape = settings._replace(
@@ -104,7 +117,7 @@ def run_sweep(name: str, settings: Settings) -> list[CaseResult]:
             profile_stage_execution_time=sweep.profile_stage_execution_time,
         )
         try:
-            results += run_suite(sweep.suite, shape)
+            results[num_hosts * num_devices_per_host] = do(sweep.suite, shape)
         except ValueError as error:
             settings.say(f"{num_hosts} x {num_devices_per_host} devices: {error}")
             reasons.append(error)
@@ -131,8 +144,8 @@ def _place(settings: Settings) -> tuple[Cluster, int]:
 def _prepared(
     name: str, cluster: Cluster, size: int, settings: Settings
 ) -> list[tuple[BenchmarkCase, Prepared | ValueError]]:
-    """Every case of a suite with its plan, or why it has none."""
-    return [
+    """Every case of a suite with its plan, or why it has none; ValueError if none has."""
+    found = [
         (
             case,
             prepared(
@@ -147,6 +160,10 @@ def _prepared(
         )
         for case in suites.cases(name, size)
     ]
+    refused = [one for _, one in found if isinstance(one, ValueError)]
+    if len(refused) == len(found):
+        raise refused[0]
+    return found
 
 
 def _check(name: str, settings: Settings) -> None:

@@ -16,6 +16,7 @@ from meshwise.pages import html, ran, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
 from meshwise.spec import Cluster, Device, Layout, Recipe, Step, Tier, Workload
+from meshwise.spec.phases import ADDENDS
 from meshwise.verbs import given, job
 from meshwise.verbs.suite import Settings, listed, run_suite, run_sweep
 from tests import sample_records as known
@@ -152,7 +153,22 @@ class TestRun:
                 "it is for the suites of inference",
             ),
             ("run --suite gpt.tmp --sweep gpt", "leave out --suite"),
-            ("run --suite gpt.tmp --model gpt-30m", "leave out --model"),
+            ("run --suite gpt.tmp --model gpt-30m", "--suite has its own; leave out --model\n"),
+            ("run --suite gpt.tmp --steps 2 --mode infer --save x", "--save, --mode, --steps\n"),
+            ("run plan.json --suite gpt.tmp", "leave out the plan\n"),
+            ("run --suite gpt.tmp --layout {}", "--suite has its own; leave out --layout\n"),
+            (
+                "run --sweep gpt --niter 2 --gpus 2",
+                "--sweep has its own; leave out --niter, --gpus",
+            ),
+            ("run --suite gpt.grid_search_auto --dry-run", "the search is not built yet"),
+            ("run --sweep moe_inference --niter 3 --dry-run", "leave out --niter\n"),
+            ("run --model gpt-30m --niter 3", "niter: is of suites; leave it out, or give --suite"),
+            ("run --scale-to-fit", "scale_to_fit: is of suites"),
+            ("run --model gpt-30m --in-flight 4", "in_flight: is of inference; leave it out"),
+            ("run --model gpt-30m --new-tokens 8", "new_tokens: is of decoding; leave it out"),
+            ("run --model gpt-30m --mode infer --new-tokens 8", "new_tokens: is of decoding"),
+            ("run --model gpt-30m --mode decode --steps 8", "steps: decoding counts tokens"),
             ("run --sweep gtp", "sweep = 'gtp': must be one of gpt, moe"),
         ],
     )
@@ -160,7 +176,8 @@ class TestRun:
         pytest.importorskip("torch")
         assert call(*arguments.split()) == 2
         out, err = capsys.readouterr()
-        assert out == "" and message in err.strip().splitlines()[-1] and "Traceback" not in err
+        assert out == "" and message in err.splitlines(keepends=True)[-1]
+        assert "Traceback" not in err
         assert not Path("runs").exists() and not Path("default.tsv").exists()
 
     def test_a_dry_run_shows_the_plan(self, capsys):
@@ -173,20 +190,85 @@ class TestRun:
         (plan,) = json.loads(capsys.readouterr().out)
         assert plan["prediction"] is None and plan["layout"]["tp"] == 2
 
+    def test_a_dry_run_says_what_a_step_is(self, capsys, golden):
+        pytest.importorskip("torch")
+        for model, layout in (
+            (
+                "gpt-1.3b",
+                '{"pp": 4, "schedule": "1f1b", "microbatch_size": 2, "num_microbatches": 8}',
+            ),
+            (
+                "gpt-30m",
+                '{"pp": 2, "meshes": [[1, 1], [2, 1]], "layers": [2, 4], "schedule": "1f1b",'
+                '"microbatch_size": 2, "num_microbatches": 4}',
+            ),
+            ("wresnet-250m", '{"dp": 2, "zero": 2}'),
+        ):
+            assert call("run", "--model", model, "--layout", layout, "--dry-run") == 0
+        out = capsys.readouterr().out
+        golden("dry_run.txt", out)
+        assert max(map(len, out.splitlines())) <= 110 and not Path("runs").exists()
+
 
 class TestSuites:
     def test_the_list_names_all_and_says_where_they_run(self, capsys):
         assert call("run", "--list-suites") == 0
         out = capsys.readouterr().out
         assert "gpt.perf_test_manual" in out and "1, 4, 8, 64" in out
-        assert out.count("not built") == 2 and "gpt_inference_streaming" in out
+        assert out.count("not built: UNet") == 2 and "gpt_inference_streaming" in out
+        assert out.count("not built yet: search") == 4 + 3  # suites, and the sweeps of them
+        assert "gpt.tmp_auto" in out and "none" not in out
+
+    def test_a_dry_run_of_a_sweep_lists_its_cases_and_writes_nothing(self, capsys, monkeypatch):
+        def run(*_):
+            raise AssertionError("it ran")
+
+        monkeypatch.setattr("meshwise.verbs.suite.run_suite", run)
+        before = set(Path().iterdir())
+        assert call("run", "--sweep", "gpt_inference", "--dry-run") == 0
+        out = capsys.readouterr().out
+        titles = [line for line in out.splitlines() if "nothing was run" in line]
+        assert [title.split(";")[0] for title in titles] == [
+            "60 cases on 4 devices",
+            "40 cases on 2 devices",
+            "20 cases on 1 device",
+        ]
+        assert "8 x 8 devices: num_hosts = 8" in out
+        assert call("run", "--sweep", "gpt_inference", "--dry-run", "--json") == 0
+        document = json.loads(capsys.readouterr().out)
+        assert [case["devices"] for case in document] == [4] * 60 + [2] * 40 + [1] * 20
+        assert call("run", "--sweep", "gpt", "--dry-run") == 2
+        assert set(Path().iterdir()) == before
+
+    def test_what_cannot_fit_is_marked(self):
+        """Of 4 devices of 1 GiB: 1.3B in fp32 over tp 4 needs 1.3 GB; over 4 stages more."""
+        found = listed("gpt_inference.profile", Settings())
+        assert all("does not fit: " in note and "1.0 GiB a device" in note for _, _, note in found)
+        assert "1.2 GiB of weights" in found[0][2]
+        store.write("cluster.toml", machine(4, memory_bytes=2**31))
+        found = listed("gpt_inference.profile", Settings())
+        fits = {plan.model.name for _, plan, note in found if not note}
+        assert fits == {"gpt-1.3b"}
+        ((_, _, trained),) = listed("gpt.perf_test_manual", Settings())
+        assert "of weights and gradients, 2.0 GiB a device" in trained  # 8 x 1.3B / 4 = 2.6 GB
+        scaled = listed("gpt_inference.profile", Settings(scale_to_fit=True))
+        assert not any("does not fit" in note for _, _, note in scaled)
+
+    def test_cpus_get_sizes_that_take_seconds(self):
+        """Their memory of 80 GiB would hold what keeps them busy for minutes; a GPU's holds it."""
+        changed = {}
+        for kind in ("cpu", "cuda"):
+            store.write("cluster.toml", machine(4, memory_bytes=80 * 2**30, kind=kind))
+            ((_, _, changed[kind]),) = listed("gpt.perf_test_auto", Settings(scale_to_fit=True))
+        assert changed["cpu"].endswith("to 0.2 TFLOP an iteration of each device")
+        assert changed["cuda"] == ""
 
     @pytest.mark.parametrize("name", ["gpt", "moe", "wresnet"])
     def test_cases_shrink_to_the_memory_of_a_device(self, name):
         store.write("cluster.toml", machine(4, memory_bytes=50_000_000))
         ((_, plan, changes),) = listed(f"{name}.perf_test_auto", Settings(scale_to_fit=True))
         ((_, whole, none),) = listed(f"{name}.perf_test_auto", Settings())
-        assert none == "" and changes
+        assert "does not fit" in none and changes
         assert num_parameters(plan.model) < num_parameters(whole.model) / 10
         assert plan.layout.num_devices == 4 and plan.layout.pp == whole.layout.pp
 
@@ -257,11 +339,12 @@ PHASES = {
     "other_s": 0.0005,
     "phases_step_s": 0.0105,
 }
+PHASES |= {f"largest_{name}": 1.1 * PHASES[name] for name in ADDENDS}
 
 
 def all_results():
     return [
-        ran_once(LLAMA, SHARDED, **PHASES),
+        ran_once(LLAMA, SHARDED, **PHASES, losses=(4.87, 4.5, 4.25)),
         ran_once(LLAMA, PIPED, "infer", **STAGES),
         ran_once(LLAMA, PIPED, "decode", **TOKENS),
     ]
@@ -272,6 +355,19 @@ def test_what_was_measured_is_shown_alone(golden):
     table.write([*ran.steps(all_results()), *ran.steps([ran_once(IMAGES, SHARDED)])], stream)
     golden("unpriced.txt", stream.getvalue())
     assert "predicted" not in stream.getvalue()
+
+
+def test_streamed_batches_that_are_slower_are_marked_and_explained():
+    slow = ran_once(LLAMA, PIPED, "infer", **(STAGES | {"streamed_s": 0.0115}))
+    forward, *_ = ran.steps([ran_once(LLAMA, PIPED, "infer", **STAGES), slow])
+    assert [row[-2] for row in forward.rows] == ["4.00 ms", "11.5 ms *"]
+    assert "slower than one by one" in " ".join(forward.legend)
+
+
+def test_a_loop_timed_alone_is_not_called_one_by_one():
+    looped = ran_once(LLAMA, PIPED, "infer", **(STAGES | {"streamed_s": 0.011}))
+    *_, speed = ran.steps([looped])
+    assert speed.columns[1] == "tokens/s, streamed"
 
 
 def test_rates_are_of_what_one_time_is_of():
@@ -290,6 +386,19 @@ def test_pages_cope_with_a_plan_without_prices():
     assert "given, not priced" in " ".join(only.legend)
     text = html.page(Contents(plan, None, (done,), ()))
     assert "given, not priced" in text and plan.layout.name in text
+    assert "predicted" not in text.lower()
+
+
+@pytest.mark.parametrize("number", range(3), ids=["train", "infer", "decode"])
+def test_a_page_of_a_run_alone_shows_the_plan_that_ran_and_speaks_of_no_prediction(number):
+    done = all_results()[number]
+    text = html.page(Contents(None, None, (done,), ()))
+    for wrong in ("predicted", "no plan", "no prices", "6 per parameter" if number else "2 per p"):
+        assert wrong not in text.lower(), wrong
+    assert "The plan that ran" in text and "8 sequences of 64 tokens in a batch" in text
+    assert ("optimizer adamw" in text) == (number == 0)
+    last = len(done.plan.stages) - 1
+    assert f"stage {last}" in text and f"stage {last + 1}" not in text
 
 
 def test_a_plan_file_without_prices_runs_and_shows(capsys):
