@@ -15,6 +15,8 @@ from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
 _HELP = """Measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
 Each verb takes the files of the one before from the working directory and says which it took.
+Exit codes: 0 done, 2 bad input, 3 a gate of compare caught something, 4 cases failed or ranks died,
+130 interrupted.
 """
 
 _VERBS = {

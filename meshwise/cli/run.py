@@ -202,12 +202,12 @@ def _refuse_beside_suites(options: dict[str, Any], benchmark: Benchmark) -> None
 
 def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
     """Print what became of the plans, or the plans themselves."""
-    from meshwise.pages import planned, ran, tables
+    from meshwise.pages import planned, ran
     from meshwise.pages.steps import results
 
     run_dirs = [path for path in done if isinstance(path, Path)]
     if len(run_dirs) < len(done):
-        emit(done, [tables.layouts(done), planned.table(done)], json)
+        emit(done, [planned.table(done)], json)
         return DONE
     if not job.leads():
         return DONE

@@ -31,7 +31,8 @@ def file(
     Parameters
     ----------
     path
-        cluster.toml, costs.json, plan.json, or a run: its directory, run.json or samples.jsonl.
+        cluster.toml, costs.json, plan.json; a run: its directory, run.json or samples.jsonl; its
+        phases.json or nccl_check.json; a checkpoint's folder.
     node
         Of a plan: follow this operation of the model, as layers.0.up, to its price and its share.
     costs

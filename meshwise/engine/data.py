@@ -88,7 +88,7 @@ def open_tokens(file: str, seq_len: int) -> npt.NDArray[np.integer]:
     if len(tokens) < seq_len + 1:
         raise ValueError(
             f"{path} holds {len(tokens)} tokens, but one sequence needs {seq_len + 1}; "
-            "use a longer file or a shorter --seq-len"
+            "use a longer file or a shorter seq_len"
         )
     return tokens
 

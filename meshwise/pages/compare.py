@@ -34,7 +34,7 @@ class Compared(Record, kw_only=True):
 
 class Comparison(Record, kw_only=True):
     """``missing`` counts cases that one side alone finished; ``failed`` are ids of the cases that
-    ``fail_if`` caught."""
+    ``fail_if`` caught; ``again`` are commands that run both once more with more steps."""
 
     a: str
     b: str
@@ -43,6 +43,7 @@ class Comparison(Record, kw_only=True):
     missing: int
     fail_if: str | None = None
     failed: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
 
 
 class Gate(NamedTuple):
@@ -71,12 +72,13 @@ def compare(
     fail_if: str | None = None,
     force: bool = False,
     layouts: bool = True,
+    again: tuple[str, ...] = (),
 ) -> Comparison:
     """Compare two named sets of samples, case by case.
 
     Nothing in common, other timing methods or other regimes are a ValueError; ``force`` compares
     across methods and regimes, ``layouts`` (where both are of one cluster) steps of two layouts.
-    A gate also catches what a finished and b failed.
+    A gate also catches what a finished and b failed. ``again``: how to run both once more.
     """
     gate = None if fail_if is None else parse_gate(fail_if)
     every = [{_key(s, force): s for s in side} for _, side in (a, b)]
@@ -105,6 +107,7 @@ def compare(
         failed=()
         if gate is None
         else (*(c.case.id for c in cases if gate.catches(c)), *(s.case_id for s in broken)),
+        again=again,
     )
 
 
@@ -179,12 +182,14 @@ def table(comparison: Comparison) -> Table:
         )
         for case in comparison.cases
     )
+    mean = f"Geometric mean of {len(rows)} ratios" if len(rows) > 1 else "The one ratio"
     legend = [
-        f"Geometric mean of {len(rows)} ratios: {comparison.ratio:.3f}. Below 1, b is faster.",
+        f"{mean}: {comparison.ratio:.3f}. Below 1, b is faster.",
         "Ratio of medians (b/a) with its 95 % interval; unclear: too few or too noisy times.",
     ]
     if any(c.verdict == "unclear" and isinstance(c.case.op, Step) for c in comparison.cases):
-        legend.append("For more times a step run both plans again: meshwise run --steps 20.")
+        legend.append("For more times run both again with more steps.")
+        legend += comparison.again
     if comparison.missing:
         legend.append(f"{comparison.missing} cases were finished on one side only.")
     if comparison.fail_if:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwise.pages import collectives, figures, operators, ran, samples, show, tables
+from meshwise.pages import collectives, figures, operators, planned, ran, samples, show, tables
 from meshwise.pages.steps import StepResult
 from meshwise.pages.svg import Figure
 from meshwise.pages.table import Table
@@ -41,21 +41,18 @@ class Headline(NamedTuple):
     note: str
 
 
-LEGEND = (
+ERRORS = (
     "Error is predicted/measured - 1: +5 % means the prediction was 5 % too high.",
     "The interval of a prediction carries the error that its prices made on points left out of "
     "the fit. * marks a measurement outside it.",
-    collectives.BUS_LEGEND,
-    tables.MFU_LEGEND,
-    "MFU is FLOP/s over the datasheet's dense peak; it is left out where the peak is not known.",
-    "GB = 1e9 bytes, GiB = 2^30 bytes.",
 )
 
 
 def page(contents: Contents) -> str:
     """The whole document."""
     sections = [*_story(contents), *_measured(contents), _provenance(contents)]
-    return render(_title(contents), _subtitle(contents), sections, LEGEND, _headlines(contents))
+    legend = _legend(contents)
+    return render(_title(contents), _subtitle(contents), sections, legend, _headlines(contents))
 
 
 def render(
@@ -80,6 +77,29 @@ def render(
     )
 
 
+def _is_priced(contents: Contents) -> bool:
+    """Whether there is anything that prices say of a whole step."""
+    plans = [contents.plan, *(result.plan for result in contents.results)]
+    return contents.costs is not None or any(p is not None and p.prediction for p in plans)
+
+
+def _is_compared(contents: Contents) -> bool:
+    times = [result.time for result in contents.results]
+    return any(time is not None and time.predicted is not None for time in times)
+
+
+def _legend(contents: Contents) -> list[str]:
+    """How to read what is on the page."""
+    counted = {ran.flop_legend(result): None for result in contents.results if result.time}
+    return [
+        *(ERRORS if _is_priced(contents) else ()),
+        collectives.BUS_LEGEND,
+        *(counted or (tables.MFU_LEGEND,)),
+        "MFU is FLOP/s over the datasheet's dense peak; left out where the peak is not known.",
+        "GB = 1e9 bytes, GiB = 2^30 bytes.",
+    ]
+
+
 def _title(contents: Contents) -> str:
     plan = contents.plan or (contents.results[0].plan if contents.results else None)
     if plan is not None:
@@ -92,8 +112,10 @@ def _title(contents: Contents) -> str:
 
 def _subtitle(contents: Contents) -> str:
     """What there is, in the order of the verbs."""
-    if contents.results:
+    if contents.results and _is_priced(contents):
         return "predicted beside measured"
+    if contents.results:
+        return "what was run"
     if contents.plan is not None:
         return "what was planned"
     return "what was measured" if contents.costs is None else "what was measured and priced"
@@ -101,11 +123,13 @@ def _subtitle(contents: Contents) -> str:
 
 def _headlines(contents: Contents) -> list[Headline]:
     plan = contents.plan
+    if plan is None and len(contents.results) == 1:
+        plan = contents.results[0].plan
     if plan is None:
         return []
     prediction = plan.prediction
     if prediction is None:
-        return [Headline("layout", plan.layout.name, "given, not priced")]
+        return [Headline("layout", plan.layout.name, "given, not priced"), *_alone(contents)]
     shown = [
         Headline("best layout", plan.layout.name, f"of {plan.num_considered} considered"),
         Headline(
@@ -128,15 +152,33 @@ def _headlines(contents: Contents) -> list[Headline]:
     return shown
 
 
+def _alone(contents: Contents) -> list[Headline]:
+    """What the only run measured."""
+    result = contents.results[0] if len(contents.results) == 1 else None
+    if result is None or result.time is None:
+        return []
+    assert result.measured_low_s is not None and result.measured_high_s is not None
+    spread = tables.interval(result.measured_low_s, result.measured_high_s)
+    one = {"train": "measured step", "infer": "latency of a batch", "decode": "time of a token"}
+    shown = [Headline(one[result.mode], format_seconds(result.time.measured), spread)]
+    if result.memory is not None:
+        memory = format_bytes(result.memory.measured)
+        shown.append(Headline("measured memory", memory, "peak of one device"))
+    return shown
+
+
 def _story(contents: Contents) -> list[Section]:
     """From prices to outcome, where at least one of them is there."""
     if contents.plan is None and contents.costs is None and not contents.results:
         return []
-    return [_outcome(contents), _plan(contents), _prices(contents)]
+    sections = [_outcome(contents), _plan(contents)]
+    return [*sections, _prices(contents)] if _is_priced(contents) else sections
 
 
 def _outcome(contents: Contents) -> Section:
     title = "Predicted beside measured"
+    if contents.results and not _is_compared(contents):
+        title = "What was measured"
     if not contents.results:
         return Section(title, ("No plan has been run yet; `meshwise run` does.",))
     drawn = [figures.against(contents.results, quantity) for quantity in ("time", "memory")]
@@ -154,10 +196,14 @@ def _plan(contents: Contents) -> Section:
         figures.pipeline(contents.plan),
     ]
     shown = tuple(figure for figure in drawn if figure is not None)
+    if contents.plan is None and contents.results:
+        return Section(
+            "The plan that ran", figures=shown, tables=tuple(planned.of(contents.results))
+        )
     if contents.plan is None:
         return Section(title, ("There is no plan; `meshwise plan` makes one.",), shown)
     if contents.plan.prediction is None:
-        return Section(title, figures=shown, tables=tuple(tables.plan(contents.plan)))
+        return Section(title, figures=shown, tables=(planned.in_full(contents.plan),))
     *candidates, parts = tables.plan(contents.plan)
     return Section(title, figures=shown, tables=tuple(candidates), folded=(parts,))
 

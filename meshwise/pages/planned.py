@@ -1,9 +1,11 @@
-"""What ``run --dry-run`` would execute, without prices: plans in, a table out."""
+"""Plans as tables: what ``run --dry-run`` would execute, and a plan in full."""
 
 from collections.abc import Sequence
 
 from meshwise.models import num_parameters
+from meshwise.pages.steps import StepResult
 from meshwise.pages.table import Table
+from meshwise.pages.tables import LAYOUT_LEGEND, headline, layouts
 from meshwise.spec import Plan, WideResNet
 from meshwise.units import format_count
 
@@ -11,22 +13,27 @@ LEGEND = (
     "Batch: microbatches x the sequences or images of one on all data ranks. "
     "Stages: layers of each."
 )
+NOTHING = "Nothing was run."
 
 
 def table(plans: Sequence[Plan]) -> Table:
-    """What a step of each plan is."""
+    """What a step of each plan is; of plans with prices, what they predict."""
+    if all(plan.prediction is not None for plan in plans):
+        return layouts(plans, (NOTHING,))
     rows = tuple(
         (
             plan.layout.name,
+            str(plan.layout.num_devices),
             format_count(num_parameters(plan.model)),
             _batch(plan),
             _sample(plan),
             _layers(plan),
+            plan.recipe.optimizer,
         )
         for plan in plans
     )
-    columns = ("layout", "parameters", "batch", "each", "stages")
-    return Table("A step", columns, rows, (LEGEND,))
+    columns = ("layout", "devices", "parameters", "batch", "each", "stages", "optimizer")
+    return Table(headline(plans[0]), columns, rows, (LEGEND, NOTHING))
 
 
 def _batch(plan: Plan) -> str:
@@ -46,3 +53,39 @@ def _layers(plan: Plan) -> str:
     counts = [len(stage) for stage in plan.layout.stage_layers(plan.model.layers)]
     equal = len(set(counts)) == 1 and len(counts) > 2
     return f"{len(counts)} x {counts[0]}" if equal else " + ".join(map(str, counts))
+
+
+def of(results: Sequence[StepResult]) -> list[Table]:
+    """The plans of these runs, each once."""
+    return list(dict.fromkeys(in_full(result.plan, result.mode) for result in results))
+
+
+def in_full(plan: Plan, mode: str = "train") -> Table:
+    """Workload, layout, stages and, of training, the recipe."""
+    size, is_image = plan.workload, isinstance(plan.model, WideResNet)
+    of = "images" if is_image else f"sequences of {size.seq_len} tokens"
+    rows = (
+        ("workload", f"{size.global_batch_size} {of} in a batch"),
+        ("layout", plan.layout.name),
+        *_each_stage(plan),
+        *([("recipe", _recipe(plan))] if mode == "train" else []),
+    )
+    return Table(headline(plan), ("", ""), rows, (LAYOUT_LEGEND,), left=2)
+
+
+def _each_stage(plan: Plan) -> list[tuple[str, str]]:
+    return [
+        (
+            f"stage {number}",
+            f"layers {stage.first_layer} to {stage.last_layer - 1} on pipeline rank "
+            f"{stage.pipeline_rank}: dp{stage.dp} cp{stage.cp} tp{stage.tp} ep{stage.ep}",
+        )
+        for number, stage in enumerate(plan.stages)
+    ]
+
+
+def _recipe(plan: Plan) -> str:
+    words = {True: "on", False: "off"}
+    fields = {name: getattr(plan.recipe, name) for name in plan.recipe.__struct_fields__}
+    said = {n: words[v] if isinstance(v, bool) else str(v) for n, v in fields.items()}
+    return ", ".join(f"{name} {value}" for name, value in said.items())

@@ -6,7 +6,7 @@ alone where not; what failed and why.
 
 from collections.abc import Callable, Sequence
 
-from meshwise.pages.steps import Outcome, StepResult
+from meshwise.pages.steps import CONVENTION, Outcome, StepResult
 from meshwise.pages.table import Table
 from meshwise.pages.tables import ABSENT, INTERVAL, MFU_LEGEND, headline, interval, percent
 from meshwise.spec import WideResNet
@@ -18,20 +18,34 @@ IMAGES_LEGEND = (
     "FLOP/s and MFU count two for each multiplication of the convolutions and the head, three "
     "times for a training step."
 )
+FORWARD_LEGEND = (
+    f"FLOP/s and MFU count a forward pass, a third of {CONVENTION}'s step: 2 per parameter and "
+    "token without embedding lookups, plus 4 x layers x hidden x seq a token, attention not halved."
+)
 INFER_LEGEND = (
     "Latency: from a batch's start on the first stage to its end on the last, one batch at a time. "
-    "Streamed: time of a batch when they follow each other without a barrier, and tokens or images "
-    "a second then."
+    "Streamed: time of a batch when they follow each other without a barrier."
+)
+LOOP_LEGEND = "The streamed loop alone was timed, by rank 0's clock: its time stands for both."
+SLOWER_LEGEND = (
+    "* streamed is slower than one by one: a single stage has nothing to overlap, the loop's begin "
+    "and end count, and ranks that share cores hold each other up. More --steps tell."
 )
 STAGES_LEGEND = (
     "Own work: median over batches of a stage's own time, its slowest rank; weights and peak of "
     "the rank that has most."
 )
 PHASES_LEGEND = (
-    "Means over ranks, which add up to the step. Exposed: moments when a collective runs and no "
-    "computation does; bubble: waiting for a neighbour in the pipeline. timeline.json in the run "
-    "directory opens in Perfetto."
+    "Means over ranks, which add up to the step, and the longest of a rank; phases.json has each. "
+    "Exposed: moments when a collective runs and no computation does; bubble: waiting for a "
+    "neighbour in the pipeline. timeline.json in the run directory opens in Perfetto."
 )
+SCALED_LEGEND = (
+    "Of two steps behind the timed ones: the first, with marks between the parts, gives the times; "
+    "the second, under torch's profiler, which slows it, what ran between marks, scaled to them."
+)
+LOSS_LEGEND = "Loss: of the run's first step, warm-up included, and of its last timed one."
+PHASE_NAMES = ("forward", "backward", "optimizer", "exposed", "bubble", "other")  # of ADDENDS
 DECODE_LEGEND = (
     "First token: from the common start until every sequence has its first. Then the time between "
     "tokens of a sequence; tokens/s of all sequences."
@@ -95,33 +109,64 @@ def _phases(done: Sequence[StepResult]) -> list[Table]:
     rows = tuple(
         (
             result.plan.layout.name,
-            *(format_seconds(_number(result, name)) for name in (*ADDENDS, "phases_step_s")),
+            said,
+            *(format_seconds(_number(result, of + name)) for name in ADDENDS),
+            format_seconds(_number(result, "phases_step_s")) if not of else "",
         )
         for result in done
         if "phases_step_s" in result.metrics
+        for said, of in (("mean", ""), ("longest", "largest_"))
     )
-    names = ("forward", "backward", "optimizer", "exposed", "bubble", "other", "step")
-    title = "Where a step's time goes"
-    return [Table(title, ("layout", *names), rows, (PHASES_LEGEND,))] if rows else []
+    columns = ("layout", "ranks", *PHASE_NAMES, "step")
+    legend = (PHASES_LEGEND, SCALED_LEGEND)
+    return [Table("Where a step's time goes", columns, rows, legend, left=2)] if rows else []
 
 
 def _speed(done: Sequence[StepResult]) -> Table:
     checked = any(result.check_loss_error is not None for result in done)
-    speed = ("layout", _unit(done[0]), "FLOP/s a device", "MFU", "parameters")
-    return Table(
-        "As it ran",
-        (*speed, "loss error") if checked else speed,
-        tuple(_rates(result, checked) for result in done),
-        (_flop_legend(done[0]), *((CHECK_LEGEND,) if checked else ())),
+    learned = any(_losses(result) for result in done)
+    unit = _unit(done[0])
+    if done[0].mode == "infer":
+        unit += ", streamed" if _is_one_loop(done) else ", one by one"
+    columns = ["layout", unit, "FLOP/s a device", "MFU", "parameters"]
+    columns += ["first loss", "last loss"] * learned + ["loss error"] * checked
+    legend = [flop_legend(done[0])]
+    legend += [LOSS_LEGEND] * learned + [CHECK_LEGEND] * checked
+    rows = tuple(
+        (
+            *_rates(result),
+            *(_first_and_last(result) if learned else ()),
+            *((_loss_error(result),) if checked else ()),
+        )
+        for result in done
     )
+    return Table("As it ran", tuple(columns), rows, tuple(legend))
+
+
+def _losses(result: StepResult) -> tuple[float, ...]:
+    losses = result.metrics.get("losses", ())
+    return losses if isinstance(losses, tuple) else (losses,)
+
+
+def _first_and_last(result: StepResult) -> tuple[str, str]:
+    losses = _losses(result)
+    return (f"{losses[0]:.4f}", f"{losses[-1]:.4f}") if losses else (ABSENT, ABSENT)
+
+
+def _loss_error(result: StepResult) -> str:
+    error = result.check_loss_error
+    return ABSENT if error is None else f"{error:.1e}"
 
 
 def _unit(result: StepResult) -> str:
     return "images/s" if isinstance(result.plan.model, WideResNet) else "tokens/s"
 
 
-def _flop_legend(result: StepResult) -> str:
-    return IMAGES_LEGEND if isinstance(result.plan.model, WideResNet) else MFU_LEGEND
+def flop_legend(result: StepResult) -> str:
+    """What the run's FLOP/s count."""
+    if isinstance(result.plan.model, WideResNet):
+        return IMAGES_LEGEND
+    return MFU_LEGEND if result.mode == "train" else FORWARD_LEGEND
 
 
 def _outcome(
@@ -152,37 +197,38 @@ def _spread(result: StepResult) -> tuple[str, str, str, str]:
     return spread, *means, str(result.num_steps)
 
 
-def _rates(result: StepResult, checked: bool) -> tuple[str, ...]:
+def _rates(result: StepResult) -> tuple[str, ...]:
     assert result.tokens_per_s is not None and result.flops_per_device_per_s is not None
-    row = (
+    return (
         result.plan.layout.name,
         format_count(result.tokens_per_s),
         format_rate(result.flops_per_device_per_s, "FLOP/s"),
         percent(result.mfu),
         format_count(result.num_parameters),
     )
-    error = result.check_loss_error
-    return (*row, ABSENT if error is None else f"{error:.1e}") if checked else row
 
 
 def _inference(done: Sequence[StepResult]) -> list[Table]:
+    slower = [_is_slower_streamed(result) for result in done]
     rows = tuple(
         (
             result.plan.layout.name,
             *_outcome(result.time, format_seconds, False),
             *_spread(result),
-            format_seconds(_number(result, "streamed_s")),
+            format_seconds(_number(result, "streamed_s")) + " *" * marked,
             format_count(_number(result, "tokens_per_s")),
         )
-        for result in done
+        for result, marked in zip(done, slower, strict=True)
     )
     columns = ("layout", "latency", "interval", "mean", "std", "batches", "streamed")
+    median = f"Latency: median. Interval: {INTERVAL}."
+    legend = (INFER_LEGEND, LOOP_LEGEND if _is_one_loop(done) else median)
     return [
         Table(
             f"Forward only: {headline(done[0].plan)}",
-            (*columns, _unit(done[0])),
+            (*columns, f"{_unit(done[0])}, streamed"),
             rows,
-            (INFER_LEGEND, f"Latency: median. Interval: {INTERVAL}."),
+            (*legend, SLOWER_LEGEND) if any(slower) else legend,
         ),
         Table(
             "Stages",
@@ -193,6 +239,16 @@ def _inference(done: Sequence[StepResult]) -> list[Table]:
         ),
         _speed(done),
     ]
+
+
+def _is_one_loop(done: Sequence[StepResult]) -> bool:
+    """Whether the streamed batches alone were timed, by the driver's clock."""
+    return all(r.time is not None and r.time.measured == r.metrics["streamed_s"] for r in done)
+
+
+def _is_slower_streamed(result: StepResult) -> bool:
+    assert result.time is not None
+    return _number(result, "streamed_s") > result.time.measured
 
 
 def _stages(result: StepResult) -> list[tuple[str, ...]]:

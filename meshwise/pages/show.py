@@ -1,9 +1,13 @@
 """Any of our records as tables."""
 
-from meshwise.pages import health, ran, samples, tables
+from typing import Any
+
+from meshwise.pages import health, kept, ran, samples, tables, trace
 from meshwise.pages.steps import result
 from meshwise.pages.table import Table
 from meshwise.spec import Cluster, Costs, Plan, Record, RunInfo, Sample
+from meshwise.spec.phases import Phases
+from meshwise.spec.trace import TraceCheck
 
 
 class Run(Record, kw_only=True):
@@ -13,8 +17,18 @@ class Run(Record, kw_only=True):
     samples: tuple[Sample, ...]
 
 
-def of(record: Cluster | Costs | Plan | Run) -> list[Table]:
+# A checkpoint is plain JSON here: its record is of a room that needs torch.
+Shown = Cluster | Costs | Plan | Run | Phases | TraceCheck | dict[str, Any]
+
+
+def of(record: Shown) -> list[Table]:
     """The tables that tell what the record holds."""
+    if isinstance(record, dict):
+        return [kept.checkpoint(record)]
+    if isinstance(record, Phases):
+        return [kept.phases(record)]
+    if isinstance(record, TraceCheck):
+        return [trace.table(record, "Plan against trace")]
     if isinstance(record, Cluster):
         return tables.cluster(record)
     if isinstance(record, Costs):

@@ -179,7 +179,9 @@ def plan(chosen: Plan) -> list[Table]:
     """The best layouts, what the constraints removed, the nearest that does not fit; of a plan
     without a prediction its layout alone."""
     if chosen.prediction is None:
-        return [_given([chosen], ("It was given, not priced.", LAYOUT_LEGEND))]
+        alone = (chosen.layout.name, str(chosen.layout.num_devices), chosen.recipe.optimizer)
+        columns, said = ("layout", "devices", "optimizer"), "It was given, not priced."
+        return [Table(headline(chosen), columns, (alone,), (said, LAYOUT_LEGEND), left=1)]
     best = Candidate(layout=chosen.layout, prediction=chosen.prediction)
     candidates = (best, *chosen.runners_up)
     legend = (*_last_row(candidates), LAYOUT_LEGEND, MFU_LEGEND)
@@ -208,24 +210,14 @@ def warnings(notes: Sequence[str]) -> list[Table]:
     return [Table("Warnings", ("",), rows, more)] if rows else []
 
 
-def layouts(plans: Sequence[Plan]) -> Table:
-    """What ``run --dry-run`` would execute."""
-    nothing = ("Nothing was run.",)
+def layouts(plans: Sequence[Plan], legend: tuple[str, ...]) -> Table:
+    """What plans predict; each has a prediction."""
     chosen = [
         Candidate(layout=plan.layout, prediction=plan.prediction)
         for plan in plans
         if plan.prediction is not None
     ]
-    if len(chosen) < len(plans):
-        return _given(plans, nothing)
-    return _ranked(headline(plans[0]), chosen, nothing)
-
-
-def _given(plans: Sequence[Plan], legend: tuple[str, ...]) -> Table:
-    rows = tuple(
-        (plan.layout.name, str(plan.layout.num_devices), plan.recipe.optimizer) for plan in plans
-    )
-    return Table(headline(plans[0]), ("layout", "devices", "optimizer"), rows, legend, left=1)
+    return _ranked(headline(plans[0]), chosen, legend)
 
 
 def headline(chosen: Plan) -> str:

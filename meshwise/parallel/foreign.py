@@ -69,6 +69,8 @@ def lay_out(
         if any(strategies.selects(pattern, name) for pattern in wishes.units)
     }
     check(model, place, assigned, units, init)
+    if data.is_needed(place.layout, dtype):
+        _check_scalars(model)
     # what is refused is refused before anything is replaced
     todo = [_todo(path, module, assigned, place) for path, module in _owners(model)]
     found = [*units, *_divide(model, wishes.divided, place.layout.tp)]
@@ -132,6 +134,15 @@ def check(
     nested = [b for a in units for b in units if b.startswith(f"{a}.")]
     if nested:
         raise ValueError(f"units: {nested[0]} lies within another unit; name one of them")
+
+
+def _check_scalars(model: nn.Module) -> None:
+    """Which FSDP2 refuses by itself, in the midst of its work."""
+    for name, parameter in _parameters(model):
+        if parameter.ndim == 0:
+            raise ValueError(
+                f"{name}: is a scalar, which cannot be sharded; make it 1-D, of one element"
+            )
 
 
 def _check_module(name: str, module: nn.Module, place: Place) -> None:

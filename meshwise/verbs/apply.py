@@ -7,6 +7,7 @@ yours: make the optimizer afterwards, and divide the loss by the number of micro
 """
 
 import io
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from meshwise.models import strategies as known_strategies
-from meshwise.models.strategies import Known
+from meshwise.models.strategies import WHOLE, Known
 from meshwise.pages import table
 from meshwise.spec import Layout, Plan, Recipe
 from meshwise.verbs import files
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
     from meshwise.parallel.foreign import Init
     from meshwise.parallel.mesh import Place
+
+
+log = logging.getLogger("meshwise")
 
 
 class Unmapped(NamedTuple):
@@ -74,18 +78,43 @@ class Applied:
 
     def __str__(self) -> str:
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        mapped = [(n, shapes.get(n, ()), s) for n, s in self.mapped.items()]
+        cut = {n: s for n, s in self.mapped.items() if self.layout.tp > 1 or s == "expert"}
+        mapped = _alike([(n, shapes.get(n, ()), s) for n, s in cut.items()])
         name = type(self.model).__name__.removeprefix("FSDP")  # which FSDP2 puts in front
-        title = f"{name} as {self.layout.name}, {len(self.units)} units"
-        tables = [
-            table.Table(title, ("parameter", "shape", "strategy"), _alike(mapped), self.notes, 3)
-        ]
+        # the loop is the user's: its microbatches are not the layout's
+        title = f"{name} as {re.sub(r' mb[0-9]+x[0-9]+', '', self.layout.name)}"
+        said = (*self.notes, _data_parallel(self.layout), _gathered(self.units))
+        columns = ("parameter", "shape", "strategy") if mapped else ()
+        tables = [table.Table(title, columns, mapped, said, 3)]
         if self.unmapped:
             rows = _alike(list(self.unmapped))
             tables.append(table.Table("not mapped", ("name", "shape", "why"), rows, left=3))
         written = io.StringIO()
         table.write(tables, written)
         return written.getvalue().rstrip("\n")
+
+
+def _data_parallel(layout: Layout) -> str:
+    """What the data ranks do with the weights."""
+    count = layout.data_ranks
+    if count == 1:
+        return "One data rank has the whole batch."
+    if not layout.zero:
+        return f"Data parallel over {count} ranks: each has all of it, and gradients are averaged."
+    shards = f"{count // layout.replicas} ranks"
+    shards += f", {layout.replicas} times" if layout.replicas > 1 else ""
+    parts = ("optimizer state", "gradients", "parameters")[: layout.zero]
+    return f"Data parallel over {count} ranks; sharded over {shards}: {', '.join(parts)}."
+
+
+def _gathered(units: Sequence[str]) -> str:
+    if not units:
+        return "No units: all weights are gathered at once; units= names modules to gather alone."
+    named = ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in units))
+    return (
+        f"{len(units)} units ({named}), each gathered, recomputed and compiled by itself; what is "
+        "in none is one more."
+    )
 
 
 def _alike(rows: Sequence[tuple[str, tuple[int, ...], str]]) -> tuple[tuple[str, ...], ...]:
@@ -158,11 +187,28 @@ def apply(
     given = laid.assigned.strategies
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     whole = "no pattern names it; replicated over tp"
-    unmapped = [Unmapped(n, shapes[n], whole) for n, s in given.items() if s is None]
+    left = [n for n, s in given.items() if s is None and layout.tp > 1]
+    unmapped = [Unmapped(name, shapes[name], whole) for name in left]
     idle = [*laid.assigned.idle, *laid.idle]
     unmapped += [Unmapped(pattern, (), "names nothing of this model") for pattern in idle]
     mapped = {name: strategy for name, strategy in given.items() if strategy is not None}
-    return Applied(model, place, mapped, tuple(unmapped), laid.units, laid.notes)
+    warnings = _uncut(type(model).__name__, layout, given, wishes)
+    for warning in warnings if dist.get_rank() == 0 else ():
+        log.warning("%s", warning)
+    notes = (*warnings, *laid.notes)
+    return Applied(model, place, mapped, tuple(unmapped), laid.units, notes)
+
+
+def _uncut(
+    name: str, layout: Layout, given: Mapping[str, str | None], wishes: Known
+) -> tuple[str, ...]:
+    """Ranks that would do the same work, unless that is what was asked for."""
+    if layout.tp == 1 or any(kind is not None and kind not in WHOLE for kind in given.values()):
+        return ()
+    why = "the strategies cut none of its weights"
+    if not wishes.strategies:
+        why = f"there is no map for {name.removeprefix('FSDP')}; give strategies="
+    return (f"NOTHING IS CUT OVER TP: {why}. All {layout.tp} tp ranks hold and compute the same.",)
 
 
 def _refuse(layout: Layout, recipe: Recipe, dtype: str) -> None:

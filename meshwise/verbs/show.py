@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise import store
-from meshwise.pages.show import Run
+from meshwise.pages.show import Run, Shown
 from meshwise.pages.table import Table
 from meshwise.pages.tables import percent
 from meshwise.spec import Case, Cluster, Costs, Plan
 from meshwise.spec.label import label
 from meshwise.spec.long_attention import Dilation, LongAttention
+from meshwise.spec.phases import Phases
+from meshwise.spec.trace import TraceCheck
 from meshwise.units import format_seconds
 from meshwise.verbs import files
 
@@ -24,12 +26,26 @@ if TYPE_CHECKING:
     from meshwise.attention.cover import Cover
     from meshwise.search.explain import Explained
 
-KINDS = "cluster.toml, costs.json, plan.json, a run directory, run.json or samples.jsonl"
+KINDS = (
+    "cluster.toml, costs.json, plan.json, a run directory, run.json, samples.jsonl, phases.json, "
+    "nccl_check.json, or a checkpoint's folder"
+)
+# Records by a field that no other has.
+_KINDS: dict[str, type[Cluster | Costs | Plan | Phases | TraceCheck]] = {
+    "tiers": Cluster,
+    "surfaces": Costs,
+    "prediction": Plan,
+    "profiled_step_s": Phases,
+    "agrees": TraceCheck,
+}
+_CHECKPOINT = {"step", "seed", "layout", "optimizer", "model", "workload"}
+_CHECKPOINT |= {"data", "files", "tensors"}
 
 
-def show(path: Path | str) -> Cluster | Costs | Plan | Run:
-    """The record in ``path``: cluster.toml, costs.json, plan.json or a run (its directory,
-    run.json or samples.jsonl). Files are told apart by what they hold, not by their name."""
+def show(path: Path | str) -> Shown:
+    """The record in ``path``: cluster.toml, costs.json, plan.json, a run (its directory, run.json
+    or samples.jsonl), phases.json, nccl_check.json; a checkpoint (its folder or checkpoint.json) as
+    a dict. Files are told apart by what they hold, not by their name."""
     path = Path(path)
     if path.name in ("run.json", "samples.jsonl"):
         path = path.parent
@@ -38,15 +54,18 @@ def show(path: Path | str) -> Cluster | Costs | Plan | Run:
     if (path / "run.json").exists():
         info, samples = files.load(path)
         return Run(info=info, samples=tuple(samples))
+    if (path / "checkpoint.json").exists():
+        path /= "checkpoint.json"
     fields: dict[str, Any] = {}
     if path.suffix in (".toml", ".json"):
         fields = store.read(path, dict)
-    if "tiers" in fields:
-        return store.read(path, Cluster)
-    if "surfaces" in fields:
-        return store.read(path, Costs)
-    if "prediction" in fields:
-        return store.read(path, Plan)
+    if "traceEvents" in fields:
+        raise ValueError(f"{path} is a trace; open it at ui.perfetto.dev")
+    if fields.keys() >= _CHECKPOINT:
+        return fields
+    for name, kind in _KINDS.items():
+        if name in fields:
+            return store.read(path, kind)
     raise ValueError(f"{path} is none of our files; show can read {KINDS}")
 
 

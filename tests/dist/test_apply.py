@@ -5,6 +5,7 @@ The oracle is the same module untouched, in one process, on the whole batch, wit
 
 import copy
 import functools
+import logging
 import os
 import subprocess
 import sys
@@ -418,10 +419,41 @@ def test_the_report_names_what_is_mapped_and_what_is_not(gloo_ranks, plan_of, tm
         ("stack.*.depth", [], idle),
     ]
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert lines[0] == "Own as tp2 mb8x1, 2 units"
+    assert lines[0] == "Own as tp2"
+    assert any(line.startswith("2 units (stack.*), each gathered") for line in lines)
     assert "stack.*.asks.weight (2) 96 x 32 col/3" in lines
     assert f"stack.*.calm.bias (2) 32 {whole}" in lines
     assert f"stak.* {idle}" in lines
+
+
+def of_no_map(ranks, layouts):
+    """For each layout: what is not mapped, what is said, what is logged."""
+    found = []
+    for layout in layouts:
+        records = []
+        handler = logging.Handler()
+        handler.emit = lambda record, to=records: to.append(record.getMessage())
+        log = logging.getLogger("meshwise")
+        log.addHandler(handler)
+        applied = meshwise.apply(msgspec.convert(layout, Layout), build("own"))
+        log.removeHandler(handler)
+        said = " ".join(str(applied).split())
+        found.append((len(applied.unmapped), said, " ".join(records)))
+    return found
+
+
+def test_a_class_without_a_map_is_said_to_be_cut_by_nothing_over_tp(gloo_ranks):
+    layouts = [msgspec.to_builtins(Layout(**sizes)) for sizes in ({"tp": 2}, {"dp": 2, "zero": 3})]
+    ((unmapped, said, logged), (none, of_data, silence)), _ = gloo_ranks(
+        2, of_no_map, layouts=layouts
+    )
+    loud = "NOTHING IS CUT OVER TP: there is no map for Own; give strategies=."
+    assert loud in said and loud in logged and unmapped > 0
+    assert (none, silence) == (0, "")
+    assert "not mapped" not in of_data and "over tp" not in of_data.lower()
+    sharded = "sharded over 2 ranks: optimizer state, gradients, parameters."
+    assert of_data.startswith(f"Own as dp2 zero3 Data parallel over 2 ranks; {sharded}")
+    assert "2 units (stack.*)" in of_data
 
 
 class Odd(nn.Module):
@@ -494,6 +526,7 @@ CHANGES = {
     "torch attention": _changed(tail=lambda: nn.MultiheadAttention(32, 4)),
     "groups": _changed(tail=lambda: nn.Conv1d(4, 4, 1, groups=2)),
     "heads": _changed(stack=lambda: nn.ModuleList([Odd()])),
+    "scalar": _changed(scale=lambda: nn.Parameter(torch.tensor(1.5))),
 }
 REFUSED = {
     "a pipeline": (
@@ -532,6 +565,8 @@ REFUSED = {
     "a sum not said": (
         {"tp": 2}, "none", {"strategies": OWN | {"stack.*.per_head": "replicated"}},
         "per_head: its gradient differs between tp ranks; map it as summed"),
+    "a scalar": ({"dp": 2}, "scalar", {}, "scale: is a scalar, which cannot be sharded; make it"),
+    "a scalar over tp": ({"tp": 2}, "scalar", {}, "scale: is a scalar"),
     "units in units": (
         {"dp": 2}, "none", {"units": ("stack.*", "stack.*.calm")}, "lies within another unit"),
 }  # fmt: skip

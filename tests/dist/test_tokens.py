@@ -47,11 +47,15 @@ def test_batches_go_on_where_they_ended(file):
         ({"world_size": 3}, "world_size = 3: must divide global_batch_size = 4"),
         ({"rank": 2, "world_size": 2}, "rank = 2: must be >= 0 and < world_size = 2"),
         ({"start_step": -1}, "start_step = -1: must be >= 0"),
+        (
+            {"seq_len": 1000},
+            "holds 1000 tokens, but one sequence needs 1001; use a longer file or a shorter seq",
+        ),
     ],
 )
 def test_shares_that_do_not_fit_are_refused(file, options, message):
     with pytest.raises(ValueError, match=message):
-        meshwise.tokens(file, seq_len=5, global_batch_size=4, **options)
+        meshwise.tokens(file, **({"seq_len": 5, "global_batch_size": 4} | options))
 
 
 def test_a_file_that_is_not_there_is_refused_at_once(tmp_path):

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import re
 import statistics
 import xml.etree.ElementTree as ET
@@ -10,10 +11,13 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
+import meshwise
 from meshwise.pages import compare, health, html, ran, samples, show, svg, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
 from meshwise.spec import Case, Elementwise, Gemm, Removal, Sample
+from meshwise.spec.phases import Phases, RankPhases
+from meshwise.verbs.compare import again
 from tests import sample_records as known
 
 STEPS_S = [0.0100, 0.0102, 0.0104, 0.0106, 0.0108, 0.0110, 0.0112]
@@ -258,6 +262,91 @@ def test_any_record_can_be_shown():
         assert rendered(show.of(record))
 
 
+def test_phases_of_every_rank_and_their_ends():
+    times_s = dict.fromkeys(("bubble_s", "other_s", "communication_s"), 0.0)
+    ranks = tuple(
+        RankPhases(rank=rank, forward_s=0.001 * (rank + 1), backward_s=0.005 - 0.001 * rank,
+                   optimizer_s=0.001, exposed_communication_s=0.003, **times_s)
+        for rank in range(3)
+    )  # fmt: skip
+    (shown,) = show.of(Phases(step_s=0.010, profiled_step_s=0.012, ranks=ranks))
+    assert "10.0 ms" in shown.title and "12.0 ms under the profiler" in shown.title
+    assert [row[0] for row in shown.rows] == ["0", "1", "2", "least", "most"]
+    assert shown.rows[3][:3] == ("least", "1.00 ms", "3.00 ms")
+    assert shown.rows[4][:3] == ("most", "3.00 ms", "5.00 ms")
+
+
+CHECKPOINT = {
+    "schema_version": 1, "step": 8, "seed": 3, "layout": "dp2 zero2 mb1x1", "optimizer": "AdamW",
+    "model": {"family": "gpt", "name": "small"},
+    "workload": {"global_batch_size": 2, "seq_len": 32},
+    "data": "step-8-bd407210", "files": {"a.safetensors": 2**30, "b.safetensors": 2**29},
+    "tensors": {
+        "head.weight": {"shape": [100, 20], "dtype": "float32"},
+        "head.bias": {"shape": [100], "dtype": "float32"},
+        "optimizer.exp_avg.head.weight": {"shape": [100, 20], "dtype": "float32"},
+    },
+    "numbers": {}, "norms": {},
+}  # fmt: skip
+
+
+def test_a_checkpoint_is_told_from_its_json(tmp_path):
+    (tmp_path / "checkpoint.json").write_text(json.dumps(CHECKPOINT))
+    for path in (tmp_path, tmp_path / "checkpoint.json"):
+        (shown,) = show.of(meshwise.show(path))
+        told = dict(shown.rows)
+        assert told["next step"] == "8" and told["batch"] == "2 x 32, seed 3"
+        assert told["weights"] == "2100 elements in 2 tensors"
+        assert told["optimizer state"] == "1 tensors"
+        assert told["files"] == "2 in step-8-bd407210/, 1.5 GiB"
+
+
+def test_a_trace_is_not_shown_but_named(tmp_path):
+    (tmp_path / "timeline.json").write_text('{"traceEvents": []}')
+    with pytest.raises(ValueError, match=r"is a trace; open it at ui\.perfetto\.dev"):
+        meshwise.show(tmp_path / "timeline.json")
+
+
+def typed(*words, **changes):
+    info = known.info("run", known.plan())
+    return msgspec.structs.replace(info, command=("meshwise", "run", *words), **changes)
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "expected"),
+    [
+        (("--model", "gpt-30m"), 5, "meshwise run --model gpt-30m --steps 20"),
+        (("--steps=30", "a b.json"), 30, "meshwise run 'a b.json' --steps 60"),
+        (
+            ("--steps", "4", "--save", "x", "--check", "--save-every=2"),
+            4,
+            "meshwise run --check --steps 20",
+        ),
+        (("--suite", "gpt.perf_test_auto"), 3, ""),
+        (("--profile-driver-time",), 1, ""),
+        (("--rivals=2",), 5, ""),
+    ],
+)
+def test_a_run_is_repeated_by_its_own_command_with_more_steps(words, count, expected):
+    sample = known.step_sample(known.plan(), [0.01] * count)
+    assert again(typed(*words), [sample]) == expected
+
+
+def test_what_no_command_made_is_repeated_by_none():
+    sample = known.step_sample(known.plan(), [0.01] * 3)
+    called = msgspec.structs.replace(typed(), command=("meshwise.run(...)",))
+    assert again(called, [sample]) == ""
+    assert again(typed(), []) == ""
+
+
+def test_decoding_is_repeated_with_more_tokens():
+    sample = known.step_sample(known.plan(), [0.01] * 15)
+    op = msgspec.structs.replace(sample.case.op, mode="decode", new_tokens=16)
+    decoded = known.sample(op, [0.01] * 15)
+    command = ("--mode", "decode", "--new-tokens", "16")
+    assert again(typed(*command), [decoded]) == "meshwise run --mode decode --new-tokens 32"
+
+
 class TestCompare:
     SLOW = [2e-3 + 1e-6 * i for i in range(12)]
     FAST = [1e-3 + 1e-6 * i for i in range(12)]
@@ -344,7 +433,9 @@ class TestCompare:
         few = known.step_sample(known.plan(), [0.01, 0.02, 0.03])
         found = self.compared([few], [few])
         assert found.cases[0].verdict == "unclear"
-        assert "meshwise run --steps 20" in rendered([compare.table(found)])
+        assert "For more times" in rendered([compare.table(found)])
+        told = self.compared([few], [few], again=("meshwise run --steps 20",))
+        assert "meshwise run --steps 20" in rendered([compare.table(told)])
 
     def test_nothing_in_common(self):
         with pytest.raises(ValueError, match="share no case"):
