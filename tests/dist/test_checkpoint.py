@@ -313,7 +313,7 @@ def order(saved, tmp_path, monkeypatch):
 
 def test_what_cannot_go_on_is_refused_before_any_process(order, saved, tmp_path):
     assert len(order()) == 1
-    (tmp_path / "afile").touch()
+    (tmp_path / "taken").touch()
     smaller = layout(microbatch_size=3)
     for message, changes in {
         "seed = 6: the checkpoint has 5": {"seed": 6},
@@ -321,7 +321,7 @@ def test_what_cannot_go_on_is_refused_before_any_process(order, saved, tmp_path)
             "layout": smaller,
             "global_batch_size": 6,
         },
-        "afile cannot be written": {"save": tmp_path / "afile"},
+        "taken cannot be written": {"save": tmp_path / "taken"},
     }.items():
         with pytest.raises(ValueError, match=message):
             order(**changes)
