@@ -23,7 +23,7 @@ class Given:
     """What to run where no plan says it."""
 
     model: str | None = None
-    "Run this model without a plan: a name of any family or a Hugging Face config.json."
+    "Run this model without a plan: a name of any family, a Hugging Face config.json or a record."
     layout: str | None = None
     'A file or JSON, for example {"tp": 2, "microbatch_size": 4}; dp over all devices by default.'
     recipe: str | None = None

@@ -12,7 +12,9 @@ Hugging Face); DeepSeek-V3 without its head that predicts a second token.
 
 import difflib
 from pathlib import Path
+from typing import Any
 
+from meshwise import store
 from meshwise.models import hugging_face, wide_resnet
 from meshwise.spec import AnyModel, Cluster, Decoder, Experts, Mla, Model, WideResNet, Workload
 
@@ -100,11 +102,22 @@ def find_any(text: str) -> AnyModel:
     if text in wide_resnet.names():
         return wide_resnet.sized(text)
     if "/" in text or text.endswith(".json") or Path(text).is_dir():
-        return hugging_face.read_config(text)
+        fields = {} if Path(text).is_dir() else store.read(text, dict)
+        return _record(fields, text) if "family" in fields else hugging_face.read_config(text)
     known = all_names()
     near = difflib.get_close_matches(text, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
     raise ValueError(f"model {text!r} is not in the catalogue and no config.json; {hint}")
+
+
+def _record(fields: dict[str, Any], source: str) -> AnyModel:
+    """A record of ours, written as JSON."""
+    every: tuple[type[AnyModel], ...] = (Model, Decoder, WideResNet)
+    kinds = {str(kind.__struct_config__.tag): kind for kind in every}
+    if fields["family"] not in kinds:
+        known = ", ".join(kinds)
+        raise ValueError(f"{source}: family = {fields['family']!r}: must be one of {known}")
+    return store.convert(fields, kinds[fields["family"]], source)
 
 
 def _moe(name: str) -> Model:

@@ -31,6 +31,8 @@ from meshwise.spec import Decoder, Model
 from meshwise.spec.recipe import Routing
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# torch 2.13 warns of the older name
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _FEW_BYTES = 2**18  # each rank reads those of all
 
 
@@ -141,7 +143,7 @@ class Choice:
         # fp32 holds every token's number exactly; one gather brings both
         mine = torch.stack([most.float(), (token + self.first).float()], -1)
         found = mine.new_empty(self.ranks * len(mine), 2)
-        dist.all_gather_into_tensor(found, mine, group=self.group)
+        _gather(found, mine, group=self.group)
         found = found.view(self.ranks, len(mine), 2)
         best = found[..., 0].argmax(0, keepdim=True)
         return found[..., 1].gather(0, best)[0].long()

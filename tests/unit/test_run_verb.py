@@ -73,6 +73,14 @@ class TestGivenPlans:
         deep = msgspec.structs.replace(LLAMA, layers=8)
         assert given.plan(deep, layout=split).lowering == "eager"  # compiled code does not split
 
+    def test_a_record_in_a_file_is_a_model(self, tmp_path):
+        path = tmp_path / "images.json"
+        path.write_bytes(msgspec.json.encode(IMAGES))
+        assert given.plan(str(path)).model == IMAGES
+        path.write_text('{"family": "wide_resnet", "chanels": 8}')
+        with pytest.raises(ValueError, match=r"images.json: .* unknown field `chanels`"):
+            given.plan(str(path))
+
     def test_images_are_sequences_of_length_1(self):
         assert given.plan(IMAGES).workload == Workload(global_batch_size=8, seq_len=1)
 
