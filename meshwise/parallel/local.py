@@ -42,8 +42,10 @@ class Sum:
 
     def __init__(self, group: dist.ProcessGroup, token: Tensor) -> None:
         self.group, self.size = group, token.numel()
-        is_small = token.is_cuda and token.nbytes <= _FEW_BYTES
-        self.at_once = torch_private.summed_at_once(group, token) if is_small else None
+        # ranks of tp are neighbours, so a host has all of a group or none
+        on_one_host = token.is_cuda and torch.cuda.device_count() % group.size() == 0
+        is_fit = on_one_host and token.nbytes <= _FEW_BYTES
+        self.at_once = torch_private.summed_at_once(group, token) if is_fit else None
 
     def __call__(self, part: Tensor) -> Tensor:
         if self.at_once is not None and part.numel() == self.size:
