@@ -10,6 +10,20 @@ settings.register_profile("any machine", deadline=None)  # a loaded one is slow,
 settings.load_profile("any machine")
 
 GOLDEN = Path(__file__).parent / "golden"
+WHOLE = Path(__file__).parent / "whole.txt"
+MANY_FILES = 80  # of a run of everything
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    names = {line for line in WHOLE.read_text().splitlines() if not line.startswith("#")}
+    for item in items:
+        name = item.nodeid.rpartition("/")[2]
+        if name in names:
+            item.add_marker(pytest.mark.whole)
+            names.remove(name)
+    if names and len({item.path for item in items}) > MANY_FILES:
+        raise pytest.UsageError(f"tests/whole.txt: {min(names)} is no test; leave it out")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-NUM_TRACES = 3
+NUM_TRACES = 4
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -34,7 +34,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def peak_tensor_bytes(work: Callable[[], object], held: Iterable[Tensor]) -> int:
     """High-water mark of CPU tensor bytes while ``work`` runs; ``held`` exist before it.
 
-    ``work`` runs three times, alike each time, and must leave nothing behind. A block whose last
+    ``work`` runs four times, alike each time, and must leave nothing behind. A block whose last
     holder is one of gloo's threads is freed unseen by the profiler. Which blocks that hits is
     chance, so a free that any trace has seen counts for all.
     """

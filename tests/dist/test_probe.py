@@ -17,6 +17,7 @@ from meshwise import store
 from meshwise.launch import RanksFailed, local, worker
 from meshwise.models import saved_block_bytes
 from meshwise.probe import collectives, sweep
+from meshwise.probe.cases import effort
 from meshwise.ranks import Ranks
 from meshwise.spec import (
     Attention,
@@ -170,7 +171,9 @@ def test_four_ranks(tmp_path):
         if isinstance(sample.case.op, Collective):
             assert sample.metrics["wrong"] == 0
             calls = sample.case.regime in ("warm", "blocking")
-            assert not calls or len(sample.times_s) >= 20  # a single call varies
+            # a single call varies; with barriers between calls, on a busy machine, time may be over
+            is_over = sum(sample.times_s) >= effort.max_seconds(sample.case) / 4
+            assert not calls or is_over or len(sample.times_s) >= 20
         if isinstance(sample.case.op, Overlap):
             assert sample.metrics["compute_slowdown"] > 0
 
