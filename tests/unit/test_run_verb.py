@@ -77,8 +77,8 @@ class TestGivenPlans:
         path = tmp_path / "images.json"
         path.write_bytes(msgspec.json.encode(IMAGES))
         assert given.plan(str(path)).model == IMAGES
-        path.write_text('{"family": "wide_resnet", "chanels": 8}')
-        with pytest.raises(ValueError, match=r"images.json: .* unknown field `chanels`"):
+        path.write_text('{"family": "wide_resnet", "colour": 8}')
+        with pytest.raises(ValueError, match=r"images.json: .* unknown field `colour`"):
             given.plan(str(path))
 
     def test_images_are_sequences_of_length_1(self):
