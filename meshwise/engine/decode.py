@@ -15,7 +15,7 @@ import functools
 import math
 import statistics
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -38,7 +38,6 @@ class DecodeRequest(frame.Request, kw_only=True):
     prompt_len: Positive = 128
     new_tokens: Positive = 64
     batch: Positive = 1
-    lowering: Literal["eager", "compiled"] = "eager"
 
     def check(self) -> None:
         if self.new_tokens < 2:
@@ -75,9 +74,7 @@ def plan_for(request: DecodeRequest) -> Plan:
         num_microbatches=groups,
     )
     workload = Workload(global_batch_size=request.batch, seq_len=request.prompt_len)
-    return msgspec.structs.replace(
-        plan, layout=ours, workload=workload, lowering=request.lowering, prediction=None
-    )
+    return msgspec.structs.replace(plan, layout=ours, workload=workload, prediction=None)
 
 
 def run_ranks(ranks: Ranks, request: bytes) -> None:

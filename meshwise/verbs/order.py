@@ -90,7 +90,6 @@ class Order(NamedTuple):
             new_tokens=self.new_tokens,
             batch=plan.workload.global_batch_size,
             seed=self.seed,
-            lowering=plan.lowering,
         )
 
     def check(self, plan: Plan) -> None:

@@ -96,7 +96,7 @@ def test_tokens_of_a_graph_are_those_of_the_plain_module(one_rank, name, rows, l
     torch.compiler.reset()
     plan_of = functools.partial(_plan, lowering=lowering)
     layout = Layout(microbatch_size=rows)
-    request = on_cpu.request_of(plan_of, name, layout, batch=rows, lowering=lowering)
+    request = on_cpu.request_of(plan_of, name, layout, batch=rows)
     plan = decode.plan_for(request)
     place = mesh.build(plan.layout, "cuda")
     with on_cpu.strong_weights():
