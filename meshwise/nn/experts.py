@@ -6,8 +6,9 @@ shared expert's. Scores are a softmax over the experts (Shazeer et al. 2017; GSh
 DeepSeek-V2) or a sigmoid of each, whose bias counts in the choice only (DeepSeek-V3).
 
 Rows are sorted by expert and go through one grouped product a weight. Each group starts at a
-multiple of 8 rows, as grouped products on GPUs demand; the rows between are zero, and what is left
-of the buffer belongs to the last group, so every shape is known without asking the device.
+multiple of 8 rows, as grouped products on GPUs demand, and none is empty, whose gradient Blackwell
+leaves unwritten (pytorch/pytorch#172439); the rows between are zero, and what is left of the buffer
+belongs to the last group, so every shape is known without asking the device.
 
 The load balancing loss of a layer (Fedus et al. 2022, eq. 4) is n * sum over experts of the share
 of choices that fell on it times its mean score. It is no result: ``Balance`` adds its gradient in
@@ -93,7 +94,7 @@ class Router(nn.Module):
         scores = logits.sigmoid() if sizes.router_bias else logits.softmax(-1)
         if self.routing == "learned":
             ranking = scores + self.bias if sizes.router_bias else scores
-            experts = ranking.topk(sizes.top_k, dim=-1).indices
+            experts = self.in_groups(ranking).topk(sizes.top_k, dim=-1).indices
         else:
             experts = forced(len(x), sizes, self.routing, x.device)
         weights = scores.gather(-1, experts)
@@ -101,6 +102,18 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         shares = scores / scores.sum(-1, keepdim=True) if sizes.router_bias else scores
         return Chosen(experts, weights * sizes.routed_scale, shares.mean(0))
+
+    def in_groups(self, ranking: Tensor) -> Tensor:
+        """The same [tokens,experts], -inf outside of the best groups."""
+        sizes = self.sizes
+        if sizes.top_groups == sizes.groups:
+            return ranking
+        grouped = ranking.unflatten(-1, (sizes.groups, -1))
+        best = grouped.topk(2 if sizes.router_bias else 1, dim=-1).values.sum(-1)
+        seen = torch.zeros_like(best, dtype=torch.bool)
+        seen = seen.scatter(-1, best.topk(sizes.top_groups, dim=-1).indices, True)
+        found: Tensor = grouped.masked_fill(~seen.unsqueeze(-1), -torch.inf).flatten(-2)
+        return found
 
 
 def forced(tokens: int, sizes: Sizes, routing: Routing, device: torch.device) -> Tensor:
@@ -180,6 +193,8 @@ def _rows(x: Tensor, index: Tensor, most: int) -> Tensor:
     """Rows of x; more than ``most`` cannot all be any."""
     if len(index) <= most:
         return x.index_select(0, index)
+    if not len(x):  # all experts of a rank without a token
+        return x.new_zeros(len(index), x.shape[1])
     found = x.index_select(0, index.clamp(min=0))
     return found.masked_fill((index < 0).unsqueeze(1), 0)
 
@@ -188,7 +203,7 @@ def padded(counts: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where each of n sorted rows goes in a buffer with room for any such groups, which row each of
     the buffer's is (-1: none), and where each expert's group ends there."""
     room = n + ALIGNMENT * len(counts)
-    padded_counts = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    padded_counts = (counts.clamp(min=1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     ends, padded_ends = counts.cumsum(0), padded_counts.cumsum(0)
     gaps = padded_ends - padded_counts - ends + counts  # before each expert's rows
     row = torch.arange(n, device=counts.device)
