@@ -276,7 +276,8 @@ def join(
         raise ValueError("no launcher started this process; use meshwise.launch.run or torchrun")
     device = device_of(place)
     # a verb may join more than once in one process: each time with fresh keys
-    store = dist.PrefixStore(f"meshwise/{next(joins)}", _store(place, setup_s))
+    earlier = next(joins)
+    store = dist.PrefixStore(f"meshwise/{earlier}", _store(place, setup_s))
     ranks = Ranks(
         rank=place["rank"],
         local_rank=place["local_rank"],
@@ -294,7 +295,9 @@ def join(
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        # with it, meshes split their groups off the world; torch 2.11 crashes there unless the
+        # world is the first of this process (pytorch/pytorch#192109)
+        device_id=device if device.type == "cuda" and not earlier else None,
     )
     ranks.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return ranks
