@@ -11,13 +11,13 @@ import importlib.util
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 
 import pytest
+from torch.distributed import TCPStore
 
 CALL_S = 240.0
 TIMEOUT_S = 10.0  # of collectives
@@ -87,15 +87,16 @@ class _Job:
     """The processes of one group of ranks, each with a pipe to it."""
 
     def __init__(self, n):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # held here, as torchrun does, so that no one else can take its port before rank 0 does
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes = [], []
         for rank in range(n):
             ours, theirs = Pipe()
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_PORT": port}
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n}
             settings = {
                 "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": self.store.port,
+                "TORCHELASTIC_USE_AGENT_STORE": True,
                 "OMP_NUM_THREADS": 1,
                 "CUDA_VISIBLE_DEVICES": "",
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

@@ -1,8 +1,8 @@
 """The correctness matrix: every model family under every parallelism and legal combinations.
 
 A case is a family and a layout. It is right when the gradients of the first step and the losses of
-three steps equal those of one process, the plain module of ``nn`` and torch's own AdamW, in
-float32.
+three steps equal those of one process, the plain module of ``nn`` and torch's own AdamW: in
+float32, of Wide-ResNets in float64 (``doubled``).
 ``test_matrix.py`` runs a part of it; all of it, with a table of errors:
 
     python -m tests.dist.matrix OUT.md [WORLD...]
@@ -36,6 +36,7 @@ from meshwise.spec import (
     Workload,
     stages_of,
 )
+from tests.dist.doubled import in_float64
 from tests.errors import largest, loss_error
 
 SIZES = {"hidden": 32, "layers": 4, "heads": 4, "vocab": 101, "max_seq_len": 32}
@@ -59,6 +60,7 @@ FAMILIES = {
 RECIPE = Recipe(max_grad_norm=0.5)
 STEPS = 3
 LOSS, GRADIENT = 1e-5, 1e-4  # relative
+PART = 40  # cases of one set of processes
 WRONG = " **wrong**"
 
 SCHEDULES = {
@@ -166,11 +168,15 @@ def one_device(name, world, count):
     work = workload(world, model)
     module = build(model)
     module.init_weights(0)
+    is_double = isinstance(model, WideResNet)
+    if is_double:
+        module.double()
     step.balance(module, RECIPE.aux_loss / count)
     adamw = torch.optim.AdamW(module.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     losses, gradients = [], {}
     for inputs, targets in zip(*map(torch.from_numpy, _batches(model, work)), strict=True):
         total = 0.0
+        inputs = inputs.double() if is_double else inputs
         for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
             loss = cross_entropy(module(x), y) / count
             loss.backward()
@@ -200,6 +206,8 @@ def errors(ranks, name, plan, layouts):
         place = mesh.build(layout, "cpu")
         mine = _batches(model, work, step.rows(layout, ranks.rank))
         training = step.prepare(plan, place, mine, ranks.device, dtype="fp32", seed=0)
+        if isinstance(model, WideResNet):
+            training = in_float64(training)
         losses, gradients = one_device(name, ranks.world_size, layout.num_microbatches)
         worst = _gradient_error(training, gradients)
         reported = [float(step.run(training, index)) for index in range(STEPS)]
@@ -233,14 +241,14 @@ def _gradient_error(training, expected):
     return largest(errors.values()), max(errors, key=errors.get)
 
 
-def table(world, name):
-    """Run a family on so many ranks: the lines of its cases, and which of them are wrong."""
+def table(world, name, cases):
+    """Run cases of a family on so many ranks: a line each, and whether it is wrong."""
     from tests.dist.conftest import _GlooRanks, _plan
 
     started, lines = _GlooRanks(), []
-    model, cases = FAMILIES[name], layouts(name, world)
+    model = FAMILIES[name]
+    plan = msgspec.json.encode(_plan(model, workload(world, model), cases[0])).decode()
     for case in cases:
-        plan = msgspec.json.encode(_plan(model, workload(world, model), cases[0])).decode()
         text = msgspec.json.encode([case]).decode()
         reports = started(world, errors, name=name, plan=plan, layouts=text)
         loss = largest(report[0][0] for report in reports)
@@ -255,13 +263,22 @@ def table(world, name):
     return lines
 
 
+def of_world(world):
+    """The lines of all families, as many parts at a time as there are cores for."""
+    parts = [
+        (world, name, cases[start : start + PART])
+        for name in FAMILIES
+        for cases in [layouts(name, world)]
+        for start in range(0, len(cases), PART)
+    ]
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // world)) as pool:
+        return [line for of_part in pool.map(table, *zip(*parts, strict=True)) for line in of_part]
+
+
 def main():
-    """Run everything, or the worlds named, as many at a time as there are cores for, and write the
-    table."""
-    out, worlds = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]] or [1, 2, 3, 4, 8]
-    parts = [(world, name) for world in worlds for name in FAMILIES]
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // max(worlds))) as pool:
-        lines = [line for of_part in pool.map(lambda part: table(*part), parts) for line in of_part]
+    """Run everything, or the worlds named, and write the table."""
+    out, worlds = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]] or [8, 4, 3, 2, 1]
+    lines = [line for world in worlds for line in of_world(world)]
     wrong = sum(line.endswith(WRONG) for line in lines)
     head = "| ranks | family | layout | losses | gradients |\n|---|---|---|---|---|"
     out.write_text(f"{len(lines)} cases, {wrong} wrong.\n\n{head}\n" + "\n".join(lines) + "\n")
