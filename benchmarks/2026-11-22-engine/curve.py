@@ -1,8 +1,9 @@
-"""Losses of 50 bf16 steps under several layouts beside those of one device: python curve.py RUNS
+"""Losses of 50 bf16 steps under several layouts beside those of one device:
+python curve.py RUNS [llama | moe]
 
 The noise is what one device shows against itself when only the order of its sums differs: the same
-rows in other microbatches, or layers that are not compiled. Tokens are a Markov chain of 64 likely
-successors each, so that there is something to learn: the loss falls from ln(32000) = 10.4.
+rows in other microbatches, or layers that are not compiled. Tokens are a Markov chain of 256 words
+with four successors each: from ln(32000) = 10.4 there is much to learn, down to ln(4) = 1.4.
 """
 
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import meshwise
-from meshwise.spec import Decoder, Layout
+from meshwise.spec import Decoder, Layout, Recipe
 
 LLAMA = Decoder(
     name="llama-110m", hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, ffn=2048,
@@ -19,6 +20,8 @@ LLAMA = Decoder(
 )  # fmt: skip
 MOE = "moe-380m"
 STEPS, BATCH, SEQ = 50, 32, 512
+WORDS, SUCCESSORS = 256, 4
+RECIPE = Recipe(learning_rate=1e-3)
 ONE = Layout(microbatch_size=BATCH)
 NOISE = [(Layout(microbatch_size=8, num_microbatches=4), "compiled"), (ONE, "eager")]
 DENSE = [
@@ -34,8 +37,8 @@ EXPERTS = [Layout(dp=4, ep=4, zero=2, microbatch_size=8)]
 
 def tokens(path: Path) -> Path:
     rng = np.random.default_rng(0)
-    successors = rng.integers(0, 32000, (32000, 64), dtype=np.uint16)
-    picks, found = rng.integers(0, 64, 2**21), np.zeros(2**21, dtype=np.uint16)
+    successors = rng.integers(0, WORDS, (WORDS, SUCCESSORS), dtype=np.uint16)
+    picks, found = rng.integers(0, SUCCESSORS, 2**20), np.zeros(2**20, dtype=np.uint16)
     for i in range(1, len(found)):
         found[i] = successors[found[i - 1], picks[i]]
     np.save(path, found)
@@ -43,10 +46,11 @@ def tokens(path: Path) -> Path:
 
 
 def main() -> None:
-    runs = Path(sys.argv[1])
-    runs.mkdir(parents=True, exist_ok=True)
-    data = tokens(runs.parent / "tokens.npy")
-    for model, layouts in ((LLAMA, DENSE), (MOE, EXPERTS)):
+    runs, *names = sys.argv[1:]
+    Path(runs).mkdir(parents=True, exist_ok=True)
+    data = tokens(Path(runs) / "tokens.npy")
+    cases = {"llama": (LLAMA, DENSE), "moe": (MOE, EXPERTS)}
+    for model, layouts in map(cases.get, names or cases):
         curves = {}
         for layout, lowering in [
             (ONE, "compiled"),
@@ -54,8 +58,8 @@ def main() -> None:
             *((one, "compiled") for one in layouts),
         ]:
             (run_dir,) = meshwise.run(
-                model=model, layout=layout, global_batch_size=BATCH, seq_len=SEQ, dtype="bf16",
-                lowering=lowering, steps=STEPS - 2, warmup=1, data=data, runs=runs,
+                model=model, layout=layout, recipe=RECIPE, global_batch_size=BATCH, seq_len=SEQ,
+                dtype="bf16", lowering=lowering, steps=STEPS - 2, warmup=1, data=data, runs=runs,
                 nproc=layout.num_devices,
             )  # fmt: skip
             (sample,) = meshwise.show(run_dir).samples

@@ -54,12 +54,9 @@ def rows(gpus: int):
             )
         word = "none" if batch == 8 else "selective"
         tp = {"tp": 2, "sequence_parallel": True, "recompute": word}
-        found[f"{name}-tp"] = (
-            model,
-            seq,
-            Layout(**half, **tp, microbatch_size=2 * batch),
-            Recipe(),
-        )
+        cut = Layout(**half, **tp, microbatch_size=2 * batch)
+        found[f"{name}-tp"] = (model, seq, cut, Recipe())
+        found[f"{name}-tp-async"] = (model, seq, cut, Recipe(async_tp=True))
         once = {**half, "zero": min(half["zero"], 1)}  # gradients are reduced once a step
         found[f"{name}-pp"] = (
             model,
