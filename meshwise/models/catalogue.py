@@ -11,12 +11,23 @@ Hugging Face); DeepSeek-V3 without its head that predicts a second token.
 """
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any
 
 from meshwise import store
 from meshwise.models import hugging_face, wide_resnet
-from meshwise.spec import AnyModel, Cluster, Decoder, Experts, Mla, Model, WideResNet, Workload
+from meshwise.spec import (
+    AnyModel,
+    Cluster,
+    Decoder,
+    Experts,
+    Mla,
+    Model,
+    RopeScaling,
+    WideResNet,
+    Workload,
+)
 
 _GPT = {  # hidden, layers, heads
     "gpt-30m": (384, 6, 6),
@@ -57,12 +68,31 @@ _DECODERS = {  # hidden, layers, heads, kv_heads, ffn, vocab, max_seq_len
     "deepseek-v2": (5120, 60, 128, 128, 12288, 102400, 163840),
     "deepseek-v3": (7168, 61, 128, 128, 18432, 129280, 163840),
 }
-_EXPERTS = {  # num_experts, top_k, ffn, shared_ffn, first_dense
-    "mixtral-8x7b": (8, 2, 14336, 0, 0),
-    "mixtral-8x22b": (8, 2, 16384, 0, 0),
-    "deepseek-v2-lite": (64, 6, 1408, 2 * 1408, 1),
-    "deepseek-v2": (160, 6, 1536, 2 * 1536, 1),
-    "deepseek-v3": (256, 8, 2048, 2048, 3),
+_EXPERTS = {  # num_experts, top_k, ffn, shared_ffn, first_dense, routed_scale, groups, top_groups
+    "mixtral-8x7b": (8, 2, 14336, 0, 0, 1.0, 1, 1),
+    "mixtral-8x22b": (8, 2, 16384, 0, 0, 1.0, 1, 1),
+    "deepseek-v2-lite": (64, 6, 1408, 2 * 1408, 1, 1.0, 1, 1),
+    "deepseek-v2": (160, 6, 1536, 2 * 1536, 1, 16.0, 8, 3),
+    "deepseek-v3": (256, 8, 2048, 2048, 3, 2.5, 8, 4),
+}
+_LLAMA_3_1 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=8192)
+
+
+def _yarn(mscale: float) -> RopeScaling:
+    """DeepSeek's, from 4096 to 163,840 tokens."""
+    softmax_scale = (0.1 * mscale * math.log(40) + 1) ** 2
+    return RopeScaling(
+        kind="yarn", factor=40.0, original_max_seq_len=4096, fast=32.0, softmax_scale=softmax_scale
+    )
+
+
+_NUMBERS = {  # the first that a name begins with: rope_theta, norm_eps, rope_scaling
+    "llama-2": (1e4, 1e-5, None),
+    "llama-3.1": (5e5, 1e-5, _LLAMA_3_1),
+    "llama-3": (5e5, 1e-5, None),
+    "mixtral": (1e6, 1e-5, None),
+    "deepseek-v2": (1e4, 1e-6, _yarn(0.707)),
+    "deepseek-v3": (1e4, 1e-6, _yarn(1.0)),
 }
 _Q_LORA_RANK = {"deepseek-v2-lite": None, "deepseek-v2": 1536, "deepseek-v3": 1536}
 
@@ -138,7 +168,7 @@ def _decoder(name: str) -> Decoder:
     hidden, layers, heads, kv_heads, ffn, vocab, max_seq_len = _DECODERS[name]
     experts = mla = None
     if name in _EXPERTS:
-        num_experts, top_k, width, shared_ffn, first_dense = _EXPERTS[name]
+        num_experts, top_k, width, shared_ffn, first_dense, scale, groups, best = _EXPERTS[name]
         experts = Experts(
             num_experts=num_experts,
             top_k=top_k,
@@ -146,12 +176,18 @@ def _decoder(name: str) -> Decoder:
             shared_ffn=shared_ffn,
             first_dense=first_dense,
             router_bias=name == "deepseek-v3",
+            normalized=not name.startswith("deepseek-v2"),
+            routed_scale=scale,
+            groups=groups,
+            top_groups=best,
         )
     if name in _Q_LORA_RANK:
         rank = _Q_LORA_RANK[name]
         mla = Mla(
             q_lora_rank=rank, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128
         )
+    numbers = next(numbers for start, numbers in _NUMBERS.items() if name.startswith(start))
+    rope_theta, norm_eps, rope_scaling = numbers
     return Decoder(
         name=name,
         hidden=hidden,
@@ -162,6 +198,9 @@ def _decoder(name: str) -> Decoder:
         ffn=ffn,
         vocab=vocab,
         max_seq_len=max_seq_len,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        norm_eps=norm_eps,
         mla=mla,
         experts=experts,
     )

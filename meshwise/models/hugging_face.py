@@ -5,13 +5,14 @@ off transformers 4.57.1 (models/*/configuration_*.py, modeling_*.py); a size who
 is one model's and not derived from others must be given. No network, no transformers.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from meshwise import store
-from meshwise.spec import Decoder, Experts, Mla, Model
+from meshwise.spec import Decoder, Experts, Mla, Model, RopeScaling
 
 T = TypeVar("T")
 
@@ -50,9 +51,11 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
         vocab=config.size("vocab_size"),
         max_seq_len=config.size("max_position_embeddings"),
         tied=config.flag("tie_word_embeddings", kind == "gemma"),
+        norm_eps=config.number("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
         mla=mla,
         experts=_KINDS[kind](config),
         **_biases(config),
+        **_rotary(config),
     )
 
 
@@ -75,6 +78,15 @@ class _Config:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.error(key, f"must be a whole number >= {least}")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """Above 0; absent or null is the default."""
+        value = self.data.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise self.error(key, "must be a number > 0")
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.data.get(key, default)
@@ -157,6 +169,51 @@ def _biases(config: _Config) -> dict[str, bool]:
     return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": mlp_bias, "qk_norm": norm}
 
 
+def _rotary(config: _Config) -> dict[str, Any]:
+    """How far rotary positions turn; transformers 5 has it all in ``rope_parameters``."""
+    theta = config.number("rope_theta", 1e6 if config.kind == "mixtral" else 1e4)
+    key = "rope_parameters" if config.data.get("rope_parameters") else "rope_scaling"
+    given = config.data.get(key) or {}
+    if not isinstance(given, dict):
+        raise config.error(key, "must be an object, or null")
+    rope = _Config(given, f"{config.source}: {key}")
+    found = {"rope_theta": rope.number("rope_theta", theta)}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return found
+    ends = {
+        "linear": None,
+        "llama3": ("low_freq_factor", 1.0, "high_freq_factor", 4.0),
+        "yarn": ("beta_slow", 1.0, "beta_fast", 32.0),
+    }
+    if kind not in ends:
+        raise config.error(key, f"rope_type must be one of default, {', '.join(ends)}")
+    factor, fields = rope.number("factor", 1.0), {}
+    if names := ends[kind]:
+        slow, least, fast, most = names
+        fields = {"slow": rope.number(slow, least), "fast": rope.number(fast, most)}
+        whole = config.size("max_position_embeddings")
+        fields["original_max_seq_len"] = rope.size("original_max_position_embeddings", whole)
+    if kind == "yarn":
+        fields |= _yarn_scales(rope, factor, latent=config.kind in _LATENT)
+    scaling = config.build(RopeScaling, {}, kind=kind, factor=factor, **fields)
+    return {**found, "rope_scaling": scaling}
+
+
+def _yarn_scales(rope: _Config, factor: float, latent: bool) -> dict[str, float]:
+    """What YaRN does to the logits, which grow with the context's length (Peng et al. 2023, 3.4):
+    through q and k alike, and DeepSeek's through the softmax's scale."""
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(max(factor, 1.0)) + 1.0
+
+    both = rope.data.get("mscale") and rope.data.get("mscale_all_dim")
+    share = grown(rope.number("mscale", 1.0))
+    whole = grown(rope.number("mscale_all_dim", 1.0)) if rope.data.get("mscale_all_dim") else 1.0
+    rotary = rope.number("attention_factor", share / whole if both else grown(1.0))
+    return {"rotary_scale": rotary, "softmax_scale": whole**2 if latent else 1.0}
+
+
 def _mla(config: _Config) -> Mla:
     if "q_lora_rank" not in config.data:
         raise config.error("q_lora_rank", "must be given, or null for a q in one product")
@@ -186,23 +243,30 @@ def _qwen(config: _Config) -> Experts:
         raise config.error("mlp_only_layers", "must be a list of the first layers")
     shared = config.kind == "qwen2_moe"
     return config.experts(
-        "num_experts",
+        "num_local_experts" if "num_local_experts" in config.data else "num_experts",  # v5, v4
         ffn=config.size("moe_intermediate_size"),
         shared_ffn=config.size("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
         first_dense=len(dense),
+        normalized=config.flag("norm_topk_prob", False),
     )
 
 
 def _deepseek(config: _Config) -> Experts:
-    width = config.size("moe_intermediate_size")
+    width, is_v3 = config.size("moe_intermediate_size"), config.kind == "deepseek_v3"
+    is_greedy = not is_v3 and config.data.get("topk_method", "greedy") == "greedy"
+    groups = 1 if is_greedy else config.size("n_group", 1)
     return config.experts(
         "n_routed_experts",
         ffn=width,
         shared_ffn=width * config.size("n_shared_experts", 0, least=0),
         first_dense=config.size("first_k_dense_replace", least=0),
         every=config.size("moe_layer_freq", 1),
-        router_bias=config.kind == "deepseek_v3",
+        router_bias=is_v3,
+        normalized=is_v3 and config.flag("norm_topk_prob", True),
+        routed_scale=config.number("routed_scaling_factor", 2.5 if is_v3 else 1.0),
+        groups=groups,
+        top_groups=config.size("topk_group", 1) if groups > 1 else 1,
     )
 
 

@@ -4,7 +4,7 @@ SwiGLU or experts. Mistral, Mixtral, Qwen and DeepSeek are sizes of it.
 In: tokens [batch, seq] of int64. Out: logits [batch, seq, vocab]. Pre-norm: x + attention(norm(x)),
 then x + feed_forward(norm(x)). Rotary positions turn the halves of a head against each other, as
 Hugging Face does (Su et al. 2021): pair i at position p by p * theta^(-2i / head_dim).
-Angles are computed in fp32.
+Angles are computed in fp32; ``RopeScaling`` says how they are stretched for long contexts.
 
 Latent attention (DeepSeek-V2): k and v come from a latent row of ``kv_lora_rank``; a head of q and
 k has a part without positions and a turned part, whose k all heads share.
@@ -13,6 +13,7 @@ Where a product's result is split by heads or by ffn, what reads the same input 
 (``qkv``, ``gate_up``), so that its input is fetched from other ranks once.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import Attend, Layer, Stage, causal
-from meshwise.spec import Decoder, Mla
+from meshwise.spec import Decoder, Mla, RopeScaling
 from meshwise.spec.recipe import Routing
 
 
@@ -33,17 +34,39 @@ class Rotary(nn.Module):
     sin: Tensor
     at: Tensor | None = None
 
-    def __init__(self, dim: int, theta: float, max_seq_len: int) -> None:
+    def __init__(self, dim: int, model: Decoder) -> None:
         super().__init__()
-        self.dim, self.theta = dim, theta
+        self.dim, self.theta, self.scaling = dim, model.rope_theta, model.rope_scaling
         for name in ("cos", "sin"):
-            self.register_buffer(name, torch.empty(max_seq_len, dim // 2), persistent=False)
+            self.register_buffer(name, torch.empty(model.max_seq_len, dim // 2), persistent=False)
 
     def reset_buffers(self) -> None:
         positions, pairs = (torch.arange(n, device=self.cos.device) for n in self.cos.shape)
-        angles = positions[:, None] * self.theta ** (pairs * (-2 / self.dim))
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        frequencies, scale = self.theta ** (pairs * (-2 / self.dim)), 1.0
+        if self.scaling is not None:
+            kept = self.kept(self.scaling, frequencies)
+            frequencies = frequencies * (kept + (1 - kept) / self.scaling.factor)
+            scale = self.scaling.rotary_scale
+        angles = positions[:, None] * frequencies
+        self.cos.copy_(angles.cos() * scale)
+        self.sin.copy_(angles.sin() * scale)
+
+    def kept(self, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+        """How much of each frequency [dim / 2] stays as it is, from 0 to 1."""
+        length, ends = scaling.original_max_seq_len, (scaling.slow, scaling.fast)
+        if scaling.kind == "linear":
+            return torch.zeros_like(frequencies)
+        if scaling.kind == "llama3":
+            turns = length / (2 * math.pi) * frequencies
+            return ((turns - ends[0]) / (ends[1] - ends[0])).clamp(0, 1)
+        # the indices, of dim, that turn so often
+        last, first = (
+            self.dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            for turns in ends
+        )
+        low, high = max(math.floor(first), 0), min(math.ceil(last), self.dim - 1)
+        index = torch.arange(len(frequencies), device=frequencies.device)
+        return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = slice(x.shape[1]) if self.at is None else self.at
@@ -122,6 +145,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.heads, self.mla = attend, mla
         self.rotary = rotary
+        self.scale = model.rope_scaling.softmax_scale if model.rope_scaling else 1.0
 
     def forward(self, projected: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         mla = self.mla
@@ -132,6 +156,7 @@ class LatentAttention(nn.Module):
         k, v = kv.split([mla.nope_head_dim, mla.v_head_dim], -1)
         shared = self.rotary(turned.unsqueeze(-2)).expand(*k.shape[:-1], -1)
         q = torch.cat([plain, self.rotary(q_turned)], -1)
+        q = q if self.scale == 1 else q * self.scale
         return self.heads(q, torch.cat([k, shared], -1), v).flatten(-2)
 
 
@@ -225,7 +250,7 @@ class Llama(Stage):
         if self.first:
             self.embed = nn.Embedding(model.vocab, model.hidden)
         turned = model.head_dim if model.mla is None else model.mla.rope_head_dim
-        rotary = Rotary(turned, model.rope_theta, model.max_seq_len)
+        rotary = Rotary(turned, model)
         self.layers = nn.ModuleDict(
             {str(i): DecoderLayer(model, i, attend, rotary, routing) for i in layers}
         )

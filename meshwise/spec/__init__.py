@@ -4,7 +4,7 @@ from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import Costs, Curve, Factor, HeldOut, Surface
 from meshwise.spec.layout import Layout, Recompute, ScheduleName, Workload, rank_of
 from meshwise.spec.long_attention import Dilation, LongAttention
-from meshwise.spec.model import Decoder, Experts, Mla, Model
+from meshwise.spec.model import Decoder, Experts, Mla, Model, RopeScaling
 from meshwise.spec.op import (
     DTYPE_BYTES,
     Attention,
@@ -81,6 +81,7 @@ __all__ = [
     "Regime",
     "Removal",
     "Resharding",
+    "RopeScaling",
     "RunInfo",
     "Sample",
     "ScheduleName",

@@ -1,6 +1,6 @@
 """What a model is: sizes only. ``models/`` turns it into operations, ``nn/`` into a module."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -49,6 +49,32 @@ class Mla(Record, kw_only=True):
     v_head_dim: Positive
 
 
+class RopeScaling(Record, kw_only=True):
+    """Rotary positions for contexts longer than ``original_max_seq_len``: frequencies are divided
+    by ``factor``, or by less.
+
+    ``kind``: ``linear`` divides all alike; ``llama3`` (Llama 3.1) and ``yarn`` (Peng et al. 2023)
+    leave those that turn more than ``fast`` times in the original length, divide those that turn
+    less than ``slow`` times, and go from one to the other with the number of turns, or yarn with
+    the index of the frequency. ``rotary_scale`` multiplies cosines and sines, ``softmax_scale`` the
+    logits of latent attention.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: PositiveFloat
+    original_max_seq_len: NonNegative = 0
+    slow: PositiveFloat = 1.0
+    fast: PositiveFloat = 4.0
+    rotary_scale: PositiveFloat = 1.0
+    softmax_scale: PositiveFloat = 1.0
+
+    def check(self) -> None:
+        if self.kind != "linear" and not self.original_max_seq_len:
+            self.fail("original_max_seq_len", f"must be given for {self.kind}")
+        if self.slow >= self.fast:
+            self.fail("fast", f"must be > slow = {self.slow}")
+
+
 class Experts(Record, kw_only=True):
     """A mixture of experts of width ``ffn``: ``top_k`` of ``num_experts`` for each token, beside
     them a shared one of width ``shared_ffn`` (0: none) for every token.
@@ -57,7 +83,9 @@ class Experts(Record, kw_only=True):
     ``every`` divides have experts. ``shared_gate``: the shared expert has a gate of
     [1, hidden]. ``router_bias``: a number an expert, added to its score, which then is a sigmoid,
     else a softmax. ``normalized``: the scores of the chosen are made to add up to
-    ``routed_scale``, else only multiplied by it.
+    ``routed_scale``, else only multiplied by it. Of ``groups`` of experts in a row a token looks at
+    the best ``top_groups`` only: by the largest score of each, or with ``router_bias`` by the sum
+    of the two largest (DeepSeek-V2 and V3).
     """
 
     num_experts: Positive
@@ -70,10 +98,20 @@ class Experts(Record, kw_only=True):
     router_bias: bool = False
     normalized: bool = True
     routed_scale: PositiveFloat = 1.0
+    groups: Positive = 1
+    top_groups: Positive = 1
 
     def check(self) -> None:
-        if self.top_k > self.num_experts:
-            self.fail("top_k", f"must be <= num_experts = {self.num_experts}")
+        if self.num_experts % self.groups:
+            self.fail("groups", f"must divide num_experts = {self.num_experts}")
+        if self.router_bias and 1 < self.groups == self.num_experts:
+            self.fail("groups", "must have two experts or more each, whose scores are added")
+        if self.top_groups > self.groups:
+            self.fail("top_groups", f"must be <= groups = {self.groups}")
+        seen = self.num_experts // self.groups * self.top_groups
+        if self.top_k > seen:
+            which = "num_experts" if self.groups == 1 else "those of top_groups"
+            self.fail("top_k", f"must be <= {which} = {seen}")
 
     def are_in(self, layer: int) -> bool:
         return layer >= self.first_dense and layer % self.every == 0
@@ -105,6 +143,7 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
     qk_norm: bool = False
     gated: bool = True
     rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: RopeScaling | None = None
     norm_eps: PositiveFloat = 1e-5
     mla: Mla | None = None
     experts: Experts | None = None

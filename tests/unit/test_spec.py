@@ -39,6 +39,7 @@ from meshwise.spec import (
     Prediction,
     Recipe,
     Record,
+    RopeScaling,
     Sample,
     Surface,
     Tier,
@@ -67,7 +68,14 @@ FEW = settings(
 TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Model: lambda f: {"hidden": f["heads"] * f["hidden"]},
     Decoder: lambda f: {"heads": f["kv_heads"] * f["heads"]},
-    Experts: lambda f: {"num_experts": f["top_k"] + f["num_experts"]},
+    Experts: lambda f: {
+        "num_experts": f["groups"] * (f["top_k"] + f["num_experts"]),
+        "top_groups": min(f["groups"], f["top_groups"]),
+    },
+    RopeScaling: lambda f: {
+        "original_max_seq_len": f["original_max_seq_len"] + 1,
+        "fast": 2 * f["slow"] + f["fast"],
+    },
     WideResNet: lambda f: {"blocks": (2, *f["blocks"])},
     Gemm: lambda f: {"scaling": "row" if f["dtype"] == "fp8" else "none"},
     Attention: lambda f: {
