@@ -78,6 +78,7 @@ def rows(gpus: int):
         ep = Layout(**dp, ep=gpus, microbatch_size=32)
         found[f"moe-{hidden}-dp"] = (moe(hidden), 1024, Layout(**dp, microbatch_size=32), BALANCED)
         found[f"moe-{hidden}-ep"] = (moe(hidden), 1024, ep, BALANCED)
+        found[f"moe-{hidden}-dp-skewed"] = (*found[f"moe-{hidden}-dp"][:3], SKEWED)
         found[f"moe-{hidden}-ep-skewed"] = (moe(hidden), 1024, ep, SKEWED)
     images = WideResNet(name="wresnet-1b", channels=320, width_factor=2)
     sgd = Recipe(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, max_grad_norm=0.0)
