@@ -6,7 +6,6 @@ are in fp32, results in bf16. Masters, gradients between ranks, norms and attent
 are.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,20 +20,23 @@ ALIGNMENT = 16  # of both dims of a weight, demanded by the kernels
 def apply(layer: nn.Module) -> None:
     """Make the layer's linear modules compute in fp8; those whose sizes do not fit stay."""
     for module in layer.modules():
-        if isinstance(module, nn.Linear) and not any(n % ALIGNMENT for n in module.weight.shape):
-            module.forward = partial(_linear, module)  # type: ignore[method-assign]
+        if type(module) is nn.Linear and not any(n % ALIGNMENT for n in module.weight.shape):
+            module.__class__ = Linear  # a function of each module's own would be compiled for each
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    rows = x.flatten(0, -2)
-    if len(rows) % ALIGNMENT:
-        raise ValueError(
-            f"{len(rows)} tokens on a rank: fp8 needs a multiple of {ALIGNMENT}; change the "
-            "microbatch size or the sequence length"
-        )
-    y: Tensor = _Product.apply(rows, module.weight)  # type: ignore[no-untyped-call]
-    y = y if module.bias is None else y + module.bias
-    return y.view(*x.shape[:-1], -1)
+class Linear(nn.Linear):
+    """x W^T + b by ``product``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        if len(rows) % ALIGNMENT:
+            raise ValueError(
+                f"{len(rows)} tokens on a rank: fp8 needs a multiple of {ALIGNMENT}; change the "
+                "microbatch size or the sequence length"
+            )
+        y: Tensor = _Product.apply(rows, self.weight)  # type: ignore[no-untyped-call]
+        y = y if self.bias is None else y + self.bias
+        return y.view(*x.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):

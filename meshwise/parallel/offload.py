@@ -129,20 +129,23 @@ class _Calls:
 def apply(model: Stage) -> None:
     """Wrap every layer, before or after it is compiled and sharded.
 
-    A layer's class gets a ``__call__`` around torch's, which is outside compiled code and outside
-    what FSDP2 does before and after a layer.
+    The layers' class gets a ``__call__`` around torch's, which is outside compiled code and outside
+    what FSDP2 does before and after a layer. Layers of one class stay of one, or each would be
+    compiled for itself.
     """
-    calls = _Calls()
-    for number, layer in enumerate(model.layers.values()):
+    calls, kinds = _Calls(), dict[type, type]()
+    first, *_ = model.layers.values()
+    for layer in model.layers.values():
         assert isinstance(layer, Layer)
-        kind = type(layer)
-        wrapped = {"__call__": _around(kind, calls, first=number == 0)}
-        layer.__class__ = type(f"Offloaded{kind.__name__}", (kind,), wrapped)
+        if (kind := type(layer)) not in kinds:
+            wrapped = {"__call__": _around(kind, calls, first)}
+            kinds[kind] = type(f"Offloaded{kind.__name__}", (kind,), wrapped)
+        layer.__class__ = kinds[kind]
 
 
-def _around(kind: type[nn.Module], calls: _Calls, *, first: bool) -> Callable[..., Any]:
+def _around(kind: type[nn.Module], calls: _Calls, first: nn.Module) -> Callable[..., Any]:
     def call(layer: nn.Module, x: Tensor) -> Any:
-        return calls.run(lambda x: kind.__call__(layer, x), layer, first, x)
+        return calls.run(lambda x: kind.__call__(layer, x), layer, layer is first, x)
 
     return call
 

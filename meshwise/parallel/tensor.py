@@ -11,7 +11,6 @@ gradients that are partial sums are known to be. Fewer key and value heads than 
 by several ranks each.
 """
 
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -141,8 +140,8 @@ def _split_latent(qkv: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, Any]) -> 
 def _repeat_heads(linear: nn.Linear, tp_mesh: DeviceMesh, head_dim: int) -> None:
     """Each rank computes the one head that its queries read, several ranks the same one."""
     distribute_module(linear, tp_mesh)
-    rows = repeated_rows(linear.out_features // head_dim, head_dim, tp_mesh)
-    linear.forward = partial(_product_of_rows, linear, rows)  # type: ignore[method-assign]
+    linear.rows = repeated_rows(linear.out_features // head_dim, head_dim, tp_mesh)  # type: ignore[assignment]
+    linear.__class__ = RowsOfLinear  # a function of each module's own would be compiled for each
 
 
 def repeated_rows(heads: int, head_dim: int, tp_mesh: DeviceMesh) -> slice:
@@ -151,11 +150,15 @@ def repeated_rows(heads: int, head_dim: int, tp_mesh: DeviceMesh) -> slice:
     return slice(head * head_dim, (head + 1) * head_dim)
 
 
-def _product_of_rows(linear: nn.Linear, rows: slice, x: DTensor) -> Tensor:
-    weight, bias = experts.local(linear.weight), linear.bias
-    return F.linear(
-        experts.local(x), weight[rows], None if bias is None else experts.local(bias)[rows]
-    )
+class RowsOfLinear(nn.Linear):
+    """x of all ranks -> the product with the ``rows`` of the weight that make this rank's head."""
+
+    rows: slice
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = experts.local(self.weight), self.bias
+        part = None if bias is None else experts.local(bias)[self.rows]
+        return F.linear(experts.local(x), weight[self.rows], part)
 
 
 def split_head(
