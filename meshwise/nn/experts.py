@@ -224,7 +224,8 @@ def activate(x: Tensor, gated: bool) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
     """x [n,k], the rows of group g ending at ``offsets`` [g], weight [groups,out,k] -> [n,out]."""
-    dtypes = (torch.bfloat16, *([torch.float32] if x.device.type == "cpu" else []))
+    in_fp32 = x.device.type == "cpu" and not torch.compiler.is_compiling()  # which knows bf16 only
+    dtypes = (torch.bfloat16, *([torch.float32] if in_fp32 else []))
     aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
     if x.dtype in dtypes and aligned:
         y = F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)

@@ -8,7 +8,7 @@ compiled with the layer, FSDP2's run outside the compiled code.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -117,15 +117,19 @@ def fill(
             part.reset_buffers()  # type: ignore[operator]
 
 
-def loss_function(layout: Layout, lowering: Lowering) -> Loss:
-    """(logits, targets) -> this rank's mean loss as a local scalar, compiled if the layers are.
+def loss_function(layout: Layout, lowering: Lowering, classes: int) -> Loss:
+    """(logits, targets) -> this rank's mean loss as a local scalar, compiled if the layers are;
+    ``classes``: how many logits there are.
 
     Compiled, the fp32 copies of the logits are never written to memory. With tp the logits stay
     split by vocabulary; call it, and the backward, inside ``loss_context``.
     """
     compute: Loss = cross_entropy
     if lowering == "compiled":
-        compute = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
+        # torch's cache on disk has one entry for all ranks, whose shares may be uneven
+        uneven = classes % layout.tp > 0
+        options: Any = {"fx_graph_cache": False} if uneven else None
+        compute = torch.compile(cross_entropy, fullgraph=True, dynamic=False, options=options)
     if layout.tp == 1:
         return compute
 

@@ -84,7 +84,7 @@ class _Built:
             self.compute: Callable[[Tensor], Tensor] = module
             self.gradient = randn(shape, dtype, device, seed=1)
         else:
-            loss = loss_function(self.layout, lowering)
+            loss = loss_function(self.layout, lowering, op.model.vocab)
             self.compute = lambda x: loss(module(x), targets)
 
     def work(self, direction: str) -> Work:
