@@ -11,7 +11,6 @@ Hugging Face); DeepSeek-V3 without its head that predicts a second token.
 """
 
 import difflib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,9 @@ _LLAMA_3_1 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=8192)
 
 def _yarn(mscale: float) -> RopeScaling:
     """DeepSeek's, from 4096 to 163,840 tokens."""
-    softmax_scale = (0.1 * mscale * math.log(40) + 1) ** 2
+    scale = hugging_face.grown(40.0, mscale) ** 2
     return RopeScaling(
-        kind="yarn", factor=40.0, original_max_seq_len=4096, fast=32.0, softmax_scale=softmax_scale
+        kind="yarn", factor=40.0, original_max_seq_len=4096, fast=32.0, softmax_scale=scale
     )
 
 

@@ -201,17 +201,19 @@ def _rotary(config: _Config) -> dict[str, Any]:
 
 
 def _yarn_scales(rope: _Config, factor: float, latent: bool) -> dict[str, float]:
-    """What YaRN does to the logits, which grow with the context's length (Peng et al. 2023, 3.4):
-    through q and k alike, and DeepSeek's through the softmax's scale."""
-
-    def grown(by: float) -> float:
-        return 0.1 * by * math.log(max(factor, 1.0)) + 1.0
-
+    """Through q and k alike, and DeepSeek's through the softmax's scale."""
     both = rope.data.get("mscale") and rope.data.get("mscale_all_dim")
-    share = grown(rope.number("mscale", 1.0))
-    whole = grown(rope.number("mscale_all_dim", 1.0)) if rope.data.get("mscale_all_dim") else 1.0
-    rotary = rope.number("attention_factor", share / whole if both else grown(1.0))
+    share = grown(factor, rope.number("mscale", 1.0))
+    by = rope.number("mscale_all_dim", 1.0)
+    whole = grown(factor, by) if rope.data.get("mscale_all_dim") else 1.0
+    rotary = rope.number("attention_factor", share / whole if both else grown(factor))
     return {"rotary_scale": rotary, "softmax_scale": whole**2 if latent else 1.0}
+
+
+def grown(factor: float, by: float = 1.0) -> float:
+    """What YaRN multiplies q and k by, as logits grow with the context's length (Peng et al. 2023,
+    3.4)."""
+    return 0.1 * by * math.log(max(factor, 1.0)) + 1.0
 
 
 def _mla(config: _Config) -> Mla:

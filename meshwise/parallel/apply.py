@@ -119,7 +119,7 @@ def fill(
 
 def loss_function(layout: Layout, lowering: Lowering, classes: int) -> Loss:
     """(logits, targets) -> this rank's mean loss as a local scalar, compiled if the layers are;
-    ``classes``: how many logits there are.
+    ``classes``: how many logits tp divides.
 
     Compiled, the fp32 copies of the logits are never written to memory. With tp the logits stay
     split by vocabulary; call it, and the backward, inside ``loss_context``.
