@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from meshwise.parallel.mesh import share
+
 BETA2_DECAY = -0.8
 EPS2 = 1e-3
 
@@ -121,4 +123,4 @@ def _zeros_without(parameter: nn.Parameter, dim: int) -> Tensor:
 
 def _local(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return share(tensor)

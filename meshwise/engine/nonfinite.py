@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwise.engine.step import Training
 from meshwise.parallel import apply, pipeline
+from meshwise.parallel.mesh import share
 from meshwise.parallel.pipeline import Stage
 from meshwise.ranks import Ranks
 
@@ -130,5 +130,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _is_finite(value: Tensor) -> bool:
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = share(value)
     return not local.is_floating_point() or bool(local.detach().isfinite().all())

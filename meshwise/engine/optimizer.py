@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.engine.adafactor import Adafactor
 from meshwise.parallel import torch_private
+from meshwise.parallel.mesh import share
 from meshwise.spec import Recipe
 
 BETAS = (0.9, 0.95)
@@ -32,7 +33,7 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> Any:
         is_complex = super()._init_group(group, *tensors)  # type: ignore[no-untyped-call]
         for same in tensors:
-            same[:] = map(_own, same)
+            same[:] = map(share, same)
         return is_complex
 
 
@@ -68,7 +69,7 @@ def clip_gradients(
         gradient = parameter.grad
         assert gradient is not None
         held = uncounted if parameter is copy else alike[_num_replicas(gradient)]
-        held.append(_own(gradient))
+        held.append(share(gradient))
     norms = {n: nn.utils.get_total_norm(group, foreach=True) for n, group in alike.items()}
     total = torch.stack([norm.square() / n for n, norm in norms.items()]).sum()
     if not alone:
@@ -77,11 +78,6 @@ def clip_gradients(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils adds the same 1e-6
     torch_private.scale([*uncounted, *chain.from_iterable(alike.values())], factor)
     return norm
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """This rank's share."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _num_replicas(gradient: Tensor) -> int:

@@ -20,7 +20,7 @@ from meshwise.nn import GPT, Stage, initial
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import Layer, cross_entropy
 from meshwise.parallel import data, fp8, offload, recompute, tensor, torch_private
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import Place, share
 from meshwise.spec import Layout, Recipe
 
 Lowering = Literal["eager", "compiled"]
@@ -134,8 +134,7 @@ def loss_function(layout: Layout, lowering: Lowering, classes: int) -> Loss:
         return compute
 
     def local_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        whole = compute(logits, targets)
-        return whole.to_local() if isinstance(whole, DTensor) else whole
+        return share(compute(logits, targets))
 
     return local_loss
 

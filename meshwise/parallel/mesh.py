@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshwise.spec import Layout, rank_of
 
@@ -109,6 +111,11 @@ def _links(layout: Layout, device_type: str) -> dict[int, Link]:
             for group in groups:
                 dist.all_reduce(torch.zeros(1, device=device_type), group=group)
     return links
+
+
+def share(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
