@@ -19,12 +19,15 @@ mesh of their own; their gradients come as sums over ep ranks and are meant as m
 exchange of tokens sees to.
 """
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwise.nn import Stage
 from meshwise.nn.experts import MoE
 from meshwise.parallel import torch_private
 from meshwise.parallel.mesh import Place, data_axes
@@ -89,6 +92,36 @@ def before_backward(model: nn.Module, layout: Layout, *, last: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last or layout.zero == 3)
         model.set_requires_gradient_sync(last or layout.zero >= 2)
+
+
+def may_rest(layout: Layout) -> bool:
+    """Whether FSDP2 has nothing to do between the first and the last microbatch of a step: weights
+    stay gathered and gradients whole. Its hooks are half of a small layer's time on the host."""
+    return layout.zero <= 1 and layout.ep == 1 and layout.num_microbatches > 1
+
+
+def gather(model: Stage) -> None:
+    """Have the weights for forwards that FSDP2 does not see."""
+    if isinstance(model, FSDPModule):
+        torch_private.begin(model)
+        before_split_backward(model)
+
+
+def at_rest(model: Stage) -> AbstractContextManager[None]:
+    """FSDP2 sees neither the forward in here nor its backward; call ``after_rest`` behind that."""
+    return torch_private.unseen(_units(model))
+
+
+def after_rest(model: Stage, layout: Layout, *, last: bool) -> None:
+    """Take up the gradients of such a backward."""
+    torch_private.add_gradients(_units(model))
+    if last:
+        after_split_backward(model, layout, last=True)
+
+
+def _units(model: Stage) -> list[FSDPModule]:
+    parts = (model, *model.layers.values())
+    return [part for part in parts if isinstance(part, FSDPModule)]
 
 
 def before_split_backward(model: nn.Module) -> None:

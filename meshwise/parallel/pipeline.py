@@ -26,7 +26,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwise import models, nn
 from meshwise.parallel import tied, torch_private
-from meshwise.parallel.data import after_split_backward, before_backward, before_split_backward
+from meshwise.parallel.data import (
+    after_rest,
+    after_split_backward,
+    at_rest,
+    before_backward,
+    before_split_backward,
+    gather,
+    may_rest,
+)
 from meshwise.parallel.mesh import Link, Place
 from meshwise.reshard.regions import Layout as Regions
 from meshwise.reshard.regions import placed
@@ -241,8 +249,23 @@ class _Step(Messages):
         self.total = torch.zeros((), device=pipeline.device)
         self.split = any(action.kind == "I" for action in pipeline.row)
         self.last_of = {(action.kind, action.stage): action for action in pipeline.row}
+        self.first_of = {a.stage: a for a in reversed(pipeline.row) if a.kind == "F"}
+        self.resting = self.find_resting()
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor | GradientEdge]] = {}
         self.postponed: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def find_resting(self) -> set[tuple[int, int]]:
+        """(stage, microbatch) whose forward and backward FSDP2 need not see. Without other data
+        ranks these are all; else not the first, which gathers weights beside computation, and the
+        last, which reduces gradients so."""
+        layout = self.pipeline.layout
+        if self.split or not may_rest(layout):
+            return set()
+        found = {(action.stage, action.microbatch) for action in self.pipeline.row}
+        if layout.dp * layout.cp > 1:
+            ends = [*self.first_of.values(), *(a for a in self.last_of.values() if a.kind == "B")]
+            found -= {(action.stage, action.microbatch) for action in ends}
+        return found
 
     def work(self, action: Action) -> None:
         stage, key = self.pipeline.stages[action.stage], (action.stage, action.microbatch)
@@ -252,10 +275,14 @@ class _Step(Messages):
         if action.kind == "F":
             self.saved[key] = self.forward(stage, action)
         elif action.kind == "B":
-            before_backward(module, layout, last=last)
+            rests = key in self.resting
+            if not rests:
+                before_backward(module, layout, last=last)
             x, result = self.saved.pop(key)
             torch.autograd.backward(result, self.gradient(stage, action))
             self.send_back(stage, action, x)
+            if rests:
+                after_rest(module, layout, last=last)
         elif action.kind == "I":
             before_split_backward(module)
             self.postponed[key] = self.backward_of_input(stage, action)
@@ -269,7 +296,7 @@ class _Step(Messages):
         number = action.microbatch
         module = stage.module
         x = self.inputs[number] if module.first else self.take(action).requires_grad_()
-        result: Tensor = module(x)
+        result = self.compute(module, x, action)
         if module.last:
             loss = self.loss(result, self.targets[number]) / len(self.inputs)
             self.total += loss.detach()
@@ -278,6 +305,16 @@ class _Step(Messages):
         # A backward in one part starts from the result's place in the graph: once it is sent, the
         # result itself may go.
         return x, result if self.split else get_gradient_edge(result)
+
+    def compute(self, module: nn.Stage, x: Tensor, action: Action) -> Tensor:
+        if (action.stage, action.microbatch) not in self.resting:
+            return module(x)  # type: ignore[no-any-return]
+        if self.first_of[action.stage] == action:
+            gather(module)
+        if x.is_floating_point():  # images; FSDP2 would cast them
+            x = x.to(self.pipeline.dtype)
+        with at_rest(module):
+            return module(x)  # type: ignore[no-any-return]
 
     def gradient(self, stage: Stage, action: Action) -> Tensor | None:
         """Of the stage's result; of the loss it is 1."""

@@ -3,7 +3,8 @@
 Tried on torch 2.11 and 2.13.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeGuard
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 Postponed = list[dict[str, Any]]
 
@@ -116,9 +117,62 @@ def backward_of_weights(weights: Iterable[nn.Parameter], postponed: Postponed) -
     _backward.stage_backward_weight(iter(weights), postponed)
 
 
+def begin(model: nn.Module) -> None:
+    """What FSDP2 does once, before the first forward that it sees."""
+    _state(model)._lazy_init()
+
+
+@contextmanager
+def unseen(units: Iterable[Any]) -> Iterator[None]:
+    """FSDP2 does not see the forwards of its units in here, nor the backwards of what they return.
+
+    It can be told publicly to gather and to reduce nothing; its hooks run all the same.
+    """
+    taken = []
+    for unit in units:
+        state = _state(unit)
+        for hooks, handle, last in (
+            (unit._forward_pre_hooks, state._pre_forward_hook_handle, False),
+            (unit._forward_hooks, state._post_forward_hook_handle, True),
+        ):
+            taken.append((hooks, handle.id, hooks.pop(handle.id), last))
+    try:
+        yield
+    finally:
+        for hooks, number, hook, last in taken:
+            hooks[number] = hook
+            hooks.move_to_end(number, last=last)
+
+
+def add_gradients(units: Iterable[Any]) -> None:
+    """Add the gradients of a backward that FSDP2 did not see to the sums that it keeps (in the
+    dtype of reductions), as its hooks would, but in few calls."""
+    sums, parts = [], []
+    for unit in units:
+        state = _state(unit)
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for weight in (weight for group in groups if group for weight in group.fsdp_params):
+            total, part = weight.unsharded_accumulated_grad, weight.unsharded_param.grad
+            if total is None or part is None:
+                weight.to_accumulated_grad_if_needed()
+            elif isinstance(part, DTensor) and part.placements != total.placements:
+                weight.accumulate_unsharded_grad_if_needed()
+            else:
+                weight.unsharded_param.grad = None
+                sums.append(total._local_tensor if isinstance(total, DTensor) else total)
+                parts.append(part._local_tensor if isinstance(part, DTensor) else part)
+    if sums:
+        torch._foreach_add_(sums, parts)
+
+
 def end_backward(model: nn.Module) -> None:
     """What FSDP2 does when autograd has ended, for gradients that no hook of its saw."""
-    fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+    _state(model)._root_post_backward_final_callback()
+
+
+def _state(unit: Any) -> Any:
+    """What FSDP2 knows of a unit."""
+    return fully_shard.state(unit)  # type: ignore[attr-defined]
 
 
 def cut(dim: int, parts: int) -> Placement:

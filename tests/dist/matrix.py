@@ -5,7 +5,7 @@ three steps equal those of one process, the plain module of ``nn`` and torch's o
 float32, of Wide-ResNets in float64 (``doubled``).
 ``test_matrix.py`` runs a part of it; all of it, with a table of errors:
 
-    python -m tests.dist.matrix OUT.md [WORLD...]
+    python -m tests.dist.matrix OUT.md [WORLD...] [FAMILY...]
 """
 
 import functools
@@ -263,11 +263,11 @@ def table(world, name, cases):
     return lines
 
 
-def of_world(world):
-    """The lines of all families, as many parts at a time as there are cores for."""
+def of_world(world, families):
+    """The lines of the families, as many parts at a time as there are cores for."""
     parts = [
         (world, name, cases[start : start + PART])
-        for name in FAMILIES
+        for name in families
         for cases in [layouts(name, world)]
         for start in range(0, len(cases), PART)
     ]
@@ -276,9 +276,11 @@ def of_world(world):
 
 
 def main():
-    """Run everything, or the worlds named, and write the table."""
-    out, worlds = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]] or [8, 4, 3, 2, 1]
-    lines = [line for world in worlds for line in of_world(world)]
+    """Run everything, or the worlds and families named, and write the table."""
+    out, words = Path(sys.argv[1]), sys.argv[2:]
+    worlds = [int(word) for word in words if word.isdigit()] or [8, 4, 3, 2, 1]
+    families = [word for word in words if not word.isdigit()] or list(FAMILIES)
+    lines = [line for world in worlds for line in of_world(world, families)]
     wrong = sum(line.endswith(WRONG) for line in lines)
     head = "| ranks | family | layout | losses | gradients |\n|---|---|---|---|---|"
     out.write_text(f"{len(lines)} cases, {wrong} wrong.\n\n{head}\n" + "\n".join(lines) + "\n")
