@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from meshwise.parallel.mesh import share
+
 Postponed = list[dict[str, Any]]
 
 
@@ -144,6 +146,7 @@ def unseen(units: Iterable[Any]) -> Iterator[None]:
             hooks.move_to_end(number, last=last)
 
 
+@torch.no_grad()
 def add_gradients(units: Iterable[Any]) -> None:
     """Add the gradients of a backward that FSDP2 did not see to the sums that it keeps (in the
     dtype of reductions), as its hooks would, but in few calls."""
@@ -159,8 +162,8 @@ def add_gradients(units: Iterable[Any]) -> None:
                 weight.accumulate_unsharded_grad_if_needed()
             else:
                 weight.unsharded_param.grad = None
-                sums.append(total._local_tensor if isinstance(total, DTensor) else total)
-                parts.append(part._local_tensor if isinstance(part, DTensor) else part)
+                sums.append(share(total))
+                parts.append(share(part))
     if sums:
         torch._foreach_add_(sums, parts)
 
