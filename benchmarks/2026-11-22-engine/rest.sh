@@ -3,12 +3,11 @@
 #   rows    timed: overlapped products, skew, and the pipelines without FSDP2's hooks (some 350 s)
 #   curves  50 steps of a Llama type, with cp, and of experts; tests/gpu beside them (some 400 s)
 #   suites  the other suites on 4 and 2 GPUs, each until its time is up (some 480 s)
-# Each part packs its run directories, without steps and traces, into $OUT/PART.tgz.
+# Not run yet. Each part packs its run directories and tables into $OUT/PART.tgz.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-here=benchmarks/2026-11-22-engine part=$1 runs=$OUT/../rest-$1
-python=$PWD/.venv/bin/python
-mkdir -p "$runs"
+here=benchmarks/2026-11-22-engine part=$1 runs=$(mktemp -d)
+python=$PWD/.venv/bin/python OUT=$(realpath "$OUT")
 
 rows() {
 	local name
@@ -39,10 +38,9 @@ suites() {
 }
 
 suite() { # GPUs, seconds, name
-	timeout $2 "$python" -m meshwise run --suite $3 --niter 2 --num-hosts 1 \
-		--num-devices-per-host $1 --runs "$runs" --exp-name rest-$1 >>"$OUT/suites.txt" 2>&1
+	(cd "$runs" && timeout $2 "$python" -m meshwise run --suite $3 --niter 2 --num-hosts 1 \
+		--num-devices-per-host $1 --runs . --exp-name rest-$1 >>"$OUT/suites.txt" 2>&1)
 	grep -E "^Type|error|does not fit" "$OUT/suites.txt" | tail -n 3 | cut -c1-200
-	cp rest-$1.tsv "$OUT"
 }
 
 $part
