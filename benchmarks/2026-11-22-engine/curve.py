@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import meshwise
 from meshwise.spec import Decoder, Layout, Recipe
@@ -31,8 +32,15 @@ DENSE = [
         pp=2, tp=2, sequence_parallel=True, schedule="1f1b", microbatch_size=8, num_microbatches=4
     ),
     Layout(cp=2, dp=2, zero=2, microbatch_size=16, recompute="selective"),
+    Layout(cp=2, microbatch_size=BATCH, recompute="selective"),
+    Layout(dp=2, zero=2, microbatch_size=16),
+    Layout(tp=2, sequence_parallel=True, microbatch_size=BATCH),
+    Layout(pp=2, schedule="1f1b", microbatch_size=8, num_microbatches=4),
 ]
-EXPERTS = [Layout(dp=4, ep=4, zero=2, microbatch_size=8)]
+EXPERTS = [
+    Layout(dp=4, ep=4, zero=2, microbatch_size=8),
+    Layout(dp=2, ep=2, zero=2, microbatch_size=16),
+]
 
 
 def tokens(path: Path) -> Path:
@@ -48,14 +56,14 @@ def tokens(path: Path) -> Path:
 def main() -> None:
     runs, *names = sys.argv[1:]
     Path(runs).mkdir(parents=True, exist_ok=True)
-    data = tokens(Path(runs) / "tokens.npy")
+    data, gpus = tokens(Path(runs) / "tokens.npy"), torch.cuda.device_count()
     cases = {"llama": (LLAMA, DENSE), "moe": (MOE, EXPERTS)}
     for model, layouts in map(cases.get, names or cases):
         curves = {}
         for layout, lowering in [
             (ONE, "compiled"),
             *NOISE,
-            *((one, "compiled") for one in layouts),
+            *((one, "compiled") for one in layouts if one.num_devices <= gpus),
         ]:
             (run_dir,) = meshwise.run(
                 model=model, layout=layout, recipe=RECIPE, global_batch_size=BATCH, seq_len=SEQ,

@@ -110,8 +110,7 @@ def prepare(
         dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
         device=device,
     )
-    classes = getattr(plan.model, "vocab", 0)  # those of images stay whole
-    loss_function = apply.loss_function(inside, plan.lowering, classes)
+    loss_function = apply.loss_function(inside, plan.lowering)
     mine = batches if at is None else batches.at(at)
     return _training(built, loss_function, mine, plan.recipe, alone=layout.num_devices == 1)
 

@@ -25,6 +25,14 @@ from meshwise.spec import Layout, Recipe
 
 Lowering = Literal["eager", "compiled"]
 Loss = Callable[[Tensor, Tensor], Tensor]
+# The compiler awaits a collective where it starts it. Started early and awaited late, tp's run
+# beside products of the backward that neither make nor need their tensors.
+BESIDE_PRODUCTS = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": [
+        "raise_comms", "reorder_communication_preserving_peak_memory", "sink_waits",
+    ],
+}  # fmt: skip
 
 
 def parallelize(
@@ -51,15 +59,20 @@ def parallelize(
     kinds = layout.recomputed(len(model.layers))
     if lowering == "compiled":
         torch_private.allow_graphs(64)
-        torch_private.overlap_products(recipe.async_tp, place.mesh["tp"].get_group())
     for (index, layer), kind in zip(model.layers.items(), kinds, strict=True):
         assert isinstance(layer, Layer)
         fill(model, layer, f"layers.{index}", seed, device, masters)
         if recipe.fp8 and dtype == "bf16":
             fp8.apply(layer)
-        recompute.apply(layer, kind, lowering)
+        in_one = lowering == "compiled" and is_one_graph(layer, layout)
+        recompute.apply(layer, kind, "compiled" if in_one else "eager")
         if lowering == "compiled":
-            layer.compile(fullgraph=is_one_graph(layer, layout), dynamic=False)
+            options: Any = BESIDE_PRODUCTS if recipe.async_tp else None
+            how: Any = {"fullgraph": in_one, "dynamic": False, "options": options}
+            if kind == "full" and layout.tp > 1:  # compiled checkpoints cannot keep a mesh (2.13)
+                layer.compute = torch.compile(layer.compute, **how)  # type: ignore[method-assign]
+            else:
+                layer.compile(**how)
         if sharded:
             data.shard(layer, place, dtype, recipe, root=False)
     for name, child in model.named_children():
@@ -117,19 +130,15 @@ def fill(
             part.reset_buffers()  # type: ignore[operator]
 
 
-def loss_function(layout: Layout, lowering: Lowering, classes: int) -> Loss:
-    """(logits, targets) -> this rank's mean loss as a local scalar, compiled if the layers are;
-    ``classes``: how many logits tp divides.
+def loss_function(layout: Layout, lowering: Lowering) -> Loss:
+    """(logits, targets) -> this rank's mean loss as a local scalar, compiled if the layers are.
 
     Compiled, the fp32 copies of the logits are never written to memory. With tp the logits stay
     split by vocabulary; call it, and the backward, inside ``loss_context``.
     """
     compute: Loss = cross_entropy
     if lowering == "compiled":
-        # torch's cache on disk has one entry for all ranks, whose shares may be uneven
-        uneven = classes % layout.tp > 0
-        options: Any = {"fx_graph_cache": False} if uneven else None
-        compute = torch.compile(cross_entropy, fullgraph=True, dynamic=False, options=options)
+        compute = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
     if layout.tp == 1:
         return compute
 

@@ -69,7 +69,17 @@ def build(layout: Layout, device_type: str) -> Place:
     made = [_meshes(layout, rank, device_type) for rank in range(layout.pp)]
     mesh, experts, context = made[mine]
     links = _links(layout, device_type)
+    if mesh["tp"].size() > 1:
+        _keep_apart(mesh)
     return Place(layout.of_rank(mine), mine, mesh, links, experts, context)
+
+
+def _keep_apart(mesh: DeviceMesh) -> None:
+    """Give each rank entries of its own in torch's cache of compiled code on disk. Its key knows
+    a DTensor's mesh, but not the rank in it nor the names of its groups, both of which stand in
+    the code: the ranks of a host that shared an entry had the loss of other shares (torch 2.13)."""
+    names = ",".join(group.group_name for group in mesh.get_all_groups())
+    torch.compiler.config.cache_key_tag = f"rank {dist.get_rank()} in groups {names}"
 
 
 def _meshes(

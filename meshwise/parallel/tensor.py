@@ -23,6 +23,7 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
     distribute_module,
+    distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -73,6 +74,23 @@ def _share(module: nn.Module, tp_mesh: DeviceMesh, stream: Placement) -> None:
 
     module.register_forward_pre_hook(lambda m, inputs: read(m, inputs, tp_mesh))
     module.register_forward_hook(lambda m, _, output: write(m, output, tp_mesh))
+
+
+def _split_embedding(embed: nn.Embedding, tp_mesh: DeviceMesh, stream: Placement) -> None:
+    """Split the table by vocabulary. The result is awaited here: torch's RowwiseParallel leaves
+    that to the reader, and a compiled layer gives such an input no gradient (torch 2.13)."""
+
+    def cut(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        weight = distribute_tensor(embed.weight, mesh, [Shard(0)], src_data_rank=None)
+        embed.weight = nn.Parameter(weight)
+
+    def read(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[DTensor]:
+        return (DTensor.from_local(inputs[0], mesh, [Replicate()]),)
+
+    def write(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+        return output.redistribute(mesh, [stream]).to_local()  # type: ignore[no-any-return]
+
+    distribute_module(embed, tp_mesh, cut, input_fn=read, output_fn=write)  # type: ignore[arg-type]
 
 
 def split_gpt_layer(layer: GPTLayer, tp_mesh: DeviceMesh, sequence_parallel: bool) -> GPTLayer:
@@ -193,8 +211,7 @@ def apply(model: Stage, place: Place) -> None:
 def _split(model: GPT | Llama, tp_mesh: DeviceMesh, sequence_parallel: bool) -> None:
     stream = _stream(sequence_parallel)
     if model.first:
-        embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
-        parallelize_module(model, tp_mesh, {"embed": embed})
+        _split_embedding(model.embed, tp_mesh, stream)
         if isinstance(model, GPT):
             _replicate(model.positions, tp_mesh, stream)
     for layer in model.layers.values():

@@ -44,20 +44,6 @@ def scale(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def overlap_products(wanted: bool, group: dist.ProcessGroup) -> None:
-    """Let the compiler move the slices of a gather and of a reduction through symmetric memory,
-    while the product beside it works on others.
-
-    torchtitan switches it on by the same two names; there are no public ones.
-    """
-    if torch._inductor.config._micro_pipeline_tp != wanted:
-        torch._inductor.config._micro_pipeline_tp = wanted
-    if wanted:
-        from torch.distributed import _symmetric_memory
-
-        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
-
-
 def summed_at_once(group: dist.ProcessGroup, like: Tensor) -> Callable[[Tensor], Tensor] | None:
     """A sum over ranks of tensors as large as ``like``, each rank reading those of all from
     symmetric memory: a third of the time of NCCL's for some KiB. None where GPUs cannot.

@@ -84,7 +84,7 @@ class _Built:
             self.compute: Callable[[Tensor], Tensor] = module
             self.gradient = randn(shape, dtype, device, seed=1)
         else:
-            loss = loss_function(self.layout, lowering, op.model.vocab)
+            loss = loss_function(self.layout, lowering)
             self.compute = lambda x: loss(module(x), targets)
 
     def work(self, direction: str) -> Work:

@@ -183,10 +183,10 @@ class Plan(Record, kw_only=True):
             )
 
     def _check_recipe(self) -> None:
-        layout, recipe = self.layout, self.recipe
+        recipe, compiled = self.recipe, self.lowering == "compiled"
         if recipe.fp8 and (self.dtype != "bf16" or any(stage.tp > 1 for stage in self.stages)):
             self.fail("recipe", "fp8 casts bf16 products of whole weights; use dtype bf16 and tp 1")
-        if recipe.async_tp and not (layout.sequence_parallel and self.lowering == "compiled"):
-            self.fail("recipe", "async_tp overlaps what sequence_parallel sends; use it, compiled")
+        if recipe.async_tp and not (compiled and max(stage.tp for stage in self.stages) > 1):
+            self.fail("recipe", "async_tp is for compiled layers under tp; use both, or false")
         if recipe.weights == "bf16" and self.dtype != "bf16":
             self.fail("recipe", "masters of bf16 are for dtype bf16; use weights fp32")

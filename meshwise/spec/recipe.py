@@ -17,8 +17,8 @@ class Recipe(Record, kw_only=True):
     that computes (ZeRO-3). ``attention``: the kernel. ``aux_loss``: weight of the experts' load
     balancing loss. ``routing``: by the router, or to experts of equal or, as 1/n, of unequal load,
     for benchmarks. ``fp8``: the layers' products by scaled fp8. ``offload``: activations wait in
-    host memory for their backward. ``async_tp``: products overlap with their gathers and
-    reductions.
+    host memory for their backward. ``async_tp``: compiled, tp's gathers and reductions run
+    beside products of the backward that do not need them.
     """
 
     optimizer: Optimizer = "adamw"

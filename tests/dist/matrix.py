@@ -5,7 +5,10 @@ three steps equal those of one process, the plain module of ``nn`` and torch's o
 float32, of Wide-ResNets in float64 (``doubled``).
 ``test_matrix.py`` runs a part of it; all of it, with a table of errors:
 
-    python -m tests.dist.matrix OUT.md [WORLD...] [FAMILY...]
+    python -m tests.dist.matrix OUT.md [WORLD...] [FAMILY...] [compiled]
+
+``compiled``: layers by the compiler up to, but without, its code; less the schedules that split
+backwards, which it cannot.
 """
 
 import functools
@@ -17,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 
 from meshwise import schedule
 from meshwise.engine import data, step
@@ -67,6 +71,7 @@ SCHEDULES = {
     "1f1b": 1, "interleaved_1f1b": 2, "gpipe": 1, "zbv": 2, "looped_bfs": 2,
     "interleaved_zero_bubble": 2, "dualpipev": 2,
 }  # fmt: skip
+SPLIT = ("zbv", "interleaved_zero_bubble", "dualpipev")
 
 
 def workload(world, model):
@@ -197,7 +202,10 @@ def errors(ranks, name, plan, layouts):
     """[error of losses, error of gradients, where] of each layout, as this rank sees them."""
     plan, model = msgspec.json.decode(plan, type=Plan), FAMILIES[name]
     found = []
+    if plan.lowering == "compiled":
+        nn.Module.compile = _by_aot
     for layout in msgspec.json.decode(layouts, type=list[Layout]):
+        torch._dynamo.reset()
         work = workload(ranks.world_size, model)
         stages = stages_of(layout, model.layers, {})
         plan = msgspec.structs.replace(
@@ -216,6 +224,10 @@ def errors(ranks, name, plan, layouts):
         loss = loss_error(means, losses)
         found.append([loss, *worst])
     return found
+
+
+def _by_aot(module, *, options=None, **rest):
+    module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager", **rest)
 
 
 def _gradient_error(training, expected):
@@ -241,13 +253,14 @@ def _gradient_error(training, expected):
     return largest(errors.values()), max(errors, key=errors.get)
 
 
-def table(world, name, cases):
+def table(world, name, lowering, cases):
     """Run cases of a family on so many ranks: a line each, and whether it is wrong."""
     from tests.dist.conftest import _GlooRanks, _plan
 
     started, lines = _GlooRanks(), []
     model = FAMILIES[name]
-    plan = msgspec.json.encode(_plan(model, workload(world, model), cases[0])).decode()
+    plan = _plan(model, workload(world, model), cases[0], lowering=lowering)
+    plan = msgspec.json.encode(plan).decode()
     for case in cases:
         text = msgspec.json.encode([case]).decode()
         reports = started(world, errors, name=name, plan=plan, layouts=text)
@@ -263,12 +276,13 @@ def table(world, name, cases):
     return lines
 
 
-def of_world(world, families):
+def of_world(world, families, lowering):
     """The lines of the families, as many parts at a time as there are cores for."""
+    out = SPLIT if lowering == "compiled" else ()
     parts = [
-        (world, name, cases[start : start + PART])
+        (world, name, lowering, cases[start : start + PART])
         for name in families
-        for cases in [layouts(name, world)]
+        for cases in [[case for case in layouts(name, world) if case.schedule not in out]]
         for start in range(0, len(cases), PART)
     ]
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // world)) as pool:
@@ -279,8 +293,9 @@ def main():
     """Run everything, or the worlds and families named, and write the table."""
     out, words = Path(sys.argv[1]), sys.argv[2:]
     worlds = [int(word) for word in words if word.isdigit()] or [8, 4, 3, 2, 1]
-    families = [word for word in words if not word.isdigit()] or list(FAMILIES)
-    lines = [line for world in worlds for line in of_world(world, families)]
+    families = [word for word in words if word in FAMILIES] or list(FAMILIES)
+    lowering = "compiled" if "compiled" in words else "eager"
+    lines = [line for world in worlds for line in of_world(world, families, lowering)]
     wrong = sum(line.endswith(WRONG) for line in lines)
     head = "| ranks | family | layout | losses | gradients |\n|---|---|---|---|---|"
     out.write_text(f"{len(lines)} cases, {wrong} wrong.\n\n{head}\n" + "\n".join(lines) + "\n")

@@ -25,9 +25,19 @@ def some(world):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.whole)])
 def test_a_part_of_the_matrix_equals_one_device(gloo_ranks, plan_of, world):
+    check(gloo_ranks, plan_of, world, "eager")
+
+
+def test_a_part_of_the_matrix_compiled_equals_one_device(gloo_ranks, plan_of):
+    check(gloo_ranks, plan_of, 2, "compiled")
+
+
+def check(gloo_ranks, plan_of, world, lowering):
     for name, layouts in some(world):
+        if lowering == "compiled":
+            layouts = [each for each in layouts if each.schedule not in matrix.SPLIT]
         model = matrix.FAMILIES[name]
-        plan = plan_of(model, matrix.workload(world, model), layouts[0])
+        plan = plan_of(model, matrix.workload(world, model), layouts[0], lowering=lowering)
         reports = gloo_ranks(
             world,
             matrix.errors,

@@ -4,13 +4,10 @@ The oracle is a plain GPT with torch's own AdamW and clipping on the whole globa
 """
 
 import functools
-import os
 
 import msgspec
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwise.engine import data, step
 from meshwise.nn import gpt
@@ -207,40 +204,6 @@ def test_bf16_stays_near_fp32(gloo_ranks, encoded_plan, world_size):
         assert losses == pytest.approx(expected, rel=2e-3)
         assert losses != expected
         assert dtypes == ["torch.float32"]
-
-
-def compiled_losses(ranks, plan):
-    layout = Layout(dp=2, zero=3, microbatch_size=2, num_microbatches=2)
-    training = prepared(ranks, plan, layout)
-    return mean_over_ranks(ranks, [float(step.run(training, index)) for index in range(STEPS)])
-
-
-def test_compiled_layers(gloo_ranks, encoded_plan):
-    """The only test that trains by inductor."""
-    plan = encoded_plan(dtype="bf16", lowering="compiled")
-    found = gloo_ranks(2, compiled_losses, plan=plan)[0]
-    assert found == pytest.approx(one_device()[1], rel=2e-3)
-
-
-def compiled_loss_errors(ranks, cache):
-    """Of a loss over uneven shares of the vocabulary, compiled twice with torch's cache on disk."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    both = DeviceMesh("cpu", [0, 1])
-    torch.manual_seed(0)
-    logits, targets = torch.randn(2, 8, MODEL.vocab), torch.randint(MODEL.vocab, (2, 8))
-    due, found = cross_entropy(logits, targets), []
-    for _ in range(2):
-        torch._dynamo.reset()
-        loss = apply.loss_function(Layout(tp=2), "compiled", MODEL.vocab)
-        with apply.loss_context(Layout(tp=2)):
-            value = loss(distribute_tensor(logits, both, [Shard(-1)]), targets)
-        found.append(abs(value - due).item())
-    return found
-
-
-def test_uneven_shares_of_logits_are_compiled_by_each_rank(gloo_ranks, tmp_path):
-    for of_rank in gloo_ranks(2, compiled_loss_errors, cache=str(tmp_path)):
-        assert max(of_rank) < 1e-5
 
 
 def refusals(ranks):
