@@ -3,6 +3,7 @@
 Out: a ``Ranks`` over all processes. Each job keeps its own default group.
 """
 
+import atexit
 import contextlib
 import functools
 import os
@@ -176,7 +177,7 @@ def _attached(world: dist.ProcessGroup, timeout_s: float) -> Ranks:
     """Made once for a group: its control group and its keys in the store stay."""
     place = ranks.environment()
     assert place is not None
-    return Ranks(
+    joined = Ranks(
         rank=world.rank(),
         local_rank=place["local_rank"],
         world_size=world.size(),
@@ -189,3 +190,11 @@ def _attached(world: dist.ProcessGroup, timeout_s: float) -> Ranks:
         control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         timeout_s=timeout_s,
     )
+    atexit.register(_let_go, joined)
+    return joined
+
+
+def _let_go(joined: Ranks) -> None:
+    """A group that lives until Python itself is taken down may end its process by SIGABRT."""
+    joined.control = joined.store = None
+    _attached.cache_clear()

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Rows, curves and suites of README.md on 4 H200, the last two also on 2: OUT=DIR bash benchmarks/2026-11-22-engine/rest.sh PART...
-#   rows    timed, alone: overlapped products, skew, pipelines without FSDP2's hooks (some 450 s)
+# What README.md lacks on 4 H200: OUT=DIR bash benchmarks/2026-11-22-engine/rest.sh PART...
+#   rows    timed, alone: messages beside products (some 220 s)
 #   curves  50 steps of a Llama type and of experts, tests/gpu beside them
-#   suites  each until its time is up; curves may run beside them (some 560 s)
+#   suites  each until its time is up; curves may run beside them (some 560 s; also on 2)
 # Packs run directories and tables into $OUT/runs.tgz.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -11,8 +11,7 @@ python=$PWD/.venv/bin/python OUT=$(realpath "$OUT")
 
 rows() {
 	local name
-	for name in 2.6b-tp-async moe-768-dp-skewed moe-1024-dp-skewed 2.6b-tp-pp 2.6b-tp-pp-bf16 2.6b-pp \
-		8b-tp-async 8b-tp-pp-x4 8b-pp; do
+	for name in 2.6b-tp-async 8b-tp-async 2.6b-tp-pp-async 8b-tp-pp-async; do
 		row $name
 	done
 }

@@ -22,6 +22,7 @@ LLAMA_8B = Decoder(
     vocab=128256, max_seq_len=8192, rope_theta=500_000.0,
 )  # fmt: skip
 BF16 = Recipe(weights="bf16", reduce="bf16")
+ASYNC = Recipe(async_tp=True)
 BALANCED, SKEWED = Recipe(routing="balanced"), Recipe(routing="skewed")
 
 
@@ -56,7 +57,7 @@ def rows(gpus: int):
         tp = {"tp": 2, "sequence_parallel": True, "recompute": word}
         cut = Layout(**half, **tp, microbatch_size=2 * batch)
         found[f"{name}-tp"] = (model, seq, cut, Recipe())
-        found[f"{name}-tp-async"] = (model, seq, cut, Recipe(async_tp=True))
+        found[f"{name}-tp-async"] = (model, seq, cut, ASYNC)
         once = {**half, "zero": min(half["zero"], 1)}  # gradients are reduced once a step
         found[f"{name}-pp"] = (
             model,
@@ -74,6 +75,7 @@ def rows(gpus: int):
             )
             found[f"{name}-tp-pp-x4"] = (model, seq, deeper, Recipe())
             found[f"{name}-tp-pp-bf16"] = (model, seq, flat, BF16)
+            found[f"{name}-tp-pp-async"] = (model, seq, deeper if batch == 2 else flat, ASYNC)
     for hidden in (768, 1024):
         ep = Layout(**dp, ep=gpus, microbatch_size=32)
         found[f"moe-{hidden}-dp"] = (moe(hidden), 1024, Layout(**dp, microbatch_size=32), BALANCED)
