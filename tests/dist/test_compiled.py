@@ -24,6 +24,7 @@ CASES = {  # name -> layout, recipe, vocabulary
     "dp": (Layout(dp=2, zero=3, microbatch_size=1, num_microbatches=2), BY_SGD, 64),
     "tp": (msgspec.structs.replace(SPLIT, recompute="none"), BY_SGD, 64),
     "uneven": (SPLIT, BY_SGD, 61),
+    "full": (msgspec.structs.replace(SPLIT, recompute="full"), BY_SGD, 64),
     "async": (SPLIT, msgspec.structs.replace(BY_SGD, async_tp=True), 64),
 }
 
