@@ -33,13 +33,13 @@ CASES = {  # name -> layout, recipe, vocabulary
 def plans(plan_of):
     """case -> its plan in JSON; both ranks compute with the one key head."""
 
-    def make(case):
+    def make(case, dtype="fp32"):
         layout, recipe, vocab = CASES[case]
         model = Decoder(
             hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=48, vocab=vocab,
             max_seq_len=16,
         )  # fmt: skip
-        plan = plan_of(model, WORKLOAD, layout, lowering="compiled")
+        plan = plan_of(model, WORKLOAD, layout, dtype=dtype, lowering="compiled")
         return msgspec.json.encode(msgspec.structs.replace(plan, recipe=recipe)).decode()
 
     return make
@@ -51,7 +51,7 @@ def prepared(ranks, plan, cache):
     plan = msgspec.json.decode(plan, type=Plan)
     mine = batches(plan, step.rows(plan.layout, ranks.rank))
     place = mesh.build(plan.layout, "cpu")
-    return step.prepare(plan, place, mine, ranks.device, dtype="fp32", seed=0)
+    return step.prepare(plan, place, mine, ranks.device, dtype=plan.dtype, seed=0)
 
 
 def batches(plan, rows):
@@ -70,11 +70,19 @@ def losses(ranks, plan, cache):
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_one_device(gloo_ranks, plans, tmp_path, case):
-    plan = msgspec.json.decode(plans(case), type=Plan)
+    check(gloo_ranks, plans(case), tmp_path, 1e-5)
+
+
+def test_bf16_stays_near_them(gloo_ranks, plans, tmp_path):
+    check(gloo_ranks, plans("dp", "bf16"), tmp_path, 2e-3)
+
+
+def check(gloo_ranks, text, cache, bound):
+    plan = msgspec.json.decode(text, type=Plan)
     alone = step.prepare_alone(plan, batches(plan, slice(None)), torch.device("cpu"), seed=0)
     due = [float(step.run(alone, index)) for index in range(STEPS)]
-    for found in gloo_ranks(2, losses, plan=plans(case), cache=str(tmp_path))[0]:
-        assert loss_error(found, due) < 1e-5
+    for found in gloo_ranks(2, losses, plan=text, cache=str(cache))[0]:
+        assert loss_error(found, due) < bound
 
 
 def overlapped(ranks, plan, cache):
