@@ -1,5 +1,6 @@
 """Training on GPUs under a launcher."""
 
+import json
 import subprocess
 import sys
 
@@ -24,16 +25,58 @@ for seed in (0, 1):
         runs=sys.argv[3],
     )
 """
+COMPILED = """
+import json
+import sys
+import meshwise
+from meshwise.spec import Decoder, Experts, Layout, Recipe
+
+layout = Layout(**json.loads(sys.argv[1]), recompute=sys.argv[2])
+experts = Experts(num_experts=4, top_k=2, ffn=128) if layout.ep > 1 else None
+model = Decoder(
+    name="tiny", hidden=256, layers=2, heads=4, kv_heads=1, head_dim=64, ffn=384, vocab=61,
+    max_seq_len=64, experts=experts,
+)
+by_sgd = Recipe(
+    optimizer="sgd", learning_rate=0.5, weight_decay=0.0, async_tp=sys.argv[3] == "async"
+)
+meshwise.run(
+    model=model, layout=layout, recipe=by_sgd, global_batch_size=4, seq_len=64, steps=2, warmup=1,
+    lowering="compiled", check=True, runs="runs",
+)
+"""
+SPLIT = {"tp": 2, "sequence_parallel": True, "microbatch_size": 4}
+EXPERTS = {"dp": 2, "ep": 2, "zero": 2, "microbatch_size": 2}
+
+
+def launch(folder, script, *arguments, ranks):
+    """The samples of the runs of a script under torchrun."""
+    (folder / "script.py").write_text(script)
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         "--nproc-per-node", str(ranks), "script.py", *map(str, arguments)],
+        cwd=folder, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return [json.loads(path.read_text()) for path in folder.glob("runs/*/samples.jsonl")]
 
 
 def test_a_process_may_join_a_second_time(tmp_path):
     """torch 2.11 crashes where a mesh splits groups off a second world (pytorch/pytorch#192109)."""
     n = min(2, torch.cuda.device_count())
-    (tmp_path / "twice.py").write_text(TWICE)
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n),
-         "twice.py", str(n), str(3 if n > 1 else 0), "runs"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=150,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert len(list((tmp_path / "runs").glob("*/samples.jsonl"))) == 2
+    assert len(launch(tmp_path, TWICE, n, 3 if n > 1 else 0, "runs", ranks=n)) == 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+@pytest.mark.parametrize(
+    ("layout", "recompute", "messages"),
+    [
+        (SPLIT, "none", "plain"),
+        (SPLIT, "full", "plain"),
+        (SPLIT, "selective", "async"),
+        (EXPERTS, "selective", "plain"),
+    ],
+)
+def test_compiled_layers_train_as_one_device(tmp_path, layout, recompute, messages):
+    (sample,) = launch(tmp_path, COMPILED, json.dumps(layout), recompute, messages, ranks=2)
+    assert sample["metrics"]["check_loss_error"] < 1e-4
