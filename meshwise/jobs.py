@@ -38,7 +38,7 @@ def join_at(
     ValueError in all jobs if they disagree, TimeoutError that names who did not come.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not (port.isdecimal() and port.isascii() and 0 < int(port) < 2**16):
         raise ValueError(f"address = {address!r}: must be host:port, for example node1:29600")
     if not jobs:
         raise ValueError("jobs = []: name every job, for example trainer and server")

@@ -65,10 +65,11 @@ def read(folder: Path) -> dict[int, Fate]:
 def explain(
     fates: Mapping[int, Fate], exit_codes: Mapping[int, int], killed: Collection[int]
 ) -> RanksFailed:
-    """Who died of what: an own error, else a death, else what the survivors said, else a stop.
+    """Who died of what: an own error, else a death, else what the survivors said, else a stop,
+    else the SIGTERM that one of them got, for which all others get theirs.
 
-    ``exit_codes`` as subprocess gives them (-9 is SIGKILL); ``killed`` are the ranks that the
-    launcher ended itself because they did not answer.
+    ``exit_codes`` as subprocess gives them (-9 is SIGKILL), in the order in which ranks ended;
+    ``killed`` are the ranks that the launcher ended itself because they did not answer.
     """
     failed = sorted((f for f in fates.values() if f.state == "failed"), key=lambda f: f.time_s)
     own = [fate for fate in failed if not fate.collateral]
@@ -78,6 +79,7 @@ def explain(
         for rank, code in sorted(exit_codes.items())
         if code not in (0, -signal.SIGTERM) and rank not in silent
     }
+    cause: int | None
     if own:
         cause, message = own[0].rank, own[0].error
     elif deaths:
@@ -89,6 +91,9 @@ def explain(
     elif killed:
         cause = min(killed)
         message = sentence(cause, " had stopped", _case(fates, cause))
+    elif exit_codes:
+        cause = next(iter(exit_codes))
+        message = sentence(cause, " died of SIGTERM", _case(fates, cause))
     else:
         cause, message = None, "the ranks were ended from outside"
     frozen = "".join(f", rank {r} did not answer and was killed" for r in sorted(killed))

@@ -22,6 +22,11 @@ def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
         raise ValueError(
             f"Layout.tp = {layout.tp}: must divide kv_heads = {kv_heads} or be a multiple"
         )
+    if (layout.tp - 1) * -(-model.vocab // layout.tp) >= model.vocab:
+        raise ValueError(
+            f"Layout.tp = {layout.tp}: some rank would have no share of vocab = {model.vocab}; "
+            "use less"
+        )
     if layout.ep > 1 and model.experts is None:
         raise ValueError(f"Layout.ep = {layout.ep}: the model has no experts; use 1")
     if workload.seq_len > model.max_seq_len:

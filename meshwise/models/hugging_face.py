@@ -36,6 +36,10 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join([*_KINDS, "gpt2"])
         raise config.error("model_type", f"is not among those known exactly: {known}")
+    if kind != "gemma":
+        config.only("hidden_act", "silu", "swish")
+    if kind == "deepseek_v2":  # of which experts have biases, versions of transformers disagree
+        config.only("mlp_bias", False)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     mla = _mla(config) if kind in _LATENT else None
     return config.build(
@@ -94,6 +98,11 @@ class _Config:
             raise self.error(key, "must be true or false")
         return value
 
+    def only(self, key: str, *known: Any) -> None:
+        """Refuse a value that would compute something else; absent is the first of ``known``."""
+        if self.data.get(key, known[0]) not in known:
+            raise self.error(key, f"must be {' or '.join(map(repr, known))}")
+
     def build(self, record: type[T], keys: Mapping[str, str], **fields: Any) -> T:
         """A record whose own complaints name the file and, for its fields, the file's ``keys``."""
         try:
@@ -118,6 +127,7 @@ class _Config:
 def _gpt2(config: _Config, name: str) -> Model:
     if not config.flag("tie_word_embeddings", True):
         raise config.error("tie_word_embeddings", "a GPT here is tied; leave it out")
+    config.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
     hidden, heads = config.size("n_embd"), config.size("n_head")
     if hidden % heads:
         raise config.error("n_head", f"must divide n_embd = {hidden}")
@@ -164,7 +174,7 @@ def _biases(config: _Config) -> dict[str, bool]:
     if kind == "qwen2_moe":
         return {"qkv_bias": config.flag("qkv_bias", True)}
     bias = config.flag("attention_bias", False)
-    mlp_bias = kind in ("llama", "deepseek_v2") and config.flag("mlp_bias", False)
+    mlp_bias = kind == "llama" and config.flag("mlp_bias", False)
     norm = kind in ("qwen3", "qwen3_moe")
     return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": mlp_bias, "qk_norm": norm}
 
@@ -195,6 +205,7 @@ def _rotary(config: _Config) -> dict[str, Any]:
         whole = config.size("max_position_embeddings")
         fields["original_max_seq_len"] = rope.size("original_max_position_embeddings", whole)
     if kind == "yarn":
+        rope.only("truncate", True)
         fields |= _yarn_scales(rope, factor, latent=config.kind in _LATENT)
     scaling = config.build(RopeScaling, {}, kind=kind, factor=factor, **fields)
     return {**found, "rope_scaling": scaling}

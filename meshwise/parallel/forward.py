@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwise.nn import Stage
 from meshwise.nn.stage import Layer
-from meshwise.parallel import apply, tensor
+from meshwise.parallel import apply, tensor, torch_private
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Messages, Pipeline
 from meshwise.reshard.transports import p2p
@@ -28,6 +28,8 @@ def lay_out(
     """The model ready for inference; its weights are those of ``Stage.init_weights(seed)``."""
     tensor.apply(model, place)
     device = apply.device_of(place.mesh)
+    if lowering == "compiled":
+        torch_private.allow_graphs(64)
     for index, layer in model.layers.items():
         assert isinstance(layer, Layer)
         apply.fill(model, layer, f"layers.{index}", seed, device, dtype)

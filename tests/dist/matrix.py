@@ -203,7 +203,7 @@ def errors(ranks, name, plan, layouts):
     plan, model = msgspec.json.decode(plan, type=Plan), FAMILIES[name]
     found = []
     if plan.lowering == "compiled":
-        nn.Module.compile = _by_aot
+        nn.Module.compile = by_aot
     for layout in msgspec.json.decode(layouts, type=list[Layout]):
         torch._dynamo.reset()
         work = workload(ranks.world_size, model)
@@ -226,7 +226,7 @@ def errors(ranks, name, plan, layouts):
     return found
 
 
-def _by_aot(module, *, options=None, **rest):
+def by_aot(module, *, options=None, **rest):
     module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager", **rest)
 
 

@@ -2,16 +2,19 @@
 
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from meshwise import store
 from meshwise.engine import check, data, step
 from meshwise.engine.train import TrainRequest, run_ranks, train
 from meshwise.spec import Layout, Model, Sample, Workload
+from tests.dist.matrix import by_aot
 
 MODEL = Model(hidden=32, layers=2, heads=4, ffn=128, vocab=64, max_seq_len=16)
 WORKLOAD = Workload(global_batch_size=4, seq_len=16)
@@ -21,8 +24,8 @@ SPLIT = Layout(tp=2, microbatch_size=4)
 
 @pytest.fixture
 def request_of(plan_of, tmp_path):
-    def build(layout=SHARDED, run_dir=tmp_path, **changes):
-        plan = plan_of(MODEL, WORKLOAD, layout)
+    def build(layout=SHARDED, run_dir=tmp_path, lowering="eager", **changes):
+        plan = plan_of(MODEL, WORKLOAD, layout, lowering=lowering)
         ordered = TrainRequest(plan=plan, run_dir=str(run_dir), steps=3, warmup=1, **changes)
         return msgspec.json.encode(ordered).decode()
 
@@ -83,6 +86,22 @@ def test_layouts_see_the_same_data(gloo_ranks, request_of):
     for other in others:
         assert other == pytest.approx(first, rel=1e-5)
     assert first == gloo_ranks(2, losses, text=texts[0])[1]  # both ranks report the mean
+
+
+def losses_compiled(ranks, text):
+    with mock.patch.object(nn.Module, "compile", by_aot):
+        return losses(ranks, text)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_timed_steps_of_compiled_layers_train_as_others(gloo_ranks, request_of, axis):
+    layout = Layout(**{axis: 2}, microbatch_size=4 // (2 if axis == "dp" else 1))
+    (eager, _), (compiled, _) = (
+        gloo_ranks(2, function, text=request_of(layout, lowering=lowering))
+        for function, lowering in ((losses, "eager"), (losses_compiled, "compiled"))
+    )
+    assert compiled == pytest.approx(eager, rel=1e-5)
 
 
 def wrong_check(ranks, text):

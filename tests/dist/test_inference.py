@@ -10,6 +10,7 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwise import timeline
@@ -26,6 +27,7 @@ from meshwise.spec import (
     WideResNet,
     Workload,
 )
+from tests.dist.matrix import by_aot
 
 WORKLOAD = Workload(global_batch_size=8, seq_len=8)
 IMAGES = Workload(global_batch_size=8, seq_len=1)
@@ -176,6 +178,21 @@ def test_logits_are_those_of_the_plain_module(gloo_ranks, plan_of, name, size):
         assert all(worst <= 1e-5 for worst, _ in of_ranks), layout.name
         rows = [row for _, seen in of_ranks for row in seen]
         assert set(rows) == set(range(8)), layout.name
+
+
+def errors_compiled(ranks, plans):
+    with mock.patch.object(nn.Module, "compile", by_aot):
+        return errors(ranks, plans)
+
+
+@pytest.mark.dist
+def test_layers_of_many_kinds_are_compiled(gloo_ranks, plan_of):
+    """torch refuses to compile one function more than eight times."""
+    model = WideResNet(blocks=(2,) * 5, channels=4, width_factor=2, image_size=64, num_classes=10)
+    plan = plan_of(model, IMAGES, Layout(microbatch_size=8), lowering="compiled")
+    plans = msgspec.json.encode([plan]).decode()
+    (((worst, _),),) = gloo_ranks(1, errors_compiled, plans=plans)
+    assert worst <= 1e-5
 
 
 def sample(ranks, request):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwise import jobs as meetings
+
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 3.0
@@ -143,11 +145,15 @@ def test_a_stopped_rank_is_named_and_a_new_server_may_come(start):
     assert [answer["rank"] for answer in answers([trainer, again])] == [0, 1]
 
 
+@pytest.mark.parametrize("address", ["node1", ":29600", "node1:99999", "node1:²"])
+def test_an_address_without_a_port_is_refused(address):
+    with pytest.raises(ValueError, match="must be host:port, for example node1:29600"):
+        meetings.join_at(address, "a", ["a"])
+
+
 def _answer(address, job, jobs, setup_s, what, has_group):
     import torch
     import torch.distributed as dist
-
-    from meshwise import jobs as meetings
 
     if has_group:
         dist.init_process_group("gloo")

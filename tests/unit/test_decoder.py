@@ -137,9 +137,9 @@ VARIANTS = {  # config -> parameters by transformers 4.57.1, meta device
         SMALL_LATENT | {"model_type": "deepseek_v3", "tie_word_embeddings": True},
         143_800 + 2 * 8,
     ),
-    "experts with biases": (
-        SMALL_LATENT | {"model_type": "deepseek_v2", "mlp_bias": True},
-        152_632,
+    "latent attention with a softmax router": (
+        SMALL_LATENT | {"model_type": "deepseek_v2"},
+        150_264,
     ),
     "tied unless said otherwise": (
         SMALL
@@ -206,9 +206,17 @@ LLAMA = SMALL | {"model_type": "llama"}
             ": num_experts_per_tok = 7: must be <= num_experts = 6",
         ),
         (
-            VARIANTS["experts with biases"][0] | {"num_experts_per_tok": 9},
+            VARIANTS["latent attention with a softmax router"][0] | {"num_experts_per_tok": 9},
             ": num_experts_per_tok = 9: must be <= n_routed_experts = 8",
         ),
+        (LLAMA | {"hidden_act": "relu"}, "hidden_act = 'relu': must be 'silu' or 'swish'"),
+        (LLAMA | {"hidden_act": ["silu"]}, "hidden_act = ['silu']: must be"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
+            ": rope_scaling: truncate = False: must be True",
+        ),
+        (SMALL_LATENT | {"model_type": "deepseek_v2", "mlp_bias": True}, "mlp_bias = True"),
+        (VARIANTS["a GPT"][0] | {"activation_function": "relu"}, "activation_function = 'relu'"),
         (VARIANTS["a GPT"][0] | {"n_layer": 10_001}, ": n_layer = 10001: must"),
         (VARIANTS["a GPT"][0] | {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
         (VARIANTS["a GPT"][0] | {"n_head": 3}, "n_head = 3"),
@@ -232,7 +240,7 @@ def test_key_value_heads_that_llama_leaves_out_are_the_heads(tmp_path):
 
 @pytest.mark.parametrize("unused", [3, None, "none"])
 def test_key_value_heads_of_latent_attention_are_not_looked_at(unused, tmp_path):
-    config = VARIANTS["experts with biases"][0] | {"num_key_value_heads": unused}
+    config = VARIANTS["latent attention with a softmax router"][0] | {"num_key_value_heads": unused}
     assert hugging_face.read_config(written(tmp_path, config)).kv_heads == 4
 
 

@@ -120,6 +120,13 @@ class TestGivenPlans:
         with pytest.raises(ValueError, match="must divide kv_heads = 6 or be a multiple"):
             fits.check(three, work, Layout(tp=4))
 
+    def test_a_rank_without_a_share_of_the_vocabulary_is_refused(self):
+        work = Workload(global_batch_size=1, seq_len=64)
+        for vocab in (8, 10, 13):  # 4 ranks: 2 2 2 2, 3 3 3 1, 4 4 4 1
+            fits.check(msgspec.structs.replace(LLAMA, vocab=vocab), work, Layout(tp=4))
+        with pytest.raises(ValueError, match="tp = 4: some rank would have no share of vocab = 9"):
+            fits.check(msgspec.structs.replace(LLAMA, vocab=9), work, Layout(tp=4))
+
 
 def test_every_family_of_the_catalogue_has_its_size():
     """Parameters of Alpa's table, which leaves out biases, norms and positions: within 1 %."""
