@@ -126,7 +126,7 @@ def run(
     rivals
         Also run this many runners-up.
     check
-        Compare the losses of three steps with one device in fp32.
+        Compare the losses of three steps with one device, in fp32 (images: fp64).
     data
         A file of tokens; by default they are random.
     seed
@@ -291,15 +291,21 @@ def _list_suites(json: bool) -> int:
     from meshwise.pages.table import Table
 
     rows = [(name, _sizes_of(name), suites.missing(name)) for name in suites.names()]
+    texts = tuple((name, ", ".join(map(str, sizes)) or "–", lacks) for name, sizes, lacks in rows)
     swept = [
-        (sweep.name, sweep.suite, str(sweep.niter), suites.missing(sweep.suite))
+        (sweep.name, sweep.suite, sweep.niter, suites.missing(sweep.suite))
         for sweep in suites.sweeps()
     ]
+    swept_texts = tuple(tuple(map(str, row)) for row in swept)
+    of_suite, of_sweep = ("suite", "devices", "lacks"), ("sweep", "suite", "niter", "lacks")
     emit(
-        {"suites": rows, "sweeps": swept},
+        {
+            "suites": [dict(zip(of_suite, row, strict=True)) for row in rows],
+            "sweeps": [dict(zip(of_sweep, row, strict=True)) for row in swept],
+        },
         [
-            Table("Suites", ("suite", "devices", ""), tuple(rows), (_DEVICES_LEGEND,), left=3),
-            Table("Sweeps", ("sweep", "suite", "niter", ""), tuple(swept), left=4),
+            Table("Suites", ("suite", "devices", ""), texts, (_DEVICES_LEGEND,), left=3),
+            Table("Sweeps", ("sweep", "suite", "niter", ""), swept_texts, left=4),
         ],
         json,
     )
@@ -309,12 +315,10 @@ def _list_suites(json: bool) -> int:
 _DEVICES_LEGEND = "devices: the numbers of devices that a suite has cases for."
 
 
-def _sizes_of(name: str) -> str:
+def _sizes_of(name: str) -> list[int]:
     from meshwise import suites
 
-    if suites.kind(name) == "unet":
-        return "–"
-    return ", ".join(map(str, suites.device_counts(name))) or "–"
+    return [] if suites.kind(name) == "unet" else list(suites.device_counts(name))
 
 
 def _num_devices(found: "list[Listed]") -> int:

@@ -127,15 +127,16 @@ def save(
     _everywhere(ranks, f"writing {folder / _JSON}", commit)
 
 
-def checked(folder: Path | str, plan: Plan, seed: int) -> Checkpoint:
-    """What the folder holds; ValueError if it is not whole, or of another model, workload or
-    seed."""
+def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = None) -> Checkpoint:
+    """What the folder holds; ValueError if it is not whole, or of another model, workload,
+    ``optimizer`` (by default the plan's) or seed."""
     folder = Path(folder)
     record = store.read(folder / _JSON, Checkpoint)
     pairs: list[tuple[str, object, object]] = [
         ("family", _family(record.model), _family(plan.model)),
         *_fields("model", record.model, plan.model),
         *_fields("workload", record.workload, plan.workload),
+        ("optimizer", record.optimizer.lower(), optimizer or plan.recipe.optimizer),
         ("seed", record.seed, seed),
     ]
     for name, saved, given in pairs:
@@ -154,10 +155,8 @@ def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, se
     found: list[Checkpoint] = []
 
     def look() -> None:
-        record = checked(folder, plan, seed)
-        name = type(training.optimizer).__name__
-        _check_same("optimizer", record.optimizer, name)
-        found.append(record)
+        name = type(training.optimizer).__name__.lower()
+        found.append(checked(folder, plan, seed, name))
 
     _everywhere(ranks, f"reading {folder / _JSON}", look)
     (record,) = found

@@ -56,8 +56,8 @@ def plan_for(request: DecodeRequest) -> Plan:
     needed = request.prompt_len + request.new_tokens
     if needed > model.max_seq_len:
         raise ValueError(
-            f"prompt_len + new_tokens = {needed}: must be <= max_seq_len = {model.max_seq_len} of "
-            "the model"
+            f"new_tokens = {request.new_tokens} behind a prompt of {request.prompt_len} (seq_len): "
+            f"must together be <= max_seq_len = {model.max_seq_len} of the model"
         )
     dp = math.lcm(layout.dp, *(dp for dp, _ in layout.meshes))
     if request.batch % dp:

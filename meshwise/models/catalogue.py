@@ -11,6 +11,7 @@ Hugging Face); DeepSeek-V3 without its head that predicts a second token.
 """
 
 import difflib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def find_any(text: str) -> AnyModel:
         return _decoder(text)
     if text in wide_resnet.names():
         return wide_resnet.sized(text)
+    if text.lstrip().startswith("{"):
+        return _record(_parsed(text), "model")
     if "/" in text or text.endswith(".json") or Path(text).is_dir():
         fields = {} if Path(text).is_dir() else store.read(text, dict)
         return _record(fields, text) if "family" in fields else hugging_face.read_config(text)
@@ -139,13 +142,21 @@ def find_any(text: str) -> AnyModel:
     raise ValueError(f"model {text!r} is not in the catalogue and no config.json; {hint}")
 
 
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model = {text!r} is not JSON: {error}") from None
+    return fields
+
+
 def _record(fields: dict[str, Any], source: str) -> AnyModel:
     """A record of ours, written as JSON."""
     every: tuple[type[AnyModel], ...] = (Model, Decoder, WideResNet)
     kinds = {str(kind.__struct_config__.tag): kind for kind in every}
-    if fields["family"] not in kinds:
+    if fields.get("family") not in kinds:
         known = ", ".join(kinds)
-        raise ValueError(f"{source}: family = {fields['family']!r}: must be one of {known}")
+        raise ValueError(f"{source}: family = {fields.get('family')!r}: must be one of {known}")
     return store.convert(fields, kinds[fields["family"]], source)
 
 

@@ -13,7 +13,10 @@ from meshwise.spec import WideResNet
 from meshwise.spec.phases import ADDENDS
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
-CHECK_LEGEND = "Loss error: largest relative difference from one device in fp32 over three steps."
+CHECK_LEGEND = (
+    "Loss error: largest relative difference from one device over three steps, in fp32 (of images: "
+    "fp64)."
+)
 IMAGES_LEGEND = (
     "FLOP/s and MFU count two for each multiplication of the convolutions and the head, three "
     "times for a training step."
@@ -53,12 +56,14 @@ DECODE_LEGEND = (
 
 
 def steps(results: Sequence[StepResult]) -> list[Table]:
-    """Each mode's runs, then what failed."""
-    done = [result for result in results if result.time is not None]
-    of_mode = {mode: [r for r in done if r.mode == mode] for mode in ("train", "infer", "decode")}
-    shown = _training(of_mode["train"]) if of_mode["train"] else []
-    shown += _inference(of_mode["infer"]) if of_mode["infer"] else []
-    shown += [_decoding(of_mode["decode"])] if of_mode["decode"] else []
+    """Each mode's runs, those of one model and batch in one table; then what failed."""
+    shown = []
+    for mode, tables in (("train", _training), ("infer", _inference), ("decode", _decoding)):
+        alike: dict[str, list[StepResult]] = {}
+        for result in results:
+            if result.time is not None and result.mode == mode:
+                alike.setdefault(headline(result.plan), []).append(result)
+        shown += [table for group in alike.values() for table in tables(group)]
     return [*shown, *failures(results)]
 
 
@@ -267,7 +272,7 @@ def _stages(result: StepResult) -> list[tuple[str, ...]]:
     ]
 
 
-def _decoding(done: Sequence[StepResult]) -> Table:
+def _decoding(done: Sequence[StepResult]) -> list[Table]:
     rows = tuple(
         (
             result.plan.layout.name,
@@ -282,7 +287,7 @@ def _decoding(done: Sequence[StepResult]) -> Table:
     )
     columns = ("layout", "first token", "token", "interval", "tokens/s", "weights", "cache")
     plan = done[0].plan
-    return Table(f"Decoding: {headline(plan)}", columns, rows, (DECODE_LEGEND, f"{INTERVAL}."))
+    return [Table(f"Decoding: {headline(plan)}", columns, rows, (DECODE_LEGEND, f"{INTERVAL}."))]
 
 
 def _number(result: StepResult, name: str) -> float:

@@ -99,6 +99,7 @@ def _at(rung: int, whole: Scaled) -> Scaled:
         num_microbatches=min(layout.num_microbatches, 2 * layout.pp),
         layers=counts if layout.layers else (),
     )
+    smaller = msgspec.structs.replace(smaller, name=f"{model.name}-scaled")
     batch = cut.dp * rows * cut.num_microbatches
     work = Workload(global_batch_size=batch, seq_len=seq_len)
     return Scaled(smaller, work, cut, _changes((model, workload, layout), (smaller, work, cut)))
@@ -162,7 +163,7 @@ def _changes(
             a, b = getattr(old, field), getattr(new, field)
             if field == "experts" and a and a.ffn != b.ffn:
                 found.append(f"experts.ffn {a.ffn} -> {b.ffn}")
-            elif a != b and field not in ("experts", "max_seq_len"):
+            elif a != b and field not in ("name", "experts", "max_seq_len"):
                 found.append(f"{field} {_text(a)} -> {_text(b)}")
     return tuple(found)
 

@@ -61,7 +61,7 @@ def row(
         str(case.parallel_args),
         *_mean_and_std(times_s),
         f"{parameters / 1e9:.3f}B",
-        "" if tflops is None else f"{tflops:.2f}",
+        "" if tflops is None else _rate(tflops),
         "" if peak_bytes is None else f"{peak_bytes / 2**30:.3f}",
         rounded(dict(metadata or {})),
     )
@@ -89,11 +89,16 @@ def inference_row(
         str(args.pp),
         str(args.dp * args.op * args.pp),
         *_mean_and_std(times_s),
-        f"{tflops:.2f}",
+        _rate(tflops),
         str(list(stage_weights_bytes)),
         str(list(stage_peak_bytes)),
         str(list(stage_latencies_s)),
     )
+
+
+def _rate(tflops: float) -> str:
+    """Two decimals as the source's, or two digits of what has none."""
+    return f"{tflops:.2f}" if tflops >= 0.01 else f"{tflops:.2g}"
 
 
 def _mean_and_std(times_s: Sequence[float]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ yours: make the optimizer afterwards, and divide the loss by the number of micro
 """
 
 import io
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from meshwise.parallel.mesh import Place
 
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in the name of a parameter
+Row = tuple[str, str, str]
 log = logging.getLogger("meshwise")
 
 
@@ -79,16 +82,18 @@ class Applied:
     def __str__(self) -> str:
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         cut = {n: s for n, s in self.mapped.items() if self.layout.tp > 1 or s == "expert"}
-        mapped = _alike([(n, shapes.get(n, ()), s) for n, s in cut.items()])
+        mapped, unmapped = _alike(
+            [(name, _sizes(shapes.get(name, ())), said) for name, said in cut.items()],
+            [(name, _sizes(shape), why) for name, shape, why in self.unmapped],
+        )
         name = type(self.model).__name__.removeprefix("FSDP")  # which FSDP2 puts in front
         # the loop is the user's: its microbatches are not the layout's
         title = f"{name} as {re.sub(r' mb[0-9]+x[0-9]+', '', self.layout.name)}"
         said = (*self.notes, _data_parallel(self.layout), _gathered(self.units))
         columns = ("parameter", "shape", "strategy") if mapped else ()
         tables = [table.Table(title, columns, mapped, said, 3)]
-        if self.unmapped:
-            rows = _alike(list(self.unmapped))
-            tables.append(table.Table("not mapped", ("name", "shape", "why"), rows, left=3))
+        if unmapped:
+            tables.append(table.Table("not mapped", ("name", "shape", "why"), unmapped, left=3))
         written = io.StringIO()
         table.write(tables, written)
         return written.getvalue().rstrip("\n")
@@ -107,6 +112,10 @@ def _data_parallel(layout: Layout) -> str:
     return f"Data parallel over {count} ranks; sharded over {shards}: {', '.join(parts)}."
 
 
+def _sizes(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
 def _gathered(units: Sequence[str]) -> str:
     if not units:
         return "No units: all weights are gathered at once; units= names modules to gather alone."
@@ -117,16 +126,31 @@ def _gathered(units: Sequence[str]) -> str:
     )
 
 
-def _alike(rows: Sequence[tuple[str, tuple[int, ...], str]]) -> tuple[tuple[str, ...], ...]:
-    """One line for all layers that have the same."""
-    counts: dict[tuple[str, str, str], int] = {}
-    for name, shape, said in rows:
-        key = re.sub(r"(?<=\.)\d+(?=\.)", "*", name), " x ".join(map(str, shape)), said
-        counts[key] = counts.get(key, 0) + 1
-    return tuple(
-        (f"{name} ({count})" if count > 1 else name, shape, said)
-        for (name, shape, said), count in counts.items()
-    )
+def _alike(*tables: Sequence[Row]) -> list[tuple[Row, ...]]:
+    """One line for all layers that have the same: ``layers.*.up (8)``, or with their numbers where
+    other layers have something else."""
+    said_of: dict[str, set[str]] = {}
+    for name, _, said in itertools.chain(*tables):
+        said_of.setdefault(NUMBER.sub("*", name), set()).add(said)
+    shown = []
+    for rows in tables:
+        lines: dict[Row, list[str]] = {}
+        for name, shape, said in rows:
+            lines.setdefault((NUMBER.sub("*", name), shape, said), []).append(name)
+        shown.append(
+            tuple(
+                (_together(pattern, names, alone=len(said_of[pattern]) == 1), shape, said)
+                for (pattern, shape, said), names in lines.items()
+            )
+        )
+    return shown
+
+
+def _together(pattern: str, names: Sequence[str], *, alone: bool) -> str:
+    if alone:
+        return f"{pattern} ({len(names)})" if len(names) > 1 else pattern
+    numbers = ", ".join(".".join(NUMBER.findall(name)) for name in names)
+    return f"{pattern}, * = {numbers}" if "*" in pattern else pattern
 
 
 def apply(

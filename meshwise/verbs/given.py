@@ -65,7 +65,11 @@ def plan(
     wanted = nproc if given is None else given.num_devices
     machine, size = measure.place(cluster, wanted, keep=False)
     if nproc not in (None, size):
-        raise ValueError(f"nproc = {nproc}: layout needs {size} ranks; leave nproc out")
+        name = "" if given is None else f" {given.name}"
+        raise ValueError(
+            f"nproc = {nproc}: the layout{name} is of {size} ranks; give one of {nproc}, or leave "
+            "nproc out"
+        )
     usual = catalogue.default_workload(machine, chosen)
     if given is not None:
         rows = given.microbatch_rows * given.num_microbatches

@@ -216,6 +216,8 @@ def _order(
 
 
 def _rivals(plan: Plan, count: int) -> list[Plan]:
+    if count > 0 and plan.prediction is None:
+        raise ValueError(f"rivals = {count}: are a plan's, and this is none; leave it out")
     if not 0 <= count <= len(plan.runners_up):
         raise ValueError(
             f"rivals = {count}: the plan holds {len(plan.runners_up)} runners-up; "

@@ -2,7 +2,7 @@
 
 A case is a family and a layout. It is right when the gradients of the first step and the losses of
 three steps equal those of one process, the plain module of ``nn`` and torch's own AdamW: in
-float32, of Wide-ResNets in float64 (``doubled``).
+float32, of Wide-ResNets in float64 (``check.in_float64``).
 ``test_matrix.py`` runs a part of it; all of it, with a table of errors:
 
     python -m tests.dist.matrix OUT.md [WORLD...] [FAMILY...] [compiled]
@@ -24,6 +24,7 @@ from torch import nn
 
 from meshwise import schedule
 from meshwise.engine import data, step
+from meshwise.engine.check import in_float64
 from meshwise.models import fits
 from meshwise.nn import build
 from meshwise.nn.stage import cross_entropy
@@ -40,7 +41,6 @@ from meshwise.spec import (
     Workload,
     stages_of,
 )
-from tests.dist.doubled import in_float64
 from tests.errors import largest, loss_error
 
 SIZES = {"hidden": 32, "layers": 4, "heads": 4, "vocab": 101, "max_seq_len": 32}

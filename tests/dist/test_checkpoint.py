@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_refused_by_name(call, saved):
     tensors, numbers = record["tensors"], record["numbers"]
     changed = {
         "schema_version is 2, this version reads 1": {"schema_version": 2},
-        "optimizer = 'AdamW': the checkpoint has 'SGD'": {"optimizer": "SGD"},
+        "optimizer = 'adamw': the checkpoint has 'sgd'": {"optimizer": "SGD"},
         "lacks positions.weight": {"tensors": without("positions.weight", tensors)},
         "lacks optimizer.step.embed.weight": {
             "numbers": without("optimizer.step.embed.weight", numbers)

@@ -13,7 +13,7 @@ from torch import nn
 from meshwise import store
 from meshwise.engine import check, data, step
 from meshwise.engine.train import TrainRequest, run_ranks, train
-from meshwise.spec import Layout, Model, Sample, Workload
+from meshwise.spec import Layout, Model, Sample, WideResNet, Workload
 from tests.dist.matrix import by_aot
 
 MODEL = Model(hidden=32, layers=2, heads=4, ffn=128, vocab=64, max_seq_len=16)
@@ -24,8 +24,8 @@ SPLIT = Layout(tp=2, microbatch_size=4)
 
 @pytest.fixture
 def request_of(plan_of, tmp_path):
-    def build(layout=SHARDED, run_dir=tmp_path, lowering="eager", **changes):
-        plan = plan_of(MODEL, WORKLOAD, layout, lowering=lowering)
+    def build(layout=SHARDED, run_dir=tmp_path, of=(MODEL, WORKLOAD), lowering="eager", **changes):
+        plan = plan_of(*of, layout, lowering=lowering)
         ordered = TrainRequest(plan=plan, run_dir=str(run_dir), steps=3, warmup=1, **changes)
         return msgspec.json.encode(ordered).decode()
 
@@ -129,6 +129,14 @@ def test_a_wrong_plan_fails_its_check(gloo_ranks, request_of):
         assert "its losses differ from those of one device" in sample["reason"]
         assert sample["metrics"]["check_loss_error"] > check.TOLERANCE["cpu"]
         assert len(sample["times_s"]) == 3
+
+
+@pytest.mark.dist
+def test_kinks_of_images_do_not_fail_the_check(gloo_ranks, request_of):
+    images = WideResNet(channels=16, image_size=32, num_classes=10)
+    of = images, Workload(global_batch_size=8, seq_len=1)
+    text = request_of(Layout(dp=2, microbatch_size=4), of=of, checked=True)
+    assert gloo_ranks(2, result, text=text)[0]["metrics"]["check_loss_error"] < 1e-6
 
 
 def nan_alone(ranks, text):

@@ -2,7 +2,7 @@
 
 The oracle is the plain module with torch's own optimizer and clipping on the whole global batch, in
 the same number of microbatches, because batch statistics are of a microbatch. All are compared in
-float64 (``doubled``).
+float64 (``check.in_float64``).
 """
 
 import functools
@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwise.engine import checkpoint, data, step
+from meshwise.engine.check import in_float64
 from meshwise.nn import wide_resnet
 from meshwise.parallel import apply, mesh
 from meshwise.spec import Layout, Plan, Recipe, WideResNet, Workload, stages_of
-from tests.dist.doubled import in_float64
 from tests.errors import largest, loss_error
 
 # blocks of every kind: with a shortcut, without, with a stride; classes uneven over 4 ranks

@@ -17,6 +17,7 @@ from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
 from meshwise.spec import Cluster, Device, Layout, Recipe, Step, Tier, Workload
 from meshwise.spec.phases import ADDENDS
+from meshwise.verbs import apply as apply_verb
 from meshwise.verbs import given, job
 from meshwise.verbs.suite import Settings, listed, run_suite, run_sweep
 from tests import sample_records as known
@@ -94,7 +95,7 @@ class TestGivenPlans:
             (LLAMA, {"layout": '{"dq": 8}'}, "unknown field `dq`"),
             (LLAMA, {"layout": "{dp: 8}"}, "is not JSON"),
             (LLAMA, {"layout": '{"dp": 2}', "global_batch_size": 5}, "make them equal"),
-            (LLAMA, {"layout": '{"dp": 2}', "nproc": 4}, "layout needs 2 ranks"),
+            (LLAMA, {"layout": '{"dp": 2}', "nproc": 4}, "the layout dp2 mb1x1 is of 2 ranks"),
             (LLAMA, {"global_batch_size": 6}, "must be a multiple of the 4 devices"),
             (LLAMA, {"seq_len": 128}, "Workload.seq_len = 128: must be <= max_seq_len = 64"),
             (LLAMA, {"dtype": "fp8"}, "dtype = 'fp8': must be fp32 or bf16"),
@@ -370,6 +371,23 @@ def test_what_was_measured_is_shown_alone(golden):
     table.write([*ran.steps(all_results()), *ran.steps([ran_once(IMAGES, SHARDED)])], stream)
     golden("unpriced.txt", stream.getvalue())
     assert "predicted" not in stream.getvalue()
+
+
+def test_runs_of_different_models_are_in_tables_of_their_own():
+    shown = ran.steps([ran_once(LLAMA, SHARDED), ran_once(IMAGES, SHARDED), ran_once(LLAMA, PIPED)])
+    times = [one for one in shown if one.title.startswith("Step time")]
+    assert [len(one.rows) for one in times] == [2, 1]
+    for one, model in zip(times, (LLAMA, IMAGES), strict=True):
+        assert f"measured: {model.name} on" in one.title
+
+
+def test_a_report_of_a_map_says_which_layers_are_cut_how():
+    cut = [(f"l.{i}.up", "8 x 4", "col" if i % 2 else "row") for i in range(4)]
+    mapped, left = apply_verb._alike(
+        [*cut, ("l.0.down", "4", "row"), ("l.1.down", "4", "row")], [("l.4.up", "8 x 4", "why")]
+    )
+    assert [name for name, *_ in mapped] == ["l.*.up, * = 0, 2", "l.*.up, * = 1, 3", "l.*.down (2)"]
+    assert left == (("l.*.up, * = 4", "8 x 4", "why"),)
 
 
 def test_streamed_batches_that_are_slower_are_marked_and_explained():
