@@ -106,6 +106,10 @@ def _on_each_shape(
     if sweep is None:
         known = ", ".join(sweep.name for sweep in suites.sweeps())
         raise ValueError(f"sweep = {name!r}: must be one of {known}")
+    if lacks := suites.missing(sweep.suite):
+        raise ValueError(
+            f"sweep = {name!r}: no case of {sweep.suite} can run ({lacks}); take another"
+        )
     results: dict[int, list[T]] = {}
     reasons: list[ValueError] = []
     for num_hosts, num_devices_per_host in suites.SHAPES:
