@@ -15,7 +15,7 @@ from meshwise.models import catalogue, fits, num_parameters
 from meshwise.pages import html, ran, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
-from meshwise.spec import Cluster, Device, Layout, Recipe, Step, Tier, Workload
+from meshwise.spec import Cluster, Device, Layout, Recipe, Step, Tier, WideResNet, Workload
 from meshwise.spec.phases import ADDENDS
 from meshwise.verbs import apply as apply_verb
 from meshwise.verbs import given, job
@@ -129,6 +129,15 @@ class TestGivenPlans:
             fits.check(msgspec.structs.replace(LLAMA, vocab=9), work, Layout(tp=4))
 
 
+def test_a_record_as_json_is_a_model():
+    text = '{"family": "wide_resnet", "channels": 16, "image_size": 32}'
+    assert catalogue.find_any(text) == WideResNet(channels=16, image_size=32)
+    with pytest.raises(ValueError, match="model: family = None: must be one of gpt, decoder"):
+        catalogue.find_any('{"channels": 16}')
+    with pytest.raises(ValueError, match="is not JSON"):
+        catalogue.find_any('{"channels": ')
+
+
 def test_every_family_of_the_catalogue_has_its_size():
     """Parameters of Alpa's table, which leaves out biases, norms and positions: within 1 %."""
     billions = {"moe-380m": 0.3835, "moe-1.3b": 1.3468, "moe-140b": 139.15, "wresnet-1b": 1.00565}
@@ -234,6 +243,9 @@ class TestSuites:
         assert out.count("not built: UNet") == 2 and "gpt_inference_streaming" in out
         assert out.count("not built yet: search") == 4 + 3  # suites, and the sweeps of them
         assert "gpt.tmp_auto" in out and "none" not in out
+        assert call("run", "--list-suites", "--json") == 0
+        first, *_ = json.loads(capsys.readouterr().out)["suites"]
+        assert first == {"suite": "gpt.tmp", "devices": [1, 8], "lacks": ""}
 
     def test_a_dry_run_of_a_sweep_lists_its_cases_and_writes_nothing(self, capsys, monkeypatch):
         def run(*_):
