@@ -44,6 +44,15 @@ def read(path: Path | str, kind: type[T]) -> T:
     return convert(data, kind, str(path))
 
 
+def parse(text: str, kind: type[T], name: str) -> T:
+    """One record from JSON text, which errors call ``name``."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} = {text!r} is not JSON: {error}") from None
+    return convert(data, kind, name)
+
+
 def convert(data: Any, kind: type[T], source: str) -> T:
     """A record from plain data; a field that does not fit is named with its value."""
     data = _upgraded(data)

@@ -290,22 +290,23 @@ def _list_suites(json: bool) -> int:
     from meshwise import suites
     from meshwise.pages.table import Table
 
-    rows = [(name, _sizes_of(name), suites.missing(name)) for name in suites.names()]
-    texts = tuple((name, ", ".join(map(str, sizes)) or "–", lacks) for name, sizes, lacks in rows)
-    swept = [
-        (sweep.name, sweep.suite, sweep.niter, suites.missing(sweep.suite))
-        for sweep in suites.sweeps()
-    ]
-    swept_texts = tuple(tuple(map(str, row)) for row in swept)
-    of_suite, of_sweep = ("suite", "devices", "lacks"), ("sweep", "suite", "niter", "lacks")
+    found = [(name, _sizes_of(name), suites.missing(name)) for name in suites.names()]
+    swept = [(one.name, one.suite, one.niter, suites.missing(one.suite)) for one in suites.sweeps()]
+    of_suites = tuple(
+        (name, ", ".join(map(str, sizes)) or "–", lacks) for name, sizes, lacks in found
+    )
+    of_sweeps = tuple((name, suite, str(niter), lacks) for name, suite, niter, lacks in swept)
     emit(
         {
-            "suites": [dict(zip(of_suite, row, strict=True)) for row in rows],
-            "sweeps": [dict(zip(of_sweep, row, strict=True)) for row in swept],
+            "suites": [{"suite": n, "devices": sizes, "lacks": lacks} for n, sizes, lacks in found],
+            "sweeps": [
+                {"sweep": n, "suite": suite, "niter": niter, "lacks": lacks}
+                for n, suite, niter, lacks in swept
+            ],
         },
         [
-            Table("Suites", ("suite", "devices", ""), texts, (_DEVICES_LEGEND,), left=3),
-            Table("Sweeps", ("sweep", "suite", "niter", ""), swept_texts, left=4),
+            Table("Suites", ("suite", "devices", ""), of_suites, (_DEVICES_LEGEND,), left=3),
+            Table("Sweeps", ("sweep", "suite", "niter", ""), of_sweeps, left=4),
         ],
         json,
     )

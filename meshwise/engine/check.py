@@ -39,23 +39,26 @@ def loss_error(
     """max |loss / loss on one device - 1| over three steps, the same number on every rank.
 
     ``batches(steps, rows)`` are those of the run. Rank 0 needs the memory for the whole model in
-    fp32; ``torch.OutOfMemoryError`` is raised on all ranks when it has not.
+    fp32 (images: fp64); ``torch.OutOfMemoryError`` is raised on all ranks when it has not.
     """
+
+    def losses(training: step.Training) -> list[float]:
+        is_of_images = isinstance(plan.model, WideResNet)
+        return _losses(in_float64(training) if is_of_images else training)
 
     def split() -> list[float]:
         ranks.at("check: the plan")
         mine = batches(NUM_STEPS, step.rows(plan.layout, ranks.rank))
         device, dtype = ranks.device, "fp32"
-        return _losses(exact(step.prepare(plan, place, mine, device, dtype=dtype, seed=seed)))
+        return losses(step.prepare(plan, place, mine, device, dtype=dtype, seed=seed))
 
     def whole() -> list[float]:
         if ranks.rank != 0:
             return []
         ranks.at("check: one device")
         everything = batches(NUM_STEPS, slice(None))
-        return _losses(exact(step.prepare_alone(plan, everything, ranks.device, seed=seed)))
+        return losses(step.prepare_alone(plan, everything, ranks.device, seed=seed))
 
-    exact = in_float64 if isinstance(plan.model, WideResNet) else _as_it_is
     compiling = plan.lowering == "compiled"
     mine = together(ranks, place, "the check of the plan", split, compiling=compiling)
     free(ranks.device)
@@ -77,10 +80,6 @@ def in_float64(training: step.Training) -> step.Training:
         inputs=training.inputs.double(),
         loss=F.cross_entropy,
     )
-
-
-def _as_it_is(training: step.Training) -> step.Training:
-    return training
 
 
 def _losses(training: step.Training) -> list[float]:

@@ -31,9 +31,10 @@ from meshwise.engine import check, checkpoint, frame, kernels, memory, nonfinite
 from meshwise.engine.agree import together
 from meshwise.engine.data import Batches, Rows, batches
 from meshwise.engine.frame import Metrics, no_pauses, say, timed
+from meshwise.parallel import apply
 from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
-from meshwise.spec import Plan, Sample, StepLine, case_of
+from meshwise.spec import Sample, StepLine, case_of
 from meshwise.spec.record import Positive
 from meshwise.timing import clock, device_states
 
@@ -114,7 +115,7 @@ def _measure(
         losses = together(ranks, place, "warm-up", warm_up, compiling=compiling)
     say(ranks, f"warmed up by {request.warmup} steps; timing {request.steps}")
     before = device_states(ranks)
-    with timed(spent, "timed_s"), _unasked(request.plan):
+    with timed(spent, "timed_s"), _unasked(run.training, request.plan.lowering):
         work = functools.partial(_timed_steps, ranks, run, request)
         times_s, more = together(ranks, place, "timed steps", work)
     after = device_states(ranks)
@@ -211,12 +212,12 @@ def _mean_losses(of_ranks: list[list[float | None]]) -> tuple[float, ...]:
     return tuple(statistics.fmean(math.nan if x is None else x for x in losses) for losses in steps)
 
 
-def _unasked(plan: Plan) -> AbstractContextManager[None]:
+def _unasked(training: step.Training, lowering: str) -> AbstractContextManager[None]:
     """Compiled code runs without the question whether it still fits, 5 % of a step that the host
-    bounds: steps are like those of the warm-up where a layer is one graph (not under cp; tokens
-    that reach an expert vary, too)."""
-    is_one = plan.layout.cp == 1 and getattr(plan.model, "experts", None) is None
-    if plan.lowering != "compiled" or not is_one:
+    bounds, if each layer is one graph: then steps are like those of the warm-up."""
+    built = training.pipeline
+    layers = [layer for stage in built.stages.values() for layer in stage.module.layers.values()]
+    if lowering != "compiled" or not all(apply.is_one_graph(x, built.layout) for x in layers):
         return contextlib.nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance(skip_guard_eval_unsafe=True)
     return stance

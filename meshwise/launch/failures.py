@@ -79,7 +79,6 @@ def explain(
         for rank, code in sorted(exit_codes.items())
         if code not in (0, -signal.SIGTERM) and rank not in silent
     }
-    cause: int | None
     if own:
         cause, message = own[0].rank, own[0].error
     elif deaths:
@@ -91,13 +90,11 @@ def explain(
     elif killed:
         cause = min(killed)
         message = sentence(cause, " had stopped", _case(fates, cause))
-    elif exit_codes:
+    else:
         cause = next(iter(exit_codes))
         message = sentence(cause, " died of SIGTERM", _case(fates, cause))
-    else:
-        cause, message = None, "the ranks were ended from outside"
     frozen = "".join(f", rank {r} did not answer and was killed" for r in sorted(killed))
-    details = fates[cause].details if cause is not None and cause in fates else ""
+    details = fates[cause].details if cause in fates else ""
     return RanksFailed(f"{message}; the other ranks were ended{frozen}", cause, details)
 
 

@@ -11,7 +11,6 @@ Hugging Face); DeepSeek-V3 without its head that predicts a second token.
 """
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ def find_any(text: str) -> AnyModel:
     if text in wide_resnet.names():
         return wide_resnet.sized(text)
     if text.lstrip().startswith("{"):
-        return _record(_parsed(text), "model")
+        return _record(store.parse(text, dict, "model"), "model")
     if "/" in text or text.endswith(".json") or Path(text).is_dir():
         fields = {} if Path(text).is_dir() else store.read(text, dict)
         return _record(fields, text) if "family" in fields else hugging_face.read_config(text)
@@ -140,14 +139,6 @@ def find_any(text: str) -> AnyModel:
     near = difflib.get_close_matches(text, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
     raise ValueError(f"model {text!r} is not in the catalogue and no config.json; {hint}")
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    try:
-        fields: dict[str, Any] = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model = {text!r} is not JSON: {error}") from None
-    return fields
 
 
 def _record(fields: dict[str, Any], source: str) -> AnyModel:

@@ -38,8 +38,6 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
         raise config.error("model_type", f"is not among those known exactly: {known}")
     if kind != "gemma":
         config.only("hidden_act", "silu", "swish")
-    if kind == "deepseek_v2":  # of which experts have biases, versions of transformers disagree
-        config.only("mlp_bias", False)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     mla = _mla(config) if kind in _LATENT else None
     return config.build(
@@ -99,8 +97,8 @@ class _Config:
         return value
 
     def only(self, key: str, *known: Any) -> None:
-        """Refuse a value that would compute something else; absent is the first of ``known``."""
-        if self.data.get(key, known[0]) not in known:
+        """Refuse a value that would compute something else; absent or null is the default."""
+        if self.data.get(key) not in (None, *known):
             raise self.error(key, f"must be {' or '.join(map(repr, known))}")
 
     def build(self, record: type[T], keys: Mapping[str, str], **fields: Any) -> T:
@@ -173,6 +171,8 @@ def _biases(config: _Config) -> dict[str, bool]:
         return {"qkv_bias": True}
     if kind == "qwen2_moe":
         return {"qkv_bias": config.flag("qkv_bias", True)}
+    if kind == "deepseek_v2":  # of which experts have biases, versions of transformers disagree
+        config.only("mlp_bias", False)
     bias = config.flag("attention_bias", False)
     mlp_bias = kind == "llama" and config.flag("mlp_bias", False)
     norm = kind in ("qwen3", "qwen3_moe")

@@ -95,7 +95,7 @@ def stand_at(model: Stage, positions: Tensor, place: Place) -> None:
         model.positions.at = DTensor.from_local(positions, place.mesh["tp"], [Replicate()])
 
 
-def is_one_graph(layer: Layer, layout: Layout) -> bool:
+def is_one_graph(layer: nn.Module, layout: Layout) -> bool:
     """Attention over ranks and tokens on their way to experts are not compiled."""
     return layout.cp == 1 and not any(isinstance(module, MoE) for module in layer.modules())
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from meshwise.parallel.mesh import Place
 
 
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in the name of a parameter
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer, in a name
 Row = tuple[str, str, str]
 log = logging.getLogger("meshwise")
 
@@ -119,7 +119,7 @@ def _sizes(shape: Sequence[int]) -> str:
 def _gathered(units: Sequence[str]) -> str:
     if not units:
         return "No units: all weights are gathered at once; units= names modules to gather alone."
-    named = ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in units))
+    named = ", ".join(dict.fromkeys(NUMBER.sub("*", name) for name in units))
     return (
         f"{len(units)} units ({named}), each gathered, recomputed and compiled by itself; what is "
         "in none is one more."

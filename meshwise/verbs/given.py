@@ -4,7 +4,6 @@ In: names, records, JSON or files of them. Out: a ``Plan`` without a prediction,
 that names what does not fit, before any process starts.
 """
 
-import json
 from pathlib import Path
 from typing import Literal, TypedDict, TypeVar
 
@@ -27,11 +26,7 @@ def record(given: T | Path | str, kind: type[T]) -> T:
     text = str(given)
     if not text.lstrip().startswith("{"):
         return store.read(text, kind)
-    name = kind.__name__.lower()
-    try:
-        return store.convert(json.loads(text), kind, name)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} = {text!r} is not JSON: {error}") from None
+    return store.parse(text, kind, kind.__name__.lower())
 
 
 class Options(TypedDict, total=False):
@@ -64,11 +59,10 @@ def plan(
     given = None if layout is None else record(layout, Layout)
     wanted = nproc if given is None else given.num_devices
     machine, size = measure.place(cluster, wanted, keep=False)
-    if nproc not in (None, size):
-        name = "" if given is None else f" {given.name}"
+    if given is not None and nproc not in (None, size):
         raise ValueError(
-            f"nproc = {nproc}: the layout{name} is of {size} ranks; give one of {nproc}, or leave "
-            "nproc out"
+            f"nproc = {nproc}: the layout {given.name} is of {size} ranks; give one of {nproc}, or "
+            "leave nproc out"
         )
     usual = catalogue.default_workload(machine, chosen)
     if given is not None:
