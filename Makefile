@@ -3,7 +3,7 @@ PYTHON ?= python3
 BUDGET ?= 90s
 VENV := .venv/bin/python
 
-.PHONY: help venv test test-all check demo clean always
+.PHONY: help venv test test-all fuzz faults check demo clean always
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -11,12 +11,13 @@ help: ## show this list
 venv: .venv/stamp ## make .venv (PYTHON=... reuses that interpreter's torch)
 
 # An interpreter named by the caller is looked at anew; otherwise a finished .venv is taken as it is.
-.venv/stamp: pyproject.toml requirements.lock tools/venv.py $(if $(filter file,$(origin PYTHON)),,always)
+.venv/stamp: pyproject.toml requirements.lock requirements-torch.lock tools/venv.py $(if $(filter file,$(origin PYTHON)),,always)
 	@$(PYTHON) tools/venv.py
 	@touch $@
 
 .venv/check-stamp: .venv/stamp requirements-check.lock
-	@$(VENV) -m pip install --quiet --disable-pip-version-check -r requirements-check.lock
+	@$(VENV) -m pip install --quiet --disable-pip-version-check \
+		--require-hashes -r requirements-check.lock
 	@touch $@
 
 test: .venv/stamp ## run the tests: unit, golden, gloo on the CPU, GPU where there is one
@@ -24,6 +25,12 @@ test: .venv/stamp ## run the tests: unit, golden, gloo on the CPU, GPU where the
 
 test-all: .venv/stamp ## run the tests that make test leaves out, too
 	@$(VENV) -m pytest -m "whole or not whole"
+
+fuzz: .venv/stamp ## run 100,000 damaged inputs of every kind: ./fuzz.json (OUT=...)
+	@$(VENV) -m tests.fuzz --cases 100000 --out $(or $(OUT),fuzz.json)
+
+faults: .venv/stamp ## strike 200 jobs with signals, going on where it stopped: ./faults (OUT=...)
+	@$(VENV) -m tests.faults --count 200 --out $(or $(OUT),faults)
 
 check: .venv/check-stamp ## lint, format, types, layers, sizes, spelling
 	$(VENV) -m ruff check

@@ -1,24 +1,31 @@
 """Jobs that were launched apart, a trainer and a server say, as one; and a job joined elsewhere.
 
-Out: a ``Ranks`` over all processes. Each job keeps its own default group.
+Out: a ``Ranks`` over all processes. Each job keeps its own default group. Who takes part knows the
+jobs' secret (``secret``); nobody else reads or writes a key (``meeting``).
 """
 
 import atexit
 import contextlib
+import errno
 import functools
 import os
+import re
 import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import cast
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from meshwise import ranks
+from meshwise import meeting, ranks, secret
 from meshwise.ranks import Environment, Ranks
+
+T = TypeVar("T")
+Size = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 def join_at(
@@ -26,49 +33,97 @@ def join_at(
     job: str,
     jobs: Sequence[str],
     *,
+    secret_file: Path | str | None = None,
+    bind: str = "",
     timeout_s: float = ranks.STEADY_S,
     setup_s: float = ranks.SETUP_S,
 ) -> Ranks:
     """Join jobs that were launched apart at ``address``, host:port: one ``Ranks`` over them all.
 
     ``jobs`` names every job, alike in each, ``job`` this process's own; ranks are numbered job by
-    job. Rank 0 of the first holds the store, on the address's host. Default groups stay as they
-    are, and ``control`` is none that ``dist.isend`` would take: call ``control.send`` itself. Jobs
-    may meet at one address again, also when others than the first were started anew.
+    job. Rank 0 of the first holds the store, on the address's host, listening there or at
+    ``bind``. All give the same secret: in ``secret_file``, in the file of MESHWISE_SECRET_FILE, in
+    MESHWISE_SECRET, or in ~/.meshwise/secret, which is made at its first use. Default groups stay
+    as they are, and ``control`` is none that ``dist.isend`` would take: call ``control.send``
+    itself. Jobs may meet at one address again, also when others than the first were started anew.
     ValueError in all jobs if they disagree, TimeoutError that names who did not come.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isdecimal() and port.isascii() and 0 < int(port) < 2**16):
-        raise ValueError(f"address = {address!r}: must be host:port, for example node1:29600")
+    limit = time.monotonic() + setup_s
+    host, port = _host_and_port(address)
     if not jobs:
         raise ValueError("jobs = []: name every job, for example trainer and server")
+    for name in (job, *jobs):
+        if not re.fullmatch(r"[\w.+-]{1,64}", name):
+            raise ValueError(f"job = {name!r}: 1 to 64 letters, digits, . _ + -")
+    word = secret.read(secret_file)
     place = _place_in_job()
     opens = job == jobs[0] and place["rank"] == 0
-    store = _meeting_point(host, int(port), opens, f"{jobs[0]} rank 0", setup_s)
-    came = ranks.asked(lambda: _meet_jobs(store, opens, place, job, list(jobs), setup_s), setup_s)
+    if opens:
+        _hold(bind or host, port, word, address)
+    first = f"{jobs[0]} rank 0"
+    store = meeting.connect(host, port, word, max(0.1, limit - time.monotonic()), first)
+    came = ranks.asked(
+        lambda: _meet_jobs(store, opens, place, job, list(jobs), setup_s, limit),
+        max(0.0, limit - time.monotonic()),
+    )
     if came is None:
-        raise TimeoutError(
-            f"{jobs[0]} rank 0 (its store does not answer) {ranks.ABSENT} at the start"
-        )
+        raise TimeoutError(f"{first} (its store does not answer) {ranks.ABSENT} at the start")
     if isinstance(came, Exception):
         raise came
-    meeting, sizes = came
+    met, sizes = came
     names = [f"{name} rank {r}" for name, size in sizes.items() for r in range(size)]
-    rank, device = names.index(f"{job} rank {place['rank']}"), ranks.device_of(place)
-    control = dist.ProcessGroupGloo(
-        dist.PrefixStore("group", meeting), rank, len(names), timedelta(seconds=timeout_s)
-    )
-    return Ranks(
-        rank=rank,
+    device = ranks.device_of(place)
+    joined = Ranks(
+        rank=names.index(f"{job} rank {place['rank']}"),
         local_rank=place["local_rank"],
         world_size=len(names),
         device=device,
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("ranks", meeting),
-        control=cast(dist.ProcessGroup, control),  # of another class with the same methods
+        store=dist.PrefixStore("ranks", met),
         timeout_s=timeout_s,
         names=tuple(names),
+        listens=_listens(host, store),
     )
+    joined.control = joined.group("group")
+    return joined
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    with contextlib.suppress(ValueError):  # of names that are too long or have other characters
+        if host.encode("idna") and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16:
+            return host, int(port)
+    raise ValueError(f"address = {address!r}: must be host:port, for example node1:29600")
+
+
+def _hold(host: str, port: int, word: bytes, address: str) -> None:
+    """Hold the store, unless another does: jobs that disagree about the first find out there."""
+    try:
+        meeting.hold(host, port, word)
+    except ValueError as error:
+        raise ValueError(
+            f"address = {address!r}: {error}; give an address of the first job's rank 0 that all "
+            "hosts reach, or bind=, the one to listen at (0.0.0.0: all)"
+        ) from None
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            reason = ranks.plain(error.strerror or str(error))
+            raise ValueError(f"address = {address!r}: cannot listen there: {reason}") from None
+
+
+def _listens(host: str, store: meeting.MeetingStore) -> str:
+    """Where gloo's sockets listen: at the address from which this process reached the store.
+
+    Not where the user names an interface. Nor at a loopback address that only stands for the host's
+    own name, which other hosts know by another.
+    """
+    own = str(store.connection.getsockname()[0])
+    if os.environ.get("GLOO_SOCKET_IFNAME") or (
+        meeting.is_loopback(own) and not meeting.is_loopback(host)
+    ):
+        return ""
+    return own
 
 
 def _place_in_job() -> Environment:
@@ -82,80 +137,87 @@ def _place_in_job() -> Environment:
     return place
 
 
-def _meeting_point(host: str, port: int, opens: bool, who: str, setup_s: float) -> dist.TCPStore:
-    """The store where jobs meet. Its holder keeps it; others connect anew: it may be a new one."""
-    started = time.monotonic()
-    if opens:
-        with contextlib.suppress(TimeoutError):  # taken: the jobs disagree about who is first
-            return ranks.open_store(host, port, True, setup_s, who)
-    return ranks.connect(host, port, False, max(1.0, started + setup_s - time.monotonic()), who)
-
-
 def _meet_jobs(
-    store: dist.Store, opens: bool, place: Environment, job: str, jobs: list[str], setup_s: float
+    store: dist.Store,
+    opens: bool,
+    place: Environment,
+    job: str,
+    jobs: list[str],
+    setup_s: float,
+    limit: float,
 ) -> tuple[dist.Store, dict[str, int]] | Exception:
     """The meeting's own keys and each job's size when all are there, else what to raise.
 
     A meeting is open until all are there. One that was refused stays so until the next is opened.
     """
-    limit = time.monotonic() + setup_s
     token = f"{socket.gethostname()} {os.getpid()}"
     if opens := opens and store.compare_set("opener", "", token) == token.encode():
         store.set("open", str(store.add("meetings", 1)))
     try:
-        store.wait(["open"], timedelta(seconds=setup_s))
-    except dist.DistError:
+        store.wait(["open"], timedelta(seconds=max(0.1, limit - time.monotonic())))
+    except dist.DistStoreError:
         return TimeoutError(
             f"{jobs[0]} rank 0 {ranks.ABSENT} at the start: it did not open the meeting"
         )
-    meeting = dist.PrefixStore(f"meeting/{store.get('open').decode()}", store)
-    refusal = _enter(meeting, place, job, jobs)
-    if not refusal and not _not_come(meeting, jobs):
+    met = dist.PrefixStore(f"meeting/{_told(store, 'open', Size)}", store)
+    refusal = _enter(met, place, job, jobs)
+    if not refusal and not _not_come(met, jobs):
         store.delete_key("open")  # who comes now comes to the next meeting
-        meeting.set("over", "")
+        met.set("over", "")
     elif not refusal:
-        with contextlib.suppress(dist.DistError):
-            meeting.wait(["over"], timedelta(seconds=max(0.1, limit - time.monotonic())))
-        missing = ", ".join(_not_come(meeting, jobs))
+        with contextlib.suppress(dist.DistStoreError):
+            met.wait(["over"], timedelta(seconds=max(0.1, limit - time.monotonic())))
+        missing = ", ".join(_not_come(met, jobs))
         refusal = missing and f"{missing} {ranks.ABSENT} at the start after {setup_s:g} s"
     if refusal:
-        meeting.compare_set("refused", "", refusal)
-        meeting.set("over", "")
-    if meeting.check(["refused"]):
-        reason = meeting.get("refused").decode()
+        met.compare_set("refused", "", refusal)
+        met.set("over", "")
+    if met.check(["refused"]):
+        reason = met.get("refused")
         time.sleep(ranks.GRACE_S if opens else 0.0)  # the store may end with this process
-        return TimeoutError(reason) if ranks.ABSENT in reason else ValueError(reason)
-    return meeting, {name: int(meeting.get(f"size/{name}")) for name in jobs}
+        kind = TimeoutError if ranks.ABSENT.encode() in reason else ValueError
+        return kind(ranks.plain(reason))
+    return met, {name: _told(met, f"size/{name}", Size) for name in jobs}
 
 
-def _enter(meeting: dist.Store, place: Environment, job: str, jobs: list[str]) -> str:
+def _told(store: dist.Store, key: str, kind: type[T], told: bytes | None = None) -> T:
+    """What another process wrote under ``key``; ValueError where it is no such thing."""
+    told = store.get(key) if told is None else told
+    try:
+        return msgspec.json.decode(told, type=kind)
+    except msgspec.MsgspecError:
+        raise ValueError(f"another process told {ranks.plain(told)!r} as {key}") from None
+
+
+def _enter(met: dist.Store, place: Environment, job: str, jobs: list[str]) -> str:
     """Tell the others that this rank is there; why the meeting cannot be, or nothing."""
     me, size = f"{job} rank {place['rank']}", place["world_size"]
-    told = msgspec.json.encode(jobs).decode()
-    agreed = msgspec.json.decode(meeting.compare_set("jobs", "", told))
+    mine = msgspec.json.encode(jobs).decode()
+    agreed = _told(met, "jobs", list[str], met.compare_set("jobs", "", mine))
     if agreed != jobs or job not in jobs or len(set(jobs)) < len(jobs):
         return (
             f"{me} came with jobs = {jobs}, another rank with {agreed}: give all ranks of all jobs "
             "the same names, each once, their own among them"
         )
-    agreed = int(meeting.compare_set(f"size/{job}", "", str(size)))
-    if agreed != size:
-        return f"{me} came as one of {size} ranks, another as one of {agreed}: two jobs of one name"
-    if meeting.add(f"{me}/came", 1) > 1:
+    key = f"size/{job}"
+    sizes = _told(met, key, Size, met.compare_set(key, "", str(size)))
+    if sizes != size:
+        return f"{me} came as one of {size} ranks, another as one of {sizes}: two jobs of one name"
+    if met.add(f"{me}/came", 1) > 1:
         return f"{me} came twice: two jobs have one name, or a process joined again by itself"
-    meeting.add(f"came/{job}", 1)
+    met.add(f"came/{job}", 1)
     return ""
 
 
-def _not_come(meeting: dist.Store, jobs: list[str]) -> list[str]:
+def _not_come(met: dist.Store, jobs: list[str]) -> list[str]:
     """Ranks that are not there, the first few; of a job of unknown size the job."""
     missing: list[str] = []
     for job in jobs:
-        if not meeting.check([f"size/{job}"]):
+        if not met.check([f"size/{job}"]):
             missing.append(f"{job} (none of its ranks)")
-        elif meeting.add(f"came/{job}", 0) < (size := int(meeting.get(f"size/{job}"))):
+        elif met.add(f"came/{job}", 0) < (size := _told(met, f"size/{job}", Size)):
             here = [f"{job} rank {r}" for r in range(size)]
-            missing += [name for name in here if not meeting.check([f"{name}/came"])]
+            missing += [name for name in here if not met.check([f"{name}/came"])]
     return missing if len(missing) <= 8 else [*missing[:8], f"{len(missing) - 8} more"]
 
 

@@ -12,7 +12,6 @@ import functools
 import importlib.resources
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from meshwise import provenance
+from meshwise import files, provenance
 from meshwise.spec import DTYPE_BYTES, Cluster, Device, Tier
 
 CPU_RANKS = 4
@@ -31,12 +30,17 @@ _DATA = importlib.resources.files("meshwise") / "data"
 
 
 def detect_cluster(
-    *, nproc: int | None = None, peaks: Mapping[str, float] | None = None, name: str | None = None
+    *,
+    nproc: int | None = None,
+    peaks: Mapping[str, float] | None = None,
+    name: str | None = None,
+    at_least: int | None = None,
 ) -> Cluster:
     """The cluster that this process would run on, with ``nproc`` devices a host if given.
 
-    Under torchrun or srun the job's ranks and hosts count. ``peaks`` (FLOP/s by dtype) overrides
-    the datasheet; an unknown dtype, or more ranks than GPUs, is a ValueError.
+    Under torchrun or srun the job's ranks and hosts count. ``at_least``: whole hosts, whoever takes
+    part, with room for so many ranks in all. ``peaks`` (FLOP/s by dtype) overrides the datasheet;
+    an unknown dtype, or more ranks than GPUs, is a ValueError.
     """
     import torch
 
@@ -52,7 +56,11 @@ def detect_cluster(
     per_host = nproc if place is None else place["world_size"] // num_hosts
     if per_host is not None and per_host < 1:
         raise ValueError(f"nproc = {per_host}: must be >= 1")
-    found = _gpus(per_host) if torch.cuda.is_available() else _cpus(per_host)
+    on_gpus = torch.cuda.is_available()
+    if at_least is not None:
+        usual = torch.cuda.device_count() if on_gpus else CPU_RANKS
+        per_host = max(usual, per_host or 1, -(-at_least // num_hosts))
+    found = _gpus(per_host) if on_gpus else _cpus(per_host)
     device, tiers, notes = found
     device = with_peaks(device, peaks)
     if not device.peak_flops:
@@ -94,7 +102,7 @@ def with_peaks(device: Device, peaks: Mapping[str, float] | None) -> Device:
 
 @functools.cache
 def _known_devices() -> dict[str, dict[str, Any]]:
-    listed = tomllib.loads((_DATA / "peaks.toml").read_text())["device"]
+    listed = files.parse_toml((_DATA / "peaks.toml").read_bytes(), "peaks.toml")["device"]
     return {name: entry for entry in listed for name in entry["names"]}
 
 

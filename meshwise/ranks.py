@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypedDict, TypeVar
@@ -25,8 +26,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from meshwise.text import one_line
+
 SETUP_S = 600.0
 STEADY_S = 30.0
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # for ranks of one host
 START_S = 1e-3  # more than ranks take to learn when they start together
 GRACE_S = 2.0  # ranks of one collective fail this close to each other
 ABSENT = "had not arrived"
@@ -73,7 +77,7 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment | None
         local_rank=int(variables.get("SLURM_LOCALID", "0")),
         world_size=tasks,
         num_hosts=int(nodes),
-        host=variables.get("MASTER_ADDR") or first_host(hosts),
+        host=variables.get("MASTER_ADDR") or ("127.0.0.1" if nodes == "1" else first_host(hosts)),
         port=int(variables.get("MASTER_PORT") or 20000 + job % 20000),
     )
 
@@ -99,6 +103,7 @@ class Ranks:
     note: Callable[[str], None] | None = None  # told of every case, for whoever outlives us
     case: str = ""
     names: tuple[str, ...] = ()  # in errors, of the ranks of several jobs
+    listens: str = ""  # the address at which ``group`` does; "" leaves it to gloo
     _progress: tuple[int, int] = (0, 0)  # meetings so far, and waits since the last
 
     @property
@@ -197,6 +202,17 @@ class Ranks:
             return TimeoutError(self._absence("a collective", self.timeout_s))
         return RuntimeError(f"{self._absence('a collective')}: {text.splitlines()[0]}")
 
+    def group(self, name: str) -> Any:  # torch's stubs do not know its methods
+        """A gloo group of all ranks beside the others, not registered with torch.distributed."""
+        assert self.store is not None
+        store, limit = dist.PrefixStore(name, self.store), timedelta(seconds=self.timeout_s)
+        if not self.listens:
+            return dist.ProcessGroupGloo(store, self.rank, self.world_size, limit)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = limit
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.listens)]
+        return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
+
     def leave(self) -> None:
         """Part from the others, together."""
         if self.control is not None:
@@ -261,7 +277,7 @@ class Ranks:
 
     def _read(self, key: str) -> str:
         assert self.store is not None
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+        return plain(self.store.get(key)) if self.store.check([key]) else ""
 
 
 def join(
@@ -316,24 +332,50 @@ def _store(place: Environment, setup_s: float) -> dist.TCPStore:
     # torchrun and meshwise.launch hold the store in the agent, so that it outlives rank 0
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     master = place["rank"] == 0 and not held
+    if master and is_loopback(place["host"]):
+        return _held_store(place["host"], place["port"])
     return open_store(place["host"], place["port"], master, setup_s, "rank 0 or its launcher")
+
+
+def hold_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
+    """A store that this process holds and that listens at ``host`` alone; told no more than an
+    address, TCPStore listens on all interfaces."""
+    listening = socket.create_server((host, port), backlog=1024)
+    return dist.TCPStore(
+        host,
+        listening.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+_held_store = functools.cache(hold_store)  # kept open for the life of the process
+
+
+def is_loopback(host: str) -> bool:
+    """Whether all who meet there are on this host."""
+    return host == "localhost" or host.startswith("127.")
 
 
 def connect(host: str, port: int, master: bool, setup_s: float, who: str) -> dist.TCPStore:
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=master,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=setup_s),
-            multi_tenant=True,
+        return within(
+            lambda: dist.TCPStore(
+                host,
+                port,
+                is_master=master,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=setup_s),
+                multi_tenant=True,
+            ),
+            setup_s + GRACE_S,
         )
     except dist.DistError as error:
-        reason = str(error).splitlines()[0]
-        raise TimeoutError(
-            f"{who} {ABSENT}: their store at {host}:{port} does not answer: {reason}"
-        ) from None
+        reason = plain(str(error).partition("\n")[0])
+    except TimeoutError:  # the constructor waits without end for a first answer
+        reason = "what listens there says nothing"
+    raise TimeoutError(f"{who} {ABSENT}: their store at {host}:{port} does not answer: {reason}")
 
 
 open_store = functools.cache(connect)  # kept open for the life of the process
@@ -342,16 +384,29 @@ open_store = functools.cache(connect)  # kept open for the life of the process
 def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
     """What ``ask`` learns from the store, or None. The store's client cannot be interrupted, and
     waits without end when the process that holds the store has stopped."""
-    answers: list[T] = []
+    with contextlib.suppress(dist.DistError, TimeoutError):
+        return within(ask, waits_s + 2 * GRACE_S)
+    return None
+
+
+def within(call: Callable[[], T], limit_s: float) -> T:
+    """What ``call`` returns or raises; TimeoutError where that takes longer. Its thread is left to
+    itself then, and does not keep the process from ending."""
+    future: Future[T] = Future()
 
     def run() -> None:
-        with contextlib.suppress(dist.DistError):
-            answers.append(ask())
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(waits_s + 2 * GRACE_S)
-    return answers[0] if answers else None
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(limit_s)
+
+
+def plain(told: str | bytes) -> str:
+    """What another process said, fit for a line of an error: printable, 300 characters at most."""
+    return one_line(told.decode(errors="replace") if isinstance(told, bytes) else told)
 
 
 def device_of(place: Environment) -> torch.device:

@@ -5,20 +5,27 @@ one line per case as it is measured, flushed to disk, so a killed run keeps what
 ``steps.jsonl`` has the steps of a training as they end.
 """
 
-import gzip
-import json
-import os
+import io
 import re
-import tomllib
+import reprlib
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from meshwise import files
 from meshwise.spec import Cluster, Plan, RunInfo, Sample, StepLine, digest
+from meshwise.text import plain
 
 T = TypeVar("T")
+
+MOST_DAMAGED = 1000  # lines of a file of samples
+
+_bounded = reprlib.Repr()  # a hostile value may be large
+_bounded.maxstring = _bounded.maxother = 120
+_told = _bounded.repr
 
 
 def now() -> str:
@@ -28,29 +35,14 @@ def now() -> str:
 def read(path: Path | str, kind: type[T]) -> T:
     """One record from a .json or .toml file; errors name the file, the field and its value."""
     path = Path(path)
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file; name a .json or .toml file") from None
-    try:
-        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        language = "TOML" if path.suffix == ".toml" else "JSON"
-        raise ValueError(f"{path} is not {language}: {error}") from None
+    parse = files.parse_toml if path.suffix == ".toml" else files.parse_json
+    data = parse(files.read_bytes(path), str(path))
     return convert(data, kind, str(path))
 
 
 def parse(text: str, kind: type[T], name: str) -> T:
     """One record from JSON text, which errors call ``name``."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} = {text!r} is not JSON: {error}") from None
-    return convert(data, kind, name)
+    return convert(files.parse_json(text, name), kind, name)
 
 
 def convert(data: Any, kind: type[T], source: str) -> T:
@@ -61,7 +53,7 @@ def convert(data: Any, kind: type[T], source: str) -> T:
         found = data.get("schema_version") if isinstance(data, dict) else None
         if found != supported:
             raise ValueError(
-                f"{source}: schema_version is {found!r}, this version reads {supported}; "
+                f"{source}: schema_version is {_told(found)}, this version reads {supported}; "
                 f"write the file anew with this version"
             )
     try:
@@ -73,7 +65,7 @@ def convert(data: Any, kind: type[T], source: str) -> T:
             raise ValueError(f"{source}: {message}{_allowed(kind, '')}") from None
         field = found_path[1].lstrip(".")
         reason = message[: found_path.start()] + _allowed(kind, field)
-        raise ValueError(f"{source}: {field} = {_lookup(data, field)!r}: {reason}") from None
+        raise ValueError(f"{source}: {field} = {_told(_lookup(data, field))}: {reason}") from None
 
 
 def _allowed(kind: Any, field: str) -> str:
@@ -125,22 +117,13 @@ def _lookup(data: Any, field: str) -> Any:
 def write(path: Path | str, record: msgspec.Struct) -> Path:
     """Write one record by the suffix of its path, whole or not at all."""
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a file that can be written anew; name another")
     if path.suffix == ".toml":
         import tomli_w
 
         text = tomli_w.dumps(_without_none(msgspec.to_builtins(record)))
     else:
         text = msgspec.json.format(msgspec.json.encode(record), indent=1).decode() + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
-        temporary.replace(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
-    return path
+    return files.write_whole(path, text)
 
 
 def _without_none(data: Any) -> Any:
@@ -184,40 +167,38 @@ def create(
             provenance=provenance,
         )
         write(run_dir / "run.json", info)
-        (run_dir / "samples.jsonl").touch()
+        files.write_whole(run_dir / "samples.jsonl", b"")
+        files.sync_folder(runs)
         return run_dir
     raise ValueError(f"{runs}/{stem} exists a hundred times; wait a second")
 
 
 def append(run_dir: Path | str, sample: Sample) -> None:
     """Add one line, on disk when this returns. A torn last line is closed off, not overwritten."""
-    with open(Path(run_dir) / "samples.jsonl", "ab+") as file:
-        torn = False
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-        file.write((b"\n" if torn else b"") + msgspec.json.encode(sample) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    files.append_line(Path(run_dir) / "samples.jsonl", msgspec.json.encode(sample))
 
 
 def append_step(run_dir: Path | str, line: StepLine) -> None:
     """Add one line to ``steps.jsonl``."""
-    with open(Path(run_dir) / "steps.jsonl", "ab") as file:
-        file.write(msgspec.json.encode(line) + b"\n")
+    files.append_line(Path(run_dir) / "steps.jsonl", msgspec.json.encode(line), sync=False)
 
 
 def steps(run_dir: Path | str) -> list[StepLine]:
     """The steps of a training that were told before it ended, or broke off."""
-    lines = _lines(Path(run_dir) / "steps.jsonl")
-    return [msgspec.json.decode(line, type=StepLine) for line in lines if line.endswith(b"}")]
+    path = Path(run_dir) / "steps.jsonl"
+    return [
+        convert(files.parse_json(line, where), StepLine, where)
+        for where, line in _lines(path)
+        if line.endswith(b"}")
+    ]
 
 
 def finish(run_dir: Path | str, status: str, reason: str = "") -> None:
     """Set the end of a run: complete, partial, interrupted or failed."""
     path = Path(run_dir) / "run.json"
     info = read(path, RunInfo)
-    write(path, msgspec.structs.replace(info, status=status, reason=reason, ended=now()))
+    told = plain(reason, keep="\n")
+    write(path, msgspec.structs.replace(info, status=status, reason=told, ended=now()))
 
 
 def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
@@ -226,32 +207,42 @@ def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
     info = read(run_dir / "run.json", RunInfo)
     samples: dict[str, Sample] = {}
     warnings = []
-    path = run_dir / "samples.jsonl"
-    lines = _lines(path)
-    for number, line in enumerate(lines, 1):
+    for where, line in _lines(run_dir / "samples.jsonl"):
         try:
-            entry = json.loads(line)
-            sample = convert(entry, Sample, f"{path}:{number}")
+            sample = _sample(line, where)
         except ValueError as error:
-            warnings.append(f"{path}:{number} is truncated or damaged and was skipped ({error})")
-            continue
-        case_id = sample.case.id
-        # older lines name the case with all the fields that it had then
-        if sample.case_id not in (case_id, digest(entry["case"])):
-            warnings.append(
-                f"{path}:{number} was skipped: case_id {sample.case_id} is not its case's"
-            )
-            continue
-        samples[case_id] = msgspec.structs.replace(sample, case_id=case_id)
+            warnings.append(str(error))
+            if len(warnings) > MOST_DAMAGED:
+                told = f"more than {MOST_DAMAGED} lines are damaged; copy the run again"
+                raise ValueError(f"{run_dir}/samples.jsonl: {told}") from None
+        else:
+            samples[sample.case_id] = sample
     return info, list(samples.values()), warnings
 
 
-def _lines(path: Path) -> list[bytes]:
-    """The lines of a file, or of what ``gzip`` made of it for an archive."""
-    packed = path.with_name(path.name + ".gz")
+def _sample(line: bytes, where: str) -> Sample:
+    try:
+        entry = files.parse_json(line, where)
+        sample = convert(entry, Sample, where)
+    except ValueError as error:
+        raise ValueError(f"{where} is truncated or damaged and was skipped ({error})") from None
+    case_id = sample.case.id
+    # older lines name the case with all the fields that it had then
+    if sample.case_id not in (case_id, digest(entry["case"])):
+        raise ValueError(f"{where} was skipped: case_id {sample.case_id} is not its case's")
+    return msgspec.structs.replace(sample, case_id=case_id)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file, or of what ``gzip`` made of it for an archive, each with its place."""
+    packed, most = path.with_name(path.name + ".gz"), files.MOST_LINES_BYTES
+    data = b""
     if packed.exists():
-        return gzip.decompress(packed.read_bytes()).splitlines()
-    return path.read_bytes().splitlines() if path.exists() else []
+        data = files.unpack(files.read_bytes(packed, at_most=most), packed, at_most=most)
+    elif path.exists():
+        data = files.read_bytes(path, at_most=most)
+    for number, line in enumerate(io.BytesIO(data), 1):
+        yield f"{path}:{number}", line.rstrip(b"\r\n")
 
 
 def runs_of(runs: Path | str, verb: str | None = None) -> list[Path]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from meshwise import schedule
+from meshwise import files, schedule
 from meshwise.spec import Layout, Plan
 from meshwise.spec.phases import Span
 
@@ -27,8 +27,7 @@ _NAME = re.compile(r"([FBIW]) (?P<stage>\d+)\.(?P<microbatch>\d+)(?: of batch (?
 
 def write(path: Path, layout: Layout, spans: Iterable[Span]) -> Path:
     """Write the trace of spans; the path."""
-    path.write_text(json.dumps(trace(layout, spans)) + "\n")
-    return path
+    return files.write_whole(path, json.dumps(trace(layout, spans)) + "\n")
 
 
 def predicted(plan: Plan) -> list[Span]:

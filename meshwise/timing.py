@@ -13,7 +13,7 @@ seconds without a pause and times a tenth of a second at once, noting clocks and
 regime a kernel shorter than its launch takes as long as its launch, which is what eager code pays.
 
 After each chunk of iterations every rank's times are gathered on all, so that all ranks decide
-alike when to stop: when the 95 % interval of the median (``stats.median_interval``) is narrow
+alike when to stop: when the interval of the median (``stats.median_interval``) is narrow
 enough, or at a cap. The gather is also the barrier at the start of the next chunk, and one
 untimed iteration there brings the ranks into step.
 """
@@ -41,6 +41,7 @@ METHOD_VERSION = 1
 _CHUNK = 10
 _BUSY_S = 0.1  # a chunk this long hides the pause after it from the power cap's average
 REGIMES: tuple[Regime, ...] = typing.get_args(Regime)
+IN_A_ROW = ("graph", "pipelined")  # several calls are one iteration
 _CUDA_FLUSH_BYTES = 256 * 2**20
 _CPU_FLUSH_BYTES = 64 * 2**20  # twice the last-level cache of usual hosts
 
@@ -93,13 +94,15 @@ def measure(
     settle_s: float = 0.0,
     batch: int = 1,
     min_iterations: int = 1,
+    then: Callable[[Callable[[], object]], None] | None = None,
 ) -> Timed:
     """Time ``calls``, with ``prepare`` untimed before each; every rank must call this together.
 
     ``distributed`` says that the calls communicate, so that ranks must start each together.
     ``settle_s`` of untimed calls come first: a device under its power cap slows down within half
     a second, to the clocks at which a long job runs. ``batch``: calls in a graph, or in a row.
-    ``min_iterations`` are timed however narrow the interval is before. A sustained measurement
+    ``min_iterations`` are timed however narrow the interval is before. ``then`` gets what was timed
+    (the replay of the graph, the calls in a row), to see whether it did its work. A sustained one
     lasts ``max_seconds``; its metrics are, over time, the lowest clock and the highest power of
     the ranks. Raises ``torch.OutOfMemoryError`` on all ranks when one of them ran out of memory.
     """
@@ -112,7 +115,9 @@ def measure(
         return _sustained(calls[0], ranks, max_seconds)
     stop = Stop(max_iterations, max_seconds, relative_interval, min_iterations)
     before = device_states(ranks)
-    chunk = _agree(ranks, lambda: _chunk(calls, ranks, regime, distributed, prepare, batch))
+    work = _agree(ranks, lambda: _timed(calls, ranks, regime, batch))
+    together = batch if regime in IN_A_ROW else 1
+    chunk = _agree(ranks, lambda: _chunk(work, ranks, regime, distributed, prepare, together))
     ranks.arrive("warm-up")
     times_s: list[float] = []
     rank_times_s: list[list[float]] = [[] for _ in range(ranks.world_size)]
@@ -125,7 +130,10 @@ def measure(
         for own, (found, _) in zip(rank_times_s, replies, strict=True):
             own.extend(found)
         times_s = [max(iteration) for iteration in zip(*rank_times_s, strict=True)]
-    return Timed(tuple(times_s), tuple(map(tuple, rank_times_s)), before, device_states(ranks))
+    after = device_states(ranks)
+    if then is not None:
+        then(work[0])
+    return Timed(tuple(times_s), tuple(map(tuple, rank_times_s)), before, after)
 
 
 def _settle(
@@ -181,24 +189,32 @@ def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
     return cast(T, result)
 
 
+def _timed(
+    calls: Sequence[Callable[[], object]], ranks: Ranks, regime: str, batch: int
+) -> Sequence[Callable[[], object]]:
+    """What an iteration calls, in turn."""
+    if regime == "cold":
+        return calls
+    if regime == "graph":
+        return [_capture(calls[0], batch).replay]
+    if regime == "pipelined":
+        return [functools.partial(_repeat, calls[0], batch)]
+    if regime == "blocking":
+        return [functools.partial(_wait_for, calls[0], ranks)]
+    return calls[:1]
+
+
 def _chunk(
-    calls: Sequence[Callable[[], object]],
+    work: Sequence[Callable[[], object]],
     ranks: Ranks,
     regime: str,
     distributed: bool,
     prepare: Callable[[], None] | None,
-    batch: int,
+    together: int,
 ) -> Callable[[int], list[float]]:
-    """A function that runs one untimed and ``size`` timed iterations; it has run one already."""
+    """A function that runs one untimed and ``size`` timed iterations; it has run one already.
+    ``together``: calls in an iteration."""
     on_cuda = ranks.device.type == "cuda"
-    together = batch if regime in ("graph", "pipelined") else 1
-    if regime == "graph":
-        calls = [_capture(calls[0], batch).replay]
-    elif regime == "pipelined":
-        calls = [functools.partial(_repeat, calls[0], batch)]
-    elif regime == "blocking":
-        calls = [functools.partial(_wait_for, calls[0], ranks)]
-    work = calls if regime == "cold" else calls[:1]
     flush = _cache_sized(ranks.device) if regime == "cold" else None
     # on a CPU the untimed part takes each rank its own time; on a GPU it only fills the queue
     meet = distributed and not on_cuda and (flush is not None or prepare is not None)

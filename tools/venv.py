@@ -2,7 +2,8 @@
 
 An interpreter that has torch >= 2.11 is reused: .venv sees its packages, and pip adds only what
 pyproject.toml asks for and the interpreter lacks, without a network when nothing is. Otherwise pip
-installs requirements.lock. Meshwise itself is never built: .venv points at the checkout.
+installs requirements.lock, each file checked by its hash, and torch. Meshwise itself is never
+built: .venv points at the checkout.
 """
 
 import os
@@ -72,7 +73,11 @@ def main() -> None:
     create(borrowed, project["version"])
     extras = project["optional-dependencies"]
     loose = [*project["dependencies"], *extras["torch"], *extras["dev"]]
-    install(*loose if borrowed else ["-r", str(ROOT / "requirements.lock")])
+    if borrowed:
+        install(*loose)
+    else:
+        install("--require-hashes", "-r", str(ROOT / "requirements.lock"))
+        install("-r", str(ROOT / "requirements-torch.lock"))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Losses of 50 bf16 steps under several layouts beside those of one device:
-python curve.py RUNS [llama | moe]
+python curve.py RUNS [llama | moe | experts]
 
 The noise is what one device shows against itself when only the order of its sums differs: the same
 rows in other microbatches, or layers that are not compiled. Tokens are a Markov chain of 256 words
@@ -13,13 +13,17 @@ import numpy as np
 import torch
 
 import meshwise
-from meshwise.spec import Decoder, Layout, Recipe
+from meshwise.spec import Decoder, Experts, Layout, Model, Recipe
 
 LLAMA = Decoder(
     name="llama-110m", hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, ffn=2048,
     vocab=32000, max_seq_len=1024,
 )  # fmt: skip
 MOE = "moe-380m"
+IN_EVERY_LAYER = Model(
+    name="moe-80m", hidden=256, layers=6, heads=4, ffn=1024, vocab=1024,
+    experts=Experts(num_experts=16, top_k=2, ffn=1024),
+)  # fmt: skip
 STEPS, BATCH, SEQ = 50, 32, 512
 WORDS, SUCCESSORS = 256, 4
 RECIPE = Recipe(learning_rate=1e-3)
@@ -57,8 +61,8 @@ def main() -> None:
     runs, *names = sys.argv[1:]
     Path(runs).mkdir(parents=True, exist_ok=True)
     data, gpus = tokens(Path(runs) / "tokens.npy"), torch.cuda.device_count()
-    cases = {"llama": (LLAMA, DENSE), "moe": (MOE, EXPERTS)}
-    for model, layouts in map(cases.get, names or cases):
+    cases = {"llama": (LLAMA, DENSE), "moe": (MOE, EXPERTS), "experts": (IN_EVERY_LAYER, EXPERTS)}
+    for model, layouts in map(cases.get, names or ("llama", "moe")):
         curves = {}
         for layout, lowering in [
             (ONE, "compiled"),

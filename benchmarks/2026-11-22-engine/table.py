@@ -37,8 +37,8 @@ def moe(hidden: int) -> Model:
 def rows(gpus: int):
     """name -> model, sequence length, layout, recipe, data type."""
     small, big = (LLAMA, 1024), (LLAMA_8B, 8192)
-    dp = {"dp": gpus, "zero": 2}
-    half = {"dp": gpus // 2, "zero": 2 if gpus > 2 else 0}
+    dp = {"dp": gpus, "zero": 2 if gpus > 1 else 0}
+    half = {"dp": max(1, gpus // 2), "zero": 2 if gpus > 2 else 0}
     piped = {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}
     four = {"microbatch_size": 4, "num_microbatches": 4}
     found = {}

@@ -15,35 +15,29 @@ import torch
 from torch import Tensor
 
 from meshwise.attention.kernels import attend, attend_backward
-from meshwise.attention.merge import merge, nothing, wide
+from meshwise.attention.merge import SoFar, Softmax, merge, nothing, opened, wide
 from meshwise.attention.pieces import Piece, batches
-
-SoFar = tuple[Tensor, Tensor]
 
 
 def attend_pieces(
     q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], scale: float,
-    so_far: SoFar | None = None,
-) -> SoFar:  # fmt: skip
-    """out [B, H, Lq, D] and lse [B, H, Lq] of these keys and those of ``so_far``, which may be
-    written over. out is of q's dtype after one piece, else wide."""
+    so_far: Softmax | None = None,
+) -> Softmax:  # fmt: skip
+    """The softmax over these keys and those of ``so_far``, which may be written over."""
     if so_far is None and len(pieces) == 1 and pieces[0][:2] == (0, q.shape[2]):
         _, _, first, last, kind = pieces[0]
         return _attend(q, k[:, :, first:last], v[:, :, first:last], kind, scale)
-    if so_far is None:
-        out, lse = nothing(q)
-    else:
-        out, lse = so_far[0].to(wide(q.dtype)), so_far[1]
+    so_far = nothing(q.shape, q.device) if so_far is None else opened(so_far)
     for batch in batches(pieces):
         at, key_at = _places(batch)
-        part, part_lse = _attend(
+        part, lse = _attend(
             _stacked(q, at), _stacked(k, key_at), _stacked(v, key_at), batch[0].kind, scale
         )
-        rows, rows_lse = _rows(out, at), _rows(lse, at)
-        merge(rows, rows_lse, part.view_as(rows), part_lse.view_as(rows_lse))
-        _put_back(out, at, rows)
-        _put_back(lse, at, rows_lse)
-    return out, lse
+        rows = SoFar(*(_rows(x, at) for x in so_far))
+        merge(rows, part.view_as(rows.out), lse.view_as(rows.most))
+        for x, of in zip(so_far, rows, strict=True):
+            _put_back(x, at, of)
+    return so_far
 
 
 def add_gradients(
@@ -81,7 +75,7 @@ def zeros_of(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float) -> SoFar:
+def _attend(q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float) -> tuple[Tensor, Tensor]:
     if kind != "anti":
         return attend(q, k, v, causal=kind == "causal", scale=scale)
     out, lse = attend(q.flip(2), k.flip(2), v.flip(2), causal=True, scale=scale)

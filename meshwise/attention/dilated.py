@@ -176,14 +176,11 @@ class _Run(NamedTuple):
                     self._compute(batches, own, keys, parts[branch.number])
             self._bring_home(returned, parts)
         like = own[0].flatten(1, 2)
-        if self.planned.op.dilation.mixture == "exact":  # type: ignore[union-attr]
-            out, lse = rows.combine([part for of in parts.values() for part in of], like)
-            mixes: list[Tensor] = []
-        else:
-            each = [rows.combine(parts[branch.number], like) for branch in self.planned.branches]
-            whole = rows.Places(like.shape[1])
-            out, lse = rows.combine([Part(pair[0], whole, pair[1]) for pair in each], like)
-            mixes = [x for pair in each for x in pair]
+        out, lse = rows.combine([part for of in parts.values() for part in of], like)
+        mixes: list[Tensor] = []
+        if self.planned.op.dilation.mixture == "detached":  # type: ignore[union-attr]
+            for branch in self.planned.branches:
+                mixes += rows.combine(parts[branch.number], like)
         heads = own[0].shape[2]
         out, lse = (x.unflatten(1, (-1, heads)) for x in (out, lse))
         return out, lse, mixes, arrived

@@ -16,6 +16,7 @@ from torch import Tensor
 from meshwise.attention import rounds, volume
 from meshwise.attention.arguments import refuse_second_derivatives
 from meshwise.attention.heads import Members, Ranges, like_rows, members, to_heads, to_rows
+from meshwise.attention.merge import result
 from meshwise.attention.pieces import Mask
 from meshwise.attention.rounds import Ring
 from meshwise.attention.shards import Shards
@@ -176,8 +177,7 @@ def _backward_by_heads(run: Run, grad: Tensor, saved: Saved) -> Sequence[Tensor]
 
 def _attend(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     of = rounds.attend_gathered if run.gathers else rounds.attend_ring
-    out, lse = of(run.ring, q, k, v)
-    return out if out.dtype == q.dtype else torch.empty_like(q).copy_(out), lse
+    return result(of(run.ring, q, k, v), q)
 
 
 def _attend_backward(run: Run, *given: Tensor) -> rounds.Grads:

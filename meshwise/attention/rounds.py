@@ -1,7 +1,7 @@
 """Attention of queries that stay to keys and values that come: round a ring, or all at once.
 
 In: q [B, H, L, D], k and v [B, Hkv, L, D], this rank's rows of all heads that it works on, and who
-else holds rows of these heads. Out: out and lse of the whole softmax; or dq, dk, dv.
+else holds rows of these heads. Out: the whole softmax; or dq, dk, dv.
 
 Round the ring, at step t a rank attends the keys of the shard t before its own, while the next come
 from the rank before: K and V in one message. In the backward they come again, and gradients of K
@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwise.attention.blocks import SoFar, add_gradients, attend_pieces, gradients, zeros_of
+from meshwise.attention.blocks import add_gradients, attend_pieces, gradients, zeros_of
 from meshwise.attention.heads import by_rows, heads_first, in_order, members
+from meshwise.attention.merge import Softmax
 from meshwise.attention.pieces import Mask, Piece, local_pieces
 from meshwise.attention.shards import Interval, Shards
 from meshwise.attention.volume import NONE, hops, hull, step_pieces
@@ -58,7 +59,7 @@ class Ring(NamedTuple):
         return member % self.size * self.stride + self.wire.rank % self.stride
 
 
-def attend_ring(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> SoFar:
+def attend_ring(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Softmax:
     if ring.size == 1:
         return attend_pieces(q, k, v, ring.pieces(0), ring.scale)
     held, so_far = _fused(k, v), None
@@ -100,7 +101,7 @@ def attend_ring_backward(
     return dq.to(q.dtype), *(x.to(q.dtype) for x in _split(own))
 
 
-def attend_gathered(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> SoFar:
+def attend_gathered(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Softmax:
     keys, values = _gather(ring, k, v)
     return attend_pieces(q, keys, values, _gathered_pieces(ring), ring.scale)
 
@@ -164,7 +165,7 @@ def _made(ring: Ring, step: int) -> Interval:
     return around.grads[step][shard] if step <= around.last[shard] else NONE
 
 
-def _attend_step(ring: Ring, q: Tensor, held: Tensor, step: int, so_far: SoFar | None) -> SoFar:
+def _attend_step(ring: Ring, q: Tensor, held: Tensor, step: int, so_far: Softmax | None) -> Softmax:
     first = _held(ring, step)[0]
     pieces = tuple(p.shift(0, -first) for p in ring.pieces(step))
     if so_far is not None and not pieces:

@@ -1,6 +1,11 @@
 """Triton kernels for rows by index: each reads what it needs once and writes once.
 
-Parts are visited in order, so that sums are the same every time.
+Parts are visited in order, so that sums are the same every time. ``_merge`` is ``merge.merge``, in
+fp64 too. ``_mix`` has all parts at hand and keeps to fp32, which is faster: the largest lse first,
+then numerator and denominator alike, each with what its rounding lost (Kahan). Where all values
+are 1 both are the same number, and out is 1. Error, in units of 2^-24 of the largest value, however
+many parts: 1 of each sum, 1 of rounding out, and of the weights e times the values' mean distance
+from out, where e, the error of the hardware's exp(x), is below 4 + 2|x|.
 """
 
 from collections.abc import Sequence
@@ -10,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwise.attention.merge import SoFar
 from meshwise.attention.rows import Part, View
 
 _ELEMENTS = 4096  # of a block
@@ -30,6 +36,73 @@ def _take(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _row(  # type: ignore[no-untyped-def]
+    KIND: tl.constexpr, part: tl.constexpr, inverses, views, at, inside, heads
+):
+    """Which row of the part belongs ``at`` these rows; -1: none."""
+    row = at
+    if KIND == 1:
+        row = tl.load(inverses[part] + at, mask=inside, other=-1).to(tl.int64)
+    elif KIND == 2:  # the inverse of a View, computed
+        token = (at // heads).to(tl.int32) - views[part * _VIEW]
+        head = (at % heads).to(tl.int32) - views[part * _VIEW + 6]
+        width, rate = views[part * _VIEW + 2], views[part * _VIEW + 3]
+        segment = token // width
+        place_in = token % width - views[part * _VIEW + 4]
+        step, of = views[part * _VIEW + 7], views[part * _VIEW + 8]
+        has_row = (token >= 0) & (segment < views[part * _VIEW + 1])
+        has_row &= (place_in >= 0) & (place_in % rate == 0)
+        has_row &= (head >= 0) & (head % step == 0) & (head // step < of)
+        first = segment.to(tl.int64) * views[part * _VIEW + 5] + place_in // rate
+        row = tl.where(has_row, first * of + head // step, -1)
+    return row
+
+
+@triton.jit
+def _weight(lse, most):  # type: ignore[no-untyped-def]
+    """exp(lse - most), without a difference of infinities; of no key 0."""
+    weight = tl.exp(tl.where(lse == most, 0.0, lse - most))
+    return tl.where(lse == float("-inf"), 0.0, weight)
+
+
+@triton.jit
+def _plus(sums, more):  # type: ignore[no-untyped-def]
+    """The sum, and what its rounding lost."""
+    grown = sums + more
+    return grown, more - (grown - sums)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(  # type: ignore[no-untyped-def]
+    out, most, share, part, part_lse, starts, heads, rows, OUT, STATE, PART, LSE,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(rows, BLOCK)
+    number = tl.program_id(0).to(tl.int64)
+    row = number % blocks * BLOCK + tl.arange(0, BLOCK)
+    head, outer = number // blocks % heads, number // blocks // heads
+    batch, start = outer // starts, outer % starts
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = row < rows
+    of = batch * STATE[0] + start * STATE[1] + head * STATE[2] + row * STATE[3]
+    from_lse = batch * LSE[0] + start * LSE[1] + head * LSE[2] + row * LSE[3]
+    into = (batch * OUT[0] + start * OUT[1] + head * OUT[2] + row * OUT[3])[:, None] + column
+    source = (batch * PART[0] + start * PART[1] + head * PART[2] + row * PART[3])[:, None] + column
+    lse = tl.load(part_lse + from_lse, mask=inside, other=float("-inf")).to(tl.float64)
+    old = tl.load(most + of, mask=inside, other=float("-inf"))
+    more = tl.maximum(old, lse)
+    added = _weight(lse, more)
+    total = tl.load(share + of, mask=inside, other=0.0) * _weight(old, more) + added
+    tl.store(most + of, more, mask=inside)
+    tl.store(share + of, total, mask=inside)
+    weight = added / tl.maximum(total, 1.0)
+    seen = inside[:, None] & (column < D)
+    before = tl.load(out + into, mask=seen, other=0.0)
+    value = tl.load(part + source, mask=seen, other=0.0).to(tl.float64)
+    tl.store(out + into, before + (value - before) * weight[:, None], mask=seen)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _mix(  # type: ignore[no-untyped-def]
     values, lses, inverses, views, counts, out, out_lse, rows, heads,
     PARTS: tl.constexpr, KINDS: tl.constexpr, MIXES: tl.constexpr, D: tl.constexpr,
@@ -40,44 +113,36 @@ def _mix(  # type: ignore[no-untyped-def]
     column = tl.arange(0, WIDTH)[None, :]
     inside = at < rows
     most = tl.full((BLOCK,), float("-inf"), tl.float32)
-    share = tl.zeros((BLOCK,), tl.float32)
+    share, share_lost = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     sums = tl.zeros((BLOCK, WIDTH), tl.float32)
+    lost = tl.zeros((BLOCK, WIDTH), tl.float32)
+    if MIXES:
+        for part in tl.static_range(PARTS):
+            row = _row(KINDS[part], part, inverses, views, at, inside, heads)
+            place, has = batch * counts[part] + row, inside & (row >= 0)
+            lse = tl.load(lses[part] + place, mask=has, other=float("-inf"))
+            most = tl.maximum(most, lse)
     for part in tl.static_range(PARTS):
-        row = at
-        if KINDS[part] == 1:
-            row = tl.load(inverses[part] + at, mask=inside, other=-1).to(tl.int64)
-        elif KINDS[part] == 2:  # the inverse of a View, computed
-            token = (at // heads).to(tl.int32) - views[part * _VIEW]
-            head = (at % heads).to(tl.int32) - views[part * _VIEW + 6]
-            width, rate = views[part * _VIEW + 2], views[part * _VIEW + 3]
-            segment = token // width
-            place_in = token % width - views[part * _VIEW + 4]
-            step, of = views[part * _VIEW + 7], views[part * _VIEW + 8]
-            has_row = (token >= 0) & (segment < views[part * _VIEW + 1])
-            has_row &= (place_in >= 0) & (place_in % rate == 0)
-            has_row &= (head >= 0) & (head % step == 0) & (head // step < of)
-            first = segment.to(tl.int64) * views[part * _VIEW + 5] + place_in // rate
-            row = tl.where(has_row, first * of + head // step, -1)
-        has = inside & (row >= 0)
-        place = batch * counts[part] + row
+        row = _row(KINDS[part], part, inverses, views, at, inside, heads)
+        place, has = batch * counts[part] + row, inside & (row >= 0)
         piece = tl.load(
             values[part] + place[:, None] * D + column,
             mask=has[:, None] & (column < D), other=0.0,
         ).to(tl.float32)  # fmt: skip
         if MIXES:
             lse = tl.load(lses[part] + place, mask=has, other=float("-inf"))
-            more = tl.maximum(most, lse)
-            safe = tl.where(more == float("-inf"), 0.0, more)
-            kept, added = tl.exp(most - safe), tl.exp(lse - safe)
-            most, share = more, share * kept + added
-            sums = sums * kept[:, None] + piece * added[:, None]
+            weight = _weight(lse, most)
+            share, share_lost = _plus(share, weight + share_lost)
+            sums, lost = _plus(sums, piece * weight[:, None] + lost)
         else:
             sums += piece
     if MIXES:
-        alive = share > 0
-        sums /= tl.where(alive, share, 1.0)[:, None]
-        lse = tl.where(alive, most + tl.log(tl.where(alive, share, 1.0)), float("-inf"))
-        tl.store(out_lse + batch * rows + at, lse, mask=inside)
+        share = tl.maximum(share, 1.0)  # 0 where nothing was seen
+        tl.store(out_lse + batch * rows + at, most + tl.log(share), mask=inside)
+        inverse = tl.math.div_rn(tl.full((BLOCK,), 1.0, tl.float32), share)[:, None]
+        quotient = sums * inverse
+        left = tl.fma(-quotient, share[:, None], sums) + (lost - quotient * share_lost[:, None])
+        sums = tl.fma(left, inverse, quotient)
     where = out + (batch * rows + at[:, None]) * D + column
     tl.store(where, sums.to(out.dtype.element_ty), mask=inside[:, None] & (column < D))
 
@@ -92,23 +157,36 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def combine(parts: Sequence[Part], shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
-    lse = like.new_empty(shape[:-1], dtype=torch.float32)
-    return _mixed(parts, shape, like, lse), lse
+def merge(so_far: SoFar, part: Tensor, lse: Tensor) -> None:
+    """All [batch, starts, heads, rows] or [batch, rows]; out and part with a last dim D."""
+    if part.stride(-1) != 1:
+        part = part.contiguous()
+    at = (slice(None), *[None] * (5 - part.dim()))
+    out, most, share, part, lse = (x[at] for x in (*so_far, part, lse))
+    batch, starts, heads, rows, width = part.shape
+    block, padded = _block(width)
+    if part.numel():
+        _merge[(batch * starts * heads * triton.cdiv(rows, block),)](
+            out, most, share, part, lse, starts, heads, rows, out.stride()[:4], most.stride(),
+            part.stride()[:4], lse.stride(), width, padded, block,
+        )  # fmt: skip
 
 
-def total(parts: Sequence[Part], shape: tuple[int, ...], like: Tensor) -> Tensor:
-    return _mixed(parts, shape, like, None)
+def combine(parts: Sequence[Part], like: Tensor) -> tuple[Tensor, Tensor]:
+    lse = like.new_empty(like.shape[:-1], dtype=torch.float32)
+    return _mixed(parts, like, lse), lse
 
 
-def _mixed(
-    parts: Sequence[Part], shape: tuple[int, ...], like: Tensor, lse: Tensor | None
-) -> Tensor:
+def total(parts: Sequence[Part], like: Tensor) -> Tensor:
+    return _mixed(parts, like, None)
+
+
+def _mixed(parts: Sequence[Part], like: Tensor, lse: Tensor | None) -> Tensor:
     if not parts:
         if lse is not None:
             lse.fill_(-torch.inf)
-        return like.new_zeros(shape)
-    out = like.new_empty(shape)
+        return like.new_zeros(like.shape)
+    shape, out = like.shape, like.new_empty(like.shape)
     values = tuple(part.values.contiguous() for part in parts)
     lses = values if lse is None else tuple(_lse(part) for part in parts)
     inverses = tuple(

@@ -1,6 +1,7 @@
 """Rows of a tensor [batch, rows, width] picked, mixed and added up, by index.
 
-On a GPU by kernels of one pass each (``row_kernels``), elsewhere, and in fp64, by torch's own.
+On a GPU by kernels of one pass each (``row_kernels``), elsewhere, in fp64, and for more parts than
+a kernel takes, by torch's own.
 """
 
 import functools
@@ -10,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwise.attention.merge import merge, wide
+from meshwise.attention.merge import SoFar, merge, nothing, result, wide
+
+MOST_PARTS = 32  # of one kernel, which is compiled for their number
 
 
 class View(NamedTuple):
@@ -92,38 +95,32 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def combine(parts: Sequence[Part], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mixes parts by their log-sum-exp: out [B, size, D] of ``like``'s dtype, lse [B, size].
+    """Mixes parts by their log-sum-exp (``merge``): out as ``like`` [B, size, D], lse [B, size].
     Rows that no part has are 0 and -inf."""
-    (count,) = {part.places.size for part in parts} or {like.shape[1]}
-    shape = (like.shape[0], count, like.shape[-1])
-    if _fused(like):
+    if _fused(like, parts):
         from meshwise.attention.row_kernels import combine as fused
 
-        return fused(parts, shape, like)
-    dtype = wide(like.dtype)
-    out = torch.zeros(shape, dtype=dtype, device=like.device)
-    lse = torch.full(shape[:-1], -torch.inf, dtype=dtype, device=like.device)
+        return fused(parts, like)
+    so_far = nothing(like.shape, like.device)
     for part in parts:
         assert part.lse is not None
         if (index := _where(part)) is None:
-            merge(out, lse, part.values, part.lse)
+            merge(so_far, part.values, part.lse)
             continue
-        there, there_lse = take(out, index), take(lse, index)
-        merge(there, there_lse, part.values, part.lse)
-        out.index_copy_(1, index.long(), there)
-        lse.index_copy_(1, index.long(), there_lse)
-    return out.to(like.dtype), lse
+        there = SoFar(*(x.index_select(1, index) for x in so_far))
+        merge(there, part.values, part.lse)
+        for x, rows in zip(so_far, there, strict=True):
+            x.index_copy_(1, index.long(), rows)
+    return result(so_far, like)
 
 
 def total(parts: Sequence[Part], like: Tensor) -> Tensor:
-    """Adds parts up, in fp32 or fp64: [B, size, D] of ``like``'s dtype."""
-    (count,) = {part.places.size for part in parts} or {like.shape[1]}
-    shape = (like.shape[0], count, like.shape[-1])
-    if _fused(like):
+    """Adds parts up, in fp32 or fp64: as ``like`` [B, size, D]."""
+    if _fused(like, parts):
         from meshwise.attention.row_kernels import total as fused
 
-        return fused(parts, shape, like)
-    out = torch.zeros(shape, dtype=wide(like.dtype), device=like.device)
+        return fused(parts, like)
+    out = torch.zeros(like.shape, dtype=wide(like.dtype), device=like.device)
     for part in parts:
         values = part.values.to(out.dtype)
         if (index := _where(part)) is None:
@@ -133,8 +130,8 @@ def total(parts: Sequence[Part], like: Tensor) -> Tensor:
     return out.to(like.dtype)
 
 
-def _fused(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype != torch.float64
+def _fused(x: Tensor, parts: Sequence[Part] = ()) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and len(parts) <= MOST_PARTS
 
 
 def _where(part: Part) -> Tensor | None:

@@ -246,7 +246,7 @@ def _transfer_s(each: Transfer, op: LongAttention, prices: Prices) -> float:
         int(np.bincount(ends, each.bytes, ranks).max()) for ends in (each.source, each.target)
     )
     if each.kind != "send_recv":
-        most = most * each.size // (each.size - 1)  # nccl-tests' size has the own part
+        most = -(-most * each.size // (each.size - 1))  # nccl-tests' size has the own part
     called = Collective(
         kind=each.kind, size_bytes=most, group_size=each.size, group_stride=each.stride,
         dtype=op.dtype,

@@ -1,22 +1,25 @@
 """``meshwise VERB ...``: finds the verb's module when it is called, turns errors into one line.
 
 Exit codes: 0 done, 2 bad input, 3 a comparison gate failed, 4 some cases failed or ranks died,
-130 interrupted.
+130 interrupted, 143 or 129 ended by SIGTERM or SIGHUP.
 """
 
 import logging
 import sys
-from typing import NoReturn
+from os.path import exists
+from typing import NoReturn, get_origin
 
 import cyclopts
 
+from meshwise import signals
 from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
+from meshwise.text import one_line, plain
 
 _HELP = """Measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
 Each verb takes the files of the one before from the working directory and says which it took.
 Exit codes: 0 done, 2 bad input, 3 a gate of compare caught something, 4 cases failed or ranks died,
-130 interrupted.
+130 interrupted, 143 or 129 ended by SIGTERM or SIGHUP.
 """
 
 _VERBS = {
@@ -38,7 +41,7 @@ def _app() -> cyclopts.App:
         help=_HELP,
         help_format="plaintext",
         version=_version,
-        config=_whole_numbers,
+        config=(_commas, _whole_numbers),
         default_parameter=cyclopts.Parameter(negative=()),
         exit_on_error=False,
         print_error=False,
@@ -51,10 +54,29 @@ def _app() -> cyclopts.App:
     return app
 
 
+def _commas(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:
+    """Take 128,256 for 128 256 in every list; the name of a file that is there stays whole."""
+    for argument in arguments:
+        if get_origin(argument.hint) is tuple:
+            argument.tokens[:] = [
+                token.evolve(value=part)
+                for token in argument.tokens
+                for part in _parts(token.value)
+            ]
+            for token in argument.tokens:
+                if not token.value:
+                    raise cyclopts.CoercionError("a place in the list is empty", token=token)
+
+
+def _parts(value: str) -> list[str]:
+    return [value] if exists(value) else [part.strip() for part in value.split(",")]
+
+
 def _whole_numbers(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:
     """Refuse 1.5 where a whole number belongs; cyclopts would round it."""
     for argument in arguments:
-        for token in argument.tokens if argument.hint in (int, int | None) else ():
+        whole = (int, int | None, tuple[int, ...])
+        for token in argument.tokens if argument.hint in whole else ():
             if "." in token.value:
                 raise cyclopts.CoercionError(f"{token.value} is not a whole number", token=token)
 
@@ -81,8 +103,11 @@ def _done(arguments: list[str] | None) -> int:
     except cyclopts.CycloptsError as error:
         return _say(str(error).splitlines()[0], BAD_INPUT)
     except KeyboardInterrupt as stop:
-        print("; ".join(filter(None, ["interrupted", str(stop)])), file=sys.stderr)
+        print(one_line("; ".join(filter(None, ["interrupted", str(stop)]))), file=sys.stderr)
         return INTERRUPTED
+    except signals.Ended as stop:
+        print(stop, file=sys.stderr)
+        return 128 + stop.number
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -98,8 +123,15 @@ def _done(arguments: list[str] | None) -> int:
 
 
 def _say(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print(one_line(f"error: {message}"), file=sys.stderr)
     return code
+
+
+class _Plain(logging.Formatter):
+    """Lines in which names cannot move the cursor or begin a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
 
 
 def _log_to_stderr() -> None:
@@ -107,5 +139,7 @@ def _log_to_stderr() -> None:
     from meshwise.verbs import job
 
     log = logging.getLogger("meshwise")
-    log.handlers = [logging.StreamHandler() if job.leads() else logging.NullHandler()]
+    handler = logging.StreamHandler() if job.leads() else logging.NullHandler()
+    handler.setFormatter(_Plain())
+    log.handlers = [handler]
     log.setLevel(logging.INFO)

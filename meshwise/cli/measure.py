@@ -368,7 +368,8 @@ app.command(
 
 @app.command(name="import", sort_key=8)
 def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: Json = False) -> int:
-    """Turn logs of nccl-tests, PARAM, NCCL and Primus into run directories.
+    """Turn logs of nccl-tests, PARAM, NCCL and Primus into run directories. Exit code 4 if a
+    result in them was wrong.
 
     Parameters
     ----------
@@ -377,12 +378,14 @@ def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: J
     cluster
         The machine they are of; by default what the file says of it.
     """
+    from meshwise import store
     from meshwise.pages import samples
     from meshwise.verbs.imports import import_files
 
     run_dirs = import_files(file, cluster=cluster, runs=runs)
     emit([str(path) for path in run_dirs], samples.imported(run_dirs), json)
-    return DONE
+    statuses = {sample.status for path in run_dirs for sample in store.load(path)[1]}
+    return SOME_FAILED if "error" in statuses else DONE
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -448,6 +451,7 @@ def _summarize(what: str, run_dir: Path, json: bool, exact: bool, rows: "Sequenc
     """The whole measurement, but of a profile, which is for ``calibrate``, only how it ended."""
     from meshwise import store
     from meshwise.pages import samples
+    from meshwise.spec.run import FAILED
 
     info, measured, _ = store.load(run_dir)
     if what == "profile":
@@ -455,7 +459,7 @@ def _summarize(what: str, run_dir: Path, json: bool, exact: bool, rows: "Sequenc
     else:
         tables = samples.run(info, measured, exact=exact, rows=rows)
     emit(samples.document(run_dir, info, measured), tables, json)
-    failed = {"error", "oom", "hung"} & {sample.status for sample in measured}
+    failed = set(FAILED) & {sample.status for sample in measured}
     nothing = all(sample.status != "ok" for sample in measured)
     return SOME_FAILED if failed or nothing else DONE
 

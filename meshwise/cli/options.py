@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 Json = Annotated[bool, Parameter(help="Print one JSON document on standard output.")]
 DryRun = Annotated[bool, Parameter(help="Say what would be done, do and write nothing.")]
+Numbers = Annotated[tuple[int, ...], Parameter(consume_multiple=(1, None))]
 Runs = Annotated[str, Parameter(help="Where run directories are.")]
 
 # models.catalogue.names(), spelt out since --help imports no room; a test compares them

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from meshwise.text import plain
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
@@ -20,8 +21,14 @@ def emit(document: Any, tables: "Iterable[Table]", json: bool) -> None:
         import msgspec
 
         text = msgspec.json.format(msgspec.json.encode(document), indent=1)
-        sys.stdout.write(text.decode() + "\n")
+        sys.stdout.write(plain(text.decode(), keep="\n") + "\n")  # JSON's own escapes
     else:
         from meshwise.pages import table
 
         table.write(tables, sys.stdout)
+
+
+def say(*lines: str) -> None:
+    """Print lines on standard output at once, names in them without control characters."""
+    for line in lines:
+        print(plain(line), flush=True)

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.options import ANY, Json, Runs, Size
-from meshwise.cli.output import DONE, SOME_FAILED, emit
+from meshwise.cli.output import DONE, SOME_FAILED, emit, say
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
@@ -300,15 +300,16 @@ def _results(run_dir: Path, step_s: float | None, json: bool) -> int:
     from meshwise import store
     from meshwise.pages import refit as page
     from meshwise.pages import samples
+    from meshwise.spec.run import FAILED
 
     info, measured, _ = store.load(run_dir)
     best = page.recommended(measured)
     document = samples.document(run_dir, info, measured)
     document |= {"recommended": best and best.case_id, "step_s": step_s}
     if not json:
-        print("\n".join(line for sample in measured for line in page.log_lines(sample)), end="\n\n")
+        say(*(line for sample in measured for line in page.log_lines(sample)), "")
     tables = [samples.state(info, measured), *page.tables(measured, step_s)]
     emit(document, [*tables, *samples.failed(measured)], json)
-    bad = {"error", "oom", "hung"} & {sample.status for sample in measured}
+    bad = set(FAILED) & {sample.status for sample in measured}
     nothing = all(sample.status != "ok" for sample in measured)
     return SOME_FAILED if bad or nothing else DONE

@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from meshwise.cli.options import Json, Runs
-from meshwise.cli.output import DONE, emit
+from meshwise.cli.output import DONE, emit, say
 
 
 def report(
@@ -49,7 +49,7 @@ def report(
     path = write(contents, out)
     emit({"path": str(path), "results": contents.results}, ran.steps(contents.results), json)
     if not json:
-        print(path)
+        say(str(path))
     return DONE
 
 
@@ -65,5 +65,5 @@ def _scaling(results_dir: str, output_dir: str | None, json: bool) -> int:
     document = {"paths": paths, "conclusions": said, "rows": rows}
     emit(document, scaling_report.tables(found), json)
     if not json:
-        print("\n".join([*(f"- {line}" for line in said), *paths]))
+        say(*(f"- {line}" for line in said), *paths)
     return DONE

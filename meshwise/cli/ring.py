@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from meshwise.cli.flags import as_typed
-from meshwise.cli.options import ANY, DryRun, Json, Runs, Size
+from meshwise.cli.options import ANY, DryRun, Json, Numbers, Runs, Size
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.verbs import job
 
 CHECK_FAILED = 1
-Numbers = Annotated[tuple[int, ...], Parameter(consume_multiple=(1, None))]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 
 

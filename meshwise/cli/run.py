@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cyclopts import Parameter
 
 import meshwise
+from meshwise.cli import output
 from meshwise.cli.options import ANY, DryRun, Json, Runs, Size
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.verbs import job
@@ -266,7 +267,7 @@ def _settings(asked: Benchmark, given: Given, size: Size, runs: str, json: bool)
 
     def say(line: str) -> None:
         if job.leads() and not json:
-            print(line, flush=True)
+            output.say(line)
 
     ranks = size.ranks  # all spellings agree
     shape = (size.num_hosts, size.num_devices_per_host)

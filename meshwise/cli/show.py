@@ -1,15 +1,15 @@
 """``meshwise show``: files of ours, or a pattern of attention."""
 
 import inspect
-from typing import Annotated, Literal
+from typing import Literal
 
 import cyclopts
 from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.flags import as_typed
-from meshwise.cli.options import Json
-from meshwise.cli.output import DONE, emit
+from meshwise.cli.options import Json, Numbers
+from meshwise.cli.output import DONE, SOME_FAILED, emit
 
 show = cyclopts.App(
     name="show",
@@ -18,8 +18,6 @@ show = cyclopts.App(
     result_action="return_value",
     default_parameter=Parameter(negative=()),
 )
-
-Numbers = Annotated[tuple[str, ...], Parameter(consume_multiple=(1, None))]
 
 
 @show.default
@@ -32,7 +30,8 @@ def file(
     ----------
     path
         cluster.toml, costs.json, plan.json; a run: its directory, run.json or samples.jsonl; its
-        phases.json or nccl_check.json; a checkpoint's folder.
+        phases.json or nccl_check.json; a checkpoint's folder, all of which is verified (exit code
+        4 if any of it is damaged), or its checkpoint.json alone.
     node
         Of a plan: follow this operation of the model, as layers.0.up, to its price and its share.
     costs
@@ -48,7 +47,7 @@ def file(
     from meshwise.pages import show as pages
 
     emit(record, pages.of(record), json)
-    return DONE
+    return SOME_FAILED if getattr(record, "damage", ()) else DONE
 
 
 @show.command(sort_key=0)
@@ -114,8 +113,7 @@ def pattern(
 
     with as_typed(inspect.signature(pattern).parameters):
         found = verb.pattern(
-            segment_lengths=verb.numbers("segment_lengths", segment_lengths),
-            dilation_rates=verb.numbers("dilation_rates", dilation_rates),
+            segment_lengths=segment_lengths, dilation_rates=dilation_rates,
             seq_len=seq_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=batch,
             dtype=dtype, offsets=offsets, offset_heads=offset_heads, causal=causal, window=window,
             zigzag=zigzag, ranks=ranks, figure=figure,

@@ -9,17 +9,20 @@ left out: loaded, it is its original again, from which it may have been rounded 
 of a pipeline are cut unequally.
 
 A new subfolder becomes the checkpoint when its JSON takes the place of the old one, by one rename
-after all ranks have written and synced; until then the old one stands. Tokens are a function of
-(seed, step), so the step is enough to go on with the data.
+after all ranks have written and synced; until then the old one stands. Files have hashes, which
+each rank compares of the blocks that it reads (``engine.blocks``); one run at a time saves into a
+folder (``engine.folder``). Tokens are a function of (seed, step), so the step is enough to go on
+with the data.
 
 The files are those of torch.distributed.checkpoint's sharded Hugging Face storage; its reader reads
 them too. Its writer is not used: it asks DTensor where a share begins, and DTensor does not know
 where FSDP2 cuts an uneven part of tp (50257 rows over tp 2, dp 4), so that it refuses to save.
 """
 
+import contextlib
+import functools
 import json
 import os
-import re
 import secrets
 import shutil
 from collections import defaultdict
@@ -34,45 +37,19 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshwise import store
+from meshwise import files
+from meshwise.engine import blocks
+from meshwise.engine import folder as folders
 from meshwise.engine.step import Training
 from meshwise.ranks import Ranks
 from meshwise.reshard.regions import Box, chunks, narrowed, whole
-from meshwise.spec import AnyModel, Plan, Record, Workload
-from meshwise.spec.record import NonNegative, Positive
+from meshwise.spec import AnyModel, Plan, Record
+from meshwise.spec.checkpoint import Checkpoint, Stored, Whole
 
 SAME_NORM = 1e-4  # relative: sums in another order
 FILE_BYTES = 2**30  # of a file, unless one tensor has more: what a rank copies to the host at once
-_JSON = "checkpoint.json"
-_OURS = re.compile(r"step-\d+-[0-9a-f]{8}")  # the only subfolders that are ever removed
-_OFFSETS = "DCP_SHARDING_INFO"  # {name: {"saved_offsets": [...]}}, where torch's reader looks
 
 T = TypeVar("T")
-
-
-class Whole(Record, kw_only=True):
-    """Of a tensor before it was cut; ``dtype`` as torch names it."""
-
-    shape: tuple[NonNegative, ...]
-    dtype: str
-
-
-class Checkpoint(Record, kw_only=True):
-    """``step``: the next one. ``files``: the bytes of each, in the subfolder ``data``. ``norms`` of
-    whole tensors tell damaged files when they are loaded."""
-
-    schema_version: Positive = 1
-    step: NonNegative
-    seed: NonNegative
-    layout: str
-    optimizer: str
-    model: AnyModel
-    workload: Workload
-    data: str
-    files: dict[str, NonNegative]
-    tensors: dict[str, Whole]
-    numbers: dict[str, int | float]
-    norms: dict[str, float] = {}
 
 
 class Share(NamedTuple):
@@ -85,14 +62,42 @@ class Share(NamedTuple):
     norm: float | None
 
 
-def save(
-    ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, step: int, seed: int
-) -> None:
-    """Replace what ``folder`` holds by the training as it is before step ``step``.
+Save = Callable[..., None]  # (training, plan, step=, seed=): all ranks call it together
 
-    All ranks call it together; ValueError on all of them if one cannot write.
+
+@contextlib.contextmanager
+def saving(ranks: Ranks, folder: Path | str) -> Iterator[Save]:
+    """Hold ``folder`` for the saves of this run. Each replaces what is there by the training as it
+    is before step ``step``.
+
+    ValueError on all ranks, and what is there stays, if another run holds the folder or has written
+    into it since, or if one rank cannot write.
     """
     folder = Path(folder)
+    held: folders.Held | None = None
+
+    def hold() -> None:
+        nonlocal held
+        held = folders.Held(folder) if ranks.rank == 0 else None
+
+    _everywhere(ranks, f"saving into {folder}", hold)
+    try:
+        yield functools.partial(_save, ranks, folder, held)
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _save(
+    ranks: Ranks,
+    folder: Path,
+    held: folders.Held | None,
+    training: Training,
+    plan: Plan,
+    *,
+    step: int,
+    seed: int,
+) -> None:
     tensors = {name: tensor for name, tensor, is_copy in _tensors(training) if not is_copy}
     numbers = {name: _local(value).item() for name, value in tensors.items() if value.ndim == 0}
     told = ranks.gather((secrets.token_hex(4), numbers, _shares(tensors)))
@@ -101,15 +106,16 @@ def save(
     names = _assigned(everyone)[ranks.rank]
     data = f"step-{step}-{told[0][0]}"
     try:
-        written = _everywhere(
+        told_written = _everywhere(
             ranks,
             f"writing {folder}",
             lambda: _write(folder / data, ranks.rank, {name: tensors[name] for name in names}),
         )
     except ValueError:
-        if ranks.rank == 0:
+        if held is not None:
             shutil.rmtree(folder / data, ignore_errors=True)
         raise
+    written = msgspec.convert(told_written, list[dict[str, Stored]])
     record = Checkpoint(
         step=step,
         seed=seed,
@@ -118,20 +124,20 @@ def save(
         model=plan.model,
         workload=plan.workload,
         data=data,
-        files={file: size for of_rank in written for file, size in of_rank.items()},
-        tensors={s.name: Whole(shape=s.shape, dtype=s.dtype) for held in everyone for s in held},
+        files={file: stored for of_rank in written for file, stored in of_rank.items()},
+        tensors={s.name: Whole(shape=s.shape, dtype=s.dtype) for some in everyone for s in some},
         numbers={name: number for _, some, _ in told for name, number in some.items()},
         norms=_norms(everyone),
     )
-    commit = (lambda: _commit(folder, record)) if ranks.rank == 0 else (lambda: None)
-    _everywhere(ranks, f"writing {folder / _JSON}", commit)
+    commit = (lambda: None) if held is None else (lambda: held.replace(record))
+    _everywhere(ranks, f"writing {folder / folders.JSON}", commit)
 
 
 def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = None) -> Checkpoint:
     """What the folder holds; ValueError if it is not whole, or of another model, workload,
     ``optimizer`` (by default the plan's) or seed."""
     folder = Path(folder)
-    record = store.read(folder / _JSON, Checkpoint)
+    record = folders.read(folder / folders.JSON)
     pairs: list[tuple[str, object, object]] = [
         ("family", _family(record.model), _family(plan.model)),
         *_fields("model", record.model, plan.model),
@@ -141,7 +147,7 @@ def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = N
     ]
     for name, saved, given in pairs:
         _check_same(name, saved, given)
-    _check_files(folder, record)
+    folders.check_files(folder, record)
     return record
 
 
@@ -158,7 +164,7 @@ def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, se
         name = type(training.optimizer).__name__.lower()
         found.append(checked(folder, plan, seed, name))
 
-    _everywhere(ranks, f"reading {folder / _JSON}", look)
+    _everywhere(ranks, f"reading {folder / folders.JSON}", look)
     (record,) = found
     if any(name.startswith("optimizer.") for name in (*record.tensors, *record.numbers)):
         _make_states(training.optimizer)
@@ -169,7 +175,7 @@ def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, se
         if not isclose(norm, record.norms.get(name, norm), rel_tol=SAME_NORM):
             raise ValueError(
                 f"{folder}: {name} has the norm {norm:.6g}, saved was {record.norms[name]:.6g}; "
-                "a file is damaged, copy the checkpoint again"
+                f"a file is damaged; {blocks.FIX}"
             )
     return record.step
 
@@ -304,56 +310,34 @@ def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
     return [result for result, _ in replies]
 
 
-def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Files with this rank's parts, each on disk when this returns; their bytes."""
+def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """Files with this rank's parts, each on disk when this returns."""
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
     groups: dict[int, list[str]] = defaultdict(list)
     total = 0
     for name, tensor in tensors.items():
         groups[total // FILE_BYTES].append(name)
         total += _local(tensor).nbytes
-    sizes = {}
+    written = {}
     for number, names in groups.items():
         path = folder / f"{rank:05d}-{number:03d}.safetensors"
         parts = {name: _local(tensors[name]).cpu().contiguous() for name in names}
         offsets = {name: {"saved_offsets": _box(tensors[name]).low} for name in names}
-        about = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(offsets)}
-        save_file(parts, path, about)
-        _sync(path)
-        sizes[path.name] = path.stat().st_size
-    _sync(folder)
-    return sizes
+        about = {"format": "pt", "DCP_VERSION": "1.0", blocks.OFFSETS: json.dumps(offsets)}
+        with files.replacing(path) as file:
+            save_file(parts, file.name, about)
+            _sync(file.name)  # safetensors makes another file of that name
+            written[path.name] = blocks.stored(Path(file.name))
+    return written
 
 
-def _commit(folder: Path, record: Checkpoint) -> None:
-    """From here on ``folder`` holds this checkpoint; what it held before is removed."""
-    _check_files(folder, record)
-    written = store.write(folder / record.data / _JSON, record)
-    _sync(written)
-    written.replace(folder / _JSON)
-    _sync(folder)
-    for other in folder.iterdir():
-        if other.name != record.data and _OURS.fullmatch(other.name):
-            shutil.rmtree(other, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
+def _sync(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _check_files(folder: Path, record: Checkpoint) -> None:
-    for name, size in record.files.items():
-        path = folder / record.data / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; use a folder that all hosts see, whole")
-        if (found := path.stat().st_size) != size:
-            raise ValueError(f"{path} has {found} bytes of {size}; copy the checkpoint again")
 
 
 def _family(model: AnyModel) -> object:
@@ -385,8 +369,6 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
 
 def _read(folder: Path, record: Checkpoint, training: Training) -> None:
     """Fill this rank's tensors from whatever files have parts of theirs."""
-    from safetensors import safe_open
-
     wanted: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor, _ in _tensors(training):
         wanted[name].append(tensor)
@@ -396,21 +378,34 @@ def _read(folder: Path, record: Checkpoint, training: Training) -> None:
         for name, tensors in wanted.items()
     }
     lacking = {name: sum(box.num_elements for box, _ in of) for name, of in targets.items()}
-    for file in record.files:
-        with safe_open(folder / record.data / file, "pt") as opened:
-            offsets = json.loads(opened.metadata()[_OFFSETS])
-            for name in [name for name in offsets if name in targets]:
-                part = opened.get_slice(name)
-                saved = whole(part.get_shape()).shifted(offsets[name]["saved_offsets"])
-                for box, local in targets[name]:
-                    if common := box.intersect(saved):
-                        local[_slices(common, box)].copy_(part[_slices(common, saved)])
-                        lacking[name] -= common.num_elements
-    assert not any(lacking.values()), lacking
+    for name_of_file, stored in record.files.items():
+        file = blocks.DataFile(folder / record.data / name_of_file, stored)
+        for name in file.parts.keys() & targets.keys():
+            lacking[name] -= _filled(file, name, targets[name])
+    if lacks := [name for name, elements in lacking.items() if elements]:
+        raise ValueError(f"the files lack a part of {lacks[0]}; {blocks.FIX}")
     for name, tensors in wanted.items():
         for tensor in tensors:
             if not tensor.ndim:
                 _local(tensor).fill_(record.numbers[name])
+
+
+def _filled(file: blocks.DataFile, name: str, targets: Sequence[tuple[Box, Tensor]]) -> int:
+    """Copy what a file has of a tensor into the boxes that this rank holds; elements copied."""
+    part, count = file.parts[name], 0
+    for _, local in targets:
+        saved_bytes = part.last - part.first
+        if len(part.shape) != local.ndim or saved_bytes != prod(part.shape) * local.itemsize:
+            raise ValueError(f"{file.path}: {name} has other dims or another dtype; {blocks.FIX}")
+    for piece, first, last in part.pieces():
+        saved = piece.shifted(part.low)
+        for box, local in targets:
+            if common := box.intersect(saved):
+                values = torch.frombuffer(file.read(first, last), dtype=local.dtype)
+                values = values.view(piece.shape)[_slices(common, saved)]
+                local[_slices(common, box)].copy_(values)
+                count += common.num_elements
+    return count
 
 
 def _slices(part: Box, of: Box) -> tuple[slice, ...]:
@@ -419,7 +414,11 @@ def _slices(part: Box, of: Box) -> tuple[slice, ...]:
 
 
 def _check_tensors(record: Checkpoint, wanted: Mapping[str, list[Tensor]]) -> None:
-    missing = [n for n in wanted if n not in record.tensors and n not in record.numbers]
+    missing = [
+        name
+        for name, tensors in wanted.items()
+        if any(name not in (record.tensors if t.ndim else record.numbers) for t in tensors)
+    ]
     if missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise ValueError(f"the checkpoint lacks {missing[0]}{more}; save it with this version")

@@ -97,14 +97,16 @@ def _map(path: Path) -> npt.NDArray[np.integer]:
     if path.suffix == ".npy":
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError):
-            raise ValueError(f"{path} is not an array; write it with numpy.save") from None
+        except Exception:  # a header is Python text to numpy: of a damaged one all kinds
+            tokens = None
+        if not isinstance(tokens, np.ndarray):
+            raise ValueError(f"{path} is not an array; write it with numpy.save")
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(
                 f"{path} holds {tokens.dtype} of shape {tokens.shape}; "
                 "write a one-dimensional integer array"
             )
-        return tokens  # type: ignore[no-any-return]
+        return tokens
     if path.suffix != ".bin":
         raise ValueError(f"{path} ends in {path.suffix!r}; name a .bin or .npy file of tokens")
     dtype = np.dtype(np.uint32 if path.name.endswith(".uint32.bin") else np.uint16)

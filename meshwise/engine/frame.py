@@ -22,6 +22,7 @@ from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Plan, Record, Sample
 from meshwise.spec.record import NonNegative
+from meshwise.text import plain
 from meshwise.timing import METHOD_VERSION
 
 Metrics = dict[str, float | tuple[float, ...]]
@@ -72,7 +73,7 @@ def sample(
 def say(ranks: Ranks, what: str) -> None:
     """Progress, for whoever waits: a plain line on rank 0's stderr."""
     if ranks.rank == 0:
-        print(f"  {what}", file=sys.stderr, flush=True)
+        print(f"  {plain(what)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

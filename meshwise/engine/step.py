@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -40,6 +41,7 @@ class Training:
     targets: Tensor  # [steps, rows, seq] or [steps, rows]
     max_grad_norm: float  # 0: no clipping
     alone: bool  # no other rank takes part
+    norm: Tensor  # of the last step's gradients if they are clipped; nan if its loss is not finite
 
     @property
     def reports(self) -> bool:
@@ -188,6 +190,7 @@ def _training(
         targets=_on(built.device, batches.targets),
         max_grad_norm=recipe.max_grad_norm,
         alone=alone,
+        norm=torch.zeros((), device=built.device),
     )
 
 
@@ -198,22 +201,33 @@ def _on(device: torch.device, values: npt.NDArray[np.generic]) -> Tensor:
 def run(training: Training, index: int, mark: pipeline.Mark = pipeline.unmarked) -> Tensor:
     """One optimizer step on batch ``index``; this rank's mean loss, on the device (0 where the
     last stage is not). ``mark`` is told what begins, as ``pipeline.run`` says, then ``clip``,
-    ``optimizer`` and ``end``."""
+    ``optimizer`` and ``end``.
+
+    ``training.norm`` is nan on all ranks if the loss of any is not finite. It goes with the sum of
+    the gradients' squares; without clipping it is summed while the optimizer works.
+    """
     built = training.pipeline
     size = built.layout.microbatch_size
     inputs, targets = (batch[index].split(size) for batch in (training.inputs, training.targets))
     with apply.loss_context(built.layout):
         total = pipeline.run(built, inputs, targets, training.loss, mark)
+    norm, summed = optimizer.nothing(total), None
     if training.max_grad_norm:
         mark("clip")
-        optimizer.clip_gradients(
+        norm = optimizer.clip_gradients(
             training.parameters(),
             training.max_grad_norm,
             alone=training.alone,
             copy=built.tied.copy if built.tied else None,
+            loss=total,
         )
+    elif not training.alone:
+        summed = dist.all_reduce(norm, async_op=True)
     mark("optimizer")
     training.optimizer.step()
     training.optimizer.zero_grad()
+    if summed is not None:
+        summed.wait()
+    training.norm.copy_(norm)
     mark("end")
     return total

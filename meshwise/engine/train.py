@@ -12,17 +12,15 @@ Steps are timed back to back: on a GPU the host waits for nothing within a step 
 one step ahead. Memory that ran out on one rank ends the run on all of them with status ``oom``.
 """
 
-import contextlib
 import functools
 import itertools
 import math
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -82,8 +80,9 @@ def train(ranks: Ranks, request: TrainRequest) -> Sample:
     plan = request.plan
 
     def work(place: Place, spent: dict[str, float]) -> dict[str, Any]:
-        with kernels.choose(plan.recipe, ranks.device, plan.dtype):
-            found = _measure(ranks, place, request, spent)
+        saving = checkpoint.saving(ranks, request.save) if request.save else nullcontext()
+        with kernels.choose(plan.recipe, ranks.device, plan.dtype), saving as save:
+            found = _measure(ranks, place, request, spent, save)
             check.free(ranks.device)
             if "reason" in found and request.find_nonfinite:
                 index = len(found["metrics"]["losses"])
@@ -96,6 +95,39 @@ def train(ranks: Ranks, request: TrainRequest) -> Sample:
     return frame.sample(ranks, plan, case_of(plan, "train"), work)
 
 
+class _Course:
+    """Steps of a run, one after the other, and their losses, still on the device.
+
+    The host is at most one step ahead of a GPU, so it knows how a step went when it has launched
+    the next. Behind a loss that is not finite all ranks stop there: no step begins that any of them
+    leaves out.
+    """
+
+    def __init__(self, ranks: Ranks, run: "_Run") -> None:
+        self.ranks, self.run, self.ahead = ranks, run, int(ranks.device.type == "cuda")
+        self.mark, self.elapsed_s = clock(ranks.device)
+        self.ends, self.losses = list[Any](), list[Tensor]()
+        # pinned, so that the device writes into it while the host goes on
+        self.norms = torch.zeros(len(run.training.inputs), pin_memory=bool(self.ahead))
+
+    def step(self, index: int, what: str = "") -> bool:
+        """Run step ``index``; False if there is nothing left to train."""
+        number = self.run.first + index
+        self.ranks.at(f"step {number}{what}")
+        if len(self.ends) > 1:
+            self.ranks.synchronize(f"step {number - 2}", self.ends[-2])
+        if self.is_lost(max(0, len(self.losses) - self.ahead)):
+            return False
+        self.losses.append(step.run(self.run.training, index))
+        self.norms[index].copy_(self.run.training.norm, non_blocking=True)
+        self.ends.append(self.mark())
+        return True
+
+    def is_lost(self, count: int | None = None) -> bool:
+        """Whether the loss of any of the first ``count`` steps was not finite, on any rank."""
+        return bool(self.norms[:count].isnan().any())
+
+
 class _Run(NamedTuple):
     """A training under way. ``first``: the number of the first of its steps."""
 
@@ -105,33 +137,43 @@ class _Run(NamedTuple):
 
 
 def _measure(
-    ranks: Ranks, place: Place, request: TrainRequest, spent: dict[str, float]
+    ranks: Ranks,
+    place: Place,
+    request: TrainRequest,
+    spent: dict[str, float],
+    save: checkpoint.Save | None,
 ) -> dict[str, Any]:
     """Warm up, time, and measure memory: the fields of the sample."""
     compiling = request.plan.lowering == "compiled"
-    run = _prepared(ranks, place, request, spent)
+    run = _prepared(ranks, place, request, spent, save)
+    course = _Course(ranks, run)
     with timed(spent, "compile_s"):
-        warm_up = functools.partial(_warm_up, ranks, run, request.warmup)
-        losses = together(ranks, place, "warm-up", warm_up, compiling=compiling)
-    say(ranks, f"warmed up by {request.warmup} steps; timing {request.steps}")
-    before = device_states(ranks)
-    with timed(spent, "timed_s"), _unasked(run.training, request.plan.lowering):
-        work = functools.partial(_timed_steps, ranks, run, request)
-        times_s, more = together(ranks, place, "timed steps", work)
-    after = device_states(ranks)
-    profiled = {}
-    if request.profile:
-        profiled = phases.record(ranks, place, run.training, Path(request.run_dir))
-    say(ranks, f"{statistics.median(times_s):.3g} s a step; measuring memory")
-    peaks = together(ranks, place, "memory", functools.partial(_peak, ranks, run.training))
+        warm_up = functools.partial(_warm_up, ranks, course, request.warmup)
+        together(ranks, place, "warm-up", warm_up, compiling=compiling)
+    found: dict[str, Any] = {}
+    times_s: list[float] = []
+    profiled: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    if not course.is_lost():
+        say(ranks, f"warmed up by {request.warmup} steps; timing {request.steps}")
+        found["before"] = device_states(ranks)
+        with timed(spent, "timed_s"), _unasked(run.training, request.plan.lowering):
+            work = functools.partial(_timed_steps, ranks, course, request)
+            times_s = together(ranks, place, "timed steps", work)
+        found["after"] = device_states(ranks)
+    if not course.is_lost():
+        if request.profile:
+            profiled = phases.record(ranks, place, run.training, Path(request.run_dir))
+        say(ranks, f"{statistics.median(times_s):.3g} s a step; measuring memory")
+        peaks = together(ranks, place, "memory", functools.partial(_peak, ranks, run.training))
     mine = {
         "times_s": times_s,
-        "losses": [float(loss) for loss in losses + more] if run.training.reports else [],
+        "losses": [float(loss) for loss in course.losses] if run.training.reports else [],
         "peaks": peaks | spent,
     }
-    found = _fields(request, run.first, ranks.gather(mine))
+    found |= _fields(request, run.first, ranks.gather(mine), lost=course.is_lost())
     found["metrics"] |= profiled
-    return {**found, "before": before, "after": after}
+    return found
 
 
 def _first_nonfinite(ranks: Ranks, place: Place, request: TrainRequest, index: int) -> str:
@@ -139,9 +181,8 @@ def _first_nonfinite(ranks: Ranks, place: Place, request: TrainRequest, index: i
     say(ranks, "training up to that step again, to find where it begins")
 
     def find() -> str | None:
-        again = msgspec.structs.replace(request, save=None)
-        run = _prepared(ranks, place, again, {})
-        _warm_up(ranks, run, index)
+        run = _prepared(ranks, place, request, {}, None)
+        _warm_up(ranks, _Course(ranks, run), index)
         ranks.at(f"step {run.first + index}, module by module")
         return nonfinite.first_module(ranks, run.training, index)
 
@@ -150,11 +191,18 @@ def _first_nonfinite(ranks: Ranks, place: Place, request: TrainRequest, index: i
     return f"first not finite: {name}" if name else "the second time all was finite"
 
 
-def _prepared(ranks: Ranks, place: Place, request: TrainRequest, spent: dict[str, float]) -> _Run:
+def _prepared(
+    ranks: Ranks,
+    place: Place,
+    request: TrainRequest,
+    spent: dict[str, float],
+    save: checkpoint.Save | None,
+) -> _Run:
     """The data and the model, from the seed or from a checkpoint."""
-    plan, first, folder = request.plan, 0, request.resume_from
+    plan, first, folder, note = request.plan, 0, request.resume_from, ""
     if folder is not None:
-        first = checkpoint.checked(folder, plan, request.seed).step
+        saved = checkpoint.checked(folder, plan, request.seed)
+        first, note = saved.step, f" ({saved.note})" if saved.note else ""
     with timed(spent, "data_s"):
         rows = step.rows(plan.layout, ranks.rank)
         mine = request.batches(request.total_steps, rows, first)
@@ -166,42 +214,54 @@ def _prepared(ranks: Ranks, place: Place, request: TrainRequest, spent: dict[str
     with timed(spent, "build_s"):
         training = together(ranks, place, "building the model", build)
         if folder is not None:
-            say(ranks, f"going on with step {first} of {folder}")
+            say(ranks, f"going on with step {first} of {folder}{note}")
             checkpoint.load(ranks, training, folder, plan, seed=request.seed)
-    return _Run(training, first, functools.partial(_save, ranks, training, request, first))
+    return _Run(training, first, functools.partial(_save, ranks, save, training, request, first))
 
 
 def _save(
-    ranks: Ranks, training: step.Training, request: TrainRequest, first: int, index: int
+    ranks: Ranks,
+    save: checkpoint.Save | None,
+    training: step.Training,
+    request: TrainRequest,
+    first: int,
+    index: int,
 ) -> bool:
     """Save behind the last step and where it is due."""
     number = first + index + 1
     is_due = request.save_every is not None and number % request.save_every == 0
-    if request.save is None or not (is_due or index + 1 == request.total_steps):
+    if save is None or not (is_due or index + 1 == request.total_steps):
+        return False
+    if training.norm.isnan():  # what was saved before is worth more
         return False
     ranks.at(f"saving before step {number}")
-    checkpoint.save(ranks, training, request.save, request.plan, step=number, seed=request.seed)
+    save(training, request.plan, step=number, seed=request.seed)
     return True
 
 
-def _fields(request: TrainRequest, first: int, replies: list[dict[str, Any]]) -> dict[str, Any]:
+def _fields(
+    request: TrainRequest, first: int, replies: list[dict[str, Any]], *, lost: bool
+) -> dict[str, Any]:
     """The fields of the sample from what every rank found; ``reason`` among them is a failure."""
     plan = request.plan
     rank_times_s = tuple(tuple(reply["times_s"]) for reply in replies)
     times_s = tuple(max(of_step) for of_step in zip(*rank_times_s, strict=True))
-    if request.driver_time:
+    if request.driver_time and times_s:
         times_s = (statistics.fmean(rank_times_s[0]),)
     losses = _mean_losses([reply["losses"] for reply in replies])
     finite = tuple(itertools.takewhile(math.isfinite, losses))
     metrics: Metrics = {
         **{name: max(r["peaks"][name] for r in replies) for name in replies[0]["peaks"]},
-        "tokens_per_s": plan.workload.tokens / statistics.median(times_s),
         "num_parameters": models.num_parameters(plan.model),
         "losses": finite,
     }
+    if times_s:
+        metrics["tokens_per_s"] = plan.workload.tokens / statistics.median(times_s)
     found = {"times_s": times_s, "rank_times_s": rank_times_s, "metrics": metrics}
     if len(finite) < len(losses):
         found["reason"] = f"the loss is {losses[len(finite)]} at step {first + len(finite)}"
+    elif lost:
+        found["reason"] = f"the gradients' norm is nan at step {first + len(losses) - 1}"
     return found
 
 
@@ -218,66 +278,52 @@ def _unasked(training: step.Training, lowering: str) -> AbstractContextManager[N
     built = training.pipeline
     layers = [layer for stage in built.stages.values() for layer in stage.module.layers.values()]
     if lowering != "compiled" or not all(apply.is_one_graph(x, built.layout) for x in layers):
-        return contextlib.nullcontext()
+        return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance(skip_guard_eval_unsafe=True)
     return stance
 
 
-def _warm_up(ranks: Ranks, run: _Run, count: int) -> list[Tensor]:
-    losses = []
+def _warm_up(ranks: Ranks, course: _Course, count: int) -> None:
     say(ranks, f"built; {count} steps of warm-up")
     for index in range(count):
-        ranks.at(f"step {run.first + index} (warm-up)")
-        losses.append(step.run(run.training, index))
-        run.done(index)
-    return losses
+        if not course.step(index, " (warm-up)"):
+            return
+        course.run.done(index)
 
 
-def _timed_steps(
-    ranks: Ranks, run: _Run, request: TrainRequest
-) -> tuple[list[float], list[Tensor]]:
-    """Seconds of every step after the untimed one behind the warm-up, and the losses since that
-    one, still on the device."""
-    mark, elapsed_s = clock(ranks.device)
+def _timed_steps(ranks: Ranks, course: _Course, request: TrainRequest) -> list[float]:
+    """Seconds of every step after the untimed one behind the warm-up."""
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    ends: list[Any] = []
-    spans: list[tuple[Any, Any]] = []
-    losses, begin = [], None
-    count, total = request.warmup, len(run.training.inputs)
-    told = _Told(ranks, run, request, elapsed_s)
+    run, spans, begin = course.run, list[tuple[Any, Any]](), None
+    told = _Told(course, request)
     with no_pauses():
-        for index in range(count, total):
-            number = run.first + index
-            ranks.at(f"step {number}")
-            if len(ends) > 1:
-                ranks.synchronize(f"step {number - 2}", ends[-2])
-            losses.append(step.run(run.training, index))
-            ends.append(mark())
+        for index in range(request.warmup, len(run.training.inputs)):
+            if not course.step(index):
+                break
             if begin is not None:
-                spans.append((begin, ends[-1]))
-                told.up_to(len(spans) - 2 * (ranks.device.type == "cuda"), spans, losses)
-            begin = mark() if run.done(index) else ends[-1]
+                spans.append((begin, course.ends[-1]))
+                told.up_to(len(spans) - 2 * (ranks.device.type == "cuda"), spans)
+            begin = course.mark() if run.done(index) else course.ends[-1]
     ranks.synchronize("the last step")
-    told.up_to(len(spans), spans, losses)
-    return [elapsed_s(*span) for span in spans], losses
+    told.up_to(len(spans), spans)
+    return [course.elapsed_s(*span) for span in spans]
 
 
 class _Told:
     """Tells rank 0's timed steps that are known to have ended: into ``steps.jsonl``, so that a run
     which breaks off keeps them, and on CPUs, where steps are long, to whoever waits."""
 
-    def __init__(
-        self, ranks: Ranks, run: _Run, request: TrainRequest, elapsed_s: Callable[..., float]
-    ) -> None:
-        self.ranks, self.run, self.request, self.elapsed_s = ranks, run, request, elapsed_s
+    def __init__(self, course: _Course, request: TrainRequest) -> None:
+        self.ranks, self.run, self.course, self.request = course.ranks, course.run, course, request
         self.count = 0
         # its own stream: reading a loss would wait for the steps behind it
-        self.stream = torch.cuda.Stream() if ranks.device.type == "cuda" else None
+        self.stream = torch.cuda.Stream() if self.ranks.device.type == "cuda" else None
 
-    def up_to(self, count: int, spans: list[tuple[Any, Any]], losses: list[Tensor]) -> None:
+    def up_to(self, count: int, spans: list[tuple[Any, Any]]) -> None:
+        losses = self.course.losses[self.request.warmup + 1 :]
         for index in range(self.count, count if self.ranks.rank == 0 else 0):
-            self._tell(index, self.elapsed_s(*spans[index]), losses[index + 1])
+            self._tell(index, self.course.elapsed_s(*spans[index]), losses[index])
         self.count = max(self.count, count)
 
     def _tell(self, index: int, time_s: float, loss: Tensor) -> None:

@@ -3,57 +3,121 @@
 ``run("meshwise.probe.sweep:measure_ranks", request, nproc=4)`` starts the ranks itself or, in a
 process that torchrun or srun started, joins the others. Each rank calls ``target(ranks, request)``
 with the request as JSON. Results are files; nothing comes back but ``RanksFailed``.
+
+Ranks import this module before they can be told that their parent is gone: it imports nothing
+heavy.
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
+if TYPE_CHECKING:
+    from meshwise.launch.errand import Errand
+    from meshwise.spec import Record
 
-from meshwise.launch.failures import RanksFailed
-from meshwise.spec import Record
+__all__ = ["Joined", "Local", "Place", "RanksFailed", "run", "start"]
 
-__all__ = ["RanksFailed", "run"]
+
+class RanksFailed(RuntimeError):
+    """A job ended because of ``rank``; ``details`` is that rank's traceback, if it wrote one."""
+
+    def __init__(self, message: str, rank: int | None = None, details: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.details = details
+
+    @property
+    def hung(self) -> bool:
+        """Whether a rank stayed away, and none died or raised an error of its own."""
+        return any(words in str(self) for words in ("had not arrived", "had stopped"))
+
+
+class Local(NamedTuple):
+    """Ranks on this host, which this process starts."""
+
+    nproc: int
+
+
+class Joined(NamedTuple):
+    """A launcher, torchrun or srun, started this process as one of ``world_size`` ranks. Their
+    store is at ``host``."""
+
+    world_size: int
+    host: str
+
+
+Place = Local | Joined
 
 
 def run(
     target: str,
-    request: Record,
+    request: "Record",
     *,
     nproc: int,
     threads: int | None = None,
     timeout_s: float = 30.0,
+    setup_s: float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
     """Call ``target`` on ``nproc`` ranks; RanksFailed says which rank died of what, in which case.
 
     ``threads`` is each rank's OMP_NUM_THREADS, by default what the environment says, else an
-    equal share of the cores. ``timeout_s`` is the steady-state timeout of every collective.
+    equal share of the cores. ``timeout_s`` is the steady-state timeout of every collective,
+    ``setup_s`` how long ranks wait for each other at the start, by default what suits the place.
     ``environment`` is set in each rank, with its number for ``{rank}``; not where a launcher
     started the ranks.
     """
-    from meshwise import provenance, ranks
-    from meshwise.launch.local import start
-    from meshwise.launch.worker import Errand, find, serve
+    import msgspec
 
-    place = ranks.environment()
-    payload = msgspec.json.encode(request)
-    if place is None:
+    from meshwise import provenance
+    from meshwise.launch.errand import Errand
+
+    place = _place(nproc)
+    errand = Errand(
+        target=target,
+        request=msgspec.Raw(msgspec.json.encode(request)),
+        threads=threads or provenance.threads_per_rank(nproc),
+        timeout_s=timeout_s,
+        setup_s=setup_s,
+        environment=dict(environment or {}),
+    )
+    start(errand, place)
+
+
+def _place(nproc: int) -> Place:
+    from meshwise import ranks
+
+    found = ranks.environment()
+    if found is None:
         if nproc < 1:
             raise ValueError(f"nproc = {nproc}: must be >= 1")
-        errand = Errand(
-            target=target,
-            request=msgspec.Raw(payload),
-            threads=threads or provenance.threads_per_rank(nproc),
-            timeout_s=timeout_s,
-            environment=dict(environment or {}),
-        )
-        start(errand, nproc)
-        return
-    if environment:
-        raise ValueError("a launcher started the ranks: set their environment there")
-    if nproc != place["world_size"]:
+        return Local(nproc)
+    if nproc != found["world_size"]:
         raise ValueError(
-            f"nproc = {nproc}, but the launcher started {place['world_size']} ranks; "
+            f"nproc = {nproc}, but the launcher started {found['world_size']} ranks; "
             "leave nproc out or make them equal"
         )
-    serve(find(target), payload, timeout_s=timeout_s)
+    return Joined(nproc, found["host"])
+
+
+def start(errand: "Errand", place: Place) -> None:
+    """Run the errand on all ranks of ``place`` to its end."""
+    if isinstance(place, Local):
+        from meshwise.launch import local
+
+        local.start(errand, place.nproc)
+        return
+    import os
+
+    from meshwise import ranks
+    from meshwise.launch import cache, scratch
+    from meshwise.launch.errand import find, serve
+
+    if errand.environment:
+        raise ValueError("a launcher started the ranks: set their environment there")
+    with scratch.folder() as folder:
+        os.environ.update(cache.variables(folder))
+        if ranks.is_loopback(place.host):
+            os.environ.update({name: os.environ.get(name, v) for name, v in ranks.LOOPBACK.items()})
+        request = bytes(errand.request)
+        serve(find(errand.target), request, timeout_s=errand.timeout_s, setup_s=errand.setup_s)

@@ -12,24 +12,11 @@ from typing import Literal
 
 import msgspec
 
+from meshwise.launch import RanksFailed
 from meshwise.spec import Record
 
 # what the survivors of another rank's death report
 _COLLATERAL = r"had not arrived|timed out|timeout|closed by peer|reset by peer|broken pipe|refused"
-
-
-class RanksFailed(RuntimeError):
-    """A job ended because of ``rank``; ``details`` is that rank's traceback, if it wrote one."""
-
-    def __init__(self, message: str, rank: int | None = None, details: str = "") -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.details = details
-
-    @property
-    def hung(self) -> bool:
-        """Whether a rank stayed away, and none died or raised an error of its own."""
-        return re.search("had not arrived|had stopped", str(self)) is not None
 
 
 class Fate(Record, kw_only=True):
@@ -62,23 +49,24 @@ def read(folder: Path) -> dict[int, Fate]:
     return {fate.rank: fate for fate in sorted(fates, key=lambda fate: fate.rank)}
 
 
-def explain(
-    fates: Mapping[int, Fate], exit_codes: Mapping[int, int], killed: Collection[int]
-) -> RanksFailed:
-    """Who died of what: an own error, else a death, else what the survivors said, else a stop,
-    else the SIGTERM that one of them got, for which all others get theirs.
+def finished(fates: Mapping[int, Fate]) -> set[int]:
+    """Ranks whose work is done; each only has to end."""
+    return {rank for rank, fate in fates.items() if fate.state == "done"}
 
-    ``exit_codes`` as subprocess gives them (-9 is SIGKILL), in the order in which ranks ended;
-    ``killed`` are the ranks that the launcher ended itself because they did not answer.
+
+def explain(
+    fates: Mapping[int, Fate], codes: Mapping[int, int], killed: Collection[int]
+) -> RanksFailed:
+    """Who died of what: an own error, else a death, else what the survivors said, else a stop.
+
+    ``codes`` as subprocess gives them (-9 is SIGKILL), in the order in which ranks ended; not of
+    those that the launcher told to end. ``killed``: that it ended because they did not answer.
     """
     failed = sorted((f for f in fates.values() if f.state == "failed"), key=lambda f: f.time_s)
     own = [fate for fate in failed if not fate.collateral]
-    silent = {rank for rank, fate in fates.items() if fate.state == "failed"} | set(killed)
-    deaths = {
-        rank: code
-        for rank, code in sorted(exit_codes.items())
-        if code not in (0, -signal.SIGTERM) and rank not in silent
-    }
+    silent = {fate.rank for fate in failed} | set(killed)
+    done = finished(fates)
+    deaths = {r: code for r, code in codes.items() if r not in silent and (code or r not in done)}
     if own:
         cause, message = own[0].rank, own[0].error
     elif deaths:
@@ -87,12 +75,9 @@ def explain(
         message = sentence(cause, died, _case(fates, cause))
     elif failed:
         cause, message = failed[0].rank, failed[0].error
-    elif killed:
+    else:
         cause = min(killed)
         message = sentence(cause, " had stopped", _case(fates, cause))
-    else:
-        cause = next(iter(exit_codes))
-        message = sentence(cause, " died of SIGTERM", _case(fates, cause))
     frozen = "".join(f", rank {r} did not answer and was killed" for r in sorted(killed))
     details = fates[cause].details if cause in fates else ""
     return RanksFailed(f"{message}; the other ranks were ended{frozen}", cause, details)

@@ -1,168 +1,195 @@
-"""Ranks on this host, through torch's elastic agent: start them, watch them, end them all.
+"""Ranks on this host: start them, watch them, end them all.
 
-In: an errand and a number of ranks. Out: nothing, or ``RanksFailed``. The agent notices a rank
-that ends badly within 0.1 s, sends the others SIGTERM and waits 30 s for them; a stopped process
-ignores that, so ``_end_stragglers`` kills it after 3 s.
+In: an errand and a number of ranks. Out: nothing, or ``RanksFailed``. Nobody but this host's users
+can reach what they listen on: the store, which this process holds, gloo and NCCL use the loopback
+interface. The thread that starts ranks waits for them, since the kernel kills them when it ends.
 """
 
 import contextlib
-import logging
 import os
-import re
 import signal
+import subprocess
 import sys
-import tempfile
-import threading
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
-from meshwise.launch import failures
-from meshwise.launch.worker import Errand
+from meshwise import signals
+from meshwise.launch import RanksFailed, cache, failures, keeper, scratch
+from meshwise.launch.errand import Errand
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torchelastic-events-null")
-_PATIENCE_S = 3.0
+_PATIENCE_S = 3.0  # for a rank to end that was told to
+_DYING_S = 60.0  # for the kernel to end one: a driver may take long to give its memory back
+_POLL_S = 0.05
 _WORKER = ("-m", "meshwise.launch.worker")
+_ENDED = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
 
 
-def start(errand: Errand, nproc: int, *, worker: tuple[str, ...] = _WORKER) -> None:
-    """Run the errand on ``nproc`` ranks to its end. Ctrl-C ends them and raises as usual.
+def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
+    """Run the errand on ``nproc`` ranks to its end. Signals end them and act as usual afterwards.
 
-    ``worker`` are the arguments to Python that start one rank, before the request's path.
+    ``worker`` are the arguments to Python that start one rank, before the request's path and our
+    process id.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from meshwise import ranks  # torch, which takes seconds: signals are not held up by it
 
-    with tempfile.TemporaryDirectory(prefix="meshwise-") as name:
-        folder = Path(name)
+    job = _Job()
+    with signals.held() as held, scratch.folder() as folder, _keeper() as groups:
         request = folder / "request.json"
         request.write_bytes(msgspec.json.encode(errand))
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            max_restarts=0,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="127.0.0.1",
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-        )
-        with _quiet(), _own_signals(), _watch(request, nproc, errand.timeout_s) as killed:
-            try:
-                elastic_launch(config, sys.executable)(*worker, str(request))
-            except ChildFailedError as error:
-                codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-                raise failures.explain(failures.read(folder), codes, killed) from None
-            except SignalException as caught:
-                if caught.sigval == signal.SIGINT:
-                    raise KeyboardInterrupt from None
-                raise SystemExit(128 + caught.sigval) from None
+        store, kept = ranks.hold_store(), cache.variables(folder)
+        command = [sys.executable, *(worker or _worker()), str(request), str(os.getpid())]
+        try:
+            for rank in range(nproc):
+                with signals.blocked():  # the worker lets them in when they end it at once
+                    started = subprocess.Popen(
+                        command,
+                        env=os.environ | kept | variables(errand, rank, nproc, store.port),
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,  # Ctrl-C is for us; a group for all that it starts
+                    )
+                job.processes.append(started)
+                with contextlib.suppress(BrokenPipeError):  # who ended it wants no such help
+                    groups.write(b"%d\n" % started.pid)
+            failed = job.wait(folder, errand.timeout_s, held)
+        finally:
+            job.end()
+        if failed:
+            raise failures.explain(failures.read(folder), job.codes, job.killed)
+        if held.number is not None:
+            raise RanksFailed(f"the ranks were {signals.told(held.number)}")
+
+
+def variables(errand: Errand, rank: int, nproc: int, port: int) -> dict[str, str]:
+    """What a rank's environment has beyond ours. ``usual`` is left to the user, who may have set
+    it."""
+    from meshwise import ranks
+
+    usual = {
+        **ranks.LOOPBACK,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # end a process whose collective failed
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the store warns of every timeout that we report ourselves
+        "KINETO_LOG_LEVEL": "99",  # the profiler tells of every start and stop
+    }
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "OMP_NUM_THREADS": errand.threads,
+    }
+    return {
+        **{name: os.environ.get(name, value) for name, value in usual.items()},
+        **{name: str(value) for name, value in place.items()},
+        **{name: text.replace("{rank}", str(rank)) for name, text in errand.environment.items()},
+    }
+
+
+def _worker() -> tuple[str, ...]:
+    """A rank imports from the working directory, which may be shared, only if we do."""
+    return _WORKER if {"", os.getcwd()} & {*sys.path} else ("-P", *_WORKER)
 
 
 @contextlib.contextmanager
-def _watch(request: Path, nproc: int, timeout_s: float) -> Iterator[set[int]]:
-    """The ranks that had to be killed, filled while the body runs."""
-    killed: set[int] = set()
-    over = threading.Event()
-    arguments = (request, nproc, timeout_s, over, killed)
-    watcher = threading.Thread(target=_end_stragglers, args=arguments, daemon=True)
-    watcher.start()
+def _keeper() -> Iterator[IO[bytes]]:
+    """Where to write the process groups that shall not outlive this process."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", keeper.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
     try:
-        yield killed
+        yield process.stdin
     finally:
-        over.set()
-        watcher.join()
+        process.kill()
+        process.wait()
+        process.stdin.close()
 
 
-def _end_stragglers(
-    request: Path, nproc: int, timeout_s: float, over: threading.Event, killed: set[int]
-) -> None:
-    """Kill a rank that stays stopped, and once one has ended badly all that run on after it.
+class _Job:
+    """The ranks' processes. ``codes``: how those ended that were not told to, first to last, as
+    subprocess gives them (-9 is SIGKILL). ``killed``: those that did not answer."""
 
-    Others notice a stopped rank in most collectives, but NCCL waits for it without end while it
-    sets up a connection.
-    """
-    pids: dict[int, int] = {}
-    stopped_since: dict[int, float] = {}
-    gone: list[int] = []
-    while not over.wait(0.2):
-        if len(pids) < nproc:
-            pids |= _started(request)
-        fates = failures.read(request.parent)
-        lost = [rank for rank in gone if rank not in fates or fates[rank].state == "running"]
-        if lost or any(fate.state == "failed" for fate in fates.values()):
-            break
-        for rank, pid in pids.items():
-            if _process_state(pid) != "T":
-                stopped_since.pop(rank, None)
-            elif time.monotonic() - stopped_since.setdefault(rank, time.monotonic()) > timeout_s:
-                _kill(rank, pid, killed)
-        # a rank says that it is done before it ends: look at what it said after this
-        gone = [rank for rank, pid in pids.items() if not _process_state(pid)]
-    if not over.wait(_PATIENCE_S):
-        for rank, pid in (pids | _started(request)).items():
-            _kill(rank, pid, killed)
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.codes: dict[int, int] = {}
+        self.killed: set[int] = set()
+
+    def wait(self, folder: Path, timeout_s: float, held: signals.Held) -> bool:
+        """Wait until all are done, or a signal came; True as soon as one has ended otherwise.
+
+        One that stays stopped is killed: others notice it in most collectives, but NCCL waits for
+        it without end while it sets up a connection. So is one that is done and does not end.
+        """
+        seen_s = dict.fromkeys(range(len(self.processes)), time.monotonic())
+        while held.number is None and len(self.codes) < len(self.processes):
+            time.sleep(_POLL_S)
+            states = {rank: _state(process) for rank, process in self._running().items()}
+            ended = [rank for rank, state in states.items() if state in _ENDED]
+            self.codes |= {rank: _reaped(self.processes[rank]) for rank in ended}
+            done = failures.finished(failures.read(folder)) if self.codes else set()
+            bad = {rank for rank, code in self.codes.items() if code} - self.killed
+            if bad or self.codes.keys() - done:
+                return True
+            for rank in states.keys() - self.codes.keys():
+                if states[rank] is None and rank not in done:
+                    seen_s[rank] = time.monotonic()
+                elif time.monotonic() - seen_s[rank] > timeout_s:
+                    self._kill(rank)
+        return False
+
+    def end(self) -> None:
+        """End the ranks that run, kindly for a while, and all that they started."""
+        running, limit = self._running(), time.monotonic() + _PATIENCE_S
+        for process in running.values():
+            _signal(process, signal.SIGTERM)
+        while left := {r: p for r, p in running.items() if _state(p) not in _ENDED}:
+            if time.monotonic() > limit:
+                break
+            time.sleep(_POLL_S)
+        for rank in left:
+            self._kill(rank)
+        for rank, process in running.items():
+            code = _reaped(process)
+            if code not in (0, -signal.SIGTERM):
+                self.codes[rank] = code
+
+    def _running(self) -> dict[int, subprocess.Popen[bytes]]:
+        return {rank: p for rank, p in enumerate(self.processes) if p.returncode is None}
+
+    def _kill(self, rank: int) -> None:
+        self.killed.add(rank)
+        _signal(self.processes[rank], signal.SIGKILL)
 
 
-def _started(request: Path) -> dict[int, int]:
-    """The processes of the ranks. One that never gets to say anything has one as well."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        pid = int(process.name)
-        with contextlib.suppress(OSError):
-            arguments = (process / "cmdline").read_bytes().split(b"\0")
-            if os.fsencode(request) in arguments and _process_state(pid):
-                rank = re.search(rb"(?:^|\0)RANK=(\d+)", (process / "environ").read_bytes())
-                assert rank is not None
-                found[int(rank[1])] = pid
-    return found
-
-
-def _kill(rank: int, pid: int, killed: set[int]) -> None:
-    if _process_state(pid):
-        killed.add(rank)
-        os.killpg(pid, signal.SIGKILL)  # the agent gave each rank its own group
-
-
-def _process_state(pid: int) -> str:
-    """The kernel's letter for a child of ours (R, S, T for stopped, ...); empty when it ended."""
+def _state(process: subprocess.Popen[bytes]) -> int | None:
+    """One of ``_ENDED``, or stopped; None while it runs. It stays to be reaped."""
+    asked = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" or int(fields[1]) != os.getpid() else fields[0]
+        found = os.waitid(os.P_PID, process.pid, asked)
+    except ChildProcessError:  # reaped by the kernel: the user ignores SIGCHLD
+        return os.CLD_EXITED
+    return found.si_code if found else None
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the agent's log lines from the terminal: ``RanksFailed`` says what matters."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    silence, before = logging.NullHandler(), [logger.propagate for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(silence)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.removeHandler(silence)
-            logger.propagate = propagate
+def _reaped(process: subprocess.Popen[bytes]) -> int:
+    """The exit code. What else is in its group ends as well, while nobody can have its number."""
+    _signal(process, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(_DYING_S)
+    return -signal.SIGKILL
 
 
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Put back the signal handlers that the agent replaces (it does so on the main thread)."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

@@ -145,10 +145,10 @@ def _record(fields: dict[str, Any], source: str) -> AnyModel:
     """A record of ours, written as JSON."""
     every: tuple[type[AnyModel], ...] = (Model, Decoder, WideResNet)
     kinds = {str(kind.__struct_config__.tag): kind for kind in every}
-    if fields.get("family") not in kinds:
-        known = ", ".join(kinds)
-        raise ValueError(f"{source}: family = {fields.get('family')!r}: must be one of {known}")
-    return store.convert(fields, kinds[fields["family"]], source)
+    family = fields.get("family")
+    if not isinstance(family, str) or family not in kinds:
+        raise ValueError(f"{source}: family = {family!r}: must be one of {', '.join(kinds)}")
+    return store.convert(fields, kinds[family], source)
 
 
 def _moe(name: str) -> Model:

@@ -229,6 +229,8 @@ def _products(model: Decoder, tp: int) -> Iterator[_Shape]:
             first, width = _first_product(model, moe.shared_ffn)
             yield _Shape(f"shared_{first}", width // tp, h, with_experts)
             yield _Shape("shared_down", h, moe.shared_ffn // tp, with_experts)
+        if moe.shared_gate:
+            yield _Shape("shared_gate", 1, h, with_experts)
     yield _Shape("vocab", model.vocab // tp, h, 1)
 
 

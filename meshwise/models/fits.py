@@ -17,6 +17,8 @@ def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
     if isinstance(model, WideResNet):
         _check_images(workload, layout)
         return
+    if isinstance(model, Decoder):
+        model.check_rotary()
     kv_heads = model.kv_heads if isinstance(model, Decoder) and model.mla is None else layout.tp
     if kv_heads % layout.tp and layout.tp % kv_heads:
         raise ValueError(

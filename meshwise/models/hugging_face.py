@@ -7,7 +7,7 @@ is one model's and not derived from others must be given. No network, no transfo
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,9 +38,10 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
         raise config.error("model_type", f"is not among those known exactly: {known}")
     if kind != "gemma":
         config.only("hidden_act", "silu", "swish")
+    config.full_attention()
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     mla = _mla(config) if kind in _LATENT else None
-    return config.build(
+    found = config.build(
         Decoder,
         {"layers": "num_hidden_layers"},
         name=name,
@@ -59,6 +60,12 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
         **_biases(config),
         **_rotary(config),
     )
+    config.nothing_else()
+    config.build(found.check_rotary, {"rope_head_dim": "qk_rope_head_dim"})
+    if found.experts is not None:
+        first = "mlp_only_layers" if kind in ("qwen2_moe", "qwen3_moe") else "first_k_dense_replace"
+        config.build(found.experts.check_layers, {"first_dense": first}, layers=found.layers)
+    return found
 
 
 class _Config:
@@ -67,6 +74,7 @@ class _Config:
     def __init__(self, data: Mapping[str, Any], source: str) -> None:
         self.data, self.source = data, source
         self.kind = data.get("model_type")
+        self.read: set[str] = set()
 
     def error(self, key: str, fix: str) -> ValueError:
         found = f"{key} = {self.data[key]!r}" if key in self.data else f"{key} is missing"
@@ -74,6 +82,7 @@ class _Config:
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A whole number; absent or null is the default, if there is one."""
+        self.read.add(key)
         value = self.data.get(key)
         if value is None and default is not None:
             return default
@@ -101,12 +110,34 @@ class _Config:
         if self.data.get(key) not in (None, *known):
             raise self.error(key, f"must be {' or '.join(map(repr, known))}")
 
-    def build(self, record: type[T], keys: Mapping[str, str], **fields: Any) -> T:
+    def full_attention(self) -> None:
+        """Refuse a window or a layer type by which a token sees less than all before it."""
+        positions = self.size("max_position_embeddings")
+        fix = "attention here is full; for sequences that fit into the window set it to null and "
+        fix += "max_position_embeddings to its length"
+        windowed = self.kind in ("mistral", "mixtral")
+        if self.kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
+            windowed = self.flag("use_sliding_window", False)
+        types = self.data.get("layer_types") or []
+        if not isinstance(types, list) or set(map(str, types)) - {"full_attention"}:
+            raise self.error("layer_types", "must be full_attention in every layer, or left out")
+        if self.kind == "mistral" and "sliding_window" not in self.data and positions > 4096:
+            raise self.error("sliding_window", f"then it is 4096; {fix}")
+        if windowed and not types and self.size("sliding_window", positions) < positions:
+            raise self.error("sliding_window", fix)
+
+    def nothing_else(self) -> None:
+        """Refuse what changes the computation of another model type and was not read for this."""
+        for key, neutral in _NEUTRAL.items():
+            if key not in self.read and self.data.get(key) not in (None, *neutral):
+                raise self.error(key, f"is not known for model_type {self.kind!r}; leave it out")
+
+    def build(self, record: Callable[..., T], keys: Mapping[str, str], **fields: Any) -> T:
         """A record whose own complaints name the file and, for its fields, the file's ``keys``."""
         try:
             return record(**fields)
         except ValueError as error:
-            told = str(error).removeprefix(f"{record.__name__}.")
+            told = re.sub(r"^\w+\.", "", str(error))
             for field, key in keys.items():
                 told = re.sub(rf"\b{field}\b", key, told)
             raise ValueError(f"{self.source}: {told}") from None
@@ -126,6 +157,10 @@ def _gpt2(config: _Config, name: str) -> Model:
     if not config.flag("tie_word_embeddings", True):
         raise config.error("tie_word_embeddings", "a GPT here is tied; leave it out")
     config.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    config.only("layer_norm_epsilon", 1e-5)
+    config.only("scale_attn_weights", True)
+    config.only("scale_attn_by_inverse_layer_idx", False)
+    config.only("add_cross_attention", False)
     hidden, heads = config.size("n_embd"), config.size("n_head")
     if hidden % heads:
         raise config.error("n_head", f"must divide n_embd = {hidden}")
@@ -187,6 +222,7 @@ def _rotary(config: _Config) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise config.error(key, "must be an object, or null")
     rope = _Config(given, f"{config.source}: {key}")
+    rope.only("partial_rotary_factor", 1)
     found = {"rope_theta": rope.number("rope_theta", theta)}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
@@ -196,7 +232,7 @@ def _rotary(config: _Config) -> dict[str, Any]:
         "llama3": ("low_freq_factor", 1.0, "high_freq_factor", 4.0),
         "yarn": ("beta_slow", 1.0, "beta_fast", 32.0),
     }
-    if kind not in ends:
+    if not isinstance(kind, str) or kind not in ends:
         raise config.error(key, f"rope_type must be one of default, {', '.join(ends)}")
     factor, fields = rope.number("factor", 1.0), {}
     if names := ends[kind]:
@@ -267,7 +303,9 @@ def _qwen(config: _Config) -> Experts:
 
 def _deepseek(config: _Config) -> Experts:
     width, is_v3 = config.size("moe_intermediate_size"), config.kind == "deepseek_v3"
-    is_greedy = not is_v3 and config.data.get("topk_method", "greedy") == "greedy"
+    config.only("scoring_func", "sigmoid" if is_v3 else "softmax")
+    config.only("topk_method", *(["noaux_tc"] if is_v3 else ["greedy", "group_limited_greedy"]))
+    is_greedy = not is_v3 and config.data.get("topk_method") in (None, "greedy")
     groups = 1 if is_greedy else config.size("n_group", 1)
     return config.experts(
         "n_routed_experts",
@@ -284,6 +322,14 @@ def _deepseek(config: _Config) -> Experts:
 
 
 _LATENT = ("deepseek_v2", "deepseek_v3")
+# keys that change what some model types compute, with the values that change nothing
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_experts": (0,), "num_local_experts": (0,), "n_routed_experts": (0,),
+    "kv_lora_rank": (), "partial_rotary_factor": (1,), "attention_chunk_size": (),
+    "no_rope_layers": ([],), "clip_qkv": (), "attn_logit_softcapping": (),
+    "final_logit_softcapping": (), "query_pre_attn_scalar": (), "attention_multiplier": (),
+    "embedding_multiplier": (1,), "residual_multiplier": (1,), "logits_scaling": (1,),
+}  # fmt: skip
 _KINDS = {
     "llama": _dense, "mistral": _dense, "qwen2": _dense, "qwen3": _dense, "gemma": _dense,
     "mixtral": _mixtral, "qwen2_moe": _qwen, "qwen3_moe": _qwen,

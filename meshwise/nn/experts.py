@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwise.nn.initial import WEIGHT, ZEROS
+from meshwise.nn.stage import wide
 from meshwise.spec import Experts as Sizes
 from meshwise.spec.recipe import Routing
 
@@ -73,7 +75,9 @@ class Balance(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Scores of every token for every expert, in fp32, and the choice."""
+    """Scores of every token for every expert, in fp32 at least, and the choice."""
+
+    starts = {"weight": WEIGHT}
 
     def __init__(self, hidden: int, sizes: Sizes, routing: Routing) -> None:
         super().__init__()
@@ -90,7 +94,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor, weight: Tensor) -> Chosen:
         """x [tokens,hidden]; ``weight``: this module's, whole."""
         sizes = self.sizes
-        logits = F.linear(x.float(), weight.float())
+        logits = F.linear(wide(x), wide(weight))
         scores = logits.sigmoid() if sizes.router_bias else logits.softmax(-1)
         if self.routing == "learned":
             ranking = scores + self.bias if sizes.router_bias else scores
@@ -135,6 +139,8 @@ class FeedForwards(nn.Module):
     ``local``: a weight -> the part of it to compute with. ``share``: what part of the last bias to
     add, where partial sums are added up.
     """
+
+    starts = {"first": WEIGHT, "down": WEIGHT, "first_bias": ZEROS, "down_bias": ZEROS}
 
     def __init__(self, hidden: int, sizes: Sizes, *, gated: bool, bias: bool) -> None:
         super().__init__()
@@ -305,6 +311,6 @@ class MoE(nn.Module):
         """x, with the gradient of the load balancing loss tied to it."""
         if not self.balance_scale or not torch.is_grad_enabled():
             return x
-        total = self.count(counts).float()
+        total = self.count(counts).to(chosen.mean.dtype)
         loss = self.sizes.num_experts * (total / total.sum() * chosen.mean).sum()
         return Balance.apply(x, loss, self.balance_scale)  # type: ignore[no-any-return,no-untyped-call]

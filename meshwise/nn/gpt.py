@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
+from meshwise.nn.initial import WEIGHT
 from meshwise.nn.stage import Attend, Layer, Stage, causal
 from meshwise.spec import Model
 from meshwise.spec.recipe import Routing
@@ -83,6 +84,7 @@ class Positions(nn.Module):
     ``at`` [s]: the positions; by default the first s.
     """
 
+    starts = {"weight": WEIGHT}
     at: Tensor | None = None
 
     def __init__(self, model: Model) -> None:

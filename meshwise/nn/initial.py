@@ -1,26 +1,57 @@
-"""The value of every parameter at the start, by its name alone."""
+"""Every parameter's numbers at the start: drawn by what it is, and by its name.
+
+A module says in ``starts`` what its own parameters begin with; ``TORCH`` says it for torch's
+modules. A parameter that nobody speaks for is an error, never a guess from its shape.
+"""
 
 import zlib
-from math import prod, sqrt
+from collections.abc import Mapping
+from math import sqrt
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
-INIT_STD = 0.02
+from torch import Tensor, nn
 
 
-def initial_value(name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
+class Start(NamedTuple):
+    """Normal numbers of this mean and standard deviation; constant where ``std`` is 0."""
+
+    mean: float
+    std: float
+
+
+Starts = Mapping[str, Start]
+ZEROS, ONES = Start(0.0, 0.0), Start(1.0, 0.0)
+# Products, each expert's too, routers, and tables of tokens and positions (Radford et al. 2019).
+WEIGHT = Start(0.0, 0.02)
+TORCH: Mapping[type[nn.Module], Starts] = {
+    nn.Linear: {"weight": WEIGHT, "bias": ZEROS},
+    nn.Embedding: {"weight": WEIGHT},
+    nn.LayerNorm: {"weight": ONES, "bias": ZEROS},
+    nn.RMSNorm: {"weight": ONES},
+}
+
+
+def convolution(outputs: int, kernel: int) -> Start:
+    """normal(0, sqrt(2 / fan_out)) (He et al. 2015, eq. 14)."""
+    return Start(0.0, sqrt(2 / (outputs * kernel**2)))
+
+
+def start(module: nn.Module, name: str) -> Start:
+    """What the module's own parameter ``name`` begins with."""
+    of_torch = (starts for kind, starts in TORCH.items() if isinstance(module, kind))
+    starts: Starts = getattr(module, "starts", None) or next(of_torch, {})
+    assert name in starts, f"{type(module).__name__}.{name}: say in `starts` how it begins"
+    return starts[name]
+
+
+def draw(start: Start, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
     """The whole fp32 parameter ``name`` (as in ``Stage.named_parameters``) at the start.
 
-    Weights are normal(0, 0.02), those of convolutions normal(0, sqrt(2 / fan_out)), norms 1, biases
-    0. It depends on (seed, name) only, so every
-    layout can cut its share out of the same model without ever holding more than one parameter.
+    The numbers depend on (seed, name) only, so every layout can cut its share out of the same model
+    without ever holding more than one parameter.
     """
-    if name.endswith("bias"):
-        return torch.zeros(shape, device=device)
-    if "norm" in name:
-        return torch.ones(shape, device=device)
-    fan_out = prod(shape) // shape[1] if len(shape) == 4 else 0
-    std = sqrt(2 / fan_out) if fan_out else INIT_STD
+    if not start.std:
+        return torch.full(shape, start.mean, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-    return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
+    return torch.empty(shape, device=device).normal_(*start, generator=generator)

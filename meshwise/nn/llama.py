@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
-from meshwise.nn.stage import Attend, Layer, Stage, causal
+from meshwise.nn.stage import Attend, Layer, Stage, causal, wide
 from meshwise.spec import Decoder, Mla, RopeScaling
 from meshwise.spec.recipe import Routing
 
@@ -71,7 +71,7 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = slice(x.shape[1]) if self.at is None else self.at
         cos, sin = self.cos[rows], self.sin[rows]
-        halves = x.float().unflatten(-1, (2, -1))  # [b, s, heads, 2, dim / 2]
+        halves = wide(x).unflatten(-1, (2, -1))  # [b, s, heads, 2, dim / 2]
         # The flip is an index to the compiler; joining two halves it would write as a branch.
         signed = torch.stack((-sin, sin), 1)[:, None]
         turned: Tensor = halves * cos[:, None, None] + halves.flip(-2) * signed
@@ -119,13 +119,13 @@ class LatentQKV(nn.Module):
     def __init__(self, model: Decoder, mla: Mla) -> None:
         super().__init__()
         self.mla = mla
-        bias, wide = model.qkv_bias, model.heads * (mla.nope_head_dim + mla.rope_head_dim)
+        bias, rows = model.qkv_bias, model.heads * (mla.nope_head_dim + mla.rope_head_dim)
         if mla.q_lora_rank is None:
-            self.q = nn.Linear(model.hidden, wide, bias=False)
+            self.q = nn.Linear(model.hidden, rows, bias=False)
         else:
             self.q_down = nn.Linear(model.hidden, mla.q_lora_rank, bias=bias)
             self.q_norm = nn.RMSNorm(mla.q_lora_rank, model.norm_eps)
-            self.q_up = nn.Linear(mla.q_lora_rank, wide, bias=False)
+            self.q_up = nn.Linear(mla.q_lora_rank, rows, bias=False)
         latent = mla.kv_lora_rank
         self.kv_down = nn.Linear(model.hidden, latent + mla.rope_head_dim, bias=bias)
         self.kv_norm = nn.RMSNorm(latent, model.norm_eps)
@@ -212,12 +212,12 @@ class DecoderLayer(Layer):
         projected: Any = self.part(lambda x: self.qkv(self.norm1(x)), x)
         x = x + self.out(self.attention(projected))
         if self.dense:
-            wide = self.part(lambda x: self.gate_up(self.norm2(x)), x)
-            return x + self.part(self.narrow, wide)  # type: ignore[no-any-return]
+            up = self.part(lambda x: self.gate_up(self.norm2(x)), x)
+            return x + self.part(self.narrow, up)  # type: ignore[no-any-return]
         return x + self.moe(self.norm2(x))  # type: ignore[no-any-return]
 
-    def narrow(self, wide: Any) -> Tensor:
-        return self.down(activate(wide))  # type: ignore[no-any-return]
+    def narrow(self, up: Any) -> Tensor:
+        return self.down(activate(up))  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwise.nn.initial import initial_value
+from meshwise.nn import initial
 
 Part = Callable[[Tensor], Any]
 Run = Callable[[Part, Tensor], Any]
@@ -91,11 +91,17 @@ class Stage(nn.Module):
         """From now on tokens stand at ``positions`` [s], on the device of the weights; by default
         they are the first s."""
 
+    def initial_value(self, name: str, seed: int, device: torch.device) -> Tensor:
+        """The whole fp32 parameter at the start, the same in every stage and under every layout."""
+        owner, _, own = name.rpartition(".")
+        start = initial.start(self.get_submodule(owner), own)
+        shape = self.get_parameter(name).shape
+        return initial.draw(start, self.origin(name), shape, seed, device)
+
     def init_weights(self, seed: int) -> None:
         for name, parameter in self.named_parameters():
-            value = initial_value(self.origin(name), parameter.shape, seed, parameter.device)
             with torch.no_grad():
-                parameter.copy_(value)
+                parameter.copy_(self.initial_value(name, seed, parameter.device))
         for module in self.modules():
             if hasattr(module, "reset_buffers"):
                 module.reset_buffers()  # type: ignore[operator]
@@ -111,5 +117,10 @@ class Stage(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean in fp32 of logits [..., classes] for targets [...]."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+    """Mean, in fp32 at least, of logits [..., classes] for targets [...]."""
+    return F.cross_entropy(wide(logits.flatten(0, -2)), targets.flatten())
+
+
+def wide(x: Tensor) -> Tensor:
+    """The same in fp32, or in fp64 where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

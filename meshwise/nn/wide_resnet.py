@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwise.nn.stage import Layer, Stage
+from meshwise.nn import initial
+from meshwise.nn.stage import Layer, Stage, wide
 from meshwise.spec.vision import WideResNet as Model
 
 EPSILON = 1e-5
@@ -46,6 +47,7 @@ class BatchNorm(nn.Module):
 
     mean_over_ranks: Callable[[Tensor], Tensor] = staticmethod(identity)
     local: Callable[[Tensor], Tensor] = staticmethod(identity)
+    starts = {"weight": initial.ONES, "bias": initial.ZEROS}
     running_mean: Tensor
     running_var: Tensor
 
@@ -64,8 +66,7 @@ class BatchNorm(nn.Module):
         """[2, c]: mean and variance to normalise x by."""
         if not self.training:
             return torch.stack([self.local(self.running_mean), self.local(self.running_var)])
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        variance, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
+        variance, mean = torch.var_mean(wide(x), (0, 2, 3), correction=0)
         mean, variance, squared = self.mean_over_ranks(
             torch.stack([mean, variance, mean.square()])
         ).unbind()
@@ -106,6 +107,7 @@ class Convolution(nn.Conv2d):
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> None:
         super().__init__(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+        self.starts = {"weight": initial.convolution(outputs, kernel)}
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.local(self.weight)

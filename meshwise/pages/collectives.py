@@ -186,7 +186,10 @@ def _legend(found: Sequence[Series], info: RunInfo | None) -> tuple[str, ...]:
             "receives, what it keeps included."
         )
     if any("wrong" in sample.metrics for one in found for sample in one.samples):
-        lines.append("#wrong: elements of a checked call that differ from what they must be.")
+        lines.append(
+            "#wrong: elements of a checked call that differ from what they must be; any at "
+            "all makes the case an error."
+        )
     return tuple(lines)
 
 

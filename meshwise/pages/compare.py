@@ -1,7 +1,9 @@
 """Two runs' samples in; the ratio of every case they share, its interval and verdict out.
 
 ratio = median(b) / median(a), below 1 when b is faster; the whole is the geometric mean. Runs that
-share no case may be of two layouts: then steps that differ in nothing else are compared.
+share no case may be of two layouts: then steps that differ in nothing else are compared. Each side
+is one launch, and a verdict (``stats.compare``) speaks of these two: launches of the same code
+differ, too.
 """
 
 import re
@@ -15,12 +17,13 @@ from meshwise.pages.table import Table
 from meshwise.spec import Case, Layout, Record, Sample, Step
 from meshwise.spec.label import label
 from meshwise.spec.record import PositiveFloat
+from meshwise.spec.run import FAILED
 from meshwise.units import format_seconds
 
 
 class Compared(Record, kw_only=True):
-    """One case: ``ratio`` with its 95 % interval. ``a_layout``: a's, where ``case``, which is b's,
-    has another."""
+    """One case: ``ratio`` with its 95 % interval or, where the times are too few for one, the range
+    of ratios of single times. ``a_layout``: a's, where ``case``, which is b's, has another."""
 
     case: Case
     a_layout: Layout | None = None
@@ -29,6 +32,7 @@ class Compared(Record, kw_only=True):
     ratio: PositiveFloat
     low: PositiveFloat
     high: PositiveFloat
+    interval: Literal["95 %", "range"]
     verdict: Literal["same", "faster", "slower", "unclear"]
 
 
@@ -83,7 +87,7 @@ def compare(
     gate = None if fail_if is None else parse_gate(fail_if)
     every = [{_key(s, force): s for s in side} for _, side in (a, b)]
     before, after = ({k: s for k, s in side.items() if s.status == "ok"} for side in every)
-    broken = [s for key, s in every[1].items() if key in before and s.status in ("oom", "error")]
+    broken = [s for key, s in every[1].items() if key in before and s.status in FAILED]
     pairs = [(before[key], after[key]) for key in before if key in after]
     if not pairs and layouts:
         pairs = _two_layouts(before, after, force)
@@ -164,7 +168,8 @@ def _compared(a: Sample, b: Sample) -> Compared:
         ratio=found.ratio,
         low=found.low,
         high=found.high,
-        verdict=found.verdict,  # type: ignore[arg-type]
+        interval=found.interval,
+        verdict=found.verdict,
     )
 
 
@@ -178,15 +183,23 @@ def table(comparison: Comparison) -> Table:
             format_seconds(case.a_s),
             format_seconds(case.b_s),
             f"{case.ratio:.3f}",
-            f"{case.low:.3f} – {case.high:.3f}",
+            f"{case.low:.3f} – {case.high:.3f}" + (" (range)" if case.interval == "range" else ""),
         )
         for case in comparison.cases
     )
     mean = f"Geometric mean of {len(rows)} ratios" if len(rows) > 1 else "The one ratio"
     legend = [
         f"{mean}: {comparison.ratio:.3f}. Below 1, b is faster.",
-        "Ratio of medians (b/a) with its 95 % interval; unclear: too few or too noisy times.",
+        "Ratio of medians (b/a) with its 95 % interval, from blocks of consecutive times; same: it "
+        f"lies within {100 * stats.TOLERANCE:.0f} % of 1; faster, slower: beyond that; unclear: "
+        "neither.",
+        "The verdicts are about these launches, one a side; another launch of the same may differ.",
     ]
+    if any(case.interval == "range" for case in comparison.cases):
+        legend.append(
+            f"(range): of fewer than {stats.FEWEST} times, the least and the largest ratio of "
+            "single ones; no 95 %."
+        )
     if any(c.verdict == "unclear" and isinstance(c.case.op, Step) for c in comparison.cases):
         legend.append("For more times run both again with more steps.")
         legend += comparison.again

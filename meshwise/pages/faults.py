@@ -28,6 +28,7 @@ from meshwise.pages.measured import Key, Kind, Measured, device, measured, where
 from meshwise.pages.outliers import Slow
 from meshwise.spec import Collective, DeviceState, Gemm, RunInfo, Sample
 from meshwise.spec.label import label
+from meshwise.spec.run import FAILED
 
 _FLOOR: dict[Kind, float] = {"gpu": 0.08, "host": 0.60, "link": 0.15}
 # Of the specification: sustained products reach 0.5 to 0.8, copies 0.85, links 0.7 to 0.9 through
@@ -44,7 +45,7 @@ class Finding(NamedTuple):
 
     what: Literal[
         "slow gpu", "slow link", "asymmetric pair", "throttling", "below specification",
-        "worse than baseline", "busbw above link", "failed", "incomplete",
+        "worse than baseline", "busbw above link", "wrong result", "failed", "incomplete",
     ]  # fmt: skip
     where: str
     evidence: str
@@ -91,11 +92,11 @@ def _is_judged(one: Measured, info: RunInfo) -> bool:
 def _failed(info: RunInfo, samples: Sequence[Sample]) -> list[Finding]:
     found = []
     for sample in samples:
-        if sample.status in ("error", "hung", "oom"):
+        if sample.status in FAILED:
             op = sample.case.op
             place = where(info, op.ranks if isinstance(op, Collective) else ())
             text = f"{label(sample.case)}: {sample.status}: {sample.reason}"
-            found.append(Finding("failed", place, text))
+            found.append(Finding("wrong result" if sample.num_wrong else "failed", place, text))
     if not any(sample.status == "ok" for sample in samples):
         found.append(Finding("failed", where(info, ()), "nothing was measured"))
     if info.status in ("partial", "interrupted", "failed"):

@@ -13,6 +13,7 @@ from meshwise.pages.steps import StepResult
 from meshwise.pages.svg import Figure
 from meshwise.pages.table import Table
 from meshwise.spec import Costs, Plan, RunInfo, Sample
+from meshwise.text import plain
 from meshwise.units import format_bytes, format_seconds
 
 
@@ -72,9 +73,10 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2").render(
+    found = environment.get_template("report.html.j2").render(
         title=title, subtitle=subtitle, headlines=headlines, sections=sections, legend=legend
     )
+    return plain(found, keep="\n")
 
 
 def _is_priced(contents: Contents) -> bool:

@@ -1,14 +1,15 @@
 """What a run leaves beside its samples, as tables: ``phases.json`` and ``checkpoint.json``."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from meshwise.pages.ran import PHASE_NAMES, SCALED_LEGEND
 from meshwise.pages.table import Table
+from meshwise.spec.checkpoint import Damage, Verified
 from meshwise.spec.phases import ADDENDS, Phases
 from meshwise.units import format_bytes, format_count, format_seconds
 
+MOST_DAMAGE = 20  # lines
 PHASES_LEGEND = (
     "The parts of a rank add up to the step. Exposed: moments when a collective runs and no "
     "computation does; communication: all of it, beside computation too; bubble: waiting for a "
@@ -34,21 +35,46 @@ def phases(found: Phases) -> Table:
     )
 
 
-def checkpoint(found: Mapping[str, Any]) -> Table:
-    """Of the plain JSON: its record is of a room that needs torch."""
-    tensors: Mapping[str, Any] = found["tensors"]
-    weights = {n: whole for n, whole in tensors.items() if not n.startswith("optimizer.")}
-    elements = sum(prod(whole["shape"]) for whole in weights.values())
-    model, workload = found["model"], found["workload"]
-    sizes = f"{workload['global_batch_size']} x {workload['seq_len']}"
+def checkpoint(found: Verified) -> list[Table]:
+    """What was saved; then, if any of it is damaged, what."""
+    saved = found.checkpoint
+    weights = {n: whole for n, whole in saved.tensors.items() if not n.startswith("optimizer.")}
+    elements = sum(prod(whole.shape) for whole in weights.values())
+    workload, family = saved.workload, type(saved.model).__struct_config__.tag
+    size = format_bytes(sum(stored.bytes for stored in saved.files.values()))
+    legend = "It can be resumed under any layout."
+    if found.damage:
+        state, legend = "damaged", "A run that reads what is damaged is refused."
+    elif found.verified_bytes:
+        state = f"all {format_bytes(found.verified_bytes)} as saved"
+    else:
+        state = saved.note or "data not compared; show the folder to verify them"
     rows = (
-        ("next step", str(found["step"])),
-        ("model", f"{model.get('name') or 'model'} ({model['family']})"),
-        ("batch", f"{sizes}, seed {found['seed']}"),
-        ("saved under", f"{found['layout']}, {found['optimizer']}"),
+        ("next step", str(saved.step)),
+        ("model", f"{saved.model.name or 'model'} ({family})"),
+        ("batch", f"{workload.global_batch_size} x {workload.seq_len}, seed {saved.seed}"),
+        ("saved under", f"{saved.layout}, {saved.optimizer}"),
         ("weights", f"{format_count(elements)} elements in {len(weights)} tensors"),
-        ("optimizer state", f"{len(tensors) - len(weights)} tensors"),
-        ("files", f"{len(found['files'])} in {found['data']}/, "
-         f"{format_bytes(sum(found['files'].values()))}"),
-    )  # fmt: skip
-    return Table("Checkpoint", ("", ""), rows, ("It can be resumed under any layout.",), left=2)
+        ("optimizer state", f"{len(saved.tensors) - len(weights)} tensors"),
+        ("files", f"{len(saved.files)} in {saved.data}/, {size}"),
+        ("state", state),
+    )
+    table = Table("Checkpoint", ("", ""), rows, (legend,), left=2)
+    return [table, _damage(found.damage)] if found.damage else [table]
+
+
+def _damage(found: Sequence[Damage]) -> Table:
+    rows = [(one.file, one.reason, _place(one), _names(one.tensors)) for one in found[:MOST_DAMAGE]]
+    fix = "Copy these files again, or resume from the folder of an earlier checkpoint."
+    more = len(found) - len(rows)
+    legend = (fix, f"And {more} more; --json has all.") if more else (fix,)
+    return Table("Damaged", ("file", "is", "bytes", "tensors"), tuple(rows), legend, left=4)
+
+
+def _place(one: Damage) -> str:
+    return f"{one.offset} to {one.offset + one.bytes}" if one.bytes else ""
+
+
+def _names(tensors: Sequence[str]) -> str:
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    return f"{tensors[0]}{more}" if tensors else ""

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from meshwise import files
 from meshwise.spec import DTYPE_BYTES, Attention, Case, Collective, Derived, Gemm, Sample
 from meshwise.stats import median_interval
 
@@ -50,7 +51,7 @@ def gemm(rows: Iterable[Derived], samples: Mapping[str, Sample], folder: Path | 
         name = f"benchmark_gemm_{model.replace('/', '_')}"
         paths.append(_write(Path(folder) / f"{name}.csv", cells))
         json_path = Path(folder) / f"{name}.json"
-        _put(json_path, json.dumps(cells, indent=4) + "\n")
+        files.write_whole(json_path, json.dumps(cells, indent=4) + "\n")
         paths.append(json_path)
     return paths
 
@@ -183,13 +184,4 @@ def _write(path: Path, rows: Sequence[Cells]) -> Path:
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    _put(path, text.getvalue())
-    return path
-
-
-def _put(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+    return files.write_whole(path, text.getvalue())

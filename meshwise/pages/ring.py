@@ -18,6 +18,8 @@ LEGEND = (
     "longer than without its transfers.",
 )
 
+_NOISY = ("(noisy): the forward alone took as long as forward and backward; measure again.",)
+
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
     """Of a document: what was measured, and what was not."""
@@ -38,7 +40,8 @@ def _measured(found: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -
         "received", "exposed", "memory",
     )  # fmt: skip
     title = f"{headline(found['config'])}, {found['device']}, {found['world_size']} ranks"
-    return Table(title, columns, tuple(map(_cells, measured)), LEGEND, left=3)
+    noisy = any(row["reason"] for row in measured)
+    return Table(title, columns, tuple(map(_cells, measured)), (*LEGEND, *_NOISY * noisy), left=3)
 
 
 def headline(config: Mapping[str, Any]) -> str:
@@ -75,7 +78,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         str(row["seq_length"]),
         str(row["ring_size"]),
         ways(row["strategy"]),
-        format_seconds(row["forward_time_ms"] / 1e3),
+        format_seconds(row["forward_time_ms"] / 1e3) + " (noisy)" * bool(row["reason"]),
         format_seconds(row["total_time_ms"] / 1e3),
         f"{efficiency * row['ring_size']:.2f} x" if known else ABSENT,
         percent(efficiency) if known else ABSENT,

@@ -24,6 +24,7 @@ from meshwise.spec import LongAttention, RunInfo, Sample
 from meshwise.stats import median_interval
 
 SCHEMA_VERSION = 1
+NOISY = "noisy: the forward alone took as long as forward and backward; measure again"
 CONVENTION = "attended pairs, 2 FLOPs a multiply-add, backward 2.5 x forward"
 BOUND = "planned"
 _FIGURES = (
@@ -97,9 +98,11 @@ def _of_times(sample: Sample) -> dict[str, Any]:
     forward_all = _each(sample, "forward_rank_times_s")
     all_times = [time_s for own in sample.rank_times_s for time_s in own]
     backward = op.direction == "backward"
+    noisy = backward and forward_s >= total_s  # then their difference says nothing
     return {
+        "reason": NOISY if noisy else "",
         "forward_time_ms": 1e3 * forward_s,
-        "backward_time_ms": 1e3 * max(0.0, total_s - forward_s) if backward else None,
+        "backward_time_ms": 1e3 * (total_s - forward_s) if backward and not noisy else None,
         "total_time_ms": 1e3 * total_s,
         "throughput_tokens_per_sec": op.batch * op.seq_len / total_s,
         "effective_batch_size": op.batch,

@@ -159,16 +159,18 @@ def facts(info: RunInfo) -> list[tuple[str, str]]:
 def imported(run_dirs: Sequence[Path]) -> list[Table]:
     """What ``measure import`` made of each file, and what looked suspicious in it."""
     rows, doubts, places = [], [], []
+    wrong: list[Sample] = []
     for run_dir in run_dirs:
         info, samples, _ = store.load(run_dir)
         source = info.provenance["imported"]
         rows.append((source["file"], source["tool"], str(len(samples))))
         places.append(f"into {run_dir}")
         doubts += [(source["file"], warning) for warning in source["warnings"]]
+        wrong += [sample for sample in samples if sample.status == "error"]
     shown = [Table("Imported", ("file", "of", "samples"), tuple(rows), tuple(places), left=2)]
     if doubts:
         shown.append(Table("Suspicious", ("file", "what"), tuple(doubts), left=2))
-    return shown
+    return shown + failed(wrong)
 
 
 def throttled(samples: Sequence[Sample]) -> str:

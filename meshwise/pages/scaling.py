@@ -64,6 +64,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.total_time_ms if self.status == "ok" else None
 
     @property
+    def is_noisy(self) -> bool:
+        """Whether the forward alone took as long as forward and backward."""
+        return self.backward_time_ms == 0 or (self.reason or "").startswith("noisy")
+
+    @property
     def peak_gb(self) -> float | None:
         return self.peak_memory_gb if self.status == "ok" else None
 

@@ -14,6 +14,7 @@ from meshwise.pages import html, table
 from meshwise.pages.scaling import Row, Scaling, length, subject
 from meshwise.pages.svg import Figure
 from meshwise.pages.table import Table
+from meshwise.text import plain
 from meshwise.units import format_rate, format_seconds
 
 FAIR = 0.95  # of linear; a row below it is explained
@@ -47,7 +48,8 @@ def _times(scaling: Scaling) -> Table:
             rows.append((*_key(row), one.status, *[NOTHING] * 8))
             continue
         rows.append((
-            *_key(row), ms(one.time_ms), ms(one.forward_time_ms), ms(one.backward_time_ms),
+            *_key(row), ms(one.time_ms), ms(one.forward_time_ms),
+            "noisy" if one.is_noisy else ms(one.backward_time_ms),
             ms(one.time_p95_ms), rate(one.throughput_tokens_per_sec), _number(one.achieved_tflops),
             times(row.speedup), percent(row.strong), percent(row.weak),
         ))  # fmt: skip
@@ -234,7 +236,7 @@ def text(scaling: Scaling) -> str:
             textwrap.fill(f"- {line}", table.WIDTH, subsequent_indent="  ") for line in lines
         )
         out.write("\n".join([title, *wrapped, "", ""]))
-    return out.getvalue().rstrip() + "\n"
+    return plain(out.getvalue().rstrip() + "\n", keep="\n")
 
 
 def page(scaling: Scaling, figures: Sequence[Figure]) -> str:

@@ -1,11 +1,10 @@
 """Any of our records as tables."""
 
-from typing import Any
-
 from meshwise.pages import health, kept, ran, samples, tables, trace
 from meshwise.pages.steps import result
 from meshwise.pages.table import Table
 from meshwise.spec import Cluster, Costs, Plan, Record, RunInfo, Sample
+from meshwise.spec.checkpoint import Verified
 from meshwise.spec.phases import Phases
 from meshwise.spec.trace import TraceCheck
 
@@ -17,14 +16,13 @@ class Run(Record, kw_only=True):
     samples: tuple[Sample, ...]
 
 
-# A checkpoint is plain JSON here: its record is of a room that needs torch.
-Shown = Cluster | Costs | Plan | Run | Phases | TraceCheck | dict[str, Any]
+Shown = Cluster | Costs | Plan | Run | Phases | TraceCheck | Verified
 
 
 def of(record: Shown) -> list[Table]:
     """The tables that tell what the record holds."""
-    if isinstance(record, dict):
-        return [kept.checkpoint(record)]
+    if isinstance(record, Verified):
+        return kept.checkpoint(record)
     if isinstance(record, Phases):
         return [kept.phases(record)]
     if isinstance(record, TraceCheck):

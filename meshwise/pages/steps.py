@@ -47,8 +47,9 @@ class StepResult(Record, kw_only=True):
     """One run of a plan. What a failed run did not measure is None, and ``reason`` says why.
 
     Times are seconds: ``time`` holds the median, ``measured_low_s`` and ``measured_high_s`` its
-    95 % interval. ``memory`` is in bytes, as ``memory_kind`` counts them. ``mode`` is that of the
-    ``Step``: times are of a training step, a batch or a token; ``metrics`` are the sample's.
+    95 % interval, of fewer than 6 steps their range. ``memory`` is in bytes, as ``memory_kind``
+    counts them. ``mode`` is that of the ``Step``: times are of a training step, a batch or a token;
+    ``metrics`` are the sample's.
     """
 
     run_id: str

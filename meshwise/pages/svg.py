@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwise.text import plain
 from meshwise.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def standalone(figure: Figure) -> str:
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     head, rest = figure.svg.replace("<svg", f"<svg {names}", 1).split(">", 1)
     paper = '<rect width="100%" height="100%" fill="white"/>'
-    return f"{head}><style>{colours[0]}</style>{paper}{rest}"
+    return plain(f"{head}><style>{colours[0]}</style>{paper}{rest}", keep="\n")
 
 
 def colour(index: int) -> str:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import IO, Literal, NamedTuple
 
+from meshwise.text import plain
+
 WIDTH = 120  # where the output is no terminal, so that logs and golden files do not change
 
 
@@ -30,7 +32,7 @@ def write(tables: Iterable[Table], file: IO[str]) -> None:
     console = Console(file=file, highlight=False, width=None if file.isatty() else WIDTH)
     with console.capture() as captured:
         for table in tables:
-            console.print(Text(table.title, style="bold"))
+            console.print(Text(plain(table.title), style="bold"))
             shown = RichTable(
                 box=box.SIMPLE_HEAD,
                 pad_edge=False,
@@ -39,12 +41,12 @@ def write(tables: Iterable[Table], file: IO[str]) -> None:
             )
             for index, column in enumerate(table.columns):
                 justify: Literal["left", "right"] = "left" if index < table.left else "right"
-                shown.add_column(Text(column), justify=justify, overflow="fold")
+                shown.add_column(Text(plain(column, keep="\n")), justify=justify, overflow="fold")
             for row in table.rows:
-                shown.add_row(*map(Text, row))
+                shown.add_row(*(Text(plain(cell)) for cell in row))
             if table.rows:
                 console.print(shown)
             for line in table.legend:
-                console.print(Text(line, style="dim"))
+                console.print(Text(plain(line), style="dim"))
             console.print()
     file.write(re.sub(r" +$", "", captured.get(), flags=re.MULTILINE))

@@ -18,7 +18,7 @@ from meshwise.spec import (
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
 ABSENT = "–"
-INTERVAL = "95 % interval of the median; with fewer than 6 values their range"
+INTERVAL = "95 % interval of the median, were times independent; of fewer than 6 values the range"
 MFU_LEGEND = (
     f"FLOP/s and MFU count FLOPs as {CONVENTION} does: 6 per parameter and token without embedding "
     "lookups, plus 12 x layers x hidden x seq a token, attention not halved."

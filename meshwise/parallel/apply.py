@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwise.nn import GPT, Stage, initial
+from meshwise.nn import GPT, Stage
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import Layer, cross_entropy
 from meshwise.parallel import data, fp8, offload, recompute, tensor, torch_private
@@ -118,7 +118,7 @@ def fill(
             for name_of, buffer in part.named_buffers(recurse=False):
                 setattr(part, name_of, buffer.float())
     for full_name, parameter in module.named_parameters(prefix=name):
-        value = initial.initial_value(model.origin(full_name), parameter.shape, seed, device)
+        value = model.initial_value(full_name, seed, device)
         if isinstance(parameter, DTensor):  # every rank made the whole value: cut, send nothing
             value = distribute_tensor(
                 value, parameter.device_mesh, parameter.placements, src_data_rank=None

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshwise.nn import Stage, build
 from meshwise.nn.cache import AttendOne
 from meshwise.nn.experts import MoE
-from meshwise.nn.initial import initial_value
 from meshwise.nn.llama import QKV, GateUp
 from meshwise.parallel import experts, tensor, torch_private
 from meshwise.parallel.mesh import Place
@@ -185,7 +184,7 @@ class _Cut:
     def share(self, name: str) -> Tensor:
         """This rank's part of a parameter's initial value."""
         like = self.parameters[name]
-        value = initial_value(self.stage.origin(name), like.shape, self.seed, self.device)
+        value = self.stage.initial_value(name, self.seed, self.device)
         if isinstance(like, DTensor):
             mesh, placements = like.device_mesh, like.placements
             value = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()

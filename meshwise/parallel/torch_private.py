@@ -105,6 +105,17 @@ def backward_of_weights(weights: Iterable[nn.Parameter], postponed: Postponed) -
     _backward.stage_backward_weight(iter(weights), postponed)
 
 
+def part_of(tensor: DTensor) -> Tensor:
+    """This rank's part itself. The public ``to_local`` makes a view of it, in 2 us."""
+    return tensor._local_tensor
+
+
+def placed_by(tensor: DTensor) -> Any:
+    """All that says where a DTensor's shards are, comparable. Of the order in which axes shard one
+    dim (``shard_order``, not in torch 2.11) the public ``placements`` say nothing."""
+    return tensor._spec
+
+
 def begin(model: nn.Module) -> None:
     """What FSDP2 does once, before the first forward that it sees."""
     _state(model)._lazy_init()

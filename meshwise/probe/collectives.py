@@ -6,8 +6,8 @@ that names its ranks keeps the others idle. ``size_bytes`` is nccl-tests' ``size
 
 Back ends: what torch picks for the device (""), ``gloo`` on host memory, ``nccl`` called directly
 (``meshwise.nccl``), and those of ``probe.symmetric``. torch's all_reduce, reduce and broadcast are
-in place; nobody's all_to_all is. Every case is checked once, on data that reveal permutations
-(``probe.pattern``).
+in place; nobody's all_to_all is. Every case can be checked, one call or the many of a graph, on
+data that reveal permutations (``probe.pattern``).
 """
 
 import functools
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from meshwise import nccl
 from meshwise.probe import pattern, symmetric
-from meshwise.probe.work import Unavailable, Work, torch_dtype
+from meshwise.probe.work import Check, Unavailable, Work, torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Collective
 
@@ -122,13 +122,11 @@ def build(case: Case, groups: Groups) -> Work:
     communicator = groups.communicator(op, party) if backend == "nccl" else None
     if party is None:
         idle = torch.zeros(1, device=device)
-        zero = (lambda: 0) if pattern.exact(op, torch_dtype(op.dtype)) else None
-        return Work(calls=(idle.zero_,), check=zero, batch=batch(op), on_host=on_host)
+        check = functools.partial(_check, op, device, None, None)
+        return Work(calls=(idle.zero_,), check=check, batch=batch(op), on_host=on_host)
     make = functools.partial(_symmetric if backend in symmetric.BACKENDS else _plain, op, party)
     buffers, call = make(backend, groups, device, communicator)
-    check = None  # where sums would be rounded
-    if pattern.exact(op, buffers.source.dtype):
-        check = functools.partial(_num_wrong, op, party, buffers, call, groups.ranks)
+    check = functools.partial(_check, op, device, party, buffers)
     return Work(calls=(call,), check=check, batch=batch(op), on_host=on_host)
 
 
@@ -278,13 +276,25 @@ def _direct(
     return communicator.exchange(sent, received)
 
 
-def _num_wrong(
-    op: Collective, party: Party, buffers: Buffers, call: Callable[[], object], ranks: Ranks
-) -> int:
-    """Elements of one operation's result that are not what they must be, on this rank."""
-    buffers.result.fill_(pattern.POISON)
-    summed = pattern.num_summed(op)
-    pattern.fill(buffers.source, party.here, summed)
-    call()
-    ranks.synchronize("the checked call")
-    return pattern.num_wrong(buffers.result, pattern.pieces(op, party.here), summed)
+def _check(
+    op: Collective, device: torch.device, party: Party | None, buffers: Buffers | None, calls: int
+) -> Check | None:
+    """Of the result after so many calls; an idle rank has none, and so none that is wrong."""
+    tolerance = pattern.tolerance(op, torch_dtype(op.dtype), calls)
+    # gloo reduces in the buffers of all ranks: what the next call adds up is nobody's promise
+    scratch = op.kind == "reduce" and calls > 1 and device.type == "cpu"
+    if tolerance is None or scratch:
+        return None
+    if party is None or buffers is None:
+        return Check(lambda: None, lambda: 0)
+    summed = pattern.num_summed(op, calls)
+
+    def fill() -> None:
+        buffers.result.fill_(pattern.POISON)
+        pattern.fill(buffers.source, party.here, summed)
+
+    def num_wrong() -> int:
+        wanted = pattern.pieces(op, party.here, calls)
+        return pattern.num_wrong(buffers.result, wanted, summed, tolerance)
+
+    return Check(fill, num_wrong)

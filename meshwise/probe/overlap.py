@@ -31,12 +31,10 @@ import torch
 from meshwise import timing
 from meshwise.parallel import torch_private
 from meshwise.probe import attention, collectives, gemm
-from meshwise.probe.work import Work
+from meshwise.probe.work import Call, Work
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Gemm, Overlap
 from meshwise.timing import Timed
-
-Call = Callable[[], object]
 
 _OUTLAST = 4.0  # the other work is this much longer than a timed call is alone
 _ROUNDS = 2
@@ -50,13 +48,21 @@ def build(case: Case, groups: collectives.Groups, settings: contextlib.ExitStack
     alone = msgspec.structs.replace(case, op=op.compute, backend="")
     probe = gemm if isinstance(op.compute, Gemm) else attention
     (compute, *_) = probe.build(alone, groups.ranks.device, settings).calls
-    (collective,) = collectives.build(msgspec.structs.replace(case, op=op.collective), groups).calls
+    other = collectives.build(msgspec.structs.replace(case, op=op.collective), groups)
+    (collective,) = other.calls
     own_measure = functools.partial(measure, compute, collective, groups.ranks)
-    return Work(calls=(compute, collective), measure=own_measure)
+    return Work(calls=(compute, collective), check=other.check, measure=own_measure)
 
 
-def measure(compute: Call, collective: Call, ranks: Ranks, max_seconds: float) -> Timed:
-    """Every rank must call this together. ``max_seconds`` is for each of the four measurements."""
+def measure(
+    compute: Call,
+    collective: Call,
+    ranks: Ranks,
+    max_seconds: float,
+    then: Callable[[Call], None] | None = None,
+) -> Timed:
+    """Every rank must call this together. ``max_seconds`` is for each of the four measurements.
+    ``then`` gets a collective beside compute, to see whether its result is right there as well."""
     share_s = max_seconds / _ROUNDS
     take = functools.partial(timing.measure, ranks=ranks, regime="warm", max_seconds=share_s)
     alone: tuple[list[Timed], list[Timed]] = ([], [])
@@ -81,8 +87,9 @@ def measure(compute: Call, collective: Call, ranks: Ranks, max_seconds: float) -
         others = _Others(compute, pieces, ranks, lanes[0] if lanes else None)
         calls = [functools.partial(_both, collective, others.note)]
         prepare = functools.partial(_both, others.start, collective)
+        look = then and functools.partial(_started_before, others.start, then)
         with torch.cuda.stream(lanes[-1]) if lanes else contextlib.nullcontext():
-            beside[1].append(take(calls, distributed=True, prepare=prepare))
+            beside[1].append(take(calls, distributed=True, prepare=prepare, then=look))
         covered[1].extend(others.finish())
     metrics: dict[str, float | tuple[float, ...]] = {"collective_beside_s": _median(beside[1])}
     for i, name in enumerate(("compute", "collective")):
@@ -95,6 +102,10 @@ def measure(compute: Call, collective: Call, ranks: Ranks, max_seconds: float) -
 def _both(first: Call, second: Call) -> None:
     first()
     second()
+
+
+def _started_before(start: Call, then: Callable[[Call], None], call: Call) -> None:
+    then(functools.partial(_both, start, call))
 
 
 def _median(rounds: list[Timed]) -> float:

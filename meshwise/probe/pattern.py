@@ -5,9 +5,12 @@ summed over the ranks. Neighbouring ranks, shifted indices and exchanged parts a
 numbers, so a result that is permuted, stale or partly written is seen.
 
 ``pieces`` says of which elements of which ranks a rank's result is made; it is the definition of
-each collective, written without any communication.
+each collective, written without any communication. A graph holds many calls, and in place a sum is
+the next call's source: after k calls all_reduce gives n^(k-1) times the sum over n ranks, reduce
+and reduce_scatter the own element and k times the others'.
 """
 
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -16,34 +19,36 @@ from meshwise.spec import DTYPE_BYTES, Collective
 from meshwise.spec.op import ROOTED
 
 _PRIMES = (251, 127, 61, 31, 13, 7, 3)  # of which the largest whose sums stay exact is taken
-_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11}
+_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11}  # whole numbers up to here; else 2^20
 _CHUNK = 2**24
 POISON = -1  # never a right element
 
 
 class Piece(NamedTuple):
     """``length`` elements of the result from ``at`` on: the sum over ``sources`` (ranks of the
-    group) of their elements from ``start`` on."""
+    group) of their elements from ``start`` on, each so many ``times`` (once)."""
 
     at: int
     length: int
     sources: tuple[int, ...]
     start: int = 0
+    times: tuple[float, ...] = ()
 
 
-def pieces(op: Collective, here: int) -> list[Piece]:
-    """What the group's rank ``here`` must hold in the end; nothing when it only sends."""
+def pieces(op: Collective, here: int, calls: int = 1) -> list[Piece]:
+    """What the group's rank ``here`` must hold after so many calls in a row; nothing when it only
+    sends."""
     n, size = op.group_size, DTYPE_BYTES[op.dtype]
     total, everybody = op.size_bytes // size, tuple(range(op.group_size))
     part = total // n
     if (op.kind in ("reduce", "gather") and here > 0) or (op.kind == "send" and here < n - 1):
         return []
     if op.kind in ("all_reduce", "reduce"):
-        return [Piece(0, total, everybody)]
+        return [Piece(0, total, everybody, 0, _times(op, here, calls))]
     if op.kind in ("all_gather", "gather"):
         return [Piece(rank * part, part, (rank,)) for rank in everybody]
     if op.kind == "reduce_scatter":
-        return [Piece(0, part, everybody, here * part)]
+        return [Piece(0, part, everybody, here * part, _times(op, here, calls))]
     if op.kind == "scatter":
         return [Piece(0, part, (0,), here * part)]
     if op.kind == "all_to_all":
@@ -57,40 +62,69 @@ def pieces(op: Collective, here: int) -> list[Piece]:
     return [Piece(0, total, (0 if op.kind in (*ROOTED, "send") else (here - 1) % n,))]
 
 
-def num_summed(op: Collective) -> int:
-    """How many elements the collective adds up for one of its result."""
-    return op.group_size if op.kind in ("all_reduce", "reduce", "reduce_scatter") else 1
+def _times(op: Collective, here: int, calls: int) -> tuple[float, ...]:
+    """How often the sum of rank ``here`` holds each rank's element, after so many calls."""
+    if not op.in_place:
+        return ()
+    if op.kind == "all_reduce":
+        return (float(op.group_size) ** (calls - 1),) * op.group_size
+    return tuple(1 if rank == here else calls for rank in range(op.group_size))
 
 
-def exact(op: Collective, dtype: torch.dtype) -> bool:
-    """Whether sums over the group's ranks stay whole numbers that the dtype holds."""
-    return num_summed(op) < _EXACT.get(dtype, 2**20)
+def num_summed(op: Collective, calls: int = 1) -> int:
+    """How many elements are added up before the sum grows by whole factors alone."""
+    if op.kind not in ("all_reduce", "reduce", "reduce_scatter"):
+        return 1
+    if not op.in_place or calls == 1:
+        return op.group_size
+    return op.group_size**2 if op.kind == "all_reduce" else 1 + calls * (op.group_size - 1)
 
 
-def fill(tensor: torch.Tensor, rank: int, num_ranks: int) -> None:
-    """Make a flat tensor rank ``rank``'s source, of which ``num_ranks`` will be added up."""
+def tolerance(op: Collective, dtype: torch.dtype, calls: int = 1) -> float | None:
+    """The relative error that rounding may make: 0 where all sums are whole numbers that the dtype
+    holds, but for a factor of a power of 2; None where it may hide anything."""
+    if num_summed(op, calls) > _EXACT.get(dtype, 2**20):
+        return None
+    n = op.group_size
+    if calls == 1 or op.kind != "all_reduce" or not op.in_place or n & (n - 1) == 0:
+        return 0.0
+    most = (1 + torch.finfo(dtype).eps / 2) ** (calls * (n - 1)) - 1  # no term is negative
+    return most if most < 1 else None
+
+
+def fill(tensor: torch.Tensor, rank: int, num_summed: int) -> None:
+    """Make a flat tensor rank ``rank``'s source, of which ``num_summed`` will be added up."""
     for at in range(0, len(tensor), _CHUNK):
         part = tensor[at : at + _CHUNK]
-        part.copy_(_values(part, rank, at, num_ranks))
+        part.copy_(_values(part, rank, at, num_summed))
 
 
-def num_wrong(result: torch.Tensor, wanted: list[Piece], num_ranks: int) -> int:
+def num_wrong(
+    result: torch.Tensor, wanted: list[Piece], num_summed: int, tolerance: float = 0.0
+) -> int:
     """How many elements of a flat result are not what the pieces say."""
     wrong = 0
     for piece in wanted:
         for done in range(0, piece.length, _CHUNK):
             length = min(_CHUNK, piece.length - done)
             part = result[piece.at + done :][:length]
-            right = torch.zeros(length, dtype=torch.int64, device=part.device)
-            for rank in piece.sources:
-                right += _values(part, rank, piece.start + done, num_ranks)
-            wrong += int((part != right.to(part.dtype)).sum())
+            right = torch.zeros(length, dtype=torch.float64, device=part.device)
+            for rank, times in zip(piece.sources, piece.times or repeat(1.0), strict=False):
+                right += times * _values(part, rank, piece.start + done, num_summed)
+            off = part != right.to(part.dtype)  # infinite alike where the dtype ends
+            if tolerance:
+                off &= ~((part.double() - right).abs() <= tolerance * right)
+            wrong += int(off.sum())
     return wrong
 
 
-def _values(like: torch.Tensor, rank: int, start: int, num_ranks: int) -> torch.Tensor:
+def _values(like: torch.Tensor, rank: int, start: int, num_summed: int) -> torch.Tensor:
     """f(rank, start), f(rank, start + 1), ... as int64, one for each element of ``like``."""
-    most = _EXACT.get(like.dtype, 2**20) // num_ranks
+    most = _EXACT.get(like.dtype, 2**20) // num_summed
     prime = next((prime for prime in _PRIMES if prime - 1 <= most), 2)
     index = torch.arange(start, start + len(like), device=like.device)
-    return ((index ^ (index >> 7)) * 48271 + 65537 * (rank + 1)) % prime  # primes, as is ``prime``
+    index ^= index >> 7
+    values = (index * 48271 + 65537 * (rank + 1)) % prime  # primes, as is ``prime``
+    if num_summed > 1:  # some are 0 on all ranks: sums over all residues would be much alike
+        values *= index % 3 > 0
+    return values

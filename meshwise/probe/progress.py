@@ -12,6 +12,7 @@ from meshwise.probe.cases import effort
 from meshwise.spec import Case, Cluster, Sample
 from meshwise.spec.label import label
 from meshwise.stats import median_interval
+from meshwise.text import plain
 from meshwise.units import format_seconds
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Progress:
         self.count += 1
         if not self.visible:
             return
-        said = f"{label(sample.case)}  {_outcome(sample)}"
+        said = plain(f"{label(sample.case)}  {_outcome(sample)}")
         left = f"{remaining_s:.0f} s left"
         if self.bar is None:
             print(f"{self.count}/{self.total}  {said}  ({left})", file=sys.stderr, flush=True)

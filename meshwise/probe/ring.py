@@ -23,7 +23,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -31,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise import store, timing
+from meshwise import files, store, timing
 from meshwise.attention.dense import ring_attention
 from meshwise.attention.dilated import dilated_attention
 from meshwise.attention.shards import Shards
@@ -311,8 +310,8 @@ def _trace(call: Callable[[], object], ranks: Ranks, path: str) -> None:
     with profile(activities=kinds) as profiler:
         call()
         ranks.synchronize("a traced call")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(f"{path}_rank{ranks.rank}.json")
+    with files.replacing(f"{path}_rank{ranks.rank}.json") as file:
+        profiler.export_chrome_trace(file.name)
 
 
 def together(ring: Ring, work: Callable[[], T]) -> T:

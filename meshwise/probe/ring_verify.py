@@ -15,14 +15,13 @@ float64 on CPUs, else the dtype that is asked for, with its own tolerance.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from meshwise import timing
+from meshwise import files, timing
 from meshwise.attention.reference import multiplicity, reference
 from meshwise.attention.shards import positions
 from meshwise.prices import Prices
@@ -83,7 +82,7 @@ def verify_ranks(ranks: Ranks, request: bytes) -> None:
         with kernel(asked.kernel):
             found += _verify(asked.op, rings.ring(asked.op, size), prices)
     if ranks.rank == 0:
-        Path(asked.file).write_bytes(msgspec.json.encode(found))
+        files.write_whole(asked.file, msgspec.json.encode(found))
     ranks.barrier("the end of all checks")
 
 

@@ -1,21 +1,25 @@
 """Measures a list of cases on all ranks, one after the other; every finished case is on disk.
 
 In: a ``SweepRequest`` as JSON. Out: one ``Sample`` a case in the run directory, written by rank 0
-as it is measured, and the status of the run: complete, or partial when the budget was spent.
+as it is measured, and the status of the run: complete, or partial when the budget was spent or a
+case failed.
 
 Ranks do the same case at the same time. Rank 0 decides whether the next case still fits the
 budget; a case that does not is passed over for cheaper ones and leaves no sample, so that a
 resumed run measures it. Whether a case can be done is agreed on twice, after its buffers are
 allocated and after a first untimed call: out of memory on one rank is ``oom`` on all, a missing
-back end ``skipped``, any other failure of a case without communication ``error``. A failed
-collective ends the job, since the ranks no longer know of each other: ``current.json`` in the run
-directory then says which case it was.
+back end ``skipped``, any other failure of a case without communication ``error``. So is a wrong
+element in the result of a collective: of one call before it is timed and, where a graph's replay or
+calls in a row are timed, of one more of those. A collective that fails ends the job, since the
+ranks no longer know of each other: ``current.json`` in the run directory then says which case it
+was.
 
 ``follow`` names a rule by which rank 0 adds cases to those that were measured, round by round.
 """
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +34,7 @@ from meshwise.probe.block import Blocks
 from meshwise.probe.cases import effort
 from meshwise.probe.cases.follow import Follow, next_cases
 from meshwise.probe.progress import Pace, Progress
-from meshwise.probe.work import Unavailable, Work, communicates
+from meshwise.probe.work import Call, Unavailable, Work, communicates
 from meshwise.ranks import Ranks
 from meshwise.spec import (
     Attention,
@@ -43,11 +47,13 @@ from meshwise.spec import (
     Record,
     RunInfo,
     Sample,
+    ending,
 )
 from meshwise.spec.label import label
 from meshwise.spec.record import PositiveFloat
 
 T = TypeVar("T")
+Metrics = dict[str, float | tuple[float, ...]]
 Status = Literal["oom", "skipped", "error"]
 CURRENT = "current.json"  # the case in hand, while it is measured
 
@@ -67,9 +73,9 @@ class SweepRequest(Record, kw_only=True):
 class CaseFailed(Exception):
     """A case that cannot be measured, on all ranks alike; the sweep goes on."""
 
-    def __init__(self, status: Status, reason: str) -> None:
+    def __init__(self, status: Status, reason: str, metrics: Metrics | None = None) -> None:
         super().__init__(reason)
-        self.status, self.reason = status, reason
+        self.status, self.reason, self.metrics = status, reason, metrics or {}
 
 
 def measure_ranks(ranks: Ranks, request: bytes) -> None:
@@ -94,11 +100,12 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
             progress.add(len(todo))
             if pace:
                 pace.add(todo)
-    if pace and missed:
-        left = f"budget: {missed} of {progress.total} cases not measured; --resume continues"
-        store.finish(sweep.run_dir, "partial", left)
-    elif pace:
-        store.finish(sweep.run_dir, "complete")
+    if pace:
+        status, reason = ending(store.load(sweep.run_dir)[1])
+        if missed:
+            left = f"budget: {missed} of {progress.total} cases not measured; --resume continues"
+            status, reason = "partial", "; ".join(filter(None, (left, reason)))
+        store.finish(sweep.run_dir, status, reason)
 
 
 def _round(
@@ -179,6 +186,7 @@ def _measure(case: Case, bench: Bench) -> Sample:
             case=case,
             status=failed.status,
             reason=failed.reason,
+            metrics=failed.metrics,
             method_version=timing.METHOD_VERSION,
         )
     bench.free()  # out here, where the error no longer holds on to frames and their tensors
@@ -190,10 +198,9 @@ def _time(case: Case, bench: Bench) -> Sample:
     work = _together(ranks, lambda: bench.build(case), fatal=False)
     waits = "compiling" if case.lowering == "compiled" else ""
     metrics = _together(ranks, lambda: _try(work, ranks), fatal=distributed, waits=waits)
-    if work.check is not None:
-        metrics["wrong"] = float(sum(ranks.gather(work.check())))
+    _check(work, work.calls[-1], ranks, metrics, "wrong")
     try:
-        timed = _timed(case, work, bench)
+        timed = _timed(case, work, bench, metrics)
     except torch.OutOfMemoryError as error:  # raised on every rank
         raise CaseFailed("oom", _first_line(error)) from None
     return Sample(
@@ -209,11 +216,14 @@ def _time(case: Case, bench: Bench) -> Sample:
     )
 
 
-def _timed(case: Case, work: Work, bench: Bench) -> timing.Timed:
-    seconds = effort.max_seconds(case, bench.sustain_s)
+def _timed(case: Case, work: Work, bench: Bench, metrics: Metrics) -> timing.Timed:
+    seconds, ranks = effort.max_seconds(case, bench.sustain_s), bench.ranks
+    calls = work.batch if case.regime in timing.IN_A_ROW else 1
+    then = functools.partial(
+        _check, work, ranks=ranks, metrics=metrics, name="wrong_as_timed", calls=calls
+    )
     if work.measure is not None:
-        return work.measure(seconds)
-    ranks = bench.ranks
+        return work.measure(seconds, then)
     if work.on_host:
         ranks = dataclasses.replace(ranks, device=torch.device("cpu"))
     return timing.measure(
@@ -226,7 +236,28 @@ def _timed(case: Case, work: Work, bench: Bench) -> timing.Timed:
         settle_s=effort.settle_s(case, ranks.device.type),
         batch=work.batch,
         min_iterations=effort.min_iterations(case),
+        then=then if calls > 1 else None,  # else it is the call that was checked
     )
+
+
+def _check(
+    work: Work, call: Call, ranks: Ranks, metrics: Metrics, name: str, calls: int = 1
+) -> None:
+    """Enter how many elements are wrong on all ranks after ``call``, which does so many calls of
+    the work; any at all is CaseFailed."""
+    check = work.check(calls)
+    if check is None:
+        return
+    _together(ranks, check.fill, fatal=False)
+    call()
+    ranks.synchronize("the checked call")
+    wrong = ranks.gather(_together(ranks, check.num_wrong, fatal=False))
+    metrics[name] = float(sum(wrong))
+    if any(wrong):
+        whose = [f"{count} on rank {rank}" for rank, count in enumerate(wrong) if count]
+        told = ", ".join([*whose[:4], *(["..."] if len(whose) > 4 else [])])
+        after = f" after {calls} calls, as timed" if calls > 1 else ""
+        raise CaseFailed("error", f"wrong elements{after}: {told}", metrics)
 
 
 def _together(ranks: Ranks, work: Callable[[], T], *, fatal: bool, waits: str = "") -> T:
@@ -263,7 +294,7 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def _try(work: Work, ranks: Ranks) -> dict[str, float | tuple[float, ...]]:
+def _try(work: Work, ranks: Ranks) -> Metrics:
     """Every call once, untimed: compiles, connects, and finds out whether memory suffices."""
     for call in work.calls:
         if work.prepare is not None:

@@ -28,20 +28,32 @@ _DTYPES = {
 }
 
 
+Call = Callable[[], object]
+
+
+class Check(NamedTuple):
+    """``fill``: poison the result and write sources of which every result is known. ``num_wrong``:
+    how many elements of this rank's result are wrong after the calls."""
+
+    fill: Callable[[], None]
+    num_wrong: Callable[[], int]
+
+
 class Work(NamedTuple):
     """``calls``: the same work on rotated buffers. ``prepare``: untimed, before each iteration.
-    ``metrics``: other numbers, asked for after a first call. ``check``: how many elements of the
-    result of ``calls[0]`` are wrong on this rank. ``batch``: calls that a graph holds, and that
-    are timed as one when they are pipelined. ``on_host``: the work is the host's, also where there
-    is a GPU. ``measure``: how the case times itself, given seconds, in place of the sweep."""
+    ``metrics``: other numbers, asked for after a first call. ``check``: how the result of
+    ``calls[-1]`` is checked after so many calls in a row, alike on all ranks; None where it cannot
+    be. ``batch``: calls that a graph holds, and that are timed as one when they are pipelined.
+    ``on_host``: the work is the host's, also where there is a GPU. ``measure``: how the case times
+    itself in place of the sweep, given seconds and what to do with the timed work afterwards."""
 
-    calls: tuple[Callable[[], object], ...]
+    calls: tuple[Call, ...]
     prepare: Callable[[], None] | None = None
     metrics: Callable[[], dict[str, float | tuple[float, ...]]] | None = None
-    check: Callable[[], int] | None = None
+    check: Callable[[int], Check | None] = lambda _: None
     batch: int = 1
     on_host: bool = False
-    measure: Callable[[float], Timed] | None = None
+    measure: Callable[[float, Callable[[Call], None]], Timed] | None = None
 
 
 class Unavailable(RuntimeError):

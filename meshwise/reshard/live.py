@@ -9,6 +9,12 @@ of torch.chunk; ``_StridedShard(split_factor)``, which FSDP2 makes of tp's shard
 that many chunks and takes the rank's part of each. torch's own helper
 (``compute_local_shape_and_global_offset``) gives the first index only, which is not enough where a
 share is in several places.
+
+A mesh whose ranks do not ascend along an axis is refused where that axis shards: torch contradicts
+itself there. Its groups sort their ranks, so ``full_tensor``, FSDP2 and ``distribute_tensor`` take
+the rank's number in the group for its chunk, but ``redistribute``, ``src_data_rank=None`` and
+distributed checkpoints its coordinate (tried on 2.13, gloo), and a DTensor does not tell which of
+them made it.
 """
 
 import itertools
@@ -20,11 +26,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from meshwise.parallel.torch_private import part_of, placed_by
 from meshwise.ranks import Ranks
 from meshwise.reshard import holdings as held_by
 from meshwise.reshard.holdings import Holdings
+from meshwise.reshard.overlaps import is_folded
 from meshwise.reshard.regions import Box, Piece, chunks, whole
 from meshwise.reshard.tiles import Buffer, Memory, alignment_of
 from meshwise.reshard.transports.copies import DTYPES
@@ -37,7 +45,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 class Share(NamedTuple):
     """What one rank has of a tensor. ``buffer``: the first name of this storage (tied weights have
-    several); ``runs`` of each dim, none where the rank has nothing; ``memory`` of its part."""
+    several); ``runs`` of each dim, none where the rank has nothing; ``memory`` of its part;
+    ``placements`` of a DTensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,6 +54,7 @@ class Share(NamedTuple):
     buffer: str
     runs: list[Runs]
     memory: Memory
+    placements: str = ""
 
 
 Shares = list[list[Share]]  # of each rank
@@ -53,7 +63,7 @@ Shares = list[list[Share]]  # of each rank
 def tensors(model: Model) -> dict[str, Tensor]:
     """This rank's storage of each parameter and persistent buffer; tied ones under every name."""
     with torch.no_grad():
-        return {name: _local(tensor).detach() for name, tensor in _named(model).items()}
+        return {name: _local(tensor).detach() for name, tensor in named(model).items()}
 
 
 def holdings(model: Model, ranks: Ranks, *, as_source: bool = False) -> Holdings:
@@ -66,8 +76,8 @@ def gathered(model: Model, ranks: Ranks) -> Shares:
     mine, error = [], ""
     try:
         mine = list(_shares(model))
-    except ValueError as caught:
-        error = str(caught)
+    except (ValueError, RuntimeError) as caught:  # torch's own, too: the others wait for this rank
+        error = str(caught).partition("\n")[0]
     everyone = ranks.gather([error, mine])
     wrong = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(everyone) if said]
     if wrong:
@@ -94,9 +104,19 @@ def held(everyone: Shares, *, as_source: bool = False) -> Holdings:
         name: held_by.Tensor(
             next(iter(of.values())).shape,
             next(iter(of.values())).dtype,
-            tuple(piece for rank, share in of.items() for piece in _pieces(rank, share)),
+            tuple(piece for rank, share in of.items() for piece in pieces(rank, share)),
         )
         for name, of in found.items()
+    }
+
+
+def tied(everyone: Shares) -> dict[str, str]:
+    """Names that are another's tensor on some rank, with that other's."""
+    return {
+        share.name: share.buffer
+        for shares in everyone
+        for share in shares
+        if share.buffer != share.name
     }
 
 
@@ -110,9 +130,11 @@ def memory(everyone: Shares, side: int) -> dict[Buffer, Memory]:
 
 
 class Watch:
-    """Notices that a tensor's storage is another than when this was made.
+    """Notices that a tensor's memory, or how it lies there, is other than when this was made.
 
     FSDP2's gathered copies do not count and are dropped: after a refit they would be out of date.
+    A storage's size and offset need no look: with address, shape and strides the memory is the
+    same.
     """
 
     def __init__(self, model: Model) -> None:
@@ -120,16 +142,10 @@ class Watch:
         for unit in self._units:
             unit.reshard()
         self._modules = list(_modules(model))
-        places = [(name, _held_in(holder, key), key) for name, holder, key in _places(model)]
-        self._whole = [
-            (of, key, name, of[key].data_ptr())
-            for name, of, key in places
-            if not isinstance(of[key], DTensor)
-        ]
-        self._cut = [
-            (of, key, name, _local(of[key]).data_ptr())
-            for name, of, key in places
-            if isinstance(of[key], DTensor)
+        self._tensors = [
+            (of, key, name, *_described(of[key]))
+            for name, holder, key in _places(model)
+            for of in [_held_in(holder, key)]
         ]
 
     def replaced(self) -> str | None:
@@ -139,21 +155,35 @@ class Watch:
         for siblings, key, name, module in self._modules:
             if siblings.get(key) is not module:
                 return name
-        for of, key, name, address in self._whole:
-            if (tensor := of.get(key)) is None or tensor.data_ptr() != address:
-                return name
-        with torch.no_grad():
-            for of, key, name, address in self._cut:
-                if (tensor := of.get(key)) is None or _local(tensor).data_ptr() != address:
+        for of, key, name, placed, lies in self._tensors:  # 0.5 us each
+            tensor = of.get(key)
+            if isinstance(tensor, DTensor):
+                if (now := placed_by(tensor)) is not placed and now != placed:
                     return name
+                tensor = part_of(tensor)
+            elif placed is not None:
+                return name
+            if tensor is None or _lies(tensor) != lies:
+                return name
         return None
+
+
+def _described(tensor: Tensor) -> tuple[Any, list[Any]]:
+    """How a DTensor is placed, and how what is here of a tensor lies."""
+    if isinstance(tensor, DTensor):
+        return placed_by(tensor), _lies(part_of(tensor))
+    return None, _lies(tensor)
+
+
+def _lies(tensor: Tensor) -> list[Any]:
+    return [tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()]
 
 
 def _modules(model: Model) -> Iterator[tuple[Mapping[str, Any], str, str, nn.Module]]:
     """Each module that has tensors, or below it, as its parent has it."""
     if isinstance(model, nn.Module):
         modules = dict(model.named_modules(remove_duplicate=False))
-        parts = [name.split(".")[:-1] for name in _named(model)]
+        parts = [name.split(".")[:-1] for name in named(model)]
         paths = dict.fromkeys(".".join(p[:i]) for p in parts for i in range(1, len(p) + 1))
         for path in paths:
             parent, _, key = path.rpartition(".")
@@ -176,7 +206,7 @@ def _places(model: Model) -> Iterator[tuple[str, Any, str]]:
     """Every name with the module or mapping that holds the tensor, and its key there."""
     if isinstance(model, nn.Module):
         modules = dict(model.named_modules(remove_duplicate=False))
-        for name in _named(model):
+        for name in named(model):
             path, _, key = name.rpartition(".")
             yield name, modules[path], key
     else:
@@ -184,9 +214,14 @@ def _places(model: Model) -> Iterator[tuple[str, Any, str]]:
             yield name, model, name
 
 
-def _named(model: Model) -> dict[str, Tensor]:
+def named(model: Model) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, as FSDP2 shards them where it does."""
     if not isinstance(model, nn.Module):
+        if not isinstance(model, Mapping | None):
+            raise ValueError(f"a model is a module or tensors by name, not {type(model).__name__}")
+        for name, tensor in (model or {}).items():
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name} is no tensor but {type(tensor).__name__}; leave it out")
         return dict(model or {})
     for unit in _units(model):
         unit.reshard()  # else the module has the gathered parameters for its own
@@ -204,30 +239,44 @@ def _shares(model: Model) -> Iterator[Share]:
     """This rank's; what has no storage or cannot be described is refused by name."""
     storages: dict[tuple[Any, ...], str] = {}
     local = tensors(model)
-    for name, tensor in _named(model).items():
+    for name, tensor in named(model).items():
         mine = local[name]
-        if mine.dtype not in _NAMES:
-            raise ValueError(
-                f"{name} is {mine.dtype}, and only {', '.join(map(str, _NAMES))} can be moved; "
-                "register it with persistent=False, or give a mapping without it"
-            )
-        if mine.is_meta:
-            raise ValueError(f"{name} is on the meta device; allocate it first (to_empty)")
-        if mine.layout != torch.strided or mine.is_neg() or mine.is_conj():
-            raise ValueError(
-                f"{name} is no plain memory ({mine.layout}); give a copy, dense or resolved"
-            )
-        extents = zip(mine.shape, mine.stride(), strict=True)
-        if mine.numel() and any(step == 0 and size > 1 for size, step in extents):
-            raise ValueError(f"{name} is expanded (a stride of 0); give a copy, .contiguous()")
-        where = mine.data_ptr(), mine.shape, mine.stride(), mine.dtype
+        _check_plain(name, mine)
+        runs = _runs(name, tensor)
+        lies = *_lies(mine), tensor.shape, str(runs)  # memory may be shared without being tied
         yield Share(
             name,
             tuple(tensor.shape),
             _NAMES[mine.dtype],
-            storages.setdefault(where, name) if mine.numel() else name,
-            _runs(name, tensor),
+            storages.setdefault(lies if mine.numel() else (id(tensor),), name),
+            runs,
             Memory(tuple(mine.shape), mine.stride(), mine.itemsize, alignment_of(mine.data_ptr())),
+            str(tensor.placements) if isinstance(tensor, DTensor) else "",
+        )
+
+
+def _check_plain(name: str, mine: Tensor) -> None:
+    """ValueError unless the tensor's values are what lies at its address, each once."""
+    if type(mine) is not Tensor:
+        raise ValueError(
+            f"{name} is a {type(mine).__name__}, which is no plain memory; give the tensors inside"
+        )
+    if mine.dtype not in _NAMES:
+        raise ValueError(
+            f"{name} is {mine.dtype}, and only {', '.join(map(str, _NAMES))} can be moved; "
+            "register it with persistent=False, or give a mapping without it"
+        )
+    if mine.is_meta:
+        raise ValueError(f"{name} is on the meta device; allocate it first (to_empty)")
+    if mine.layout != torch.strided or mine.is_neg() or mine.is_conj():
+        raise ValueError(
+            f"{name} is no plain memory ({mine.layout}); give a copy, dense or resolved"
+        )
+    if is_folded(mine.shape, mine.stride()):
+        how = "expanded (a stride of 0)" if 0 in mine.stride() else f"strided by {mine.stride()}"
+        raise ValueError(
+            f"{name} is {how} in shape {tuple(mine.shape)}: several of its elements may be one; "
+            "give a copy, .contiguous()"
         )
 
 
@@ -237,13 +286,23 @@ def _runs(name: str, tensor: Tensor) -> list[Runs]:
     runs: list[Runs] = [[edges] for edges in zip(box.low, box.high, strict=True)]
     if not isinstance(tensor, DTensor):
         return runs
-    place = tensor.device_mesh.get_coordinate()
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
     if place is None:
         return []
+    _check_order(name, tensor)
     for axis, placement in enumerate(tensor.placements):
         if not isinstance(placement, Replicate):
             dim = _dim(name, placement)
-            parts = tensor.device_mesh.size(axis)
+            if mesh.get_local_rank(axis) != place[axis]:
+                line = mesh.mesh.movedim(axis, -1)[place[:axis] + place[axis + 1 :]].tolist()
+                raise ValueError(
+                    f"{name} is sharded over ranks {line} of its mesh, which do not ascend: torch "
+                    "sorts a group's ranks, so that by its mesh and by its group a rank has "
+                    "different shards; make the mesh of ascending ranks, or give local tensors "
+                    "with Holdings"
+                )
+            parts = mesh.size(axis)
             blocks = _cut(runs[dim], getattr(placement, "split_factor", 1))
             runs[dim] = [run for block in blocks for run in _cut(block, parts)[place[axis]]]
     extents = tuple(sum(high - low for low, high in of_dim) for of_dim in runs)
@@ -256,14 +315,25 @@ def _runs(name: str, tensor: Tensor) -> list[Runs]:
     return [_joined(of_dim) for of_dim in runs]
 
 
+def _check_order(name: str, tensor: DTensor) -> None:
+    """Axes that shard one dim must cut it in their order; newer torch may have another."""
+    for entry in getattr(placed_by(tensor), "shard_order", None) or ():
+        if list(entry.mesh_dims) != sorted(entry.mesh_dims):
+            raise ValueError(
+                f"{name} has dim {entry.tensor_dim} sharded by the mesh's axes in the order "
+                f"{tuple(entry.mesh_dims)}; redistribute it to plain Shards, in ascending order"
+            )
+
+
 def _dim(name: str, placement: Placement) -> int:
-    """The dim that is sharded; ``_StridedShard`` is told by what it has, as its name is private."""
-    if placement.is_partial() or not hasattr(placement, "dim"):
+    """The dim that is sharded. Other placements with a dim may cut it in a way of their own."""
+    if type(placement) is not Shard and type(placement).__name__ != "_StridedShard":
+        why = "which has no value to move yet" if placement.is_partial() else "whose cut is unknown"
         raise ValueError(
-            f"{name} is placed as {type(placement).__name__}, which has no value to move yet; "
-            "redistribute it to Shard or Replicate"
+            f"{name} is placed as {type(placement).__name__}, {why}; redistribute it to Shard or "
+            "Replicate"
         )
-    return int(placement.dim)
+    return int(placement.dim)  # type: ignore[attr-defined]
 
 
 def _cut(runs: Runs, parts: int) -> list[Runs]:
@@ -297,7 +367,7 @@ def _joined(runs: Runs) -> Runs:
     return joined
 
 
-def _pieces(rank: int, share: Share) -> Iterator[Piece]:
+def pieces(rank: int, share: Share) -> Iterator[Piece]:
     """A piece for each combination of the dims' runs."""
     if not prod(share.memory.shape):
         return

@@ -8,7 +8,7 @@ thing. Two layouts of the same logical shape can be intersected, whatever made t
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -63,6 +63,25 @@ Layout = tuple[Piece, ...]
 
 def whole(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
+
+
+def stretches(shape: Sequence[int], first: int, last: int) -> Iterator[Box]:
+    """The boxes that the elements [first, last) are, counted row by row; in their order."""
+    if len(shape) < 2:
+        yield Box((first,) * len(shape), (last,) * len(shape))
+        return
+    each = prod(shape[1:])
+    while first < last:
+        row, at = divmod(first, each)
+        rows = (last - first) // each if at == 0 else 0
+        if rows:
+            yield Box((row, *(0 for _ in shape[1:])), (row + rows, *shape[1:]))
+            first += rows * each
+        else:
+            end = min(last, (row + 1) * each)
+            for box in stretches(shape[1:], at, at + end - first):
+                yield Box((row, *box.low), (row + 1, *box.high))
+            first = end
 
 
 def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Layout:

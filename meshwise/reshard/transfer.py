@@ -27,6 +27,7 @@ from meshwise.reshard.senders import Hop, Links, Multicast, choose
 
 PEER_BYTES_PER_S = 373e9  # one H200's peer copies, benchmarks/2026-11-21-moving-weights
 
+_FLOATS = {"fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8_e5m2"}  # what convert may round
 Rate = Callable[[int], float]
 
 
@@ -100,7 +101,7 @@ def plan(
         tuple(itemsizes),
         tuple((source[name].dtype, destination[name].dtype) for name in names),
         _stages(pairs, itemsizes, links, multicast, names),
-        tuple(sorted(name for name in source if name not in destination and _fits(name, only))),
+        tuple(sorted(name for name in source if name not in destination and fits(name, only))),
     )
     check(transfer, destination)
     return transfer
@@ -124,7 +125,8 @@ def _positive(rate: Rate) -> Rate:
     return checked
 
 
-def _fits(name: str, only: Sequence[str]) -> bool:
+def fits(name: str, only: Sequence[str]) -> bool:
+    """Whether a tensor is to be moved."""
     return not only or any(fnmatchcase(name, pattern) for pattern in only)
 
 
@@ -135,7 +137,7 @@ def _selected(destination: Holdings, only: Sequence[str]) -> list[str]:
         if not any(fnmatchcase(name, pattern) for name in destination):
             near = _nearest(pattern, destination)
             raise ValueError(f"only = {pattern!r}: matches no tensor of the destination{near}")
-    return sorted(name for name in destination if _fits(name, only))
+    return sorted(name for name in destination if fits(name, only))
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
@@ -166,6 +168,11 @@ def _differences(name: str, source: Tensor, destination: Tensor, convert: bool) 
         yield (
             f"{name}: dtype {source.dtype} in the source, {destination.dtype} in the destination; "
             "allow it by convert=True"
+        )
+    elif source.dtype != destination.dtype and not {source.dtype, destination.dtype} <= _FLOATS:
+        yield (
+            f"{name}: dtype {source.dtype} in the source, {destination.dtype} in the destination; "
+            f"convert=True is for {', '.join(sorted(_FLOATS))}: give both sides the same"
         )
 
 

@@ -9,13 +9,11 @@ has verified what it received, so that weights which are half old, half new cann
 either. ``atomic`` keeps the old ones whole until then, for the price of one more copy of them.
 """
 
-import itertools
 import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import numpy as np
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 
 from meshwise.jobs import attached
 from meshwise.ranks import Ranks
-from meshwise.reshard import holdings, live, tiles, transfer
+from meshwise.reshard import against_torch, checks, holdings, live, tiles, transfer
 from meshwise.reshard.holdings import Holdings
 from meshwise.reshard.tiles import Buffer
 from meshwise.reshard.transports import carriers, peers
@@ -36,7 +34,7 @@ from meshwise.reshard.transports.staged import PROGRAMS, Staged
 from meshwise.spec import Plan
 
 Method = Literal["auto", "ipc", "nccl", "nvshmem", "gloo"]
-Verify = Literal["off", "hash", "full"]
+Verify = Literal["off", "hash", "full", "full_tensor"]
 Model = nn.Module | Mapping[str, Tensor] | None
 MiB = 2**20
 T = TypeVar("T")
@@ -68,7 +66,8 @@ class Refit:
     bytes travel; auto is ipc where GPUs of one host reach each other, else nccl, and gloo without
     GPUs. ``cap_bytes``: of staging, tables and hashes on a rank. ``verify``: hash (what was sent
     against what was received), full (memory against memory; sources that changed meanwhile show),
-    off. ``atomic``: keep the old version whole until the new one is verified. ``delta``: move only
+    full_tensor (full, then both models by torch's own ``full_tensor``: slow, for a first run), off.
+    ``atomic``: keep the old version whole until the new one is verified. ``delta``: move only
     tiles of 64 KiB that changed since the last refit. ``only``: patterns of the logical tensors to
     move, as ``*lora*``. ``convert``: dtypes may differ. Raises ValueError, on all ranks alike, for
     what cannot be moved.
@@ -100,23 +99,32 @@ class Refit:
         self.version: int | None = None
         self.count = 0
         self.ended = ""  # why it cannot be called any more
+        shares = live.gathered(source, ranks), live.gathered(destination, ranks)
         self.watches = live.Watch(source), live.Watch(destination)
         models = live.tensors(source), live.tensors(destination)
-        shares = live.gathered(source, ranks), live.gathered(destination, ranks)
         host_of = _hosts(ranks)
+        given = source_plan, destination_plan
 
-        def planned() -> transfer.Transfer:
+        def planned() -> tuple[transfer.Transfer, list[Holdings]]:
             plans = [
                 live.held(shared, as_source=side == 0) if plan is None else _holdings(plan)
-                for side, (shared, plan) in enumerate(
-                    zip(shares, (source_plan, destination_plan), strict=True)
-                )
+                for side, (shared, plan) in enumerate(zip(shares, given, strict=True))
             ]
-            _check_held(ranks, plans, models)
-            return transfer.plan(*plans, convert=convert, only=only, host_of=host_of)
+            others = [[] if p is None else shared for shared, p in zip(shares, given, strict=True)]
+            checks.check_held(ranks, plans, models, others)
+            if destination_plan is None:
+                checks.check_tied(plans[0], shares[1], only)
+            found = transfer.plan(*plans, convert=convert, only=only, host_of=host_of)
+            checks.check_memory(ranks, found.names, plans, models)
+            return found, plans
 
-        self.transfer = _together(ranks, planned)
+        self.transfer, plans = _together(ranks, planned)
         _check_same(ranks, transfer.digest(self.transfer))
+        self.compared = (source, destination) if verify == "full_tensor" else ()
+        if self.compared:
+            verify = "full"
+            wrong = against_torch.check(ranks, self.transfer, plans, self.compared)
+            _together(ranks, lambda: checks.refuse(wrong, "verify = 'full_tensor', use 'full': "))
         self.kept = _kept(ranks, self.transfer, models[1]) if atomic else {}
         buffers = models[0], {**models[1], **self.kept}
         self.job = _together(
@@ -150,6 +158,8 @@ class Refit:
             self.transport.settle(verified=not self.verdict[0])
         if self.verdict[0]:
             self._fail(reason, before)
+        if self.compared:
+            self._compare()
         if self.commit is not None:
             self.version = None
             self._waited(self.commit, "the commit")
@@ -164,6 +174,21 @@ class Refit:
         here = self.ranks.rank
         sent, received = sum(of.get(str(here), 0) for of in told), sum(told[here].values())
         return moved._replace(sent_bytes=sent, received_bytes=received)
+
+    def _compare(self) -> None:
+        """RefitError unless torch gathers the same whole tensors on both sides."""
+        told: list[list[dict[str, str]]] = []
+
+        def work() -> None:
+            mine = [against_torch.digests(self.transfer, model) for model in self.compared]
+            told.extend(self.ranks.gather(mine))
+
+        self._waited(work, "torch's full_tensor")
+        if wrong := list(against_torch.differences(told)):
+            if self.job.delta:
+                self.transport.settle(verified=False)
+            said = f"by torch's full_tensor {_few(wrong)}"
+            raise RefitError(f"{said}; the destination has no version")
 
     def _waited(self, launch: Launch, what: str) -> None:
         """The work of ``launch``, done. Whoever was lost is named, and ends this Refit."""
@@ -332,6 +357,8 @@ def _check_options(ranks: Ranks, options: Mapping[str, object]) -> None:
     """What cannot be, and what ranks must agree on or they would wait for each other."""
     if options["delta"] and (options["atomic"] or options["verify"] == "off"):
         raise ValueError("delta = True: needs verify = 'hash' or 'full', and atomic = False")
+    if options["verify"] == "full_tensor" and options["atomic"]:
+        raise ValueError("verify = 'full_tensor': compares what is served; needs atomic = False")
     for name, kind in (("method", Method), ("verify", Verify)):
         if options[name] not in get_args(kind):
             raise ValueError(
@@ -348,59 +375,6 @@ def _check_options(ranks: Ranks, options: Mapping[str, object]) -> None:
                     f"{name} = {value!r} on rank {rank}, {told[0][name]!r} on rank 0: give all "
                     "ranks the same"
                 )
-
-
-def _check_held(
-    ranks: Ranks, plans: Sequence[Holdings], models: Sequence[Mapping[str, Tensor]]
-) -> None:
-    """ValueError that lists where the plans name ranks that are not there, or where this rank holds
-    not what they say."""
-    wrong = [*_misplaced(ranks, models), *_overlaps(models)]
-    for side, plan, model in zip(("source", "destination"), plans, models, strict=True):
-        for name, tensor in plan.items():
-            if (most := max((p.rank for p in tensor.layout), default=0)) >= ranks.world_size:
-                raise ValueError(
-                    f"{side} {name} is planned on rank {most}, but {ranks.world_size} joined; "
-                    "start as many ranks as the plans name"
-                )
-        for name, (shape, dtype) in holdings.buffers(plan, ranks.rank).items():
-            if name not in model:
-                wrong.append(f"{side} {name}: missing")
-            elif _flat(model[name].shape, shape) != _flat(shape, model[name].shape):
-                wrong.append(f"{side} {name}: shape {tuple(model[name].shape)}, planned {shape}")
-            elif model[name].dtype != DTYPES[dtype]:
-                wrong.append(f"{side} {name}: {model[name].dtype}, planned {dtype}")
-    if wrong:
-        more = f"; {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError("; ".join(wrong[:8]) + more)
-
-
-def _misplaced(ranks: Ranks, models: Sequence[Mapping[str, Tensor]]) -> Iterator[str]:
-    for side, model in zip(("source", "destination"), models, strict=True):
-        for name, tensor in model.items():
-            if tensor.device != ranks.device:
-                yield f"{side} {name}: is on {tensor.device}, this rank works on {ranks.device}"
-
-
-def _overlaps(models: Sequence[Mapping[str, Tensor]]) -> Iterator[str]:
-    """Destinations that share memory with anything else, but for weights that are tied or the same
-    on both sides. Tensors with gaps may lie between each other and are not looked at."""
-    ranges = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, side, name)
-        for side, model in enumerate(models)
-        for name, tensor in model.items()
-        if tensor.nbytes and tensor.is_contiguous()
-    )
-    sides = "source", "destination"
-    for (low, high, side, name), (start, end, other, next_name) in itertools.pairwise(ranges):
-        if start < high and (low, high) != (start, end) and 1 in (side, other):
-            yield f"{sides[side]} {name}: shares memory with {sides[other]} {next_name}"
-
-
-def _flat(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    """A shape with as many dims as the other, where it has more: leading ones made one."""
-    extra = max(0, len(shape) - len(other))
-    return (prod(shape[: extra + 1]), *shape[extra + 1 :])
 
 
 def _check_same(ranks: Ranks, digest: str) -> None:

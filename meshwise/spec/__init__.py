@@ -40,6 +40,7 @@ from meshwise.spec.run import (
     Step,
     StepLine,
     case_of,
+    ending,
 )
 from meshwise.spec.vision import WideResNet
 from meshwise.spec.weights import WeightLayout
@@ -96,6 +97,7 @@ __all__ = [
     "Workload",
     "case_of",
     "digest",
+    "ending",
     "rank_of",
     "stages_of",
 ]

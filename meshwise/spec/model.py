@@ -113,6 +113,11 @@ class Experts(Record, kw_only=True):
             which = "num_experts" if self.groups == 1 else "those of top_groups"
             self.fail("top_k", f"must be <= {which} = {seen}")
 
+    def check_layers(self, layers: int) -> None:
+        """ValueError where none of so many layers has experts."""
+        if not any(map(self.are_in, range(layers))):
+            self.fail("first_dense", f"leaves none of {layers} layers with experts")
+
     def are_in(self, layer: int) -> bool:
         return layer >= self.first_dense and layer % self.every == 0
 
@@ -151,6 +156,12 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
     def check(self) -> None:
         if self.heads % self.kv_heads:
             self.fail("kv_heads", f"must divide heads = {self.heads}")
+
+    def check_rotary(self) -> None:
+        """ValueError where rotary positions, which turn pairs, cannot turn a head."""
+        owner, field = (self, "head_dim") if self.mla is None else (self.mla, "rope_head_dim")
+        if getattr(owner, field) % 2:
+            owner.fail(field, "must be even: rotary positions turn pairs")
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer ``layer``, from 0, has experts in place of the dense feed-forward."""

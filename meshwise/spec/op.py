@@ -97,12 +97,12 @@ class Attention(Record, kw_only=True, tag_field="op", tag="attention"):
         """Pairs of query and key that the mask leaves in one head, the last query seeing all."""
         if not self.causal:
             return self.q_len * self.kv_len
-        before = self.kv_len - self.q_len  # keys that every query sees
+        before = max(0, self.kv_len - self.q_len)  # keys that every query sees
+        queries = min(self.q_len, self.kv_len)  # the first of more than kv_len see no key
         most = min(self.kv_len, self.window or self.kv_len)
-        short = min(self.q_len, max(0, most - max(0, before)))  # queries that see fewer than most
-        fewest = max(0, before) + 1
-        growing = short * fewest + short * (short - 1) // 2
-        return growing + (self.q_len - short) * most
+        short = min(queries, max(0, most - before))  # queries that see fewer than most
+        growing = short * (before + 1) + short * (short - 1) // 2
+        return growing + (queries - short) * most
 
     @property
     def flops(self) -> int:
@@ -184,19 +184,24 @@ class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
 
     @property
     def bytes(self) -> int:
-        """Bytes each rank puts on the wire: ``size_bytes`` times the busbw factor."""
-        return int(self.size_bytes * self.bus_factor)
+        """Bytes each rank puts on the wire, rounded up: ``size_bytes`` times the busbw factor."""
+        if self.splits:  # the rank that sends or receives most to or from others sets the time
+            return max(self._loads(keep_own=False))
+        return -(-self.size_bytes * self._parts_sent // self.group_size)
 
     @property
     def bus_factor(self) -> float:
+        if self.splits:
+            return self.bytes / max(self.size_bytes, 1)
+        return self._parts_sent / self.group_size
+
+    @property
+    def _parts_sent(self) -> int:
+        """How many ``group_size``-ths of ``size_bytes`` each rank puts on the wire."""
         n = self.group_size
-        if n == 1:
-            return 0.0
-        if self.splits:  # the rank that sends or receives most to or from others sets the time
-            return max(self._loads(keep_own=False)) / max(self.size_bytes, 1)
-        factors = {"all_reduce": 2 * (n - 1) / n}
-        ones = ("broadcast", "reduce", "send_recv", "send")
-        return 1.0 if self.kind in ones else factors.get(self.kind, (n - 1) / n)
+        if self.kind in ("broadcast", "reduce", "send_recv", "send"):
+            return n if n > 1 else 0
+        return 2 * (n - 1) if self.kind == "all_reduce" else n - 1
 
     def _loads(self, *, keep_own: bool) -> list[int]:
         """What each rank sends, then what each receives, with or without what it sends itself."""

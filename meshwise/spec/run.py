@@ -1,6 +1,8 @@
 """A run directory: ``run.json`` (one ``RunInfo``) and ``samples.jsonl`` (one ``Sample`` a line)."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -120,17 +122,76 @@ class Sample(Record, kw_only=True):
     after: tuple[DeviceState, ...] = ()
     method_version: Positive = 1
 
+    @property
+    def num_wrong(self) -> float:
+        """Elements of a collective's result that were wrong, by whatever check there was."""
+        found = [self.metrics.get(name, 0.0) for name in ("wrong", "wrong_as_timed")]
+        return sum(sum(value) if isinstance(value, tuple) else value for value in found)
+
     def check(self) -> None:
         if self.status == "ok" and not self.times_s:
             self.fail("times_s", "an ok sample must hold at least one time")
+        if self.status == "ok" and self.num_wrong:
+            self.fail("metrics", "a sample with wrong elements is an error and not ok")
         if not all(0 < time_s < math.inf for time_s in self.times_s):
             self.fail("times_s", "every time must be > 0 and finite")
         if self.status != "ok" and not self.reason:
             self.fail("reason", f"a sample with status {self.status} must say why")
 
 
+class _Gpu(msgspec.Struct):
+    name: str | None = None
+
+
+class _Imported(msgspec.Struct):
+    file: str
+    tool: str
+    size_kind: str
+    time_kind: str
+    warnings: tuple[str, ...]
+
+
+class _Ring(msgspec.Struct):
+    batch_size: Positive
+    embed_dim: Positive
+    num_heads: Positive
+    num_kv_heads: Positive | None
+    segment_lengths: tuple[Positive, ...]
+    dilation_rates: tuple[Positive, ...]
+    dtype: Literal["fp16", "bf16", "fp32", "fp64"]
+    causal: bool
+    dense: bool
+    forward_only: bool
+
+
+class _Known(msgspec.Struct):
+    """What is read of a provenance; whatever else is in it is only stored."""
+
+    gpus: tuple[_Gpu, ...] | None = None
+    settings: dict[str, str] | None = None
+    imported: _Imported | None = None
+    ring: _Ring | None = None
+    cases: str | None = None
+
+
+FAILED = ("oom", "error", "hung")  # what is skipped is not for this machine
+
+
+def ending(samples: Sequence[Sample]) -> tuple[Literal["complete", "partial"], str]:
+    """How a run ended that did all its cases, and why it is not complete: some failed."""
+    failed = Counter(sample.status for sample in samples if sample.status in FAILED)
+    if not failed:
+        return "complete", ""
+    told = ", ".join(f"{count} {status}" for status, count in sorted(failed.items()))
+    return "partial", f"{failed.total()} of {len(samples)} cases failed: {told}"
+
+
 class RunInfo(Record, kw_only=True):
-    """Who measured what where; written before the first sample so that a failure keeps it."""
+    """Who measured what where; written before the first sample so that a failure keeps it.
+
+    ``status``: complete, every case was measured but those that are not for this machine; partial,
+    some failed or the budget was spent; interrupted from outside; failed, the ranks or the verb.
+    """
 
     schema_version: Positive = SCHEMA_VERSION
     run_id: str
@@ -144,3 +205,10 @@ class RunInfo(Record, kw_only=True):
     cluster: Cluster
     plan: Plan | None = None
     provenance: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+    def check(self) -> None:
+        try:
+            msgspec.convert(self.provenance, _Known)
+        except msgspec.ValidationError as error:
+            reason, _, field = str(error).rstrip("`").partition(" - at `$")
+            raise ValueError(f"RunInfo.provenance{field}: {reason}") from None

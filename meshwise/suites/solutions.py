@@ -5,11 +5,11 @@ the cases of the ``perf_test_auto`` suites.
 """
 
 import importlib.resources
-import tomllib
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
+from meshwise import files
 from meshwise.suites.case import (
     BenchmarkCase,
     LoadSolutionParallelArgs,
@@ -21,7 +21,7 @@ from meshwise.suites.case import (
 def suite(family: str, models: Mapping[str, ModelConfig]) -> Suite:
     """The plans of a family, gpt, moe or wresnet, by the number of GPUs."""
     file = importlib.resources.files("meshwise") / "data" / "solutions.toml"
-    plans = tomllib.loads(file.read_text())[family]
+    plans = files.parse_toml(file.read_bytes(), file.name)[family]
     return {plan["gpus"]: (_case(plan, models[plan["model"]]),) for plan in plans}
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from meshwise import files
 from meshwise.suites.case import BenchmarkCase, UniformParallelArgs
+from meshwise.text import plain
 
 COLUMNS = (
     "Type",
@@ -124,18 +126,19 @@ def line(columns: Sequence[str], values: Sequence[str]) -> str:
 
 def check(path: Path, columns: Sequence[str]) -> None:
     """ValueError if the file holds a table of other columns."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with path.open(encoding="utf-8") as file:
-        if file.readline().rstrip("\n") != "\t".join(columns):
-            raise ValueError(f"{path} has other columns; give another --exp-name, or move it")
+    text = _text(path)
+    if text and text.partition("\n")[0] != "\t".join(columns):
+        raise ValueError(f"{path} has other columns; give another --exp-name, or move it")
 
 
 def append(path: Path, columns: Sequence[str], values: Sequence[str]) -> None:
     """Add a row; to a new file its header first. ValueError if the file has other columns."""
     check(path, columns)
-    header = "\t".join(columns)
-    plain = "\t".join(" ".join(value.split()) for value in values)  # no tabs and line ends inside
-    is_new = not path.exists() or path.stat().st_size == 0
-    with path.open("a", encoding="utf-8") as file:
-        file.write(f"{header}\n{plain}\n" if is_new else f"{plain}\n")
+    if not _text(path):
+        files.append_line(path, "\t".join(columns))
+    # no tabs and line ends inside
+    files.append_line(path, "\t".join(plain(" ".join(value.split())) for value in values))
+
+
+def _text(path: Path) -> str:
+    return files.read_text(path) if path.exists() else ""

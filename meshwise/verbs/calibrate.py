@@ -5,6 +5,7 @@ from pathlib import Path
 
 from meshwise import store
 from meshwise.spec import Costs
+from meshwise.spec.label import label
 from meshwise.verbs import files
 
 log = logging.getLogger("meshwise")
@@ -28,7 +29,11 @@ def calibrate(
         files.announce(chosen[0], "the newest run")
         if chosen[0] != newest:
             log.warning("%s is newer but holds no samples", newest)
-    costs = fit.calibrate([files.load(path) for path in chosen])
+    loaded = [files.load(path) for path in chosen]
+    for sample in (sample for _, samples in loaded for sample in samples):
+        if sample.status == "error":
+            log.warning("refused, an error: %s: %s", label(sample.case), sample.reason)
+    costs = fit.calibrate(loaded)
     store.write(out, costs)
     log.info("wrote %s", out)
     return costs

@@ -19,17 +19,23 @@ def detect(
     the datasheet does not give, as ``bf16=990e12``; several are allowed.
     """
     cluster = look(nproc, files.several(peak))
-    if job.leads():
-        store.write(out, cluster)
-        log.info("wrote %s", out)
+    write(out, cluster)
     return cluster
 
 
-def look(nproc: int | None = None, peak: tuple[str, ...] = ()) -> Cluster:
-    """The same without writing a file."""
+def write(out: Path | str, cluster: Cluster) -> None:
+    if job.leads():
+        store.write(out, cluster)
+        log.info("wrote %s", out)
+
+
+def look(
+    nproc: int | None = None, peak: tuple[str, ...] = (), *, at_least: int | None = None
+) -> Cluster:
+    """The same without writing a file; ``at_least``: see ``machine.detect_cluster``."""
     from meshwise.machine import detect_cluster
 
-    return detect_cluster(nproc=nproc, peaks=dict(map(_peak, peak)))
+    return detect_cluster(nproc=nproc, peaks=dict(map(_peak, peak)), at_least=at_least)
 
 
 def _peak(text: str) -> tuple[str, float]:

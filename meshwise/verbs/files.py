@@ -1,11 +1,11 @@
 """The files between verbs: taken by default from the working directory, and always announced."""
 
 import logging
-import tomllib
 from pathlib import Path
 from typing import TypeVar
 
 from meshwise import store
+from meshwise.files import parse_toml
 from meshwise.spec import Cluster, Costs, Plan, RunInfo, Sample
 
 T = TypeVar("T", Cluster, Costs, Plan)
@@ -25,7 +25,7 @@ def take(path: Path | str, kind: type[T]) -> T:
         known = machine.shipped().get(str(path))
         if known is not None:
             log.info("using the cluster %s that comes with Meshwise", path)
-            return store.convert(tomllib.loads(known.read_text()), kind, str(path))
+            return store.convert(parse_toml(known.read_bytes(), str(path)), kind, str(path))
     if not Path(path).exists():
         raise ValueError(f"{path} does not exist; `meshwise {_WRITER[kind]}` writes it")
     announce(path)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwise import store
+from meshwise.files import parse_toml, read_bytes
 from meshwise.probe import importers
-from meshwise.spec import Cluster, Device, Tier
+from meshwise.spec import Cluster, Device, Tier, ending
 from meshwise.verbs import files, job
 
 log = logging.getLogger("meshwise")
@@ -95,7 +96,7 @@ def _stored(
     )
     for sample in found.samples:
         store.append(run_dir, sample)
-    store.finish(run_dir, "complete")
+    store.finish(run_dir, *ending(found.samples))
     log.info("%s: %d samples of %s, into %s", path.name, len(found.samples), found.tool, run_dir)
     for warning in found.warnings:
         log.warning("%s: %s", path.name, warning)
@@ -114,7 +115,7 @@ def _provenance(path: Path, found: importers.Found) -> dict[str, Any]:
         "gpus": [{"name": found.device}] * (found.world_size or 1) if found.device else [],
         "imported": {
             "file": path.name,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "sha256": hashlib.sha256(read_bytes(path, at_most=importers.MOST_BYTES)).hexdigest(),
             "tool": found.tool,
             "size_kind": found.size_kind,
             "time_kind": found.time_kind,
@@ -167,13 +168,11 @@ def _unknown(size: int, path: Path) -> Cluster:
 
 def _memory_bytes(name: str) -> int | None:
     """Of the same device, perhaps by another of its names, in a cluster file that is shipped."""
-    import tomllib
-
     from meshwise import machine
 
     entry = machine.known_device(name)
-    for file in machine.shipped().values():
-        device = tomllib.loads(file.read_text())["device"]
+    for known, file in machine.shipped().items():
+        device = parse_toml(file.read_bytes(), known)["device"]
         same = entry is not None and device["name"] in entry["names"]
         if same or device["name"] == name:
             return int(device["memory_bytes"])

@@ -5,14 +5,17 @@ that rank 0 makes is the one that counts.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from meshwise import signals
+from meshwise.text import masked_words
 
 if TYPE_CHECKING:
     from meshwise.spec import Cluster, Plan
@@ -67,11 +70,12 @@ def world_size(asked: int | None, cluster: "Cluster", default: int) -> int:
             f"nproc = {asked}, but the launcher started {launched} ranks; "
             "leave nproc out or make them equal"
         )
-    size = launched or asked or default
+    size = launched or (default if asked is None else asked)
     if not 1 <= size <= cluster.num_devices:
         raise ValueError(
             f"nproc = {size}: cluster {cluster.name!r} has {cluster.num_devices} devices; "
-            f"use 1 to {cluster.num_devices}, or name a larger cluster: a file, or h100-hgx"
+            f"use 1 to {cluster.num_devices}, look again by `meshwise detect`, or name a larger "
+            "cluster: a file, or h100-hgx"
         )
     if launched is None and size > cluster.num_devices_per_host:
         raise ValueError(
@@ -119,10 +123,10 @@ def check_machine(cluster: "Cluster", size: int) -> None:
 
 
 def command(verb: str) -> tuple[str, ...]:
-    """What the user typed, or the verb when it was called from Python."""
+    """What the user typed, less what logs in; or the verb when it was called from Python."""
     program = Path(sys.argv[0])
     typed = program.name == "meshwise" or program.parts[-2:] == ("meshwise", "__main__.py")
-    return ("meshwise", *sys.argv[1:]) if typed else (f"meshwise.{verb}(...)",)
+    return ("meshwise", *masked_words(sys.argv[1:])) if typed else (f"meshwise.{verb}(...)",)
 
 
 def created(
@@ -140,16 +144,29 @@ def created(
         return Path(runs)
     from meshwise import provenance, store
 
-    return store.create(
-        runs,
-        verb=verb,
-        slug=slug,
-        cluster=cluster,
-        world_size=size,
-        command=command(verb),
-        provenance=provenance.collect(nproc=size) | facts,
-        plan=plan,
-    )
+    collected = provenance.collect(nproc=size) | facts
+    with signals.held():
+        run_dir = store.create(
+            runs,
+            verb=verb,
+            slug=slug,
+            cluster=cluster,
+            world_size=size,
+            command=command(verb),
+            provenance=collected,
+            plan=plan,
+        )
+        signals.last_acts.append(functools.partial(_close, run_dir))
+    return run_dir
+
+
+def _close(run_dir: Path, reason: str) -> None:
+    """The last act of a program that quits: a run that is under way was interrupted."""
+    from meshwise import store
+    from meshwise.spec import RunInfo
+
+    if store.read(run_dir / "run.json", RunInfo).status == "running":
+        store.finish(run_dir, "interrupted", reason)
 
 
 @contextlib.contextmanager
@@ -178,40 +195,25 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(run_dir: Path, kept: str) -> Iterator[None]:
-    """However the ranks end, run.json says it; ``kept`` is what to tell after Ctrl-C."""
+    """However the ranks end, run.json says it; ``kept`` is what to tell after a signal.
+
+    torchrun sends SIGTERM when another rank failed: an error on its way here may say which.
+    """
     try:
-        with _ends_on_sigterm():
+        with signals.raised(unless_failing=not starts()):
             yield
     except BaseException as error:
         if not leads():
             raise
         from meshwise import store
 
-        outside = {KeyboardInterrupt: "stopped by the user", SystemExit: "ended from outside"}
-        reason = outside.get(type(error))
+        outside = {KeyboardInterrupt: signals.told(signal.SIGINT), SystemExit: "ended from outside"}
+        reason = str(error) if isinstance(error, signals.Ended) else outside.get(type(error))
         status = "interrupted" if reason else "failed"
         with contextlib.suppress(OSError, ValueError):  # of a folder that is gone: error says more
             store.finish(run_dir, status, reason or str(error) or repr(error))
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(kept) from None
+        if isinstance(error, signals.Ended):
+            raise signals.Ended(error.number, kept) from None
         raise
-
-
-@contextlib.contextmanager
-def _ends_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit. torchrun sends it when another rank failed, a batch system when
-    time is over; without this the run would look as if it went on."""
-    handled = sys.exception()
-
-    def end(number: int, _: object) -> None:
-        if sys.exception() is handled:  # else an error is about to say which rank is missing
-            raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from meshwise import store
-from meshwise.spec import Case, Cluster, Plan, RunInfo, Sample, digest
+from meshwise.spec import Case, Cluster, Plan, RunInfo, Sample, digest, ending
 from meshwise.units import parse_seconds
 from meshwise.verbs import files, job
-from meshwise.verbs.detect import detect, look
+from meshwise.verbs.detect import look, write
 
 if TYPE_CHECKING:
     from meshwise.probe.cases.follow import Follow
@@ -95,7 +95,7 @@ def measure(
 
 def place(cluster: Path | str, nproc: int | None, *, keep: bool) -> tuple[Cluster, int]:
     """The machine, and how many of its devices take part."""
-    machine = _cluster(cluster, nproc, keep=keep)
+    machine = machine_of(cluster, nproc, keep=keep)
     return machine, job.world_size(nproc, machine, default=machine.num_devices)
 
 
@@ -106,11 +106,16 @@ def _seconds(name: str, value: str | float) -> float:
     return found
 
 
-def _cluster(path: Path | str, nproc: int | None, *, keep: bool) -> Cluster:
+def machine_of(path: Path | str, nproc: int | None, *, keep: bool) -> Cluster:
+    """The cluster in ``path``. Where cluster.toml is missing it is this machine, all of it, though
+    only ``nproc`` ranks may take part now; written if ``keep``."""
     if Path(path).exists() or str(path) != DEFAULT_CLUSTER:
         return files.take(path, Cluster)
     log.info("%s does not exist: looking at this machine", path)
-    return detect(nproc=nproc, out=path) if keep else look(nproc)
+    machine = look(at_least=nproc or 1)
+    if keep:
+        write(path, machine)
+    return machine
 
 
 def scope_of(cluster: Cluster, size: int, dtype: str | None) -> "Scope":
@@ -174,7 +179,10 @@ def _read_kinds(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _read_splits(path: str | Path) -> tuple[tuple[int, ...], ...]:
-    return store.read(path, tuple[tuple[int, ...], ...])
+    found = store.read(path, tuple[tuple[int, ...], ...])
+    if not found:
+        raise ValueError(f"{path}: the list is empty; give a list of bytes for each rank")
+    return found
 
 
 def _read_ranks(text: str) -> tuple[int, ...]:
@@ -230,17 +238,20 @@ def _sweep(
         done = all(case.id in skip for case in request.cases) and request.follow == "nothing"
         if done and job.starts():  # ranks of a launcher meet: rank 0's list is the one that counts
             log.info("all %d cases are measured already", len(request.cases))
-            if job.leads() and store.read(run_dir / "run.json", RunInfo).status != "complete":
-                store.finish(run_dir, "complete")  # the last case hung, or the end was cut off
+            info, samples, _ = store.load(run_dir)
+            if job.leads() and (info.status, info.reason) != ending(samples):
+                store.finish(
+                    run_dir, *ending(samples)
+                )  # the last case hung, or the end was cut off
             (run_dir / CURRENT).unlink(missing_ok=True)
             return
-        if job.leads():
-            store.finish(run_dir, "running")
         left = sum(case.id not in skip for case in request.cases)
         log.info("%d cases on %d ranks, into %s", left, size, run_dir)
         todo = msgspec.structs.replace(request, skip=tuple(sorted(skip)), budget_s=budget_s)
         try:
             with job.recorded(run_dir, kept):
+                if job.leads():
+                    store.finish(run_dir, "running")
                 launch.run(
                     "meshwise.probe.sweep:measure_ranks", todo, nproc=size, timeout_s=timeout_s
                 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from meshwise import store
-from meshwise.spec import Plan, Record, RunInfo, Sample, case_of
+from meshwise.spec import Plan, Record, RunInfo, Sample, case_of, ending
 from meshwise.verbs import job
 from meshwise.verbs.reports import check_writable
 
@@ -160,7 +160,10 @@ def carry_out(
     if job.leads():
         _draw_timelines(plan, run_dir)
         if store.read(run_dir / "run.json", RunInfo).status == "running":
-            store.finish(run_dir, "complete")
+            samples = store.load(run_dir)[1]
+            status, reason = ending(samples)
+            wrong = [one.reason for one in samples if one.status == "error"]
+            store.finish(run_dir, status, "; ".join(filter(None, [reason, *wrong])))
     return run_dir
 
 

@@ -15,18 +15,19 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from meshwise import store
+from meshwise.files import append_line, write_whole
 from meshwise.models import catalogue
 from meshwise.models.decoder import num_parameters
 from meshwise.pages import refit as page
 from meshwise.pages import refit_figure, svg
 from meshwise.probe.cases import refit as cases
-from meshwise.spec import DTYPE_BYTES, Case, Cluster, Resharding, Sample
+from meshwise.spec import DTYPE_BYTES, Case, Cluster, Resharding, Sample, ending
 from meshwise.spec.label import label
 from meshwise.spec.op import Dtype
 from meshwise.spec.refit import Forecast, Mode, Order, Scenario, Verify
+from meshwise.text import plain
 from meshwise.units import parse_bytes, parse_seconds
 from meshwise.verbs import files, forecast, job, measure
-from meshwise.verbs.detect import detect
 
 log = logging.getLogger("meshwise")
 
@@ -101,7 +102,7 @@ def refit(
         if figure is not None and job.leads():
             _draw(found[0], figure)
         return found
-    machine = _machine(cluster, nproc)
+    machine = measure.machine_of(cluster, nproc, keep=True)
     todo = _cases(asked, method, machine, nproc, place, forecast.links(machine, rate))
     return _measure_all(todo, machine, timing, runs, output_dir)
 
@@ -198,11 +199,7 @@ def _cap_bytes(cap: str | int) -> int:
 
 
 def _draw(found: Forecast, figure: Path | str) -> None:
-    drawn = svg.standalone(refit_figure.figure(found))
-    try:
-        Path(figure).write_text(drawn, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"figure = {str(figure)!r}: cannot be written: {error.strerror}") from None
+    write_whole(figure, svg.standalone(refit_figure.figure(found)))
 
 
 def _timing(warmup: int, iterations: int, check: bool, timeout: str | float) -> _Timing:
@@ -255,13 +252,6 @@ def _forecasts(
     assert given is not None
     sizes = [(one, nproc or one.num_ranks) for one in asked]
     return [forecast.forecast(one.op(size, place=place), size, given) for one, size in sizes]
-
-
-def _machine(cluster: Path | str, nproc: int | None) -> Cluster:
-    if Path(cluster).exists() or str(cluster) != measure.DEFAULT_CLUSTER:
-        return files.take(cluster, Cluster)
-    log.info("%s does not exist: looking at this machine", cluster)
-    return detect(nproc=nproc, out=cluster)
 
 
 def _cases(
@@ -327,7 +317,7 @@ def _measure_all(
                 _write(text, page.log_lines(sample))
                 log.info("%s: %s", label(one.case), page.outcome(sample))
     if leads:
-        store.finish(run_dir, "complete")
+        store.finish(run_dir, *ending(files.load(run_dir)[1]))
     return run_dir
 
 
@@ -380,7 +370,6 @@ def _log_path(output_dir: Path | str | None) -> Path:
 def _write(path: Path, lines: Iterable[str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}; use --output-dir") from None
+        append_line(path, "\n".join(map(plain, lines)))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{error}; use --output-dir") from None

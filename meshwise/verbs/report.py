@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from meshwise import store
+from meshwise.files import write_whole
 from meshwise.pages.html import Contents, page
 from meshwise.pages.steps import result
 from meshwise.spec import Costs, Plan, RunInfo
@@ -71,7 +72,7 @@ def gather(
 
 def write(contents: Contents, out: Path | str) -> Path:
     """The page as a file."""
-    return _written(Path(out), page(contents).encode())
+    return write_whole(Path(out), page(contents).encode())
 
 
 def scaling(results_dir: Path | str, output_dir: Path | str | None = None) -> list[Path]:
@@ -89,16 +90,7 @@ def write_scaling(found: "Scaling", output_dir: Path | str) -> list[Path]:
     files = {name: scaling_figures.png(name, found) for name in scaling_figures.FILES}
     files["scaling_analysis_report.txt"] = scaling_report.text(found).encode()
     files["scaling.html"] = scaling_report.page(found, scaling_figures.figures(found)).encode()
-    return [_written(Path(output_dir) / name, content) for name, content in files.items()]
-
-
-def _written(path: Path, content: bytes) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
-    return path
+    return [write_whole(Path(output_dir) / name, content) for name, content in files.items()]
 
 
 def _found(path: Path | str, kind: type[T]) -> T | None:

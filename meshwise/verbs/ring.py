@@ -5,7 +5,6 @@ one for each ring size. The source's JSON is derived from it into ``output_dir``
 ``latest.json``.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -20,10 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from meshwise import store
+from meshwise.files import parse_json, read_bytes, write_whole
+from meshwise.launch import scratch
 from meshwise.pages import ring_rows
 from meshwise.prices import Prices
 from meshwise.probe.cases import ring as cases
-from meshwise.spec import Cluster, Costs, Sample
+from meshwise.spec import Cluster, Costs, Sample, ending
 from meshwise.spec.label import label
 from meshwise.units import parse_seconds
 from meshwise.verbs import files, job, measure
@@ -97,7 +98,7 @@ def measure_ring(
     trace = str(folder / f"trace_{time.strftime('%Y%m%d_%H%M%S')}") if profile else ""
     if profile or (save and job.leads()):
         _check_writable(folder)
-    with tempfile.TemporaryDirectory(prefix="meshwise-") as unsaved:
+    with scratch.folder() as unsaved:
         run_dir = job.created(
             runs if save else unsaved, "measure", f"ring-{what.machine.name}", what.machine,
             what.world_size, ring=msgspec.to_builtins(what.chosen),
@@ -155,17 +156,17 @@ def verify_ring(
     if factor > 1:
         notes.append(f"Lengths are 1/{factor} of what was asked: the oracle holds all pairs.")
     notes += [f"Not checked: {reason}." for reason in unfit]
-    with tempfile.TemporaryDirectory(prefix="meshwise-") as folder:
+    with scratch.folder() as folder:
         request = VerifyRequest(
             op=op, ring_sizes=sizes,
-            file=str(Path(folder) / "checks.json"), kernel=what.rows[0].case.backend,
+            file=str(folder / "checks.json"), kernel=what.rows[0].case.backend,
             costs=what.costs,
         )  # fmt: skip
         launch.run(
             "meshwise.probe.ring_verify:verify_ranks", request,
             nproc=what.world_size, timeout_s=timeout_s,
         )  # fmt: skip
-        found = json.loads(Path(request.file).read_text()) if job.leads() else []
+        found = parse_json(read_bytes(request.file), "the checks") if job.leads() else []
     return found, notes
 
 
@@ -209,7 +210,7 @@ def _measure_all(what: Asked, run_dir: Path, trace: str, timeout_s: float) -> No
             for request in _requests(list(group), what, prices, run_dir, trace):
                 _launch(request, world_size, timeout_s)
     if job.leads():
-        store.finish(run_dir, "complete")
+        store.finish(run_dir, *ending(files.load(run_dir)[1]))
 
 
 def _requests(
@@ -296,26 +297,17 @@ def _document(run_dir: Path) -> dict[str, Any]:
 
 def _check_writable(folder: Path) -> None:
     """Before anything is measured."""
-    with _refused(folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"output_dir = {str(folder)!r}: cannot be written: {error.strerror}; name another"
+        ) from None
 
 
 def _write(folder: Path, found: dict[str, Any]) -> list[Path]:
     """The JSON and its copy latest.json."""
     text = json.dumps(found, indent=1, allow_nan=False) + "\n"
     paths = [folder / ring_rows.file_name(found), folder / "latest.json"]
-    with _refused(folder):
-        for path in paths:
-            path.write_text(text)
-    return paths
-
-
-@contextlib.contextmanager
-def _refused(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"output_dir = {str(folder)!r}: cannot be written: {error.strerror}; name another"
-        ) from None
+    return [write_whole(path, text) for path in paths]

@@ -6,20 +6,23 @@ pattern of attention explained (``pattern``).
 
 import difflib
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwise import store
+from meshwise.files import write_whole
 from meshwise.pages.show import Run, Shown
 from meshwise.pages.table import Table
 from meshwise.pages.tables import percent
 from meshwise.spec import Case, Cluster, Costs, Plan
+from meshwise.spec.checkpoint import Verified
 from meshwise.spec.label import label
 from meshwise.spec.long_attention import Dilation, LongAttention
 from meshwise.spec.phases import Phases
 from meshwise.spec.trace import TraceCheck
-from meshwise.units import format_seconds
+from meshwise.units import format_bytes, format_seconds
 from meshwise.verbs import files
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ KINDS = (
     "cluster.toml, costs.json, plan.json, a run directory, run.json, samples.jsonl, phases.json, "
     "nccl_check.json, or a checkpoint's folder"
 )
+log = logging.getLogger("meshwise")
+
 # Records by a field that no other has.
 _KINDS: dict[str, type[Cluster | Costs | Plan | Phases | TraceCheck]] = {
     "tiers": Cluster,
@@ -38,14 +43,15 @@ _KINDS: dict[str, type[Cluster | Costs | Plan | Phases | TraceCheck]] = {
     "profiled_step_s": Phases,
     "agrees": TraceCheck,
 }
-_CHECKPOINT = {"step", "seed", "layout", "optimizer", "model", "workload"}
-_CHECKPOINT |= {"data", "files", "tensors"}
+_CHECKPOINT = {"step", "seed", "data", "files", "tensors"}
+_TOLD_EVERY_S = 10.0
 
 
 def show(path: Path | str) -> Shown:
     """The record in ``path``: cluster.toml, costs.json, plan.json, a run (its directory, run.json
-    or samples.jsonl), phases.json, nccl_check.json; a checkpoint (its folder or checkpoint.json) as
-    a dict. Files are told apart by what they hold, not by their name."""
+    or samples.jsonl), phases.json, nccl_check.json; a checkpoint, by its folder with all data
+    verified, by checkpoint.json without. Files are told apart by what they hold, not by their name.
+    """
     path = Path(path)
     if path.name in ("run.json", "samples.jsonl"):
         path = path.parent
@@ -55,18 +61,39 @@ def show(path: Path | str) -> Shown:
         info, samples = files.load(path)
         return Run(info=info, samples=tuple(samples))
     if (path / "checkpoint.json").exists():
-        path /= "checkpoint.json"
+        return _verified(path)
     fields: dict[str, Any] = {}
     if path.suffix in (".toml", ".json"):
         fields = store.read(path, dict)
     if "traceEvents" in fields:
         raise ValueError(f"{path} is a trace; open it at ui.perfetto.dev")
     if fields.keys() >= _CHECKPOINT:
-        return fields
+        from meshwise.engine import folder
+
+        return Verified(checkpoint=folder.read(path), verified_bytes=0, damage=())
     for name, kind in _KINDS.items():
         if name in fields:
             return store.read(path, kind)
     raise ValueError(f"{path} is none of our files; show can read {KINDS}")
+
+
+def _verified(path: Path) -> Verified:
+    """A checkpoint, every block of its data compared with its hash."""
+    from meshwise.engine import blocks, folder
+
+    record = folder.read(path / folder.JSON)
+    size = 0 if record.note else sum(stored.bytes for stored in record.files.values())
+    done, last = 0, time.monotonic()
+
+    def told(read: int) -> None:
+        nonlocal done, last
+        done += read
+        if time.monotonic() - last > _TOLD_EVERY_S:
+            last = time.monotonic()
+            log.info("verified %s of %s", format_bytes(done), format_bytes(size))
+
+    damage = blocks.damage(path, record, told)
+    return Verified(checkpoint=record, verified_bytes=size, damage=damage)
 
 
 def follow(
@@ -112,8 +139,6 @@ def followed(tasks: "tuple[Explained, ...]") -> Table:
 MOST_TOKENS = 2**24  # each is looked at, for each rank and head
 MOST_RANKS = 1024
 
-log = logging.getLogger("meshwise")
-
 
 def pattern(
     *,
@@ -153,21 +178,6 @@ def pattern(
     if figure is not None:
         from meshwise.pages import pattern_figure, svg
 
-        drawn = svg.standalone(pattern_figure.figure(op, where))
-        try:
-            Path(figure).write_text(drawn, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"figure = {str(figure)!r}: cannot be written: {error.strerror}"
-            ) from None
+        write_whole(figure, svg.standalone(pattern_figure.figure(op, where)))
         log.info("wrote %s", figure)
     return found
-
-
-def numbers(name: str, told: Sequence[str]) -> tuple[int, ...]:
-    """``2048,4096`` or ``2048 4096``."""
-    words = [word for each in told for word in each.replace(",", " ").split()]
-    wrong = [word for word in words if not word.isdecimal()]
-    if wrong:
-        raise ValueError(f"{name} = {wrong[0]!r}: must be whole numbers, as 2048,4096,8192")
-    return tuple(map(int, words))

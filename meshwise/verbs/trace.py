@@ -9,12 +9,14 @@ import os
 from pathlib import Path
 
 from meshwise import store
+from meshwise.files import read_bytes, read_text, write_whole
 from meshwise.spec import Cluster, Plan
 from meshwise.spec.trace import TraceCheck
 
 log = logging.getLogger("meshwise")
 
 CHECK = "nccl_check.json"
+MOST_BYTES = 2**30  # of what NCCL logged for us
 
 
 def check_possible(cluster: Cluster, *, check: bool) -> None:
@@ -40,10 +42,10 @@ def keep_calls(run_dir: Path) -> None:
     from meshwise.probe.importers import nccl_trace
 
     for path in sorted((run_dir / "nccl").glob("rank-*.log")):
-        text = path.read_text(errors="replace")
+        text = read_bytes(path, at_most=MOST_BYTES).decode(errors="replace")
         if torn := nccl_trace.num_torn(text):
             log.warning("%s: %d lines of calls cannot be read", path.name, torn)
-        path.write_text(nccl_trace.without_host(text))
+        write_whole(path, nccl_trace.without_host(text))
 
 
 def write_check(run_dir: Path, plan: Plan, steps: int) -> TraceCheck:
@@ -55,7 +57,8 @@ def write_check(run_dir: Path, plan: Plan, steps: int) -> TraceCheck:
         path = run_dir / "nccl" / f"rank-{rank}.log"
         if not path.exists():
             log.warning("rank %d left no NCCL log", rank)
-        found.append(nccl_trace.calls(path.read_text()) if path.exists() else [])
+        text = read_text(path, at_most=MOST_BYTES) if path.exists() else ""
+        found.append(nccl_trace.calls(text))
     check = plan_trace.compare(plan_trace.planned(plan), found, steps)
     store.write(run_dir / CHECK, check)
     return check

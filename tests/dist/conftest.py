@@ -17,7 +17,8 @@ import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 
 import pytest
-from torch.distributed import TCPStore
+
+from meshwise.ranks import hold_store
 
 CALL_S = 240.0
 TIMEOUT_S = 10.0  # of collectives
@@ -88,7 +89,7 @@ class _Job:
 
     def __init__(self, n):
         # held here, as torchrun does, so that no one else can take its port before rank 0 does
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = hold_store()
         self.pipes, self.processes = [], []
         for rank in range(n):
             ours, theirs = Pipe()
@@ -97,6 +98,7 @@ class _Job:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": self.store.port,
                 "TORCHELASTIC_USE_AGENT_STORE": True,
+                "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": 1,
                 "CUDA_VISIBLE_DEVICES": "",
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

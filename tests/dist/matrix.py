@@ -1,9 +1,10 @@
 """The correctness matrix: every model family under every parallelism and legal combinations.
 
-A case is a family and a layout. It is right when the gradients of the first step and the losses of
-three steps equal those of one process, the plain module of ``nn`` and torch's own AdamW: in
-float32, of Wide-ResNets in float64 (``check.in_float64``).
-``test_matrix.py`` runs a part of it; all of it, with a table of errors:
+A case is a family, a layout and an optimizer. The engine loads the weights that ``oracle.py`` made
+from a checkpoint and trains five steps in float64, which it does where torch's default dtype is
+that; losses, weights, optimizer states and running statistics must equal those of the oracle, which
+shares no code with the package. ``test_matrix.py`` runs a part of it, ``make test-all`` the whole;
+with a table of errors:
 
     python -m tests.dist.matrix OUT.md [WORLD...] [FAMILY...] [compiled]
 
@@ -11,24 +12,27 @@ float32, of Wide-ResNets in float64 (``check.in_float64``).
 backwards, which it cannot.
 """
 
-import functools
+import contextlib
 import itertools
 import os
+import re
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from meshwise import schedule
-from meshwise.engine import data, step
-from meshwise.engine.check import in_float64
+from meshwise.engine import checkpoint, data, step
 from meshwise.models import fits
-from meshwise.nn import build
-from meshwise.nn.stage import cross_entropy
-from meshwise.parallel import apply, mesh, pipeline
+from meshwise.parallel import mesh
+from meshwise.reshard.regions import whole
 from meshwise.spec import (
     Decoder,
     Experts,
@@ -41,10 +45,14 @@ from meshwise.spec import (
     Workload,
     stages_of,
 )
+from tests.dist import oracle
 from tests.errors import largest, loss_error
 
 SIZES = {"hidden": 32, "layers": 4, "heads": 4, "vocab": 101, "max_seq_len": 32}
-SHARED = Experts(num_experts=8, top_k=2, ffn=32, shared_ffn=32, first_dense=1)
+SHARED = Experts(
+    num_experts=8, top_k=2, ffn=32, shared_ffn=32, first_dense=1, router_bias=True, groups=4,
+    top_groups=2, routed_scale=2.5,
+)  # fmt: skip
 LATENT = Mla(q_lora_rank=12, kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=8)
 FAMILIES = {
     # an uneven vocabulary; a tied head
@@ -56,14 +64,22 @@ FAMILIES = {
     ),
     # 16 experts for few tokens, so that some have none
     "gshard": Model(ffn=64, experts=Experts(num_experts=16, top_k=2, ffn=64, every=2), **SIZES),
+    "mixtral": Decoder(
+        kv_heads=2, head_dim=8, ffn=64, experts=Experts(num_experts=8, top_k=2, ffn=32), **SIZES
+    ),
     "deepseek": Decoder(kv_heads=4, head_dim=12, ffn=64, experts=SHARED, mla=LATENT, **SIZES),
     "wide-resnet": WideResNet(
-        blocks=(1, 1, 1, 1), channels=8, width_factor=2, image_size=32, num_classes=10
+        blocks=(1, 1, 1, 1), channels=8, width_factor=2, image_size=64, num_classes=10
     ),
 }
-RECIPE = Recipe(max_grad_norm=0.5)
-STEPS = 3
-LOSS, GRADIENT = 1e-5, 1e-4  # relative
+FAMILIES = {name: msgspec.structs.replace(model, name=name) for name, model in FAMILIES.items()}
+RECIPES = {
+    "adamw": Recipe(learning_rate=3e-3, max_grad_norm=0.5),
+    "adafactor": Recipe(optimizer="adafactor", learning_rate=3e-2, max_grad_norm=0.5),
+    "sgd": Recipe(optimizer="sgd", learning_rate=3e-2, max_grad_norm=0.5),
+}
+STEPS, SEED = 5, 7
+LOSS, VALUE = 1e-10, 1e-8  # relative
 PART = 40  # cases of one set of processes
 WRONG = " **wrong**"
 
@@ -73,10 +89,100 @@ SCHEDULES = {
 }  # fmt: skip
 SPLIT = ("zbv", "interleaved_zero_bubble", "dualpipev")
 
+# What the oracle calls the modules of ``nn``, by family; of a layer i behind h<i>, l<i> or b<i>.
+DECODER = {
+    "embed": "tok", "norm1": "attention_norm", "qkv.q": "wq", "qkv.k": "wk", "qkv.v": "wv",
+    "attention.q_norm": "q_norm", "attention.k_norm": "k_norm", "qkv.q_down": "w_dq",
+    "qkv.q_norm": "q_norm", "qkv.q_up": "w_uq", "qkv.kv_down": "w_dkv", "qkv.kv_norm": "kv_norm",
+    "qkv.kv_up": "w_ukv", "out": "wo", "norm2": "ffn_norm", "gate_up.gate": "w1",
+    "gate_up.up": "w3", "down": "w2", "moe.router": "router", "moe.experts": "e",
+    "moe.shared.gate": "s1", "moe.shared.up": "s3", "moe.shared.down": "s2",
+    "moe.shared.score": "score", "head.norm": "norm", "head.projection": "output",
+}  # fmt: skip
+GPT = {
+    "embed": "wte", "positions": "wpe", "norm1": "ln1", "attention.qkv": "attn",
+    "attention.out": "proj", "norm2": "ln2", "mlp.up": "fc", "mlp.down": "out",
+    "moe.router": "router", "moe.experts": "e", "head.norm": "lnf",
+}  # fmt: skip
+RESNET = {
+    "stem": "stem", "stem_norm": "stem.n", "conv1": "0", "norm1": "0.n", "conv2": "1",
+    "norm2": "1.n", "conv3": "2", "norm3": "2.n", "shortcut": "3", "shortcut_norm": "3.n",
+    "head": "fc",
+}  # fmt: skip
+MODULES = {Model: ("h", GPT), Decoder: ("l", DECODER), WideResNet: ("b", RESNET)}
+OWN = {
+    "weight": ".w", "bias": ".b", "first": "1.w", "first_bias": "1.b", "down": "2.w",
+    "down_bias": "2.b", "running_mean": ".mean", "running_var": ".var",
+}  # fmt: skip
+STATES = {
+    "exp_avg": "m", "exp_avg_sq": "v", "momentum_buffer": "momentum", "row_var": "row",
+    "col_var": "col", "variance": "variance",
+}  # fmt: skip
+
+
+def oracles_name(model, name):
+    """What the oracle calls a parameter or statistic of ``nn``."""
+    letter, modules = MODULES[type(model)]
+    layer, module, own = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(\w+)", name).groups()
+    at = "" if layer is None else f"{letter}{layer}."
+    return f"{at}{modules[module]}{OWN[own]}"
+
+
+class Case(NamedTuple):
+    """On ``world`` ranks."""
+
+    world: int
+    name: str
+    layout: Layout
+    optimizer: str
+
+    def plan(self, lowering="eager"):
+        return plan_of(FAMILIES[self.name], self.layout, self.optimizer, lowering)
+
+
+def plan_of(model, layout, optimizer, lowering="eager"):
+    from tests.dist.conftest import _plan
+
+    plan = _plan(model, workload(layout.num_devices, model), layout, lowering=lowering)
+    stages = stages_of(layout, model.layers, {})
+    return msgspec.structs.replace(plan, recipe=RECIPES[optimizer], stages=stages)
+
 
 def workload(world, model):
     batch = 12 if world == 3 else 8
     return Workload(global_batch_size=batch, seq_len=1 if isinstance(model, WideResNet) else 24)
+
+
+def cases(worlds, names=tuple(FAMILIES)):
+    """Every layout of the families; optimizers take turns, the same for a case of any selection."""
+    found, kinds = [], list(RECIPES)
+    for world, name in itertools.product(worlds, names):
+        for turn, layout in enumerate(layouts(name, world), list(FAMILIES).index(name) + world):
+            found.append(Case(world, name, layout, kinds[turn % len(kinds)]))
+    return found
+
+
+def pairs(case):
+    """What a case combines, two and two."""
+    words = {*features(case.layout), case.name, case.optimizer}
+    return set(itertools.combinations(sorted(words), 2))
+
+
+def pairwise(found):
+    """Few of these cases that combine whatever two axes, options, optimizers and kinds of model any
+    of them combines, and have every family and schedule once: the one with most that is new for its
+    ranks, and again."""
+    combined = {}
+    for case in found:
+        layout, model = case.layout, FAMILIES[case.name]
+        words = {*features(layout), case.optimizer, type(model).__name__} - SCHEDULES.keys()
+        words |= {"experts"} if getattr(model, "experts", None) else set()
+        combined[case] = {*itertools.combinations(sorted(words), 2), case.name, layout.schedule}
+    lacking, chosen = set().union(*combined.values()), []
+    while lacking:
+        chosen.append(max(found, key=lambda case: len(combined[case] & lacking) / (1 + case.world)))
+        lacking -= combined[chosen[-1]]
+    return sorted(chosen, key=lambda case: (case.world, case.name))
 
 
 def layouts(name, world):
@@ -101,7 +207,7 @@ def _layout(world, turn, dp, cp, tp, pp, zero, replicas, sp, ep):
     if pp > 2 and SCHEDULES.get(order, 1) > 1:
         order = "1f1b" if turn % 2 else "gpipe"
     rows = (12 if world == 3 else 8) // dp
-    count = rows if pp > 1 else (1, 2)[turn // 2 % 2]
+    count = min(rows, 4) if pp > 1 else (1, 2)[turn // 2 % 2]
     if rows % count:
         count = 1
     word = ("none", "selective", "full", "full")[turn % 4]
@@ -166,111 +272,170 @@ def features(layout):
     return found | ({layout.recompute} if layout.recompute != "none" else set())
 
 
-@functools.cache
-def one_device(name, world, count):
-    """Losses, and gradients of the first step, of the whole batch in ``count`` microbatches."""
-    model = FAMILIES[name]
-    work = workload(world, model)
-    module = build(model)
-    module.init_weights(0)
-    is_double = isinstance(model, WideResNet)
-    if is_double:
-        module.double()
-    step.balance(module, RECIPE.aux_loss / count)
-    adamw = torch.optim.AdamW(module.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    losses, gradients = [], {}
-    for inputs, targets in zip(*map(torch.from_numpy, _batches(model, work)), strict=True):
-        total = 0.0
-        inputs = inputs.double() if is_double else inputs
-        for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
-            loss = cross_entropy(module(x), y) / count
-            loss.backward()
-            total += loss.item()
-        gradients = gradients or {n: p.grad.clone() for n, p in module.named_parameters()}
-        torch.nn.utils.clip_grad_norm_(module.parameters(), RECIPE.max_grad_norm)
-        adamw.step()
-        adamw.zero_grad()
-        losses.append(total)
-    return losses, gradients
+@contextlib.contextmanager
+def float64():
+    """Modules, positions and optimizer states that are made here are in float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
-def _batches(model, work, rows=slice(None)):
-    return data.batches(model, work, steps=STEPS, seed=5, file=None, rows=rows)
+def batches(plan, rows=slice(None)):
+    """As the engine makes them; images in float64."""
+    found = data.batches(plan.model, plan.workload, steps=STEPS, seed=SEED, file=None, rows=rows)
+    is_of_images = isinstance(plan.model, WideResNet)
+    return found._replace(inputs=found.inputs.astype("f8")) if is_of_images else found
 
 
-def errors(ranks, name, plan, layouts):
-    """[error of losses, error of gradients, where] of each layout, as this rank sees them."""
-    plan, model = msgspec.json.decode(plan, type=Plan), FAMILIES[name]
-    found = []
+def expected(folder, plan, started, double=True):
+    """The checkpoint, before step 0, with the oracle's weights, and the file with what the oracle
+    makes of a plan. Each is made once in a folder, by a process with one thread: several spin."""
+    recipe, work, count = plan.recipe, plan.workload, plan.layout.num_microbatches
+    start = Path(folder, f"{plan.model.name}-{work.global_batch_size}-{recipe.optimizer}")
+    file = Path(f"{start}-{count}.safetensors")
+    if not start.exists():
+        layout = Layout(microbatch_size=work.global_batch_size)
+        stages = stages_of(layout, plan.model.layers, {})
+        alone = msgspec.structs.replace(plan, layout=layout, stages=stages, lowering="eager")
+        text = msgspec.json.encode(alone).decode()
+        started(1, save_start, plan=text, folder=str(start), double=double)
+    if not file.exists():
+        text = msgspec.json.encode(plan).decode()
+        started(1, save_due, plan=text, file=str(file), eps1=2.0**-52 if double else 2.0**-23)
+    return str(start), str(file)
+
+
+def save_due(ranks, plan, file, eps1):
+    """Losses, weights before and after, states and statistics."""
+    plan = msgspec.json.decode(plan, type=Plan)
+    sizes, recipe = msgspec.to_builtins(plan.model), plan.recipe
+    first, biases = oracle.start(sizes, SEED), oracle.router_biases(sizes, SEED)
+    words = (recipe.optimizer, recipe.learning_rate, recipe.weight_decay, recipe.max_grad_norm)
+    theirs = oracle.Recipe(*words, recipe.aux_loss, eps1)
+    steps = zip(*map(torch.from_numpy, batches(plan)), strict=True)
+    trained = oracle.train(sizes, first, biases, steps, theirs, plan.layout.num_microbatches)
+    kinds = {"start": first, "weight": trained.weights, "statistic": trained.statistics}
+    found = {f"{kind} {name}": x for kind, of in kinds.items() for name, x in of.items()}
+    for name, states in trained.states.items():
+        found |= {f"{key} of {name}": x for key, x in states.items()}
+    found["losses"] = torch.tensor(trained.losses, dtype=torch.float64)
+    save_file({name: x.contiguous() for name, x in found.items()}, file)
+
+
+def save_start(ranks, plan, folder, double):
+    plan = msgspec.json.decode(plan, type=Plan)
+    sizes = msgspec.to_builtins(plan.model)
+    theirs = oracle.start(sizes, SEED) | oracle.router_biases(sizes, SEED)
+    with float64() if double else contextlib.nullcontext():
+        training = prepared(ranks, plan)
+        module = training.pipeline.stages[0].module
+        names = {name for name, _ in module.named_parameters()}
+        names |= {name for name, _ in module.named_buffers() if name.endswith("router.bias")}
+        with torch.no_grad():
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                if name in names:
+                    tensor.copy_(theirs.pop(oracles_name(plan.model, name)))
+        assert not theirs, f"nn has no {', '.join(theirs)}"
+        with checkpoint.saving(ranks, folder) as save:
+            save(training, plan, step=0, seed=SEED)
+
+
+def prepared(ranks, plan):
+    """The training as the engine prepares it, in float64."""
+    place, mine = mesh.build(plan.layout, "cpu"), batches(plan, step.rows(plan.layout, ranks.rank))
+    training = step.prepare(plan, place, mine, ranks.device, dtype="fp32", seed=SEED)
+    return replace(training, pipeline=replace(training.pipeline, dtype=torch.float64))
+
+
+def errors(ranks, plan, start, file):
+    """[error of losses, error of values, whose], as this rank sees them."""
+    plan = msgspec.json.decode(plan, type=Plan)
+    torch._dynamo.reset()
     if plan.lowering == "compiled":
         nn.Module.compile = by_aot
-    for layout in msgspec.json.decode(layouts, type=list[Layout]):
-        torch._dynamo.reset()
-        work = workload(ranks.world_size, model)
-        stages = stages_of(layout, model.layers, {})
-        plan = msgspec.structs.replace(
-            plan, model=model, workload=work, layout=layout, stages=stages, recipe=RECIPE
-        )
-        place = mesh.build(layout, "cpu")
-        mine = _batches(model, work, step.rows(layout, ranks.rank))
-        training = step.prepare(plan, place, mine, ranks.device, dtype="fp32", seed=0)
-        if isinstance(model, WideResNet):
-            training = in_float64(training)
-        losses, gradients = one_device(name, ranks.world_size, layout.num_microbatches)
-        worst = _gradient_error(training, gradients)
-        reported = [float(step.run(training, index)) for index in range(STEPS)]
-        reports = [r for r in ranks.gather(reported if training.reports else []) if r]
+    with float64():
+        training, due = prepared(ranks, plan), load_file(file)
+        checkpoint.load(ranks, training, start, plan, seed=SEED)
+        losses = [float(step.run(training, index)) for index in range(STEPS)]
+        reports = [r for r in ranks.gather(losses if training.reports else []) if r]
         means = [sum(of_step) / len(of_step) for of_step in zip(*reports, strict=True)]
-        loss = loss_error(means, losses)
-        found.append([loss, *worst])
-    return found
+        worst = value_errors(training, plan.model, due)
+    where = max(worst, key=worst.get)
+    return [loss_error(means, due["losses"].tolist()), largest(worst.values()), where]
 
 
 def by_aot(module, *, options=None, **rest):
     module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager", **rest)
 
 
-def _gradient_error(training, expected):
-    """The largest of |found - expected| / |expected| and its parameter. A gradient that is nothing
-    but rounding (of a key's bias) counts against a ten thousandth of them all."""
-    built = training.pipeline
-    inputs, targets = (
-        batch[0].split(built.layout.microbatch_size)
-        for batch in (training.inputs, training.targets)
-    )
-    with apply.loss_context(built.layout):
-        pipeline.run(built, inputs, targets, training.loss)
-    everything = torch.stack([g.norm() for g in expected.values()]).norm()
+def value_errors(training, model, due):
+    """|found - due| of this rank's weights, relative to how far they moved, and relative to itself
+    of what the optimizer and norms over batches keep."""
     errors = {}
-    for stage in built.stages.values():
-        for name, parameter in stage.module.named_parameters():
-            gradient = parameter.grad
-            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-            exact = expected[name if name in expected else stage.module.origin(name)]
-            error = (whole - exact).norm() / (exact.norm() + 1e-4 * everything)
-            errors[name] = error.item()
-    training.optimizer.zero_grad()
-    return largest(errors.values()), max(errors, key=errors.get)
+    for stage in training.pipeline.stages.values():
+        module = stage.module
+        for name, parameter in module.named_parameters():
+            theirs = oracles_name(model, module.origin(name))
+            last = due[f"weight {theirs}"]
+            moved = last - due[f"start {theirs}"]
+            errors[name] = apart(model, name, parameter, last, moved)
+            state = {k: x for k, x in training.optimizer.state[parameter].items() if x is not None}
+            assert state.pop("step", torch.tensor(STEPS)).item() == STEPS
+            assert state and len(state) == sum(k.endswith(f" of {theirs}") for k in due)
+            for key, value in state.items():
+                exact = due[f"{STATES[key]} of {theirs}"]
+                errors[f"{key} of {name}"] = apart(model, name, value, exact, exact)
+        for name, buffer in module.named_buffers():
+            if name.rpartition(".")[2] not in ("cos", "sin"):
+                exact = due[f"statistic {oracles_name(model, name)}"]
+                errors[name] = apart(model, name, buffer, exact, exact)
+    return errors
+
+
+def apart(model, name, found, exact, size):
+    """|found - exact| / |size| of the part that this rank has; nobody gathers: to ask torch how
+    would take a minute where experts lie on four axes."""
+    part = checkpoint._slices(checkpoint._box(found), whole(found.shape))
+    seen = torch.ones_like(exact)
+    if name.endswith("attention.qkv.bias"):
+        # A softmax does not see what all its keys share: their bias' gradient is rounding alone.
+        seen.view(model.heads, 3, -1)[:, 1] = 0
+    difference = (checkpoint._local(found) - exact[part]) * seen[part]
+    return (difference.norm() / ((size * seen).norm() + 1e-12)).item()
+
+
+def run(started, plan, folder):
+    """[loss error, value error, whose], the worst of a plan's ranks."""
+    start, file = expected(folder, plan, started)
+    text = msgspec.json.encode(plan).decode()
+    replies = started(plan.layout.num_devices, errors, plan=text, start=start, file=file)
+    losses, values, names = zip(*replies, strict=True)
+    value = largest(values)
+    return largest(losses), value, names[values.index(value)] if value in values else names[0]
+
+
+def is_right(plan, loss, value):
+    """Where a gradient is nothing but rounding, Adafactor makes a step of it, and of that the size
+    of the others: GPT's bias of q, k and v."""
+    blind = isinstance(plan.model, Model) and plan.recipe.optimizer == "adafactor"
+    return loss <= (1e-7 if blind else LOSS) and value <= (1e-4 if blind else VALUE)
 
 
 def table(world, name, lowering, cases):
     """Run cases of a family on so many ranks: a line each, and whether it is wrong."""
-    from tests.dist.conftest import _GlooRanks, _plan
+    from tests.dist.conftest import _GlooRanks
 
     started, lines = _GlooRanks(), []
-    model = FAMILIES[name]
-    plan = _plan(model, workload(world, model), cases[0], lowering=lowering)
-    plan = msgspec.json.encode(plan).decode()
-    for case in cases:
-        text = msgspec.json.encode([case]).decode()
-        reports = started(world, errors, name=name, plan=plan, layouts=text)
-        loss = largest(report[0][0] for report in reports)
-        gradient = largest(report[0][1] for report in reports)
-        where = max(reports, key=lambda report: report[0][1])[0][2]
-        mark = "" if loss <= LOSS and gradient <= GRADIENT else WRONG
-        of_case = f"| {world} | {name} | {case.name} | {loss:.1e} | {gradient:.1e} {where} |{mark}"
-        lines.append(of_case)
-        print(of_case, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases:
+            plan = case.plan(lowering)
+            loss, value, where = run(started, plan, folder)
+            mark = "" if is_right(plan, loss, value) else WRONG
+            told = (world, name, case.layout.name, case.optimizer, f"{loss:.1e}")
+            lines.append(f"| {' | '.join(map(str, told))} | {value:.1e} {where} |{mark}")
+            print(lines[-1], flush=True)
     for n in list(started.jobs):
         started.end(n)
     return lines
@@ -280,10 +445,10 @@ def of_world(world, families, lowering):
     """The lines of the families, as many parts at a time as there are cores for."""
     out = SPLIT if lowering == "compiled" else ()
     parts = [
-        (world, name, lowering, cases[start : start + PART])
+        (world, name, lowering, some[start : start + PART])
         for name in families
-        for cases in [[case for case in layouts(name, world) if case.schedule not in out]]
-        for start in range(0, len(cases), PART)
+        for some in [[case for case in cases([world], [name]) if case.layout.schedule not in out]]
+        for start in range(0, len(some), PART)
     ]
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // world)) as pool:
         return [line for of_part in pool.map(table, *zip(*parts, strict=True)) for line in of_part]
@@ -298,7 +463,7 @@ def main():
     lowering = "compiled" if "compiled" in words else "eager"
     lines = [line for world in worlds for line in of_world(world, families, lowering)]
     wrong = sum(line.endswith(WRONG) for line in lines)
-    head = "| ranks | family | layout | losses | gradients |\n|---|---|---|---|---|"
+    head = "| ranks | family | layout | optimizer | losses | values |\n|---|---|---|---|---|---|"
     out.write_text(f"{len(lines)} cases, {wrong} wrong.\n\n{head}\n" + "\n".join(lines) + "\n")
     sys.exit(wrong > 0)
 

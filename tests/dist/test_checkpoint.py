@@ -4,11 +4,14 @@ another one.
 The oracles are the training that was not interrupted, and torch's own reader of the files.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import pathlib
+import re
+import shutil
 import warnings
 
 import msgspec
@@ -20,8 +23,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import meshwise
 from meshwise.engine import checkpoint, data, step
+from meshwise.engine import folder as commits
 from meshwise.parallel import mesh
 from meshwise.spec import Layout, Model, Plan, Workload, stages_of
+from meshwise.spec.checkpoint import Checkpoint
 
 # 13 rows are uneven over tp, and over dp once more; where FSDP2 cuts them DTensor does not know
 MODEL = Model(hidden=12, layers=4, heads=4, ffn=24, vocab=13, max_seq_len=10)
@@ -103,6 +108,11 @@ def equal(some, others):
     return all(torch.equal(tensor, others[name]) for name, tensor in some.items())
 
 
+def save(ranks, training, folder, *what, **where):
+    with checkpoint.saving(ranks, folder) as into:
+        into(training, *what, **where)
+
+
 def run(ranks, plan, layout, steps, source=None, saves=()):
     """The losses of ``steps``, from ``source`` or the start; saves to [folder, step] on the way."""
     training, plan = prepared(ranks, plan, layout, seed=1 if source else 0)
@@ -111,9 +121,9 @@ def run(ranks, plan, layout, steps, source=None, saves=()):
     losses = []
     for index in steps:
         losses += trained(ranks, training, [index])
-        for folder, at in saves:
+        for into, at in saves:
             if at == index + 1:
-                checkpoint.save(ranks, training, folder, plan, step=at, seed=SEED)
+                save(ranks, training, into, plan, step=at, seed=SEED)
     return losses
 
 
@@ -122,7 +132,7 @@ def copied(ranks, plan, layouts, source, target):
     for index, layout in enumerate(layouts):
         training, its_plan = prepared(ranks, plan, layout, seed=1)
         number = checkpoint.load(ranks, training, source, its_plan, seed=SEED)
-        checkpoint.save(ranks, training, f"{target}{index}", its_plan, step=number, seed=SEED)
+        save(ranks, training, f"{target}{index}", its_plan, step=number, seed=SEED)
 
 
 def interrupted(ranks, plan, layouts, folder):
@@ -131,7 +141,7 @@ def interrupted(ranks, plan, layouts, folder):
     for layout in layouts:
         training, its_plan = prepared(ranks, plan, layout)
         trained(ranks, training, range(2))
-        checkpoint.save(ranks, training, folder, its_plan, step=2, seed=SEED)
+        save(ranks, training, folder, its_plan, step=2, seed=SEED)
         expected = trained(ranks, training, range(2, STEPS))
         other, _ = prepared(ranks, plan, layout, seed=1)
         assert not equal(tensors_of(training), tensors_of(training) | tensors_of(other))
@@ -263,8 +273,10 @@ def test_what_does_not_fit_is_refused_by_name(call, saved):
     path = saved / "checkpoint.json"
     record = json.loads(path.read_text())
     tensors, numbers = record["tensors"], record["numbers"]
+    path.write_text(json.dumps(record | {"step": 2}))
+    assert "checkpoint.json is not as saved: its content has the digest" in why()
     changed = {
-        "schema_version is 2, this version reads 1": {"schema_version": 2},
+        "schema_version is 3, this version reads 2": {"schema_version": 3},
         "optimizer = 'adamw': the checkpoint has 'sgd'": {"optimizer": "SGD"},
         "lacks positions.weight": {"tensors": without("positions.weight", tensors)},
         "lacks optimizer.step.embed.weight": {
@@ -276,8 +288,16 @@ def test_what_does_not_fit_is_refused_by_name(call, saved):
         "model = 3": {"model": 3},
     }
     for expected, fields in changed.items():
-        path.write_text(json.dumps(record | fields))
+        path.write_text(json.dumps(sealed(record | fields)))
         assert expected in why()
+
+
+def sealed(record):
+    """A changed ``checkpoint.json`` that says it is as it was saved, if it can be read at all."""
+    try:
+        return msgspec.to_builtins(msgspec.convert(record, Checkpoint).sealed())
+    except msgspec.ValidationError:
+        return record
 
 
 def test_damaged_files_are_refused_by_name(call, saved):
@@ -288,14 +308,175 @@ def test_damaged_files_are_refused_by_name(call, saved):
     file = max((saved / data).iterdir())
     content = file.read_bytes()
     file.write_bytes(bytes(len(content)))
-    assert "reading" in why()
+    assert f"{file.name}: bytes 0 to 8 (its header) are not as saved" in why()
     header = 8 + int.from_bytes(content[:8], "little")
     file.write_bytes(content[:header] + bytes(len(content) - header))
-    assert "a file is damaged" in why()
+    assert f"{file.name}: bytes {header} to {len(content)} (" in why()
     file.write_bytes(content[:-1])
     assert f"{file.name} has {len(content) - 1} bytes of {len(content)}" in why()
     file.unlink()
     assert f"{file.name} is missing" in why()
+
+
+def loaded(ranks, plan, layout, folders):
+    """Of each folder: why it is not loaded, or nothing if it is."""
+    training, plan = prepared(ranks, plan, layout)
+    found = []
+    for folder in folders:
+        try:
+            checkpoint.load(ranks, training, folder, plan, seed=SEED)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def damages(content, draw):
+    """Ways to damage a tensor of fp32 in a file, after which its size and header are as before."""
+    header = 8 + int.from_bytes(content[:8], "little")
+    told = json.loads(content[8:header])
+    matrices = [one for name, one in told.items() if len(one.get("shape", ())) > 1]
+    chosen = matrices[draw.integers(len(matrices))]
+    first, last = (header + at for at in chosen["data_offsets"])
+    whole = np.frombuffer(content, np.uint8)
+    words = whole[first:last].view(np.uint32)
+    rows = words.reshape(chosen["shape"][0], -1)
+    row, other = draw.choice(len(rows), 2, replace=False) if len(rows) > 1 else (0, 0)
+    some, half = int(draw.integers(len(words))), len(words) // 2
+    both = slice(2 * half)
+    least = np.abs(words.view(np.float32)).argmin()
+    return {
+        "a sign": lambda: words.__setitem__(some, words[some] ^ 2**31),
+        "two signs": lambda: np.bitwise_xor.at(words, draw.choice(len(words), 2, False), 2**31),
+        "all signs": lambda: words.__ixor__(np.uint32(2**31)),
+        "a mantissa bit": lambda: words.__setitem__(some, words[some] ^ 2 ** draw.integers(23)),
+        "mantissa bits": lambda: words.__ixor__(np.uint32(1)),
+        "an exponent bit": lambda: words.__setitem__(some, words[some] ^ 2**23),
+        "swapped numbers": lambda: words.__setitem__([some, least], words[[least, some]]),
+        "swapped rows": lambda: rows.__setitem__([row, other], rows[[other, row]]),
+        "swapped halves": lambda: words.__setitem__(both, np.roll(words[both], half)),
+        "a rolled tensor": lambda: words.__setitem__(slice(None), np.roll(words, 1)),
+        "reversed": lambda: words.__setitem__(slice(None), words[::-1].copy()),
+        "a zeroed number": lambda: words.__setitem__(least, 0),
+        "a zeroed page": lambda: whole.__setitem__(slice(first, first + 4096), 0),
+        "a byte": lambda: whole.__setitem__(first + some, whole[first + some] ^ 1),
+    }
+
+
+def test_every_way_to_damage_a_checkpoint_is_seen(call, saved, tmp_path_factory):
+    """Each by chance somewhere in a file; and in ``checkpoint.json``."""
+    root, draw = tmp_path_factory.mktemp("damaged"), np.random.default_rng(0)
+    data = json.loads((saved / "checkpoint.json").read_text())["data"]
+    told = {}
+
+    def copied(kind):
+        folder = root / f"{len(told)}"
+        shutil.copytree(saved, folder)
+        told[str(folder)] = kind
+        return folder
+
+    for file in sorted((saved / data).iterdir()):
+        content = file.read_bytes()
+        for kind in damages(bytearray(content), draw):
+            for _ in range(4):
+                wrong = bytearray(content)
+                damages(wrong, draw)[kind]()
+                if wrong != content:  # two rows may be equal, a page zero
+                    (copied(kind) / data / file.name).write_bytes(wrong)
+        (copied("cut off") / data / file.name).write_bytes(content[:-8])
+        (copied("too long") / data / file.name).write_bytes(content + bytes(8))
+    files = sorted(file.name for file in (saved / data).iterdir())
+    folder = copied("another's name")
+    (folder / data / files[0]).write_bytes((saved / data / files[1]).read_bytes())
+    record = json.loads((saved / "checkpoint.json").read_text())
+    number = next(name for name in record["numbers"])
+    for field, value in {
+        "step": 2,
+        "data": "step-1-00000000",
+        "numbers": record["numbers"] | {number: 7},
+        "layout": "dp1",
+        "norms": {},
+    }.items():
+        (copied(field) / "checkpoint.json").write_text(json.dumps(record | {field: value}))
+    assert len(told) > 80
+    for folder, why in zip(told, call(loaded, ZERO3, folders=[*told])[0], strict=True):
+        assert re.search("as saved|bytes of", why), (told[folder], why)
+        with contextlib.suppress(ValueError):  # of checkpoint.json
+            assert meshwise.show(folder).damage, told[folder]
+    assert call(loaded, ZERO3, folders=[str(saved)])[0] == [""]
+
+
+def read_alone(ranks, plan, layout, folder):
+    """Why this rank cannot read its part, or nothing."""
+    training, plan = prepared(ranks, plan, layout)
+    record = checkpoint.checked(folder, plan, SEED)
+    checkpoint._make_states(training.optimizer)
+    try:
+        checkpoint._read(pathlib.Path(folder), record, training)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_verifies_what_it_reads_and_no_more(call, tmp_path):
+    """Of a pipeline each rank has a file of its own; what is damaged in one the other never sees,
+    but whoever shows the folder does."""
+    call(run, PIPELINE, steps=[0], saves=[[str(tmp_path), 1]])
+    record = commits.read(tmp_path / "checkpoint.json")
+    file = tmp_path / record.data / "00001-000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    first, last = call(read_alone, PIPELINE, folder=str(tmp_path))
+    assert first == "" and f"{file.name}: bytes" in last
+    (found,) = meshwise.show(tmp_path).damage
+    assert found.file == file.name and found.offset + found.bytes == len(content)
+
+
+def into_held(ranks, plan, layout, folder):
+    """Why a run does not begin to save."""
+    with pytest.raises(ValueError) as caught, checkpoint.saving(ranks, folder):
+        pass
+    return str(caught.value)
+
+
+def replaced(ranks, plan, layout, folder, other):
+    """Save twice, and a third time after another run has saved into the same folder."""
+    training, plan = prepared(ranks, plan, layout)
+    with checkpoint.saving(ranks, folder) as into:
+        for number in (1, 2):
+            into(training, plan, step=number, seed=SEED)
+        if ranks.rank == 0:
+            shutil.copytree(other, folder, dirs_exist_ok=True)
+        with pytest.raises(ValueError) as caught:
+            into(training, plan, step=3, seed=SEED)
+    return str(caught.value)
+
+
+def test_two_runs_do_not_save_into_one_folder(call, saved, tmp_path_factory):
+    held = commits.Held(saved)
+    for why in call(into_held, ZERO3, folder=str(saved)):
+        assert f"another run (process {os.getpid()} on " in why and str(saved) in why
+    held.close()
+    mine = tmp_path_factory.mktemp("mine")
+    for why in call(replaced, ZERO3, folder=str(mine), other=str(saved)):
+        assert "is not the one that this run wrote or found" in why
+    found = meshwise.show(mine)  # the other's checkpoint stays, whole; what this run wrote went
+    assert found.checkpoint.step == 1 and not found.damage
+    assert not [*mine.glob("step-3-*")]
+
+
+def test_a_checkpoint_of_version_1_is_read_and_said_to_have_no_hashes(call, saved):
+    path = saved / "checkpoint.json"
+    record = json.loads(path.read_text())
+    sizes = {name: stored["bytes"] for name, stored in record["files"].items()}
+    old = without("digest", record) | {"schema_version": 1, "files": sizes}
+    path.write_text(json.dumps(old))
+    found = call(run, TENSOR, steps=[1], source=str(saved), saves=[[str(saved), 2]])
+    assert len(found[0]) == 1
+    assert commits.read(path).note == ""
+    path.write_text(json.dumps(old))
+    assert "without hashes" in commits.read(path).note
 
 
 @pytest.fixture
@@ -364,17 +545,17 @@ def killed(ranks, plan, layout, folder):
 
     if ranks.rank == 1:
         checkpoint._write = write_some
-    checkpoint.save(ranks, training, folder, plan, step=2, seed=SEED)
+    save(ranks, training, folder, plan, step=2, seed=SEED)
 
 
 def test_a_killed_save_leaves_the_checkpoint_before(call, saved):
     before = read(saved)
     with pytest.raises((EOFError, AssertionError)):  # of rank 1, or what rank 0 says of it
         call(killed, ZERO3, folder=str(saved))
-    assert len([*saved.iterdir()]) == 3  # the JSON, its data, what the killed save left
+    assert len([*saved.iterdir()]) == 4  # the lock, the JSON, its data, what the killed save left
     assert equal(read(saved), before)
     call(run, ZERO3, steps=[1], source=str(saved), saves=[[str(saved), 2]])
-    assert len([*saved.iterdir()]) == 2
+    assert len([*saved.iterdir()]) == 3
     assert json.loads((saved / "checkpoint.json").read_text())["step"] == 2
 
 
@@ -385,7 +566,7 @@ def failing(ranks, plan, layout, folder):
 
     def why():
         with pytest.raises(ValueError) as caught:
-            checkpoint.save(ranks, training, folder, plan, step=7, seed=SEED)
+            save(ranks, training, folder, plan, step=7, seed=SEED)
         return str(caught.value)
 
     write, found = checkpoint._write, []
@@ -436,7 +617,7 @@ def with_states(ranks, plan, layout, folder, optimizer):
             layer.register_buffer("own", torch.tensor(float(seed)), persistent=False)
         if seed == 0:
             trained(ranks, training, range(2))
-            checkpoint.save(ranks, training, folder, its_plan, step=2, seed=SEED)
+            save(ranks, training, folder, its_plan, step=2, seed=SEED)
         else:
             checkpoint.load(ranks, training, folder, its_plan, seed=SEED)
         buffers = {

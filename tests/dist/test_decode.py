@@ -58,7 +58,12 @@ CASES = [
 
 def strong_weights():
     """With usual ones a tiny model's next token depends on the last token alone."""
-    return mock.patch.object(initial, "INIT_STD", 0.25)
+    strong, draw = initial.WEIGHT._replace(std=0.25), initial.draw
+
+    def drawn(start, *rest):
+        return draw(strong if start == initial.WEIGHT else start, *rest)
+
+    return mock.patch.object(initial, "draw", drawn)
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """``train.run_ranks`` from request to sample: metrics, check, token files, faults."""
 
+import dataclasses
+import math
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -26,7 +28,8 @@ SPLIT = Layout(tp=2, microbatch_size=4)
 def request_of(plan_of, tmp_path):
     def build(layout=SHARDED, run_dir=tmp_path, of=(MODEL, WORKLOAD), lowering="eager", **changes):
         plan = plan_of(*of, layout, lowering=lowering)
-        ordered = TrainRequest(plan=plan, run_dir=str(run_dir), steps=3, warmup=1, **changes)
+        changes = {"steps": 3, "warmup": 1} | changes
+        ordered = TrainRequest(plan=plan, run_dir=str(run_dir), **changes)
         return msgspec.json.encode(ordered).decode()
 
     return build
@@ -209,6 +212,63 @@ def test_a_loss_that_is_not_finite_names_its_step(gloo_ranks, request_of):
     for sample in gloo_ranks(2, faulty, text=text, failing_ranks=[1], kind="nan"):
         assert (sample["status"], sample["reason"]) == ("error", "the loss is nan at step 2")
         assert len(sample["metrics"]["losses"]) == 2
+
+
+def spoiled(ranks, text, rank, at):
+    """The sample, and how many steps this rank began, when the loss of one rank is nan from the
+    step ``at`` on."""
+    prepare, run, begun = step.prepare, step.run, []
+
+    def prepared(*arguments, **options):
+        training = prepare(*arguments, **options)
+
+        def loss(logits, labels):
+            value = training.loss(logits, labels)
+            return value * math.nan if ranks.rank == rank and len(begun) > at else value
+
+        return dataclasses.replace(training, loss=loss)
+
+    def counted(training, index, *rest):
+        begun.append(index)
+        return run(training, index, *rest)
+
+    with mock.patch.multiple(step, prepare=prepared, run=counted):
+        return result(ranks, text), len(begun)
+
+
+OF_ONE_RANK = {
+    "dp2": (Layout(dp=2, microbatch_size=2), 1),
+    "fsdp2": (SHARDED, 0),
+    "pp2": (Layout(pp=2, schedule="1f1b", microbatch_size=2, num_microbatches=2), 1),
+    "tp2": (SPLIT, 1),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("name", OF_ONE_RANK)
+def test_all_ranks_stop_behind_a_loss_that_is_not_finite(gloo_ranks, request_of, name, clip):
+    """Only one rank has it. Without that they would go on to the last of eight steps."""
+    layout, rank = OF_ONE_RANK[name]
+    asked = msgspec.json.decode(request_of(layout, steps=6, save=None))
+    asked["plan"]["recipe"]["max_grad_norm"] = clip
+    text = msgspec.json.encode(asked).decode()
+    for at in (0, 3):  # in the warm-up, and in a timed step
+        found = gloo_ranks(2, spoiled, text=text, rank=rank, at=at)
+        assert {begun for _, begun in found} == {at + 1}
+        for sample, _ in found:
+            assert (sample["status"], sample["reason"]) == (
+                "error",
+                f"the loss is nan at step {at}",
+            )
+            assert len(sample["metrics"]["losses"]) == at
+
+
+@pytest.mark.dist
+def test_a_checkpoint_from_before_a_nan_stays(gloo_ranks, request_of, tmp_path):
+    text = request_of(save=str(tmp_path / "kept"), save_every=1)
+    gloo_ranks(2, spoiled, text=text, rank=1, at=2)
+    assert store.read(tmp_path / "kept" / "checkpoint.json", dict)["step"] == 2
 
 
 def search(ranks, text):

@@ -31,6 +31,7 @@ from meshwise.spec import Candidate, Cluster, Device, Layout, Model, RunInfo, Ti
 pytestmark = pytest.mark.dist
 HERE, ROOT = "tests.dist.test_faults", Path(__file__).resolve().parents[2]
 TIMEOUT_S = 4.0
+SETUP_S = 60.0  # a loaded machine starts ranks apart
 ENDING_S = 8.0  # beyond the timeout: who is missing is asked, ranks that do not answer are killed
 CLUSTER = Cluster(
     name="here",
@@ -46,11 +47,11 @@ PLANNED, RIVAL = Layout(dp=2, microbatch_size=2), Layout(tp=2, microbatch_size=4
 class Job:
     """A verb that runs in the folder ``here``; what its ranks leave behind is there as well."""
 
-    def __init__(self, here: Path, arguments: str, *launcher: str) -> None:
+    def __init__(self, here: Path, arguments: str, *launcher: str, module: str = HERE) -> None:
         self.here = here
         settings = {"PYTHONPATH": str(ROOT), "TMPDIR": str(here)}
         self.process = subprocess.Popen(
-            [sys.executable, *launcher, "-m", HERE, *arguments.split()],
+            [sys.executable, *launcher, "-m", module, *arguments.split()],
             cwd=here,
             env=os.environ | settings | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
@@ -60,7 +61,7 @@ class Job:
         )
 
     def wait_for(self, ready: Callable[["Job"], bool]) -> None:
-        limit = time.monotonic() + 90
+        limit = time.monotonic() + 300  # a loaded machine starts ranks in minutes
         while not ready(self):
             if self.process.poll() is not None or time.monotonic() > limit:
                 pytest.fail("\n".join(["too late", *self.end(0)]))
@@ -89,6 +90,12 @@ class Job:
     def kill(self, rank: int, number: signal.Signals) -> None:
         (pid,) = (pid for pid, its_rank in self.pids().items() if its_rank == rank)
         os.kill(pid, number)
+
+    def interrupt_twice(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+        time.sleep(0.1)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGINT)
 
     def case(self) -> str:
         """What rank 1 is doing."""
@@ -144,6 +151,7 @@ STOPPED = (
     r"error: (rank 1 had stopped|rank 0: TimeoutError: rank 1 \(.+\) had not arrived at .+,) "
     f"(before its first case|during case CASE){OTHERS}, rank 1 did not answer and was killed"
 )
+KEPT = "(what was measured is in runs/.+, --resume continues|finished: (no layout|runs/.+-dp2-.+))"
 FAULTS = {
     "killed": Fault(  # the rank that writes the samples
         lambda job: job.kill(0, signal.SIGKILL),
@@ -157,15 +165,40 @@ FAULTS = {
     ),
     "ctrl-c": Fault(
         lambda job: os.killpg(job.process.pid, signal.SIGINT),
-        "interrupted; (what was measured is in runs/.+, --resume continues|"
-        "finished: (no layout|runs/.+-dp2-.+))",
+        f"interrupted; {KEPT}",
         code=130,
         status="interrupted",
     ),
+    "ctrl-c twice": Fault(  # the second is late, or all there is
+        lambda job: job.interrupt_twice(),
+        f"interrupted(; {KEPT})?",
+        early=True,
+        code=130,
+        status="interrupted",
+    ),
+    "terminated": Fault(
+        lambda job: job.process.terminate(),
+        f"ended by SIGTERM; {KEPT}",
+        code=143,
+        status="interrupted",
+    ),
+    "hung up": Fault(  # the terminal is closed
+        lambda job: os.killpg(job.process.pid, signal.SIGHUP),
+        f"ended by SIGHUP; {KEPT}",
+        early=True,
+        code=129,
+        status="interrupted",
+    ),
 }
-MATRIX = [(verb, fault) for verb in ("measure", "run") for fault in FAULTS]
-MATRIX[-1] = ("run two", "ctrl-c")  # the first layout's run stays
-MATRIX.remove(("measure", "stopped"))  # is a hung case, below
+MATRIX = [("run two" if each == "ctrl-c" else "run", each) for each in FAULTS]
+ON_CASES = (
+    "killed",
+    "never joins",
+    "raises",
+    "ctrl-c",
+    "terminated",
+)  # stopped: a hung case, below
+MATRIX += [("measure", each) for each in ON_CASES]
 
 
 @pytest.fixture
@@ -188,6 +221,7 @@ def test_a_fault_ends_the_verb_and_loses_nothing(here: Path, name: str, happens:
 
     assert job.process.returncode == fault.code
     assert re.fullmatch(fault.said.replace("CASE", verb.case), errors[-1]), errors
+    assert sum("interrupted" in line or "ended by" in line for line in errors) <= 1
     assert "Traceback" not in "".join(errors)
     assert job.samples()[: len(finished)] == finished
     assert finished or fault.early or name == "run"  # whose only sample comes at the end
@@ -225,7 +259,7 @@ def test_a_case_that_hangs_is_recorded_and_the_others_are_measured(here: Path) -
     assert job.process.returncode == 4 and not job.pids()
     assert not any("Traceback" in line or line.startswith("error:") for line in errors)
     (run,) = job.runs()
-    assert run.status == "complete"
+    assert (run.status, run.reason.endswith(" hung")) == ("partial", True)
     _, samples, warnings = store.load(next(here.glob("runs/*")))
     assert not warnings and not (here / "stop").exists()
     sizes = sorted(sample.case.op.size_bytes for sample in samples)
@@ -253,7 +287,40 @@ def test_the_run_says_why_torchrun_ended_it(here: Path) -> None:
     assert job.samples() and not job.pids()
 
 
-def _work(request_path: str) -> None:
+def test_a_signal_at_any_time_is_one_line_and_no_traceback(here: Path) -> None:
+    """From the first instant on: while the program or its ranks import, start, measure, end."""
+    for number, name in enumerate([signal.SIGINT, signal.SIGTERM, signal.SIGHUP] * 3):
+        for old in here.glob("runs/*/*"):
+            old.unlink()
+        arguments = "measure collectives all_reduce --sizes 4K..64K:x4 --nproc 2"
+        job = Job(here, arguments, module="meshwise")
+        while not _catches(job.process.pid, signal.SIGTERM) and job.process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(number * 0.75)
+        os.killpg(job.process.pid, name)
+        errors = job.end(60)
+        if job.process.returncode == 0:  # it was over by then
+            continue
+        assert job.process.returncode == 128 + name, errors
+        said = "interrupted" if name == signal.SIGINT else f"ended by {name.name}"
+        assert re.match(said, errors[-1]) and sum(said in line for line in errors) == 1
+        assert "Traceback" not in "".join(errors)
+        assert not job.pids()
+        for info in job.runs():
+            told = "stopped by the user" if name == signal.SIGINT else said
+            assert (info.status, info.reason, bool(info.ended)) == ("interrupted", told, True)
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for the signal."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _work(*arguments: str) -> None:
     """One rank; rank 1 may raise or stop."""
     from meshwise.launch import worker
     from meshwise.ranks import Ranks
@@ -269,22 +336,23 @@ def _work(request_path: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     Ranks.at = at  # type: ignore[method-assign]
-    worker.main(request_path)
+    worker.main(*arguments)
 
 
 def _command_line(arguments: list[str]) -> None:
     """``meshwise`` with short timeouts and ranks that may raise or stop."""
-    from meshwise import launch
+    from meshwise import launch, signals
     from meshwise.cli import app
     from meshwise.launch import local
 
-    launch.run = functools.partial(launch.run, timeout_s=TIMEOUT_S)
+    signals.quit_at_once()
+    launch.run = functools.partial(launch.run, timeout_s=TIMEOUT_S, setup_s=SETUP_S)
     local.start = functools.partial(local.start, worker=("-m", HERE, "--rank"))
     app.main(arguments)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--rank":
-        _work(sys.argv[2])
+        _work(*sys.argv[2:])
     else:
         _command_line(sys.argv[1:])

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from meshwise.nn import gpt, initial
+from meshwise.nn import Stage, gpt
 from meshwise.parallel import apply, mesh
 from meshwise.reshard.holdings import buffers, of_plan
 from meshwise.spec import Layout, Model, Plan, Workload
@@ -32,7 +32,7 @@ LAYOUTS = {
 pytestmark = pytest.mark.dist
 
 
-def numbers(name, shape, seed, device):
+def numbers(name, shape):
     """Other values in every element of every parameter; all are exact in fp32."""
     if name == "head.projection.weight":
         name = "embed.weight"
@@ -45,7 +45,8 @@ def live(ranks, plan):
     plan = msgspec.json.decode(plan, type=Plan)
     place = mesh.build(plan.layout, "cpu")
     found, kinds = {}, []
-    original, initial.initial_value = initial.initial_value, numbers
+    original = Stage.initial_value
+    Stage.initial_value = lambda stage, name, *_: numbers(name, stage.get_parameter(name).shape)
     try:
         for stage in plan.stages:
             if stage.pipeline_rank == place.pipeline_rank:
@@ -59,7 +60,7 @@ def live(ranks, plan):
                     if name == "embed.weight":
                         kinds = [type(p).__name__ for p in getattr(parameter, "placements", ())]
     finally:
-        initial.initial_value = original
+        Stage.initial_value = original
     return found, kinds
 
 
@@ -67,9 +68,7 @@ def live(ranks, plan):
 def test_a_plan_holds_what_live_tensors_hold(gloo_ranks, plan_of, name):
     plan = plan_of(MODEL, WORKLOAD, LAYOUTS[name])
     held = of_plan(plan)
-    logical = {
-        name: numbers(name, torch.Size(tensor.shape), 0, None) for name, tensor in held.items()
-    }
+    logical = {name: numbers(name, torch.Size(tensor.shape)) for name, tensor in held.items()}
     returned = gloo_ranks(4, live, plan=msgspec.json.encode(plan).decode())
     for rank, (found, kinds) in enumerate(returned):
         shapes = {name: list(shape) for name, (shape, _) in buffers(held, rank).items()}

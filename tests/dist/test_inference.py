@@ -88,7 +88,12 @@ def is_for(layout, model):
 
 def strong_weights():
     """With usual ones a tiny model hardly sees other tokens than the last."""
-    return mock.patch.object(initial, "INIT_STD", 0.1)
+    strong, draw = initial.WEIGHT._replace(std=0.1), initial.draw
+
+    def drawn(start, *rest):
+        return draw(strong if start == initial.WEIGHT else start, *rest)
+
+    return mock.patch.object(initial, "draw", drawn)
 
 
 def set_statistics(module):

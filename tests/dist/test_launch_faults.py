@@ -1,13 +1,18 @@
 """Jobs that go wrong: the launcher names the rank and its case, quickly, and leaves no process.
 
-Each rank runs this file as ``python -m tests.dist.test_launch_faults <request.json>``.
+Each rank runs this file as ``python -m tests.dist.test_launch_faults <request.json> <parent>``.
 """
 
+import atexit
+import concurrent.futures
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,12 +23,15 @@ import torch
 import torch.distributed as dist
 
 from meshwise import ranks
-from meshwise.launch import RanksFailed, failures, local, worker
+from meshwise.launch import RanksFailed, errand, failures, local, scratch, worker
 from meshwise.ranks import Ranks
 from meshwise.spec import Record
 
 HERE = "tests.dist.test_launch_faults"
 NPROC = 2
+WORKER = (  # as ours, for targets of this file
+    "import sys; from meshwise.launch import worker; worker.main(*sys.argv[1:], package='tests')"
+)
 pytestmark = pytest.mark.dist
 
 
@@ -93,26 +101,72 @@ def stays_away(ranks: Ranks, request: bytes) -> None:
 
 
 def loops(ranks: Ranks, request: bytes) -> None:
+    """Each rank starts a process, as compilers do, that would live on."""
+    folder = Path(msgspec.json.decode(request, type=Fault).folder)
+    child = subprocess.Popen(["sleep", "600"])
+    (folder / f"child of {ranks.rank}.pid").write_text(str(child.pid))
+    _ready(ranks, request)
+    if (folder / "crash").exists() and ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    _reduce_until_the_end()
+
+
+def compiles(ranks: Ranks, request: bytes) -> None:
+    """Each rank has torch's compiling processes, and says which they are."""
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+    pool = SubprocPool(1)
+    folder = Path(msgspec.json.decode(request, type=Fault).folder)
+    (folder / f"pool of {ranks.rank}.pid").write_text(str(pool.process.pid))
+    (folder / f"worker of {ranks.rank}.pid").write_text(str(pool.submit(os.getpid).result()))
     _ready(ranks, request)
     _reduce_until_the_end()
 
 
-def start(target: str, folder: Path, *, timeout_s: float = 20.0) -> None:
-    errand = worker.Errand(
+def leaves(ranks: Ranks, request: bytes) -> None:
+    """Rank 1 ends well before its work is done."""
+    _ready(ranks, request)
+    if ranks.rank == 1:
+        os._exit(0)
+    _reduce_until_the_end()
+
+
+def does_not_end(ranks: Ranks, request: bytes) -> None:
+    """Rank 1 does its work, but its process stays."""
+    _ready(ranks, request)
+    if ranks.rank == 1:
+        atexit.register(time.sleep, 600)
+
+
+def start(
+    target: str,
+    folder: Path,
+    *,
+    timeout_s: float = 20.0,
+    worker: tuple[str, ...] = ("-m", HERE),
+) -> None:
+    told = errand.Errand(
         target=f"{HERE}:{target}",
         request=msgspec.Raw(msgspec.json.encode(Fault(folder=str(folder)))),
         threads=1,
         timeout_s=timeout_s,
     )
-    local.start(errand, NPROC, worker=("-m", HERE))
+    local.start(told, NPROC, worker=worker)
 
 
-def assert_no_rank_is_left(folder: Path) -> None:
+def lives(pid: int) -> bool:
+    """An orphan stays a zombie until init reaps it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def assert_no_rank_is_left(folder: Path, *, processes: int = NPROC) -> None:
     pids = [int(file.read_text()) for file in folder.glob("*.pid")]
-    assert len(pids) == NPROC
-    for pid in pids:
-        stat = Path(f"/proc/{pid}/stat")  # an orphan stays a zombie until init reaps it
-        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    assert len(pids) == processes
+    assert not any(map(lives, pids))
 
 
 def test_a_good_job_agrees_and_keeps_standard_output_free(
@@ -167,19 +221,100 @@ def test_a_rank_missing_at_set_up_is_named_with_its_case_and_the_phase(tmp_path:
     assert_no_rank_is_left(tmp_path)
 
 
-def test_the_end_of_the_parent_ends_all_ranks(tmp_path: Path) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-m", HERE, "--start", str(tmp_path)],
-        env=os.environ | {"TMPDIR": str(tmp_path)},  # what a killed parent leaves behind
+def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "crash").touch()
+    with pytest.raises(RanksFailed, match="rank 1 died of SIGSEGV during case all_reduce 4 KiB"):
+        start("loops", tmp_path)
+    assert_no_rank_is_left(tmp_path, processes=2 * NPROC)
+
+
+def test_a_rank_that_ends_well_amid_its_work_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="rank 1 exited with code 0 during case all_reduce 4"):
+        start("leaves", tmp_path)
+    assert_no_rank_is_left(tmp_path)
+
+
+def test_a_rank_that_is_done_and_does_not_end_is_ended(tmp_path: Path) -> None:
+    start("does_not_end", tmp_path, timeout_s=3.0)
+    assert_no_rank_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("thread", ["helper", "pool"])
+def test_ranks_live_as_long_as_the_thread_that_started_them(tmp_path: Path, thread: str) -> None:
+    """The kernel ends them with their thread, so it waits for them."""
+    if thread == "helper":
+        helper = threading.Thread(target=start, args=("works", tmp_path), daemon=True)
+        helper.start()
+        helper.join()
+    else:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(start, "works", tmp_path).result()
+    assert (tmp_path / "result.json").exists()
+    assert_no_rank_is_left(tmp_path)
+
+
+def test_a_parent_killed_at_any_time_leaves_no_process(tmp_path: Path) -> None:
+    """Ten times, from the first instant on: while ranks are begun, import, join, work."""
+    rounds = 10
+    done = subprocess.run(
+        [sys.executable, "-m", HERE, "--killed", str(tmp_path), str(rounds)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
     )
-    limit = time.monotonic() + 60
-    while len(list(tmp_path.glob("*.pid"))) < NPROC:
+    waited_s = [float(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and len(waited_s) == rounds
+    assert max(waited_s) < 30  # of a few milliseconds on an idle machine
+
+
+def test_torch_s_compiling_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-m", HERE, "--start", "compiles", str(tmp_path)])
+    limit = time.monotonic() + 120
+    while len(list(tmp_path.glob("?.pid"))) < NPROC:
         assert time.monotonic() < limit and parent.poll() is None
         time.sleep(0.1)
     parent.kill()
     parent.wait()
-    time.sleep(0.2)  # the kernel ends orphans after their parent
-    assert_no_rank_is_left(tmp_path)
+    pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+    while any(map(lives, pids)):
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    assert_no_rank_is_left(tmp_path, processes=3 * NPROC)
+
+
+def _killed(folder: Path, rounds: int) -> None:
+    """Start ranks and kill the process that did, ``rounds`` times; print how long anything of them
+    lived on. The folder that each leaves behind is swept."""
+    chance = random.Random(7)
+    for number in range(rounds):
+        here = folder / str(number)
+        here.mkdir()
+        parent = os.fork()  # torch is imported already: ranks are started at once
+        if parent == 0:
+            os.environ["TMPDIR"] = tempfile.tempdir = str(here)
+            start("loops", here, worker=("-c", WORKER))
+            os._exit(0)
+        time.sleep(chance.uniform(0, 0.1) if number % 2 == 0 else chance.uniform(0, 6))
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        killed_s = time.monotonic()
+        while left := _with_environment(f"TMPDIR={here}"):
+            assert time.monotonic() - killed_s < 60, left
+            time.sleep(0.01)
+        print(time.monotonic() - killed_s, flush=True)
+        tempfile.tempdir = str(here)
+        scratch.sweep()
+        assert not list(here.glob("meshwise-*"))
+
+
+def _with_environment(entry: str) -> list[int]:
+    """Living processes whose environment began with ``entry``: the ranks and all they started."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if entry.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return [pid for pid in found if lives(pid)]
 
 
 def test_ranks_that_srun_started_join_by_themselves(tmp_path: Path) -> None:
@@ -273,18 +408,20 @@ def test_the_cause_is_found_among_what_each_rank_left_behind() -> None:
 
 def test_only_targets_of_the_package_are_found() -> None:
     with pytest.raises(ValueError, match=r"target = 'os:system': must be meshwise"):
-        worker.find("os:system")
+        errand.find("os:system")
     with pytest.raises(ValueError, match="target"):
-        worker.find("meshwise.launch:run()")
-    assert worker.find("meshwise.launch:run").__name__ == "run"
+        errand.find("meshwise.launch:run()")
+    assert errand.find("meshwise.launch:run").__name__ == "run"
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--start":
-        start("loops", Path(sys.argv[2]))
+    if sys.argv[1] == "--killed":
+        _killed(Path(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "--start":
+        start(sys.argv[2], Path(sys.argv[3]))
     elif sys.argv[1] == "--join":
         request = msgspec.json.encode(Fault(folder=sys.argv[2]))
         for _ in range(2):  # a verb may join twice
-            worker.serve(works, request, timeout_s=20.0, setup_s=float(sys.argv[3]))
+            errand.serve(works, request, timeout_s=20.0, setup_s=float(sys.argv[3]))
     else:
-        worker.main(sys.argv[1], package="tests")
+        worker.main(*sys.argv[1:], package="tests")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from meshwise.nn import gpt, initial
+from meshwise.nn import gpt
 from meshwise.parallel import apply, mesh
 from meshwise.reshard import live
 from meshwise.spec import Layout, Model
@@ -95,7 +95,7 @@ def parallel_gpt(ranks, dp, tp, zero):
     assert set(tensors) == set(held)
     wholes = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
     check(held, tensors, wholes, ranks.rank)
-    first = initial.initial_value("layers.1.mlp.down.weight", torch.Size((24, 40)), 0, ranks.device)
+    first = model.initial_value("layers.1.mlp.down.weight", 0, ranks.device)
     assert torch.equal(wholes["layers.1.mlp.down.weight"], first)
     again = live.holdings(model, ranks, as_source=True)
     head = again.pop("head.projection.weight")
@@ -118,6 +118,131 @@ def part_of_a_mesh(ranks):
 
 def test_ranks_outside_the_mesh_hold_nothing(gloo_ranks):
     assert gloo_ranks(4, part_of_a_mesh) == [[[1, 0, 3], [3, 3, 5]]] * 4
+
+
+MESHES = [  # and what shards by it: none, all, or an axis
+    ([1, 0, 2, 3], [0]),
+    ([0, 2, 1], [0]),
+    ([3, 1], [0]),
+    ([1, 3], []),
+    ([[0, 2], [1, 3]], []),
+    ([[1, 0], [3, 2]], [1]),
+    ([[2, 3], [0, 1]], [0]),
+    ([[3, 1], [2, 0]], [0, 1]),
+]
+
+
+def in_any_order(ranks):
+    """Where torch agrees with itself, so do we; where it does not, nobody knows who made it."""
+    told = []
+    for shape in ((8, 6), (7, 5), (1, 3)):
+        whole = numbered(*shape)
+        for number, (order, crossed) in enumerate(MESHES):
+            place = DeviceMesh("cpu", order)
+            for placements in itertools.product(
+                [Shard(0), Shard(1), Replicate()], repeat=place.ndim
+            ):
+                scattered, cut = (
+                    distribute_tensor(whole, place, placements, src_data_rank=by)
+                    for by in (0, None)
+                )
+                inside = place.get_coordinate() is not None
+                same = not inside or torch.equal(cut.full_tensor(), whole)
+                same = same and torch.equal(scattered.to_local(), cut.to_local())
+                axes = {axis for axis, p in enumerate(placements) if p != Replicate()}
+                assert all(ranks.gather(same)) or axes & set(crossed)
+                if axes & set(crossed):
+                    with pytest.raises(ValueError) as caught:
+                        live.holdings({"a": cut}, ranks)
+                    told.append(f"{number} {caught.value}")
+                else:
+                    check(live.holdings({"a": cut}, ranks), {"a": cut.to_local()}, {"a": whole},
+                          ranks.rank)  # fmt: skip
+    return told
+
+
+def test_a_mesh_whose_ranks_do_not_ascend_is_right_where_torch_is_and_refused_elsewhere(gloo_ranks):
+    first, *others = gloo_ranks(4, in_any_order)
+    assert others == [first] * 3 and len(first) == 3 * (3 * 2 + 2 * 6 + 8)
+    assert first[0] == (
+        "0 rank 0: a is sharded over ranks [1, 0, 2, 3] of its mesh, which do not ascend: torch "
+        "sorts a group's ranks, so that by its mesh and by its group a rank has different shards; "
+        "make the mesh of ascending ranks, or give local tensors with Holdings; rank 1: "
+        + first[0].partition("; rank 1: ")[2]
+    )
+    assert any("ranks [1, 0] of its mesh" in said for said in first if said[0] == "5")
+
+
+def of_parts_of_meshes(ranks):
+    """A slice of a mesh, and axes made one: right in order, refused out of it."""
+    whole = numbered(5, 2)
+    for order in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+        grid = DeviceMesh("cpu", order, mesh_dim_names=("a", "b"))
+        for part in (grid["a"], grid["b"]):
+            tensor = distribute_tensor(whole, part, [Shard(0)])
+            check(live.holdings({"a": tensor}, ranks), {"a": tensor.to_local()}, {"a": whole},
+                  ranks.rank)  # fmt: skip
+        tensor = distribute_tensor(whole, grid._flatten(), [Shard(0)], src_data_rank=None)
+        if order[0] == [0, 1]:
+            check(live.holdings({"a": tensor}, ranks), {"a": tensor.to_local()}, {"a": whole},
+                  ranks.rank)  # fmt: skip
+        else:
+            with pytest.raises(ValueError, match=r"a is sharded over ranks \[0, 2, 1, 3\]"):
+                live.holdings({"a": tensor}, ranks)
+
+
+def test_slices_of_a_mesh_and_axes_made_one(gloo_ranks):
+    gloo_ranks(4, of_parts_of_meshes)
+
+
+class Upside(Shard):
+    """Cuts a dim as nobody knows."""
+
+
+class Wrapped(torch.Tensor):
+    """Its values are not what lies at its address."""
+
+
+def unknown(ranks):
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+
+    line = DeviceMesh("cpu", [[0], [1]])
+    known = distribute_tensor(numbered(4), line, [Shard(0), Shard(0)])
+    meta = TensorMeta(known.shape, known.stride(), known.dtype)
+    specs = [
+        DTensorSpec(line, (Upside(0), Replicate()), tensor_meta=meta),
+        DTensorSpec(line, known.placements, tensor_meta=meta,
+                    shard_order=(ShardOrderEntry(0, (1, 0)),)),
+    ]  # fmt: skip
+    models = [
+        *({"a": DTensor(known.to_local(), spec, requires_grad=False)} for spec in specs),
+        {"a": torch.ones(3).as_subclass(Wrapped)},
+        {"a": torch.ones(9).as_strided((3, 3), (2, 1))},
+        {"a": None},
+        [torch.ones(3)],
+    ]
+    said = []
+    for model in models:
+        with pytest.raises(ValueError) as caught:
+            live.holdings(model if ranks.rank == 1 else {"a": torch.ones(3)}, ranks)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_has_an_unknown_meaning_is_refused_on_all_ranks(gloo_ranks):
+    first, second = gloo_ranks(2, unknown)
+    assert first == second
+    assert first == [
+        "rank 1: a is placed as Upside, whose cut is unknown; redistribute it to Shard or "
+        "Replicate",
+        "rank 1: a has dim 0 sharded by the mesh's axes in the order (1, 0); redistribute it to "
+        "plain Shards, in ascending order",
+        "rank 1: a is a Wrapped, which is no plain memory; give the tensors inside",
+        "rank 1: a is strided by (2, 1) in shape (3, 3): several of its elements may be one; give "
+        "a copy, .contiguous()",
+        "rank 1: a is no tensor but NoneType; leave it out",
+        "rank 1: a model is a module or tensors by name, not list",
+    ]
 
 
 def refused(ranks):
@@ -221,11 +346,43 @@ def test_replaced_storage_is_noticed_and_changed_values_are_not():
     def removed(model):
         del model.first
 
+    def a_view(model):  # at the same address
+        square = model.first.bias.data
+        model.first.bias.data = square[:2]
+
+    def other_strides(model):
+        model.first.weight.data = model.first.weight.data.view(-1).as_strided((3, 2), (1, 3))
+
+    def other_bits(model):
+        model.kept.data = model.kept.data.view(torch.int32)
+
+    def set_to(model):
+        with torch.no_grad():
+            model.first.weight.set_(torch.ones(3, 2))
+
+    def set_to_a_part(model):
+        with torch.no_grad():
+            model.first.bias.set_(model.first.bias.untyped_storage(), 0, (1,), (1,))
+
+    def longer(model):
+        model.kept.resize_(300)
+
+    def storage_given_back(model):
+        model.first.bias.untyped_storage().resize_(0)
+
+    def another_object_of_the_same_memory(model):
+        model.first.bias = nn.Parameter(model.first.bias.data)
+
     assert watched(step) is None
     assert watched(new_data) == "first.weight"  # tied: both names have it
     assert watched(new_parameter) == "first.bias"
     assert watched(new_dtype) == "kept"
     assert watched(removed) == watched(new_module) == "first"
+    assert watched(a_view) == watched(set_to_a_part) == "first.bias"
+    assert watched(other_strides) == watched(set_to) == "first.weight"
+    assert watched(other_bits) == watched(longer) == "kept"
+    assert watched(storage_given_back) == "first.bias"
+    assert watched(another_object_of_the_same_memory) is None
 
     tensors = {"a": torch.ones(2), "b": torch.ones(3)}
     watch = live.Watch(tensors)
@@ -246,6 +403,45 @@ def watched_fsdp(ranks):
     for tensor in live.tensors(model).values():  # what the model computes is of what was written
         tensor.zero_()
     return [found, before.abs().max().item() > 0, model(tokens).abs().max().item()]
+
+
+def watched_dtensors(ranks):
+    line = DeviceMesh("cpu", [0, 1])
+
+    def watched(change):
+        model = {"a": distribute_tensor(numbered(4, 4), line, [Shard(0)])}
+        watch = live.Watch(model)
+        assert watch.replaced() is None
+        change(model, model["a"])
+        return watch.replaced()
+
+    def other_values(model, a):
+        a.to_local().add_(1)
+        model["a"] = DTensor.from_local(a.to_local(), line, [Shard(0)])
+
+    def other_placements(model, a):
+        model["a"] = DTensor.from_local(a.to_local().view(4, 2), line, [Shard(1)])
+
+    def same_memory_placed_otherwise(model, a):
+        model["a"] = DTensor.from_local(a.to_local(), line, [Replicate()], run_check=False)
+
+    def local_alone(model, a):
+        model["a"] = a.to_local()
+
+    def a_view_of_local(model, a):
+        a._local_tensor.data = a._local_tensor.data.view(4, 2).T
+
+    return [
+        watched(change)
+        for change in (
+            other_values, other_placements, same_memory_placed_otherwise, local_alone,
+            a_view_of_local,
+        )
+    ]  # fmt: skip
+
+
+def test_dtensors_with_other_placements_or_memory_are_noticed(gloo_ranks):
+    assert gloo_ranks(2, watched_dtensors) == [[None, "a", "a", "a", "a"]] * 2
 
 
 def test_gathered_copies_are_dropped_and_not_taken_for_replaced_storage(gloo_ranks):

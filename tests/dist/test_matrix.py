@@ -1,68 +1,164 @@
-"""A part of the correctness matrix, and what the whole of it combines."""
+"""The correctness matrix beside the oracle: a part that combines every two things, and all of it;
+models that are not in the matrix, and a run as a user starts it."""
 
 import itertools
+import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-import matrix
+from meshwise.engine.train import TrainRequest, train
+from meshwise.spec import Decoder, Experts, Layout, Mla, WideResNet
+from tests.dist import matrix, oracle
+from tests.errors import largest, loss_error
 
 pytestmark = pytest.mark.dist
 
-EVERY = {1: 1, 2: 6, 3: 11, 4: 41, 8: 150}  # of so many cases of a world one is run here
+WORLDS = (1, 2, 3, 4)  # of `make test`
+EVERY = 23  # of so many cases one is compiled in `make test`
+
+SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 61}
+SIZES |= {"max_seq_len": 32, "ffn": 48}
+MODELS = {
+    # routing as DeepSeek-V2 has it, queries without a latent
+    "deepseek-v2": Decoder(
+        **SIZES | {"kv_heads": 4},
+        mla=Mla(kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=6),
+        experts=Experts(
+            num_experts=8, top_k=3, ffn=16, shared_ffn=32, first_dense=1, normalized=False,
+            routed_scale=2.0, groups=4, top_groups=2,
+        ),
+    ),
+    "qwen-moe": Decoder(
+        **SIZES,
+        qkv_bias=True,
+        rope_theta=300.0,
+        experts=Experts(
+            num_experts=6, top_k=2, ffn=16, shared_ffn=24, shared_gate=True, normalized=False
+        ),
+    ),
+    "biased": Decoder(
+        **SIZES, mlp_bias=True, out_bias=True, norm_eps=1e-2,
+        experts=Experts(num_experts=4, top_k=1, ffn=16, every=2),
+    ),
+    "without gates": Decoder(
+        **SIZES, gated=False, tied=True, experts=Experts(num_experts=4, top_k=2, ffn=16, every=2)
+    ),
+    "deeper images": WideResNet(
+        blocks=(2, 1), channels=6, width_factor=3, image_size=48, num_classes=7
+    ),
+}  # fmt: skip
+# Relative, of a run in float32: what its rounding makes of losses, weights' ways and states.
+SINGLE_LOSS, SINGLE_VALUE = 1e-6, 1e-3
 
 
-def some(world):
-    """Cases from all over the world's list, by family."""
-    cases = [(name, each) for name in matrix.FAMILIES for each in matrix.layouts(name, world)]
-    chosen = cases[:: EVERY[world]]
-    for name, group in itertools.groupby(chosen, key=lambda case: case[0]):
-        yield name, [layout for _, layout in group]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the oracle says, computed once."""
+    return tmp_path_factory.mktemp("oracle")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.whole)])
-def test_a_part_of_the_matrix_equals_one_device(gloo_ranks, plan_of, world):
-    check(gloo_ranks, plan_of, world, "eager")
+@pytest.fixture
+def check(gloo_ranks, folder, capsys):
+    def check(cases, of, lowering="eager"):
+        with capsys.disabled():
+            print(f"\nmatrix: {len(cases)} of {len(of)} cases, {lowering}", end=" ", flush=True)
+        for number, case in enumerate(cases, 1):
+            plan = case.plan(lowering)
+            loss, value, where = matrix.run(gloo_ranks, plan, folder)
+            told = (case.name, case.layout.name, case.optimizer, loss, value, where)
+            assert matrix.is_right(plan, loss, value), told
+            if number % matrix.PART == 0:
+                gloo_ranks.end(case.world)
+
+    return check
 
 
-def test_a_part_of_the_matrix_compiled_equals_one_device(gloo_ranks, plan_of):
-    check(gloo_ranks, plan_of, 2, "compiled")
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_every_two_things_combined_train_as_the_oracle_does(check, world):
+    everything = matrix.cases(WORLDS)
+    parts = (matrix.pairwise(everything), everything)
+    check(*([case for case in part if case.world == world] for part in parts))
 
 
-def check(gloo_ranks, plan_of, world, lowering):
-    for name, layouts in some(world):
-        if lowering == "compiled":
-            layouts = [each for each in layouts if each.schedule not in matrix.SPLIT]
-        model = matrix.FAMILIES[name]
-        plan = plan_of(model, matrix.workload(world, model), layouts[0], lowering=lowering)
-        reports = gloo_ranks(
-            world,
-            matrix.errors,
-            name=name,
-            plan=msgspec.json.encode(plan).decode(),
-            layouts=msgspec.json.encode(layouts).decode(),
-        )
-        for layout, *of_ranks in zip(layouts, *reports, strict=True):
-            for loss, gradient, where in of_ranks:
-                assert loss <= matrix.LOSS, (name, layout.name)
-                assert gradient <= matrix.GRADIENT, (name, layout.name, where)
+@pytest.mark.whole
+@pytest.mark.parametrize("name", matrix.FAMILIES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_everything_trains_as_the_oracle_does(check, world, name):
+    everything = matrix.cases([world], [name])
+    check(everything, everything)
+
+
+@pytest.mark.parametrize("every", [EVERY, pytest.param(1, marks=pytest.mark.whole)])
+def test_compiled_layers_train_as_the_oracle_does(check, every):
+    everything = [c for c in matrix.cases([2]) if c.layout.schedule not in matrix.SPLIT]
+    check(everything[::every], everything, "compiled")
+
+
+@pytest.mark.parametrize("optimizer", matrix.RECIPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_beside_the_matrix_train_as_the_oracle_does(gloo_ranks, folder, name, optimizer):
+    model = msgspec.structs.replace(MODELS[name], name=name)
+    plan = matrix.plan_of(model, Layout(microbatch_size=4, num_microbatches=2), optimizer)
+    loss, value, where = matrix.run(gloo_ranks, plan, folder)
+    assert matrix.is_right(plan, loss, value), (loss, value, where)
+
+
+def result(ranks, text):
+    return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=TrainRequest)))
+
+
+@pytest.mark.parametrize("optimizer", matrix.RECIPES)
+def test_a_run_from_a_checkpoint_to_a_checkpoint_trains_as_the_oracle_does(
+    gloo_ranks, tmp_path, optimizer
+):
+    """As `meshwise run --resume-from ... --save ...` does it, in float32."""
+    layout = Layout(dp=2, microbatch_size=4)
+    plan = matrix.plan_of(matrix.FAMILIES["mixtral"], layout, optimizer)
+    start, file = matrix.expected(tmp_path, plan, gloo_ranks, double=False)
+    ordered = TrainRequest(
+        plan=plan, run_dir=str(tmp_path), seed=matrix.SEED, steps=matrix.STEPS - 2, warmup=1,
+        resume_from=start, save=str(tmp_path / "end"),
+    )  # fmt: skip
+    sample, _ = gloo_ranks(2, result, text=msgspec.json.encode(ordered).decode())
+    due = load_file(file)
+    assert loss_error(sample["metrics"]["losses"], due["losses"].tolist()) <= SINGLE_LOSS
+    found, errors = {}, {}
+    for path in (tmp_path / "end").glob("*/*.safetensors"):
+        found |= load_file(path)
+    for name, value in found.items():
+        _, key, name = name.split(".", 2) if name.startswith("optimizer.") else ("", "", name)
+        theirs = matrix.oracles_name(plan.model, name)
+        exact = due.pop(f"{matrix.STATES[key]} of {theirs}" if key else f"weight {theirs}")
+        size = exact if key else exact - due[f"start {theirs}"]
+        errors[name, key] = ((value - exact).norm() / size.norm()).item()
+    assert largest(errors.values()) <= SINGLE_VALUE, max(errors.items(), key=lambda e: e[1])
+    left = {name for name in due if not name.startswith("start ")}
+    assert left == {"losses"}
 
 
 def test_the_whole_matrix_combines_every_pair():
     """Pairs of axes and options that exclude each other, or that pipelines with unequal meshes have
     tests of their own for (test_pipeline.py), are left out."""
-    pairs, words = set(), set()
-    for world, name in itertools.product((2, 3, 4, 8), matrix.FAMILIES):
-        for layout in matrix.layouts(name, world):
-            found = matrix.features(layout)
-            words |= found
-            pairs |= set(itertools.combinations(sorted(found), 2))
-    alone = [set(matrix.SCHEDULES), {"zero1", "zero2", "zero3"}, {"selective", "full"}]
+    pairs = set().union(*map(matrix.pairs, matrix.cases((2, 3, 4, 8))))
+    words = set().union(*pairs) - set(matrix.FAMILIES)
+    alone = [
+        set(matrix.SCHEDULES), {"zero1", "zero2", "zero3"}, {"selective", "full"},
+        set(matrix.RECIPES),
+    ]  # fmt: skip
     for pair in itertools.combinations(sorted(words), 2):
         excluded = "unequal meshes" in pair or any(set(pair) <= group for group in alone)
         assert pair in pairs or excluded, pair
     axes = {"dp", "cp", "tp", "pp", "ep", "hsdp", "sp", "accumulation"}
     assert words >= axes | set(matrix.SCHEDULES) | {"zero1", "zero2", "zero3", "selective", "full"}
+
+
+def test_the_oracle_shares_nothing_with_the_package():
+    path = Path(oracle.__file__)
+    code = f"import runpy, sys; runpy.run_path({str(path)!r}); print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "torch" in found.stdout.split()
+    assert not [name for name in found.stdout.split() if name.split(".")[0] == "meshwise"]

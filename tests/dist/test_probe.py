@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from meshwise import ranks as ranks_module
-from meshwise import store
-from meshwise.launch import RanksFailed, local, worker
+from meshwise import store, timing
+from meshwise.launch import RanksFailed, errand, local, worker
 from meshwise.models import saved_block_bytes
-from meshwise.probe import collectives, sweep
+from meshwise.probe import collectives, overlap, sweep
 from meshwise.probe.cases import effort
 from meshwise.ranks import Ranks
 from meshwise.spec import (
@@ -90,13 +90,13 @@ def new_run(folder: Path, world_size: int) -> Path:
 
 
 def start(target: str, request: Record, nproc: int) -> None:
-    errand = worker.Errand(
+    told = errand.Errand(
         target=f"{HERE.stem}:{target}",
         request=msgspec.Raw(msgspec.json.encode(request)),
         threads=1,
         timeout_s=20.0,
     )
-    local.start(errand, nproc, worker=(str(HERE),))
+    local.start(told, nproc, worker=(str(HERE),))
 
 
 def sweep_alone(ops: list[Op], run_dir: Path, **options: object) -> list[Sample]:
@@ -136,6 +136,95 @@ def lacks_memory_on_rank_1(ranks: Ranks, request: bytes) -> None:
     sweep.measure_ranks(ranks, request)
 
 
+def scrambles(ranks: Ranks, request: bytes) -> None:
+    """Every element of every result is wrong, on all ranks but for broadcasts on rank 1 alone."""
+    communicate = collectives.communicate
+
+    def scrambled(op, buffers, party):
+        communicate(op, buffers, party)
+        if op.kind != "broadcast" or ranks.rank == 1:
+            buffers.result.add_(3)
+
+    collectives.communicate = scrambled
+    sweep.measure_ranks(ranks, request)
+
+
+def repeats_nothing(ranks: Ranks, request: bytes) -> None:
+    """Calls in a row, as a replay that does nothing, leave what was there."""
+    timing._repeat = lambda call, times: None
+    sweep.measure_ranks(ranks, request)
+
+
+def scrambles_beside(ranks: Ranks, request: bytes) -> None:
+    """Right alone, wrong while other work runs."""
+    communicate, start, state = collectives.communicate, overlap._Others.start, []
+
+    def started(others):
+        state.append(others)
+        start(others)
+
+    def scrambled(op, buffers, party):
+        communicate(op, buffers, party)
+        if state:
+            buffers.result.add_(3)
+
+    collectives.communicate, overlap._Others.start = scrambled, started
+    sweep.measure_ranks(ranks, request)
+
+
+def test_wrong_elements_are_an_error_and_the_sweep_goes_on(tmp_path):
+    """Once the sample was ok, with the count among its metrics."""
+    run_dir = new_run(tmp_path, 2)
+    ops = [*(collective(kind, 2) for kind in KINDS), collective("send", 2, ranks=(0, 1)), GEMM]
+    overlapped = Overlap(compute=GEMM, collective=collective("all_gather", 2))
+    wanted = cases_of([*ops, overlapped], 2)
+    start("scrambles", sweep.SweepRequest(cases=wanted, run_dir=str(run_dir)), 2)
+    info, (*found, beside), _ = store.load(run_dir)
+    assert (info.status, info.reason) == ("partial", "8 of 9 cases failed: 8 error")
+    for sample in found[: len(KINDS)]:
+        assert (sample.status, sample.times_s) == ("error", ()), sample.case.op
+        op = sample.case.op
+        each = 16 // (2 if op.kind == "reduce_scatter" else 1)  # elements of a rank's result
+        if op.kind == "broadcast":
+            assert (sample.reason, sample.metrics["wrong"]) == ("wrong elements: 16 on rank 1", 16)
+        else:
+            told = f"wrong elements: {each} on rank 0, {each} on rank 1"
+            assert (sample.reason, sample.metrics["wrong"]) == (told, 2 * each)
+    sent, product = found[len(KINDS) :]
+    assert (sent.status, sent.reason) == ("error", "wrong elements: 16 on rank 1")
+    assert (product.status, beside.status) == ("ok", "error")
+
+
+def test_what_is_timed_is_checked_also_where_one_call_was_right(tmp_path):
+    run_dir = new_run(tmp_path, 2)
+    regimes = ("warm", "pipelined")
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+    wanted = tuple(
+        Case(op=collective(kind, 2), regime=regime, world_size=2)
+        for kind in kinds
+        for regime in regimes
+    )
+    start("repeats_nothing", sweep.SweepRequest(cases=wanted, run_dir=str(run_dir)), 2)
+    for sample in store.load(run_dir)[1]:
+        assert sample.metrics["wrong"] == 0
+        if sample.case.regime == "pipelined":
+            assert sample.status == "error"
+            assert "wrong elements after 20 calls, as timed: " in sample.reason
+            assert sample.metrics["wrong_as_timed"] > 0
+        else:
+            assert sample.status == "ok"
+
+
+def test_a_collective_that_is_wrong_beside_other_work_only_is_seen(tmp_path):
+    run_dir = new_run(tmp_path, 2)
+    op = Overlap(compute=GEMM, collective=collective("all_reduce", 2))
+    request = sweep.SweepRequest(cases=cases_of([op], 2), run_dir=str(run_dir))
+    start("scrambles_beside", request, 2)
+    (sample,) = store.load(run_dir)[1]
+    assert (sample.status, sample.metrics["wrong"]) == ("error", 0)
+    assert sample.metrics["wrong_as_timed"] == 32
+
+
 def test_four_ranks(tmp_path):
     """A sweep over every kind of operation and regime writes its samples."""
     run_dir = new_run(tmp_path, 4)
@@ -170,12 +259,15 @@ def test_four_ranks(tmp_path):
             assert 0 <= saved - saved_block_bytes(sample.case.op) <= 8
         if isinstance(sample.case.op, Collective):
             assert sample.metrics["wrong"] == 0
+            assert sample.metrics.get("wrong_as_timed", 0) == 0
+            assert ("wrong_as_timed" in sample.metrics) == (sample.case.regime == "pipelined")
             calls = sample.case.regime in ("warm", "blocking")
             # a single call varies; with barriers between calls, on a busy machine, time may be over
             is_over = sum(sample.times_s) >= effort.max_seconds(sample.case) / 4
             assert not calls or is_over or len(sample.times_s) >= 20
         if isinstance(sample.case.op, Overlap):
             assert sample.metrics["compute_slowdown"] > 0
+            assert sample.metrics["wrong"] == sample.metrics["wrong_as_timed"] == 0
 
 
 def test_a_killed_rank_loses_nothing_and_resume_repeats_nothing(tmp_path):
@@ -193,7 +285,8 @@ def test_a_killed_rank_loses_nothing_and_resume_repeats_nothing(tmp_path):
     request = msgspec.structs.replace(request, skip=done)
     start("lacks_memory_on_rank_1", request, 2)
     info, samples, _ = store.load(run_dir)
-    assert info.status == "complete" and not (run_dir / sweep.CURRENT).exists()
+    assert (info.status, info.reason) == ("partial", "1 of 4 cases failed: 1 oom")
+    assert not (run_dir / sweep.CURRENT).exists()
     assert [sample.case for sample in samples] == list(wanted)
     assert len((run_dir / "samples.jsonl").read_text().splitlines()) == len(wanted)
     # out of memory on one rank is out of memory for all, and the sweep went on
@@ -281,4 +374,4 @@ def test_cases_that_follow_from_samples_are_measured_in_rounds(tmp_path, monkeyp
 
 
 if __name__ == "__main__":
-    worker.main(sys.argv[1], package=HERE.stem)
+    worker.main(*sys.argv[1:], package=HERE.stem)

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshwise import jobs as membership
+from meshwise.reshard import live
 from meshwise.reshard.holdings import Tensor, holdings
 from meshwise.reshard.regions import replicated, sharded
 from meshwise.reshard.transports.carriers import Gloo
@@ -79,8 +80,15 @@ def exchanges():
 
 
 def refused(ranks, kind):
-    rank, ones = ranks.rank, torch.ones
+    rank, ones, wide, one = ranks.rank, torch.ones, torch.ones(4, 5), torch.ones(5, 3)
     models = {
+        "rows twice": ({"a": ones(2, 5), "b": ones(3, 5)}, {"a": wide[:2], "b": wide[1:]}),
+        "columns twice": ({"a": ones(4, 2), "b": ones(4, 4)}, {"a": wide[:, :2], "b": wide[:, 1:]}),
+        "source below": ({"a": wide[:, :2]}, {"a": wide[:, 1:3]}),
+        "folded": ({"a": ones(3, 3)}, {"a": ones(9).as_strided((3, 3), (2, 1))}),
+        "tied here only": ({"a": ones(5, 3), "b": ones(5, 3)}, {"a": one, "b": one}),
+        "bare list": ([ones(5, 3)], {"a": ones(5, 3)}),
+        "rounded integers": ({"a": ones(3, dtype=torch.int64)}, {"a": ones(3)}),
         "shape": ({"a": ones(3, 2)}, {"a": ones(2, 3)}),
         "dtype": ({"a": ones(3)}, {"a": ones(3, dtype=torch.bfloat16)}),
         "missing": ({"layers.1": ones(3)}, {"layers.1": ones(3), "layer.1": ones(3)}),
@@ -95,8 +103,23 @@ def refused(ranks, kind):
         "other plans": ((5, 3), replicated((5, 3), [rank])),
     }
     source, destination = models.get(kind, ({"a": ones(5, 3)}, {"a": ones(5, 3)}))
-    plan = None
-    if kind in plans:
+    plan, options = None, {"convert": kind == "rounded integers"}
+    if kind == "tied, planned apart":
+        source, destination = models["tied here only"]
+        plan = {name: Tensor((5, 3), "fp32", replicated((5, 3), [0, 1])) for name in "ab"}
+    elif kind == "half of what is tied":
+        source, destination = (dict.fromkeys("ab", one) for _ in "12")
+        options = {"only": ["b"]}
+    elif kind == "within itself":  # the halves change places where they lie
+        halves = {n: ones(2, 3) for n in "a"}
+        source, destination = halves, halves
+        plan = {"a": Tensor((4, 3), "fp32", sharded((4, 3), 0, [1, 0]))}
+        options["source_plan"] = {"a": Tensor((4, 3), "fp32", sharded((4, 3), 0, [0, 1]))}
+    elif kind == "planned otherwise than placed":
+        line = DeviceMesh("cpu", [0, 1])
+        destination = {"a": distribute_tensor(ones(4, 3), line, [Shard(0)])}
+        source, plan = {"a": ones(4, 3)}, {"a": Tensor((4, 3), "fp32", sharded((4, 3), 0, [1, 0]))}
+    elif kind in plans:
         shape, layout = plans[kind]
         plan = {"a": Tensor(shape, "fp32", layout)}
         if kind == "not there":
@@ -106,11 +129,22 @@ def refused(ranks, kind):
         elif kind == "other shape than planned":
             source, destination = {"a": ones(4, 2)}, {"a": ones(2, 4)}
     with pytest.raises(ValueError) as caught:
-        Refit(source, None, destination, plan, ranks=ranks)
+        Refit(source, options.pop("source_plan", None), destination, plan, ranks=ranks, **options)
     return str(caught.value)
 
 
 REFUSED = {
+    "rows twice": ["destination a", "shares memory with destination b", "each its own"],
+    "columns twice": ["destination a", "shares memory with destination b"],
+    "source below": ["source a", "shares memory with destination a"],
+    "folded": ["a is strided by (2, 1) in shape (3, 3)", "copy"],
+    "tied here only": ["destination b: is one tensor with a, but the source has two", "untie"],
+    "tied, planned apart": ["destination a: shares memory with destination b", "tie both"],
+    "half of what is tied": ["destination b: is one tensor with a, which only = ['b'] leaves out"],
+    "within itself": ["source a: shares memory with destination a, which holds something else"],
+    "planned otherwise than placed": ["destination a", "(Shard(dim=0),)", "None for the plan"],
+    "bare list": ["a module or tensors by name, not list"],
+    "rounded integers": ["a: dtype int64 in the source, fp32", "convert=True is for bf16"],
     "shape": ["a", "(3, 2)", "(2, 3)"],
     "dtype": ["a", "fp32", "bf16", "convert"],
     "missing": ["layer.1", "layers.1"],
@@ -150,6 +184,143 @@ def spared(ranks):
 
 def test_other_strides_are_followed_and_what_is_not_asked_for_is_told(gloo_ranks):
     assert gloo_ranks(2, spared) == [["b", "extra"]] * 2
+
+
+def in_shared_memory(ranks):
+    """Columns of one matrix, tied weights on either side, weights that both models are."""
+    wide, frozen, first = torch.full((ROWS, 2 * COLUMNS), -1.0), value(7), value(2)
+    other = value(3)
+    source = {"left": value(0), "right": value(1), "in": first, "out": first, "frozen": frozen}
+    untied = {"in": torch.zeros(ROWS, COLUMNS), "out": torch.zeros(ROWS, COLUMNS)}
+    columns = {"left": wide[:, :COLUMNS], "right": wide[:, COLUMNS:], "frozen": frozen}
+    tied = dict.fromkeys(("in", "out"), torch.zeros(ROWS, COLUMNS))
+    for destination in (columns | untied, columns | tied):
+        refit = Refit(source, None, destination, None, ranks=ranks, verify="full_tensor")
+        first.copy_(other)
+        refit()
+        assert torch.equal(wide, torch.cat([value(0), value(1)], 1))
+        assert torch.equal(destination["in"], other) and torch.equal(destination["out"], other)
+        assert torch.equal(frozen, value(7))
+        refit.close()
+    return True
+
+
+def test_memory_that_is_shared_as_meant_is_right(gloo_ranks):
+    assert gloo_ranks(2, in_shared_memory) == [True] * 2
+
+
+# Torch's own full_tensor as the judge.
+
+
+@contextlib.contextmanager
+def wrong_belief():
+    """Shards are taken for those of the ranks in reverse, as if a mesh were the other way round."""
+    usual = live._cut
+    live._cut = lambda runs, parts: usual(runs, parts)[::-1]
+    try:
+        yield
+    finally:
+        live._cut = usual
+
+
+def judged(ranks, options):
+    """A planner that is wrong about the layout; a correct one; plain weights that differ."""
+    said = {}
+    for verify in ("full", "full_tensor"):
+        with wrong_belief():
+            line = DeviceMesh("cpu", range(2))
+            source = {"w": distribute_tensor(value(1)[:4], line, [Shard(0)]), "b": value(2)}
+            whole = {"w": torch.zeros(4, COLUMNS), "b": torch.zeros(ROWS, COLUMNS)}
+            refit = Refit(source, None, whole, None, ranks=ranks, verify=verify, **options)
+        try:
+            refit()
+            assert not torch.equal(whole["w"], value(1)[:4])  # silently wrong
+        except RefitError as error:
+            said[verify] = str(error)
+            assert refit.version is None
+            with pytest.raises(RefitError):  # what was wrong is not taken for sent
+                refit()
+        refit.close()
+    right = Refit(source, None, whole, None, ranks=ranks, verify="full_tensor", **options)
+    for version in (1, 2):
+        assert right().version == version
+        assert torch.equal(whole["w"], source["w"].full_tensor())
+        source["w"].to_local().add_(1)
+    if ranks.rank == 1:  # a tensor that is cut without DTensor, or a replica that is not one
+        source["b"].add_(1)
+    with pytest.raises(RefitError) as caught:
+        right()
+    assert right.version is None
+    right.close()
+    return [*said.values(), str(caught.value)]
+
+
+@pytest.mark.parametrize("options", [{}, {"delta": True}])
+def test_torchs_own_full_tensor_finds_what_the_planner_believes_wrongly(gloo_ranks, options):
+    first, second = gloo_ranks(2, judged, options=options)
+    assert first == second == [
+        "by torch's full_tensor w: the destination on rank 0 is not the source on rank 0, w: the "
+        "destination on rank 1 is not the source on rank 0; the destination has no version",
+        "by torch's full_tensor b: the source on rank 1 is not the source on rank 0, b: the "
+        "destination on rank 1 is not the source on rank 0; the destination has no version",
+    ]  # fmt: skip
+
+
+def judged_dtypes(ranks):
+    """Every dtype, and dtypes that change, gathered by torch and hashed."""
+    line = DeviceMesh("cpu", range(2))
+    bits = torch.randint(0, 256, (7, 16), dtype=torch.uint8, generator=torch.manual_seed(1))
+    kinds = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.uint8]
+    whole = {str(kind): bits.view(kind) for kind in kinds} | {"bool": bits > 99}
+    cut = {name: DTensor.from_local(
+        w.view(torch.uint8)[:4] if ranks.rank == 0 else w.view(torch.uint8)[4:], line, [Shard(0)],
+        shape=w.view(torch.uint8).shape, stride=w.view(torch.uint8).stride(),
+    ) for name, w in whole.items()}  # fmt: skip
+    cut = {name: DTensor.from_local(
+        t.to_local().view(whole[name].dtype), line, [Shard(0)], shape=whole[name].shape,
+        stride=whole[name].stride(),
+    ) for name, t in cut.items()}  # fmt: skip
+    back = {name: torch.zeros_like(w) for name, w in whole.items()}
+    Refit(cut, None, back, None, ranks=ranks, verify="full_tensor")()
+    for name, tensor in back.items():
+        assert torch.equal(tensor.view(torch.uint8), whole[name].view(torch.uint8)), name
+    names = [str(kind) for kind in kinds[:2]]
+    narrow = {name: torch.zeros_like(whole[name], dtype=torch.float16) for name in names}
+    Refit({name: cut[name] for name in names}, None, narrow, None, ranks=ranks, convert=True,
+          verify="full_tensor")()  # fmt: skip
+    return True
+
+
+def test_torch_gathers_every_dtype(gloo_ranks):
+    assert gloo_ranks(2, judged_dtypes) == [True] * 2
+
+
+def not_judged(ranks):
+    """What torch cannot gather is refused before anything moves, on all ranks."""
+    line = DeviceMesh("cpu", range(2))
+    cut = {"w": distribute_tensor(value(1)[:4], line, [Shard(0)])}
+    plan = {"w": Tensor((4, COLUMNS), "fp32", sharded((4, COLUMNS), 0, [0, 1]))}
+    copies = {"w": distribute_tensor(value(1)[:4], line, [Replicate()])}
+    whole = {"w": torch.zeros(4, COLUMNS)}
+    said = []
+    for source, source_plan, options in [
+        ({"w": cut["w"].to_local()}, plan, {}),
+        (copies if ranks.rank == 0 else None, None, {}),
+        (cut, None, {"atomic": True}),
+    ]:
+        with pytest.raises(ValueError) as caught:
+            Refit(source, source_plan, whole, None, ranks=ranks, verify="full_tensor", **options)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_torch_cannot_gather_is_refused_by_name(gloo_ranks):
+    first, second = gloo_ranks(2, not_judged)
+    assert first == second == [
+        "verify = 'full_tensor', use 'full': source w is (2, 3) of (4, 3) and no DTensor",
+        "rank 0: verify = 'full_tensor', use 'full': source w is not on all 2 ranks of its mesh",
+        "verify = 'full_tensor': compares what is served; needs atomic = False",
+    ]  # fmt: skip
 
 
 # What goes wrong underway, on one rank; and what the next refit makes of it.
@@ -245,6 +416,7 @@ def start():
     def process(job, fault):
         place = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         place |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        place |= {"MESHWISE_SECRET": "only they know these 32 characters"}
         found = subprocess.Popen(
             [sys.executable, __file__, f"127.0.0.1:{port}", job, fault],
             env=os.environ | place,

@@ -13,7 +13,7 @@ import pytest
 import meshwise
 from meshwise import launch, store, suites
 from meshwise.launch import RanksFailed
-from meshwise.launch.worker import find
+from meshwise.launch.errand import find
 from meshwise.spec import Cluster, Device, Layout, Recipe, Tier
 from meshwise.suites import tsv
 from meshwise.verbs.suite import INFERENCE_TSV, Settings, run_suite
@@ -150,7 +150,7 @@ def test_a_case_that_fails_does_not_stop_the_suite(monkeypatch, shared_ranks):
     assert "SIGKILL during case step 2" in kept[0]["Metadata"]
     assert "rank 0 lacks 2 GiB" in kept[2]["Metadata"]
     statuses = [store.load(result.run_dir)[0].status for result in results]
-    assert statuses == ["failed", "failed", "complete", "complete"]
+    assert statuses == ["failed", "failed", "partial", "complete"]
     assert len(rows(INFERENCE_TSV)) == 1
 
 
@@ -212,8 +212,9 @@ def test_training_goes_on_from_a_checkpoint_in_another_layout():
 def test_a_loss_that_is_not_finite_is_an_error_with_its_step():
     recipe = Recipe(learning_rate=1e38, max_grad_norm=0.0)
     (run_dir,) = meshwise.run(model=LLAMA, recipe=recipe, seq_len=16, steps=3, find_nonfinite=True)
-    (sample,) = store.load(run_dir)[1]
+    info, (sample,), _ = store.load(run_dir)
     assert sample.status == "error"
+    assert (info.status, info.reason) == ("failed", sample.reason)
     said = (
         r"the loss is (?:nan|inf) at step (\d+); first not finite: the (?:output|value before the "
         r"step) of (\S+) \(stage 0.*"

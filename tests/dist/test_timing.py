@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshwise import ranks as ranks_module
 from meshwise import timing
-from meshwise.launch import local, worker
+from meshwise.launch import errand, local, worker
 from meshwise.ranks import Ranks
 from meshwise.spec import Record
 
@@ -71,13 +71,13 @@ def measured(ranks: Ranks, request: bytes) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("timing")
-    errand = worker.Errand(
+    told = errand.Errand(
         target=f"{HERE}:measured",
         request=msgspec.Raw(msgspec.json.encode(Request(folder=str(folder)))),
         threads=1,
         timeout_s=30.0,
     )
-    local.start(errand, 3, worker=("-m", HERE))
+    local.start(told, 3, worker=("-m", HERE))
     everyone: list[dict[str, Any]] = msgspec.json.decode((folder / "found.json").read_bytes())
     return everyone
 
@@ -272,4 +272,4 @@ def test_random_numbers_are_normal_and_repeat() -> None:
 
 
 if __name__ == "__main__":
-    worker.main(sys.argv[1], package="tests")
+    worker.main(*sys.argv[1:], package="tests")

@@ -3,21 +3,26 @@
 This file started as a program is one process of a job: it joins and prints what it finds.
 """
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from meshwise import jobs as meetings
+from meshwise import ranks
+from tests.listening import listens_of
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 3.0
+SECRET = "only they know these 32 characters"
 
 
 @pytest.fixture
@@ -29,14 +34,15 @@ def port():
 
 @pytest.fixture
 def start(port):
-    """``start(job, size, jobs, what)`` starts one job; whatever of it is left is ended."""
+    """``start(job, size, jobs, what, **variables)`` starts one job; what is left of it is ended."""
     started = []
 
-    def job(name, size, jobs, what, setup_s=60.0, own_port=0):
+    def job(name, size, jobs, what, setup_s=240.0, own_port=0, **variables):
         mine = []
         for rank in range(size):
             place = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
             place |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            place |= {"MESHWISE_SECRET": SECRET, **variables}
             if own_port:
                 place |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(own_port)}
             order = [f"127.0.0.1:{port}", name, jobs, setup_s, what, bool(own_port)]
@@ -59,7 +65,7 @@ def start(port):
 
 def answers(processes):
     """What each process printed last, as soon as all have ended."""
-    return [json.loads(p.communicate(timeout=120)[0].splitlines()[-1]) for p in processes]
+    return [json.loads(p.communicate(timeout=300)[0].splitlines()[-1]) for p in processes]
 
 
 def free_port():
@@ -75,7 +81,10 @@ def test_two_jobs_with_and_without_a_group_of_their_own_become_one(start):
     everyone = [["trainer", 0], ["trainer", 1], ["server", None]]
     names = ["trainer rank 0", "trainer rank 1", "server rank 0"]
     # in the trainer's own group the ranks still add up to 0 + 1
-    assert answers(trainer + server) == [
+    found = answers(trainer + server)
+    for answer in found:
+        del answer["listens"]  # the trainer's own group listens where torch wants it
+    assert found == [
         {"rank": rank, "world_size": 3, "names": names, "gathered": everyone, "own": own, "word": 7}
         for rank, own in enumerate([1, 1, None])
     ]
@@ -98,7 +107,7 @@ def test_a_job_that_never_comes_is_named(start):
 
 def test_a_rank_that_never_comes_is_named_with_its_job(start):
     jobs = ["trainer", "server"]
-    first, second = start("server", 2, jobs, "wait", setup_s=60.0, own_port=free_port())
+    first, second = start("server", 2, jobs, "wait", own_port=free_port())
     assert second.stdout.readline() == "here\n" == first.stdout.readline()
     first.send_signal(signal.SIGUSR1)
     (trainer,) = start("trainer", 1, jobs, "meet", setup_s=TIMEOUT_S)
@@ -145,6 +154,61 @@ def test_a_stopped_rank_is_named_and_a_new_server_may_come(start):
     assert [answer["rank"] for answer in answers([trainer, again])] == [0, 1]
 
 
+def connected(port):
+    """A connection to a store that is still being opened."""
+    for _ in range(2400):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port), 60)
+        time.sleep(0.1)
+    raise AssertionError("nobody listens")
+
+
+def test_a_crowd_of_strangers_gets_nothing_and_keeps_no_member_out(start, port, tmp_path):
+    jobs = ["trainer", "server"]
+    (trainer,) = start("trainer", 1, jobs, "meet", GLOO_SOCKET_IFNAME="")
+    crowd = [connected(port) for _ in range(300)]
+    for number in range(0, 300, 3):
+        with contextlib.suppress(ConnectionError):
+            crowd[number].sendall(os.urandom(500))
+    no_secret = {"MESHWISE_SECRET": "", "HOME": str(tmp_path)}  # another user
+    strangers = start("server", 1, jobs, "meet", **no_secret)
+    strangers += start("server", 1, jobs, "meet", MESHWISE_SECRET="!" + SECRET)
+    strangers += start("trainer", 1, jobs, "meet", MESHWISE_SECRET="!" + SECRET)
+    with pytest.raises(TimeoutError):
+        ranks.connect("127.0.0.1", port, False, 1.0, "nobody")
+    for answer in answers(strangers):
+        assert answer == {
+            "ValueError": f"address = 127.0.0.1:{port}: the store there has another secret than "
+            "this process: give all jobs the same, in a file that MESHWISE_SECRET_FILE names"
+        }
+    (server,) = start("server", 1, jobs, "meet", GLOO_SOCKET_IFNAME="")
+    for rank, answer in enumerate(answers([trainer, server])):
+        assert answer["rank"] == rank and answer["word"] == 7
+        assert set(answer["listens"]) == {"127.0.0.1"}
+    for one in crowd:
+        one.settimeout(30)
+        with contextlib.suppress(ConnectionError):
+            assert one.recv(100) == b""
+
+
+def test_jobs_of_one_user_need_no_setting(start, tmp_path):
+    jobs, home = ["trainer", "server"], {"MESHWISE_SECRET": "", "HOME": str(tmp_path)}
+    processes = [
+        *start("trainer", 1, jobs, "meet", **home),
+        *start("server", 1, jobs, "meet", **home),
+    ]
+    assert [answer["rank"] for answer in answers(processes)] == [0, 1]
+    made = tmp_path / ".meshwise" / "secret"
+    assert made.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a\x1b[2J", "a\n", "x" * 65])
+def test_a_job_of_a_name_that_no_line_could_hold_is_refused(name):
+    with pytest.raises(ValueError, match="1 to 64 letters") as error:
+        meetings.join_at("127.0.0.1:29600", "a", ["a", name])
+    assert str(error.value).isprintable()
+
+
 @pytest.mark.parametrize("address", ["node1", ":29600", "node1:99999", "node1:²"])
 def test_an_address_without_a_port_is_refused(address):
     with pytest.raises(ValueError, match="must be host:port, for example node1:29600"):
@@ -177,6 +241,7 @@ def _answer(address, job, jobs, setup_s, what, has_group):
         except TimeoutError as error:
             print(json.dumps({"TimeoutError": str(error)}), flush=True)
         joined = join()
+    listens = listens_of(os.getpid())
     gathered = joined.gather([job, int(os.environ["RANK"]) if has_group else None])
     last, word = joined.world_size - 1, torch.tensor([7.0])
     if joined.rank == 0:
@@ -191,6 +256,7 @@ def _answer(address, job, jobs, setup_s, what, has_group):
         dist.all_reduce(number)
         own = int(number)
     return {
+        "listens": listens,
         "rank": joined.rank,
         "world_size": joined.world_size,
         "names": list(joined.names),

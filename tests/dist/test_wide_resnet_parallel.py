@@ -315,7 +315,8 @@ def moved(ranks, plan, layouts, folder):
             assert checkpoint.load(ranks, training, folder, plan, seed=0) == 1
         else:
             step.run(training, 0)
-            checkpoint.save(ranks, training, folder, plan, step=1, seed=0)
+            with checkpoint.saving(ranks, folder) as save:
+                save(training, plan, step=1, seed=0)
         (stage,) = training.pipeline.stages.values()
         tensors = [*stage.module.named_parameters(), *stage.module.named_buffers()]
         held.append({name: whole(value) for name, value in tensors})

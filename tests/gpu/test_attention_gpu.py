@@ -4,8 +4,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import numpy as np  # noqa: E402
+
 from meshwise.attention import kernels, rows  # noqa: E402
 from meshwise.attention.dilated import dilated_attention  # noqa: E402
+from meshwise.attention.merge import merge, nothing, result  # noqa: E402
 from meshwise.spec import Dilation  # noqa: E402
 
 pytestmark = [
@@ -70,6 +73,62 @@ def test_rows_are_taken_mixed_and_added_as_on_a_cpu(dtype):
         found.append([taken, out, lse.exp(), rows.total(parts, like)])
     for on_cpu, on_gpu in zip(*found, strict=True):
         assert torch.allclose(on_cpu.float(), on_gpu.cpu().float(), atol=LIMITS[dtype])
+
+
+def parts_of(lse, count, spread, *, ones=False):
+    """Values [count, 2, 3, 50, 40] of parts and their lse, a tenth of whose rows saw no key."""
+    shape = (count, 2, 3, 50)
+    lses = (lse + spread * torch.randn(shape, dtype=torch.float64)).float()
+    lses[torch.rand(shape) < 0.1] = -torch.inf
+    values = torch.ones(*shape, 40) if ones else torch.randn(*shape, 40)
+    return values.cuda(), lses.cuda()
+
+
+def one_by_one(values, lses):
+    """Into every second row of what is so far, as strided views are; parts [.., rows, heads, D]."""
+    so_far = nothing((2, 3, 100, 40), values.device)
+    views = type(so_far)(*(x[:, :, ::2].unsqueeze(1) for x in so_far))
+    for part, lse in zip(values, lses, strict=True):
+        turned = part.transpose(1, 2).contiguous().transpose(1, 2)
+        merge(views, turned.unsqueeze(1), lse.unsqueeze(1))
+    assert not so_far.out[:, :, 1::2].any() and not so_far.share[:, :, 1::2].any()
+    return result(type(so_far)(*(x[:, :, ::2] for x in so_far)), values[0])
+
+
+def together(values, lses):
+    """In places of their own: each part's rows are in another order."""
+    count, parts = values[0].shape[1] * values[0].shape[2], []
+    for part, lse in zip(values.flatten(2, 3), lses.flatten(2, 3), strict=True):
+        order = torch.randperm(count, device=part.device)
+        at = rows.places(order.to(torch.int32), count, 1, part.device)
+        parts.append(rows.Part(part[:, order], at, lse[:, order]))
+    out, lse = rows.combine(parts, values[0].flatten(1, 2))
+    return out.view_as(values[0]), lse.view_as(lses[0])
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 32, 33, 1000])
+@pytest.mark.parametrize("merged", [one_by_one, together])
+def test_merging_adds_next_to_nothing_at_any_size_and_number(merged, count):
+    worst = 0.0
+    for size in (0, 10, 1e3, 3.7e3, 3e4, 1e6):
+        for spread in (0, 1, 20):
+            torch.manual_seed(count)
+            values, lses = parts_of(size, count, spread)
+            out, lse = merged(values, lses)
+            weights = lses.double().softmax(0).nan_to_num(0)
+            exact = (weights.unsqueeze(-1) * values.double()).sum(0)
+            ulp = np.spacing(np.float32(exact.abs().max().cpu()))
+            worst = max(worst, float((out - exact).abs().max()) / ulp)
+            exact_lse = lses.double().logsumexp(0)
+            assert torch.equal(lse > -torch.inf, exact_lse > -torch.inf)
+            assert float((lse - exact_lse).nan_to_num(0).abs().max()) <= 2**-23 * (size + 100)
+            values, lses = parts_of(size, count, spread, ones=True)
+            for dtype in (torch.float32, torch.bfloat16):
+                out, lse = merged(values.to(dtype), lses)
+                seen = (lse > -torch.inf).unsqueeze(-1).expand_as(out)
+                assert torch.equal(out, seen.to(dtype))
+    print(f"{merged.__name__}, {count} parts: {worst:.2f} ulp")
+    assert worst <= 4
 
 
 @pytest.mark.parametrize("mixture", ["exact", "detached"])

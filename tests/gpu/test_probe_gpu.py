@@ -148,3 +148,51 @@ def test_groups_and_split_blocks_over_nccl(tmp_path):
     info, samples, _ = store.load(run_dir)
     assert info.status == "complete"
     assert [(sample.status, sample.reason) for sample in samples] == [("ok", "")] * len(cases)
+
+
+@pytest.mark.parametrize(
+    ("replay", "status"), [(torch.cuda.CUDAGraph.replay, "ok"), (lambda _: None, "error")]
+)
+def test_a_replay_that_does_nothing_is_an_error(tmp_path, monkeypatch, replay, status):
+    """The eager call is right; what the graph's replay leaves is looked at as well."""
+    source, result = torch.arange(100.0, device="cuda"), torch.empty(100, device="cuda")
+    check = work.Check(lambda: result.fill_(-1), lambda: int((source != result).sum()))
+    copies = work.Work(calls=(lambda: result.copy_(source),), check=lambda _: check, batch=20)
+    monkeypatch.setattr(sweep.Bench, "build", lambda *_: copies)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+    (sample,) = sweep_alone([Case(op=Gemm(m=8, n=8, k=8), regime="graph")], tmp_path)
+    assert (sample.status, sample.metrics["wrong"]) == (status, 0)
+    assert sample.metrics["wrong_as_timed"] == (0 if status == "ok" else 100)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_replays_over_nccl_and_symmetric_memory_are_checked_and_right(tmp_path):
+    in_place = ("all_reduce", "broadcast", "reduce")
+    of = {
+        "": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"),
+        "nccl": ("all_reduce", "reduce_scatter", "send_recv"),
+        "one_shot": ("all_reduce",), "two_shot": ("all_reduce",), "peer_copy": ("all_gather",),
+    }  # fmt: skip
+    cases = tuple(
+        Case(
+            op=Collective(
+                kind=kind, size_bytes=2**20, group_size=2,
+                in_place=kind in in_place and backend in ("", "two_shot"),
+            ),
+            regime="graph", backend=backend, world_size=2,
+        )
+        for backend, kinds in of.items()
+        for kind in kinds
+    )  # fmt: skip
+    cases += tuple(
+        Case(op=Collective(kind=kind, size_bytes=2**20, group_size=2, in_place=True),
+             regime="graph", backend="nccl", world_size=2)
+        for kind in ("all_reduce", "reduce_scatter", "reduce")
+    )  # fmt: skip
+    run_dir = new_run(tmp_path, 2)
+    request = sweep.SweepRequest(cases=cases, run_dir=str(run_dir))
+    launch.run("meshwise.probe.sweep:measure_ranks", request, nproc=2)
+    for sample in store.load(run_dir)[1]:
+        if sample.status != "skipped":  # this machine has no symmetric memory
+            assert sample.status == "ok", (sample.case, sample.reason)
+            assert sample.metrics["wrong"] == sample.metrics["wrong_as_timed"] == 0

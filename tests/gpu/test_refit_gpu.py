@@ -155,6 +155,58 @@ def test_a_rank_that_stops_is_named_and_the_survivor_goes_on(method, tmp_path):
     assert "rank 1" in said and "had not arrived" in said and said.rstrip().endswith("None")
 
 
+JUDGED = """
+import sys, torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from meshwise import ranks
+from meshwise.reshard import live
+from meshwise.reshard.weights import Refit, RefitError
+here = ranks.join(20.0)
+line = DeviceMesh("cuda", [0, 1])
+whole = torch.arange(7 * 33, device=here.device).view(7, 33).bfloat16()
+source = {"w": distribute_tensor(whole, line, [Shard(0)])}
+target = {"w": distribute_tensor(torch.zeros_like(whole), line, [Shard(1)])}
+refit = Refit(source, None, target, None, ranks=here, method=sys.argv[1], verify="full_tensor")
+for version in (1, 2, 3):  # the first as it is written, then a graph's replays
+    source["w"].to_local().add_(1)
+    assert refit().version == version
+    assert torch.equal(target["w"].full_tensor(), source["w"].full_tensor())
+target["w"]._local_tensor.data = target["w"]._local_tensor.data[:3]  # at the same address
+try:
+    refit()
+except RefitError as error:
+    assert "destination w was replaced" in str(error) and refit.version == 3
+refit.close()
+usual, live._cut = live._cut, lambda runs, parts: usual(runs, parts)[::-1]
+target = {"w": torch.zeros_like(whole[:6])}
+source = {"w": distribute_tensor(whole[:6], line, [Shard(0)])}
+refit = Refit(source, None, target, None, ranks=here, method=sys.argv[1], verify="full_tensor")
+try:
+    refit()
+except RefitError as error:
+    print("torch says", error, refit.version, flush=True)
+refit.close()
+here.leave()
+"""
+
+
+@two
+@pytest.mark.parametrize("method", ["ipc", "nccl"])
+def test_torchs_own_full_tensor_is_the_judge(method, tmp_path):
+    script = tmp_path / "judged.py"
+    script.write_text(JUDGED)
+    environment = os.environ | {"PYTHONPATH": str(Path(meshwise.__file__).parents[1])}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ran = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(script), method],
+        capture_output=True, text=True, env=environment, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    said = "torch says by torch's full_tensor w: the destination on rank 0 is not the source on"
+    assert ran.stdout.count(said) == 2 and "the destination has no version None" in ran.stdout
+
+
 def test_a_refused_copy_touches_nothing():
     source, destination = torch.ones(26, 64, device=DEVICE), torch.zeros(26, 64, device=DEVICE)
     found = lines(source, destination, 256, 256, 13, 256, 8)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from meshwise import machine, timing
 from meshwise import ranks as ranks_module
-from meshwise.launch import RanksFailed, local, worker
+from meshwise.launch import RanksFailed, errand, local, worker
 from meshwise.ranks import Ranks
 from meshwise.spec import Record
 from meshwise.stats import median_interval
@@ -77,13 +77,13 @@ def stops(ranks: Ranks, request: bytes) -> None:
 
 
 def start(target: str, folder: Path, timeout_s: float = 30.0) -> None:
-    errand = worker.Errand(
+    told = errand.Errand(
         target=f"{HERE}:{target}",
         request=msgspec.Raw(msgspec.json.encode(Request(folder=str(folder)))),
         threads=1,
         timeout_s=timeout_s,
     )
-    local.start(errand, 2, worker=("-m", HERE))
+    local.start(told, 2, worker=("-m", HERE))
 
 
 def median_s(call: Any, regime: str) -> float:
@@ -162,4 +162,4 @@ def test_a_rank_that_the_others_wait_for_is_named(tmp_path: Path, target: str, w
 
 
 if __name__ == "__main__":
-    worker.main(sys.argv[1], package="tests")
+    worker.main(*sys.argv[1:], package="tests")

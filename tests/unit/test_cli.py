@@ -79,6 +79,35 @@ def test_every_verb_can_print_json(verb, capsys):
 
 
 @pytest.mark.parametrize(
+    ("commas", "repeated"),
+    [
+        ("gemm --square 128,256 --dtypes=fp32,bf16",
+         "gemm --square 128 --square 256 --dtypes fp32 --dtypes bf16"),
+        ("gemm --model gpt-30m,gpt-125m --microbatch_size 1,2",
+         "gemm --model gpt-30m --model gpt-125m --microbatch-size 1 --microbatch-size 2"),
+        ("attention --seq_len 64,128 --backend flash,math",
+         "attention --seq-len 64 --seq-len 128 --backend flash --backend math"),
+        ("collectives all_reduce,all_gather --mode warm,blocking",
+         "collectives all_reduce all_gather --mode warm --mode blocking"),
+        ("overlap --kind all_reduce,all_gather", "overlap --kind all_reduce --kind all_gather"),
+    ],
+)  # fmt: skip
+def test_every_list_takes_commas(commas, repeated, capsys):
+    store.write("cluster.toml", known.CLUSTER)
+    found = []
+    for arguments in (commas, repeated):
+        assert call("measure", *arguments.split(), "--dry-run", "--json") == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+
+
+def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
+    Path("a,b.log").write_text("nothing\n")
+    assert call("measure", "import", "a,b.log") == 2
+    assert "a,b.log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("plann", "Did you mean \"plan\"?"),

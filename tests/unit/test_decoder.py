@@ -41,6 +41,9 @@ MOE = msgspec.structs.replace(
     layers=3,
     experts=Experts(num_experts=6, top_k=2, ffn=24, shared_ffn=40, first_dense=1),
 )
+SCORED = msgspec.structs.replace(
+    MOE, experts=msgspec.structs.replace(MOE.experts, shared_gate=True)
+)
 LATENT = msgspec.structs.replace(
     MOE,
     kv_heads=8,
@@ -166,6 +169,54 @@ VARIANTS = {  # config -> parameters by transformers 4.57.1, meta device
 }
 
 
+WINDOW = {"sliding_window": 16}  # of 32 positions
+LATENT_CONFIG = "latent attention with biases"
+READ_PAST = [  # keys that change the computation and that were once not looked at
+    ("heads wider than hidden", WINDOW, "sliding_window = 16: attention here is full"),
+    ("heads wider than hidden", {"max_position_embeddings": 8192}, "sliding_window is missing"),
+    (
+        "biases of q, k and v",
+        WINDOW | {"use_sliding_window": True},
+        "sliding_window = 16: attention here is full",
+    ),
+    (
+        "norms of q and k",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types = ['full_attention', 'sliding_attention']: must be full_attention",
+    ),
+    (LATENT_CONFIG, {"first_k_dense_replace": 3}, "first_k_dense_replace = 3: leaves none of 3"),
+    ("a gated shared expert", {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers = 3: leaves none"),
+    (LATENT_CONFIG, {"topk_method": "greedy"}, "topk_method = 'greedy': must be 'noaux_tc'"),
+    (LATENT_CONFIG, {"scoring_func": "softmax"}, "scoring_func = 'softmax': must be 'sigmoid'"),
+    (LATENT_CONFIG, {"qk_rope_head_dim": 7}, "qk_rope_head_dim = 7: must be even"),
+    ("biases and tied", {"head_dim": 7}, "head_dim = 7: must be even"),
+    ("biases and tied", {"num_local_experts": 4}, "num_local_experts = 4: is not known"),
+    ("biases and tied", {"kv_lora_rank": 4}, "kv_lora_rank = 4: is not known"),
+    ("biases and tied", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not"),
+    (
+        "biases and tied",
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "rope_parameters: partial_rotary_factor = 0.5: must be 1",
+    ),
+    ("biases and tied", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: is"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("heads wider than hidden", {"sliding_window": 32}),  # a window of all positions
+        ("biases of q, k and v", WINDOW | {"use_sliding_window": False}),
+        ("norms of q and k", WINDOW | {"layer_types": ["full_attention"] * 2}),
+        ("biases and tied", {"partial_rotary_factor": 1.0, "num_local_experts": 0}),
+    ],
+)
+def test_keys_that_change_nothing_are_accepted(name, change, tmp_path):
+    config, parameters = VARIANTS[name]
+    found = hugging_face.read_config(written(tmp_path, config | change))
+    assert decoder.num_parameters(found) == parameters
+
+
 def written(tmp_path, config):
     path = tmp_path / "config.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
@@ -220,6 +271,8 @@ LLAMA = SMALL | {"model_type": "llama"}
         (VARIANTS["a GPT"][0] | {"n_layer": 10_001}, ": n_layer = 10001: must"),
         (VARIANTS["a GPT"][0] | {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
         (VARIANTS["a GPT"][0] | {"n_head": 3}, "n_head = 3"),
+        (VARIANTS["a GPT"][0] | {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06"),
+        *((VARIANTS[name][0] | change, named) for name, change, named in READ_PAST),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_file_and_key(config, named, tmp_path):
@@ -367,10 +420,10 @@ def test_products_are_counted_over_the_model():
     assert counts["vocab"] == 1
 
 
-@given(st.sampled_from([DENSE, MOE, LATENT, GPT]), st.sampled_from([1, 2, 4]))
+@given(st.sampled_from([DENSE, MOE, SCORED, LATENT, GPT]), st.sampled_from([1, 2, 4]))
 def test_products_multiply_every_matrix_once(model, tp):
     """2 * rows FLOPs an element of each weight matrix but lookups; what tp divides, tp times."""
-    rows, whole = 2 * 8, {"q_down", "kv_down", "router"}
+    rows, whole = 2 * 8, {"q_down", "kv_down", "router", "shared_gate"}
     found = sum(
         p.count * p.gemm.flops * (1 if p.name in whole else tp)
         for p in decoder.products(model, 2, 8, tp=tp)

@@ -111,6 +111,20 @@ def faults(found: list[health.Finding]) -> list[tuple[str, str]]:
     return [(finding.what, finding.where) for finding in found if finding.severity == "fault"]
 
 
+def test_a_wrong_result_is_a_fault_of_its_own():
+    machine = Machine(4, seed=1)
+    *samples, last = machine.run()
+    assert faults(findings(machine.info, [*samples, last])) == []
+    wrong = Sample(
+        case_id=last.case_id, case=last.case, status="error",
+        reason="wrong elements: 7 on rank 2", metrics={"wrong": 7.0},
+    )  # fmt: skip
+    found = findings(machine.info, [*samples, wrong])
+    assert [(one.what, one.severity) for one in found] == [("wrong result", "fault")]
+    assert "wrong elements: 7 on rank 2" in found[0].evidence
+    assert verdict(found) == "1 fault"
+
+
 # ---- which cases
 
 

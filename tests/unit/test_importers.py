@@ -140,6 +140,34 @@ def test_columns_of_nccl_tests_are_found_by_name_and_wrong_elements_are_an_error
     assert (bad.status, bad.reason) == ("error", "3 wrong elements")
     assert "1 rows have no counterpart here: redop max at line 8" in found.warnings
     assert "secret-host" not in str(found)
+    # once right and once wrong is wrong
+    again = "\n".join([*text.splitlines(), text.splitlines()[6].replace(" 0.05 3 ", " 0.05 0 ")])
+    bad = only(importers.read(file(again)), in_place=True)
+    assert (bad.status, bad.reason, bad.times_s) == ("error", "3 wrong elements", ())
+    assert len(only(importers.read(file(again)), in_place=False).times_s) == 2
+
+
+@pytest.mark.parametrize(
+    ("type_", "error", "status"),
+    [("float", "5e-07", "ok"), ("float", "1e-05", "ok"), ("float", "2e-05", "error"),
+     ("half", "1e-03", "ok"), ("half", "2e-01", "error"), ("float", "nan", "error"),
+     ("float", "N/A", "ok"), ("float", "0e+00", "ok")],
+)  # fmt: skip
+def test_the_error_of_older_nccl_tests_is_a_distance_and_no_count(file, type_, error, status):
+    """common.cu of v2.0 prints the largest |difference| and fails above DeltaMaxValue(type)."""
+    text = f"""\
+# Collective test starting: all_reduce_perf
+# nThread 1 nGpus 2 minBytes 8 maxBytes 8 step: 2(factor) warmup iters: 5 iters: 20 validation: 1
+#  Rank  0 Pid 7 on h device  0 [0x06] NVIDIA H200
+#  Rank  1 Pid 7 on h device  1 [0x07] NVIDIA H200
+# size count type redop time algbw busbw error time algbw busbw error
+ 1024 256 {type_} sum 10.24 0.10 0.10 {error} 20.48 0.05 0.05 0e+00
+"""
+    found = importers.read(file(text))
+    sample = only(found, in_place=False)
+    assert (sample.status, "wrong" in sample.metrics) == (status, False)
+    assert status == "ok" or error in sample.reason
+    assert only(found, in_place=True).status == "ok"
 
 
 def report(**changes):
@@ -228,6 +256,126 @@ def test_old_columns_of_param_are_read_and_foreign_rows_left_out_by_name(file):
     assert (sample.times_s, sample.case.regime) == ((100.0 * 1e-6,), "pipelined")
     assert any("COMMS-RES-QUANT" in text for text in found.warnings)
     assert any("gather: no counterpart" in text for text in found.warnings)
+
+
+def param(world_size, blocking, *, backend="nccl", dtype="float32", rank=0, p50=100.0, size=4096):
+    """A whole log of one all_reduce."""
+    return f"""\
+ PARAM COMM environment: {{'world_size': {world_size}, 'global_rank': {rank}, 'local_rank': {rank}}}
+ backend: {backend} args.data_types: ['{dtype}'] args.b: 4 args.z: {blocking} args.x: 1
+ Hello from Rank {rank}: world_size: {world_size}, master_ip: x
+ collective=all_reduce, src_ranks=None, dst_ranks=None
+ COMMS-RES  size (B)  nElementsPerRank  Latency(us):p50  p75  p95  Min  Max  AlgBW(GB/s)  BusBW(GB/s)
+ COMMS-RES-all_reduce-{dtype}  {size}  {size // 4}  {p50}  101.0  102.0  99.0  103.0  0.04  0.05
+"""  # noqa: E501
+
+
+def test_param_logs_in_one_file_keep_each_its_own_flags(file):
+    """Once the first log's world size and blocking flag were taken for all."""
+    logs = [param(4, 1), param(4, 0, p50=50.0), param(4, 1, size=8192, p50=200.0)]
+    found = importers.read(file("".join(logs)))
+    seen = {(s.case.op.size_bytes, s.case.regime, s.times_s[0] * 1e6) for s in found.samples}
+    due = {(4096, "blocking", 100.0), (4096, "pipelined", 50.0), (8192, "blocking", 200.0)}
+    assert {(size, regime, round(time, 6)) for size, regime, time in seen} == due
+    assert found.facts["runs"] == 3 and found.world_size == 4
+
+
+def test_real_param_logs_in_one_file_are_what_they_are_apart(file):
+    names = [f"comms_4xH200_{name}.txt" for name in ("blocking", "nonblocking")]
+    both = importers.read(file("".join((PARAM / name).read_text() for name in names)))
+    apart = [sample for name in names for sample in importers.read(PARAM / name).samples]
+    assert list(both.samples) == apart
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (param(4, 1) + param(8, 1), "world_size is 4 at line 1 and 8 at line 7: .* split the file"),
+        (param(4, 1) + param(4, 1, backend="gloo"), "backend is nccl at line 1 and gloo at line 7"),
+        # the head of the second log is lost
+        (param(4, 1) + "".join(param(4, 0).splitlines(True)[1:]),
+         "args.z is 1 at line 2 and 0 at line 7"),
+        (param(4, 1) + "".join(param(8, 1).splitlines(True)[2:]),
+         "world_size is 4 at line 1 and 8 at line 7"),
+        # the head of the first log is lost
+        ("".join(param(8, 0).splitlines(True)[4:]) + param(4, 1), "line 1 is a row above any"),
+        (param(4, 1) + " [Rank 0] num_pg 1, groupSize 8\n", "line 7 has a group of 8"),
+    ],
+    ids=["world", "backend", "flag", "hello", "headless", "group"],
+)  # fmt: skip
+def test_param_logs_that_disagree_are_refused_with_their_lines(file, text, message):
+    with pytest.raises(ValueError, match=message):
+        importers.read(file(text))
+
+
+def test_other_ranks_may_tell_the_environment_of_the_same_run(file):
+    first, *rest = param(4, 1).splitlines(True)
+    others = "".join(first.replace("_rank': 0", f"_rank': {rank}") for rank in (2, 1, 3))
+    found = importers.read(file(first + others + "".join(rest)))
+    assert (len(found.samples), found.facts["runs"]) == (1, 1)
+
+
+def test_a_failed_check_of_param_makes_its_collective_an_error(file):
+    said = "ValueError: [4096-bytes all_reduce] Wrong value at [1][7] = 3.0, expected 4.0\n"
+    found = importers.read(file(param(4, 1) + said + param(4, 0)))
+    bad, good = found.samples
+    assert (bad.status, good.status) == ("error", "ok")
+    assert bad.reason == "wrong elements: PARAM's check failed at line 7"
+    assert any("1 rows cannot be used" in text for text in found.warnings)
+
+
+TRACE = "h:7:8 [0] NCCL INFO AllReduce: opCount {} sendbuff 0x10 recvbuff 0x20 count 4 datatype 7 op 0 root 0 comm 0xa{}"  # noqa: E501
+JOINED = "h:7:8 [0] NCCL INFO ncclCommInitRank comm 0xa rank 0 nranks {} cudaDev 0"
+GEMM_CSV = "m,n,k,transA,transB,dtype,Time(s)\n8,8,8,T,N,bfloat16,0.001\n"
+GATHERED = "Model,MBS,Seq,HiddenSize,DataType,WorldSize,Time(s),Bandwidth(GB/s)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (H200[0].read_text() + (PARAM / "comms_4xH200_blocking.txt").read_text(),
+         r"nccl-tests at line \d+ and one of PARAM at line \d+; split"),
+        (H200[0].read_text() + H200[1].read_text().replace("Rank  3", "Rank  7"),
+         r"ranks 4 above line \d+ and 8 above"),
+        (re.sub(r"Rank  3(.* on +)vm", r"Rank  2\1other", H200[0].read_text()),
+         "list of devices has a rank twice"),
+        (H200[0].read_text() + re.sub(r"#  Rank  3.*\n", "", H200[1].read_text()),
+         r"ranks 4 above line \d+ and 3 above line \d+: logs of two runs"),
+        (H200[0].read_text() + re.sub(r"( on +)\S+( device)", r"\1other\2", H200[1].read_text()),
+         r"lines? \d+ and line \d+ are of different hosts"),
+        (H200[0].read_text() + H200[1].read_text().replace("nccl-library=", "nccl-library=1"),
+         r"nccl-library \d+ above line \d+ and 1\d+ above"),
+        # the settings of the second, then of the first, are lost
+        (H200[0].read_text() + H200[1].read_text().replace("# nThread", "# "),
+         r"table at line \d+ has no settings"),
+        (H200[0].read_text().replace("# nThread", "# ") + H200[1].read_text(),
+         r"table at line \d+ has no settings"),
+        (GEMM_CSV * 2, "line 3 is a second header"),
+        (GEMM_CSV + "\nbtd,size_bytes,latency_us\n", "line 4 is a second header"),
+        (GATHERED + "x,1,4,8,bfloat16,2,0.001,0.000064\nx,1,4,8,bfloat16,4,0.001,0.000096\n",
+         "WorldSize is 2 at line 2 and 4 at line 3"),
+        ('btd,size_bytes,latency_us\n"4,1-1,8",128,9.0\n"4,1-1-1-1,8",128,9.0\n',
+         "ranks are 4 at line 3 and 2 at line 2"),
+        ("\n".join([JOINED.format(4), TRACE.format(1, ""), JOINED.format(8)]),
+         "comm 0xa of process 7 has 4 ranks, and 8 at line 3"),
+    ],
+    ids=[
+        "tools", "more", "twice", "fewer", "hosts", "versions", "second", "first", "header",
+        "other header", "world sizes", "tables", "trace",
+    ],
+)  # fmt: skip
+def test_files_of_several_runs_are_refused_where_they_disagree(file, text, message):
+    with pytest.raises(ValueError, match=message):
+        importers.read(file(text, "allgather_benchmark.csv"), FOUR)
+
+
+def test_files_of_several_runs_that_agree_are_as_apart(file):
+    both = importers.read(file(H200[0].read_text() + H200[1].read_text()))
+    assert both.samples == tuple(s for path in H200[:2] for s in importers.read(path).samples)
+    assert (both.num_hosts, both.world_size) == (1, 4)
+    trace = "\n".join([JOINED.format(4), TRACE.format(1, " [nranks=4]"), JOINED.format(8)])
+    (sample,) = importers.read(file(trace)).samples  # the call says it itself
+    assert sample.case.op.group_size == 4
 
 
 def test_param_point_to_point_is_a_send_between_its_ranks(file):
@@ -414,7 +562,7 @@ def test_a_duplicated_row_keeps_both_times(file):
         (broken("sendrecv", "", "") + broken("all_reduce", "(us)", "(ms)"), "mixed units"),
         (broken("sendrecv", "364.90  364.90", "2919.2  2919.2"),
          r"mixed units \(GB/s from line \d+, Gbit/s from line 25\)"),
-        (OLD_PARAM + OLD_PARAM.replace("Latency(us)", "Latency(ms)"), "mixed units"),
+        (OLD_PARAM + OLD_PARAM.replace("Latency(us)", "Latency(ms)"), "12: .ms. is not a unit"),
         (OLD_PARAM.split("reduce_scatter-float16_tag")[0], "line 6: 1 values under 10 columns"),
         ("# size count type time algbw busbw error\n", "has a header and no rows"),
         (HEAD, "a header and no rows"),

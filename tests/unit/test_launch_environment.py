@@ -1,10 +1,16 @@
 """Who started this process: torchrun, srun, or nobody."""
 
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
 
 from meshwise import launch, ranks
+from meshwise.launch import errand, local
 from meshwise.spec import Workload
 
 STEP = {
@@ -82,6 +88,57 @@ def test_what_starts_one_process_is_no_launcher(variables: dict[str, str]) -> No
 )
 def test_the_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
     assert ranks.first_host(nodelist) == host
+
+
+def test_the_store_of_a_step_on_one_host_is_for_that_host() -> None:
+    alone = ranks.environment(STEP | {"SLURM_STEP_NUM_NODES": "1"})
+    assert alone is not None and alone["host"] == "127.0.0.1"
+
+
+def told(**environment: str) -> errand.Errand:
+    return errand.Errand(
+        target="meshwise.launch:run",
+        request=msgspec.Raw(b"{}"),
+        threads=3,
+        timeout_s=1.0,
+        environment=environment,
+    )
+
+
+def test_ranks_meet_on_the_loopback_interface_unless_the_user_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ranks.LOOPBACK:
+        monkeypatch.delenv(name, raising=False)
+    found = local.variables(told(LOG="log of {rank}"), 1, 2, 4711)
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+    assert (found["RANK"], found["WORLD_SIZE"], found["OMP_NUM_THREADS"]) == ("1", "2", "3")
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("127.0.0.1", "4711")
+    assert found["LOG"] == "log of 1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert local.variables(told(), 1, 2, 4711)["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_ranks_import_from_the_working_directory_only_if_the_program_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    worker = ("-m", "meshwise.launch.worker")
+    assert local._worker() == ("-P", *worker)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert local._worker() == worker
+
+
+def test_a_rank_imports_nothing_heavy_before_it_is_told_to_die_with_its_parent() -> None:
+    code = "import sys; import meshwise.launch.worker; print(*sys.modules, sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "msgspec", "meshwise.spec"} & set(done.stdout.split())
+
+
+def test_a_rank_whose_parent_is_gone_ends_at_once() -> None:
+    command = [sys.executable, "-m", "meshwise.launch.worker", "no such request", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_number_of_ranks_that_the_launcher_did_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

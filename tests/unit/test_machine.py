@@ -116,6 +116,17 @@ def test_one_gpu_without_links_is_a_cluster_too(monkeypatch: pytest.MonkeyPatch)
     assert cluster.tier_of(1, 1).name == "pcie"
 
 
+def test_a_host_of_which_few_take_part_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    act(monkeypatch, ["NVIDIA H200"] * 4, Nvml(island=4, links=18))
+    assert machine.detect_cluster(at_least=2).num_devices == 4
+    with pytest.raises(ValueError, match="nproc = 5, but 4 GPUs are visible"):
+        machine.detect_cluster(at_least=5)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    cluster = machine.detect_cluster(at_least=4)
+    assert (cluster.num_hosts, cluster.num_devices_per_host) == (2, 4)
+
+
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     act(monkeypatch, ["NVIDIA H200", "NVIDIA L4"], Nvml(island=1, links=0))
     with pytest.raises(ValueError, match=r"GPUs differ .*; choose equal ones"):

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import json
 import re
 import statistics
 import xml.etree.ElementTree as ET
@@ -15,7 +14,8 @@ import meshwise
 from meshwise.pages import compare, health, html, ran, samples, show, svg, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
-from meshwise.spec import Case, Elementwise, Gemm, Removal, Sample
+from meshwise.spec import Case, Elementwise, Gemm, Removal, Sample, Workload
+from meshwise.spec.checkpoint import Checkpoint, Stored, Whole
 from meshwise.spec.phases import Phases, RankPhases
 from meshwise.verbs.compare import again
 from tests import sample_records as known
@@ -276,29 +276,36 @@ def test_phases_of_every_rank_and_their_ends():
     assert shown.rows[4][:3] == ("most", "3.00 ms", "5.00 ms")
 
 
-CHECKPOINT = {
-    "schema_version": 1, "step": 8, "seed": 3, "layout": "dp2 zero2 mb1x1", "optimizer": "AdamW",
-    "model": {"family": "gpt", "name": "small"},
-    "workload": {"global_batch_size": 2, "seq_len": 32},
-    "data": "step-8-bd407210", "files": {"a.safetensors": 2**30, "b.safetensors": 2**29},
-    "tensors": {
-        "head.weight": {"shape": [100, 20], "dtype": "float32"},
-        "head.bias": {"shape": [100], "dtype": "float32"},
-        "optimizer.exp_avg.head.weight": {"shape": [100, 20], "dtype": "float32"},
+CHECKPOINT = Checkpoint(
+    step=8, seed=3, layout="dp2 zero2 mb1x1", optimizer="AdamW", model=known.MODEL,
+    workload=Workload(global_batch_size=2, seq_len=32), data="step-8-bd407210",
+    files={
+        "a.safetensors": Stored(bytes=2**30, hashes="0" * 16),
+        "b.safetensors": Stored(bytes=2**29, hashes="1" * 16),
     },
-    "numbers": {}, "norms": {},
-}  # fmt: skip
+    tensors={
+        "head.weight": Whole(shape=(100, 20), dtype="float32"),
+        "head.bias": Whole(shape=(100,), dtype="float32"),
+        "optimizer.exp_avg.head.weight": Whole(shape=(100, 20), dtype="float32"),
+    },
+    numbers={},
+)  # fmt: skip
 
 
 def test_a_checkpoint_is_told_from_its_json(tmp_path):
-    (tmp_path / "checkpoint.json").write_text(json.dumps(CHECKPOINT))
-    for path in (tmp_path, tmp_path / "checkpoint.json"):
-        (shown,) = show.of(meshwise.show(path))
-        told = dict(shown.rows)
-        assert told["next step"] == "8" and told["batch"] == "2 x 32, seed 3"
-        assert told["weights"] == "2100 elements in 2 tensors"
-        assert told["optimizer state"] == "1 tensors"
-        assert told["files"] == "2 in step-8-bd407210/, 1.5 GiB"
+    path = tmp_path / "checkpoint.json"
+    path.write_bytes(msgspec.json.encode(CHECKPOINT.sealed()))
+    (shown,) = show.of(meshwise.show(path))
+    told = dict(shown.rows)
+    assert told["next step"] == "8" and told["batch"] == "2 x 32, seed 3"
+    assert told["weights"] == "2100 elements in 2 tensors"
+    assert told["optimizer state"] == "1 tensors"
+    assert told["files"] == "2 in step-8-bd407210/, 1.5 GiB"
+    _, damaged = show.of(meshwise.show(tmp_path))
+    assert [row[:2] for row in damaged.rows] == [
+        ("a.safetensors", "does not exist"),
+        ("b.safetensors", "does not exist"),
+    ]
 
 
 def test_a_trace_is_not_shown_but_named(tmp_path):

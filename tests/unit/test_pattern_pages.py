@@ -113,7 +113,7 @@ def test_a_window_is_in_what_a_ring_is_said_to_send(capsys):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--segment-lengths 8,x --dilation-rates 1,2", "--segment-lengths = 'x': must be whole"),
+        ("--segment-lengths 8,x --dilation-rates 1,2", 'unable to convert "x" into int'),
         ("--segment-lengths 8 --dilation-rates 1,2", "must be as many as segment_lengths"),
         ("--segment-lengths 0 --dilation-rates 1", "--segment-lengths = (0,): each must be 1"),
         ("--dilation-rates 1", "give one segment length and one dilation rate a branch"),
@@ -125,7 +125,7 @@ def test_a_window_is_in_what_a_ring_is_said_to_send(capsys):
         ("--segment-lengths --dilation-rates 1", "--segment-lengths"),
         ("--window 8", "a window is of causal attention; set causal"),
         ("--segment-lengths 8 --dilation-rates 1 --zigzag", "is for contiguous shards"),
-        ("--seq-len 64 --figure no/such/place.svg", "--figure = 'no/such/place.svg': cannot be"),
+        ("--seq-len 64 --figure /dev/null/a.svg", "/dev/null/a.svg cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_with_the_field(flags, says, capsys):

@@ -22,11 +22,19 @@ def test_settings_hold_what_changes_speed_and_no_names_or_paths() -> None:
         "HOME": "/home/someone",
         "TORCHELASTIC_RUN_ID": "1",
         "AWS_SECRET": "x",
+        "NCCL_NET_PLUGIN": "/opt/someone/plugin.so",
+        "NCCL_SOCKET_IFNAME": "eth0,someone:hush@node17",
+        "NCCL_OF_TOMORROW": "someone",
     }
     assert provenance.settings(variables) == {
         "CUDA_VISIBLE_DEVICES": "0,1",
         "NCCL_ALGO": "Ring",
-        "TORCH_EXTENSIONS_DIR": "(a path)",
+        "NCCL_COMM_ID": "(not stored)",
+        "NCCL_HOSTID": "(not stored)",
+        "NCCL_NET_PLUGIN": "(a path)",
+        "NCCL_OF_TOMORROW": "(not stored)",
+        "NCCL_SOCKET_IFNAME": "eth0,***@node17",
+        "TORCH_EXTENSIONS_DIR": "(not stored)",
     }
 
 
@@ -67,7 +75,15 @@ def test_the_processor_by_its_name(tmp_path: Path) -> None:
 
 
 def test_settings_hold_no_secret():
-    doors = ("NCCL_AUTH_TOKEN", "TORCH_FOO_PASSWORD", "CUDA_TOKEN", "OMP_SECRET", "GLOO_API_KEY")
+    doors = (
+        "NCCL_AUTH_TOKEN",
+        "NCCL_KEY",
+        "CUDA_CREDENTIALS",
+        "TORCH_FOO_PASSWORD",
+        "CUDA_TOKEN",
+        "OMP_SECRET",
+        "GLOO_API_KEY",
+    )
     assert provenance.settings({**dict.fromkeys(doors, "hush"), "NCCL_ALGO": "Ring"}) == {
         "NCCL_ALGO": "Ring"
     }

@@ -219,3 +219,13 @@ def test_tensors_moved_behind_each_other_are_fused():
         (4, (0, 0), (0, 0), "ab"), (5, (2, 0), (0, 0), "ab"),
         (4, (0, 0), (2, 0), "ab"), (5, (2, 0), (2, 0), "ab"),
     ]  # fmt: skip
+
+
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), ends=st.data())
+def test_a_stretch_of_elements_is_few_boxes_in_their_order(shape, ends):
+    numbers = np.arange(np.prod(shape)).reshape(shape)
+    first, last = sorted(ends.draw(st.integers(0, numbers.size)) for _ in range(2))
+    boxes = list(regions.stretches(shape, first, last))
+    found = [number for box in boxes for number in numbers[window(box)].ravel()]
+    assert found == list(range(first, last))
+    assert len(boxes) <= 2 * len(shape) - 1

@@ -222,6 +222,20 @@ def test_figures_of_a_row_are_those_of_their_formulas():
     assert (row["comm_lower_bound"], row["strategy"]) == ("planned", "local")
 
 
+def test_a_forward_as_long_as_its_total_is_noisy_and_leaves_no_backward():
+    """Once the backward was 0 ms."""
+    slow = {"forward_rank_times_s": (8e-3,) * 6}  # of 7.5 ms in all
+    found = document(sample(1, 64, (5e-3,) * 3, metrics=slow), sample(2, 64, (5e-3,) * 3))
+    noisy, quiet = found["results"]
+    assert (noisy["status"], noisy["backward_time_ms"]) == ("ok", None)
+    assert noisy["reason"].startswith("noisy: the forward alone took as long as")
+    assert (quiet["reason"], quiet["backward_time_ms"]) == ("", pytest.approx(7.5 - 5 / 3))
+    table, *_ = page.tables(found)
+    assert [row[3] for row in table.rows] == ["8.00 ms (noisy)", "1.67 ms"]
+    assert "(noisy): " in table.legend[-1]
+    assert "(noisy)" not in str(page.tables(document(sample(2, 64, (5e-3,) * 3))))
+
+
 def test_without_a_baseline_or_anything_to_move_figures_are_null():
     (row,) = document(sample(2, 64, (5e-3,) * 3))["results"]
     absent = ("distributed_overhead_ms", "strong_efficiency", "weak_efficiency", "baseline_id",
@@ -282,6 +296,13 @@ def test_flags_are_the_sources_with_dashes_or_underscores(machine, capsys, dash)
     assert found[0]["world_size"] == 2
 
 
+@pytest.mark.parametrize("lengths", ["=64,96", " 64,96", " 64 96", " 64,96 32"])
+def test_lists_are_separated_by_spaces_or_commas(machine, capsys, lengths):
+    assert call(f"1 --dry-run --json --ring_sizes=1 --seq_lengths{lengths}") == 0
+    found = [row["seq_length"] for row in json.loads(capsys.readouterr().out)]
+    assert found == [64, 96, 32][: len(found)] and len(found) == 2 + lengths.endswith("32")
+
+
 def test_a_dry_run_says_by_which_way_and_what_is_skipped(machine, capsys):
     assert call("2 --quick --ring-sizes 1 2 3 --dry-run") == 0
     out = capsys.readouterr().out
@@ -300,6 +321,8 @@ def test_a_dry_run_says_by_which_way_and_what_is_skipped(machine, capsys):
         ("--ring_sizes --dry-run", "ring_sizes"),
         ("2 --verify --ring_sizes 3 4", "error: --ring-sizes = (3, 4): nothing to check, a ring"),
         ("--seq_lengths many", "many"),
+        ("--seq_lengths=64,,96", "a place in the list is empty"),
+        ("--seq_lengths=64,9.6", "9.6 is not a whole number"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_2(machine, capsys, command, message):

@@ -91,6 +91,15 @@ def test_speedup_and_efficiencies_compare_with_one_gpu(tmp_path):
     assert found.at(16384, 1).speedup == 1
 
 
+def test_a_row_whose_forward_took_as_long_as_all_says_noisy(tmp_path):
+    rows = full()
+    rows[1] |= {"forward_time_ms": rows[1]["total_time_ms"], "backward_time_ms": None}
+    rows[1] |= {"reason": "noisy: the forward alone took as long as forward and backward"}
+    rows[2] |= {"backward_time_ms": 0.0}  # as it was written before
+    times = scaling_report.tables(read(tmp_path, rows))[0]
+    assert [row[4] for row in times.rows].count("noisy") == 2
+
+
 def test_a_length_without_a_time_of_one_gpu_has_no_speedup(tmp_path):
     one = read(tmp_path, full()).at(65536, 4)
     assert (one.speedup, one.strong, one.memory_share) == (None, None, None)

@@ -64,10 +64,13 @@ FEW = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
+
 # Fields that a rule ties together, made to keep it.
 TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Model: lambda f: {"hidden": f["heads"] * f["hidden"]},
-    Decoder: lambda f: {"heads": f["kv_heads"] * f["heads"]},
+    Decoder: lambda f: {
+        "heads": f["kv_heads"] * f["heads"],
+    },
     Experts: lambda f: {
         "num_experts": f["groups"] * (f["top_k"] + f["num_experts"]),
         "top_groups": min(f["groups"], f["top_groups"]),
@@ -309,6 +312,16 @@ def test_the_values_of_a_table_have_ranges_too() -> None:
             "Sample.times_s = (): an ok sample must hold at least one time",
         ),
         (
+            lambda: Sample(
+                case_id="x",
+                case=Case(op=Gemm(m=1, n=1, k=1)),
+                status="ok",
+                times_s=(1.0,),
+                metrics={"wrong": (0.0, 2.0)},
+            ),
+            "a sample with wrong elements is an error and not ok",
+        ),
+        (
             lambda: Sample(case_id="x", case=Case(op=Gemm(m=1, n=1, k=1)), status="oom"),
             "Sample.reason = '': a sample with status oom must say why",
         ),
@@ -393,7 +406,7 @@ def test_flops_and_bytes_by_hand() -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (5, 5), (3, 7), (1, 6)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (5, 5), (3, 7), (1, 6), (7, 3)])
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
 def test_the_pairs_that_a_mask_leaves(q_len, kv_len, window, causal) -> None:
     if window is not None and not causal:
@@ -457,6 +470,12 @@ def test_bus_factors(kind: Any, factor: float) -> None:
     assert collective.bus_factor == factor
     assert collective.bytes == factor * 2**20
     assert Collective(kind=kind, size_bytes=1 << 20, group_size=1).bytes == 0
+
+
+def test_bytes_on_the_wire_are_rounded_up() -> None:
+    kinds = {"all_reduce": 14, "all_gather": 7, "broadcast": 10}  # of 10 bytes, 2 x 2/3 and 2/3
+    found = {kind: Collective(kind=kind, size_bytes=10, group_size=3).bytes for kind in kinds}
+    assert found == kinds
 
 
 @given(size=st.integers(1, 64), stride=st.integers(1, 64))

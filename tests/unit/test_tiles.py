@@ -278,17 +278,18 @@ def test_parts_are_whole_tiles_and_equal_within_one(rows, count):
 
 
 MASK = 2**64 - 1
-# xxHash's primes 2 and 3, and the golden ratio's fraction of 2^64
-A, B, C = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+A, B = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F  # the golden ratio's of 2^64; xxHash's prime 2
+
+
+def slow_weight(place):
+    y = place * A & MASK
+    m = (y ^ (y >> 32)) * B & MASK
+    return m ^ (m >> 29) | 1
 
 
 def slow_hash(words):
     """The module's formula, in integers that do not overflow; as a signed number."""
-    total = 0
-    for place, word in enumerate(words):
-        y = (word + place * C) * A & MASK
-        m = (y ^ (y >> 32)) * B % 2**64
-        total += m ^ (m >> 29)
+    total = sum(slow_weight(i) * (1 + (word ^ word >> 31)) for i, word in enumerate(words))
     return (total + 2**63) % 2**64 - 2**63
 
 
@@ -330,6 +331,29 @@ def test_every_flipped_bit_and_every_swap_in_a_full_tile_show():
             wrong[[first, first + shift]] = words[[first + shift, first]]
             assert tiles.hashes(wrong) != right
     assert tiles.hashes(np.roll(words, 1)) != right and tiles.hashes(words[::-1]) != right
+
+
+def test_many_tiles_at_once_have_the_hash_of_each():
+    words = np.random.default_rng(1).integers(0, 2**64, (3, 2, 40), np.uint64)
+    each = [[tiles.hashes(row) for row in rows] for rows in words]
+    assert np.array_equal(tiles.hashes(words), each)
+
+
+def test_no_two_weights_of_a_tile_are_equal_or_opposite_below_bit_31():
+    """Hence the same bit flipped in any two words shows: it changes one below bit 31."""
+    count, low = TILE // 8, 2**31
+    assert len({min(w % low, -w % low) for w in map(slow_weight, range(count))}) == count
+
+
+@pytest.mark.parametrize("bits", [[63], [31, 63], [15, 31, 47, 63], range(7, 64, 8), [62], [0, 32]])
+def test_the_same_bits_of_many_words_flipped_show(bits):
+    """As signs of numbers of 8, 4, 2 and 1 bytes: of a tile, of a half, of every other word."""
+    words = np.random.default_rng(2).integers(0, 2**64, TILE // 8, np.uint64)
+    flip = np.uint64(sum(1 << bit for bit in bits))
+    for some in (slice(None), slice(TILE // 16), slice(None, None, 2), slice(0, 4), slice(1, 4097)):
+        wrong = words.copy()
+        wrong[some] ^= flip
+        assert tiles.hashes(wrong) != tiles.hashes(words)
 
 
 @pytest.mark.parametrize("bit", [0, 31, 47, 61, 62, 63])

@@ -154,6 +154,31 @@ class TestMeasure:
         assert (target, nproc, request.run_dir) == (SWEEP, 2, str(run_dir))
         assert {case.world_size for case in request.cases} == {2}
 
+    @pytest.mark.parametrize("launched", [False, True])
+    @pytest.mark.parametrize(
+        "start",
+        [
+            lambda: meshwise.measure(nproc=2),
+            lambda: meshwise.verbs.ring.asked(nproc=2, mode="quick"),
+            lambda: measuring.place("cluster.toml", 2, keep=True),
+        ],
+    )
+    def test_fewer_ranks_than_the_machine_has_do_not_narrow_it(
+        self, started, monkeypatch, start, launched
+    ):
+        if launched:
+            for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+                monkeypatch.setenv(name, value)
+        start()
+        assert store.read("cluster.toml", Cluster).num_devices == 4
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        assert measuring.place("cluster.toml", 4, keep=False)[1] == 4
+
+    def test_more_ranks_than_usual_of_a_cpu_are_a_larger_machine(self, started):
+        machine, size = measuring.place("cluster.toml", 6, keep=False)
+        assert (machine.num_devices, size) == (6, 6) and not list(Path().iterdir())
+
     def test_a_dry_run_writes_nothing(self, started):
         cases = meshwise.measure(nproc=2, dry_run=True)
         assert all(seconds > 0 for _, seconds in cases)
@@ -260,6 +285,7 @@ class TestMeasure:
     def test_sigterm_ends_a_run_unless_an_error_is_about_to(self, monkeypatch):
         """As torchrun sends it to rank 0, whose collective may have failed by then."""
         from meshwise import launch
+        from meshwise.verbs import job
 
         def working(*_, **__):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -275,11 +301,12 @@ class TestMeasure:
         before = signal.getsignal(signal.SIGTERM)
         for run, raised in ((working, SystemExit), (failing, launch.RanksFailed)):
             monkeypatch.setattr(launch, "run", run)
+            monkeypatch.setattr(job, "starts", lambda here=run is working: here)
             with pytest.raises(raised):
                 meshwise.measure()
         infos = [store.read(path / "run.json", RunInfo) for path in store.runs_of("runs")]
         ends = [(info.status, info.reason) for info in infos]
-        assert ends == [("interrupted", "ended from outside"), ("failed", "rank 1 is gone")]
+        assert ends == [("interrupted", "ended by SIGTERM"), ("failed", "rank 1 is gone")]
         assert signal.getsignal(signal.SIGTERM) == before
 
     @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Reads what other tools measured. ``read`` recognises a file by what is in it, not by its name."""
 
-import json
 import re
 from pathlib import Path
 
+from meshwise import files
 from meshwise.probe.importers import (
     csv_table,
     nccl_tests_json,
@@ -22,6 +22,7 @@ KNOWN = (
     "nccl-tests' text or JSON, PARAM comms' text or its CSV of batch, tables and dimension, "
     "Primus' CSVs, NCCL traces"
 )
+MOST_BYTES = 2**25  # a trace may be long, and is held several times while it is read
 _PARAM = re.compile(r"^[ \t]*COMMS-RES", re.MULTILINE)
 
 
@@ -29,12 +30,7 @@ def read(path: Path | str, cluster: Cluster | None = None) -> Found:
     """What a file holds; ValueError, one line that begins with the file's name, for one that none
     of these tools wrote."""
     path = Path(path)
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    data = files.read_bytes(path, at_most=MOST_BYTES)
     try:
         return _read(_text(data), path.name, cluster)
     except ValueError as error:
@@ -55,9 +51,16 @@ def _text(data: bytes) -> str:
 def _read(text: str, name: str, cluster: Cluster | None) -> Found:
     if not text.strip():
         raise ValueError("is empty; was the run cut off?")
-    if nccl_tests_text.HEADER.search(text):
+    tests, param_rows = nccl_tests_text.HEADER.search(text), _PARAM.search(text)
+    if tests and param_rows:
+        lines = [text.count("\n", 0, match.start()) + 1 for match in (tests, param_rows)]
+        raise ValueError(
+            f"has a table of nccl-tests at line {lines[0]} and one of PARAM at line {lines[1]}; "
+            "split the file"
+        )
+    if tests:
         return nccl_tests_text.read_text(text, name)
-    if _PARAM.search(text):
+    if param_rows:
         return param.read(text, name)
     if nccl_trace.MARK in text:
         return nccl_trace.read(text, name, cluster)
@@ -68,9 +71,9 @@ def _read(text: str, name: str, cluster: Cluster | None) -> Found:
 
 def _json(text: str, name: str) -> Found:
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON: {error}; was the run cut off?") from None
+        data = files.parse_json(text, name)
+    except ValueError as error:
+        raise ValueError(f"{error}; was the run cut off?") from None
     if isinstance(data, dict) and "results" in data and "config" in data:
         return nccl_tests_json.read_json(data, name)
     raise ValueError(f"is JSON, but not a report of nccl-tests; known are {KNOWN}")
@@ -78,6 +81,14 @@ def _json(text: str, name: str) -> Found:
 
 def _csv(text: str, name: str) -> Found:
     table = csv_table.read(text)
+    cells = (csv_table.split(line) or () for line in text.split("\n"))
+    headers = [
+        number
+        for number, names in enumerate(cells, 1)
+        if primus.form_of(names) or set(names) >= tables_all_to_all.COLUMNS
+    ]
+    if len(headers) > 1:
+        raise ValueError(f"line {headers[1]} is a second header: several files in one; split it")
     if set(table.columns) >= tables_all_to_all.COLUMNS:
         return tables_all_to_all.read_csv(table, name)
     if form := primus.form_of(table.columns):

@@ -21,10 +21,10 @@ class Table(NamedTuple):
 def read(text: str, separator: str = ",") -> Table:
     """The rows under the first line that is not blank."""
     rows = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    columns = tuple(_cells(rows[0][1], separator) or ())
+    columns = tuple(split(rows[0][1], separator) or ())
     found = Table(columns, [], [])
     for number, line in rows[1:]:
-        cells = _cells(line, separator)
+        cells = split(line, separator)
         if cells is None:
             found.unread.append(f"line {number}: a quote is open or a cell is too long")
             continue
@@ -39,7 +39,8 @@ def read(text: str, separator: str = ",") -> Table:
     return found
 
 
-def _cells(line: str, separator: str) -> list[str] | None:
+def split(line: str, separator: str = ",") -> list[str] | None:
+    """The cells of a line; None where a quote is open or a cell is too long."""
     try:
         (cells,) = csv.reader([line], strict=True, delimiter=separator)
     except csv.Error:

@@ -1,7 +1,8 @@
 """What an importer finds in a file, and how its rows become samples.
 
 In: rows, each a case with the time that the file printed. Out: one ``Sample`` a case. Rows of the
-same case are one sample with all their times; nothing is averaged, and the repetition is a warning.
+same case are one sample with all their times, or an error if the result of one was wrong; nothing
+is averaged, and the repetition is a warning.
 A row that cannot be read is left out with a warning; a file without any other is a ValueError.
 """
 
@@ -20,7 +21,8 @@ DTYPES: dict[str, Dtype] = {
 
 
 class Row(NamedTuple):
-    """One printed measurement. ``where``: ``line 17``. ``fault``: why its time cannot be used."""
+    """One printed measurement. ``where``: ``line 17``. ``fault``: why its time cannot be used;
+    ``wrong``: since the result was, which other rows of the case do not mend."""
 
     where: str
     case: Case
@@ -28,6 +30,7 @@ class Row(NamedTuple):
     metrics: dict[str, float | tuple[float, ...]] = {}
     fault: str = ""
     rank_times_s: tuple[float, ...] = ()  # of each rank, where they are printed
+    wrong: bool = False
 
 
 class Found(NamedTuple):
@@ -114,8 +117,9 @@ def samples_of(rows: Iterable[Row]) -> tuple[tuple[Sample, ...], list[str]]:
 
 
 def _sample(case_id: str, rows: list[Row]) -> Sample:
-    good = [row for row in rows if not row.fault and 0 < row.time_s < math.inf]
-    used = good or rows
+    wrong = [row for row in rows if row.wrong]
+    good = [] if wrong else [r for r in rows if not r.fault and 0 < r.time_s < math.inf]
+    used = good or wrong or rows
     metrics = used[0].metrics
     if len(used) > 1:  # one value a time, in the order of the times
         metrics = {
@@ -129,7 +133,7 @@ def _sample(case_id: str, rows: list[Row]) -> Sample:
         case_id=case_id,
         case=rows[0].case,
         status="ok" if good else "error",
-        reason="" if good else rows[0].fault or f"the printed time is {rows[0].time_s:g} s",
+        reason="" if good else used[0].fault or f"the printed time is {rows[0].time_s:g} s",
         times_s=tuple(row.time_s for row in good),
         rank_times_s=tuple(of_ranks),
         metrics=metrics,

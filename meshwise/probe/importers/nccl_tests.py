@@ -9,13 +9,22 @@ Old versions do not name the collective. It follows from count, redop, root and 
 where that leaves two, the file's name decides.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from meshwise.probe.importers.found import DTYPES, Found, Row, is_number, listed, samples_of
+from meshwise.probe.importers.found import (
+    DTYPES,
+    Found,
+    Row,
+    is_number,
+    listed,
+    samples_of,
+    short,
+)
 from meshwise.probe.importers.suspicion import Printed, Series, warnings_of
 from meshwise.spec import Case, Collective
 from meshwise.spec.op import DTYPE_BYTES, ROOTED, CollectiveKind, Dtype
@@ -32,6 +41,8 @@ _NAMES: dict[str, CollectiveKind] = {
     "sendrecv": "send_recv", "send_recv": "send_recv",
     "gather": "gather", "scatter": "scatter", "reduce": "reduce",
 }  # fmt: skip
+# By how much a sum may be off, where ``error`` is printed in place of ``#wrong`` (DeltaMaxValue).
+_MOST_ERROR = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-12}
 _WHOLE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # size = n * count
 
 
@@ -76,6 +87,7 @@ def found_of(sections: Sequence[Section], name: str) -> Found:
         for section in sections
         if section.lines
     ]
+    _check_alike(sections, name)
     for section in sections:
         kind, word = _kind(section, name)
         if word:
@@ -123,6 +135,25 @@ def found_of(sections: Sequence[Section], name: str) -> Found:
     )
 
 
+def _check_alike(sections: Sequence[Section], name: str) -> None:
+    """The tables of a file become one run directory: of one machine, by one version."""
+    for section in sections[1:]:
+        for what, a, b in (
+            ("ranks", *(str(len(one.ranks)) for one in (sections[0], section))),
+            ("nccl-library", sections[0].nccl, section.nccl),
+            ("nccl-tests version", sections[0].version, section.version),
+        ):
+            if a and b and a != b:
+                raise ValueError(
+                    f"{name}: {what} {a} above {sections[0].lines[0].where} and {b} above "
+                    f"{section.lines[0].where}: logs of two runs; split the file"
+                )
+        hosts = [sorted({host for _, _, host, _ in one.ranks}) for one in (sections[0], section)]
+        if hosts[0] != hosts[1]:
+            places = f"{sections[0].lines[0].where} and {section.lines[0].where}"
+            raise ValueError(f"{name}: {places} are of different hosts; split the file")
+
+
 def _told(line: Line) -> dict[str, Any]:
     halves = {"in_place" if placed else "out_of_place": v for placed, v in line.values.items()}
     return {"where": line.where, "count": line.count, **halves}
@@ -142,6 +173,8 @@ def _listed_ranks(ranks: Ranks, doubts: dict[str, list[str]]) -> Ranks:
     by_rank = {entry[0]: entry for entry in reversed(ranks)}
     if not by_rank:
         raise ValueError("the list of devices is missing; import the whole log")
+    if len(set(ranks)) > len(by_rank):
+        raise ValueError("the list of devices has a rank twice: logs of two runs? split the file")
     missing = max(by_rank) + 1 - len(by_rank)
     if missing > len(by_rank):
         raise ValueError(f"the list of devices lacks {missing} ranks; import the whole log")
@@ -245,13 +278,18 @@ def _pair(
             "printed_algbw_bytes_per_s": float(half["algbw"]) * 1e9,
             "printed_busbw_bytes_per_s": float(half["busbw"]) * 1e9,
         }
-        wrong = half.get("#wrong", half.get("error", "N/A"))
-        if is_number(wrong):
+        if is_number(wrong := half.get("#wrong", "N/A")):
             metrics["wrong"] = float(wrong)
         times_us = half.get("times_us", "").split()
         if times_us and all(map(is_number, times_us)):
             metrics["iterations_s"] = tuple(float(time_us) * 1e-6 for time_us in times_us)
-        bad = metrics.get("wrong", 0.0)
+        fault = f"{float(wrong):g} wrong elements" if metrics.get("wrong") else ""
+        if (error := half.get("error", "N/A")) != "N/A":
+            off = float(error) if is_number(error) else math.inf
+            if off <= _MOST_ERROR[dtype]:
+                metrics["largest_error"] = off
+            else:
+                fault = f"a wrong element, off by {short(error)}"
         yield Row(
             where=f"{line.where} {'in' if in_place else 'out of'} place",
             case=Case(
@@ -262,7 +300,8 @@ def _pair(
             ),
             time_s=_time_us(half) * 1e-6,
             metrics=metrics,
-            fault=f"{bad:g} wrong elements" if bad else "",
+            fault=fault,
+            wrong=bool(fault),
         )
 
 

@@ -7,6 +7,7 @@ where a long word would take the square of its length.
 """
 
 import re
+from itertools import pairwise
 from typing import NamedTuple
 
 from meshwise.probe.importers.found import Found, is_number, refusal, whole
@@ -35,6 +36,7 @@ def read_text(text: str, name: str) -> Found:
     """The tables of a log; ``name`` is the file's, for messages."""
     _check_units(text, name)
     starts = [match.start() for match in re.finditer(r"^# nThread", text, re.MULTILINE)] or [0]
+    _check_whole(text, starts, name)
     bounds = zip([0, *starts], starts, [*starts[1:], len(text)], strict=False)
     sections = [
         _section(text[before:start], text[start:end], text.count("\n", 0, start))
@@ -44,6 +46,20 @@ def read_text(text: str, name: str) -> Found:
     if not any(section.lines for section in sections):
         raise refusal(name, [where for section in sections for where in section.unread])
     return found_of(sections, name)
+
+
+def _check_whole(text: str, starts: list[int], name: str) -> None:
+    """Every run has its settings (``# nThread``) above one table; one without is part of a log."""
+    headers = [match.start() for match in HEADER.finditer(text)]
+    for start, end in pairwise([0, *starts, len(text)]):
+        inside = [at for at in headers if start <= at < end]
+        above = start == 0 and starts[0] > 0
+        if len(inside) > (0 if above else 1):
+            number = text.count("\n", 0, inside[-1]) + 1
+            raise ValueError(
+                f"{name}: the table at line {number} has no settings (# nThread) above it: part of "
+                "another log? split the file"
+            )
 
 
 def _check_units(text: str, name: str) -> None:

@@ -129,7 +129,7 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
     if not found:
         raise ValueError(f"{name}: {len(torn)} calls of collectives, all cut off before the root")
     warnings = [f"{len(torn)} lines of calls cannot be read: {listed(torn)}"] if torn else []
-    sizes = {(int(m["pid"]), m["comm"]): int(m["ranks"]) for m in _INIT.finditer(text)}
+    sizes = _sizes(text, found, name)
     found = [
         call._replace(num_ranks=call.num_ranks or sizes.get((call.pid, call.comm), 0))
         for call in found
@@ -172,6 +172,22 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
         warnings=tuple(warnings),
         facts={"calls": len(found), "processes": len({call.pid for call in found})},
     )
+
+
+def _sizes(text: str, found: list[Call], name: str) -> dict[tuple[int, str], int]:
+    """How many ranks each process' communicators have."""
+    sizes: dict[tuple[int, str], int] = {}
+    silent = {(call.pid, call.comm) for call in found if not call.num_ranks}
+    for match in _INIT.finditer(text):
+        key, size = (int(match["pid"]), match["comm"]), int(match["ranks"])
+        if key in silent and sizes.get(key, size) != size:  # freed and made anew, or another job's
+            number = text.count("\n", 0, match.start()) + 1
+            raise ValueError(
+                f"{name}: comm {match['comm']} of process {key[0]} has {sizes[key]} ranks, and "
+                f"{size} at line {number}, and calls that do not say which; split the file there"
+            )
+        sizes[key] = size
+    return sizes
 
 
 def _taken(found: list[Call], name: str, largest: int, cluster: Cluster | None) -> tuple[int, str]:

@@ -10,6 +10,8 @@ dimension (``B,T0-T1-..,D``) is read as an uneven one, see ``tables_all_to_all``
 """
 
 import re
+from collections import Counter
+from itertools import pairwise
 from typing import NamedTuple
 
 from meshwise.probe.importers import tables_all_to_all
@@ -50,12 +52,18 @@ _PER_PEER = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_v")
 _CELL = re.compile(r"(?:total-size|size) \([^()]{0,20}\)|\S+")
 _SIZE = re.compile(r"(?:total-)?size \(")
 _TIME = re.compile(r"(?:ping)?(?:Latency|Time)\(us\):p50")
+_WORLD = re.compile(r"'?world_size'?: ([1-9]\d{0,6})\b")
+_WRONG = re.compile(r"-bytes (\w+)\] Wrong value at \[")
+_BLOCKING = re.compile(r"args\.z: (\d)")
+# ranks other than 0 may tell theirs, too
+_START = re.compile(r"environment: \{(?!.*'global_rank': [1-9]).*'world_size'")
 _NAMED = re.compile(r"COMMS-RES-(\w+)-(float\d+|bfloat16|double|half|float|u?int\d+)\S*")
 
 
 class Setting(NamedTuple):
-    """What the log says above its tables."""
+    """What a log says above its tables. ``where``: the line that says how many ranks there were."""
 
+    where: str
     ranks: int
     world_size: int
     regime: Regime
@@ -65,36 +73,23 @@ class Setting(NamedTuple):
     dtype: str
 
 
+class Tables(NamedTuple):
+    """What one run printed. ``skipped``: why rows are left out; ``unread``: which are no rows."""
+
+    setting: Setting
+    rows: list[tuple[Row, Printed | None]]
+    skipped: list[str]
+    unread: list[str]
+
+
 def read(text: str, name: str) -> Found:
-    """The tables of a log; ``name`` is the file's, for messages."""
-    setting = _setting(text, name)
-    columns: list[str] = []
-    rows: list[tuple[Row, Printed | None]] = []
-    skipped: dict[str, int] = {}
-    unread: list[str] = []
-    seen_units = False
-    for at, line in enumerate(text.split("\n"), 1):
-        if told := re.search(r"collective=(\w+), src_ranks=(\S+), dst_ranks=(.+)$", line):
-            setting = setting._replace(collective=told[1], pairs=_pairs(told[2], told[3]))
-        if told := re.search(r"groupSize ([1-9]\d{0,6})\b", line):
-            setting = setting._replace(ranks=int(told[1]))
-        if not line.lstrip().startswith("COMMS-RES"):
-            continue
-        cells = _CELL.findall(line)
-        if "size (" in line:
-            columns = cells[1:]
-            _check_units(line, f"{name}: line {at}", seen_units)
-            seen_units = True
-            continue
-        try:
-            row = _read_row(cells, columns, setting, f"line {at}")
-        except ValueError as error:
-            unread.append(f"line {at}: {error}")
-            continue
-        if isinstance(row, str):
-            skipped[row] = skipped.get(row, 0) + 1
-        else:
-            rows.append(row)
+    """The tables of a log, or of several of as many ranks in one file, each with its own settings;
+    ``name`` is the file's, for messages."""
+    parts = [_tables(lines, name) for lines in _runs(text.split("\n"), name)]
+    _check_alike([part.setting for part in parts], name)
+    rows = [row for part in parts for row in part.rows]
+    unread = [told for part in parts for told in part.unread]
+    skipped = Counter(why for part in parts for why in part.skipped)
     if not rows and unread:
         raise refusal(name, unread)
     if not rows:
@@ -102,39 +97,128 @@ def read(text: str, name: str) -> Found:
         raise ValueError(f"{name}: no rows of PARAM that are read here: {why}")
     samples, doubled = samples_of(row for row, _ in rows)
     others = [f"{count} times {why}" for why, count in skipped.items()]
-    warnings = [f"{sum(skipped.values())} rows left out: {listed(others)}"] * bool(skipped)
+    warnings = [f"{skipped.total()} rows left out: {listed(others)}"] * bool(skipped)
     warnings += left_out(unread)
+    wrong = [f"{row.where}: {row.fault}" for row, _ in rows if row.wrong]
+    warnings += [f"{len(wrong)} rows cannot be used: {listed(wrong)}"] * bool(wrong)
     return Found(
         tool="PARAM comms",
         size_kind=SIZE_KIND,
         time_kind=TIME_KIND,
         num_hosts=1,
-        world_size=setting.world_size,
+        world_size=parts[0].setting.world_size,
         device="",
         samples=samples,
         warnings=(*warnings, *_suspicious(rows, name), *doubled),
-        facts={"backend": setting.backend, "rows": len(rows)},
+        facts={"backend": parts[0].setting.backend, "rows": len(rows), "runs": len(parts)},
     )
 
 
-def _setting(text: str, name: str) -> Setting:
-    world = re.search(r"'?world_size'?: ([1-9]\d{0,6})\b", text)
-    blocking = re.search(r"args\.z: (\d)", text)
-    if world is None:
-        raise ValueError(f"{name}: PARAM's line with world_size is missing; import the whole log")
-    if blocking is None:
-        raise ValueError(f"{name}: PARAM's line with args.z is missing; import the whole log")
+def _runs(lines: list[str], name: str) -> list[list[tuple[int, str]]]:
+    """The numbered lines of each run: one begins where rank 0 tells its environment."""
+    numbered = list(enumerate(lines, 1))
+    starts = [at for at, (_, line) in enumerate(numbered) if _START.search(line)]
+    bounds = [0, *starts[1:], len(lines)]
+    for at, line in numbered[: starts[0] if starts else 0]:
+        if line.lstrip().startswith("COMMS-RES"):
+            raise ValueError(
+                f"{name}: line {at} is a row above any line with world_size: the end of "
+                "another log? split the file"
+            )
+    parts = [numbered[a:b] for a, b in pairwise(bounds)]
+    return [part for part in parts if any("COMMS-RES" in line for _, line in part)]
+
+
+def _check_alike(settings: list[Setting], name: str) -> None:
+    """Runs in one file become one run directory, of one machine."""
+    first = settings[0]
+    for other in settings[1:]:
+        for field in ("world_size", "backend"):
+            a, b = getattr(first, field), getattr(other, field)
+            if a != b:
+                raise ValueError(
+                    f"{name}: {field} is {a or 'not told'} at {first.where} and {b or 'not told'} "
+                    f"at {other.where}: logs of two runs; split the file"
+                )
+
+
+def _tables(lines: list[tuple[int, str]], name: str) -> Tables:
+    """What one run printed."""
+    setting = _setting(lines, name)
+    found = Tables(setting, [], [], [])
+    columns: list[str] = []
+    wrong: dict[str, str] = {}  # of a kind, where PARAM's own check failed
+    for at, line in lines:
+        if told := re.search(r"collective=(\w+), src_ranks=(\S+), dst_ranks=(.+)$", line):
+            setting = setting._replace(collective=told[1], pairs=_pairs(told[2], told[3]))
+        if told := re.search(r"groupSize ([1-9]\d{0,6})\b", line):
+            setting = setting._replace(ranks=int(told[1]))
+            if setting.ranks > setting.world_size:
+                raise ValueError(
+                    f"{name}: line {at} has a group of {setting.ranks} ranks, {setting.where} "
+                    f"world_size {setting.world_size}: logs of two runs? split the file"
+                )
+        if (told := _WRONG.search(line)) and told[1] in _KINDS:
+            wrong[_KINDS[told[1]]] = f"wrong elements: PARAM's check failed at line {at}"
+        if not line.lstrip().startswith("COMMS-RES"):
+            continue
+        cells = _CELL.findall(line)
+        if "size (" in line:
+            columns = cells[1:]
+            _check_units(line, f"{name}: line {at}")
+            continue
+        try:
+            row = _read_row(cells, columns, setting, f"line {at}")
+        except ValueError as error:
+            found.unread.append(f"line {at}: {error}")
+            continue
+        if isinstance(row, str):
+            found.skipped.append(row)
+        else:
+            found.rows.append(row)
+    return found._replace(rows=[(_judged(made, wrong), printed) for made, printed in found.rows])
+
+
+def _judged(row: Row, wrong: dict[str, str]) -> Row:
+    assert isinstance(row.case.op, Collective)
+    fault = wrong.get(row.case.op.kind, "")
+    return row._replace(fault=fault, wrong=bool(fault))
+
+
+def _setting(lines: list[tuple[int, str]], name: str) -> Setting:
+    """What all lines of a run say alike."""
+    world, world_at = _told(lines, _WORLD, "world_size", name)
+    blocking, _ = _told(lines, _BLOCKING, "args.z", name)
+    text = "\n".join(line for _, line in lines)
     backend = re.search(r"backend: (\w+)", text)
     dtype = re.search(r"data_types?: \[?'?(\w+)", text)
     return Setting(
-        ranks=int(world[1]),
-        world_size=int(world[1]),
-        regime="blocking" if blocking[1] == "1" else "pipelined",
+        where=f"line {world_at}",
+        ranks=int(world),
+        world_size=int(world),
+        regime="blocking" if blocking == "1" else "pipelined",
         backend=backend[1] if backend else "",
         collective="",
         pairs=(),
         dtype=dtype[1] if dtype else "float32",
     )
+
+
+def _told(
+    lines: list[tuple[int, str]], pattern: re.Pattern[str], what: str, name: str
+) -> tuple[str, int]:
+    """The one value that the lines of a run give, and the first line that does."""
+    found = [(match[1], at) for at, line in lines if (match := pattern.search(line))]
+    if not found:
+        raise ValueError(f"{name}: PARAM's line with {what} is missing; import the whole log")
+    (first, at), *others = found
+    for value, other in others:
+        if value != first:
+            raise ValueError(
+                f"{name}: {what} is {first} at line {at} and {value} at line {other}: logs of two "
+                "runs? split the file"
+            )
+    return first, at
 
 
 def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
@@ -144,12 +228,10 @@ def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
     return tuple(zip(*numbers, strict=False))
 
 
-def _check_units(line: str, where: str, seen: bool) -> None:
-    """The units of a header line must be PARAM's; ``seen``: those of one before were."""
+def _check_units(line: str, where: str) -> None:
+    """The units of a header line must be PARAM's."""
     units = set(re.findall(r"\([^() ]{1,20}\)", line))
     if strange := ", ".join(sorted(units - {"(B)", "(us)", "(GB/s)"})):
-        if seen:
-            raise ValueError(f"{where}: mixed units, {strange} in this table; split the file")
         raise ValueError(f"{where}: {strange} is not a unit of PARAM")
 
 
@@ -165,8 +247,13 @@ def _read_row(
         times_us = [seconds(cell, "latency") for cell in cells[3].split("-")]
         rates = [[number(x, "bandwidth") for x in cell.split("-")] for cell in cells[4:6]]
         size_bytes = whole(cells[1], "size")
-        per_rank = [times_us, *rates]
-        return tables_all_to_all.row(cells[2], size_bytes, per_rank, where, setting.regime), None
+        made = tables_all_to_all.row(
+            cells[2], size_bytes, [times_us, *rates], where, setting.regime
+        )
+        if made.case.world_size != setting.world_size:
+            ranks = f"{made.case.world_size} ranks"
+            raise ValueError(f"a table of {ranks}, but {setting.where} has {setting.world_size}")
+        return made, None
     if collective not in _KINDS:
         return f"{collective}: no counterpart here, or its size may be of a rank or of all"
     if dtype not in DTYPES:

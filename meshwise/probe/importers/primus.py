@@ -89,12 +89,17 @@ def read_csv(table: Table, form: str, name: str) -> Found:
         "send": _send,
     }
     rows: list[Row] = []
-    unread = list(table.unread)
+    unread, world_sizes = list(table.unread), dict[str, str]()
     for where, line in table.lines:
         try:
             rows += readers[form](line, where, name)
         except ValueError as error:
             unread.append(f"{where}: {error}")
+        else:
+            world_sizes.setdefault(line.get("WorldSize", ""), where)
+    if len(world_sizes) > 1:
+        told = " and ".join(f"{size} at {where}" for size, where in world_sizes.items())
+        raise ValueError(f"{name}: WorldSize is {told}: files of several runs; split it")
     if not rows:
         raise refusal(name, unread)
     samples, doubled = samples_of(rows)

@@ -94,6 +94,10 @@ def read_csv(table: Table, name: str) -> Found:
             unread.append(f"{where}: {error}")
     if not rows:
         raise refusal(name, unread)
+    sizes = {row.case.world_size: row.where for row in reversed(rows)}
+    if len(sizes) > 1:
+        told = " and ".join(f"{size} at {where}" for size, where in sizes.items())
+        raise ValueError(f"{name}: ranks are {told}: tables of several runs; split the file")
     samples, doubled = samples_of(rows)
     return Found(
         tool="PARAM comms, table of batch, tables and dimension",

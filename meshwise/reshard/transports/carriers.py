@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -73,13 +72,7 @@ class Gloo:
         self.ranks = ranks
         turn = max(ranks.gather(next(_made)))  # a store's keys are for one group
         count = _CONNECTIONS if ranks.device.type == "cuda" else 1
-        self.groups: list[Any] = [  # torch's stubs do not know their methods
-            dist.ProcessGroupGloo(
-                dist.PrefixStore(f"refit/{turn}/{i}", ranks.store),
-                ranks.rank, ranks.world_size, timedelta(seconds=ranks.timeout_s),
-            )
-            for i in range(count)
-        ]  # fmt: skip
+        self.groups = [ranks.group(f"refit/{turn}/{i}") for i in range(count)]
         self.hosts: dict[int, Tensor] = {}
 
     def slots(self, count: int, nbytes: int, regions: Mapping[int, int]) -> Slots:

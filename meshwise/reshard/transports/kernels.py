@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwise.reshard.tiles import A, B, C
+from meshwise.reshard.tiles import A, B
 
-_A, _B, _C = tl.constexpr(A), tl.constexpr(B), tl.constexpr(C)
+_A, _B = tl.constexpr(A), tl.constexpr(B)
 _ROWS, _WORDS = 8, 256  # of a block: rows of 2 KiB of 8-byte words
 _WARPS = 8
 _COLUMNS = tl.constexpr(7)
@@ -32,10 +32,11 @@ Word = int | torch.dtype  # bytes that are copied as they are, or what they mean
 
 
 @triton.jit
-def _mix(word, place):  # type: ignore[no-untyped-def]
-    y = (word + place * _C) * _A
+def _weighed(word, place):  # type: ignore[no-untyped-def]
+    y = place * _A  # signed numbers: a logical shift is one with a mask
     m = (y ^ ((y >> 32) & 0xFFFFFFFF)) * _B
-    return m ^ ((m >> 29) & 0x7FFFFFFFF)  # signed numbers: a logical shift is one with a mask
+    weight = (m ^ ((m >> 29) & 0x7FFFFFFFF)) | 1
+    return weight * (1 + (word ^ ((word >> 31) & 0x1FFFFFFFF)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -70,7 +71,7 @@ def _tiles(  # type: ignore[no-untyped-def]
                     tl.store(write + r * write_step + w, values, mask=held)
                 if SUMS:
                     bits = values.to(BITS, bitcast=True).to(tl.int64)
-                    total += tl.where(held, _mix(bits, (r * width + w).to(tl.int64)), 0)
+                    total += tl.where(held, _weighed(bits, (r * width + w).to(tl.int64)), 0)
         if SUMS and rows > 0:
             tl.store(sums + tl.load(line + 6), tl.sum(tl.sum(total, 1), 0))
 

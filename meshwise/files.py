@@ -1,0 +1,378 @@
+"""The one way to files: what a stranger wrote is read within bounds, what we write is whole.
+
+Reading takes regular files only and never waits: a FIFO, a device or a folder is refused. Bytes,
+what gzip unpacks to, depth and numbers are bounded, and no key stands twice. Writing goes through a
+new file beside the old one, synced to disk before it takes the old one's place: whoever reads sees
+one of the two, whole. Symbolic links are followed for reading and refused for writing: the file
+that a link means may be anywhere. Whatever fails is a ValueError that begins with the file's name.
+"""
+
+import contextlib
+import errno
+import gzip
+import io
+import json
+import math
+import os
+import re
+import secrets
+import stat
+import tomllib
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST_BYTES = 2**24  # of a document: parsed, JSON of 16 MiB may take 800 MiB
+MOST_LINES_BYTES = 2**27  # of what is read line by line: samples, steps, logs of other tools
+DEEPEST = 64  # levels of lists and tables
+_MOST_TOML_BYTES = 2**18
+_MOST_WALKED = 2**22  # characters, in which the place of a refused value is looked for
+_LARGEST_INT = 2**63 - 1
+
+# tomllib needs quadratic time and memory for a key of many parts
+_KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
+_LONG_KEY = re.compile(rf"(?<![\w-])(?:{_KEY_PART}){{{DEEPEST}}}")
+_TOKEN = re.compile(r'("(?:[^"\\]|\\.)*+")(\s*+:)?|([\[{])|([\]}])|([^\s,:\[\]{}"]++)', re.DOTALL)
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half a character: a surrogate, perhaps without its other
+
+
+def open_file(path: Path | str) -> BinaryIO:
+    """A regular file, opened for reading without waiting for anyone."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    kind = _kind(os.fstat(descriptor))
+    if kind != "file":
+        os.close(descriptor)
+        raise ValueError(f"{path} is a {kind}; name a file")
+    return open(descriptor, "rb")
+
+
+def read_bytes(path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
+    """All of a regular file of no more than ``at_most`` bytes."""
+    with open_file(path) as file:
+        try:
+            data = file.read(at_most + 1)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > at_most:
+        raise ValueError(f"{path} is larger than {_mib(at_most)}; is it the right file?")
+    return data
+
+
+def read_text(path: Path | str, *, at_most: int = MOST_BYTES) -> str:
+    """The same as text of UTF-8."""
+    return _text(read_bytes(path, at_most=at_most), str(path))
+
+
+def unpack(data: bytes, path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
+    """What ``gzip`` packed, if it is no more than ``at_most`` bytes; ``path`` is told in errors."""
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            found = file.read(at_most + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged gzip ({error}); copy it again") from None
+    if len(found) > at_most:
+        raise ValueError(f"{path} unpacks to more than {_mib(at_most)}; is it the right file?")
+    return found
+
+
+def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> Any:
+    """JSON as plain data. Refused, with line and field: a key that stands twice, more than
+    ``DEEPEST`` levels, NaN and Infinity, integers of 2^63 and more, half characters."""
+    if len(data) > at_most:
+        raise ValueError(f"{source} is larger than {_mib(at_most)}; is it the right file?")
+    text = _text(data, source) if isinstance(data, bytes) else data
+    try:
+        found = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_int=_int,
+            parse_float=_float,
+            parse_constant=_float,
+        )
+        _check_depth(found)
+        if _HALF.search(text) and not _is_text(json.dumps(found, ensure_ascii=False)):
+            raise _Refused("holds half a character (a lone surrogate)")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source} is not JSON: {error}") from None
+    except (_Refused, RecursionError) as error:
+        told = str(error) if isinstance(error, _Refused) else f"has more than {DEEPEST} levels"
+        where = _refused(text) if len(text) <= _MOST_WALKED else None
+        raise ValueError(f"{source}: {where or told}") from None
+    return found
+
+
+def parse_toml(data: bytes | str, source: str) -> dict[str, Any]:
+    """TOML as plain data, within the same bounds."""
+    if len(data) > _MOST_TOML_BYTES:
+        raise ValueError(f"{source} is larger than {_mib(_MOST_TOML_BYTES)}; write it as JSON")
+    text = _text(data, source) if isinstance(data, bytes) else data
+    if long := _LONG_KEY.search(text):
+        line = text.count("\n", 0, long.start()) + 1
+        raise ValueError(f"{source}: line {line}: a key has more than {DEEPEST} parts")
+    try:
+        found = tomllib.loads(text)
+        _check_depth(found)
+    except RecursionError:
+        raise ValueError(f"{source}: has more than {DEEPEST} levels; write it flatter") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source} is not TOML: {error}") from None
+    except ValueError:  # int() of thousands of digits
+        raise ValueError(f"{source}: an integer is not below 2^63") from None
+    for field, value in _leaves(found):
+        if isinstance(value, int | float) and (wrong := _out_of_range(value)):
+            raise ValueError(f"{source}: {field}: {wrong}")
+    return found
+
+
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[BinaryIO]:
+    """A new file in the same folder, which may be written by its ``name`` as well. It takes the
+    place of ``path`` when the body ends, and is removed when the body fails."""
+    path = Path(path)
+    with _told(path):
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        mode = _mode_of(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    temporary = str(path.parent / f".meshwise-{secrets.token_hex(8)}")
+    try:
+        with _told(path, temporary):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(temporary, flags, 0o666)
+            try:
+                # by its name, which os.fdopen would not know
+                with open(temporary, "w+b", opener=lambda *_: descriptor) as file:
+                    if mode is not None:
+                        os.fchmod(descriptor, mode)
+                    yield file
+                    file.flush()
+                    os.fsync(descriptor)
+                os.replace(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            _sync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_whole(path: Path | str, data: bytes | str) -> Path:
+    """Write a file, whole or not at all; text as UTF-8. The path."""
+    content = data.encode() if isinstance(data, str) else data
+    with replacing(path) as file:
+        file.write(content)
+    return Path(path)
+
+
+def append_line(path: Path | str, data: bytes | str, *, sync: bool = True) -> None:
+    """Add a line, whole or not at all; with ``sync`` it is on disk when this returns. A last line
+    that was torn off is closed, not overwritten. ``data`` has no line end of its own."""
+    path = Path(path)
+    line = (data.encode() if isinstance(data, str) else data) + b"\n"
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with _told(path):
+        _mode_of(path)
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            try:
+                _write(descriptor, line)
+                if sync:
+                    os.fsync(descriptor)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+        if sync and not size:
+            sync_folder(path.parent)
+
+
+def sync_folder(folder: Path | str) -> None:
+    """Have the names in a folder on disk."""
+    with _told(Path(folder)):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _Refused(ValueError):
+    """A value that JSON allows and we do not; what is wrong with it."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Refused("an object has a key twice")
+    return found
+
+
+def _int(literal: str) -> int:
+    value = int(literal) if len(literal) <= 20 else 10**20
+    if wrong := _out_of_range(value):
+        raise _Refused(f"{literal[:24]} {wrong}")
+    return value
+
+
+def _float(literal: str) -> float:
+    value = float(literal)
+    if wrong := _out_of_range(value):
+        raise _Refused(f"{literal[:24]} {wrong}")
+    return value
+
+
+def _out_of_range(value: int | float) -> str:
+    """What is wrong with a number; nothing if nothing is."""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else "is not a finite number"
+    return "" if abs(value) <= _LARGEST_INT else "is not below 2^63"
+
+
+def _check_depth(data: Any) -> None:
+    """RecursionError if plain data has more than ``DEEPEST`` levels."""
+    level = [data]
+    for _ in range(DEEPEST + 1):
+        held = [item for item in level if isinstance(item, dict | list)]
+        if not held:
+            return
+        level = [x for item in held for x in (item.values() if isinstance(item, dict) else item)]
+    raise RecursionError
+
+
+def _leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that holds no others, with its field: ``tiers[0].num_devices``."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _leaves(value, f"{field}.{key}" if field else key)
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            yield from _leaves(value, f"{field}[{index}]")
+    else:
+        yield field, data
+
+
+def _refused(text: str) -> str | None:
+    """The first value of JSON text that ``parse_json`` refuses: its line, its field, the reason."""
+    at: list[str | int] = []  # the field in each object, the index in each list
+    keys: list[set[str] | None] = []
+
+    def wrong(token: "re.Match[str]", reason: str) -> str:
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in at)
+        field = "".join(parts).lstrip(".")
+        field = field if len(field) <= 80 else f"{field[:38]} ... {field[-37:]}"
+        line = text.count("\n", 0, token.start()) + 1
+        return f"line {line}: {f'{field}: ' if field else ''}{reason}"
+
+    for token in _TOKEN.finditer(text):
+        string, colon, opening, closing, literal = token.groups()
+        if closing:
+            if not keys:
+                return None
+            keys.pop()
+            at.pop()
+            continue
+        is_key = colon is not None and bool(keys) and keys[-1] is not None
+        if keys and keys[-1] is None:
+            at[-1] = int(at[-1]) + 1
+        if string and _HALF.search(string) and not _is_text(json.loads(string, strict=False)):
+            return wrong(token, "holds half a character (a lone surrogate)")
+        if is_key:
+            at[-1] = json.loads(string, strict=False)
+            if at[-1] in keys[-1]:  # type: ignore[operator]
+                return wrong(token, "stands twice")
+            keys[-1].add(at[-1])  # type: ignore[union-attr, arg-type]
+        elif opening:
+            if len(keys) == DEEPEST:
+                return wrong(token, f"is deeper than {DEEPEST} levels; write it flatter")
+            keys.append(set() if opening == "{" else None)
+            at.append("" if opening == "{" else -1)
+        elif literal and literal not in ("true", "false", "null"):
+            try:
+                (_int if literal.lstrip("-").isdigit() else _float)(literal)
+            except ValueError as error:
+                return wrong(token, str(error))
+    return None
+
+
+def _is_text(string: str) -> bool:
+    try:
+        string.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _text(data: bytes, source: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{source} is not a text file (line {line} is not UTF-8)") from None
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:g} MiB"
+
+
+def _kind(status: os.stat_result) -> str:
+    kinds: tuple[tuple[Callable[[int], bool], str], ...] = (
+        (stat.S_ISREG, "file"),
+        (stat.S_ISDIR, "folder"),
+        (stat.S_ISLNK, "symbolic link"),
+        (stat.S_ISFIFO, "FIFO"),
+        (stat.S_ISSOCK, "socket"),
+    )
+    return next((name for holds, name in kinds if holds(status.st_mode)), "device")
+
+
+def _mode_of(path: Path) -> int | None:
+    """The permissions of the file that is to be replaced, if there is one; no other thing is."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    kind = _kind(status)
+    if kind == "symbolic link":
+        raise ValueError(f"{path} is a symbolic link; name the file that it means")
+    if kind != "file":
+        raise ValueError(f"{path} is a {kind}, which is not written over; name a file")
+    return stat.S_IMODE(status.st_mode)
+
+
+@contextlib.contextmanager
+def _told(path: Path, temporary: str | None = None) -> Iterator[None]:
+    """What the system refuses as a ValueError that names the file. With ``temporary`` the errors
+    of other files pass."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename
+        if temporary is not None and named is not None and str(named) not in (str(path), temporary):
+            raise
+        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _sync(folder: int) -> None:
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot
+            raise

@@ -1,0 +1,68 @@
+"""Where torch.compile and Triton keep compiled code: a folder of this user alone.
+
+Both run what they find there, and Inductor's usual place, /tmp/torchinductor_USER, can be made by
+somebody else first. Ours is XDG_CACHE_HOME/meshwise (~/.cache/meshwise) with mode 0700.
+"""
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+_ALL = stat.S_IRWXG | stat.S_IRWXO
+log = logging.getLogger("meshwise")
+
+
+def variables(scratch: Path) -> dict[str, str]:
+    """Environment variables for a process that compiles. Folders that the user named stay, if
+    nobody can write into them but the user and perhaps a group of the user's choice. ``scratch``
+    is used where a home cannot be written."""
+    return {
+        name: _folder(name, own, scratch)
+        for name, own in ((INDUCTOR, "inductor"), (TRITON, "triton"))
+    }
+
+
+def _folder(name: str, own: str, scratch: Path) -> str:
+    if named := os.environ.get(name):
+        folder = Path(named).resolve()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check(folder, others=stat.S_IWOTH)
+        return str(folder)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
+    folder = home / "meshwise" / own
+    try:
+        for each in (folder.parent, folder):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check(each, others=_ALL)
+    except OSError as error:
+        log.warning("%s: %s; compiled code is not kept", folder, error.strerror)
+        return str(scratch / own)
+    return str(folder)
+
+
+def _check(folder: Path, others: int) -> None:
+    """ValueError if anybody else owns the folder, has one of the rights ``others`` to it, or may
+    put another in its place."""
+    _refuse(folder, folder.lstat(), {os.geteuid()}, others)
+    for parent in folder.resolve().parents:
+        status = parent.stat()
+        # in a sticky folder, /tmp say, only the owner of a name may replace it
+        writable = 0 if status.st_mode & stat.S_ISVTX else stat.S_IWOTH
+        _refuse(parent, status, {os.geteuid(), 0}, writable)
+
+
+def _refuse(folder: Path, status: os.stat_result, owners: set[int], others: int) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        why = "is a link"
+    elif status.st_uid not in owners:
+        why = f"belongs to user {status.st_uid}"
+    elif status.st_mode & others:
+        why = f"has mode {stat.S_IMODE(status.st_mode):04o}"
+    else:
+        return
+    raise ValueError(
+        f"{folder} {why}: others could place code there that torch.compile runs; remove it, or set "
+        f"{INDUCTOR} and {TRITON} to folders of yours alone"
+    )

@@ -1,0 +1,104 @@
+"""What every rank of a job is told, and one rank doing it: join, call the target, leave."""
+
+import importlib
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from meshwise.launch import RanksFailed, failures
+from meshwise.launch.failures import Fate
+from meshwise.spec import Record
+
+if TYPE_CHECKING:
+    from meshwise.ranks import Ranks
+
+Target = Callable[["Ranks", bytes], None]
+
+
+class Errand(Record, kw_only=True):
+    """The function ``module:name``, its request, and what ``launch.run`` says of the rest."""
+
+    target: str
+    request: msgspec.Raw
+    threads: int
+    timeout_s: float
+    setup_s: float | None = None
+    environment: dict[str, str] = {}
+
+
+def find(target: str, package: str = "meshwise") -> Target:
+    """The function ``module:name`` of ``package``. A request file cannot name any other."""
+    module, _, name = target.partition(":")
+    if module.split(".")[0] != package or not name.isidentifier():
+        raise ValueError(f"target = {target!r}: must be {package}.<module>:<function>")
+    found: Target = getattr(importlib.import_module(module), name)
+    return found
+
+
+def serve(
+    target: Target,
+    request: bytes,
+    *,
+    timeout_s: float,
+    setup_s: float | None = None,
+    note: Callable[[str], None] | None = None,
+) -> None:
+    """Join, call with rank 0's request, leave. Any error becomes a RanksFailed that names this
+    rank and its case.
+
+    After an error the process should just end: leaving would wait for ranks that do not come.
+    """
+    from meshwise import ranks
+
+    place = ranks.environment()
+    assert place is not None
+    joined = None
+    try:
+        setup_s = ranks.SETUP_S if setup_s is None else setup_s
+        joined = ranks.join(timeout_s, setup_s=setup_s, note=note)
+        # under torchrun every rank makes a request; one must count, or they would disagree
+        agreed = joined.gather(msgspec.Raw(request) if joined.rank == 0 else None)[0]
+        target(joined, msgspec.json.encode(agreed))
+        joined.leave()
+    except Exception as error:
+        told = error if joined is None else joined.explain(error)
+        first, *_ = str(told).splitlines() or [""]  # torch adds stacks of its C++ code
+        what = f": {type(told).__name__}: {first},"
+        message = failures.sentence(place["rank"], what, joined.case if joined else "")
+        raise RanksFailed(message, place["rank"], traceback.format_exc()) from error
+
+
+def run(path: Path, package: str = "meshwise") -> None:
+    """Do the errand in the file ``path`` as the rank that the environment names, and leave its
+    fate beside it. Any error ends this process with exit code 1."""
+    errand = msgspec.json.decode(path.read_bytes(), type=Errand)
+    fate = Fate(rank=int(os.environ["RANK"]))
+    failures.write(path.parent, fate)
+
+    def note(case: str) -> None:
+        nonlocal fate
+        fate = msgspec.structs.replace(fate, case=case)
+        failures.write(path.parent, fate)
+
+    try:
+        serve(
+            find(errand.target, package),
+            bytes(errand.request),
+            timeout_s=errand.timeout_s,
+            # ranks of one host start within seconds of each other
+            setup_s=errand.timeout_s if errand.setup_s is None else errand.setup_s,
+            note=note,
+        )
+    except Exception as error:
+        details = getattr(error, "details", "") or traceback.format_exc()
+        ended = msgspec.structs.replace(
+            fate, state="failed", error=str(error), details=details, time_s=time()
+        )
+        failures.write(path.parent, ended)
+        os._exit(1)  # an orderly exit may wait for ranks that are gone
+    failures.write(path.parent, msgspec.structs.replace(fate, state="done"))

@@ -1,0 +1,91 @@
+"""Whether both models have the same weights, by torch's own ``full_tensor``.
+
+In: on every rank both models as the user has them. Out: the tensors that differ, in words. The
+plan, its holdings and the hashes of tiles have no part in it: torch gathers each DTensor over its
+own mesh, any other tensor counts as whole, and what ranks compare is the SHA-256 of all bytes.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwise.ranks import Ranks
+from meshwise.reshard import live
+from meshwise.reshard.checks import SIDES
+from meshwise.reshard.holdings import Holdings
+from meshwise.reshard.transfer import Transfer
+from meshwise.reshard.transports.copies import DTYPES
+
+Models = Sequence[live.Model]
+_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}  # gloo gathers these
+
+
+def check(ranks: Ranks, planned: Transfer, plans: Sequence[Holdings], models: Models) -> list[str]:
+    """Why torch cannot gather some of this rank's tensors to what was planned."""
+    mine = [_chosen(planned, model) for model in models]
+    meshes = [{n: _mesh(t) for n, t in of.items() if isinstance(t, DTensor)} for of in mine]
+    told = ranks.gather(meshes)
+    wrong = []
+    for number, (side, plan) in enumerate(zip(SIDES, plans, strict=True)):
+        for name, tensor in mine[number].items():
+            if tuple(tensor.shape) != tuple(plan[name].shape):
+                wrong.append(
+                    f"{side} {name} is {tuple(tensor.shape)} of {tuple(plan[name].shape)} and no "
+                    "DTensor"
+                )
+            elif isinstance(tensor, DTensor):
+                size = tensor.device_mesh.size()
+                if sum(of[number].get(name) == meshes[number][name] for of in told) % size:
+                    wrong.append(f"{side} {name} is not on all {size} ranks of its mesh")
+    return wrong
+
+
+def digests(planned: Transfer, model: live.Model) -> dict[str, str]:
+    """Of the whole of each tensor that this rank has. All ranks of a mesh call it together."""
+    mine, found = _chosen(planned, model), {}
+    with torch.no_grad():
+        for name, (before, after) in zip(planned.names, planned.dtypes, strict=True):
+            if name in mine and (values := _whole(mine[name])) is not None:
+                if before != after:  # one NaN for all: how torch makes it depends on its vectors
+                    values = values.to(DTYPES[after]).double()
+                    values[values.isnan()] = torch.nan
+                dense = values.cpu().clone(memory_format=torch.contiguous_format).view(-1)
+                found[name] = hashlib.sha256(dense.view(torch.uint8).numpy().data).hexdigest()
+    return found
+
+
+def differences(told: Sequence[Sequence[Mapping[str, str]]]) -> Iterator[str]:
+    """Of every rank's digests of either side."""
+    first: dict[str, tuple[str, str]] = {}
+    for side, who in enumerate(SIDES):
+        for rank, of in enumerate(told):
+            for name, digest in of[side].items():
+                known, where = first.setdefault(name, (digest, f"{who} on rank {rank}"))
+                if digest != known:
+                    yield f"{name}: the {who} on rank {rank} is not the {where}"
+
+
+def _chosen(planned: Transfer, model: live.Model) -> dict[str, Tensor]:
+    mine = live.named(model)
+    return {name: mine[name] for name in planned.names if name in mine}
+
+
+def _mesh(tensor: DTensor) -> str:
+    return f"{tensor.device_mesh.mesh.tolist()} {tensor.placements}"
+
+
+def _whole(tensor: Tensor) -> Tensor | None:
+    """As torch gathers it; None on ranks outside its mesh. Bits travel: not all of torch's
+    collectives know all dtypes."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    bits = DTensor.from_local(
+        tensor.to_local().view(_BITS[tensor.dtype.itemsize]), tensor.device_mesh,
+        tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip
+    return bits.full_tensor().view(tensor.dtype)

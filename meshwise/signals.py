@@ -1,0 +1,129 @@
+"""Signals that end a program: Ctrl-C, SIGTERM, SIGHUP. A raised signal may come amid anything.
+
+``held`` puts them off while processes are started and ended. ``raised`` makes SIGTERM and SIGHUP
+the exception ``Ended``, as Ctrl-C is ``KeyboardInterrupt``. ``quit_at_once`` is for the program:
+where nothing is to be put in order it ends by one line, not by an exception, which torch's import
+may swallow or print. Handlers change on the main thread alone; a signal that the user ignores
+(nohup) stays ignored. Imports nothing heavy, since it comes first.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+last_acts: list[Callable[[str], None]] = []  # told why, before the program quits
+
+
+class Ended(SystemExit):
+    """A signal told this process to end, by exit code 128 + ``number``; ``kept`` is what is left
+    behind."""
+
+    def __init__(self, number: int, kept: str = "") -> None:
+        super().__init__(128 + number)
+        self.number, self.kept = number, kept
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, [told(self.number), self.kept]))
+
+
+def told(number: int) -> str:
+    """``ended by SIGTERM``; of Ctrl-C ``stopped by the user``."""
+    if number == signal.SIGINT:
+        return "stopped by the user"
+    return f"ended by {signal.Signals(number).name}"
+
+
+class Held:
+    """``number`` is the first signal that came while signals were held."""
+
+    number: int | None = None
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        self.number = self.number or number
+
+
+@contextlib.contextmanager
+def held() -> Iterator[Held]:
+    """Put signals off until the body has ended; the body may look at ``number`` and end early."""
+    came = Held()
+    before = _handled()
+    for number in before:
+        signal.signal(number, came)
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came.number is not None:
+            _deliver(came.number, before[came.number])
+
+
+@contextlib.contextmanager
+def blocked() -> Iterator[None]:
+    """Keep signals from a process that the body starts, until that process unblocks them: Python
+    would answer Ctrl-C with a traceback while it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def raised(*, unless_failing: bool = False) -> Iterator[None]:
+    """SIGTERM and SIGHUP raise ``Ended``, and Ctrl-C KeyboardInterrupt also in a program that
+    quits at once. ``unless_failing``: not while an error is on its way that says more."""
+    failing = sys.exception()
+
+    def end(number: int, _: FrameType | None) -> None:
+        if unless_failing and sys.exception() is not failing:
+            return
+        raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
+
+    before = {n: h for n, h in _handled().items() if h in (signal.SIG_DFL, _quit)}
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def quit_at_once() -> None:
+    """From now on these signals end the program: ``last_acts``, one line, exit code 128 + n."""
+    for number in _handled():
+        signal.signal(number, _quit)
+
+
+def _quit(number: int, _: FrameType | None) -> None:
+    for act in last_acts:
+        with contextlib.suppress(Exception):
+            act(told(number))
+    said = "interrupted" if number == signal.SIGINT else told(number)
+    os.write(2, f"{said}\n".encode())
+    os._exit(128 + number)
+
+
+def _handled() -> dict[int, Handler]:
+    """The handlers that may be replaced: Python's, on the main thread, of what is not ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    found = {number: signal.getsignal(number) for number in ENDING}
+    return {n: h for n, h in found.items() if h is not None and h != signal.SIG_IGN}
+
+
+def _deliver(number: int, handler: Handler) -> None:
+    """Called by hand, it raises here and not a few lines on."""
+    if callable(handler):
+        handler(number, sys._getframe())
+    else:
+        signal.raise_signal(number)
