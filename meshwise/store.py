@@ -17,7 +17,7 @@ import msgspec
 
 from meshwise import files
 from meshwise.spec import Cluster, Plan, RunInfo, Sample, StepLine, digest
-from meshwise.text import plain
+from meshwise.text import one_line
 
 T = TypeVar("T")
 
@@ -197,8 +197,8 @@ def finish(run_dir: Path | str, status: str, reason: str = "") -> None:
     """Set the end of a run: complete, partial, interrupted or failed."""
     path = Path(run_dir) / "run.json"
     info = read(path, RunInfo)
-    told = plain(reason, keep="\n")
-    write(path, msgspec.structs.replace(info, status=status, reason=told, ended=now()))
+    done = msgspec.structs.replace(info, status=status, reason=one_line(reason), ended=now())
+    write(path, done)
 
 
 def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:

@@ -8,7 +8,7 @@ around; it is shown as the escape that JSON has for it.
 import re
 from collections.abc import Iterable
 
-MOST = 300  # characters of an error
+MOST = 293  # characters of an error: 300 behind "error: "
 
 # C0, delete and C1; what joins, turns or hides letters; line ends of Unicode; halves of characters
 _CONTROL = re.compile(

@@ -123,7 +123,7 @@ def _done(arguments: list[str] | None) -> int:
 
 
 def _say(message: str, code: int) -> int:
-    print(one_line(f"error: {message}"), file=sys.stderr)
+    print(f"error: {one_line(message)}", file=sys.stderr)
     return code
 
 

@@ -161,9 +161,8 @@ def carry_out(
         _draw_timelines(plan, run_dir)
         if store.read(run_dir / "run.json", RunInfo).status == "running":
             samples = store.load(run_dir)[1]
-            status, reason = ending(samples)
             wrong = [one.reason for one in samples if one.status == "error"]
-            store.finish(run_dir, status, "; ".join(filter(None, [reason, *wrong])))
+            store.finish(run_dir, *(("failed", wrong[0]) if wrong else ending(samples)))
     return run_dir
 
 
