@@ -3,7 +3,7 @@ PYTHON ?= python3
 BUDGET ?= 90s
 VENV := .venv/bin/python
 
-.PHONY: help venv test test-all fuzz faults check demo clean always
+.PHONY: help venv test test-all test-slow fuzz faults check demo clean always
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -25,6 +25,9 @@ test: .venv/stamp ## run the tests: unit, golden, gloo on the CPU, GPU where the
 
 test-all: .venv/stamp ## run the tests that make test leaves out, too
 	@$(VENV) -m pytest -m "whole or not whole"
+
+test-slow: .venv/stamp ## run the tests of launches, ranks, jobs and faults beside 40 busy processes
+	@$(VENV) -m tests.busy
 
 fuzz: .venv/stamp ## run 100,000 damaged inputs of every kind: ./fuzz.json (OUT=...)
 	@$(VENV) -m tests.fuzz --cases 100000 --out $(or $(OUT),fuzz.json)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise import meeting, ranks, secret
+from meshwise.patience import Patience
 from meshwise.ranks import Environment, Ranks
 
 T = TypeVar("T")
@@ -35,8 +36,8 @@ def join_at(
     *,
     secret_file: Path | str | None = None,
     bind: str = "",
-    timeout_s: float = ranks.STEADY_S,
-    setup_s: float = ranks.SETUP_S,
+    timeout_s: float | None = None,
+    setup_s: float | None = None,
 ) -> Ranks:
     """Join jobs that were launched apart at ``address``, host:port: one ``Ranks`` over them all.
 
@@ -48,6 +49,7 @@ def join_at(
     itself. Jobs may meet at one address again, also when others than the first were started anew.
     ValueError in all jobs if they disagree, TimeoutError that names who did not come.
     """
+    timeout_s, setup_s = Patience(timeout_s, setup_s).limits()
     limit = time.monotonic() + setup_s
     host, port = _host_and_port(address)
     if not jobs:
@@ -81,6 +83,7 @@ def join_at(
         backend="nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("ranks", met),
         timeout_s=timeout_s,
+        setup_s=setup_s,
         names=tuple(names),
         listens=_listens(host, store),
     )
@@ -174,7 +177,7 @@ def _meet_jobs(
         met.set("over", "")
     if met.check(["refused"]):
         reason = met.get("refused")
-        time.sleep(ranks.GRACE_S if opens else 0.0)  # the store may end with this process
+        time.sleep(ranks.grace_s() if opens else 0.0)  # the store may end with this process
         kind = TimeoutError if ranks.ABSENT.encode() in reason else ValueError
         return kind(ranks.plain(reason))
     return met, {name: _told(met, f"size/{name}", Size) for name in jobs}
@@ -221,7 +224,7 @@ def _not_come(met: dist.Store, jobs: list[str]) -> list[str]:
     return missing if len(missing) <= 8 else [*missing[:8], f"{len(missing) - 8} more"]
 
 
-def attached(timeout_s: float = ranks.STEADY_S) -> Ranks:
+def attached(timeout_s: float | None = None) -> Ranks:
     """The job that this process joined by torch.distributed itself, its groups left as they are.
 
     ValueError where it joined none, or where no launcher says how to reach the store.
@@ -235,10 +238,11 @@ def attached(timeout_s: float = ranks.STEADY_S) -> Ranks:
 
 
 @functools.cache
-def _attached(world: dist.ProcessGroup, timeout_s: float) -> Ranks:
+def _attached(world: dist.ProcessGroup, timeout_s: float | None) -> Ranks:
     """Made once for a group: its control group and its keys in the store stay."""
     place = ranks.environment()
     assert place is not None
+    timeout_s, setup_s = Patience(timeout_s).limits(place["world_size"] // place["num_hosts"])
     joined = Ranks(
         rank=world.rank(),
         local_rank=place["local_rank"],
@@ -247,10 +251,11 @@ def _attached(world: dist.ProcessGroup, timeout_s: float) -> Ranks:
         backend=dist.get_backend(),
         store=dist.PrefixStore(
             f"meshwise/{next(ranks.joins)}",
-            ranks.open_store(place["host"], place["port"], False, ranks.SETUP_S, "rank 0"),
+            ranks.open_store(place["host"], place["port"], False, setup_s, "rank 0"),
         ),
         control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         timeout_s=timeout_s,
+        setup_s=setup_s,
     )
     atexit.register(_let_go, joined)
     return joined

@@ -1,9 +1,9 @@
 """One rank of a job: who it is, how it meets the others, who is missing when they do not come.
 
 In: the variables that torchrun or srun set. Out: a ``Ranks`` with one process group ("cpu:gloo,
-cuda:nccl" on GPUs, else gloo) and a gloo group for agreement, ``control``. Two timeouts: set-up
-(``arrive``, a barrier on the store, ten minutes: compiling and loading may take long) and steady
-state (every collective, 30 s). On either, the error names the ranks that had not arrived and the
+cuda:nccl" on GPUs, else gloo) and a gloo group for agreement, ``control``. Two limits
+(``patience``): set-up (``arrive``, a barrier on the store) and steady state (every collective). On
+either, the error names the ranks that had not arrived and the
 case each was in: every rank keeps its progress in the store, and one that is behind is missing.
 ``jobs.join_at`` makes one ``Ranks`` of jobs that were launched apart, a trainer and a server say.
 """
@@ -26,13 +26,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from meshwise import patience
+from meshwise.patience import Patience
 from meshwise.text import one_line
 
-SETUP_S = 600.0
-STEADY_S = 30.0
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # for ranks of one host
 START_S = 1e-3  # more than ranks take to learn when they start together
-GRACE_S = 2.0  # ranks of one collective fail this close to each other
+GRACE_S = 2.0  # ranks of one collective fail this close to each other where each has a core
 ABSENT = "had not arrived"
 _LOST = r"timed out|timeout|closed by peer|reset by peer|broken pipe"
 joins = itertools.count()
@@ -99,7 +99,8 @@ class Ranks:
     backend: str
     store: dist.Store | None = None
     control: dist.ProcessGroup | None = None
-    timeout_s: float = STEADY_S
+    timeout_s: float = patience.STEADY_S
+    setup_s: float = patience.SETUP_S
     note: Callable[[str], None] | None = None  # told of every case, for whoever outlives us
     case: str = ""
     names: tuple[str, ...] = ()  # in errors, of the ranks of several jobs
@@ -118,11 +119,12 @@ class Ranks:
         if self.note is not None:
             self.note(name)
 
-    def arrive(self, name: str, timeout_s: float = SETUP_S) -> None:
+    def arrive(self, name: str, timeout_s: float | None = None) -> None:
         """Set-up barrier on the store: TimeoutError names who is missing, their cases, ``name``."""
         if self.store is None:
             return
         store, started = self.store, time.monotonic()
+        timeout_s = self.setup_s if timeout_s is None else timeout_s
         key = f"arrived/{self._meet()}"
 
         def meet() -> bool:
@@ -228,11 +230,11 @@ class Ranks:
     def _unheard(self) -> list[int]:
         """Tell the others that this rank waits in a collective; who neither waits nor moved on.
 
-        Ranks that wait in the same collective give up within ``GRACE_S`` of each other; one
+        Ranks that wait in the same collective give up within ``grace_s()`` of each other; one
         that is dead, stopped or busy elsewhere stays behind.
         """
         self._tell(self._progress[0], self._progress[1] + 1)
-        limit = time.monotonic() + GRACE_S
+        limit = time.monotonic() + grace_s()
         while self._missing() and time.monotonic() < limit:
             time.sleep(0.1)
         return self._missing()
@@ -281,9 +283,9 @@ class Ranks:
 
 
 def join(
-    timeout_s: float = STEADY_S,
+    timeout_s: float | None = None,
     *,
-    setup_s: float = SETUP_S,
+    setup_s: float | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Ranks:
     """Join the job that torchrun, srun or ``meshwise.launch`` started this process in."""
@@ -291,6 +293,8 @@ def join(
     if place is None:
         raise ValueError("no launcher started this process; use meshwise.launch.run or torchrun")
     device = device_of(place)
+    here = place["world_size"] // place["num_hosts"]
+    timeout_s, setup_s = Patience(timeout_s, setup_s).limits(here)
     # a verb may join more than once in one process: each time with fresh keys
     earlier = next(joins)
     store = dist.PrefixStore(f"meshwise/{earlier}", _store(place, setup_s))
@@ -302,9 +306,10 @@ def join(
         backend="nccl" if device.type == "cuda" else "gloo",
         store=store,
         timeout_s=timeout_s,
+        setup_s=setup_s,
         note=note,
     )
-    ranks.arrive("the start", setup_s)
+    ranks.arrive("the start")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("group", store),
@@ -353,6 +358,11 @@ def hold_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
 _held_store = functools.cache(hold_store)  # kept open for the life of the process
 
 
+def grace_s() -> float:
+    """How far apart ranks may fail in one collective, at the pace that this machine has now."""
+    return GRACE_S * patience.turns()
+
+
 def is_loopback(host: str) -> bool:
     """Whether all who meet there are on this host."""
     return host == "localhost" or host.startswith("127.")
@@ -369,7 +379,7 @@ def connect(host: str, port: int, master: bool, setup_s: float, who: str) -> dis
                 timeout=timedelta(seconds=setup_s),
                 multi_tenant=True,
             ),
-            setup_s + GRACE_S,
+            setup_s + grace_s(),
         )
     except dist.DistError as error:
         reason = plain(str(error).partition("\n")[0])
@@ -385,7 +395,7 @@ def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
     """What ``ask`` learns from the store, or None. The store's client cannot be interrupted, and
     waits without end when the process that holds the store has stopped."""
     with contextlib.suppress(dist.DistError, TimeoutError):
-        return within(ask, waits_s + 2 * GRACE_S)
+        return within(ask, waits_s + 2 * grace_s())
     return None
 
 

@@ -42,6 +42,14 @@ def parse_seconds(text: str, name: str = "") -> float:
     return _scaled(text, _TIME, _said(text, "time", name), "60s, 2m or 1h")
 
 
+def some_seconds(name: str, given: str | float) -> float:
+    """The same above 0, of the option ``name``; ValueError for no time at all or an endless one."""
+    found = parse_seconds(str(given), name)
+    if not 0 < found < 1e9:
+        raise ValueError(f"{name} = {given!r}: must be some time, as 60s")
+    return found
+
+
 def format_bytes(size_bytes: float) -> str:
     """Binary units with one decimal: ``3.1 GiB``."""
     value, sign = abs(float(size_bytes)), "-" if size_bytes < 0 else ""

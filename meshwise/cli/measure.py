@@ -8,7 +8,7 @@ import cyclopts
 from cyclopts import Parameter
 
 import meshwise
-from meshwise.cli.options import ANY, DECODERS, MODELS, DryRun, Json, Runs, Size
+from meshwise.cli.options import ANY, DECODERS, MODELS, WAITS, DryRun, Json, Runs, Size, Waits
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.verbs import job
 
@@ -39,7 +39,7 @@ Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class Sweep(Waits):
     """How any kind is measured."""
 
     cluster: str = "cluster.toml"
@@ -48,8 +48,6 @@ class Sweep:
     "By default bf16 on GPUs and fp32 on CPUs."
     budget: str | None = None
     "Time to spend, as 120s or 2m; the most useful cases come first. By default all cases."
-    timeout: str = "30s"
-    "How long ranks wait for each other before a case counts as hung."
     resume: bool = False
     "Continue the newest run of this kind and cluster without repeating finished cases."
     master_addr: str | None = None
@@ -63,7 +61,7 @@ class Sweep:
     def options(self) -> dict[str, Any]:
         """As ``meshwise.measure`` takes them."""
         job.meet_at(self.master_addr, self.master_port)
-        names = ("cluster", "dtype", "budget", "timeout", "resume", "runs", "dry_run")
+        names = (*vars(WAITS), "cluster", "dtype", "budget", "resume", "runs", "dry_run")
         return {name: getattr(self, name) for name in names}
 
 

@@ -51,3 +51,17 @@ class Size:
 
 
 ANY = Size()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """How long ranks wait for each other. Longer by default where processes share cores."""
+
+    timeout: str | None = None
+    "In a collective or at a barrier; 30s by default."
+    setup_timeout: str | None = None
+    "At the start, and while ranks compile, load or save; 10m by default."
+
+
+WAITS = Waits()

@@ -1,13 +1,13 @@
 """``meshwise refit``: Megatron's refit benchmark under its flags, and more."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 import meshwise
-from meshwise.cli.options import ANY, Json, Runs, Size
+from meshwise.cli.options import ANY, WAITS, Json, Runs, Size, Waits
 from meshwise.cli.output import DONE, SOME_FAILED, emit, say
 from meshwise.verbs import job
 
@@ -163,7 +163,7 @@ def refit(
     dry_run: bool = False,
     cluster: str = "cluster.toml",
     size: Size = ANY,
-    timeout: str = "30s",
+    waits: Waits = WAITS,
     output_dir: str | None = None,
     runs: Runs = "runs",
     json: Json = False,
@@ -201,8 +201,6 @@ def refit(
         Say what would move, how fast it could be and what binds; needs no GPU.
     cluster
         The machine. Of a dry run the hosts and links, by default h200-hgx.
-    timeout
-        How long ranks wait for each other.
     output_dir
         Where logs/RUN_ID.log goes; by default OUTPUT_DIR, else benchmark_results.
     """
@@ -215,7 +213,7 @@ def refit(
         atomic=manner.atomic, changed=_changed(manner),
         place=manner.place, check=check,
         warmup=num_benchmark_warmup, iterations=num_benchmark_iterations, rate=rate,
-        cluster=cluster, nproc=size.ranks, timeout=timeout, runs=runs, output_dir=output_dir,
+        cluster=cluster, nproc=size.ranks, **asdict(waits), runs=runs, output_dir=output_dir,
         dry_run=dry_run, figure=figure,
     )  # fmt: skip
     if isinstance(found, list):

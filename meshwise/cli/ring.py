@@ -1,13 +1,13 @@
 """``meshwise measure ring``: the benchmark of RingDilatedAttentionV2Collective under its flags, and
 more."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from meshwise.cli.flags import as_typed
-from meshwise.cli.options import ANY, DryRun, Json, Numbers, Runs, Size
+from meshwise.cli.options import ANY, WAITS, DryRun, Json, Numbers, Runs, Size, Waits
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.verbs import job
 
@@ -88,7 +88,7 @@ def ring(
     costs: str | None = None,
     cluster: str = "cluster.toml",
     size: Size = ANY,
-    timeout: str = "30s",
+    waits: Waits = WAITS,
     output_dir: str | None = None,
     no_save: bool = False,
     runs: Runs = "runs",
@@ -118,8 +118,6 @@ def ring(
         A costs.json by whose prices the cheapest way is chosen; by default by bytes.
     cluster
         The machine; detected first when cluster.toml does not exist.
-    timeout
-        How long ranks wait for each other.
     output_dir
         For the JSON and its copy latest.json; by default OUTPUT_DIR, else
         benchmark_results/ring_v2_collective.
@@ -132,7 +130,7 @@ def ring(
     if len(modes) > 1:
         raise ValueError(f"--{' and --'.join(modes)}: give one of them")
     nproc = job.num_ranks(nproc=size.ranks, gpus=ranks)
-    with as_typed((*vars(shape), *vars(manner), "timeout", "output_dir"), **_OF_FIELDS):
+    with as_typed((*vars(shape), *vars(manner), *vars(waits), "output_dir"), **_OF_FIELDS):
         what = verb.asked(
             mode=modes[0] if modes else "",  # type: ignore[arg-type]
             nproc=nproc, cluster=cluster, costs=costs, keep=not dry_run, **_given(shape, manner),
@@ -140,10 +138,10 @@ def ring(
         if dry_run:
             return _forecast(what, json)
         if verify:
-            return _verify(what, timeout, json)
+            return _verify(what, waits, json)
         found = verb.measure_ring(
             what, runs=runs, output_dir=output_dir, save=not no_save, profile=profile,
-            timeout=timeout,
+            **asdict(waits),
         )  # fmt: skip
     return _results(found, json) if job.leads() else DONE
 
@@ -169,11 +167,11 @@ def _forecast(what: Any, json: bool) -> int:
     return DONE
 
 
-def _verify(what: Any, timeout: str, json: bool) -> int:
+def _verify(what: Any, waits: Waits, json: bool) -> int:
     from meshwise.pages import ring as page
     from meshwise.verbs.ring import verify_ring
 
-    found, notes = verify_ring(what, timeout=timeout)
+    found, notes = verify_ring(what, **asdict(waits))
     if not job.leads():
         return DONE
     emit({"checks": found, "notes": notes}, page.checks(found, notes), json)

@@ -8,8 +8,9 @@ from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli import output
-from meshwise.cli.options import ANY, DryRun, Json, Runs, Size
+from meshwise.cli.options import ANY, WAITS, DryRun, Json, Runs, Size, Waits
 from meshwise.cli.output import DONE, SOME_FAILED, emit
+from meshwise.patience import parsed
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
@@ -81,11 +82,25 @@ class Kept:
     "Go on with the checkpoint in this folder, under any layout."
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What to look at besides the time."""
+
+    check: bool = False
+    "Compare the losses of three steps with one device, in fp32 (images: fp64)."
+    profile: bool = False
+    "Where a step's time goes: forward, backward, exposed communication, bubble; a timeline."
+    find_nonfinite: bool = False
+    "Name the module where a loss that is not finite begins."
+    nccl_trace: bool = False
+    "On the GPUs of one host: compare the collectives that NCCL logs with the plan's."
+
+
 _NOT_OF_SUITES = (
-    "plan", "steps", "warmup", "rivals", "check", "data", "seed", "in_flight", "new_tokens",
-    "profile", "find_nonfinite", "nccl_trace",
+    "plan", "steps", "warmup", "rivals", "data", "seed", "in_flight", "new_tokens"
 )  # fmt: skip
-PLANNED, SINGLE, NOTHING = Given(), Benchmark(), Kept()
+PLANNED, SINGLE, NOTHING, TIMED = Given(), Benchmark(), Kept(), Watched()
 
 
 def run(
@@ -96,17 +111,15 @@ def run(
     steps: int | None = None,
     warmup: int | None = None,
     rivals: int = 0,
-    check: bool = False,
+    watched: Watched = TIMED,
     data: str | None = None,
     seed: int = 0,
     in_flight: int | None = None,
     new_tokens: int | None = None,
     kept: Kept = NOTHING,
-    profile: bool = False,
-    find_nonfinite: bool = False,
-    nccl_trace: bool = False,
     benchmark: Benchmark = SINGLE,
     size: Size = ANY,
+    waits: Waits = WAITS,
     runs: Runs = "runs",
     dry_run: DryRun = False,
     json: Json = False,
@@ -126,8 +139,6 @@ def run(
         Untimed ones before them; 3 on GPUs and 1 on CPUs by default.
     rivals
         Also run this many runners-up.
-    check
-        Compare the losses of three steps with one device, in fp32 (images: fp64).
     data
         A file of tokens; by default they are random.
     seed
@@ -136,38 +147,30 @@ def run(
         Batches of streamed inference under way at once; 4 by default.
     new_tokens
         Tokens to decode behind each sequence; 64 by default.
-    profile
-        Where a step's time goes: forward, backward, exposed communication, bubble; a timeline.
-    find_nonfinite
-        Name the module where a loss that is not finite begins.
-    nccl_trace
-        On the GPUs of one host: compare the collectives that NCCL logs with the plan's.
     """
     if benchmark.list_suites or benchmark.suite is not None or benchmark.sweep is not None:
-        return _benchmark(locals(), benchmark, given, size, runs, dry_run, json)
+        return _benchmark(locals(), benchmark, runs, dry_run, json)
     _refuse_odd(benchmark, mode, steps=steps, warmup=warmup)
     done = meshwise.run(
         plan,
         **asdict(given),
         **asdict(kept),
+        **asdict(watched),
         mode=mode,
         steps=steps,
         warmup=warmup,
         rivals=rivals,
-        check=check,
         data=data,
         seed=seed,
         driver_time=benchmark.profile_driver_time,
         in_flight=in_flight,
         new_tokens=new_tokens,
-        profile=profile,
-        find_nonfinite=find_nonfinite,
         nproc=size.ranks,
+        **asdict(waits),
         runs=runs,
-        nccl_trace=nccl_trace,
         dry_run=dry_run,
     )
-    return _shown(done, nccl_trace, json)
+    return _shown(done, watched.nccl_trace, json)
 
 
 def _said(options: Any) -> list[str]:
@@ -189,7 +192,9 @@ def _refuse_beside_suites(options: dict[str, Any], benchmark: Benchmark) -> None
     if benchmark.suite is not None and benchmark.sweep is not None:
         raise ValueError(f"--sweep {benchmark.sweep}: runs a suite of its own; leave out --suite")
     odd = [name for name in _said(options["given"]) if name not in ("lowering", "cluster")]
-    odd += _said(options["kept"]) + ["mode"] * (options["mode"] != "train")
+    odd += (
+        _said(options["kept"]) + _said(options["watched"]) + ["mode"] * (options["mode"] != "train")
+    )
     odd += [name for name in _NOT_OF_SUITES if options[name]]
     if benchmark.sweep is not None:
         clocks = ("niter", "profile_driver_time", "profile_stage_execution_time")
@@ -230,8 +235,6 @@ def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
 def _benchmark(
     options: dict[str, Any],
     asked: Benchmark,
-    given: Given,
-    size: Size,
     runs: str,
     dry_run: bool,
     json: bool,
@@ -242,7 +245,7 @@ def _benchmark(
     if asked.list_suites:
         return _list_suites(json)
     _refuse_beside_suites(options, asked)
-    settings = _settings(asked, given, size, runs, json)
+    settings = _settings(asked, options["given"], options["size"], options["waits"], runs, json)
     if asked.sweep is not None:
         if dry_run:
             return _list_cases(suite.listed_sweep(asked.sweep, settings), json)
@@ -262,7 +265,9 @@ def _has_failed(result: "CaseResult") -> bool:
     return result.status in ("error", "hung", "oom")
 
 
-def _settings(asked: Benchmark, given: Given, size: Size, runs: str, json: bool) -> "Settings":
+def _settings(
+    asked: Benchmark, given: Given, size: Size, waits: Waits, runs: str, json: bool
+) -> "Settings":
     from meshwise.verbs.suite import Settings
 
     def say(line: str) -> None:
@@ -282,6 +287,7 @@ def _settings(asked: Benchmark, given: Given, size: Size, runs: str, json: bool)
         scale_to_fit=asked.scale_to_fit,
         lowering=given.lowering,
         cluster=given.cluster,
+        patience=parsed(**asdict(waits)),
         runs=runs,
         say=say,
     )

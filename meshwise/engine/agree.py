@@ -12,7 +12,7 @@ import torch
 
 from meshwise.parallel import torch_private
 from meshwise.parallel.mesh import Place
-from meshwise.ranks import SETUP_S, Ranks
+from meshwise.ranks import Ranks
 from meshwise.timing import is_out_of_memory
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def together(
     """
     assert ranks.store is not None
     key, result = f"out of memory/{next(_phases)}", None
-    torch_private.set_timeout(place.groups, SETUP_S if compiling else ranks.timeout_s)
+    torch_private.set_timeout(place.groups, ranks.setup_s if compiling else ranks.timeout_s)
     try:
         result = work()
     except (RuntimeError, MemoryError, TimeoutError) as error:

@@ -11,6 +11,8 @@ heavy.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshwise.patience import USUAL, Patience
+
 if TYPE_CHECKING:
     from meshwise.launch.errand import Errand
     from meshwise.spec import Record
@@ -55,17 +57,14 @@ def run(
     *,
     nproc: int,
     threads: int | None = None,
-    timeout_s: float = 30.0,
-    setup_s: float | None = None,
+    patience: Patience = USUAL,
     environment: Mapping[str, str] | None = None,
 ) -> None:
     """Call ``target`` on ``nproc`` ranks; RanksFailed says which rank died of what, in which case.
 
     ``threads`` is each rank's OMP_NUM_THREADS, by default what the environment says, else an
-    equal share of the cores. ``timeout_s`` is the steady-state timeout of every collective,
-    ``setup_s`` how long ranks wait for each other at the start, by default what suits the place.
-    ``environment`` is set in each rank, with its number for ``{rank}``; not where a launcher
-    started the ranks.
+    equal share of the cores. ``patience`` is how long ranks wait for each other. ``environment`` is
+    set in each rank, with its number for ``{rank}``; not where a launcher started the ranks.
     """
     import msgspec
 
@@ -77,8 +76,7 @@ def run(
         target=target,
         request=msgspec.Raw(msgspec.json.encode(request)),
         threads=threads or provenance.threads_per_rank(nproc),
-        timeout_s=timeout_s,
-        setup_s=setup_s,
+        patience=patience,
         environment=dict(environment or {}),
     )
     start(errand, place)
@@ -120,4 +118,4 @@ def start(errand: "Errand", place: Place) -> None:
         if ranks.is_loopback(place.host):
             os.environ.update({name: os.environ.get(name, v) for name, v in ranks.LOOPBACK.items()})
         request = bytes(errand.request)
-        serve(find(errand.target), request, timeout_s=errand.timeout_s, setup_s=errand.setup_s)
+        serve(find(errand.target), request, errand.patience)

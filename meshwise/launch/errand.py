@@ -12,6 +12,7 @@ import msgspec
 
 from meshwise.launch import RanksFailed, failures
 from meshwise.launch.failures import Fate
+from meshwise.patience import USUAL, Patience
 from meshwise.spec import Record
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ class Errand(Record, kw_only=True):
     target: str
     request: msgspec.Raw
     threads: int
-    timeout_s: float
-    setup_s: float | None = None
+    patience: Patience = USUAL
     environment: dict[str, str] = {}
 
 
@@ -43,9 +43,8 @@ def find(target: str, package: str = "meshwise") -> Target:
 def serve(
     target: Target,
     request: bytes,
+    patience: Patience,
     *,
-    timeout_s: float,
-    setup_s: float | None = None,
     note: Callable[[str], None] | None = None,
 ) -> None:
     """Join, call with rank 0's request, leave. Any error becomes a RanksFailed that names this
@@ -59,8 +58,7 @@ def serve(
     assert place is not None
     joined = None
     try:
-        setup_s = ranks.SETUP_S if setup_s is None else setup_s
-        joined = ranks.join(timeout_s, setup_s=setup_s, note=note)
+        joined = ranks.join(patience.timeout_s, setup_s=patience.setup_s, note=note)
         # under torchrun every rank makes a request; one must count, or they would disagree
         agreed = joined.gather(msgspec.Raw(request) if joined.rank == 0 else None)[0]
         target(joined, msgspec.json.encode(agreed))
@@ -86,14 +84,8 @@ def run(path: Path, package: str = "meshwise") -> None:
         failures.write(path.parent, fate)
 
     try:
-        serve(
-            find(errand.target, package),
-            bytes(errand.request),
-            timeout_s=errand.timeout_s,
-            # ranks of one host start within seconds of each other
-            setup_s=errand.timeout_s if errand.setup_s is None else errand.setup_s,
-            note=note,
-        )
+        target = find(errand.target, package)
+        serve(target, bytes(errand.request), errand.patience, note=note)
     except Exception as error:
         details = getattr(error, "details", "") or traceback.format_exc()
         ended = msgspec.structs.replace(

@@ -20,8 +20,9 @@ import msgspec
 from meshwise import signals
 from meshwise.launch import RanksFailed, cache, failures, keeper, scratch
 from meshwise.launch.errand import Errand
+from meshwise.patience import turns
 
-_PATIENCE_S = 3.0  # for a rank to end that was told to
+_ENDING_S = 3.0  # for a rank with a core of its own to end that was told to
 _DYING_S = 60.0  # for the kernel to end one: a driver may take long to give its memory back
 _POLL_S = 0.05
 _WORKER = ("-m", "meshwise.launch.worker")
@@ -54,7 +55,7 @@ def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
                 job.processes.append(started)
                 with contextlib.suppress(BrokenPipeError):  # who ended it wants no such help
                     groups.write(b"%d\n" % started.pid)
-            failed = job.wait(folder, errand.timeout_s, held)
+            failed = job.wait(folder, errand.patience.limits(nproc)[0], held)
         finally:
             job.end()
         if failed:
@@ -150,7 +151,8 @@ class _Job:
 
     def end(self) -> None:
         """End the ranks that run, kindly for a while, and all that they started."""
-        running, limit = self._running(), time.monotonic() + _PATIENCE_S
+        running = self._running()
+        limit = time.monotonic() + _ENDING_S * turns(len(running))
         for process in running.values():
             _signal(process, signal.SIGTERM)
         while left := {r: p for r, p in running.items() if _state(p) not in _ENDED}:

@@ -4,15 +4,15 @@ import difflib
 import importlib
 import inspect
 import logging
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from meshwise import store
+from meshwise.patience import Limit, Patience, parsed
 from meshwise.spec import Case, Cluster, Plan, RunInfo, Sample, digest, ending
-from meshwise.units import parse_seconds
+from meshwise.units import some_seconds
 from meshwise.verbs import files, job
 from meshwise.verbs.detect import look, write
 
@@ -39,7 +39,8 @@ def measure(
     quick: bool = False,
     follow: bool = True,
     sustain: str | float = 10.0,
-    timeout: str | float = 30.0,
+    timeout: Limit = None,
+    setup_timeout: Limit = None,
     resume: bool = False,
     nproc: int | None = None,
     runs: Path | str = "runs",
@@ -54,10 +55,11 @@ def measure(
     measured. ``dtype``: bf16 on GPUs and fp32 on CPUs unless given. ``budget``: seconds to spend
     (``120s``, ``2m``), all cases by default; ``quick`` is a budget of 65 s, of health fewer cases.
     ``follow``: add sizes where a collective's curve bends, and shapes near the best where a best
-    one is searched. ``sustain``: how long a sustained case lasts. ``timeout``: how long ranks wait
-    for each other before a case counts as hung. ``resume`` continues the newest run of the same
-    cases on this cluster. ``options``: see ``help(meshwise.probe.cases.gemm.cases)`` and its
-    neighbours; where they take records, file names do. A missing cluster.toml is detected first.
+    one is searched. ``sustain``: how long a sustained case lasts. ``timeout``,
+    ``setup_timeout``: how long ranks wait for each other before a case counts as hung.
+    ``resume`` continues the newest run of the same cases on this cluster. ``options``: see
+    ``help(meshwise.probe.cases.gemm.cases)`` and its neighbours; where they take records, file
+    names do. A missing cluster.toml is detected first.
     """
     if what not in KINDS:
         logs = "; meshwise.verbs.imports.import_files reads logs" if what == "import" else ""
@@ -67,8 +69,8 @@ def measure(
         options, quick = options | {"quick": True}, False
     budget_s = QUICK_S if quick else None
     if budget is not None:
-        budget_s = _seconds("budget", budget)
-    sustain_s, timeout_s = _seconds("sustain", sustain), _seconds("timeout", timeout)
+        budget_s = some_seconds("budget", budget)
+    sustain_s, patience = some_seconds("sustain", sustain), parsed(timeout, setup_timeout)
     machine, size = place(cluster, nproc, keep=not dry_run)
     asked = chosen(listing, what, files.several(model), options)
     cases: list[Case] = listing(scope_of(machine, size, dtype), **asked)
@@ -89,7 +91,7 @@ def measure(
         follow=_follow(what, options) if follow else "nothing",
     )  # fmt: skip
     with job.locked(run_dir):
-        _sweep(run_dir, request, size, timeout_s, resume=resume)
+        _sweep(run_dir, request, size, patience, resume=resume)
     return run_dir
 
 
@@ -97,13 +99,6 @@ def place(cluster: Path | str, nproc: int | None, *, keep: bool) -> tuple[Cluste
     """The machine, and how many of its devices take part."""
     machine = machine_of(cluster, nproc, keep=keep)
     return machine, job.world_size(nproc, machine, default=machine.num_devices)
-
-
-def _seconds(name: str, value: str | float) -> float:
-    found = parse_seconds(str(value))
-    if not 0 < found < math.inf:
-        raise ValueError(f"{name} = {value!r}: must be some time, as 60s")
-    return found
 
 
 def machine_of(path: Path | str, nproc: int | None, *, keep: bool) -> Cluster:
@@ -217,7 +212,7 @@ def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) 
 
 
 def _sweep(
-    run_dir: Path, request: "SweepRequest", size: int, timeout_s: float, *, resume: bool
+    run_dir: Path, request: "SweepRequest", size: int, patience: Patience, *, resume: bool
 ) -> None:
     """Measure what is not measured yet. A case that hangs is recorded, and ranks that we started
     are started again for the others."""
@@ -253,7 +248,7 @@ def _sweep(
                 if job.leads():
                     store.finish(run_dir, "running")
                 launch.run(
-                    "meshwise.probe.sweep:measure_ranks", todo, nproc=size, timeout_s=timeout_s
+                    "meshwise.probe.sweep:measure_ranks", todo, nproc=size, patience=patience
                 )
             return
         except launch.RanksFailed as failed:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from meshwise import store
+from meshwise.patience import USUAL, Patience
 from meshwise.spec import Plan, Record, RunInfo, Sample, case_of, ending
 from meshwise.verbs import job
 from meshwise.verbs.reports import check_writable
@@ -40,6 +41,7 @@ class Order(NamedTuple):
     new_tokens: int = 64
     profile: bool = False
     find_nonfinite: bool = False
+    patience: Patience = USUAL
 
     @property
     def target(self) -> str:
@@ -152,7 +154,9 @@ def carry_out(
     request = order.request(plan, run_dir)
     try:
         with job.recorded(run_dir, kept):
-            launch.run(order.target, request, nproc=size, environment=environment)
+            launch.run(
+                order.target, request, nproc=size, patience=order.patience, environment=environment
+            )
     except BaseException:
         if job.leads() and order.mode == "train":
             _keep_steps(plan, run_dir)

@@ -20,13 +20,14 @@ from meshwise.models import catalogue
 from meshwise.models.decoder import num_parameters
 from meshwise.pages import refit as page
 from meshwise.pages import refit_figure, svg
+from meshwise.patience import Limit, Patience, parsed
 from meshwise.probe.cases import refit as cases
 from meshwise.spec import DTYPE_BYTES, Case, Cluster, Resharding, Sample, ending
 from meshwise.spec.label import label
 from meshwise.spec.op import Dtype
 from meshwise.spec.refit import Forecast, Mode, Order, Scenario, Verify
 from meshwise.text import plain
-from meshwise.units import parse_bytes, parse_seconds
+from meshwise.units import parse_bytes
 from meshwise.verbs import files, forecast, job, measure
 
 log = logging.getLogger("meshwise")
@@ -57,7 +58,8 @@ def refit(
     rate: str | float | None = None,
     cluster: Path | str = measure.DEFAULT_CLUSTER,
     nproc: int | None = None,
-    timeout: str | float = 30.0,
+    timeout: Limit = None,
+    setup_timeout: Limit = None,
     runs: Path | str = "runs",
     output_dir: Path | str | None = None,
     dry_run: bool = False,
@@ -82,7 +84,7 @@ def refit(
     _check_delta(changed, verify, atomic)
     if figure is not None and not dry_run:
         raise ValueError(f"figure = {str(figure)!r}: is drawn of a dry run; add --dry-run")
-    timing = _timing(warmup, iterations, check, timeout)
+    timing = _timing(warmup, iterations, check, parsed(timeout, setup_timeout))
     changes = {
         "model": None if model is None else catalogue.find(model),
         "sizes": sizes, "train": train, "infer": infer,
@@ -145,7 +147,7 @@ class _Timing(NamedTuple):
     warmup: int
     iterations: int
     check: bool
-    timeout_s: float
+    patience: Patience
 
 
 def _check_choices(dtype: Any, mode: Any, method: Any, verify: Any, orders: Any) -> None:
@@ -202,15 +204,12 @@ def _draw(found: Forecast, figure: Path | str) -> None:
     write_whole(figure, svg.standalone(refit_figure.figure(found)))
 
 
-def _timing(warmup: int, iterations: int, check: bool, timeout: str | float) -> _Timing:
+def _timing(warmup: int, iterations: int, check: bool, patience: Patience) -> _Timing:
     numbers = ("num_benchmark_warmup", warmup, 0), ("num_benchmark_iterations", iterations, 1)
     for name, number, least in numbers:
         if number < least:
             raise ValueError(f"{name} = {number}: must be >= {least}")
-    timeout_s = parse_seconds(str(timeout), "timeout")
-    if not 0 < timeout_s < 1e9:
-        raise ValueError(f"timeout = {timeout!r}: must be some time, as 30s")
-    return _Timing(warmup, iterations, check, timeout_s)
+    return _Timing(warmup, iterations, check, patience)
 
 
 def _scenarios(
@@ -342,7 +341,7 @@ def _measure(todo: _Todo, run_dir: Path, timing: _Timing) -> None:
     try:
         launch.run(
             "meshwise.probe.refit:measure_ranks", request,
-            nproc=case.world_size, timeout_s=timing.timeout_s,
+            nproc=case.world_size, patience=timing.patience,
         )  # fmt: skip
     except launch.RanksFailed as failed:
         if not job.starts():

@@ -22,11 +22,11 @@ from meshwise import store
 from meshwise.files import parse_json, read_bytes, write_whole
 from meshwise.launch import scratch
 from meshwise.pages import ring_rows
+from meshwise.patience import Limit, Patience, parsed
 from meshwise.prices import Prices
 from meshwise.probe.cases import ring as cases
 from meshwise.spec import Cluster, Costs, Sample, ending
 from meshwise.spec.label import label
-from meshwise.units import parse_seconds
 from meshwise.verbs import files, job, measure
 
 if TYPE_CHECKING:
@@ -86,11 +86,12 @@ def measure_ring(
     output_dir: Path | str | None = None,
     save: bool = True,
     profile: bool = False,
-    timeout: str | float = 30.0,
+    timeout: Limit = None,
+    setup_timeout: Limit = None,
 ) -> Measured:
     """Measure every row. ``profile``: each rank leaves a Chrome trace of the first one in
     ``output_dir`` (OUTPUT_DIR, else benchmark_results/ring_v2_collective)."""
-    timeout_s = _timeout_s(timeout)
+    patience = parsed(timeout, setup_timeout)
     job.check_machine(what.machine, what.world_size)
     if not job.starts() and what.chosen.own_world:
         raise ValueError("mode = 'all': starts jobs of its own; leave it out under a launcher")
@@ -104,7 +105,7 @@ def measure_ring(
             what.world_size, ring=msgspec.to_builtins(what.chosen),
         )  # fmt: skip
         try:
-            _measure_all(what, run_dir, trace, timeout_s)
+            _measure_all(what, run_dir, trace, patience)
         finally:
             found, written = _document(run_dir), list[Path]()
             if save and found["results"]:
@@ -137,14 +138,14 @@ def forecast(what: Asked) -> list[dict[str, Any]]:
 
 
 def verify_ring(
-    what: Asked, *, timeout: str | float = 30.0
+    what: Asked, *, timeout: Limit = None, setup_timeout: Limit = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Checks of every ring size that the ranks can form, and what to know of them; on CPUs in
     float64. Long sequences are scaled down, since the oracle holds every pair of tokens."""
     from meshwise import launch
     from meshwise.probe.ring_verify import VerifyRequest
 
-    timeout_s = _timeout_s(timeout)
+    patience = parsed(timeout, setup_timeout)
     sizes, unfit = _formed(what)
     job.check_machine(what.machine, what.world_size)
     small, factor = cases.scaled(what.chosen, MOST_TOKENS)
@@ -164,7 +165,7 @@ def verify_ring(
         )  # fmt: skip
         launch.run(
             "meshwise.probe.ring_verify:verify_ranks", request,
-            nproc=what.world_size, timeout_s=timeout_s,
+            nproc=what.world_size, patience=patience,
         )  # fmt: skip
         found = parse_json(read_bytes(request.file), "the checks") if job.leads() else []
     return found, notes
@@ -182,13 +183,6 @@ def _formed(what: Asked) -> tuple[tuple[int, ...], list[str]]:
     return tuple(size for size in sizes if not why[size]), unfit
 
 
-def _timeout_s(timeout: str | float) -> float:
-    timeout_s = parse_seconds(str(timeout), "timeout")
-    if not 0 < timeout_s < 1e9:
-        raise ValueError(f"timeout = {timeout!r}: must be some time, as 30s")
-    return timeout_s
-
-
 def _prices(what: Asked) -> Prices | None:
     return None if what.costs is None else Prices(what.costs)
 
@@ -197,7 +191,7 @@ def _op(row: cases.Row) -> Any:
     return row.case.op
 
 
-def _measure_all(what: Asked, run_dir: Path, trace: str, timeout_s: float) -> None:
+def _measure_all(what: Asked, run_dir: Path, trace: str, patience: Patience) -> None:
     """Rows that cannot be measured first, then one job for each world."""
     rows, prices = what.rows, _prices(what)
     for row in rows:
@@ -208,7 +202,7 @@ def _measure_all(what: Asked, run_dir: Path, trace: str, timeout_s: float) -> No
         for world_size, group in groupby(todo, key=lambda row: row.world_size):
             log.info("rings in a world of %d, into %s", world_size, run_dir)
             for request in _requests(list(group), what, prices, run_dir, trace):
-                _launch(request, world_size, timeout_s)
+                _launch(request, world_size, patience)
     if job.leads():
         store.finish(run_dir, *ending(files.load(run_dir)[1]))
 
@@ -242,7 +236,7 @@ def _requests(
             return
 
 
-def _launch(request: "RingRequest", world_size: int, timeout_s: float) -> None:
+def _launch(request: "RingRequest", world_size: int, patience: Patience) -> None:
     """One job. If it dies, the row that it died in is an error, unless it is on disk already."""
     from meshwise import launch
 
@@ -250,7 +244,7 @@ def _launch(request: "RingRequest", world_size: int, timeout_s: float) -> None:
     before = _samples(run_dir)
     try:
         launch.run(
-            "meshwise.probe.ring:measure_ranks", request, nproc=world_size, timeout_s=timeout_s
+            "meshwise.probe.ring:measure_ranks", request, nproc=world_size, patience=patience
         )
     except launch.RanksFailed as failed:
         after = _samples(run_dir)

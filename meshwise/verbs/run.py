@@ -9,6 +9,7 @@ from typing import Unpack, get_args
 import msgspec
 
 from meshwise.models import catalogue
+from meshwise.patience import Limit, parsed
 from meshwise.spec import AnyModel, Candidate, Layout, Plan, WideResNet, stages_of
 from meshwise.verbs import files, given, job, order, trace
 from meshwise.verbs.measure import DEFAULT_CLUSTER
@@ -40,6 +41,8 @@ def run(
     profile: bool = False,
     find_nonfinite: bool = False,
     nproc: int | None = None,
+    timeout: Limit = None,
+    setup_timeout: Limit = None,
     runs: Path | str = "runs",
     nccl_trace: bool = False,
     dry_run: bool = False,
@@ -53,14 +56,13 @@ def run(
     ``global_batch_size``, ``seq_len``, ``dtype`` and ``lowering``, as in ``verbs.given.plan``.
     ``rivals``: also run that many of the plan's runners-up. ``check``: compare the losses of three
     steps with one device in fp32. ``steps`` are timed, ``warmup`` ones come before: 20 and 3 on
-    GPUs, 5 and 1 on CPUs, whose steps take seconds. ``data``: a token file, random tokens by
-    default. ``driver_time``: time the whole loop from rank 0, of inference with ``in_flight``
-    batches under way. ``save``, ``save_every``, ``resume_from``: checkpoints. ``profile``: say
-    where a step's time goes, with a timeline. ``find_nonfinite``: name the module where a loss that
-    is not finite begins.
-    ``nproc`` must be the number of devices that the plan is for. ``nccl_trace``, on the GPUs of
-    one host: keep the calls of collectives that NCCL logs on each rank, and write how they compare
-    with the plan's into ``nccl_check.json``; logging slows the steps.
+    GPUs, 5 and 1 on CPUs. ``data``: a token file, random tokens by default. ``driver_time``: time
+    the whole loop from rank 0, of inference with ``in_flight`` batches under way. ``save``,
+    ``save_every``, ``resume_from``: checkpoints. ``profile``: say where a step's time goes, with a
+    timeline. ``find_nonfinite``: name the module where a loss that is not finite begins. ``nproc``
+    must be the plan's number of devices. ``timeout``, ``setup_timeout``: how long ranks wait for
+    each other. ``nccl_trace``, on the GPUs of one host: compare the collectives that NCCL logs with
+    the plan's in ``nccl_check.json``, in slower steps.
     """
     _check_mode(mode, new_tokens, in_flight)
     if model is None:
@@ -69,27 +71,18 @@ def run(
     elif plan is not None:
         raise ValueError(f"model: {plan} is a plan and has its model; give one of the two")
     else:
-        training = mode == "train"
         if mode == "decode":
             model, options, new_tokens = _prompted(model, options, new_tokens)
-        chosen = given.plan(model, cluster=cluster, nproc=nproc, training=training, **options)
+        chosen = given.plan(
+            model, cluster=cluster, nproc=nproc, training=mode == "train", **options
+        )
     ordered = _order(
-        chosen,
-        mode=mode,
-        steps=steps,
-        warmup=warmup,
-        seed=seed,
-        data=_text(data),
-        checked=check,
-        driver_time=driver_time,
-        save=_text(save),
-        save_every=save_every,
-        resume_from=_text(resume_from),
-        profile=profile,
-        find_nonfinite=find_nonfinite,
-        in_flight=USUAL_IN_FLIGHT if in_flight is None else in_flight,
-        new_tokens=new_tokens,
-    )
+        chosen, mode=mode, steps=steps, warmup=warmup, seed=seed, data=_text(data), checked=check,
+        driver_time=driver_time, save=_text(save), save_every=save_every,
+        resume_from=_text(resume_from), profile=profile, find_nonfinite=find_nonfinite,
+        in_flight=USUAL_IN_FLIGHT if in_flight is None else in_flight, new_tokens=new_tokens,
+        patience=parsed(timeout, setup_timeout),
+    )  # fmt: skip
     plans = [chosen, *_rivals(chosen, rivals)]
     job.world_size(chosen.layout.num_devices, chosen.cluster, default=1)
     for one in plans:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from meshwise import store, suites
+from meshwise.patience import USUAL, Patience
 from meshwise.spec import Cluster, Plan, Sample
 from meshwise.suites import tsv
 from meshwise.suites.case import BenchmarkCase
@@ -43,6 +44,7 @@ class Settings(NamedTuple):
     scale_to_fit: bool = False
     lowering: str | None = None
     cluster: Path | str = measure.DEFAULT_CLUSTER
+    patience: Patience = USUAL
     runs: Path | str = "runs"
     say: Say = lambda _: None
 
@@ -199,6 +201,7 @@ def _run_case(name: str, one: Prepared, settings: Settings) -> CaseResult:
         warmup=1,
         mode="infer" if suites.is_inference(name) else "train",
         driver_time=settings.profile_driver_time,
+        patience=settings.patience,
     )
     slug = f"{name}-{plan.model.name}-{plan.layout.name}"
     run_dir = job.created(settings.runs, "run", slug, plan.cluster, size, plan, suite=name)

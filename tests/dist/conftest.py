@@ -19,9 +19,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 import pytest
 
 from meshwise.ranks import hold_store
+from tests.pace import paced
 
 CALL_S = 240.0
-TIMEOUT_S = 10.0  # of collectives
+TIMEOUT_S = 10.0  # of collectives, where each rank has a core
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ class _Job:
         replies = {}
         while len(replies) < len(self.pipes):
             waiting = [pipe for pipe in self.pipes if pipe not in replies]
-            ready = wait(waiting, CALL_S)
+            ready = wait(waiting, paced(CALL_S))
             assert ready, f"ranks {[self.pipes.index(p) for p in waiting]} gave no answer"
             for pipe in ready:
                 reply = json.loads(pipe.recv_bytes())
@@ -140,7 +141,7 @@ def _serve(pipe):
     """A rank: join, then answer calls until the parent is gone."""
     from meshwise import ranks
 
-    joined = ranks.join(TIMEOUT_S)
+    joined = ranks.join(paced(TIMEOUT_S))
     while True:
         file, name, arguments = json.loads(pipe.recv_bytes())
         try:

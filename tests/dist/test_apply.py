@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import meshwise
 from meshwise.spec import Layout, Recipe
 from tests.errors import largest
+from tests.pace import paced
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
@@ -629,7 +630,7 @@ def test_the_example_has_the_same_losses_on_two_and_four_ranks():
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
              size, "examples/own_model.py"],
             cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-            timeout=180,
+            timeout=paced(180),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "calm.weight" in done.stdout.split("not mapped")[1]

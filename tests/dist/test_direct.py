@@ -17,6 +17,7 @@ from meshwise.reshard.transports.copies import DTYPES
 from meshwise.reshard.transports.peers import Share
 from meshwise.reshard.weights import Refit, RefitError
 from meshwise.spec import Decoder, WeightLayout
+from tests.pace import paced
 
 MODEL = Decoder(
     hidden=64, layers=2, heads=8, kv_heads=4, head_dim=8, ffn=160, vocab=100, max_seq_len=64
@@ -28,7 +29,7 @@ class Together:
 
     def __init__(self, n: int) -> None:
         self.n, self.said = n, [None] * n
-        self.gate = threading.Barrier(n, timeout=20)
+        self.gate = threading.Barrier(n, timeout=paced(20))
 
     def gather(self, rank: int, value):
         self.said[rank] = value

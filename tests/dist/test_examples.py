@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import paced
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.dist
@@ -18,7 +20,7 @@ def test_reinforcement_learning_goes_on_over_refits(options):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          "examples/refit_rl.py", *options],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=180,
+        timeout=paced(180),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "weights of version 21" in done.stdout
@@ -32,7 +34,7 @@ def test_long_context_has_the_same_losses_alone_and_on_two_ranks(options):
             [sys.executable, *launcher, "examples/long_context.py", "--seq-len", "255",
              "--steps", "4", *options],
             cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-            timeout=180,
+            timeout=paced(180),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         losses.append([float(line.split("loss ")[1]) for line in done.stdout.splitlines()])
@@ -64,7 +66,7 @@ def test_a_refit_finds_the_job_that_the_program_joined_itself(tmp_path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          "attaches.py"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=120,
+        timeout=paced(120),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("attached") == 2

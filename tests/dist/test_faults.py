@@ -27,12 +27,14 @@ import pytest
 from meshwise import store
 from meshwise.launch import failures
 from meshwise.spec import Candidate, Cluster, Device, Layout, Model, RunInfo, Tier, Workload
+from tests.pace import paced
 
 pytestmark = pytest.mark.dist
 HERE, ROOT = "tests.dist.test_faults", Path(__file__).resolve().parents[2]
-TIMEOUT_S = 4.0
-SETUP_S = 60.0  # a loaded machine starts ranks apart
-ENDING_S = 8.0  # beyond the timeout: who is missing is asked, ranks that do not answer are killed
+TIMEOUT_S = paced(4.0)
+ENDING_S = paced(
+    8.0
+)  # beyond the timeout: who is missing is asked, ranks that do not answer are killed
 CLUSTER = Cluster(
     name="here",
     num_hosts=1,
@@ -61,7 +63,7 @@ class Job:
         )
 
     def wait_for(self, ready: Callable[["Job"], bool]) -> None:
-        limit = time.monotonic() + 300  # a loaded machine starts ranks in minutes
+        limit = time.monotonic() + paced(300)
         while not ready(self):
             if self.process.poll() is not None or time.monotonic() > limit:
                 pytest.fail("\n".join(["too late", *self.end(0)]))
@@ -142,8 +144,10 @@ VERBS = {
     "measure": Verb(
         f"measure --timeout {TIMEOUT_S}s", lambda job: job.samples() != [], r"copy \S+ .iB"
     ),
-    "run": Verb("run --steps 500", in_a_step, r"step \d+( \(warm-up\))?"),
-    "run two": Verb("run --steps 3 --rivals 1", past_the_first_layout, ".+"),
+    "run": Verb(f"run --steps 500 --timeout {TIMEOUT_S}s", in_a_step, r"step \d+( \(warm-up\))?"),
+    "run two": Verb(
+        f"run --steps 3 --rivals 1 --timeout {TIMEOUT_S}s", past_the_first_layout, ".+"
+    ),
 }
 OTHERS = "; the other ranks were ended"
 # the launcher says so or, when its time is over a little earlier, the rank that waits
@@ -254,7 +258,7 @@ def test_a_case_that_hangs_is_recorded_and_the_others_are_measured(here: Path) -
     )
     job.wait_for(VERBS["measure"].busy)
     (here / "stop").touch()
-    errors = job.end(90)
+    errors = job.end(paced(90))
 
     assert job.process.returncode == 4 and not job.pids()
     assert not any("Traceback" in line or line.startswith("error:") for line in errors)
@@ -298,7 +302,7 @@ def test_a_signal_at_any_time_is_one_line_and_no_traceback(here: Path) -> None:
             time.sleep(0.001)
         time.sleep(number * 0.75)
         os.killpg(job.process.pid, name)
-        errors = job.end(60)
+        errors = job.end(paced(60))
         if job.process.returncode == 0:  # it was over by then
             continue
         assert job.process.returncode == 128 + name, errors
@@ -341,12 +345,11 @@ def _work(*arguments: str) -> None:
 
 def _command_line(arguments: list[str]) -> None:
     """``meshwise`` with short timeouts and ranks that may raise or stop."""
-    from meshwise import launch, signals
+    from meshwise import signals
     from meshwise.cli import app
     from meshwise.launch import local
 
     signals.quit_at_once()
-    launch.run = functools.partial(launch.run, timeout_s=TIMEOUT_S, setup_s=SETUP_S)
     local.start = functools.partial(local.start, worker=("-m", HERE, "--rank"))
     app.main(arguments)
 

@@ -24,8 +24,10 @@ import torch.distributed as dist
 
 from meshwise import ranks
 from meshwise.launch import RanksFailed, errand, failures, local, scratch, worker
+from meshwise.patience import Patience
 from meshwise.ranks import Ranks
 from meshwise.spec import Record
+from tests.pace import paced
 
 HERE = "tests.dist.test_launch_faults"
 NPROC = 2
@@ -142,14 +144,14 @@ def start(
     target: str,
     folder: Path,
     *,
-    timeout_s: float = 20.0,
+    timeout_s: float | None = None,
     worker: tuple[str, ...] = ("-m", HERE),
 ) -> None:
     told = errand.Errand(
         target=f"{HERE}:{target}",
         request=msgspec.Raw(msgspec.json.encode(Fault(folder=str(folder)))),
         threads=1,
-        timeout_s=timeout_s,
+        patience=Patience(timeout_s),
     )
     local.start(told, NPROC, worker=worker)
 
@@ -195,18 +197,19 @@ def test_an_error_on_one_rank_is_the_cause_not_what_it_does_to_the_others(tmp_pa
 
 
 def test_a_rank_missing_in_a_collective_is_named_with_its_case(tmp_path: Path) -> None:
+    timeout_s = paced(2.0)
     with pytest.raises(RanksFailed) as failure:
-        start("lingers", tmp_path, timeout_s=2.0)
+        start("lingers", tmp_path, timeout_s=timeout_s)
     assert str(failure.value) == (
         "rank 0: TimeoutError: rank 1 (in case copy 1 GiB) had not arrived at a collective "
-        "after 2 s, during case all_reduce 4 KiB; the other ranks were ended"
+        f"after {timeout_s:g} s, during case all_reduce 4 KiB; the other ranks were ended"
     )
     assert_no_rank_is_left(tmp_path)
 
 
 def test_a_rank_that_stays_stopped_is_named_and_ended(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failure:
-        start("stops", tmp_path, timeout_s=6.0)
+        start("stops", tmp_path, timeout_s=paced(6.0))
     assert str(failure.value) == (
         "rank 1 had stopped during case all_reduce 4 KiB; the other ranks were ended, "
         "rank 1 did not answer and was killed"
@@ -235,7 +238,7 @@ def test_a_rank_that_ends_well_amid_its_work_has_failed(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_done_and_does_not_end_is_ended(tmp_path: Path) -> None:
-    start("does_not_end", tmp_path, timeout_s=3.0)
+    start("does_not_end", tmp_path, timeout_s=paced(3.0))
     assert_no_rank_is_left(tmp_path)
 
 
@@ -260,16 +263,16 @@ def test_a_parent_killed_at_any_time_leaves_no_process(tmp_path: Path) -> None:
         [sys.executable, "-m", HERE, "--killed", str(tmp_path), str(rounds)],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=600,
+        timeout=paced(600),
     )
     waited_s = [float(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and len(waited_s) == rounds
-    assert max(waited_s) < 30  # of a few milliseconds on an idle machine
+    assert max(waited_s) < paced(30)  # of a few milliseconds on an idle machine
 
 
 def test_torch_s_compiling_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-m", HERE, "--start", "compiles", str(tmp_path)])
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + paced(120)
     while len(list(tmp_path.glob("?.pid"))) < NPROC:
         assert time.monotonic() < limit and parent.poll() is None
         time.sleep(0.1)
@@ -299,7 +302,7 @@ def _killed(folder: Path, rounds: int) -> None:
         os.waitpid(parent, 0)
         killed_s = time.monotonic()
         while left := _with_environment(f"TMPDIR={here}"):
-            assert time.monotonic() - killed_s < 60, left
+            assert time.monotonic() - killed_s < paced(60), left
             time.sleep(0.01)
         print(time.monotonic() - killed_s, flush=True)
         tempfile.tempdir = str(here)
@@ -320,12 +323,12 @@ def _with_environment(entry: str) -> list[int]:
 def test_ranks_that_srun_started_join_by_themselves(tmp_path: Path) -> None:
     step = {"SLURM_STEP_NUM_TASKS": str(NPROC), "SLURM_STEP_ID": "0", "OMP_NUM_THREADS": "1"}
     step |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost,other"}
-    command = [sys.executable, "-m", HERE, "--join", str(tmp_path), "20.0"]
+    command = [sys.executable, "-m", HERE, "--join", str(tmp_path), str(paced(20.0))]
     tasks = [
         subprocess.Popen(command, env=os.environ | step | {"SLURM_PROCID": str(rank)})
         for rank in range(NPROC)
     ]
-    assert [task.wait(timeout=60) for task in tasks] == [0] * NPROC
+    assert [task.wait(timeout=paced(60)) for task in tasks] == [0] * NPROC
     assert msgspec.json.decode((tmp_path / "result.json").read_bytes())[0] == 3.0
 
 
@@ -346,7 +349,8 @@ def test_a_rank_that_nobody_started_is_named(tmp_path: Path) -> None:
             )
         )
     said = [
-        task.communicate(timeout=60)[1].splitlines()[-1].partition("Failed: ")[2] for task in tasks
+        task.communicate(timeout=paced(60))[1].splitlines()[-1].partition("Failed: ")[2]
+        for task in tasks
     ]
     assert said[0] == (
         "rank 0: TimeoutError: rank 1 (before its first case) had not arrived at the start "
@@ -422,6 +426,6 @@ if __name__ == "__main__":
     elif sys.argv[1] == "--join":
         request = msgspec.json.encode(Fault(folder=sys.argv[2]))
         for _ in range(2):  # a verb may join twice
-            errand.serve(works, request, timeout_s=20.0, setup_s=float(sys.argv[3]))
+            errand.serve(works, request, Patience(paced(20.0), float(sys.argv[3])))
     else:
         worker.main(*sys.argv[1:], package="tests")

@@ -14,6 +14,7 @@ import pytest
 from meshwise import ranks, store
 from meshwise.spec import Layout, Model, Workload
 from tests.dist import listening
+from tests.pace import paced
 
 pytestmark = pytest.mark.dist
 MODEL = Model(name="tiny", hidden=64, layers=2, heads=4, ffn=256, vocab=128, max_seq_len=32)
@@ -76,7 +77,7 @@ def test_a_job_listens_on_the_loopback_interface_alone(name, tmp_path: Path, pla
         text=True,
     )
     found: set[listening.Socket] = set()
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + paced(120)
     try:
         while not list(tmp_path.glob("runs/*/samples.jsonl")) or not _worked(tmp_path):
             assert job.poll() is None and time.monotonic() < limit

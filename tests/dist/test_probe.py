@@ -94,7 +94,6 @@ def start(target: str, request: Record, nproc: int) -> None:
         target=f"{HERE.stem}:{target}",
         request=msgspec.Raw(msgspec.json.encode(request)),
         threads=1,
-        timeout_s=20.0,
     )
     local.start(told, nproc, worker=(str(HERE),))
 

@@ -27,10 +27,11 @@ from meshwise.reshard.regions import replicated, sharded
 from meshwise.reshard.transports.carriers import Gloo
 from meshwise.reshard.weights import Refit, RefitError
 from meshwise.spec import Model, WeightLayout
+from tests.pace import paced
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 3.0
+TIMEOUT_S = paced(3.0)
 ROWS, COLUMNS = 5, 3  # which two ranks cannot share evenly
 
 

@@ -75,7 +75,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         target=f"{HERE}:measured",
         request=msgspec.Raw(msgspec.json.encode(Request(folder=str(folder)))),
         threads=1,
-        timeout_s=30.0,
     )
     local.start(told, 3, worker=("-m", HERE))
     everyone: list[dict[str, Any]] = msgspec.json.decode((folder / "found.json").read_bytes())

@@ -12,6 +12,7 @@ import pytest
 
 from meshwise import store
 from meshwise.spec import Layout, Model, Workload
+from tests.pace import paced
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,12 +51,12 @@ def lines(folder) -> list[dict]:
 
 def test_a_killed_rank_loses_nothing_and_resume_repeats_nothing(tmp_path):
     first = meshwise(tmp_path, "measure", "profile", "--nproc", "2")
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + paced(90)
     while len(lines(tmp_path)) < 3:
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()
         time.sleep(0.1)
     os.kill(children(first.pid)[-1], signal.SIGKILL)
-    out, err = first.communicate(timeout=60)
+    out, err = first.communicate(timeout=paced(60))
     assert first.returncode == 4
     assert "error: rank " in err and "SIGKILL during case" in err and "Traceback" not in err
     kept = lines(tmp_path)
@@ -64,7 +65,7 @@ def test_a_killed_rank_loses_nothing_and_resume_repeats_nothing(tmp_path):
     assert store.load(run_dir)[0].status == "failed"
 
     second = meshwise(tmp_path, "measure", "--resume", "--budget", "2s", "--json")
-    out, err = second.communicate(timeout=90)
+    out, err = second.communicate(timeout=paced(90))
     assert second.returncode == 0, err
     summary = json.loads(out)
     assert (summary["status"], Path(summary["run_dir"]).name) == ("partial", run_dir.name)
@@ -80,7 +81,7 @@ def test_run_prints_predicted_beside_measured(tmp_path, plan_of):
     plan = plan_of(model, Workload(global_batch_size=4, seq_len=32), layout)
     store.write(tmp_path / "plan.json", plan)
     done = meshwise(tmp_path, "run", "--steps", "3", "--warmup", "1", "--check", "--json")
-    out, err = done.communicate(timeout=120)
+    out, err = done.communicate(timeout=paced(120))
     assert done.returncode == 0, err
     (result,) = json.loads(out)
     assert result["status"] == "ok" and result["num_steps"] == 3

@@ -140,7 +140,7 @@ def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
         ("measure import none.log", "none.log does not exist"),
         ("measure --num-hosts 2", "give both"),
         ("measure --cluster other.toml", "other.toml does not exist; `meshwise detect` writes"),
-        ("measure --budget soon", "time 'soon' is not understood"),
+        ("measure --budget soon", "budget = 'soon': is not understood"),
         ("run", "plan.json does not exist; `meshwise plan` writes it"),
         ("refit", "nothing to refit: give --scenario"),
         ("compare a b", "a is not a run directory"),
@@ -271,6 +271,13 @@ def test_rivals_can_be_compared_on_one_cluster(capsys):
     store.write(run_json, msgspec.structs.replace(info, cluster=cluster))
     assert call("compare", *runs) == 2
     assert "share no case" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["measure", "measure gemm", "measure ring", "refit", "run"])
+def test_all_verbs_that_start_ranks_say_how_long_they_wait(verb, capsys):
+    assert call(*verb.split(), "--help") == 0
+    told = capsys.readouterr().out
+    assert "--timeout" in told and "--setup-timeout" in told
 
 
 def test_help_names_the_models_of_the_catalogue(capsys):

@@ -36,7 +36,11 @@ def test_every_control_character_of_unicode_is_escaped():
 def test_an_error_is_one_line_of_300_characters_with_its_prefix():
     assert text.one_line(f"a\n {HOSTILE}  b").count("\n") == 0
     long = text.one_line("begin " + "x" * 10_000 + " use --cluster")
-    assert len(f"error: {long}") == 300 and long.startswith("begin x") and long.endswith("use --cluster")
+    assert (
+        len(f"error: {long}") == 300
+        and long.startswith("begin x")
+        and long.endswith("use --cluster")
+    )
     assert text.one_line("x" * 293) == "x" * 293
 
 

@@ -1,0 +1,54 @@
+"""How long ranks wait for each other before an error names who is missing.
+
+Two limits, alike in all verbs. ``timeout``: of what ranks do in step, a collective or a barrier.
+``setup_timeout``: of what each does at its own speed, the start, compiling, loading and saving.
+A limit that is not given grows where processes take turns on a core.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwise.units import some_seconds
+
+STEADY_S, SETUP_S = 30.0, 600.0  # where every rank has a core
+MOST_TURNS = 20.0
+Limit = str | float | None
+
+
+class Patience(NamedTuple):
+    """Two limits in seconds; None is what suits the machine."""
+
+    timeout_s: float | None = None
+    setup_s: float | None = None
+
+    def limits(self, ranks_here: int = 1) -> tuple[float, float]:
+        """Of ``ranks_here`` ranks on this host: both in seconds."""
+        factor = turns(ranks_here)
+        return (
+            STEADY_S * factor if self.timeout_s is None else self.timeout_s,
+            SETUP_S * factor if self.setup_s is None else self.setup_s,
+        )
+
+
+USUAL = Patience()
+
+
+def parsed(timeout: Limit, setup_timeout: Limit) -> Patience:
+    """Of what a user wrote, as ``30s``; ValueError names the option that is no time above 0."""
+    return Patience(
+        None if timeout is None else some_seconds("timeout", timeout),
+        None if setup_timeout is None else some_seconds("setup_timeout", setup_timeout),
+    )
+
+
+def turns(ranks_here: int = 1) -> float:
+    """How many processes share a core of this host, ``ranks_here`` busy ones among them: 1 where
+    all have their own, at most 20."""
+    busy = [os.getloadavg()[0] / (os.cpu_count() or 1), ranks_here / len(os.sched_getaffinity(0))]
+    try:  # the average of a minute lags; this is now
+        runnable = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+        busy.append(int(runnable) / (os.cpu_count() or 1))
+    except (OSError, ValueError, IndexError):
+        pass
+    return min(MOST_TURNS, max(1.0, *busy))
