@@ -359,8 +359,9 @@ _held_store = functools.cache(hold_store)  # kept open for the life of the proce
 
 
 def grace_s() -> float:
-    """How far apart ranks may fail in one collective, at the pace that this machine has now."""
-    return GRACE_S * patience.turns()
+    """How far apart ranks may fail in one collective, at the pace that this machine has now; well
+    below the 30 s after which launchers kill those that have not ended."""
+    return min(10.0, GRACE_S * patience.turns())
 
 
 def is_loopback(host: str) -> bool:

@@ -85,6 +85,7 @@ def raised(*, unless_failing: bool = False) -> Iterator[None]:
 
     def end(number: int, _: FrameType | None) -> None:
         if unless_failing and sys.exception() is not failing:
+            _put_in_order(number)  # whoever sent it may not wait for the error
             return
         raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
 
@@ -104,10 +105,14 @@ def quit_at_once() -> None:
         signal.signal(number, _quit)
 
 
-def _quit(number: int, _: FrameType | None) -> None:
+def _put_in_order(number: int) -> None:
     for act in last_acts:
         with contextlib.suppress(Exception):
             act(told(number))
+
+
+def _quit(number: int, _: FrameType | None) -> None:
+    _put_in_order(number)
     said = "interrupted" if number == signal.SIGINT else told(number)
     os.write(2, f"{said}\n".encode())
     os._exit(128 + number)

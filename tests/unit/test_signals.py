@@ -114,3 +114,16 @@ except BaseException:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (128 + number, f"{said}\n")
     assert done.stdout == f"last act: {signals.told(number)}\n"
+
+
+def test_a_signal_amid_an_error_puts_things_in_order_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sent it may kill soon, before the error that says more has been told."""
+    acts: list[str] = []
+    monkeypatch.setattr(signals, "last_acts", [acts.append])
+    with pytest.raises(ValueError, match="says more"), signals.raised(unless_failing=True):
+        try:
+            raise ValueError("says more")
+        except ValueError:
+            signal.raise_signal(TERM)
+            assert acts == ["ended by SIGTERM"]
+            raise
