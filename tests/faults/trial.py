@@ -24,7 +24,10 @@ MARK = "MESHWISE_TRIAL"
 TIMEOUT = "10s"
 PYTHON = (sys.executable, "-m")
 TINY = '{"family":"gpt","hidden":64,"layers":4,"heads":4,"ffn":256,"vocab":128,"max_seq_len":32}'
-TRAIN = ("run", "--model", TINY, "--seq-len", "32", "--steps", "60", "--warmup", "1")
+TRAIN = (
+    "run", "--model", TINY, "--seq-len", "32", "--steps", "60", "--warmup", "1",
+    "--timeout", TIMEOUT,
+)  # fmt: skip
 JOBS: dict[str, tuple[str, ...]] = {
     "measure 2": ("measure", "collectives", "--nproc", "2", "--sizes", "4K..1M:x2",
                   "--budget", "20s", "--timeout", TIMEOUT),
