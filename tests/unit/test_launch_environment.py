@@ -100,7 +100,6 @@ def told(**environment: str) -> errand.Errand:
         target="meshwise.launch:run",
         request=msgspec.Raw(b"{}"),
         threads=3,
-        timeout_s=1.0,
         environment=environment,
     )
 

@@ -13,6 +13,7 @@ import pytest
 
 import meshwise
 from meshwise import spec, store
+from meshwise.patience import Patience
 from meshwise.spec import Cluster, RunInfo, Sample
 from meshwise.verbs import files, job
 from meshwise.verbs import measure as measuring
@@ -43,7 +44,7 @@ def started(monkeypatch):
 
     requests = []
 
-    def run(target, request, *, nproc, threads=None, timeout_s=30.0, environment=None):
+    def run(target, request, *, nproc, threads=None, patience=None, environment=None):
         requests.append((target, request, nproc))
         kind = TrainRequest if target == TRAIN else SweepRequest
         request = msgspec.json.decode(msgspec.json.encode(request), type=kind)
@@ -389,7 +390,7 @@ class TestMeasureOptions:
             ("profile", {"model": "llama-3-8b"}, "plans are made for GPTs so far"),
             ("gemm", {"timeout": "0s"}, "timeout = '0s': must be some time, as 60s"),
             ("gemm", {"budget": 0}, "budget = 0: must be some time"),
-            ("gemm", {"sustain": "soon"}, "time 'soon' is not understood"),
+            ("gemm", {"sustain": "soon"}, "sustain = 'soon': is not understood"),
             ("collectives", {"kinds": ()}, "measure collectives: these options leave no case"),
             ("collectives", {"ranks": "0,two"}, "ranks = '0,two': must be numbers, as 0,2"),
             (
@@ -441,7 +442,7 @@ class TestMeasureOptions:
 
         waits, usual = [], launch.run
         monkeypatch.setattr(
-            launch, "run", lambda *a, **b: (waits.append(b["timeout_s"]), usual(*a, **b))
+            launch, "run", lambda *a, **b: (waits.append(b["patience"]), usual(*a, **b))
         )
         meshwise.measure("gemm", dtype="bf16", square=(64,), sustain="2s", timeout="1m")
         meshwise.measure("gemm", search=True)
@@ -454,7 +455,7 @@ class TestMeasureOptions:
             "nothing", "best_shape", "nothing", "bends", "nothing",
         ]  # fmt: skip
         assert [r.sustain_s for r in requests] == [2, 10, 10, 10, 10]
-        assert waits == [60, 30, 30, 30, 30]
+        assert waits == [Patience(60.0), *[Patience()] * 4]
 
     def test_quick_is_a_budget_but_of_health_fewer_cases(self, started):
         meshwise.measure(quick=True)
