@@ -21,7 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.attention import volume
-from meshwise.attention.arguments import DTYPES, cast, named, problem, said, short
+from meshwise.attention.arguments import (
+    DTYPES,
+    cast,
+    misfit,
+    named,
+    problem,
+    said,
+    short,
+    shown,
+    starts_of,
+)
 from meshwise.attention.passes import attend_dense, run_of
 from meshwise.attention.pieces import Mask
 from meshwise.attention.shards import Shards, of_lengths
@@ -67,19 +77,22 @@ def _attention(
     causal: bool, window: int | None, documents: Sequence[int] | None, shards: Shards | None,
     way: str, scale: float | None, prices: Prices | None, return_lse: bool,
 ) -> Any:  # fmt: skip
-    wire = wire or wire_of(group)
-    q, k, v = cast(q, k, v)
-    mask = Mask(causal, window, tuple(map(int, documents if documents is not None else ())))
+    wire, starts = wire_of(group, wire), starts_of(documents)
+    mask = Mask(causal, window, starts)
+    if not (wrong := misfit(
+        q=q, k=k, v=v, causal=causal, window=window, documents=starts, shards=shards, way=way,
+        scale=scale, prices=prices, return_lse=return_lse,
+    )):  # fmt: skip
+        q, k, v = cast(q, k, v)
+        wrong = problem(q, k, v) or _problem(mask, way)
+    if wrong:
+        wire.refuse(wrong)
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    wrong = _problem(q, k, v, mask, way, scale, shards)
-    options: dict[str, object] = {"problem": wrong} if wrong else said(
-        q, k, causal=causal, window=window, documents=short(mask.documents), shards=short(shards),
+    options = said(
+        q, k, causal=causal, window=window, documents=short(starts), shards=short(shards),
         way=way, scale=scale, lse=return_lse, gradients=grad, prices=named(prices),
     )  # fmt: skip
-    length = q.shape[1] if q.dim() > 1 else 0
-    lengths = wire.agree(options, length, known=shards is not None)
-    if wrong:
-        raise ValueError(wrong)
+    lengths = wire.agree(options, q.shape[1], known=shards is not None)
     shards = shards or of_lengths(lengths)
     if shards.lengths != tuple(lengths):
         raise ValueError(
@@ -91,8 +104,8 @@ def _attention(
         )
     if mask.documents and mask.documents[-1] > shards.seq_len:
         raise ValueError(
-            f"documents: {mask.documents[-1]} lies behind the last of {shards.seq_len} tokens; "
-            "give positions where documents start"
+            f"documents = {shown(starts)}: {starts[-1]} lies behind the last of {shards.seq_len} "
+            "tokens; give positions where documents start"
         )
     op = LongAttention(
         batch=len(q), seq_len=shards.seq_len, heads=q.shape[2], kv_heads=k.shape[2],
@@ -109,21 +122,12 @@ def _attention(
     return (out, lse) if return_lse else out
 
 
-def _problem(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: str, scale: float | None,
-    shards: Shards | None,
-) -> str:  # fmt: skip
-    """What is wrong with one rank's arguments; empty if nothing is."""
-    if found := problem(q, k, v, scale, shards):
-        return found
+def _problem(mask: Mask, way: str) -> str:
+    """What is wrong with one rank's options; empty if nothing is."""
     if mask.window is not None and not mask.causal:
         return f"window = {mask.window}: a window is of causal attention; set causal=True"
-    if mask.window is not None and mask.window < 1:
-        return f"window = {mask.window}: must be 1 or more"
     if list(mask.documents) != sorted(set(mask.documents)):
-        return "documents: must ascend; give where each packed document starts"
-    if mask.documents and mask.documents[0] < 0:
-        return f"documents: {mask.documents[0]} is no position; they start at 0"
+        return f"documents = {shown(mask.documents)}: must ascend, where each document starts"
     return "" if way in WAYS else f"way = {way!r}: must be one of {', '.join(WAYS)}"
 
 

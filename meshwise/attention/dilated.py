@@ -27,7 +27,9 @@ from meshwise.attention import fetch, rows
 from meshwise.attention.arguments import (
     DTYPES,
     cast,
+    misfit,
     named,
+    no_view,
     problem,
     refuse_second_derivatives,
     said,
@@ -45,6 +47,7 @@ from meshwise.spec import Dilation, LongAttention
 from meshwise.spec.long_attention import Way
 from meshwise.spec.record import digest
 
+WAYS = ("auto", *SPARSE_WAYS)
 Rows = Sequence[Tensor]  # q, k and v, each [B, rows, heads, D]
 
 
@@ -78,7 +81,7 @@ def dilated_attention(
     heads or ring; auto picks for each by ``prices``, else by bytes. A row that no branch keeps is
     0, its lse -inf. ValueError, on all ranks alike, where shapes, options or prices differ.
     """
-    given = (dilation, wire or wire_of(group), causal, shards, scale, prices, way)
+    given = (dilation, wire_of(group, wire), causal, shards, scale, prices, way, return_lse)
     of = _attention
     if torch.compiler.is_compiling():  # the model around it compiles; this runs as it is
         of = torch.compiler.disable(_attention)
@@ -89,20 +92,24 @@ def dilated_attention(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, dilation: Dilation, wire: Wire, causal: bool,
     shards: Shards | None, scale: float | None, prices: Prices | None, way: Way,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v = cast(q, k, v)
-    wrong = problem(q, k, v, scale, shards)
-    if not wrong and way not in ("auto", *SPARSE_WAYS):
-        wrong = f"way = {way!r}: must be auto, {', '.join(SPARSE_WAYS)}"
+    if not (wrong := misfit(
+        q=q, k=k, v=v, dilation=dilation, causal=causal, shards=shards, scale=scale, prices=prices,
+        way=way, return_lse=return_lse,
+    )):  # fmt: skip
+        q, k, v = cast(q, k, v)
+        wrong = problem(q, k, v)
+    if not wrong and way not in WAYS:
+        wrong = f"way = {way!r}: must be one of {', '.join(WAYS)}"
+    if wrong:
+        wire.refuse(wrong)
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    options: dict[str, object] = {"problem": wrong} if wrong else said(
+    options = said(
         q, k, dilation=digest(dilation), causal=causal, way=way, scale=scale, gradients=grad,
         shards=short(shards), prices=named(prices),
     )  # fmt: skip
-    length = q.shape[1] if q.dim() > 1 else 0
-    lengths = wire.agree(options, length, known=shards is not None)
-    if wrong:
-        raise ValueError(wrong)
+    lengths = wire.agree(options, q.shape[1], known=shards is not None)
     shards = shards or of_lengths(lengths)
     if shards != of_lengths(lengths):
         raise ValueError(
@@ -182,7 +189,7 @@ class _Run(NamedTuple):
             for branch in self.planned.branches:
                 mixes += rows.combine(parts[branch.number], like)
         heads = own[0].shape[2]
-        out, lse = (x.unflatten(1, (-1, heads)) for x in (out, lse))
+        out, lse = (no_view(x.unflatten(1, (-1, heads))) for x in (out, lse))
         return out, lse, mixes, arrived
 
     def backward(

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwise.attention.dilated import dilated_attention
+from meshwise.attention.arguments import DTYPES, misfit
+from meshwise.attention.dilated import WAYS, dilated_attention
 from meshwise.attention.shards import Shards
-from meshwise.attention.wire import Wire
+from meshwise.attention.wire import Wire, wire_of
 from meshwise.prices import Prices
 from meshwise.spec import Dilation
 from meshwise.spec.long_attention import Way
@@ -22,9 +23,9 @@ class RingDilatedAttention(nn.Module):
     their L in every call, which makes the host wait. Where a ring is not all, every rank of the job
     must make the module, at the same point, since that makes process groups. It has no parameters.
     ``dtype``: what q, k and v are cast to; ``device`` is accepted and unused: it holds no tensor.
-    ValueError: lists of unequal length, values below 1, a ring_size that does not divide the ranks,
-    a dropout other than 0 (a dropout of attention's weights is of one kernel call; use nn.Dropout
-    on the output).
+    ValueError: other types, lists of unequal length, values below 1, a ring_size that does not
+    divide the ranks, a dropout other than 0 (a dropout of
+    attention's weights is of one kernel call; use nn.Dropout on the output).
     """
 
     def __init__(
@@ -47,12 +48,30 @@ class RingDilatedAttention(nn.Module):
         return_lse: bool = False,
     ) -> None:
         super().__init__()
-        if dropout:
-            raise ValueError(f"dropout = {dropout}: must be 0; put nn.Dropout on the output")
-        self.dilation = Dilation(
-            segment_lengths=tuple(segment_lengths), dilation_rates=tuple(dilation_rates),
-            offsets=offsets, offset_heads=offset_heads, mixture=mixture,  # type: ignore[arg-type]
+        ranks, place = (
+            wire_of(group).size,
+            str(device) if isinstance(device, torch.device) else device,
+        )
+        wrong = misfit(
+            dropout=dropout, ring_size=ring_size, dtype=dtype, shards=shards,
+            causal=False if causal is None else causal, way=way, prices=prices,
+            return_lse=return_lse, device=place,
         )  # fmt: skip
+        if not wrong and dtype not in (None, *DTYPES):
+            wrong = f"dtype = {dtype}: give one of {', '.join(DTYPES.values())}"
+        if not wrong and way not in WAYS:
+            wrong = f"way = {way!r}: must be one of {', '.join(WAYS)}"
+        if not wrong and ranks % (ring_size or 1):
+            wrong = f"ring_size = {ring_size}: must divide the {ranks} ranks"
+        try:
+            self.dilation = Dilation(
+                segment_lengths=segment_lengths, dilation_rates=dilation_rates,  # type: ignore[arg-type]
+                offsets=offsets, offset_heads=offset_heads, mixture=mixture,  # type: ignore[arg-type]
+            )  # fmt: skip
+        except ValueError as error:
+            wrong = wrong or str(error)
+        if wrong:
+            raise ValueError(wrong)
         self.causal, self.dtype, self.shards = causal, dtype, shards
         self.way, self.prices, self.return_lse = way, prices, return_lse
         self.wire = Wire(ring_of(ring_size, group))
@@ -60,7 +79,9 @@ class RingDilatedAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Any:
         """out, or out and lse [B, H, L] if the module returns it. ``is_causal`` counts where the
         module was not told whether it is."""
-        if self.dtype is not None:
+        if self.dtype is not None and all(
+            isinstance(x, Tensor) and x.is_floating_point() for x in (q, k, v)
+        ):
             q, k, v = (x.to(self.dtype) for x in (q, k, v))
         return dilated_attention(
             q, k, v, self.dilation, wire=self.wire, shards=self.shards, way=self.way,
@@ -78,8 +99,6 @@ def ring_of(size: int | None, group: dist.ProcessGroup | None = None) -> dist.Pr
     ranks = 1 if not dist.is_initialized() else dist.get_world_size(group)
     if size is None or size == ranks:
         return group
-    if size < 1 or ranks % size:
-        raise ValueError(f"ring_size = {size}: must divide the {ranks} ranks")
     every = dist.get_process_group_ranks(group or dist.group.WORLD)
     rings = [every[first : first + size] for first in range(0, ranks, size)]
     mine, _ = dist.new_subgroups_by_enumeration(rings)

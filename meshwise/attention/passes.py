@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwise.attention import rounds, volume
-from meshwise.attention.arguments import refuse_second_derivatives
+from meshwise.attention.arguments import no_view, refuse_second_derivatives
 from meshwise.attention.heads import Members, Ranges, like_rows, members, to_heads, to_rows
 from meshwise.attention.merge import result
 from meshwise.attention.pieces import Mask
@@ -25,7 +25,9 @@ from meshwise.spec import DTYPE_BYTES
 from meshwise.spec.long_attention import LongAttention
 
 SLICE_BYTES = 2**24  # a rank's q, k and v from which on they are sent in slices
-Saved = Sequence[Sequence[Tensor]]  # q, k, v, out, lse [B, h, N, D] of each slice
+# q, k, v, out, lse [B, h, N, D] of each slice; here q, k, v as given and out as returned, so that
+# autograd sees it when they are written into
+Saved = Sequence[Sequence[Tensor]]
 
 
 class Slice(NamedTuple):
@@ -120,14 +122,14 @@ class _Dense(torch.autograd.Function):
 def _forward_here(
     run: Run, q: Tensor, k: Tensor, v: Tensor, _: bool
 ) -> tuple[Tensor, Tensor, Saved]:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = _attend(run, q, k, v)
-    rows = out.transpose(1, 2).contiguous()
-    return rows, lse, [(q, k, v, rows.transpose(1, 2), lse)]
+    out, lse = _attend(run, *(x.transpose(1, 2) for x in (q, k, v)))
+    rows = no_view(out.transpose(1, 2).contiguous())
+    return rows, lse, [(q, k, v, rows, lse)]
 
 
 def _backward_here(run: Run, grad: Tensor, saved: Saved) -> Sequence[Tensor]:
-    grads = _attend_backward(run, grad.contiguous().transpose(1, 2), *saved[0])
+    *rows, lse = grad.contiguous(), *saved[0]
+    grads = _attend_backward(run, *(x.transpose(1, 2) for x in rows), lse)
     return [x.transpose(1, 2) for x in grads]
 
 

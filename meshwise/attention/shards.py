@@ -5,11 +5,14 @@ the order of its local rows. Torch-free.
 """
 
 import itertools
+import reprlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
+
+from meshwise.spec.record import mistyped
 
 Interval = tuple[int, int]
 
@@ -28,8 +31,24 @@ class Shards(NamedTuple):
         return tuple(sum(b - a for a, b in each) for each in self.intervals)
 
 
+class _Told(TypedDict, total=False):
+    """Types of what the helpers are told."""
+
+    seq_len: int
+    ranks: int
+    rank: int
+    lengths: tuple[int, ...]
+    shards: Shards
+
+
+def _check(**given: Any) -> None:
+    if found := mistyped(given, _Told):
+        raise ValueError(f"{found[0]} = {reprlib.repr(given[found[0]])}: {found[1]}")
+
+
 def contiguous(seq_len: int, ranks: int) -> Shards:
     """One run of the sequence each; the first ranks get one more where it does not divide."""
+    _check(seq_len=seq_len, ranks=ranks)
     if seq_len < 0 or ranks < 1:
         raise ValueError(f"seq_len = {seq_len}, ranks = {ranks}: must be 0 and 1 or more")
     return of_lengths([seq_len // ranks + (r < seq_len % ranks) for r in range(ranks)])
@@ -37,6 +56,8 @@ def contiguous(seq_len: int, ranks: int) -> Shards:
 
 def of_lengths(lengths: Sequence[int]) -> Shards:
     """One run each, of these lengths, which may be 0."""
+    lengths = tuple(lengths) if isinstance(lengths, list) else lengths
+    _check(lengths=lengths)
     if min(lengths, default=-1) < 0:
         raise ValueError(f"lengths = {list(lengths)}: must be 0 or more, one a rank")
     ends = np.cumsum([0, *lengths]).tolist()
@@ -45,12 +66,16 @@ def of_lengths(lengths: Sequence[int]) -> Shards:
 
 def zigzag(seq_len: int, ranks: int) -> Shards:
     """Chunks r and 2n-1-r of 2n, so that causal work is equal; the first chunks may be longer."""
+    _check(seq_len=seq_len, ranks=ranks)
     cuts = contiguous(seq_len, 2 * ranks).intervals
     return Shards(tuple((cuts[r][0], cuts[2 * ranks - 1 - r][0]) for r in range(ranks)))
 
 
 def positions(shards: Shards, rank: int) -> npt.NDArray[np.int64]:
     """The global position of each local row: for rotary and learned positions."""
+    _check(shards=shards, rank=rank)
+    if not 0 <= rank < len(shards.intervals):
+        raise ValueError(f"rank = {rank}: must be 0 to {len(shards.intervals) - 1}")
     return np.concatenate([np.arange(a, b) for a, b in shards.intervals[rank]] or [np.arange(0)])
 
 

@@ -5,11 +5,13 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from meshwise.text import one_line
 
 Arrived = Callable[[], Tensor]
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,6 +32,8 @@ class Wire:
     def __init__(self, group: Any = None) -> None:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("group: this rank is not in it; call on its members only")
+        if not (group is None or isinstance(group, dist.ProcessGroup)):
+            raise ValueError(f"group = a {type(group).__name__}: give a process group, or None")
         self.group = group
         self.alone = group is None and not dist.is_initialized()
         self.rank = 0 if self.alone else dist.get_rank(group)
@@ -100,45 +104,58 @@ class Wire:
         """
         if self.size == 1:
             return [number]
-        by_gloo = "nccl" not in dist.get_backend(self.group)
         text = json.dumps({name: str(value) for name, value in said.items()})
         key = (text, number)
-        if known and not by_gloo and key in self._agreed:
+        if known and not self._by_gloo and key in self._agreed:
             return self._agreed[key]
         digest = hashlib.sha256(text.encode()).hexdigest()
         line = f"{number} {digest} {text}".encode("ascii", "replace")[:_SAID].ljust(_SAID)
         mine = torch.frombuffer(bytearray(line), dtype=torch.uint8)
-        mine = mine.to("cpu" if by_gloo else "cuda")
+        mine = mine.to("cpu" if self._by_gloo else "cuda")
         every = mine.new_empty(_SAID * self.size)
         _gather(every, mine, group=self.group)
         told = [bytes(row).decode().strip() for row in every.cpu().view(self.size, _SAID).tolist()]
         numbers, digests, texts = zip(*(one.split(" ", 2) for one in told), strict=True)
         if len(set(digests)) > 1:
-            raise ValueError(f"ranks disagree, give all the same: {_differences(texts)}")
+            raise ValueError(_differences(texts))
+        if "problem" in said:  # of all ranks
+            return []
         if len(self._agreed) >= _REMEMBERED:
             self._agreed.clear()
         self._agreed[key] = list(map(int, numbers))
         return self._agreed[key]
 
+    def refuse(self, problem: str) -> NoReturn:
+        """ValueError for a call that this rank cannot take part in, on all ranks that still ask.
+
+        NCCL's ranks may have asked for the last time: they end by the timeout or by a launcher.
+        """
+        if self._by_gloo or not self._agreed:
+            self.agree({"problem": problem}, 0)
+        raise ValueError(problem)
+
+    @property
+    def _by_gloo(self) -> bool:
+        return self.alone or "nccl" not in dist.get_backend(self.group)
+
 
 def _differences(texts: Sequence[str]) -> str:
-    """``scale: 0.5 on rank 0, 1.0 on rank 1``, for what not all say alike."""
+    """``scale: 0.5 on rank 0, 1.0 on rank 1``, for what not all say alike, in a line."""
     try:
         told = [json.loads(text) for text in texts]
     except ValueError:  # cut off
-        return "; ".join(f"rank {rank}: {text[:200]}" for rank, text in enumerate(texts))
-    problems = [
+        told = [{"problem": text[:200]} for text in texts]
+    found = [
         f"rank {rank}: {each['problem']}" for rank, each in enumerate(told) if "problem" in each
     ]
-    if problems:
-        return "; ".join(problems)
-    found = []
+    if found:
+        return one_line("; ".join(found))
     for name in dict.fromkeys(name for each in told for name in each):
         values = [each.get(name, "nothing") for each in told]
         if len(set(values)) > 1:
             each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             found.append(f"{name}: {each}")
-    return "; ".join(found)
+    return one_line(f"ranks disagree, give all the same: {'; '.join(found)}")
 
 
 @functools.lru_cache(16)
@@ -146,8 +163,12 @@ def _wire(group: Any) -> Wire:
     return Wire(group)
 
 
-def wire_of(group: dist.ProcessGroup | None = None) -> Wire:
-    """The group's wire; the same one each time, so that what was agreed on lasts."""
-    if group is None and not dist.is_initialized():
-        return Wire()
-    return _wire(group or dist.group.WORLD)
+def wire_of(group: dist.ProcessGroup | None = None, wire: Wire | None = None) -> Wire:
+    """The wire, or the group's; the same one each time, so that what was agreed on lasts."""
+    if wire is not None:
+        if not isinstance(wire, Wire):
+            raise ValueError(f"wire = a {type(wire).__name__}: give a Wire of the group, or None")
+        return wire
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    return _wire(group) if isinstance(group, dist.ProcessGroup) else Wire(group)

@@ -15,13 +15,13 @@ A row that no branch keeps is dead: its out is 0 and its log-sum-exp -inf.
 from typing import Literal
 
 from meshwise.spec.op import DTYPE_BYTES, Direction, Dtype
-from meshwise.spec.record import Positive, Record
+from meshwise.spec.record import Exact, Positive
 
 Way = Literal["auto", "ring", "gather", "heads", "ring_heads"]
 WAYS: tuple[Way, ...] = ("auto", "ring", "gather", "heads", "ring_heads")
 
 
-class Dilation(Record, kw_only=True):
+class Dilation(Exact, kw_only=True):
     """Which rows each head keeps, in each branch.
 
     ``offsets``: ``mod``, s = h mod r (the paper's); ``block``, s = h // ceil(heads / r)
@@ -54,7 +54,7 @@ class Dilation(Record, kw_only=True):
         return len(self.segment_lengths)
 
 
-class LongAttention(Record, kw_only=True, tag_field="op", tag="long_attention"):
+class LongAttention(Exact, kw_only=True, tag_field="op", tag="long_attention"):
     """One attention over ``seq_len`` tokens in all, shared by the ranks of a case.
 
     ``window``: a query sees that many keys at most, its own included; causal only.

@@ -7,6 +7,7 @@ that names the record, the field, the value and what is allowed.
 
 import functools
 import hashlib
+import re
 import typing
 from typing import Annotated, Any
 
@@ -53,6 +54,50 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         shown = getattr(value, "name", "") if isinstance(value, Record) else repr(value)
         is_shown = f" = {shown}" if shown else ""
         raise ValueError(f"{type(self).__name__}.{field}{is_shown}: {fix}")
+
+
+class Exact(Record, kw_only=True):
+    """For programs to build: each field is of its type exactly, but a list may be a tuple."""
+
+    def __post_init__(self) -> None:
+        given = {field: getattr(self, field) for field in type(self).__struct_fields__}
+        for field in [field for field in given if type(given[field]) is list]:
+            given[field] = tuple(given[field])
+            msgspec.structs.force_setattr(self, field, given[field])
+        if found := mistyped(given, _kinds(type(self))):
+            self.fail(*found)
+        super().__post_init__()
+
+
+@functools.cache
+def _kinds(cls: type) -> Any:
+    """Types of fields; ranges and choices are ``Record``'s."""
+    hints = {
+        field: str if typing.get_origin(hint) is typing.Literal else hint
+        for field, hint in typing.get_type_hints(cls).items()
+        if field in cls.__struct_fields__  # type: ignore[attr-defined]
+    }
+    return typing.TypedDict(cls.__name__, hints)  # type: ignore[operator]
+
+
+def mistyped(given: dict[str, Any], kinds: Any) -> tuple[str, str] | None:
+    """The first value that is not what ``kinds``, a TypedDict, says, by name, and what it says.
+
+    Nothing is converted: True is no int, 1.0 neither, a list no tuple, a tuple no NamedTuple.
+    """
+    apart = {  # what is a NamedTuple already would pass unseen
+        name: tuple(value) if isinstance(value, tuple) else value for name, value in given.items()
+    }
+    try:
+        made = msgspec.convert(apart, kinds, strict=True)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        return re.findall(r"\w+", path)[0], text[0].lower() + text[1:]
+    for name, value in given.items():
+        kind = type(made[name])
+        if value is not made[name] and (kind is not type(value) or value != made[name]):
+            return name, f"expected `{kind.__name__}`, got `{type(value).__name__}`"
+    return None
 
 
 @functools.cache
