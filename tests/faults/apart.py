@@ -14,7 +14,7 @@ TIMEOUT_S = 15.0
 
 
 def main(job: str, address: str, refits: str) -> None:
-    here = join_at(address, job, ["trainer", "server"], timeout_s=TIMEOUT_S, setup_s=3 * TIMEOUT_S)
+    here = join_at(address, job, ["trainer", "server"], timeout_s=TIMEOUT_S, setup_s=2 * TIMEOUT_S)
     model = find("gpt-30m")
     train = holdings(model, WeightLayout(tp=2, order="megatron"))
     serve = holdings(model, WeightLayout(first_rank=2, order="engine"))
