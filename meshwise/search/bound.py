@@ -14,6 +14,10 @@ before all else and its reduction behind; nor can all traffic in a row end soone
 
 Memory, of the first rank, which holds most microbatches: parameters, optimizer, the copies that
 all actions compute with, and what microbatches in flight have saved.
+
+Memory more closely, from below and above, of every rank: to these comes how far a stage of one layer
+rises above what it holds. Layer by layer what a stage holds changes in proportion, so that it is
+most before or after an action.
 """
 
 from collections import Counter, defaultdict
@@ -21,15 +25,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from meshwise import schedule
 from meshwise.models import apply
 from meshwise.prices import Prices
 from meshwise.schedule import Name
-from meshwise.search.simulate import COPIES, WEIGHTS
-from meshwise.search.stage import StageKind, graph_of, stage_cost
-from meshwise.spec import Collective, Layout, Model
-from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute
+from meshwise.search.predict import in_transit
+from meshwise.search.simulate import COPIES, ROLES, WEIGHTS
+from meshwise.search.stage import StageKind, graph_of, stage_cost, stage_memory
+from meshwise.spec import DTYPE_BYTES, Collective, Layout, Model, Workload
+from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
+
+_ROUNDING = 32  # bytes a layer: shards are rounded up
 
 
 class Work(NamedTuple):
@@ -48,6 +56,20 @@ class Work(NamedTuple):
 
     def plus(self, other: "Work", times: int = 1) -> "Work":
         return Work(*[mine + times * more for mine, more in zip(self, other, strict=True)])
+
+
+class Holding(NamedTuple):
+    """Bytes of a stage: what lasts through the step; of one microbatch from forward to backward, at
+    most and at least, and at most of one layer with the stage's ends; gradients; what an action
+    adds at most, and a backward at least."""
+
+    lasting: float
+    held: float
+    held_least: float
+    single: float
+    gradients: float
+    action: float
+    backward: float
 
 
 class Ranks(NamedTuple):
@@ -103,12 +125,116 @@ def memory_bytes(model: Model, seq_len: int, layout: Layout, prices: Prices) -> 
     return state + copies + held + prices.costs.memory_overhead_bytes
 
 
-def _ranks(model: Model, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
-    cut = Layout(
+def memory_between(
+    model: Model, workload: Workload, layout: Layout, prices: Prices
+) -> tuple[float, float]:
+    """No prediction of ``layout`` needs less than the first, and none more than the second."""
+    count = layout.num_stages
+    ends = [(stage == 0, stage == count - 1) for stage in range(count)]
+    kinds = {of: _holding(model, workload.seq_len, layout, *of, prices) for of in set(ends)}
+    moving, exchanged = in_transit(model, workload, layout, prices.costs)
+    lows, highs = [0.0], [0.0]
+    for stages, states, early in _states(
+        layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
+    ):
+        of = np.asarray([kinds[ends[stage]] for stage in stages])
+        lasting, held, held_least, single, gradients, action, backward = of.T
+        during = (states @ np.concatenate([held, single, gradients, action])).max()
+        highs.append(lasting.sum() + max(during, gradients.sum() + exchanged))
+        if layout.schedule not in SPLIT:
+            during = (early @ np.concatenate([held_least, single, gradients, backward])).max()
+            lows.append(lasting.sum() + during - 3 * _ROUNDING * model.layers)
+    extra = moving + prices.costs.memory_overhead_bytes
+    return max(lows) + extra, max(highs) + extra
+
+
+def _holding(
+    model: Model, seq_len: int, layout: Layout, first: bool, last: bool, prices: Prices
+) -> Holding:
+    """Of a stage, with the model's first layer or last. FSDP2 gathers one unit ahead of its use."""
+    split, dtype, zero = layout.schedule in SPLIT, prices.costs.dtype, layout.zero
+    cut, words = _cut(layout), layout.recomputed(model.layers // layout.num_stages)
+
+    def some(word: Recompute, first: bool, last: bool, layers: int = 1) -> tuple[float, ...]:
+        """Parameters of so many layers with these ends, what they hold, and what actions add to
+        that: at most, and in the backward no less."""
+        kind = StageKind(model, seq_len, layers, first, last, (word,) * layers, cut, split)
+        cost = stage_memory(kind, prices)
+        live = {kind: of[0][1] for kind, of in cost.actions.items()}
+        copies = live["F"].left.get(WEIGHTS, 0.0)
+        left = {kind: sum(of.left.values()) - of.left.get(WEIGHTS, 0.0) for kind, of in live.items()}
+        held = left["F"] + max(0.0, left.get("I", 0.0))  # I leaves what W needs
+        rises = [sum(of.rise.values()) - held * (kind == "F") for kind, of in live.items()]
+        least = live["I" if split else "B"].rise.get(ROLES["activation"], 0.0)
+        return cost.resident["parameters"], held, max(rises) - copies, max(0.0, least)
+
+    whole = {word: some(word, first, last) for word in set(words)}
+    pairs = {word: (some(word, False, False), some(word, False, False, 2)) for word in set(words)}
+    layer, single = pairs[words[0]][0][0], whole[words[0]][0]
+    parameters, unit = single + (len(words) - 1) * layer, max(layer, single - layer)
+    copied = DTYPE_BYTES[dtype] / 4 * (layout.of_rank(0).num_devices > 1 or dtype != "fp32")
+    copies = parameters if zero < 3 else single - layer  # the root's stay until the backward
+    added = 0 if zero < 3 else parameters if split else layer
+    adds_up = zero < 2 and layout.num_microbatches > 1
+    alone_bare = unit if dtype == "fp32" and layout.tp == 1 else 0  # it needs no copies: to reduce
+    rounding = _ROUNDING * len(words)
+    further = {word: two[1] - alone[1] for word, (alone, two) in pairs.items()}
+    held = whole[words[0]][1] + sum(further[word] for word in words[1:])
+    # the first microbatch has its input in full, the others as much as is saved of it
+    unsaved = further[words[0]] - pairs[words[0]][0][1]
+    return Holding(
+        lasting=3 * parameters / layout.shards + copied * copies + rounding,
+        held=held + max(0.0, unsaved),
+        held_least=held + min(0.0, unsaved),
+        single=max(of[1] for of in whole.values()),
+        gradients=parameters / (1 if adds_up else layout.shards) + rounding,
+        action=max(of[2] for of in whole.values())
+        + copied * (added + (unit if zero else 0))
+        + alone_bare,
+        backward=some(words[-1], False, last)[3],  # its first layer has all others' beside it
+    )
+
+
+@lru_cache(maxsize=4096)
+def _states(
+    name: Name, pp: int, stages_per_rank: int, num_microbatches: int
+) -> tuple[tuple[list[int], np.ndarray, np.ndarray], ...]:
+    """Of each rank its stages, and before and after each action, of each of these stages: its
+    microbatches alive, whether one layer more is, whether it has gradients, whether it acts. Then
+    those before backwards up to the first of the last microbatch, after which gradients shrink."""
+    some = num_microbatches if name == "looped_bfs" else min(num_microbatches, 4 * pp)
+    found = []
+    nothing, ones = (0,) * stages_per_rank, np.eye(stages_per_rank, dtype=int).tolist()
+    for rank, row in enumerate(schedule.table(name, pp, stages_per_rank, some)):
+        stages = [s for s in range(pp * stages_per_rank) if rank_of(name, s, pp) == rank]
+        alive, reduced = list(nothing), list(nothing)
+        states, early, over = set[tuple[int, ...]](), set[tuple[int, ...]](), False
+        for kind, stage, microbatch in row:
+            at = stages.index(stage)
+            alive[at] += kind == "F"
+            states.add(state := (*alive, *nothing, *reduced, *ones[at]))
+            if kind != "F" and not over:
+                early.add(state)
+                over = microbatch == some - 1
+            if kind in "BW":
+                alive[at] -= 1
+                reduced[at] = 1
+                states.add((*alive, *ones[at], *reduced, *ones[at]))
+        found.append((stages, np.asarray([*states]), np.asarray([*early])))
+    return tuple(found)
+
+
+def _cut(layout: Layout) -> Layout:
+    """A device, or its tp group, and one microbatch."""
+    return Layout(
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         microbatch_size=layout.microbatch_size,
     )
+
+
+def _ranks(model: Model, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
+    cut = _cut(layout)
 
     def one_layer(word: Recompute = "none", first: bool = False, last: bool = False) -> Work:
         return _work(StageKind(model, seq_len, 1, first, last, (word,), cut, False), prices)

@@ -53,10 +53,10 @@ def find(
     prices = Prices(costs)
     limit = cluster.device.memory_bytes - cluster.reserved_bytes
     ladders = [_ladder(layout, model) for layout in layouts]
-    ranked, too_large, passed_over = _best_first(model, workload, prices, ladders, limit, top)
-    passed_over[f"memory: more than {format_bytes(limit)} a device"] = len(too_large)
+    ranked, passed_over = _best_first(model, workload, prices, ladders, limit, top)
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
-    nearest = _nearest(model, workload, prices, too_large, limit)
+    rungs = [layout for ladder in ladders for layout in ladder]
+    nearest = _nearest(model, workload, prices, rungs, limit)
     if not ranked and nearest is None:
         raise ValueError(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
@@ -127,11 +127,9 @@ def _best_first(
     ladders: Sequence[tuple[Layout, ...]],
     limit: float,
     top: int,
-) -> tuple[list[Candidate], list[tuple[float, Layout]], Counter[str]]:
-    """Candidates that fit, fastest first; layouts that do not, with at least how many bytes they
-    need; how many were passed over, and why."""
+) -> tuple[list[Candidate], Counter[str]]:
+    """Candidates that fit, fastest first; how many layouts were passed over, and why."""
     ranked: list[Candidate] = []
-    too_large: list[tuple[float, Layout]] = []
     passed_over = Counter[str]()
     about = (model, workload.seq_len)
     waiting = [
@@ -162,11 +160,11 @@ def _best_first(
                 insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)
                 passed_over["recomputation that is not needed to fit"] += len(rest)
                 continue
-        too_large.append((needed, layout))
+        passed_over[f"memory: more than {format_bytes(limit)} a device"] += 1
         if rest:
             least_s = bound.mathematics_s(*about, rest[0], prices)
             heappush(waiting, (least_s, number, rung + 1, False))
-    return ranked, too_large, passed_over
+    return ranked, passed_over
 
 
 def _unmeasured(model: Model, workload: Workload, layout: Layout, prices: Prices) -> str | None:
@@ -181,16 +179,28 @@ def _nearest(
     model: Model,
     workload: Workload,
     prices: Prices,
-    too_large: Sequence[tuple[float, Layout]],
+    layouts: Sequence[Layout],
     limit: float,
 ) -> Infeasible | None:
-    """The layout that needs least of those that do not fit."""
+    """The layout that needs least of those that do not fit. They wait in the order of the least
+    that they can need, which is sharpened before a layout is looked at itself."""
+    about = (model, workload.seq_len)
+    waiting = [
+        (bound.memory_bytes(*about, layout, prices), False, number)
+        for number, layout in enumerate(layouts)
+    ]
+    heapify(waiting)
     found: tuple[Layout, int, Peak] | None = None
-    for at_least, layout in sorted(too_large, key=lambda needed: needed[0]):
-        if found is not None and at_least >= found[2].total_bytes:
-            break
+    while waiting and (found is None or waiting[0][0] < found[2].total_bytes):
+        _, sharp, number = heappop(waiting)
+        layout = layouts[number]
+        if not sharp:
+            least, most = bound.memory_between(model, workload, layout, prices)
+            if most > limit:
+                heappush(waiting, (least, True, number))
+            continue
         rank, peak = memory_of(model, workload, layout, prices)
-        if found is None or peak.total_bytes < found[2].total_bytes:
+        if limit < peak.total_bytes and (found is None or peak.total_bytes < found[2].total_bytes):
             found = layout, rank, peak
     if found is None:
         return None

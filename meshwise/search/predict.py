@@ -12,7 +12,7 @@ ahead of, or behind, the order assumed here.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -20,7 +20,14 @@ from meshwise.models import step_flops
 from meshwise.prices import Prices
 from meshwise.search.pipeline import BUBBLE, Timetable, peak_memory, step_time, timetable
 from meshwise.search.simulate import WAITING, Amounts, Charge, Peak
-from meshwise.search.stage import StageCost, kinds_of, stage_cost, views
+from meshwise.search.stage import (
+    StageCost,
+    StageKind,
+    kinds_of,
+    stage_cost,
+    stage_memory,
+    views,
+)
 from meshwise.spec import (
     DTYPE_BYTES,
     Cluster,
@@ -50,7 +57,7 @@ def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) ->
     busy_s = step.time_s - step.parts.get(BUBBLE, 0.0)
     relative = math.sqrt(sum(error_s**2 for error_s in step.errors.values())) / busy_s
 
-    rank, peak = memory_of(model, workload, layout, prices)
+    rank, peak = memory_of(model, workload, layout, prices, stage_cost)
     extra = max(stage.unit_bytes for stage in stages)
     rate = _flops(model, workload) / step.time_s / layout.num_devices
     peak_flops = costs.cluster.device.peak_flops.get(costs.dtype)
@@ -88,21 +95,30 @@ def _of_microbatch(stage: StageCost) -> StageTimes:
     )
 
 
-def memory_of(model: Model, workload: Workload, layout: Layout, prices: Prices) -> tuple[int, Peak]:
+def memory_of(
+    model: Model,
+    workload: Workload,
+    layout: Layout,
+    prices: Prices,
+    of_stage: Callable[[StageKind, Prices], StageCost] = stage_memory,
+) -> tuple[int, Peak]:
     """The rank that needs most memory (the first of its pipeline rank), and its peak."""
     costs = prices.costs
-    stages = [stage_cost(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
-    # Besides what stages count: the next input, already received, and a result not yet sent.
-    moving = [op.size_bytes for op in moved(model, workload, layout, costs) if op]
-    exchanged = _exchanged(model, layout, costs)
-    rank, peak = peak_memory(
-        stages,
-        _timetable(layout),
-        moving_bytes=2 * max(moving, default=0),
-        exchange_bytes=exchanged.size_bytes if exchanged else 0,
-    )
+    stages = [of_stage(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
+    in_between = in_transit(model, workload, layout, costs)
+    rank, peak = peak_memory(stages, _timetable(layout), *in_between)
     total = peak.total_bytes + costs.memory_overhead_bytes
     return layout.devices_of(rank)[0], Peak(total, peak.parts)
+
+
+def in_transit(
+    model: Model, workload: Workload, layout: Layout, costs: Costs
+) -> tuple[float, float]:
+    """Bytes besides what stages count: the next input, already received, and a result not yet
+    sent; at the end of the step the other gradient of a tied embedding."""
+    moving = [op.size_bytes for op in moved(model, workload, layout, costs) if op]
+    exchanged = _exchanged(model, layout, costs)
+    return 2 * max(moving, default=0), exchanged.size_bytes if exchanged else 0
 
 
 def moved(

@@ -11,7 +11,7 @@ Tasks of a measured block cost their price times the block's factor; what is com
 what it did in forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -33,6 +33,7 @@ from meshwise.spec import Block, Collective, Elementwise, Layout, Model
 from meshwise.spec.layout import SPLIT, Recompute, rank_of
 from meshwise.spec.op import Direction, Dtype
 
+UNTIMED = Spent(0.0, {}, {}, 0.0, 0.0)
 PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -105,15 +106,34 @@ def graph_of(kind: StageKind, dtype: Dtype) -> Graph:
 @lru_cache(maxsize=8192)
 def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     """Seconds and bytes of the actions of a stage."""
-    costs = prices.costs
     prices.notes.clear()
+    program = _program(kind, prices)
+    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, prices.costs.dtype)
+    one_stream = prices.costs.cluster.device.kind == "cpu"
+    times, optimizer = run_program(program, _charges(prices, blocks), one_stream)
+    return _cost(kind, prices, program, times, optimizer)
+
+
+@lru_cache(maxsize=8192)
+def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
+    """The same without its seconds, which nothing need have a price for."""
+    program = _program(kind, prices)
+    return _cost(kind, prices, program, [UNTIMED] * len(program.actions), UNTIMED)
+
+
+def _program(kind: StageKind, prices: Prices) -> Program:
+    dtype = prices.costs.dtype
+    return apply(graph_of(kind, dtype), kind.layout, dtype, split=kind.split)
+
+
+def _cost(
+    kind: StageKind, prices: Prices, program: Program, times: Sequence[Spent], optimizer: Spent
+) -> StageCost:
+    costs = prices.costs
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype)
     saved: dict[str, float] = {part: prices.saved_ratio(blocks[part, "backward"]) for part in PARTS}
     if "selective" in kind.recompute:
         saved["layer"] = _of_selective(saved["layer"], kind, costs.dtype)
-    program = apply(graph_of(kind, costs.dtype), kind.layout, costs.dtype, split=kind.split)
-    one_stream = costs.cluster.device.kind == "cpu"
-    times, optimizer = run_program(program, _charges(prices, blocks), one_stream)
     memory = action_memory(program, _sizes(program, saved, costs.lowering == "compiled"))
     actions: dict[Kind, tuple[tuple[Spent, Live], ...]] = {}
     for span, spent, live in zip(program.actions, times, memory, strict=True):

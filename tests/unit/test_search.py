@@ -1,6 +1,7 @@
 """The search against brute force and closed forms, on the synthetic cluster of test_prices."""
 
 import itertools
+import random
 import re
 
 import msgspec
@@ -17,7 +18,7 @@ from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.search import bound, pipeline
 from meshwise.search.find import STRATEGY
-from meshwise.search.predict import moved
+from meshwise.search.predict import memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
 from meshwise.search.stage import StageCost
@@ -62,11 +63,11 @@ def two_hosts(costs, per_host=2):
     return msgspec.structs.replace(there, curves=(*kept, *curves))
 
 
-def ladder(layout):
+def ladder(layout, model=MODEL):
     """None, selective, full in half of the layers, full; with a split backward none."""
     if layout.schedule in SPLIT:
         return [layout]
-    half = MODEL.layers // layout.num_stages // 2
+    half = model.layers // layout.num_stages // 2
     words = [("none", None), ("selective", None), ("full", half), ("full", None)]
     return [
         msgspec.structs.replace(layout, recompute=word, recompute_layers=count)
@@ -178,6 +179,73 @@ def test_bounds_are_bounds(costs):
             ratios.append(prediction.step_time_s / least_s)
             assert prediction.peak_memory_bytes >= bound.memory_bytes(*of), rung.name
         assert 1 <= min(ratios) < 1.1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("lowering", ["eager", "compiled"])
+def test_memory_is_between_its_bounds(costs, dtype, lowering):
+    """Of random models whose layers, vocab or activations outweigh the rest."""
+    chance = random.Random(20)
+    there = msgspec.structs.replace(costs, dtype=dtype, lowering=lowering)
+    prices = Prices(there)
+    for _ in range(12):
+        model, workload, devices = small_space(chance)
+        layouts, _ = legal_layouts(model, workload, there, devices)
+        for layout in chance.sample(layouts, min(len(layouts), 10)):
+            for rung in ladder(layout, model):
+                least, most = bound.memory_between(model, workload, rung, prices)
+                needed = memory_of(model, workload, rung, prices)[1].total_bytes
+                assert least <= needed <= most, (model, rung.name)
+
+
+def small_space(chance):
+    """A model of a few layers, a workload and a number of devices."""
+    tp = chance.choice([2, 3, 4])
+    model = Model(
+        name="drawn",
+        hidden=tp * chance.choice([64, 256]),
+        layers=chance.choice([1, 2, 4, 6, 8]),
+        heads=tp,
+        ffn=tp * chance.choice([64, 1024]),
+        vocab=tp * chance.choice([32, 8192]),
+    )
+    workload = Workload(
+        global_batch_size=chance.choice([2, 4, 8, 12]), seq_len=chance.choice([12, 96, 768])
+    )
+    return model, workload, chance.choice([1, 2, 4])
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_nearest_that_does_not_fit_is_nearest_of_all(costs, seed):
+    """Against predicting every layout of the space, with memory for some or for none."""
+    chance = random.Random(seed)
+    model, workload, devices = small_space(chance)
+    prices = Prices(costs)
+    layouts = [
+        rung
+        for layout in legal_layouts(model, workload, costs, devices)[0]
+        for rung in ladder(layout, model)
+    ]
+    needed = {
+        layout.name: search.predict(model, workload, layout, prices).peak_memory_bytes
+        for layout in layouts
+    }
+    sizes = sorted(needed.values())
+    for limit in (0.99 * sizes[0], chance.choice(sizes), chance.uniform(sizes[0], sizes[-1])):
+        above = [size for size in sizes if size > int(limit)]
+        room = on(costs, memory_bytes=limit)
+        if sizes[0] > int(limit):
+            with pytest.raises(ValueError) as refusal:
+                search.find(model, workload, room, num_devices=devices)
+            told = re.search("the nearest, (.*): rank", str(refusal.value))
+            assert told is not None and needed[told[1]] == pytest.approx(above[0], rel=1e-12)
+            continue
+        nearest = search.find(model, workload, room, num_devices=devices).nearest_infeasible
+        if not above:
+            assert nearest is None
+            continue
+        assert nearest.missing_bytes == pytest.approx(above[0] - int(limit), abs=1e-3)
+        assert needed[nearest.layout.name] == pytest.approx(above[0], rel=1e-12)
 
 
 def test_parts_add_up(costs):
