@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise import patience
+from meshwise.files import MOST_BYTES, parse_json
 from meshwise.patience import Patience
 from meshwise.text import one_line
 
@@ -154,10 +155,16 @@ class Ranks:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
             self.control.allgather([sizes], [torch.tensor([len(payload)])]).wait()
             largest = max(int(size) for size in sizes)
+            if largest > MOST_BYTES:  # on all ranks alike, before there is memory for it
+                told = self.name(sizes.index(max(sizes)))
+                raise ValueError(
+                    f"{told} gathers {largest} bytes, of at most {MOST_BYTES}; give less"
+                )
             mine = torch.frombuffer(bytearray(payload.ljust(largest)), dtype=torch.uint8)
             parts = [torch.empty_like(mine) for _ in range(self.world_size)]
             self.control.allgather([parts], [mine]).wait()
-        return [msgspec.json.decode(part.numpy().tobytes()) for part in parts]
+        said = (part.numpy().tobytes() for part in parts)
+        return [parse_json(text, f"{self.name(r)}: what it gathers") for r, text in enumerate(said)]
 
     def start_together(self) -> None:
         """A barrier that the ranks of one host leave within microseconds, by their common clock;

@@ -12,7 +12,7 @@ import torch
 
 from meshwise.parallel import torch_private
 from meshwise.parallel.mesh import Place
-from meshwise.ranks import Ranks
+from meshwise.ranks import Ranks, plain
 from meshwise.timing import is_out_of_memory
 
 T = TypeVar("T")
@@ -47,6 +47,6 @@ def together(
     ranks.arrive(f"the end of {phase}")
     if ranks.store.check([key]):
         torch_private.abort(place.groups, ranks.device)
-        raise torch.OutOfMemoryError(ranks.store.get(key).decode())
+        raise torch.OutOfMemoryError(plain(ranks.store.get(key)))
     ranks.synchronize(phase)
     return cast(T, result)

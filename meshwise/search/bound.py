@@ -162,7 +162,9 @@ def _holding(
         cost = stage_memory(kind, prices)
         live = {kind: of[0][1] for kind, of in cost.actions.items()}
         copies = live["F"].left.get(WEIGHTS, 0.0)
-        left = {kind: sum(of.left.values()) - of.left.get(WEIGHTS, 0.0) for kind, of in live.items()}
+        left = {
+            kind: sum(of.left.values()) - of.left.get(WEIGHTS, 0.0) for kind, of in live.items()
+        }
         held = left["F"] + max(0.0, left.get("I", 0.0))  # I leaves what W needs
         rises = [sum(of.rise.values()) - held * (kind == "F") for kind, of in live.items()]
         least = live["I" if split else "B"].rise.get(ROLES["activation"], 0.0)

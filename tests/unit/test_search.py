@@ -188,7 +188,7 @@ def test_memory_is_between_its_bounds(costs, dtype, lowering):
     chance = random.Random(20)
     there = msgspec.structs.replace(costs, dtype=dtype, lowering=lowering)
     prices = Prices(there)
-    for _ in range(12):
+    for _ in range(8):
         model, workload, devices = small_space(chance)
         layouts, _ = legal_layouts(model, workload, there, devices)
         for layout in chance.sample(layouts, min(len(layouts), 10)):
@@ -204,15 +204,15 @@ def small_space(chance):
     model = Model(
         name="drawn",
         hidden=tp * chance.choice([64, 256]),
-        layers=chance.choice([1, 2, 4, 6, 8]),
+        layers=chance.choice([1, 2, 4, 6]),
         heads=tp,
         ffn=tp * chance.choice([64, 1024]),
         vocab=tp * chance.choice([32, 8192]),
     )
     workload = Workload(
-        global_batch_size=chance.choice([2, 4, 8, 12]), seq_len=chance.choice([12, 96, 768])
+        global_batch_size=chance.choice([4, 4, 8]), seq_len=chance.choice([12, 96, 768])
     )
-    return model, workload, chance.choice([1, 2, 4])
+    return model, workload, chance.choice([1, 2, 2, 4])
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -231,19 +231,18 @@ def test_the_nearest_that_does_not_fit_is_nearest_of_all(costs, seed):
         for layout in layouts
     }
     sizes = sorted(needed.values())
-    for limit in (0.99 * sizes[0], chance.choice(sizes), chance.uniform(sizes[0], sizes[-1])):
-        above = [size for size in sizes if size > int(limit)]
-        room = on(costs, memory_bytes=limit)
-        if sizes[0] > int(limit):
-            with pytest.raises(ValueError) as refusal:
-                search.find(model, workload, room, num_devices=devices)
-            told = re.search("the nearest, (.*): rank", str(refusal.value))
-            assert told is not None and needed[told[1]] == pytest.approx(above[0], rel=1e-12)
-            continue
-        nearest = search.find(model, workload, room, num_devices=devices).nearest_infeasible
-        if not above:
-            assert nearest is None
-            continue
+    limit = (0.99 * sizes[0], chance.choice(sizes), chance.uniform(sizes[0], sizes[-1]))[seed % 3]
+    above = [size for size in sizes if size > int(limit)]
+    room = on(costs, memory_bytes=limit)
+    if sizes[0] > int(limit):
+        with pytest.raises(ValueError) as refusal:
+            search.find(model, workload, room, num_devices=devices)
+        told = re.search("the nearest, (.*): rank", str(refusal.value))
+        assert told is not None and needed[told[1]] == pytest.approx(above[0], rel=1e-12)
+        return
+    nearest = search.find(model, workload, room, num_devices=devices).nearest_infeasible
+    assert (nearest is None) == (not above)
+    if nearest is not None:
         assert nearest.missing_bytes == pytest.approx(above[0] - int(limit), abs=1e-3)
         assert needed[nearest.layout.name] == pytest.approx(above[0], rel=1e-12)
 
