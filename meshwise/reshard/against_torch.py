@@ -26,7 +26,7 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}  # gl
 def check(ranks: Ranks, planned: Transfer, plans: Sequence[Holdings], models: Models) -> list[str]:
     """Why torch cannot gather some of this rank's tensors to what was planned."""
     mine = [_chosen(planned, model) for model in models]
-    meshes = [{n: _mesh(t) for n, t in of.items() if isinstance(t, DTensor)} for of in mine]
+    meshes = [{n: _mesh(t) for n, t in of.items() if _inside(t)} for of in mine]
     told = ranks.gather(meshes)
     wrong = []
     for number, (side, plan) in enumerate(zip(SIDES, plans, strict=True)):
@@ -36,7 +36,7 @@ def check(ranks: Ranks, planned: Transfer, plans: Sequence[Holdings], models: Mo
                     f"{side} {name} is {tuple(tensor.shape)} of {tuple(plan[name].shape)} and no "
                     "DTensor"
                 )
-            elif isinstance(tensor, DTensor):
+            elif isinstance(tensor, DTensor) and _inside(tensor):
                 size = tensor.device_mesh.size()
                 if sum(of[number].get(name) == meshes[number][name] for of in told) % size:
                     wrong.append(f"{side} {name} is not on all {size} ranks of its mesh")
@@ -73,7 +73,13 @@ def _chosen(planned: Transfer, model: live.Model) -> dict[str, Tensor]:
     return {name: mine[name] for name in planned.names if name in mine}
 
 
-def _mesh(tensor: DTensor) -> str:
+def _inside(tensor: Tensor) -> bool:
+    """Whether this rank is of the tensor's mesh: only such ranks gather."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None
+
+
+def _mesh(tensor: Tensor) -> str:
+    assert isinstance(tensor, DTensor)
     return f"{tensor.device_mesh.mesh.tolist()} {tensor.placements}"
 
 
@@ -82,7 +88,7 @@ def _whole(tensor: Tensor) -> Tensor | None:
     collectives know all dtypes."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    if tensor.device_mesh.get_coordinate() is None:
+    if not _inside(tensor):
         return None
     bits = DTensor.from_local(
         tensor.to_local().view(_BITS[tensor.dtype.itemsize]), tensor.device_mesh,

@@ -15,9 +15,9 @@ before all else and its reduction behind; nor can all traffic in a row end soone
 Memory, of the first rank, which holds most microbatches: parameters, optimizer, the copies that
 all actions compute with, and what microbatches in flight have saved.
 
-Memory more closely, from below and above, of every rank: to these comes how far a stage of one layer
-rises above what it holds. Layer by layer what a stage holds changes in proportion, so that it is
-most before or after an action.
+Memory more closely, from below and above, of every rank: to these comes how far a stage of one
+layer rises above what it holds. Layer by layer what a stage holds changes in proportion, so that it
+is most before or after an action.
 """
 
 from collections import Counter, defaultdict
