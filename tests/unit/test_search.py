@@ -204,7 +204,7 @@ def small_space(chance):
     model = Model(
         name="drawn",
         hidden=tp * chance.choice([64, 256]),
-        layers=chance.choice([1, 2, 4, 6]),
+        layers=chance.choice([1, 2, 4]),
         heads=tp,
         ffn=tp * chance.choice([64, 1024]),
         vocab=tp * chance.choice([32, 8192]),
@@ -212,7 +212,7 @@ def small_space(chance):
     workload = Workload(
         global_batch_size=chance.choice([4, 4, 8]), seq_len=chance.choice([12, 96, 768])
     )
-    return model, workload, chance.choice([1, 2, 2, 4])
+    return model, workload, chance.choice([1, 2, 2, 2, 2, 4])
 
 
 @pytest.mark.parametrize("seed", range(50))
