@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from meshwise.attention import RingDilatedAttention, dilated_attention, ring_attention
 from meshwise.attention.shards import Shards
 from meshwise.spec import Dilation
+from tests.pace import paced
 
 pytestmark = pytest.mark.dist
 BRANCHES = Dilation(segment_lengths=(4, 64), dilation_rates=(1, 2))
