@@ -98,8 +98,11 @@ def _told(value: Any) -> Any:
     config, told = value.__struct_config__, {}
     if config.tag_field:
         told[config.tag_field] = config.tag
-    for field in msgspec.structs.fields(value):
+    for field in _fields(type(value)):
         held = getattr(value, field.name)
         if field.required or held != field.default:
             told[field.name] = _told(held)
     return told
+
+
+_fields = functools.cache(msgspec.structs.fields)  # which reads annotations each time
