@@ -14,6 +14,8 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=2**20)]  # of what is gone through one by one: ranks, experts
+Length = Annotated[int, Meta(ge=1, le=2**40)]  # products of three are counted exactly
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e300)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e300)]

@@ -146,7 +146,8 @@ def kinds() -> dict[str, Kind]:
     measured = next(name for name in files if name.endswith("samples.jsonl") and RUN not in name)
     other = str(Path(measured).parent)
     lines = (
-        files[measured], *(_head(files[measured], most) for most in (20, 30)),
+        files[measured],
+        *(_head(files[measured], most) for most in (20, 30)),
         b"\n".join(map(_json, known.SAMPLES)) + b"\n",
     )
     plans = files["plan.json"], _json(known.plan())

@@ -8,6 +8,7 @@ reported, all before it have, and those behind it run in a new fork.
 """
 
 import contextlib
+import faulthandler
 import gc
 import json
 import logging
@@ -196,7 +197,7 @@ def _fork(place: Place, seed: int, kind: str, numbers: Sequence[int]) -> list[En
             kind, number, tuple(words), os.waitstatus_to_exitcode(status),
             cpu_s - sum(e.cpu_s for e in found), 0, heard.read(2**20).decode(errors="replace"), "",
         )  # fmt: skip
-        return [*found, ended._replace(wrong=_wrong(ended))]
+        return [*found, ended._replace(wrong=_wrong(ended) or "ended its process")]
 
 
 def _heard(pipe: Any, kind: str, most: int) -> Iterator[Ended]:
@@ -215,6 +216,7 @@ def _child(
     place: Place, seed: int, kind: str, numbers: Sequence[int], heard: int, tell: int
 ) -> None:
     try:
+        faulthandler.disable()  # pytest's
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(heard, 1)
