@@ -181,6 +181,7 @@ def _fork(place: Place, seed: int, kind: str, numbers: Sequence[int]) -> list[En
     told, tell = os.pipe()
     with tempfile.TemporaryFile() as heard:
         if not (child := os.fork()):
+            os.close(told)  # writing ends this process when the other has ended
             _child(place, seed, kind, numbers, heard.fileno(), tell)
         os.close(tell)
         with open(told, "rb", buffering=0) as pipe:
