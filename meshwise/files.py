@@ -132,9 +132,10 @@ def parse_toml(data: bytes | str, source: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path | str) -> Iterator[BinaryIO]:
+def replacing(path: Path | str, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A new file in the same folder, which may be written by its ``name`` as well. It takes the
-    place of ``path`` when the body ends, and is removed when the body fails."""
+    place of ``path`` when the body ends, and is removed when the body fails; with ``sync`` it is
+    on disk then."""
     path = Path(path)
     with _told(path):
         if not path.parent.exists():
@@ -153,21 +154,23 @@ def replacing(path: Path | str) -> Iterator[BinaryIO]:
                         os.fchmod(descriptor, mode)
                     yield file
                     file.flush()
-                    os.fsync(descriptor)
+                    if sync:
+                        os.fsync(descriptor)
                 os.replace(temporary, path)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
                 raise
-            _sync(folder)
+            if sync:
+                _sync(folder)
     finally:
         os.close(folder)
 
 
-def write_whole(path: Path | str, data: bytes | str) -> Path:
+def write_whole(path: Path | str, data: bytes | str, *, sync: bool = True) -> Path:
     """Write a file, whole or not at all; text as UTF-8. The path."""
     content = data.encode() if isinstance(data, str) else data
-    with replacing(path) as file:
+    with replacing(path, sync=sync) as file:
         file.write(content)
     return Path(path)
 

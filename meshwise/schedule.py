@@ -64,6 +64,8 @@ class Span(NamedTuple):
     end_s: float
 
 
+MOST_ACTIONS = 2**18  # forwards of all stages, which are listed and simulated one by one
+
 Table = tuple[tuple[Action, ...], ...]
 _Key = tuple[Kind, int, int]  # equals its Action, and is made much faster
 _Phases = list[tuple[int, str]]  # as _in_phases reads them
@@ -96,6 +98,11 @@ def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> s
         return f"{name} runs 2 stages on a rank, not {stages_per_rank}: set stages_per_rank to 2"
     if name not in _SINGLE and stages_per_rank == 1:
         return f"{name} runs 2 or more stages on a rank, not 1: choose 1f1b"
+    if (actions := pp * stages_per_rank * num_microbatches) > MOST_ACTIONS:
+        return (
+            f"{pp} x {stages_per_rank} stages and {num_microbatches} microbatches are {actions} "
+            f"forwards, more than {MOST_ACTIONS}: choose larger microbatches"
+        )
     rounds = _num_rounds(pp, num_microbatches)
     if name in _IN_ROUNDS and num_microbatches % rounds:
         return (

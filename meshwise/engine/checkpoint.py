@@ -312,6 +312,7 @@ def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
 
 def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
     """Files with this rank's parts, each on disk when this returns."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     groups: dict[int, list[str]] = defaultdict(list)
@@ -326,7 +327,10 @@ def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, 
         offsets = {name: {"saved_offsets": _box(tensors[name]).low} for name in names}
         about = {"format": "pt", "DCP_VERSION": "1.0", blocks.OFFSETS: json.dumps(offsets)}
         with files.replacing(path) as file:
-            save_file(parts, file.name, about)
+            try:
+                save_file(parts, file.name, about)
+            except SafetensorError as error:
+                raise ValueError(f"{path} cannot be written: {error}") from None
             _sync(file.name)  # safetensors makes another file of that name
             written[path.name] = blocks.stored(Path(file.name))
     return written

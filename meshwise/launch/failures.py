@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from meshwise import files
 from meshwise.launch import RanksFailed
 from meshwise.spec import Record
 
@@ -37,9 +38,7 @@ class Fate(Record, kw_only=True):
 def write(folder: Path, fate: Fate) -> None:
     """Replace the rank's file whole, so that a reader never sees half of one."""
     path = folder / f"rank-{fate.rank}.json"
-    temporary = path.with_suffix(".new")
-    temporary.write_bytes(msgspec.json.encode(fate))
-    temporary.replace(path)
+    files.write_whole(path, msgspec.json.encode(fate), sync=False)  # it goes with its job
 
 
 def read(folder: Path) -> dict[int, Fate]:

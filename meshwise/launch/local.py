@@ -17,7 +17,7 @@ from typing import IO
 
 import msgspec
 
-from meshwise import signals
+from meshwise import files, signals
 from meshwise.launch import RanksFailed, cache, failures, keeper, scratch
 from meshwise.launch.errand import Errand
 from meshwise.patience import turns
@@ -40,7 +40,7 @@ def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
     job = _Job()
     with signals.held() as held, scratch.folder() as folder, _keeper() as groups:
         request = folder / "request.json"
-        request.write_bytes(msgspec.json.encode(errand))
+        files.write_whole(request, msgspec.json.encode(errand), sync=False)
         store, kept = ranks.hold_store(), cache.variables(folder)
         command = [sys.executable, *(worker or _worker()), str(request), str(os.getpid())]
         try:

@@ -10,6 +10,7 @@ What is recomputed is no axis of this space. It costs time to save memory, so ``
 where a layout does not fit without.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -28,7 +29,8 @@ PIPELINES: tuple[tuple[ScheduleName, int], ...] = (
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def legal_layouts(

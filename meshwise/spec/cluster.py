@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from meshwise.spec.record import NonNegative, Positive, PositiveFloat, Record
+from meshwise.spec.record import Count, NonNegative, Positive, PositiveFloat, Record
 
 SCHEMA_VERSION = 1
 
@@ -25,7 +25,7 @@ class Tier(Record, kw_only=True):
     """
 
     name: str
-    num_devices: Positive
+    num_devices: Count
     bytes_per_s: PositiveFloat | None = None
     latency_s: PositiveFloat | None = None
     source: str = ""
@@ -36,12 +36,12 @@ class Cluster(Record, kw_only=True):
 
     schema_version: Positive = SCHEMA_VERSION
     name: str
-    num_hosts: Positive
-    num_devices_per_host: Positive
+    num_hosts: Count
+    num_devices_per_host: Count
     device: Device
     tiers: tuple[Tier, ...]
     host_memory_bytes: Positive | None = None
-    host_cores: Positive | None = None
+    host_cores: Count | None = None
     notes: tuple[str, ...] = ()
     reserved_bytes: NonNegative = 0  # memory on each device that a program cannot use
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from meshwise.spec.record import Positive, Record
+from meshwise.spec.record import Count, Length, Record
 
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = Literal[
@@ -40,8 +40,8 @@ def rank_of(schedule: ScheduleName, stage: int, pp: int) -> int:
 class Workload(Record, kw_only=True):
     """One training step: ``global_batch_size`` sequences of ``seq_len`` tokens."""
 
-    global_batch_size: Positive
-    seq_len: Positive
+    global_batch_size: Count
+    seq_len: Length
 
     @property
     def tokens(self) -> int:
@@ -64,22 +64,22 @@ class Layout(Record, kw_only=True):
     rank. With ``meshes`` dp and tp are 1 and ``microbatch_size`` is that of the whole pipeline.
     """
 
-    dp: Positive = 1
-    cp: Positive = 1
-    tp: Positive = 1
-    pp: Positive = 1
-    ep: Positive = 1
+    dp: Count = 1
+    cp: Count = 1
+    tp: Count = 1
+    pp: Count = 1
+    ep: Count = 1
     zero: Annotated[int, Meta(ge=0, le=3)] = 0
-    replicas: Positive = 1
+    replicas: Count = 1
     sequence_parallel: bool = False
-    microbatch_size: Positive = 1
-    num_microbatches: Positive = 1
+    microbatch_size: Count = 1
+    num_microbatches: Count = 1
     schedule: ScheduleName = "none"
-    stages_per_rank: Positive = 1
+    stages_per_rank: Count = 1
     recompute: Recompute = "none"
-    recompute_layers: Positive | None = None
-    layers: tuple[Positive, ...] = ()
-    meshes: tuple[tuple[Positive, Positive], ...] = ()
+    recompute_layers: Count | None = None
+    layers: tuple[Count, ...] = ()
+    meshes: tuple[tuple[Count, Count], ...] = ()
 
     def check(self) -> None:
         widest_dp = max((dp for dp, _ in self.meshes), default=self.dp)

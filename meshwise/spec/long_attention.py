@@ -15,7 +15,7 @@ A row that no branch keeps is dead: its out is 0 and its log-sum-exp -inf.
 from typing import Literal
 
 from meshwise.spec.op import DTYPE_BYTES, Direction, Dtype
-from meshwise.spec.record import Exact, Positive
+from meshwise.spec.record import Count, Exact, Length
 
 Way = Literal["auto", "ring", "gather", "heads", "ring_heads"]
 WAYS: tuple[Way, ...] = ("auto", "ring", "gather", "heads", "ring_heads")
@@ -32,8 +32,8 @@ class Dilation(Exact, kw_only=True):
     branches constant in the backward (torchscale's).
     """
 
-    segment_lengths: tuple[Positive, ...]
-    dilation_rates: tuple[Positive, ...]
+    segment_lengths: tuple[Length, ...]
+    dilation_rates: tuple[Length, ...]
     offsets: Literal["mod", "block", "group"] = "mod"
     offset_heads: Literal["query", "kv"] = "query"
     mixture: Literal["exact", "detached"] = "exact"
@@ -64,13 +64,13 @@ class LongAttention(Exact, kw_only=True, tag_field="op", tag="long_attention"):
     ``order``: which tokens a rank holds; zigzag gives rank r chunks r and 2n-1-r of 2n.
     """
 
-    batch: Positive
-    seq_len: Positive
-    heads: Positive
-    kv_heads: Positive
-    head_dim: Positive
+    batch: Count
+    seq_len: Length
+    heads: Count
+    kv_heads: Count
+    head_dim: Length
     causal: bool = False
-    window: Positive | None = None
+    window: Length | None = None
     dilation: Dilation | None = None
     direction: Direction = "forward"
     dtype: Dtype = "bf16"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from meshwise.spec.record import NonNegative, Positive, PositiveFloat, Record
+from meshwise.spec.record import Count, Length, NonNegative, PositiveFloat, Record
 
 
 class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
@@ -17,12 +17,12 @@ class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
     """
 
     name: str = ""
-    hidden: Positive
+    hidden: Length
     layers: Annotated[int, Meta(ge=1, le=10_000)]
-    heads: Positive
-    ffn: Positive
-    vocab: Positive = 51200
-    max_seq_len: Positive = 1024
+    heads: Count
+    ffn: Length
+    vocab: Length = 51200
+    max_seq_len: Length = 1024
     experts: "Experts | None" = None
 
     def check(self) -> None:
@@ -42,11 +42,11 @@ class Mla(Record, kw_only=True):
     """Multi-head latent attention (DeepSeek-V2): q through ``q_lora_rank`` unless it is None, k and
     v through ``kv_lora_rank``; a head of q and k is ``nope_head_dim + rope_head_dim`` wide."""
 
-    q_lora_rank: Positive | None = None
-    kv_lora_rank: Positive
-    nope_head_dim: Positive
-    rope_head_dim: Positive
-    v_head_dim: Positive
+    q_lora_rank: Length | None = None
+    kv_lora_rank: Length
+    nope_head_dim: Length
+    rope_head_dim: Length
+    v_head_dim: Length
 
 
 class RopeScaling(Record, kw_only=True):
@@ -88,18 +88,18 @@ class Experts(Record, kw_only=True):
     of the two largest (DeepSeek-V2 and V3).
     """
 
-    num_experts: Positive
-    top_k: Positive
-    ffn: Positive
+    num_experts: Count
+    top_k: Count
+    ffn: Length
     shared_ffn: NonNegative = 0
     shared_gate: bool = False
     first_dense: NonNegative = 0
-    every: Positive = 1
+    every: Count = 1
     router_bias: bool = False
     normalized: bool = True
     routed_scale: PositiveFloat = 1.0
-    groups: Positive = 1
-    top_groups: Positive = 1
+    groups: Count = 1
+    top_groups: Count = 1
 
     def check(self) -> None:
         if self.num_experts % self.groups:
@@ -133,14 +133,14 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
     """
 
     name: str = ""
-    hidden: Positive
+    hidden: Length
     layers: Annotated[int, Meta(ge=1, le=10_000)]
-    heads: Positive
-    kv_heads: Positive
-    head_dim: Positive
-    ffn: Positive
-    vocab: Positive
-    max_seq_len: Positive
+    heads: Count
+    kv_heads: Count
+    head_dim: Length
+    ffn: Length
+    vocab: Length
+    max_seq_len: Length
     tied: bool = False
     qkv_bias: bool = False
     out_bias: bool = False

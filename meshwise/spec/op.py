@@ -9,7 +9,7 @@ multiply-add is 2) and the bytes it must move (each input read once, each output
 from typing import Literal
 
 from meshwise.spec.model import Model
-from meshwise.spec.record import NonNegative, Positive, Record
+from meshwise.spec.record import Count, Length, NonNegative, Record
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 Direction = Literal["forward", "backward"]
@@ -34,13 +34,13 @@ class Gemm(Record, kw_only=True, tag_field="op", tag="gemm"):
     fp8 operands give a bf16 result, scaled by one number a tensor or one a row (``scaling``).
     """
 
-    m: Positive
-    n: Positive
-    k: Positive
+    m: Length
+    n: Length
+    k: Length
     dtype: Dtype = "bf16"
     trans_a: bool = False
     trans_b: bool = True
-    groups: Positive = 1
+    groups: Count = 1
     scaling: Literal["none", "tensor", "row"] = "none"
 
     def check(self) -> None:
@@ -70,15 +70,15 @@ class Attention(Record, kw_only=True, tag_field="op", tag="attention"):
     pairs that the mask leaves: (S+1)/2S of them when causal. A window is always counted exactly.
     """
 
-    batch: Positive
-    q_len: Positive
-    kv_len: Positive
-    heads: Positive
-    kv_heads: Positive
-    head_dim: Positive
-    head_dim_v: Positive | None = None
+    batch: Count
+    q_len: Length
+    kv_len: Length
+    heads: Count
+    kv_heads: Count
+    head_dim: Length
+    head_dim_v: Length | None = None
     causal: bool = True
-    window: Positive | None = None
+    window: Length | None = None
     direction: Direction = "forward"
     dtype: Dtype = "bf16"
 
@@ -158,8 +158,8 @@ class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
 
     kind: CollectiveKind
     size_bytes: NonNegative
-    group_size: Positive
-    group_stride: Positive = 1
+    group_size: Count
+    group_stride: Count = 1
     dtype: Dtype = "bf16"
     in_place: bool = False
     ranks: tuple[NonNegative, ...] = ()
@@ -239,9 +239,9 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
 
     part: Literal["layer", "head"]
     model: Model
-    microbatch_size: Positive
-    seq_len: Positive
-    tp: Positive = 1
+    microbatch_size: Count
+    seq_len: Length
+    tp: Count = 1
     sequence_parallel: bool = False
     direction: Direction = "forward"
     dtype: Dtype = "bf16"

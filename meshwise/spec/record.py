@@ -15,6 +15,8 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=2**20)]  # of what is gone through one by one: ranks, experts
+Length = Annotated[int, Meta(ge=1, le=2**40)]  # products of three are counted exactly
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e300)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e300)]
@@ -143,8 +145,11 @@ def _told(value: Any) -> Any:
     config, told = value.__struct_config__, {}
     if config.tag_field:
         told[config.tag_field] = config.tag
-    for field in msgspec.structs.fields(value):
+    for field in _fields(type(value)):
         held = getattr(value, field.name)
         if field.required or held != field.default:
             told[field.name] = _told(held)
     return told
+
+
+_fields = functools.cache(msgspec.structs.fields)  # which reads annotations each time

@@ -5,7 +5,7 @@ from typing import Literal
 
 from meshwise.spec.model import Decoder, Model
 from meshwise.spec.op import Dtype
-from meshwise.spec.record import NonNegative, Positive, PositiveFloat, Record
+from meshwise.spec.record import Count, NonNegative, Positive, PositiveFloat, Record
 from meshwise.spec.weights import WeightLayout
 
 Mode = Literal["collocated", "non-collocated"]
@@ -50,12 +50,12 @@ class Side(Record, kw_only=True):
     refit benchmark ``ep`` multiplies the ranks: they hold ep copies of what is no expert.
     """
 
-    tp: Positive = 1
-    pp: Positive = 1
-    ep: Positive = 1
-    etp: Positive | None = None
-    fsdp: Positive = 1
-    replicas: Positive = 1
+    tp: Count = 1
+    pp: Count = 1
+    ep: Count = 1
+    etp: Count | None = None
+    fsdp: Count = 1
+    replicas: Count = 1
 
     @property
     def num_ranks(self) -> int:

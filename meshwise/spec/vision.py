@@ -1,6 +1,6 @@
 """What an image classifier is: sizes only, as ``spec/model.py`` has them for language models."""
 
-from meshwise.spec.record import Positive, Record
+from meshwise.spec.record import Count, Length, Record
 
 
 class WideResNet(Record, kw_only=True, tag_field="family", tag="wide_resnet"):
@@ -16,11 +16,11 @@ class WideResNet(Record, kw_only=True, tag_field="family", tag="wide_resnet"):
     """
 
     name: str = ""
-    blocks: tuple[Positive, ...] = (3, 4, 6, 3)
-    channels: Positive
-    width_factor: Positive = 1
-    image_size: Positive = 224
-    num_classes: Positive = 1024
+    blocks: tuple[Count, ...] = (3, 4, 6, 3)
+    channels: Length
+    width_factor: Count = 1
+    image_size: Length = 224
+    num_classes: Count = 1024
 
     def check(self) -> None:
         if not 1 <= len(self.blocks) <= 8 or min(self.blocks) < 1:

@@ -4,7 +4,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from meshwise.spec.op import Dtype
-from meshwise.spec.record import NonNegative, Positive, Record
+from meshwise.spec.record import Count, NonNegative, Record
 
 
 class WeightLayout(Record, kw_only=True):
@@ -24,16 +24,16 @@ class WeightLayout(Record, kw_only=True):
     ``reshard.orders``.
     """
 
-    tp: Positive = 1
-    dp: Positive = 1
-    pp: Positive = 1
-    ep: Positive = 1
-    etp: Positive = 1
-    fsdp: Positive = 1
-    stages_per_rank: Positive = 1
-    layers: tuple[Positive, ...] = ()
+    tp: Count = 1
+    dp: Count = 1
+    pp: Count = 1
+    ep: Count = 1
+    etp: Count = 1
+    fsdp: Count = 1
+    stages_per_rank: Count = 1
+    layers: tuple[Count, ...] = ()
     first_rank: NonNegative = 0
-    vocab_multiple: Positive = 1
+    vocab_multiple: Count = 1
     tied: bool | None = None
     order: Literal["plain", "megatron", "engine"] = "plain"
     dtype: Dtype = "bf16"

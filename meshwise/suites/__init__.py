@@ -7,6 +7,7 @@ In: a suite's name and a number of GPUs. Out: its cases.
 """
 
 import difflib
+import functools
 from typing import NamedTuple
 
 from meshwise.suites import gpt, inference, moe, wresnet
@@ -105,7 +106,12 @@ def _suite(name: str) -> Suite:
         raise ValueError(f"suite {name!r} is not known; {hint}")
     if kind(name) == "unet":
         raise ValueError(f"suite {name}: UNet is not built; run a suite of gpt, moe or wresnet")
-    return {**gpt.suites(), **moe.suites(), **wresnet.suites(), **inference.suites()}[name]
+    return _suites()[name]
+
+
+@functools.cache
+def _suites() -> dict[str, Suite]:
+    return {**gpt.suites(), **moe.suites(), **wresnet.suites(), **inference.suites()}
 
 
 def sweeps() -> tuple[Sweep, ...]:

@@ -4,6 +4,7 @@ In: ``data/solutions.toml``, where a stage is a number of clustered layers and a
 the cases of the ``perf_test_auto`` suites.
 """
 
+import functools
 import importlib.resources
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
@@ -20,9 +21,14 @@ from meshwise.suites.case import (
 
 def suite(family: str, models: Mapping[str, ModelConfig]) -> Suite:
     """The plans of a family, gpt, moe or wresnet, by the number of GPUs."""
-    file = importlib.resources.files("meshwise") / "data" / "solutions.toml"
-    plans = files.parse_toml(file.read_bytes(), file.name)[family]
+    plans = _solutions()[family]
     return {plan["gpus"]: (_case(plan, models[plan["model"]]),) for plan in plans}
+
+
+@functools.cache
+def _solutions() -> dict[str, Any]:
+    file = importlib.resources.files("meshwise") / "data" / "solutions.toml"
+    return files.parse_toml(file.read_bytes(), file.name)
 
 
 def _case(plan: dict[str, Any], config: ModelConfig) -> BenchmarkCase:

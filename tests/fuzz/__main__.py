@@ -18,18 +18,18 @@ from typing import Any
 from tests.fuzz import inputs, server
 
 MOST_SHOWN = 200
-_template: Path
+BATCH = 100
+_place: server.Place
 
 
 def _start(folder: Path) -> None:
     """One worker's session."""
-    global _template
-    _template = folder / str(os.getpid())
-    server.prepare(_template)
+    global _place
+    _place = server.prepare(folder / str(os.getpid()))
 
 
 def _some(seed: int, kind: str, numbers: range) -> list[server.Ended]:
-    return [server.run(_template, seed, kind, number) for number in numbers]
+    return server.run(_place, seed, kind, numbers)
 
 
 def main() -> int:
@@ -55,7 +55,7 @@ def main() -> int:
 
 def _again(folder: Path, seed: int, kind: str, number: str) -> int:
     _start(folder)
-    ended = server.run(_template, seed, kind, int(number))
+    (ended,) = server.run(_place, seed, kind, [int(number)])
     data, _ = server.case(seed, kind, int(number))
     print(data[:4000], ended.command, ended.said, ended._replace(said=""), sep="\n")
     return bool(ended.wrong)
@@ -65,9 +65,9 @@ def _all(folder: Path, cases: int, jobs: int, seed: int) -> list[server.Ended]:
     names = list(inputs.kinds())
     share, rest = divmod(cases, len(names))
     batches = [
-        (seed, name, range(start, min(start + 25, share + (place < rest))))
+        (seed, name, range(start, min(start + BATCH, share + (place < rest))))
         for place, name in enumerate(names)
-        for start in range(0, share + (place < rest), 25)
+        for start in range(0, share + (place < rest), BATCH)
     ]
     found = []
     with ProcessPoolExecutor(jobs, initializer=_start, initargs=(folder,)) as pool:
@@ -85,6 +85,7 @@ def _summary(found: list[server.Ended], seed: int) -> dict[str, Any]:
         kinds[name] = {
             "cases": len(mine),
             "exit codes": dict(Counter(str(ended.code) for ended in mine)),
+            "CPU s": round(sum(e.cpu_s for e in mine), 2),
             "most CPU s": round(max((e.cpu_s for e in mine), default=0), 2),
             "most MiB": round(max((e.memory_bytes for e in mine), default=0) / 2**20),
         }

@@ -24,6 +24,18 @@ RUN = "runs/20260101T000100-run-gpt-small"
 GPT = "--model gpt-30m --nproc 2"
 
 
+WARM = (  # what every fork would otherwise import and work out anew
+    "show plan.json", "report", "measure gemm --dry-run", "run --list-suites", "refit --list",
+    f"run {GPT} --data tokens.npy", "run --model moe-380m --nproc 2 --mode infer",
+    f"run {GPT} --save new", f"show {RUN}", f"report {RUN}", f"compare {RUN} {RUN}",
+    "plan gpt-30m --nproc 2 --json", "run --model llama-3-8b --nproc 2", "report --scaling x",
+    "run --suite gpt.tmp --num-hosts 1 --num-devices-per-host 1 --dry-run --scale-to-fit",
+    "run --mode decode --model moe-380m --new-tokens 4 --nproc 1", "measure import tokens.npy",
+    "refit --dry-run --expert-model-parallel-size 2 --num-experts 4 --fsdp-size 2",
+    "show pattern --segment-lengths 64 --dilation-rates 1 --seq-len 512 --ranks 4",
+)  # fmt: skip
+
+
 class Kind(NamedTuple):
     """``form`` as ``mutate.mutant`` names it; argv has no place, its examples are the commands."""
 
@@ -31,6 +43,7 @@ class Kind(NamedTuple):
     examples: tuple[bytes, ...]
     place: str = ""
     commands: tuple[str, ...] = ()
+    seldom: tuple[str, ...] = ()  # commands that take long
 
 
 def session(folder: Path) -> None:
@@ -60,6 +73,11 @@ def finished() -> dict[str, bytes]:
 
 def _read(*names: str) -> tuple[bytes, ...]:
     return tuple((ROOT / name).read_bytes() for name in names)
+
+
+def _each(name: str) -> tuple[bytes, ...]:
+    """Every entry of a list as a list of its own."""
+    return tuple(_json([entry]) for entry in json.loads((DATA / name).read_bytes()))
 
 
 def _head(data: bytes, lines: int = 60) -> bytes:
@@ -113,8 +131,8 @@ def _importing(*names: str, suffix: str = ".txt", form: str = "text") -> Kind:
 
 
 def _run_file(place: str, form: str, *examples: bytes) -> Kind:
-    commands = (f"show {RUN}", f"compare {RUN} {RUN} --json", f"report {RUN}", f"show {RUN} --json")
-    return Kind(form, examples, f"{RUN}/{place}", commands)
+    commands = (f"show {RUN}", f"compare {RUN} {RUN} --json", f"show {RUN} --json")
+    return Kind(form, examples, f"{RUN}/{place}", commands, (f"report {RUN}",))
 
 
 @cache
@@ -127,7 +145,11 @@ def kinds() -> dict[str, Kind]:
     files = finished()
     measured = next(name for name in files if name.endswith("samples.jsonl") and RUN not in name)
     other = str(Path(measured).parent)
-    lines = files[measured], b"\n".join(map(_json, known.SAMPLES)) + b"\n"
+    lines = (
+        files[measured],
+        *(_head(files[measured], most) for most in (20, 30)),
+        b"\n".join(map(_json, known.SAMPLES)) + b"\n",
+    )
     plans = files["plan.json"], _json(known.plan())
     configs = sorted((DATA / "hugging_face").glob("*.json"))
     return {
@@ -139,12 +161,12 @@ def kinds() -> dict[str, Kind]:
             "show {at}", "measure gemm --cluster {at} --dry-run",
         )),
         "costs.json": Kind("json", (files["costs.json"], _json(known.COSTS)), "costs.json", (
-            "show {at}", "plan --nproc 2", "plan gpt-30m --nproc 2 --json", "report",
-        )),
+            "show {at}", "show {at} --json",
+        ), ("plan --nproc 2", "plan gpt-30m --nproc 2 --json", "report")),
         "plan.json": Kind("json", plans, "plan.json", (
             "show {at}", "show {at} --json", "run {at}", "show {at} --node layers.0.up",
-            "measure collectives --sizes-from {at} --dry-run", "report",
-        )),
+            "measure collectives --sizes-from {at} --dry-run",
+        ), ("report",)),
         "layout": Kind("json", (
             b'{"dp": 2, "zero": 2, "microbatch_size": 4}', b'{"tp": 2, "microbatch_size": 8}',
             _json(Layout(pp=2, schedule="1f1b", microbatch_size=2, num_microbatches=4)),
@@ -164,23 +186,23 @@ def kinds() -> dict[str, Kind]:
             "measure gemm --model {at} --dry-run --json", "run --model {at} --nproc 2",
             "measure fsdp --model {at} --dry-run", "measure attention --model {at} --dry-run",
         )),
-        "primus models": Kind("json", _read("tests/data/primus/model_configs.json"), "m.json", (
-            "measure gemm --model-config-path {at} --dry-run",
-        )),
-        "primus shapes": Kind("json", _read("tests/data/primus/attention_shapes.json"), "s.json", (
-            "measure attention --shapes-json-path {at} --dry-run",
-        )),
+        "primus models": Kind("json", _each("primus/model_configs.json"), "m.json", (
+            "measure gemm --model-config-path {at} --dry-run --json",
+        ), ("measure gemm --model-config-path {at} --dry-run",)),
+        "primus shapes": Kind("json", _each("primus/attention_shapes.json"), "s.json", (
+            "measure attention --shapes-json-path {at} --dry-run --json",
+        ), ("measure attention --shapes-json-path {at} --dry-run",)),
         "run.json": _run_file("run.json", "json", _json(known.info("run", known.plan()))),
         "samples.jsonl": Kind("jsonl", lines, measured, (
-            f"show {other}", f"calibrate {other}", f"compare {other} {other}", "report",
-        )),
+            f"show {other}", f"show {other} --json", f"compare {other} {other}",
+        ), (f"calibrate {other}", "report")),
         "samples.jsonl.gz": Kind("packed", tuple(map(gzip.compress, lines)), f"{measured}.gz", (
-            f"show {other}", f"calibrate {other} --json",
-        )),
+            f"show {other}",
+        ), (f"calibrate {other} --json",)),
         "steps.jsonl": _run_file("steps.jsonl", "jsonl", steps),
         "phases.json": Kind("json", (_phases(),), f"{RUN}/phases.json", (
-            "show {at}", f"show {RUN}", f"report {RUN}",
-        )),
+            "show {at}", f"show {RUN}",
+        ), (f"report {RUN}",)),
         "nccl_check.json": Kind("json", _read(
             f"{benchmarks}/runs/20261121T193901-run-gpt-2.6b-dp4-zero2-mb8x1/nccl_check.json"
         ), f"{RUN}/nccl_check.json", ("show {at}", f"show {RUN}")),

@@ -5,6 +5,7 @@
 """
 
 import gzip
+import io
 import json
 import random
 import re
@@ -172,7 +173,8 @@ def _packed(data: bytes, rng: random.Random) -> bytes:
     if rng.random() < 0.5:
         return _bytes(data, rng)
     try:
-        return gzip.compress(_FORMS["jsonl"](gzip.decompress(data), rng))
+        inside = gzip.GzipFile(fileobj=io.BytesIO(data)).read(2**20)  # it may be a bomb already
+        return gzip.compress(_FORMS["jsonl"](inside, rng))
     except (OSError, EOFError, zlib.error):
         return _bytes(data, rng)
 

@@ -8,6 +8,7 @@ reported, all before it have, and those behind it run in a new fork.
 """
 
 import contextlib
+import faulthandler
 import gc
 import json
 import logging
@@ -24,6 +25,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from tests.fuzz import inputs
 from tests.fuzz.mutate import mutant
@@ -31,6 +33,8 @@ from tests.fuzz.mutate import mutant
 CPU_S, WALL_S, MEMORY_BYTES = 10, 120, 2**30
 CODES = {0, 2, 3, 4}
 LONGEST = 300
+DRAWN = 20  # every twentieth case that draws
+SELDOM = 0.04  # of a kind's cases, for commands that take long
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
 
@@ -53,10 +57,12 @@ def case(seed: int, kind: str, number: int) -> tuple[bytes, list[str]]:
     chosen, rng = inputs.kinds()[kind], random.Random(f"{seed}/{kind}/{number}")
     data = mutant(rng.choice(chosen.examples), chosen.form, rng)
     if chosen.form != "argv":
-        return data, rng.choice(chosen.commands).split()
+        seldom = chosen.seldom and rng.random() < SELDOM
+        words = rng.choice(chosen.seldom if seldom else chosen.commands).split()
+        return data, [word.replace("{at}", chosen.place) for word in words]
     try:
         words = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         words = data.decode(errors="replace").split()
     known = isinstance(words, list) and all(isinstance(word, str) for word in words)
     return b"", [word.replace("\0", "") for word in words[1:]] if known else []
@@ -125,12 +131,31 @@ def prepare(folder: Path) -> Place:
     place = Place(folder)
     inputs.kinds()
     with contextlib.chdir(folder), _silence():
-        for words in (["show", "plan.json"], ["report"], ["measure", "gemm", "--dry-run"]):
-            call(words)
+        for line in inputs.WARM:
+            call(line.split())
     logging.getLogger("meshwise").handlers = [logging.NullHandler()]
     place.restore()
     gc.freeze()
     return place
+
+
+@contextlib.contextmanager
+def _drawn(really: bool) -> Iterator[None]:
+    """What a figure shows is always worked out; turning it into a picture takes ten times that."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    def print_svg(_: object, file: Any, **__: object) -> None:
+        file.write('<svg width="1"></svg>')
+
+    def savefig(_: object, file: Any, **__: object) -> None:
+        file.write(b"PNG")
+
+    with contextlib.ExitStack() as stack:
+        if not really:
+            stack.enter_context(mock.patch.object(FigureCanvasSVG, "print_svg", print_svg))
+            stack.enter_context(mock.patch.object(Figure, "savefig", savefig))
+        yield
 
 
 @contextlib.contextmanager
@@ -156,6 +181,7 @@ def _fork(place: Place, seed: int, kind: str, numbers: Sequence[int]) -> list[En
     told, tell = os.pipe()
     with tempfile.TemporaryFile() as heard:
         if not (child := os.fork()):
+            os.close(told)  # writing ends this process when the other has ended
             _child(place, seed, kind, numbers, heard.fileno(), tell)
         os.close(tell)
         with open(told, "rb", buffering=0) as pipe:
@@ -172,7 +198,7 @@ def _fork(place: Place, seed: int, kind: str, numbers: Sequence[int]) -> list[En
             kind, number, tuple(words), os.waitstatus_to_exitcode(status),
             cpu_s - sum(e.cpu_s for e in found), 0, heard.read(2**20).decode(errors="replace"), "",
         )  # fmt: skip
-        return [*found, ended._replace(wrong=_wrong(ended))]
+        return [*found, ended._replace(wrong=_wrong(ended) or "ended its process")]
 
 
 def _heard(pipe: Any, kind: str, most: int) -> Iterator[Ended]:
@@ -191,6 +217,7 @@ def _child(
     place: Place, seed: int, kind: str, numbers: Sequence[int], heard: int, tell: int
 ) -> None:
     try:
+        faulthandler.disable()  # pytest's
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(heard, 1)
@@ -212,7 +239,8 @@ def _child(
             os.environ |= environment
             os.ftruncate(heard, 0)
             os.lseek(heard, 0, os.SEEK_SET)
-            code, cpu_s = _within_limits(words)
+            with _drawn(number % DRAWN == 0):
+                code, cpu_s = _within_limits(words)
             memory = max(0, _memory("VmHWM") - before)
             said = os.pread(heard, 2**20, 0).decode(errors="replace")
             line = json.dumps([number, words, code, cpu_s, memory, said]) + "\n"
