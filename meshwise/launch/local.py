@@ -41,7 +41,8 @@ def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
     with signals.held() as held, scratch.folder() as folder, _keeper() as groups:
         request = folder / "request.json"
         request.write_bytes(msgspec.json.encode(errand))
-        store, kept = ranks.hold_store(), cache.variables(folder)
+        # torch's symmetric memory opens sockets in it, by names that others can tell beforehand
+        store, kept = ranks.hold_store(), cache.variables(folder) | {"TMPDIR": str(folder)}
         command = [sys.executable, *(worker or _worker()), str(request), str(os.getpid())]
         try:
             for rank in range(nproc):
