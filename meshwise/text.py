@@ -17,7 +17,8 @@ _CONTROL = re.compile(
     "\ud800-\udfff]"
 )
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-# the user of a URL, also of one with a slash left out as by a path, and user:password@ before a host where there is no scheme
+# the user of a URL, also where a path left one slash of it; user:password@ before a host where
+# there is no scheme
 _USER = re.compile(
     r"(?:(?<=://)|(?<=:/))[^\s/?#'\"]+@|(?<![^\s=,;'\"(])[^\s/@:=,;'\"]+:[^\s/@,;'\"]+@(?=[\w\[])"
 )
