@@ -591,7 +591,7 @@ def test_a_cluster_that_comes_along_is_named_instead_of_a_file(tmp_path, monkeyp
 def test_what_stands_in_place_of_a_run_s_samples_is_neither_followed_nor_waited_for(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="samples.jsonl cannot be written"), job.locked(tmp_path):
+    with pytest.raises(ValueError, match="cannot be written"), job.locked(tmp_path):
         pass
     assert not (tmp_path / "elsewhere").exists()
     path.unlink()
