@@ -52,7 +52,9 @@ def test_folders_of_the_dead_are_swept_and_none_of_the_living(tmp_path: Path) ->
     theirs = Path(other.stdout.readline().strip())
     (theirs / "logs").mkdir()
     begun = tmp_path / "meshwise-begun"  # its maker died before it held the lock
-    begun.mkdir()
+    begun.mkdir(mode=0o700)
+    runs = tmp_path / "meshwise-runs"  # the user's, for results to come
+    runs.mkdir(mode=0o755)
     foreign = tmp_path / "meshwise-notes"
     foreign.mkdir()
     (foreign / "notes.txt").touch()
@@ -61,7 +63,7 @@ def test_folders_of_the_dead_are_swept_and_none_of_the_living(tmp_path: Path) ->
     try:
         with scratch.folder() as mine:
             scratch.sweep()
-            assert mine.exists() and theirs.exists() and not begun.exists()
+            assert mine.exists() and theirs.exists() and not begun.exists() and runs.exists()
     finally:
         other.kill()
         other.wait()
