@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST_BYTES = 2**24  # of a document: parsed, JSON of 16 MiB may take 800 MiB
+MOST_VALUES = 2**23  # of a longer document, most of which is text: hashes
 MOST_LINES_BYTES = 2**27  # of what is read line by line: samples, steps, logs of other tools
 DEEPEST = 64  # levels of lists and tables
 _MOST_TOML_BYTES = 2**18
@@ -88,6 +89,8 @@ def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> 
     if len(data) > at_most:
         raise ValueError(f"{source} is larger than {_mib(at_most)}; is it the right file?")
     text = _text(data, source) if isinstance(data, bytes) else data
+    if len(text) > MOST_BYTES and sum(map(text.count, ",:[{")) > MOST_VALUES:
+        raise ValueError(f"{source} holds more than {MOST_VALUES:,} values; is it the right file?")
     try:
         found = json.loads(
             text,
@@ -342,7 +345,8 @@ def _kind(status: os.stat_result) -> str:
 
 
 def _mode_of(path: Path) -> int | None:
-    """The permissions of the file that is to be replaced, if there is one; no other thing is."""
+    """The permissions of the file that is to be replaced, if there is one; no other thing is. No
+    right to run as its owner goes on to what is new."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -352,7 +356,7 @@ def _mode_of(path: Path) -> int | None:
         raise ValueError(f"{path} is a symbolic link; name the file that it means")
     if kind != "file":
         raise ValueError(f"{path} is a {kind}, which is not written over; name a file")
-    return stat.S_IMODE(status.st_mode)
+    return stat.S_IMODE(status.st_mode) & ~(stat.S_ISUID | stat.S_ISGID)
 
 
 @contextlib.contextmanager

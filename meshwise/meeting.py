@@ -39,6 +39,7 @@ NONCE, TAG, HEAD = 32, 32, 4  # bytes
 LARGEST = 2**22  # bytes of a message; gloo's addresses are some 100 bytes a pair of ranks
 STRANGERS = 256  # connections without proof; one more, and the oldest is closed
 BACKLOG = 1024
+AT_ONCE = 16  # accepted before the oldest strangers are closed: each takes a file descriptor
 PROOF_S = 30.0  # for a proof
 ANSWER_S = 30.0  # for an answer, beyond the time that the store was asked to wait
 LONGEST_S = 7 * 86400.0
@@ -112,7 +113,9 @@ class _Server:
 
     async def serve(self, listening: list[socket.socket]) -> None:
         for one in listening:
-            await asyncio.start_server(self._attend, sock=one, backlog=BACKLOG)
+            # its backlog is also how many asyncio accepts at once
+            await asyncio.start_server(self._attend, sock=one, backlog=AT_ONCE)
+            one.listen(BACKLOG)
         await asyncio.Event().wait()  # for the life of the process
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -83,6 +83,12 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment | None
     )
 
 
+def on_one_host(place: Environment, variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether all ranks are on this host, wherever their store is; False where nobody says so."""
+    said = "RANK" not in variables or "LOCAL_WORLD_SIZE" in variables
+    return is_loopback(place["host"]) or (said and place["num_hosts"] == 1)
+
+
 def first_host(nodelist: str) -> str:
     """The first name of a Slurm host list: ``rack[1-2]n[003,007],login`` is ``rack1n003``."""
     names = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)

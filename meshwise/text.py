@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 
 MOST = 293  # characters of an error: 300 behind "error: "
+_LOOKED_AT = 20 * MOST
 
 # C0, delete and C1; what joins, turns or hides letters; line ends of Unicode; halves of characters
 _CONTROL = re.compile(
@@ -16,12 +17,13 @@ _CONTROL = re.compile(
     "\ud800-\udfff]"
 )
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-# the user of a URL with its password; user:password@ before a host where there is no scheme
+# the user of a URL, also where a path left one slash of it; user:password@ before a host where
+# there is no scheme
 _USER = re.compile(
-    r"(?<=://)[^\s/?#'\"]+@|(?<![^\s=,;'\"(])[^\s/@:=,;'\"]+:[^\s/@,;'\"]+@(?=[\w\[])"
+    r"(?:(?<=://)|(?<=:/))[^\s/?#'\"]+@|(?<![^\s=,;'\"(])[^\s/@:=,;'\"]+:[^\s/@,;'\"]+@(?=[\w\[])"
 )
 _SECRET = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|[_-]key|auth|credentials?|signature)"
-_NAMED = re.compile(rf"([\w.-]*{_SECRET}=)[^\s&,;'\"]+", re.IGNORECASE)
+_NAMED = re.compile(rf"(?<![\w.-])([\w.-]*{_SECRET}=)[^\s&,;'\"]+", re.IGNORECASE)
 _OPTION = re.compile(rf"--?[\w-]*{_SECRET}", re.IGNORECASE)
 _DOOR = re.compile("token|secret|passw|pwd|key|auth|cred", re.IGNORECASE)
 
@@ -37,8 +39,12 @@ def plain(text: str, keep: str = "") -> str:
 
 
 def one_line(text: str, most: int = MOST) -> str:
-    """The same in one line of ``most`` characters, cut in the middle: the end has the remedy."""
-    line = plain(" ".join(text.split()))
+    """The same without what logs in, in one line of ``most`` characters."""
+    return _cut(plain(masked(_cut(" ".join(text.split()), _LOOKED_AT))), most)
+
+
+def _cut(line: str, most: int) -> str:
+    """Cut in the middle: the end has the remedy."""
     if len(line) <= most:
         return line
     tail = most // 3

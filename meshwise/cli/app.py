@@ -13,7 +13,7 @@ import cyclopts
 
 from meshwise import signals
 from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
-from meshwise.text import one_line, plain
+from meshwise.text import masked, one_line, plain
 
 _HELP = """Measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
@@ -106,7 +106,7 @@ def _done(arguments: list[str] | None) -> int:
         print(one_line("; ".join(filter(None, ["interrupted", str(stop)]))), file=sys.stderr)
         return INTERRUPTED
     except signals.Ended as stop:
-        print(stop, file=sys.stderr)
+        print(one_line(str(stop)), file=sys.stderr)
         return 128 + stop.number
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -128,10 +128,10 @@ def _say(message: str, code: int) -> int:
 
 
 class _Plain(logging.Formatter):
-    """Lines in which names cannot move the cursor or begin a line."""
+    """Lines in which names cannot move the cursor or begin a line; without what logs in."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return plain(super().format(record))
+        return masked(plain(super().format(record)))
 
 
 def _log_to_stderr() -> None:

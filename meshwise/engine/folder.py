@@ -137,7 +137,7 @@ def _digest(content: bytes) -> str:
 def _locked(folder: Path) -> int:
     """The lock of a folder, open; ValueError if another run holds it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    lock = os.open(folder / _LOCK, flags, 0o666)
+    lock = os.open(folder / _LOCK, flags, 0o660)  # whoever can open it can hold it
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -41,11 +41,11 @@ class Local(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A launcher, torchrun or srun, started this process as one of ``world_size`` ranks. Their
-    store is at ``host``."""
+    """A launcher, torchrun or srun, started this process as one of ``world_size`` ranks, all of
+    them ``on_one_host`` or not."""
 
     world_size: int
-    host: str
+    on_one_host: bool
 
 
 Place = Local | Joined
@@ -95,7 +95,7 @@ def _place(nproc: int) -> Place:
             f"nproc = {nproc}, but the launcher started {found['world_size']} ranks; "
             "leave nproc out or make them equal"
         )
-    return Joined(nproc, found["host"])
+    return Joined(nproc, ranks.on_one_host(found))
 
 
 def start(errand: "Errand", place: Place) -> None:
@@ -115,7 +115,7 @@ def start(errand: "Errand", place: Place) -> None:
         raise ValueError("a launcher started the ranks: set their environment there")
     with scratch.folder() as folder:
         os.environ.update(cache.variables(folder))
-        if ranks.is_loopback(place.host):
+        if place.on_one_host:
             os.environ.update({name: os.environ.get(name, v) for name, v in ranks.LOOPBACK.items()})
         request = bytes(errand.request)
         serve(find(errand.target), request, errand.patience)

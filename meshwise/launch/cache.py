@@ -4,33 +4,46 @@ Both run what they find there, and Inductor's usual place, /tmp/torchinductor_US
 somebody else first. Ours is XDG_CACHE_HOME/meshwise (~/.cache/meshwise) with mode 0700.
 """
 
+import atexit
+import contextlib
+import functools
 import logging
 import os
 import stat
 from pathlib import Path
+
+from meshwise.launch import scratch
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _ALL = stat.S_IRWXG | stat.S_IRWXO
 log = logging.getLogger("meshwise")
 
 
-def variables(scratch: Path) -> dict[str, str]:
+@functools.cache
+def use() -> None:
+    """Have this process keep its compiled code there, from now to its end."""
+    held = contextlib.ExitStack()
+    atexit.register(held.close)
+    os.environ.update(variables(held.enter_context(scratch.folder())))
+
+
+def variables(spare: Path) -> dict[str, str]:
     """Environment variables for a process that compiles. Folders that the user named stay, if
-    nobody can write into them but the user and perhaps a group of the user's choice. ``scratch``
+    nobody can write into them but the user and perhaps a group of the user's choice. ``spare``
     is used where a home cannot be written."""
     return {
-        name: _folder(name, own, scratch)
+        name: _folder(name, own, spare)
         for name, own in ((INDUCTOR, "inductor"), (TRITON, "triton"))
     }
 
 
-def _folder(name: str, own: str, scratch: Path) -> str:
+def _folder(name: str, own: str, spare: Path) -> str:
     if named := os.environ.get(name):
         folder = Path(named).resolve()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check(folder, others=stat.S_IWOTH)
         return str(folder)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve()
     folder = home / "meshwise" / own
     try:
         for each in (folder.parent, folder):
@@ -38,7 +51,7 @@ def _folder(name: str, own: str, scratch: Path) -> str:
             _check(each, others=_ALL)
     except OSError as error:
         log.warning("%s: %s; compiled code is not kept", folder, error.strerror)
-        return str(scratch / own)
+        return str(spare / own)
     return str(folder)
 
 

@@ -6,6 +6,7 @@ interface. The thread that starts ranks waits for them, since the kernel kills t
 """
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from meshwise.launch import RanksFailed, cache, failures, keeper, scratch
 from meshwise.launch.errand import Errand
 from meshwise.patience import turns
 
+log = logging.getLogger("meshwise")
+
 _ENDING_S = 3.0  # for a rank with a core of its own to end that was told to
 _DYING_S = 60.0  # for the kernel to end one: a driver may take long to give its memory back
 _POLL_S = 0.05
@@ -37,11 +40,15 @@ def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
     """
     from meshwise import ranks  # torch, which takes seconds: signals are not held up by it
 
+    if elsewhere := [n for n in ranks.LOOPBACK if os.environ.get(n, "lo").lstrip("=") != "lo"]:
+        said = ", ".join(f"{name}={os.environ[name]}" for name in elsewhere)
+        log.warning("%s: who reaches this interface reaches the ranks; unset it for lo", said)
     job = _Job()
     with signals.held() as held, scratch.folder() as folder, _keeper() as groups:
         request = folder / "request.json"
         files.write_whole(request, msgspec.json.encode(errand), sync=False)
-        store, kept = ranks.hold_store(), cache.variables(folder)
+        # torch's symmetric memory opens sockets in it, by names that others can tell beforehand
+        store, kept = ranks.hold_store(), cache.variables(folder) | {"TMPDIR": str(folder)}
         command = [sys.executable, *(worker or _worker()), str(request), str(os.getpid())]
         try:
             for rank in range(nproc):

@@ -30,11 +30,13 @@ def folder() -> Iterator[Path]:
 
 def sweep() -> None:
     """Remove this user's folders whose processes have ended. One without a lock is being made, or
-    its maker died amid that: it goes if it is empty, and a maker that lives makes another."""
+    its maker died amid that: it goes if it is empty, and a maker that lives makes another. Folders
+    of the user's making have another mode."""
     for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = found.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if not ours or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 continue
             try:
                 lock = _locked(found, os.O_RDWR)

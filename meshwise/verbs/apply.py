@@ -188,6 +188,7 @@ def apply(
     import torch.distributed as dist
 
     from meshwise import ranks
+    from meshwise.launch import cache
     from meshwise.parallel import foreign, mesh
 
     if not dist.is_initialized():
@@ -198,13 +199,16 @@ def apply(
             )
         ranks.join()
     wishes = _wishes(model, strategies, units, divided)
+    compiled = (lowering or (chosen.lowering if chosen else "eager")) == "compiled"
+    if compiled:
+        cache.use()
     place = mesh.build(layout, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
     laid = foreign.lay_out(
         model,
         place,
         wishes,
         dtype=wanted,
-        compiled=(lowering or (chosen.lowering if chosen else "eager")) == "compiled",
+        compiled=compiled,
         recipe=recipe,
         init=init,
     )

@@ -180,9 +180,15 @@ def locked(run_dir: Path) -> Iterator[None]:
         return
     import fcntl
 
-    with open(run_dir / "samples.jsonl", "ab") as file:
+    path = run_dir / "samples.jsonl"
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        lock = os.open(path, flags, 0o666)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
                 f"another process measures into {run_dir}; wait for its end, or start a new run "
@@ -191,6 +197,8 @@ def locked(run_dir: Path) -> Iterator[None]:
         except OSError as error:
             log.warning("%s cannot be locked: %s", run_dir, error.strerror)
         yield
+    finally:
+        os.close(lock)
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ CLUSTER = Cluster(
     tiers=(Tier(name="host", num_devices=2),),
 )
 MODEL = Model(name="tiny", hidden=64, layers=2, heads=4, ffn=256, vocab=128, max_seq_len=32)
+MARK = "MESHWISE_TRIAL"
 PLANNED, RIVAL = Layout(dp=2, microbatch_size=2), Layout(tp=2, microbatch_size=4)
 
 
@@ -51,7 +52,7 @@ class Job:
 
     def __init__(self, here: Path, arguments: str, *launcher: str, module: str = HERE) -> None:
         self.here = here
-        settings = {"PYTHONPATH": str(ROOT), "TMPDIR": str(here)}
+        settings = {"PYTHONPATH": str(ROOT), "TMPDIR": str(here), MARK: str(here)}
         self.process = subprocess.Popen(
             [sys.executable, *launcher, "-m", module, *arguments.split()],
             cwd=here,
@@ -84,7 +85,7 @@ class Job:
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 environ = (process / "environ").read_text().split("\0")
-                if f"TMPDIR={self.here}" in environ:
+                if f"{MARK}={self.here}" in environ:
                     ranks = [int(entry[5:]) for entry in environ if entry.startswith("RANK=")]
                     found[int(process.name)] = ranks[0] if ranks else None
         return found

@@ -34,6 +34,14 @@ NPROC = 2
 WORKER = (  # as ours, for targets of this file
     "import sys; from meshwise.launch import worker; worker.main(*sys.argv[1:], package='tests')"
 )
+LEAVES = """
+import os, sys
+folder, told = os.environ["TMPDIR"], os.environ["TOLD"] + os.environ["RANK"]
+assert os.stat(folder).st_mode & 0o777 == 0o700
+open(folder + "/symm_mem-1", "a").close()
+open(told, "w").write(folder)
+sys.exit(7)
+"""
 pytestmark = pytest.mark.dist
 
 
@@ -185,6 +193,18 @@ def test_a_good_job_agrees_and_keeps_standard_output_free(
     assert_no_rank_is_left(tmp_path)
 
 
+def test_what_ranks_leave_in_their_temporary_folder_is_for_no_other_user_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's symmetric memory opens a socket symm_mem-<pid> in TMPDIR."""
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RanksFailed, match="exited with code 7"):
+        start("works", tmp_path, worker=("-c", LEAVES))
+    (folder,) = {path.read_text() for path in tmp_path.glob("told*")}
+    assert Path(folder).parent == tmp_path and not Path(folder).exists()
+
+
 def test_an_error_on_one_rank_is_the_cause_not_what_it_does_to_the_others(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failure:
         start("raises", tmp_path)
@@ -294,14 +314,14 @@ def _killed(folder: Path, rounds: int) -> None:
         here.mkdir()
         parent = os.fork()  # torch is imported already: ranks are started at once
         if parent == 0:
-            os.environ["TMPDIR"] = tempfile.tempdir = str(here)
+            os.environ["MESHWISE_TRIAL"] = tempfile.tempdir = str(here)
             start("loops", here, worker=("-c", WORKER))
             os._exit(0)
         time.sleep(chance.uniform(0, 0.1) if number % 2 == 0 else chance.uniform(0, 6))
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
         killed_s = time.monotonic()
-        while left := _with_environment(f"TMPDIR={here}"):
+        while left := _with_environment(f"MESHWISE_TRIAL={here}"):
             assert time.monotonic() - killed_s < paced(60), left
             time.sleep(0.01)
         print(time.monotonic() - killed_s, flush=True)

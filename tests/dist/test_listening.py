@@ -53,12 +53,17 @@ def test_a_store_that_rank_0_holds_for_its_host_is_on_the_loopback_interface() -
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NOTES_PICKLES = """
-import os, sys, traceback
+import os, pickle, sys, traceback
 def note(event, arguments):
     if event == "pickle.find_class":
-        with open(os.environ["TMPDIR"] + "/unpickled", "a") as file:
+        with open(os.environ["NOTES"] + "/unpickled", "a") as file:
             traceback.print_stack(file=file)
 sys.addaudithook(note)
+class Unpickler(pickle.Unpickler):  # of data alone, too, as torch's gathering of objects has it
+    def load(self):
+        note("pickle.find_class", ())
+        return super().load()
+pickle.Unpickler = Unpickler
 """
 
 
@@ -72,7 +77,7 @@ def test_a_job_listens_on_the_loopback_interface_alone(name, tmp_path: Path, pla
     job = subprocess.Popen(
         [sys.executable, "-m", "meshwise", *VERBS[name].split()],
         cwd=tmp_path,
-        env=quiet | OURS | {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        env=quiet | OURS | {"NOTES": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -289,6 +289,43 @@ def test_many_idle_strangers_keep_no_member_out(port, monkeypatch):
     assert member(port).add("n", 1) == 2
 
 
+HOLDS = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+from meshwise import meeting
+meeting.hold("127.0.0.1", int(sys.argv[1]), sys.argv[2].encode())
+print("holds", flush=True)
+most = failed = 0
+while not os.path.exists(sys.argv[3]):
+    try:
+        most = max(most, len(os.listdir("/proc/self/fd")))
+    except OSError:
+        failed += 1
+print(failed, most)
+"""
+
+
+def test_a_flood_of_strangers_leaves_the_process_its_file_descriptors(tmp_path):
+    port, done = free_port(), tmp_path / "done"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(port), SECRET.decode(), str(done)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "holds\n"
+    flood = []
+    for _ in range(900):
+        flood.append(socket.socket())
+        flood[-1].setblocking(False)
+        flood[-1].connect_ex((HERE, port))
+    assert member(port).add("n", 1) == 1  # whoever came before has been accepted
+    done.touch()
+    failed, most = map(int, holder.communicate(timeout=SOON_S)[0].split())
+    for one in flood:
+        one.close()
+    assert failed == 0 and most < 512
+
+
 def test_a_stranger_who_trickles_is_closed(port, monkeypatch):
     monkeypatch.setattr(meeting, "PROOF_S", 0.5)
     wire = Wire(port)

@@ -267,6 +267,15 @@ HOLDS = "import sys; from pathlib import Path; from meshwise.engine import folde
 held = folder.Held(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
+def test_the_lock_cannot_be_held_by_other_users(tmp_path):
+    before = os.umask(0)
+    try:
+        folder.Held(tmp_path).close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / ".lock").stat().st_mode & 0o007 == 0
+
+
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
     order = [sys.executable, "-c", HOLDS, str(tmp_path)]
     here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

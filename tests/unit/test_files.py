@@ -91,6 +91,23 @@ def test_json_that_is_refused(text, message):
     assert len(str(error.value)) <= 300
 
 
+def test_a_long_document_is_text_not_many_values(monkeypatch):
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    monkeypatch.setattr(files, "MOST_VALUES", 100)
+    assert len(files.parse_json(f'["{"x" * 5000}"]', "it", at_most=10_000)[0]) == 5000
+    with pytest.raises(ValueError, match="it holds more than 100 values; is it the right file"):
+        files.parse_json(f"[{'[],' * 1000}1]", "it", at_most=10_000)
+    assert len(files.parse_json(f"[{'[],' * 300}1]", "it")) == 301
+
+
+def test_a_file_that_runs_as_its_owner_is_replaced_by_one_that_does_not(tmp_path):
+    path = tmp_path / "plan.json"
+    path.touch()
+    path.chmod(0o6755)
+    files.write_whole(path, "{}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+
+
 def test_json_that_is_read():
     assert files.parse_json('{"a": [1, -2.5e3, "\\ud83d\\ude00", null]}', "x") == {
         "a": [1, -2500.0, "😀", None]

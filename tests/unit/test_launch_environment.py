@@ -1,5 +1,6 @@
 """Who started this process: torchrun, srun, or nobody."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from meshwise import launch, ranks
 from meshwise.launch import errand, local
 from meshwise.spec import Workload
 
+GLOO = "GLOO_SOCKET_IFNAME"
 STEP = {
     "SLURM_PROCID": "5",
     "SLURM_STEP_NUM_TASKS": "16",
@@ -93,6 +95,49 @@ def test_the_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
 def test_the_store_of_a_step_on_one_host_is_for_that_host() -> None:
     alone = ranks.environment(STEP | {"SLURM_STEP_NUM_NODES": "1"})
     assert alone is not None and alone["host"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "alone"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, True),  # torchrun at a host's name
+        ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node1"}, False),
+        ({"MASTER_ADDR": "node1"}, False),  # mpirun says nothing of hosts
+        ({"MASTER_ADDR": "localhost"}, True),
+    ],
+)
+def test_ranks_of_one_host_use_the_loopback_interface_wherever_their_store_is(
+    variables: dict[str, str], alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR", *ranks.LOOPBACK):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (variables | {"RANK": "0", "WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    seen: list[str | None] = []
+    monkeypatch.setattr(errand, "serve", lambda *_: seen.append(os.environ.get(GLOO)))
+    with pytest.MonkeyPatch.context() as kept:
+        kept.setattr(os, "environ", dict(os.environ))
+        launch.run("meshwise.launch:run", Workload(global_batch_size=1, seq_len=1), nproc=2)
+    assert seen == (["lo"] if alone else [None])
+
+
+def test_srun_says_how_many_hosts() -> None:
+    for nodes, alone in ("1", True), ("4", False):
+        step = STEP | {"SLURM_STEP_NUM_NODES": nodes, "MASTER_ADDR": "gpu007"}
+        place = ranks.environment(step)
+        assert place is not None and ranks.on_one_host(place, step) is alone
+
+
+def test_an_interface_of_the_user_s_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(GLOO, "lo")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    worker = ("-c", "import sys; sys.exit(7)")
+    with pytest.raises(launch.RanksFailed, match="exited with code 7"):
+        local.start(told(), 1, worker=worker)
+    assert "NCCL_SOCKET_IFNAME=eth0: who reaches this interface" in caplog.text
+    assert GLOO not in caplog.text
 
 
 def told(**environment: str) -> errand.Errand:

@@ -52,7 +52,9 @@ def test_folders_of_the_dead_are_swept_and_none_of_the_living(tmp_path: Path) ->
     theirs = Path(other.stdout.readline().strip())
     (theirs / "logs").mkdir()
     begun = tmp_path / "meshwise-begun"  # its maker died before it held the lock
-    begun.mkdir()
+    begun.mkdir(mode=0o700)
+    runs = tmp_path / "meshwise-runs"  # the user's, for results to come
+    runs.mkdir(mode=0o755)
     foreign = tmp_path / "meshwise-notes"
     foreign.mkdir()
     (foreign / "notes.txt").touch()
@@ -61,7 +63,7 @@ def test_folders_of_the_dead_are_swept_and_none_of_the_living(tmp_path: Path) ->
     try:
         with scratch.folder() as mine:
             scratch.sweep()
-            assert mine.exists() and theirs.exists() and not begun.exists()
+            assert mine.exists() and theirs.exists() and not begun.exists() and runs.exists()
     finally:
         other.kill()
         other.wait()
@@ -140,6 +142,38 @@ def test_so_is_one_beneath_a_folder_where_anybody_may_rename_it(
         cache.variables(tmp_path)
     shared.chmod(0o1777)  # as /tmp
     assert str(shared) in cache.variables(tmp_path)[cache.INDUCTOR]
+
+
+def test_a_link_above_it_is_followed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever made the link may have it mean another folder afterwards."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    found = cache.variables(tmp_path)
+    assert found[cache.INDUCTOR] == str(tmp_path / "mine/meshwise/inductor")
+
+
+COMPILES = """
+import os, torch
+import meshwise
+meshwise.apply(meshwise.Layout(), torch.nn.Sequential(torch.nn.Linear(2, 2)), lowering="compiled")
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+print(os.environ["TRITON_CACHE_DIR"], cache_dir())
+"""
+
+
+def test_a_program_that_calls_apply_compiles_there_too(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES],
+        env=os.environ
+        | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0", "TMPDIR": str(tmp_path)}
+        | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    ours = tmp_path / "cache/meshwise"
+    assert done.stdout.split() == [str(ours / "triton"), str(ours / "inductor")], done.stderr
+    assert not list(tmp_path.glob("meshwise-*"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")

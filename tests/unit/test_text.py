@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import unicodedata
 from pathlib import Path
 
@@ -44,10 +45,27 @@ def test_an_error_is_one_line_of_300_characters_with_its_prefix():
     assert text.one_line("x" * 293) == "x" * 293
 
 
+def test_an_error_does_not_show_what_logs_in(capsys):
+    assert text.one_line("data = 's3://me:hush@host/x': none") == "data = 's3://***@host/x': none"
+    half = "x" * 150 + " https://me:" + "hush" * 30 + "@host/ is not there"  # where it is cut
+    assert "hush" not in text.one_line(half)
+    assert call("show", "https://me:hush@host/run") == 2
+    assert "hush" not in capsys.readouterr().err
+
+
+def test_a_long_text_is_masked_in_no_time():
+    for one in ("x", "(", "a:=", "token", "a:b@", "://x@"):
+        start = time.process_time()
+        text.one_line(one * 10**6)
+        text.masked("x" * 10**6)
+        assert time.process_time() - start < 30, one  # quadratic time would be hours
+
+
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
         ("https://someone:hush@host.org/x", "https://***@host.org/x"),
+        ("https:/someone:hush@host.org/x", "https:/***@host.org/x"),
         ("https://hush@host.org/x@v1", "https://***@host.org/x@v1"),
         ("--proxy=http://:hush@host", "--proxy=http://***@host"),
         ("someone:hush@host:80", "***@host:80"),

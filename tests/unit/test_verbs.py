@@ -13,6 +13,7 @@ import pytest
 
 import meshwise
 from meshwise import spec, store
+from meshwise.files import read_bytes
 from meshwise.patience import Patience
 from meshwise.spec import Cluster, RunInfo, Sample
 from meshwise.verbs import files, job
@@ -586,3 +587,15 @@ def test_a_cluster_that_comes_along_is_named_instead_of_a_file(tmp_path, monkeyp
         files.take("h100-hgy", Cluster)
     store.write(tmp_path / "h100-hgx", msgspec.structs.replace(known, name="mine"))
     assert files.take("h100-hgx", Cluster).name == "mine"  # a file of that name comes first
+
+
+def test_what_stands_in_place_of_a_run_s_samples_is_neither_followed_nor_waited_for(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="cannot be written"), job.locked(tmp_path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+    path.unlink()
+    os.mkfifo(path)
+    with job.locked(tmp_path), pytest.raises(ValueError, match="is a FIFO"):
+        read_bytes(path)
