@@ -241,6 +241,10 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
         data = files.unpack(files.read_bytes(packed, at_most=most), packed, at_most=most)
     elif path.exists():
         data = files.read_bytes(path, at_most=most)
+    if data.count(b",") > files.MOST_VALUES:
+        raise ValueError(
+            f"{path} holds more than {files.MOST_VALUES:,} values; is it the right one?"
+        )
     for number, line in enumerate(io.BytesIO(data), 1):
         yield f"{path}:{number}", line.rstrip(b"\r\n")
 

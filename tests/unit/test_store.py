@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from meshwise import store
+from meshwise import files, store
 from meshwise.spec import Case, Cluster, Device, Gemm, RunInfo, Sample, Tier
 
 CLUSTER = Cluster(
@@ -138,3 +138,10 @@ def test_unwritable_directory(tmp_path):
     (tmp_path / "runs").write_text("a file in the way")
     with pytest.raises(ValueError, match="cannot be written"):
         new_run(tmp_path / "runs")
+
+
+def test_lines_of_many_small_values_are_refused_before_they_take_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_VALUES", 100)
+    (tmp_path / "steps.jsonl").write_text("[" + "1," * 101 + "1]\n")
+    with pytest.raises(ValueError, match="holds more than 100 values"):
+        store.steps(tmp_path)
