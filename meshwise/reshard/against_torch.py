@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwise.ranks import Ranks
 from meshwise.reshard import live
@@ -40,6 +40,8 @@ def check(ranks: Ranks, planned: Transfer, plans: Sequence[Holdings], models: Mo
                 size = tensor.device_mesh.size()
                 if sum(of[number].get(name) == meshes[number][name] for of in told) % size:
                     wrong.append(f"{side} {name} is not on all {size} ranks of its mesh")
+                elif (local := tuple(tensor.to_local().shape)) != (cut := _cut(tensor, local)):
+                    wrong.append(f"{side} {name} has {local} on this rank, its mesh says {cut}")
     return wrong
 
 
@@ -81,6 +83,19 @@ def _inside(tensor: Tensor) -> bool:
 def _mesh(tensor: Tensor) -> str:
     assert isinstance(tensor, DTensor)
     return f"{tensor.device_mesh.mesh.tolist()} {tensor.placements}"
+
+
+def _cut(tensor: DTensor, local: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of this rank's part by mesh and placements, where they are plain: FSDP2 gives a
+    part that tensor parallelism left empty another one, and torch waits for it without end."""
+    shape, place = list(tensor.shape), tensor.device_mesh.get_coordinate() or ()
+    for axis, (at, placement) in enumerate(zip(place, tensor.placements, strict=True)):
+        if type(placement) is Shard:
+            step = -(-shape[placement.dim] // tensor.device_mesh.size(axis))
+            shape[placement.dim] = min(step, max(0, shape[placement.dim] - at * step))
+        elif not placement.is_replicate():
+            return local
+    return tuple(shape)
 
 
 def _whole(tensor: Tensor) -> Tensor | None:

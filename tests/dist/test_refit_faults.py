@@ -7,6 +7,7 @@ die, stop or do not come are processes of their own: this file started as a prog
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -17,7 +18,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshwise import jobs as membership
@@ -296,19 +299,34 @@ def test_torch_gathers_every_dtype(gloo_ranks):
     assert gloo_ranks(2, judged_dtypes) == [True] * 2
 
 
+def empty_part():
+    """FSDP2 over tensor parallelism that has one column for two ranks."""
+    mesh = made_mesh()
+    layer = nn.Module()
+    layer.w = nn.Parameter(distribute_tensor(value(1)[:4, :1].contiguous(), mesh["tp"], [Shard(1)]))
+    fully_shard(layer, mesh=mesh["dp"])
+    return {"w": layer.w}
+
+
+@functools.cache
+def made_mesh():
+    return DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+
+
 def not_judged(ranks):
     """What torch cannot gather is refused before anything moves, on all ranks."""
     line = DeviceMesh("cpu", range(2))
     cut = {"w": distribute_tensor(value(1)[:4], line, [Shard(0)])}
     plan = {"w": Tensor((4, COLUMNS), "fp32", sharded((4, COLUMNS), 0, [0, 1]))}
     copies = {"w": distribute_tensor(value(1)[:4], line, [Replicate()])}
-    whole = {"w": torch.zeros(4, COLUMNS)}
     said = []
-    for source, source_plan, options in [
-        ({"w": cut["w"].to_local()}, plan, {}),
-        (copies if ranks.rank == 0 else None, None, {}),
-        (cut, None, {"atomic": True}),
+    for source, source_plan, columns, options in [
+        ({"w": cut["w"].to_local()}, plan, COLUMNS, {}),
+        (copies if ranks.rank == 0 else None, None, COLUMNS, {}),
+        (cut, None, COLUMNS, {"atomic": True}),
+        (empty_part(), None, 1, {}),
     ]:
+        whole = {"w": torch.zeros(4, columns)}
         with pytest.raises(ValueError) as caught:
             Refit(source, source_plan, whole, None, ranks=ranks, verify="full_tensor", **options)
         said.append(str(caught.value))
@@ -321,6 +339,8 @@ def test_what_torch_cannot_gather_is_refused_by_name(gloo_ranks):
         "verify = 'full_tensor', use 'full': source w is (2, 3) of (4, 3) and no DTensor",
         "rank 0: verify = 'full_tensor', use 'full': source w is not on all 2 ranks of its mesh",
         "verify = 'full_tensor': compares what is served; needs atomic = False",
+        "rank 1: verify = 'full_tensor', use 'full': source w has (0, 0) on this rank, its mesh "
+        "says (4, 0)",
     ]  # fmt: skip
 
 
