@@ -301,12 +301,12 @@ def _wrong(ended: Ended) -> str:
     code, said = ended.code, ended.said
     if "Traceback (most recent call last)" in said:
         return "a traceback"
+    if ended.memory_bytes > MEMORY_BYTES:
+        return f"took {ended.memory_bytes / 2**20:.0f} MiB"
     if code == -signal.SIGXCPU or ended.cpu_s > CPU_S:
         return f"took {ended.cpu_s:.1f} CPU s"
     if code == -signal.SIGKILL:
         return f"still ran after {WALL_S} s"
-    if ended.memory_bytes > MEMORY_BYTES:
-        return f"took {ended.memory_bytes / 2**20:.0f} MiB"
     if code not in CODES:
         return f"exit code {code}"
     if found := _CONTROL.search(said):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.fuzz import inputs, server
+from tests.pace import paced
 
 CASES, SEED = 2000, 1
 KINDS = tuple(inputs.kinds())
@@ -83,8 +84,8 @@ def test_what_a_case_may_not_do_is_found_in_it_alone(fault, wrong, place, monkey
     """The second of three cases does it; the others, before and behind it, are as without."""
     from meshwise.cli import app
 
-    monkeypatch.setattr(server, "CPU_S", 1)
-    monkeypatch.setattr(server, "WALL_S", 20)
+    monkeypatch.setattr(server, "CPU_S", 3)
+    monkeypatch.setattr(server, "WALL_S", paced(20))
     cases = [(b"", ["detect", name]) for name in ("a", "b", "c")]
     monkeypatch.setattr(server, "case", lambda seed, kind, number: cases[number])
     real = app.main
