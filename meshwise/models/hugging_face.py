@@ -115,15 +115,18 @@ class _Config:
         positions = self.size("max_position_embeddings")
         fix = "attention here is full; for sequences that fit into the window set it to null and "
         fix += "max_position_embeddings to its length"
-        windowed = self.kind in ("mistral", "mixtral")
+        windowed, usual = self.kind in ("mistral", "mixtral"), positions
         if self.kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
             windowed = self.flag("use_sliding_window", False)
+        if windowed and self.kind != "mixtral" and "sliding_window" not in self.data:
+            usual = 4096
         types = self.data.get("layer_types") or []
         if not isinstance(types, list) or set(map(str, types)) - {"full_attention"}:
             raise self.error("layer_types", "must be full_attention in every layer, or left out")
-        if self.kind == "mistral" and "sliding_window" not in self.data and positions > 4096:
-            raise self.error("sliding_window", f"then it is 4096; {fix}")
-        if windowed and not types and self.size("sliding_window", positions) < positions:
+        if types and self.kind in ("qwen2", "qwen3"):  # the others do not look at layer_types
+            return
+        if windowed and self.size("sliding_window", usual) < positions:
+            fix = fix if usual == positions else f"then it is {usual}; {fix}"
             raise self.error("sliding_window", fix)
 
     def nothing_else(self) -> None:
@@ -161,6 +164,7 @@ def _gpt2(config: _Config, name: str) -> Model:
     config.only("scale_attn_weights", True)
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
+    config.nothing_else()
     hidden, heads = config.size("n_embd"), config.size("n_head")
     if hidden % heads:
         raise config.error("n_head", f"must divide n_embd = {hidden}")
@@ -217,10 +221,13 @@ def _biases(config: _Config) -> dict[str, bool]:
 def _rotary(config: _Config) -> dict[str, Any]:
     """How far rotary positions turn; transformers 5 has it all in ``rope_parameters``."""
     theta = config.number("rope_theta", 1e6 if config.kind == "mixtral" else 1e4)
-    key = "rope_parameters" if config.data.get("rope_parameters") else "rope_scaling"
-    given = config.data.get(key) or {}
-    if not isinstance(given, dict):
-        raise config.error(key, "must be an object, or null")
+    old, new = (config.data.get(key) for key in ("rope_scaling", "rope_parameters"))
+    key = "rope_parameters" if new else "rope_scaling"
+    given = new or old or {}
+    if not isinstance(given, dict) or any(isinstance(each, dict) for each in given.values()):
+        raise config.error(key, "must be an object of numbers, the same for all layers, or null")
+    if new and old and new != old:
+        raise config.error(key, f"rope_scaling says {old!r}; leave out one of the two")
     rope = _Config(given, f"{config.source}: {key}")
     rope.only("partial_rotary_factor", 1)
     found = {"rope_theta": rope.number("rope_theta", theta)}
@@ -234,6 +241,8 @@ def _rotary(config: _Config) -> dict[str, Any]:
     }
     if not isinstance(kind, str) or kind not in ends:
         raise config.error(key, f"rope_type must be one of default, {', '.join(ends)}")
+    if rope.data.get("factor") is None:
+        raise rope.error("factor", f"{kind} needs one")
     factor, fields = rope.number("factor", 1.0), {}
     if names := ends[kind]:
         slow, least, fast, most = names
@@ -305,6 +314,8 @@ def _deepseek(config: _Config) -> Experts:
     width, is_v3 = config.size("moe_intermediate_size"), config.kind == "deepseek_v3"
     config.only("scoring_func", "sigmoid" if is_v3 else "softmax")
     config.only("topk_method", *(["noaux_tc"] if is_v3 else ["greedy", "group_limited_greedy"]))
+    if not is_v3:  # transformers passes over it, DeepSeek's own model does not
+        config.only("norm_topk_prob", False)
     is_greedy = not is_v3 and config.data.get("topk_method") in (None, "greedy")
     groups = 1 if is_greedy else config.size("n_group", 1)
     return config.experts(
@@ -326,7 +337,8 @@ _LATENT = ("deepseek_v2", "deepseek_v3")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (0,), "num_local_experts": (0,), "n_routed_experts": (0,),
     "kv_lora_rank": (), "partial_rotary_factor": (1,), "attention_chunk_size": (),
-    "no_rope_layers": ([],), "clip_qkv": (), "attn_logit_softcapping": (),
+    "no_rope_layers": ([],), "no_rope_layer_interval": (), "clip_qkv": (), "index_topk": (),
+    "use_bidirectional_attention": (False,), "attn_logit_softcapping": (),
     "final_logit_softcapping": (), "query_pre_attn_scalar": (), "attention_multiplier": (),
     "embedding_multiplier": (1,), "residual_multiplier": (1,), "logits_scaling": (1,),
 }  # fmt: skip

@@ -199,6 +199,38 @@ READ_PAST = [  # keys that change the computation and that were once not looked 
         "rope_parameters: partial_rotary_factor = 0.5: must be 1",
     ),
     ("biases and tied", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: is"),
+    (  # Mistral's layers do not look at layer_types
+        "heads wider than hidden",
+        WINDOW | {"layer_types": ["full_attention"] * 2},
+        "sliding_window = 16: attention here is full",
+    ),
+    (
+        "biases of q, k and v",
+        {"use_sliding_window": True, "max_position_embeddings": 8192},
+        "sliding_window is missing: then it is 4096",
+    ),
+    (
+        "biases and tied",
+        {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "leave out one of the two",
+    ),
+    (
+        "biases and tied",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
+        "the same for all layers",
+    ),
+    (
+        "biases and tied",
+        {"rope_scaling": {"rope_type": "yarn"}},
+        "rope_scaling: factor is missing: yarn needs one",
+    ),
+    (
+        "latent attention with a softmax router",
+        {"norm_topk_prob": True},
+        "norm_topk_prob = True: must be False",
+    ),
+    (LATENT_CONFIG, {"index_topk": 2048}, "index_topk = 2048: is not known"),
+    ("a GPT", {"num_local_experts": 8}, "num_local_experts = 8: is not known"),
 ]
 
 
@@ -208,6 +240,10 @@ READ_PAST = [  # keys that change the computation and that were once not looked 
         ("heads wider than hidden", {"sliding_window": 32}),  # a window of all positions
         ("biases of q, k and v", WINDOW | {"use_sliding_window": False}),
         ("norms of q and k", WINDOW | {"layer_types": ["full_attention"] * 2}),
+        (
+            "norms of q and k",
+            WINDOW | {"use_sliding_window": True, "layer_types": ["full_attention"] * 2},
+        ),
         ("biases and tied", {"partial_rotary_factor": 1.0, "num_local_experts": 0}),
     ],
 )
