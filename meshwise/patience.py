@@ -5,6 +5,8 @@ Two limits, alike in all verbs. ``timeout``: of what ranks do in step, a collect
 A limit that is not given grows where processes take turns on a core.
 """
 
+import contextlib
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +15,8 @@ from meshwise.units import some_seconds
 
 STEADY_S, SETUP_S = 30.0, 600.0  # where every rank has a core
 MOST_TURNS = 20.0
+_CPU = "/sys/fs/cgroup/cpu"
+_QUOTAS = (f"{_CPU}.max",), (f"{_CPU}/cpu.cfs_quota_us", f"{_CPU}/cpu.cfs_period_us")
 Limit = str | float | None
 
 
@@ -44,11 +48,23 @@ def parsed(timeout: Limit, setup_timeout: Limit) -> Patience:
 
 def turns(ranks_here: int = 1) -> float:
     """How many processes share a core of this host, ``ranks_here`` busy ones among them: 1 where
-    all have their own, at most 20."""
-    busy = [os.getloadavg()[0] / (os.cpu_count() or 1), ranks_here / len(os.sched_getaffinity(0))]
-    try:  # the average of a minute lags; this is now
+    all have their own, at most 20. What the kernel does not tell does not count."""
+    cores = os.cpu_count() or 1
+    busy = [ranks_here / min(len(os.sched_getaffinity(0)), _quota())]
+    with contextlib.suppress(OSError):
+        busy.append(os.getloadavg()[0] / cores)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # the average of a minute lags; this is now
         runnable = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
-        busy.append(int(runnable) / (os.cpu_count() or 1))
-    except (OSError, ValueError, IndexError):
-        pass
+        busy.append(int(runnable) / cores)
     return min(MOST_TURNS, max(1.0, *busy))
+
+
+def _quota() -> float:
+    """Cores whose time a container may use: its cgroup's, of version 2 or 1."""
+    for files in _QUOTAS:
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = " ".join(Path(file).read_text() for file in files).split()
+            if int(quota) > 0 and int(period) > 0:
+                return int(quota) / int(period)
+    return math.inf

@@ -52,3 +52,47 @@ def test_what_is_said_holds_on_any_machine(machine):
 def test_what_is_no_time_is_refused_by_name(name, given):
     with pytest.raises(ValueError, match=re.escape(f"{name} = {given!r}: ")):
         parsed(**{"timeout": None, "setup_timeout": None, name: given})
+
+
+def test_a_machine_that_does_not_tell_its_load_has_none(monkeypatch):
+    def silent(*_):
+        raise OSError("Load averages are unobtainable")
+
+    monkeypatch.setattr(os, "getloadavg", silent)
+    monkeypatch.setattr(patience.Path, "read_text", silent)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert Patience().limits(2) == (30.0, 600.0)
+    assert Patience().limits(4) == (60.0, 1200.0)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"cpu.max": "150000 100000\n"},
+        {"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        {"cpu.max": "", "cpu/cpu.cfs_quota_us": "75000", "cpu/cpu.cfs_period_us": "50000"},
+    ],
+)
+def test_a_container_of_fewer_cores_than_its_host_is_patient(files, machine, monkeypatch):
+    machine(64, 0.0, 1)
+    loads = patience.Path
+
+    class Told(type(loads())):
+        def read_text(self, *_):
+            name = str(self).removeprefix("/sys/fs/cgroup/")
+            if name == str(self):
+                return loads(self).read_text()
+            if name not in files:
+                raise FileNotFoundError(name)
+            return files[name]
+
+    monkeypatch.setattr(patience, "Path", Told)
+    assert Patience().limits(6) == (120.0, 2400.0)
+
+
+@pytest.mark.parametrize("said", ["max 100000", "-1 100000", "0 0", "x", "1 2 3"])
+def test_a_quota_that_limits_nothing_changes_nothing(said, monkeypatch):
+    monkeypatch.setattr(patience.Path, "read_text", lambda *_: said)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert Patience().limits(4) == (30.0, 600.0)
