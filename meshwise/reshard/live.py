@@ -176,7 +176,7 @@ def _described(tensor: Tensor) -> tuple[Any, list[Any]]:
 
 
 def _lies(tensor: Tensor) -> list[Any]:
-    return [tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()]
+    return [tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()]
 
 
 def _modules(model: Model) -> Iterator[tuple[Mapping[str, Any], str, str, nn.Module]]:

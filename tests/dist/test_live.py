@@ -356,6 +356,9 @@ def test_replaced_storage_is_noticed_and_changed_values_are_not():
     def other_bits(model):
         model.kept.data = model.kept.data.view(torch.int32)
 
+    def negated(model):  # the same bits mean other numbers
+        model.first.bias.data = torch._neg_view(model.first.bias.data)
+
     def set_to(model):
         with torch.no_grad():
             model.first.weight.set_(torch.ones(3, 2))
@@ -378,7 +381,7 @@ def test_replaced_storage_is_noticed_and_changed_values_are_not():
     assert watched(new_parameter) == "first.bias"
     assert watched(new_dtype) == "kept"
     assert watched(removed) == watched(new_module) == "first"
-    assert watched(a_view) == watched(set_to_a_part) == "first.bias"
+    assert watched(a_view) == watched(set_to_a_part) == watched(negated) == "first.bias"
     assert watched(other_strides) == watched(set_to) == "first.weight"
     assert watched(other_bits) == watched(longer) == "kept"
     assert watched(storage_given_back) == "first.bias"
