@@ -297,11 +297,15 @@ def test_real_param_logs_in_one_file_are_what_they_are_apart(file):
          "args.z is 1 at line 2 and 0 at line 7"),
         (param(4, 1) + "".join(param(8, 1).splitlines(True)[2:]),
          "world_size is 4 at line 1 and 8 at line 7"),
+        (param(4, 1) + "".join(param(4, 1, backend="gloo").splitlines(True)[1:]),
+         "backend is nccl at line 2 and gloo at line 7"),
+        (param(4, 1) + "".join(param(4, 1, dtype="float16").splitlines(True)[1:]),
+         "data_types is float32 at line 2 and float16 at line 7"),
         # the head of the first log is lost
         ("".join(param(8, 0).splitlines(True)[4:]) + param(4, 1), "line 1 is a row above any"),
         (param(4, 1) + " [Rank 0] num_pg 1, groupSize 8\n", "line 7 has a group of 8"),
     ],
-    ids=["world", "backend", "flag", "hello", "headless", "group"],
+    ids=["world", "backend", "flag", "hello", "a backend", "dtype", "headless", "group"],
 )  # fmt: skip
 def test_param_logs_that_disagree_are_refused_with_their_lines(file, text, message):
     with pytest.raises(ValueError, match=message):

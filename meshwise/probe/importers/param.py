@@ -54,6 +54,8 @@ _SIZE = re.compile(r"(?:total-)?size \(")
 _TIME = re.compile(r"(?:ping)?(?:Latency|Time)\(us\):p50")
 _WORLD = re.compile(r"'?world_size'?: ([1-9]\d{0,6})\b")
 _WRONG = re.compile(r"-bytes (\w+)\] Wrong value at \[")
+_BACKEND = re.compile(r"\bbackend: (\w+)")
+_DTYPE = re.compile(r"\bdata_types?: \[?'?(\w+)")
 _BLOCKING = re.compile(r"args\.z: (\d)")
 # ranks other than 0 may tell theirs, too
 _START = re.compile(r"environment: \{(?!.*'global_rank': [1-9]).*'world_size'")
@@ -189,26 +191,31 @@ def _setting(lines: list[tuple[int, str]], name: str) -> Setting:
     """What all lines of a run say alike."""
     world, world_at = _told(lines, _WORLD, "world_size", name)
     blocking, _ = _told(lines, _BLOCKING, "args.z", name)
-    text = "\n".join(line for _, line in lines)
-    backend = re.search(r"backend: (\w+)", text)
-    dtype = re.search(r"data_types?: \[?'?(\w+)", text)
+    backend, _ = _told(lines, _BACKEND, "backend", name, "")
+    dtype, _ = _told(lines, _DTYPE, "data_types", name, "float32")
     return Setting(
         where=f"line {world_at}",
         ranks=int(world),
         world_size=int(world),
         regime="blocking" if blocking == "1" else "pipelined",
-        backend=backend[1] if backend else "",
+        backend=backend,
         collective="",
         pairs=(),
-        dtype=dtype[1] if dtype else "float32",
+        dtype=dtype,
     )
 
 
 def _told(
-    lines: list[tuple[int, str]], pattern: re.Pattern[str], what: str, name: str
+    lines: list[tuple[int, str]],
+    pattern: re.Pattern[str],
+    what: str,
+    name: str,
+    default: str | None = None,
 ) -> tuple[str, int]:
     """The one value that the lines of a run give, and the first line that does."""
     found = [(match[1], at) for at, line in lines if (match := pattern.search(line))]
+    if not found and default is not None:
+        return default, 0
     if not found:
         raise ValueError(f"{name}: PARAM's line with {what} is missing; import the whole log")
     (first, at), *others = found
