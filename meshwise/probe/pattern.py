@@ -110,7 +110,8 @@ def num_wrong(
             part = result[piece.at + done :][:length]
             right = torch.zeros(length, dtype=torch.float64, device=part.device)
             for rank, times in zip(piece.sources, piece.times or repeat(1.0), strict=False):
-                right += times * _values(part, rank, piece.start + done, num_summed)
+                values = _values(part, rank, piece.start + done, num_summed)
+                right += times * values.double()  # a float times int64 would be fp32
             off = part != right.to(part.dtype)  # infinite alike where the dtype ends
             if tolerance:
                 off &= ~((part.double() - right).abs() <= tolerance * right)

@@ -268,3 +268,19 @@ def test_sums_of_sums_are_known_up_to_rounding(dtype, n, kind):
     assert sum(wrong()) == 0
     held[0] = held[0].roll(1)
     assert wrong()[0] > 0
+
+
+def test_sums_of_sums_in_fp64_are_not_called_wrong():
+    """Three ranks, 20 calls in place: 3^19 times the sum, which fp32 does not hold."""
+    op = Collective(kind="all_reduce", size_bytes=72 * 8, group_size=3, dtype="fp64", in_place=True)
+    summed = pattern.num_summed(op, 20)
+    sources = [torch.empty(72, dtype=torch.float64) for _ in range(3)]
+    for rank, source in enumerate(sources):
+        pattern.fill(source, rank, summed)
+    result = sum(sources)
+    for _ in range(19):
+        result = result + result + result
+    wanted, allowed = pattern.pieces(op, 0, 20), pattern.tolerance(op, torch.float64, 20)
+    assert pattern.num_wrong(result, wanted, summed, allowed) == 0
+    result[5] *= 1 + 1e-12
+    assert pattern.num_wrong(result, wanted, summed, allowed) == 1
