@@ -53,10 +53,10 @@ def show(path: Path | str) -> Shown:
     verified, by checkpoint.json without. Files are told apart by what they hold, not by their name.
     """
     path = Path(path)
-    if path.name in ("run.json", "samples.jsonl"):
-        path = path.parent
     if not path.exists():
         raise ValueError(f"{path} does not exist; show can read {KINDS}")
+    if path.name in ("run.json", "samples.jsonl"):
+        path = path.parent
     if (path / "run.json").exists():
         info, samples = files.load(path)
         return Run(info=info, samples=tuple(samples))
