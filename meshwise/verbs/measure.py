@@ -4,6 +4,7 @@ import difflib
 import importlib
 import inspect
 import logging
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -198,16 +199,21 @@ def _created(runs: Path | str, what: str, cluster: Cluster, size: int, key: str)
 
 
 def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Path:
-    """The newest run of the same cases on this cluster."""
+    """The newest run of the same cases on this cluster; where there is none, the error says which
+    command began the newest of other cases or ranks, since its options are what is missing."""
+    others = []
     for run_dir in reversed(store.runs_of(runs, f"measure-{what}")):
         info = store.read(run_dir / "run.json", RunInfo)
-        same = info.provenance.get("cases", key) == key and info.world_size == size
-        if same and digest(info.cluster) == digest(cluster):
+        if digest(info.cluster) != digest(cluster):
+            continue
+        if info.provenance.get("cases", key) == key and info.world_size == size:
             files.announce(run_dir, "the newest run")
             return run_dir
+        others.append(shlex.join(info.command))
+    repeat = f"add --resume to the newest one's, {others[0]}, or " if others else ""
     raise ValueError(
         f"no run of measure {what} with these options on cluster {cluster.name!r} with {size} "
-        f"ranks under {runs}; start one without --resume"
+        f"ranks under {runs}; {repeat}start one without --resume"
     )
 
 

@@ -5,6 +5,8 @@ import importlib
 import logging
 import os
 import pkgutil
+import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -216,6 +218,11 @@ class TestMeasure:
         with pytest.raises(ValueError, match=lacking):
             meshwise.measure(resume=True)
         mine = meshwise.measure()
+        began = shlex.join(store.read(Path(mine, "run.json"), RunInfo).command)
+        with pytest.raises(
+            ValueError, match=re.escape(f"add --resume to the newest one's, {began}")
+        ):
+            meshwise.measure(resume=True, model=("gpt-125m",))
         meshwise.measure(nproc=1)
         for other in ("profile-other", "gemm-two-cpus"):
             run = known.info(run_id=f"99991231T000000-measure-{other}")
