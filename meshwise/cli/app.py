@@ -100,6 +100,9 @@ def _done(arguments: list[str] | None) -> int:
     """Run one verb and return the exit code; whoever uses us wrongly sees no traceback."""
     try:
         return _app()(arguments) or DONE
+    except cyclopts.UnusedCliTokensError as error:
+        words = " ".join(error.unused_tokens or ())
+        return _say(f"{words}: not understood here; --help lists what is", BAD_INPUT)
     except cyclopts.CycloptsError as error:
         return _say(str(error).splitlines()[0], BAD_INPUT)
     except KeyboardInterrupt as stop:

@@ -122,7 +122,7 @@ def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
         ("measure --nproc 1.5", "--nproc: 1.5 is not a whole number"),
         ("run --nproc 1.5", "--nproc: 1.5 is not a whole number"),
         ("run --steps 2.5", "--steps: 2.5 is not a whole number"),
-        ("measure everything", "everything"),
+        ("measure everything", "everything: not understood here; --help lists what is"),
         ("measure gemm --colour red", "--colour"),
         ("measure gemm --model llama-3-8", "did you mean llama-3-8b?"),
         ("measure gemm --mode hot", "--mode"),
