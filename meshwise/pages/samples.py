@@ -1,5 +1,6 @@
 """The tables of a measure run: its state, what was measured kind by kind, what was not and why."""
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -124,7 +125,7 @@ def state(info: RunInfo, samples: Sequence[Sample]) -> Table:
         ("cases", outcome or "none"),
         ("cluster", f"{info.cluster.name}, {info.world_size} ranks"),
         ("started", info.started + (f", ended {info.ended}" if info.ended else "")),
-        ("command", " ".join(info.command)),
+        ("command", shlex.join(info.command)),
         *((name, text) for name, text in facts(info)),
         *((("throttled", throttled(samples)),) if throttled(samples) else ()),
     )

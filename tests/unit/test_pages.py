@@ -3,6 +3,7 @@
 import functools
 import io
 import re
+import shlex
 import statistics
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -337,6 +338,12 @@ def typed(*words, **changes):
 def test_a_run_is_repeated_by_its_own_command_with_more_steps(words, count, expected):
     sample = known.step_sample(known.plan(), [0.01] * count)
     assert again(typed(*words), [sample]) == expected
+
+
+def test_a_run_shows_its_command_as_a_shell_takes_it():
+    layout = '{"dp": 2}'
+    shown = dict(samples.state(typed("--layout", layout), []).rows)["command"]
+    assert shlex.split(shown) == ["meshwise", "run", "--layout", layout]
 
 
 def test_what_no_command_made_is_repeated_by_none():
