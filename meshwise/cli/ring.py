@@ -185,5 +185,5 @@ def _results(found: Any, json: bool) -> int:
     places = [str(path) for path in (found.run_dir, *found.files) if path is not None]
     written = [Table("Written", ("",), tuple((place,) for place in places))] if places else []
     emit(found.document, [*page.tables(found.document), *written], json)
-    bad = {"error", "oom"} & {row["status"] for row in found.document["results"]}
-    return SOME_FAILED if bad else DONE
+    statuses = {row["status"] for row in found.document["results"]}
+    return SOME_FAILED if {"error", "oom"} & statuses or "ok" not in statuses else DONE
