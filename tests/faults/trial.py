@@ -82,7 +82,7 @@ def trial(seed: int, number: int, folder: Path, scale: float) -> dict[str, Any]:
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    heard = (folder / "heard").read_text(errors="replace")
+    heard = (folder / "heard").read_text(errors="replace").replace(f"{ROOT}/", "")
     wrong = [*_about_ends(what, struck, codes, left, heard), *_about_files(what, folder, seen)]
     return {
         "number": number, **what._asdict(), "struck": struck, "codes": codes,
