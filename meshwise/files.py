@@ -72,7 +72,7 @@ def read_text(path: Path | str, *, at_most: int = MOST_BYTES) -> str:
 
 
 def unpack(data: bytes, path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
-    """What ``gzip`` packed, if it is no more than ``at_most`` bytes; ``path`` is told in errors."""
+    """The content of ``gzip`` data, of ``at_most`` bytes; errors name ``path``."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             found = file.read(at_most + 1)

@@ -34,7 +34,7 @@ _Scale = Annotated[int, Meta(gt=0, le=_MOST)] | Annotated[float, Meta(gt=0, le=1
 
 
 class _Told(TypedDict, total=False):
-    """What attention is told: the exact type, and the fix where another was given."""
+    """Arguments of attention: the exact type of each, and the fix where another was given."""
 
     q: _Tensor
     k: _Tensor

@@ -123,7 +123,7 @@ def _attention(
 
 
 def _problem(mask: Mask, way: str) -> str:
-    """What is wrong with one rank's options; empty if nothing is."""
+    """The first fault of one rank's options, in words; empty if there is none."""
     if mask.window is not None and not mask.causal:
         return f"window = {mask.window}: a window is of causal attention; set causal=True"
     if list(mask.documents) != sorted(set(mask.documents)):

@@ -32,7 +32,7 @@ Softmax = SoFar | tuple[Tensor, Tensor]  # or the out and lse of a single part, 
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of ``dtype`` are summed in, and the dtype of its log-sum-exp."""
+    """The dtype in which gradients of ``dtype`` are summed, and of its log-sum-exp."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

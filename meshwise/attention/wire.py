@@ -104,14 +104,15 @@ class Wire:
         """
         if self.size == 1:
             return [number]
+        by_gloo = "nccl" not in dist.get_backend(self.group)
         text = json.dumps({name: str(value) for name, value in said.items()})
         key = (text, number)
-        if known and not self._by_gloo and key in self._agreed:
+        if known and key in self._agreed:
             return self._agreed[key]
         digest = hashlib.sha256(text.encode()).hexdigest()
         line = f"{number} {digest} {text}".encode("ascii", "replace")[:_SAID].ljust(_SAID)
         mine = torch.frombuffer(bytearray(line), dtype=torch.uint8)
-        mine = mine.to("cpu" if self._by_gloo else "cuda")
+        mine = mine.to("cpu" if by_gloo else "cuda")
         every = mine.new_empty(_SAID * self.size)
         _gather(every, mine, group=self.group)
         told = [bytes(row).decode().strip() for row in every.cpu().view(self.size, _SAID).tolist()]
@@ -120,23 +121,21 @@ class Wire:
             raise ValueError(_differences(texts))
         if "problem" in said:  # of all ranks
             return []
-        if len(self._agreed) >= _REMEMBERED:
-            self._agreed.clear()
-        self._agreed[key] = list(map(int, numbers))
-        return self._agreed[key]
+        found = list(map(int, numbers))
+        if known and not by_gloo:
+            if len(self._agreed) >= _REMEMBERED:
+                self._agreed.clear()
+            self._agreed[key] = found
+        return found
 
     def refuse(self, problem: str) -> NoReturn:
         """ValueError for a call that this rank cannot take part in, on all ranks that still ask.
 
         NCCL's ranks may have asked for the last time: they end by the timeout or by a launcher.
         """
-        if self._by_gloo or not self._agreed:
+        if not self._agreed:
             self.agree({"problem": problem}, 0)
         raise ValueError(problem)
-
-    @property
-    def _by_gloo(self) -> bool:
-        return self.alone or "nccl" not in dist.get_backend(self.group)
 
 
 def _differences(texts: Sequence[str]) -> str:

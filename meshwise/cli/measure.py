@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.options import ANY, DECODERS, MODELS, WAITS, DryRun, Json, Runs, Size, Waits
-from meshwise.cli.output import DONE, SOME_FAILED, emit
+from meshwise.cli.output import DONE, SOME_FAILED, code_of, emit
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
@@ -449,7 +449,6 @@ def _summarize(what: str, run_dir: Path, json: bool, exact: bool, rows: "Sequenc
     """The whole measurement, but of a profile, which is for ``calibrate``, only how it ended."""
     from meshwise import store
     from meshwise.pages import samples
-    from meshwise.spec.run import FAILED
 
     info, measured, _ = store.load(run_dir)
     if what == "profile":
@@ -457,9 +456,7 @@ def _summarize(what: str, run_dir: Path, json: bool, exact: bool, rows: "Sequenc
     else:
         tables = samples.run(info, measured, exact=exact, rows=rows)
     emit(samples.document(run_dir, info, measured), tables, json)
-    failed = set(FAILED) & {sample.status for sample in measured}
-    nothing = all(sample.status != "ok" for sample in measured)
-    return SOME_FAILED if failed or nothing else DONE
+    return code_of(sample.status for sample in measured)
 
 
 def _judge(run_dir: Path, baseline: tuple[str, ...], json: bool) -> int:

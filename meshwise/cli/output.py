@@ -28,6 +28,14 @@ def emit(document: Any, tables: "Iterable[Table]", json: bool) -> None:
         table.write(tables, sys.stdout)
 
 
+def code_of(statuses: Iterable[str]) -> int:
+    """The exit code of measurements: DONE if some case was measured and none failed."""
+    from meshwise.spec.run import FAILED
+
+    found = set(statuses)
+    return DONE if "ok" in found and not found & {*FAILED} else SOME_FAILED
+
+
 def say(*lines: str) -> None:
     """Print lines on standard output at once, names in them without control characters."""
     for line in lines:

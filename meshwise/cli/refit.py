@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.options import ANY, WAITS, Json, Runs, Size, Waits
-from meshwise.cli.output import DONE, SOME_FAILED, emit, say
+from meshwise.cli.output import DONE, code_of, emit, say
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
@@ -298,7 +298,6 @@ def _results(run_dir: Path, step_s: float | None, json: bool) -> int:
     from meshwise import store
     from meshwise.pages import refit as page
     from meshwise.pages import samples
-    from meshwise.spec.run import FAILED
 
     info, measured, _ = store.load(run_dir)
     best = page.recommended(measured)
@@ -308,6 +307,4 @@ def _results(run_dir: Path, step_s: float | None, json: bool) -> int:
         say(*(line for sample in measured for line in page.log_lines(sample)), "")
     tables = [samples.state(info, measured), *page.tables(measured, step_s)]
     emit(document, [*tables, *samples.failed(measured)], json)
-    bad = set(FAILED) & {sample.status for sample in measured}
-    nothing = all(sample.status != "ok" for sample in measured)
-    return SOME_FAILED if bad or nothing else DONE
+    return code_of(sample.status for sample in measured)

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from meshwise.cli.flags import as_typed
 from meshwise.cli.options import ANY, WAITS, DryRun, Json, Numbers, Runs, Size, Waits
-from meshwise.cli.output import DONE, SOME_FAILED, emit
+from meshwise.cli.output import DONE, code_of, emit
 from meshwise.verbs import job
 
 CHECK_FAILED = 1
@@ -185,5 +185,4 @@ def _results(found: Any, json: bool) -> int:
     places = [str(path) for path in (found.run_dir, *found.files) if path is not None]
     written = [Table("Written", ("",), tuple((place,) for place in places))] if places else []
     emit(found.document, [*page.tables(found.document), *written], json)
-    statuses = {row["status"] for row in found.document["results"]}
-    return SOME_FAILED if {"error", "oom"} & statuses or "ok" not in statuses else DONE
+    return code_of(row["status"] for row in found.document["results"])

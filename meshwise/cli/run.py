@@ -16,7 +16,6 @@ from meshwise.verbs import job
 if TYPE_CHECKING:
     from meshwise.pages.table import Table
     from meshwise.verbs.suite import Listed, Settings
-    from meshwise.verbs.suite_results import CaseResult
 
 
 @Parameter(name="*")
@@ -85,7 +84,7 @@ class Kept:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What to look at besides the time."""
+    """Checks and traces of a run, besides its times."""
 
     check: bool = False
     "Compare the losses of three steps with one device, in fp32 (images: fp64)."
@@ -192,9 +191,8 @@ def _refuse_beside_suites(options: dict[str, Any], benchmark: Benchmark) -> None
     if benchmark.suite is not None and benchmark.sweep is not None:
         raise ValueError(f"--sweep {benchmark.sweep}: runs a suite of its own; leave out --suite")
     odd = [name for name in _said(options["given"]) if name not in ("lowering", "cluster")]
-    odd += (
-        _said(options["kept"]) + _said(options["watched"]) + ["mode"] * (options["mode"] != "train")
-    )
+    odd += [name for group in ("kept", "watched") for name in _said(options[group])]
+    odd += ["mode"] * (options["mode"] != "train")
     odd += [name for name in _NOT_OF_SUITES if options[name]]
     if benchmark.sweep is not None:
         clocks = ("niter", "profile_driver_time", "profile_stage_execution_time")
@@ -240,6 +238,7 @@ def _benchmark(
     json: bool,
 ) -> int:
     """Run a suite or a sweep, or say what it would run; or which there are."""
+    from meshwise.spec.run import FAILED
     from meshwise.verbs import suite
 
     if asked.list_suites:
@@ -258,11 +257,7 @@ def _benchmark(
         found = suite.run_suite(asked.suite, settings)
     if json:
         emit(found, [], json)
-    return SOME_FAILED if any(_has_failed(result) for result in found) else DONE
-
-
-def _has_failed(result: "CaseResult") -> bool:
-    return result.status in ("error", "hung", "oom")
+    return SOME_FAILED if {*FAILED} & {result.status for result in found} else DONE
 
 
 def _settings(

@@ -183,7 +183,7 @@ class _Entry(msgspec.Struct):
 
 
 def _parts(header: bytes, most: int) -> dict[str, Part]:
-    """What a header says of each tensor; ``most``: the bytes behind it."""
+    """Each tensor's entry in a header; ``most``: the bytes behind the header."""
     told = files.parse_json(header, "it", at_most=_MOST_HEADER)
     about = files.parse_json(told.pop("__metadata__")[OFFSETS], OFFSETS, at_most=_MOST_HEADER)
     found = {}

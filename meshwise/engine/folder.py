@@ -34,7 +34,7 @@ _OURS = re.compile(r"step-\d+-[0-9a-f]{8}")  # the only subfolders that are ever
 
 
 def read(path: Path) -> Checkpoint:
-    """What a ``checkpoint.json`` says; ValueError where that is not what was saved."""
+    """A ``checkpoint.json``, decoded and verified; ValueError where it is not what was saved."""
     data = files.parse_json(
         files.read_bytes(path, at_most=_MOST_JSON), str(path), at_most=_MOST_JSON
     )
@@ -125,7 +125,7 @@ class Held:
 
 
 def _content(folder: Path) -> str:
-    """What stands in ``checkpoint.json``, in short; nothing if it does not exist."""
+    """A digest of the folder's ``checkpoint.json``; empty if there is none."""
     path = folder / JSON
     return _digest(files.read_bytes(path, at_most=_MOST_JSON)) if os.path.lexists(path) else ""
 
