@@ -1,5 +1,7 @@
-"""``golden(name, text)``: the text is the file tests/golden/name, or --update-golden writes it."""
+"""``golden(name, text)``: the text is the file tests/golden/name, or --update-golden writes it.
+``here``: a working directory of the test's own, on a machine without GPUs, under no launcher."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,3 +42,14 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(), f"{path} differs; if that is meant, use --update-golden"
 
     return check
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("meshwise"), "handlers", [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)

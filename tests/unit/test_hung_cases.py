@@ -1,7 +1,6 @@
 """Cases in which a rank does not arrive: recorded as hung, the ranks started again for the others,
 until three in a row. The start of ranks is replaced; tests/dist/test_faults.py stops a real one."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,9 @@ from meshwise import store
 from meshwise.spec import RunInfo, Sample
 from tests import sample_records as known
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("here")
 ABSENT = "rank 0: TimeoutError: rank 1 (in case x) had not arrived at a collective after 4 s"
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.getLogger("meshwise"), "handlers", [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
 
 
 class TestHung:

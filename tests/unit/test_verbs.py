@@ -2,7 +2,6 @@
 they ask of the ranks they start (the start itself is replaced; tests/dist starts real ones)."""
 
 import importlib
-import logging
 import os
 import pkgutil
 import re
@@ -22,20 +21,12 @@ from meshwise.verbs import files, job
 from meshwise.verbs import measure as measuring
 from tests import sample_records as known
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("here")
 TRAIN = "meshwise.engine.train:run_ranks"
 SWEEP = "meshwise.probe.sweep:measure_ranks"
 DATA = Path(__file__).parents[1] / "data"
 LLAMA_1B, PRIMUS = DATA / "hugging_face" / "llama-3.2-1b.json", DATA / "primus"
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.getLogger("meshwise"), "handlers", [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

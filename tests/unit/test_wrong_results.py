@@ -2,7 +2,6 @@
 tests/dist/test_probe.py has real ones whose collectives are wrong."""
 
 import json
-import logging
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,8 @@ from meshwise.spec import (
 )
 from tests import sample_records as known
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("here")
 RING = ("sent_bytes", "received_bytes", "collectives", "planned_bytes", "owner_bound_bytes")
 HEADER = """\
 # Collective test starting: all_reduce_perf
@@ -32,15 +32,6 @@ HEADER = """\
 #  Rank  1 Group  0 Pid 7 on host device  1 [0000:00:07] NVIDIA H200
 # size count type redop root time algbw busbw #wrong
 """
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.getLogger("meshwise"), "handlers", [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def call(line: str) -> int:
