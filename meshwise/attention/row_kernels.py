@@ -88,17 +88,20 @@ def _merge(  # type: ignore[no-untyped-def]
     from_lse = batch * LSE[0] + start * LSE[1] + head * LSE[2] + row * LSE[3]
     into = (batch * OUT[0] + start * OUT[1] + head * OUT[2] + row * OUT[3])[:, None] + column
     source = (batch * PART[0] + start * PART[1] + head * PART[2] + row * PART[3])[:, None] + column
+    seen = inside[:, None] & (column < D)
     lse = tl.load(part_lse + from_lse, mask=inside, other=float("-inf")).to(tl.float64)
     old = tl.load(most + of, mask=inside, other=float("-inf"))
+    old_share = tl.load(share + of, mask=inside, other=0.0)
+    before = tl.load(out + into, mask=seen, other=0.0)
+    value = tl.load(part + source, mask=seen, other=0.0).to(tl.float64)
+    # Several warps hold the same rows: one must not store what another has yet to load.
+    tl.debug_barrier()
     more = tl.maximum(old, lse)
     added = _weight(lse, more)
-    total = tl.load(share + of, mask=inside, other=0.0) * _weight(old, more) + added
+    total = old_share * _weight(old, more) + added
     tl.store(most + of, more, mask=inside)
     tl.store(share + of, total, mask=inside)
     weight = added / tl.maximum(total, 1.0)
-    seen = inside[:, None] & (column < D)
-    before = tl.load(out + into, mask=seen, other=0.0)
-    value = tl.load(part + source, mask=seen, other=0.0).to(tl.float64)
     tl.store(out + into, before + (value - before) * weight[:, None], mask=seen)
 
 

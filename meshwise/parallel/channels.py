@@ -15,18 +15,19 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 
 from meshwise.nn.wide_resnet import BatchNorm, Bottleneck, Convolution, WideResNet
+from meshwise.parallel import torch_private
 from meshwise.parallel.mesh import Place
 
 DIMS = {"conv2": 0, "norm2": 0, "conv3": 1}  # of a bottleneck's tensors, over which tp divides them
 
-Groups = tuple[dist.ProcessGroup, ...]
+Groups = tuple[ProcessGroup, ...]
 
 
 def divide(model: WideResNet, place: Place) -> None:
@@ -103,6 +104,8 @@ def _sum(x: Tensor, groups: Groups) -> Tensor:
         return x.view_as(x)
     is_image = x.ndim == 4
     total = x.clone(memory_format=torch.channels_last if is_image else torch.contiguous_format)
-    for group in groups:  # one order of numbers on all ranks, and contiguous
-        dist.all_reduce(total.permute(0, 2, 3, 1) if is_image else total, group=group)
-    return total
+    if is_image:  # one order of numbers on all ranks, and contiguous
+        total = total.permute(0, 2, 3, 1)
+    for group in groups:
+        total = torch_private.summed(total, group)
+    return total.permute(0, 3, 1, 2) if is_image else total

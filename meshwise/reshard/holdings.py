@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from meshwise.models.decoder import ROUTER_BIAS, weights
 from meshwise.reshard.orders import Buffer, Member, Order, Place, Share, buffers_of, layer_prefix
-from meshwise.reshard.regions import Layout, Piece, chunks
+from meshwise.reshard.regions import Layout, Piece, chunk_bounds
 from meshwise.spec import Decoder, Model, Plan, WeightLayout
 from meshwise.spec.op import DTYPE_BYTES, Dtype
 
@@ -319,6 +319,4 @@ def _chunk_of(buffer: Buffer, shard: Share) -> Buffer:
     """FSDP2's cut of the first dim, which is torch.chunk's."""
     if shard.parts == 1:
         return buffer
-    sizes = chunks(buffer.shape[0], shard.parts)
-    low = sum(sizes[: shard.which])
-    return buffer.rows(low, low + sizes[shard.which])
+    return buffer.rows(*chunk_bounds(buffer.shape[0], shard.parts, shard.which))

@@ -128,10 +128,17 @@ def narrowed(box: Box, dim: int, low: int, high: int) -> Box:
     )
 
 
-def chunks(size: int, parts: int) -> list[int]:
-    """torch.chunk's sizes: ceil(size / parts) each, then what is left, then zeros."""
+def chunk_bounds(size: int, parts: int, which: int) -> tuple[int, int]:
+    """[low, high) of one of torch.chunk's: ceil(size / parts) each, then the rest, then none."""
     each = -(-size // parts)
-    return [max(0, min(each, size - i * each)) for i in range(parts)]
+    return min(size, which * each), min(size, (which + 1) * each)
+
+
+def chunks(size: int, parts: int) -> list[int]:
+    """The sizes of all of them."""
+    return [
+        high - low for low, high in (chunk_bounds(size, parts, which) for which in range(parts))
+    ]
 
 
 def sharded(

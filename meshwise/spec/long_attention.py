@@ -41,9 +41,6 @@ class Dilation(Exact, kw_only=True):
     def check(self) -> None:
         if not self.segment_lengths:
             self.fail("segment_lengths", "give one segment length and one dilation rate a branch")
-        for field in ("segment_lengths", "dilation_rates"):
-            if min(getattr(self, field), default=1) < 1:
-                self.fail(field, "each must be 1 or more")
         if len(self.segment_lengths) != len(self.dilation_rates):
             self.fail(
                 "dilation_rates", f"must be as many as segment_lengths, {self.segment_lengths}"

@@ -36,15 +36,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Frozen data with checked ranges. Subclasses override ``check`` for rules across fields."""
 
     def __post_init__(self) -> None:
-        for field, choices, bounds in _constraints(type(self)):
-            value = getattr(self, field)
-            if value is None:
+        for field, is_tuple, choices, bounds in _constraints(type(self)):
+            held = getattr(self, field)
+            if held is None:
                 continue
-            if choices and value not in choices:
-                self.fail(field, f"must be one of {', '.join(map(str, choices))}")
-            for holds, bound, sign in bounds:
-                if not holds(value, bound):
-                    self.fail(field, f"must be {sign} {bound}")
+            each = "each " if is_tuple else ""
+            for value in held if is_tuple else (held,):
+                if choices and value not in choices:
+                    self.fail(field, f"{each}must be one of {', '.join(map(str, choices))}")
+                for holds, bound, sign in bounds:
+                    if not holds(value, bound):
+                        self.fail(field, f"{each}must be {sign} {bound}")
         self.check()
 
     def check(self) -> None:
@@ -103,14 +105,16 @@ def mistyped(given: dict[str, Any], kinds: Any) -> tuple[str, str] | None:
 
 
 @functools.cache
-def _constraints(cls: type) -> tuple[tuple[str, tuple[Any, ...], tuple[Any, ...]], ...]:
+def _constraints(cls: type) -> tuple[tuple[str, bool, tuple[Any, ...], tuple[Any, ...]], ...]:
+    """Fields with a range or choices, and whether these are of each element of a tuple."""
     found = []
     for field, hint in typing.get_type_hints(cls, include_extras=True).items():
         if field not in cls.__struct_fields__:  # type: ignore[attr-defined]
             continue
-        choices, bounds = _read_hint(hint)
+        is_tuple = typing.get_origin(hint) is tuple and typing.get_args(hint)[1:] == (...,)
+        choices, bounds = _read_hint(typing.get_args(hint)[0] if is_tuple else hint)
         if choices or bounds:
-            found.append((field, choices, bounds))
+            found.append((field, is_tuple, choices, bounds))
     return tuple(found)
 
 

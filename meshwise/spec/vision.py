@@ -23,8 +23,8 @@ class WideResNet(Record, kw_only=True, tag_field="family", tag="wide_resnet"):
     num_classes: Count = 1024
 
     def check(self) -> None:
-        if not 1 <= len(self.blocks) <= 8 or min(self.blocks) < 1:
-            self.fail("blocks", "must be 1 to 8 numbers >= 1, one for each resolution")
+        if not 1 <= len(self.blocks) <= 8:
+            self.fail("blocks", "must be 1 to 8 numbers, one for each resolution")
 
     @property
     def layers(self) -> int:

@@ -7,6 +7,7 @@
 import gzip
 import io
 import json
+import os
 import random
 import re
 import zlib
@@ -158,7 +159,8 @@ def _argv(data: bytes, rng: random.Random) -> bytes:
     kind, at = rng.random(), rng.randrange(1, len(words) + 1)
     word = rng.choice((*_STRINGS, *map(str, _NUMBERS), "--", "-", "--json", "--no-such"))
     if kind < 0.5 and at < len(words):
-        words[at] = word if kind < 0.35 else _words(words[at].encode(), rng).decode()
+        changed = os.fsdecode(_words(os.fsencode(words[at]), rng))  # as a shell hands over bytes
+        words[at] = word if kind < 0.35 else changed
     elif kind < 0.7 and at < len(words):
         del words[at]
     elif kind < 0.85:

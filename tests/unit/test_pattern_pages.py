@@ -115,7 +115,7 @@ def test_a_window_is_in_what_a_ring_is_said_to_send(capsys):
     [
         ("--segment-lengths 8,x --dilation-rates 1,2", 'unable to convert "x" into int'),
         ("--segment-lengths 8 --dilation-rates 1,2", "must be as many as segment_lengths"),
-        ("--segment-lengths 0 --dilation-rates 1", "--segment-lengths = (0,): each must be 1"),
+        ("--segment-lengths 0 --dilation-rates 1", "--segment-lengths = (0,): each must be >= 1"),
         ("--dilation-rates 1", "give one segment length and one dilation rate a branch"),
         ("--heads 12 --kv-heads 5", "error: --kv-heads = 5: must divide heads = 12"),
         ("--ranks 0", "--ranks = 0: must be 1 to"),
