@@ -148,6 +148,8 @@ class TestUneven:
         assert (some.ranks, some.size_bytes) == ((1, 3), 4)
         with pytest.raises(ValueError, match=r"splits = .*must be 3 rows of 3 byte counts"):
             ops(scope(3), splits=((4, 8), (0, 16)))
+        with pytest.raises(ValueError, match=r"splits = .*must be 1 rows of 1 byte counts"):
+            ops(scope(1), splits=((),))
 
     def test_tables_of_embeddings_by_hand(self):
         """Rank i sends each rank 2048 / 4 rows of its T_i tables, 64 numbers of 4 bytes each."""

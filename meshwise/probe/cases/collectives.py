@@ -223,7 +223,7 @@ def _uneven(splits: tuple[tuple[int, ...], ...], group: Group, dtype: Dtype) -> 
     sent, received = map(sum, splits), map(sum, zip(*splits, strict=False))
     return Collective(
         kind="all_to_all_v",
-        size_bytes=max(*sent, *received),
+        size_bytes=max([*sent, *received]),
         group_size=group.size,
         dtype=dtype,
         ranks=group.ranks,
