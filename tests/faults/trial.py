@@ -76,6 +76,8 @@ def trial(seed: int, number: int, folder: Path, scale: float) -> dict[str, Any]:
     if stopped_parent and struck:
         time.sleep(3.0)
         parents[0].send_signal(signal.SIGCONT)
+    if _stands(what) and struck:  # nobody ends it, as its parent would
+        del parents[_index(what)]
     codes = _ends(parents, LONGEST_S * scale)
     took_s = time.monotonic() - begin
     left = _left(name, ORPHANS_S * scale)
@@ -117,13 +119,23 @@ def _started(job: str, folder: Path, name: str) -> list[subprocess.Popen[bytes]]
         return [*trainers, started(words[0], "server", *words[2:])]
 
 
+def _index(what: Fault) -> int:
+    """Which of the processes that a trial starts itself."""
+    return 0 if what.whom == "parent" else 1 + int(what.whom.split()[1])
+
+
+def _stands(what: Fault) -> bool:
+    """Whether it stops a process that nobody wakes and whose parent is the trial."""
+    return what.signal == "SIGSTOP" and what.whom != "parent" and not JOBS[what.job]
+
+
 def _strike(what: Fault, parents: list[subprocess.Popen[bytes]], name: str) -> bool:
     """Whether there was somebody to strike. A rank that has not started yet is waited for."""
     if what.whom == "parent" or not JOBS[what.job]:
-        index = 0 if what.whom == "parent" else 1 + int(what.whom.split()[1])
-        if parents[index].poll() is not None:
+        struck = parents[_index(what)]
+        if struck.poll() is not None:
             return False
-        parents[index].send_signal(getattr(signal, what.signal))
+        struck.send_signal(getattr(signal, what.signal))
         return True
     while parents[0].poll() is None:
         for pid, rank in _processes(name).items():
@@ -168,10 +180,9 @@ def _about_ends(
 ) -> list[str]:
     wrong = []
     single = bool(JOBS[what.job])
-    if any(code is None for code in codes) and (single or what.signal != "SIGSTOP"):
+    if None in codes:
         wrong.append("did not end in time")
-    stopped = not single and what.signal == "SIGSTOP" and struck
-    if left and not stopped and "did not end in time" not in wrong:
+    if len(left) > (_stands(what) and struck) and "did not end in time" not in wrong:
         wrong.append(f"left {len(left)} processes")
     if single:
         ours = ENDED_BY_PARENT.get(what.signal, 0) if what.whom == "parent" else 4
