@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from meshwise.models import gpt
+from meshwise.models import families
 from meshwise.spec import DTYPE_BYTES, Attention, Collective, Decoder, Experts, Gemm, Mla, Model
 from meshwise.spec.op import Direction, Dtype
 
@@ -75,7 +75,7 @@ def _gpt_weights(model: Model) -> Iterator[Weight]:
 
 
 def _dense_weights(model: Model) -> Iterator[Weight]:
-    graph = gpt.forward(model, 1, 1, "fp32")
+    graph = families.forward(model, 1, 1, "fp32")
     fused = {"heads", "three", "head_dim"}  # one dim of the module's weight
     for tensor in graph.parameters():
         runs = groupby(tensor.dims, key=lambda dim: "fused" if dim in fused else dim)

@@ -28,7 +28,7 @@ from meshwise.models.graph import (
 )
 from meshwise.spec import Collective, Layout, Op
 
-TP_DIMS = ("vocab", "heads", "ffn")
+TP_DIMS = ("vocab", "heads", "kv_heads", "ffn")
 WHOLE, PARTIAL = "whole", "partial"
 
 # One kernel on one device; split by vocabulary, they leave a result between two kernels.
@@ -76,11 +76,25 @@ def shard(graph: Graph, tp: int, sequence_parallel: bool) -> Sharded:
 def check_divides(sizes: Mapping[str, int], layout: Layout, seq_len: int) -> str | None:
     """Why tensor parallelism of this degree cannot exist for these sizes, or None."""
     for dim in TP_DIMS:
-        if sizes[dim] % layout.tp:
+        if sizes.get(dim, 0) % layout.tp:
             return f"tp = {layout.tp} does not divide {dim} = {sizes[dim]}"
     if layout.sequence_parallel and seq_len % layout.tp:
         return f"tp = {layout.tp} does not divide seq = {seq_len}"
     return None
+
+
+def weight_cuts(graph: Graph) -> dict[str, str]:
+    """How tp cuts the weight of each product and lookup in a graph of one layer: col (what it
+    makes), row (what it contracts), vocab or replicated; by the operation's name in its layer."""
+    found = {}
+    for node in graph.nodes:
+        if node.kind not in ("gemm", "embedding"):
+            continue
+        weight, result = (graph.tensors[name].dims for name in (node.inputs[1], node.outputs[0]))
+        (cut, *_) = [dim for dim in TP_DIMS if dim in weight] or [""]
+        word = "vocab" if cut == "vocab" else "col" if cut in result else "row"
+        found[node.name.rpartition(".")[2]] = word if cut else "replicated"
+    return found
 
 
 class _Placements:
@@ -102,17 +116,21 @@ class _Placements:
         tensors = [self.graph.tensors[name] for name in names]
         dim = self._dim_of(tensors)
         reads = []
+        placed = {self.placement.get(name) for name in node.inputs}
+        if node.kind == "add" and placed == {PARTIAL}:  # a sum of partial sums is one
+            dim = PARTIAL
         for tensor in tensors[: len(node.inputs)]:
-            if tensor.role in ("activation", "gradient"):
-                wanted = dim if dim in tensor.dims else WHOLE
+            if tensor.name in self.placement:  # it was written
+                wanted = dim if dim in tensor.dims or dim == PARTIAL else WHOLE
                 yield from self._redistribute(node, tensor.name, wanted)
                 reads.append(self.version[tensor.name, wanted])
         sizes = self._local(dim)
         inputs, outputs = tensors[: len(node.inputs)], tensors[len(node.inputs) :]
         contracted = any(dim in tensor.dims for tensor in inputs)
         for tensor in outputs:
-            placed = dim if dim in tensor.dims else PARTIAL if contracted else WHOLE
-            self._define(tensor, tensor.name, placed)
+            is_partial = contracted or dim == PARTIAL
+            lies = dim if dim in tensor.dims else PARTIAL if is_partial else WHOLE
+            self._define(tensor, tensor.name, lies)
         if node.name in SPLIT_LOSS and dim == "vocab":
             between = f"{node.name}.{SPLIT_LOSS[node.name]}"
             size = num_bytes(outputs[0], sizes)

@@ -17,7 +17,6 @@ from meshwise.prices import Prices, curve_key
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.search import bound, pipeline
-from meshwise.search.find import STRATEGY
 from meshwise.search.predict import memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
@@ -29,6 +28,9 @@ from tests.unit.test_prices import costs as measured  # noqa: F401
 
 MODEL = Model(name="small", hidden=1024, layers=4, heads=16, ffn=4096, vocab=1024)
 WORKLOAD = Workload(global_batch_size=8, seq_len=512)
+CUTS = {
+    "embed": "vocab", "qkv": "col", "out": "row", "up": "col", "down": "row", "head": "vocab",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -546,7 +548,7 @@ def a_plan(costs, layout):
         dtype="bf16",
         lowering="eager",
         layout=layout,
-        stages=stages_of(layout, MODEL.layers, STRATEGY),
+        stages=stages_of(layout, MODEL.layers, CUTS),
         prediction=search.predict(MODEL, WORKLOAD, layout, Prices(costs)),
     )
 
