@@ -53,11 +53,16 @@ class Buffer(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """Every node's tasks on one tp rank (its collectives, then itself), and their buffers."""
+    """Every node's tasks on one tp rank (its collectives, then itself), and their buffers.
+
+    ``partial``: the parameters whose gradients are parts of a sum over tp, which is taken when
+    data parallelism reduces them.
+    """
 
     tasks: tuple[tuple[Node, tuple[Task, ...]], ...]
     buffers: dict[str, Buffer]
     parameter_elements: dict[str, int]
+    partial: frozenset[str]
 
 
 @lru_cache(maxsize=256)
@@ -70,7 +75,12 @@ def shard(graph: Graph, tp: int, sequence_parallel: bool) -> Sharded:
     for tensor in graph.parameters():
         sharded = any(dim in tensor.dims for dim in TP_DIMS)
         elements[tensor.name] = num_elements(tensor, graph.sizes) // (tp if sharded else 1)
-    return Sharded(tasks, placements.buffers, elements)
+    partial = frozenset(
+        name
+        for name, gradient in graph.gradients.items()
+        if placements.placement.get(gradient) == PARTIAL
+    )
+    return Sharded(tasks, placements.buffers, elements, partial)
 
 
 def check_divides(sizes: Mapping[str, int], layout: Layout, seq_len: int) -> str | None:
@@ -114,11 +124,8 @@ class _Placements:
     def tasks(self, node: Node) -> Iterator[Task]:
         names = (*node.inputs, *node.outputs)
         tensors = [self.graph.tensors[name] for name in names]
-        dim = self._dim_of(tensors)
+        dim = self._dim_at(node, tensors)
         reads = []
-        placed = {self.placement.get(name) for name in node.inputs}
-        if node.kind == "add" and placed == {PARTIAL}:  # a sum of partial sums is one
-            dim = PARTIAL
         for tensor in tensors[: len(node.inputs)]:
             if tensor.name in self.placement:  # it was written
                 wanted = dim if dim in tensor.dims or dim == PARTIAL else WHOLE
@@ -142,13 +149,28 @@ class _Placements:
         whole = operation(node, inputs, outputs, sizes)
         writes = tuple(tensor.name for tensor in outputs)
         yield Task(node.name, whole, "compute", node.part, node.phase, tuple(reads), writes)
-        for tensor in outputs:  # a replicated weight that saw only a slice: its gradient is a sum
-            if tensor.role == "gradient" and self.placement[tensor.name] == PARTIAL:
+        for tensor in outputs:
+            if "positions" in tensor.dims and dim == "seq":  # each rank has rows of its own
+                self.placement[tensor.name] = "seq"
+                self.version[tensor.name, "seq"] = tensor.name
                 yield from self._redistribute(node, tensor.name, WHOLE)
         for tensor in outputs:  # gathered for a product that is not redone, so gather it here
             before = (tensor.name.removesuffix(".again"), WHOLE)
             if node.phase == "recompute" and dim == "seq" and before in self.version:
                 yield from self._redistribute(node, tensor.name, WHOLE)
+
+    def _dim_at(self, node: Node, tensors: list[Tensor]) -> str:
+        """The dim that a node works on a slice of; WHOLE, or PARTIAL of a sum of partial sums."""
+        dim = self._dim_of(tensors)
+        placed = [self.placement.get(name) for name in node.inputs]
+        if node.kind == "add" and placed == [PARTIAL] * len(placed):
+            return PARTIAL
+        if dim != "seq":
+            return dim
+        is_constant = tensors[-1].role == "constant"
+        gathered = node.phase == "backward" and (node.inputs[0], WHOLE) in self.version
+        is_bias = tensors[-1].role == "gradient" and len(node.inputs) == 1 and gathered
+        return WHOLE if is_constant or is_bias or node.kind == "cross_entropy" else dim
 
     def _dim_of(self, tensors: list[Tensor]) -> str:
         if self.tp == 1:
@@ -170,6 +192,10 @@ class _Placements:
         self.version[tensor.name, placement] = buffer
         self.placement[tensor.name] = placement
 
+    def _whole_bytes(self, tensor: Tensor) -> int:
+        """Of positions those that the sequence has."""
+        return num_bytes(tensor, {**self.sizes, "positions": self.sizes["seq"]})
+
     def _redistribute(self, node: Node, name: str, wanted: str) -> Iterator[Task]:
         if (name, wanted) in self.version:
             return
@@ -189,7 +215,7 @@ class _Placements:
         self._define(tensor, result, wanted)
         op = Collective(
             kind=kind,  # type: ignore[arg-type]
-            size_bytes=num_elements(tensor, self.sizes) * BYTES[tensor.dtype],
+            size_bytes=self._whole_bytes(tensor),
             group_size=self.tp,
             dtype=tensor.dtype,  # type: ignore[arg-type]
         )
