@@ -27,6 +27,7 @@ from meshwise.spec import (
     Factor,
     Gemm,
     HeldOut,
+    Model,
     Op,
     Surface,
 )
@@ -73,7 +74,12 @@ def curve_key(op: Elementwise | Collective, cluster: Cluster) -> str:
 
 def factor_key(block: Block) -> str:
     parallel = f"tp{block.tp}" + ("+sp" if block.sequence_parallel else "")
-    return f"{block.part}/{block.direction}/{parallel}"
+    return f"{_kind_key(block)}/{parallel}"
+
+
+def _kind_key(block: Block) -> str:
+    family = "" if isinstance(block.model, Model) else f"{block.model.__struct_config__.tag}/"
+    return f"{family}{block.part}/{block.direction}"
 
 
 def roofline_s(op: Gemm | Attention, surface: Surface) -> float:
@@ -215,7 +221,7 @@ class Prices:
 
     def _spread(self, block: Block) -> HeldOut:
         """How much the measured ratios of a part and direction differ: the error of a stand-in."""
-        kind = f"{block.part}/{block.direction}/"
+        kind = f"{_kind_key(block)}/"
         ratios = [r for key, f in self.factors.items() if key.startswith(kind) for r in f.ratio]
         half = (max(ratios) / min(ratios) - 1) / 2
         return HeldOut(median=half, p90=half, num_points=len(ratios))

@@ -5,10 +5,14 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import meshwise
-from meshwise.cli.options import ANY, MODELS, Json, Size
+from meshwise.cli.options import ANY, DECODERS, MODELS, Json, Size
 from meshwise.cli.output import DONE, emit
 
-_HELP = f"One of {', '.join(MODELS)}; by default one that fills the cluster."
+_DENSE = (*MODELS, *(name for name in DECODERS if name.startswith("llama")))
+_HELP = (
+    f"One of {', '.join(_DENSE)}, or the Hugging Face config.json of a dense decoder; by default a "
+    "GPT that fills the cluster."
+)
 Model = Annotated[str | None, Parameter(help=_HELP)]
 
 

@@ -2,13 +2,16 @@
 
 from functools import lru_cache
 
-from meshwise.models import gpt, wide_resnet
+import msgspec
+
+from meshwise.models import families, wide_resnet
 from meshwise.models.apply import Program, Span, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.graph import Graph
 from meshwise.models.shard import Task, check_divides
-from meshwise.spec import AnyModel, Block, Layout, Model, Op, WideResNet
+from meshwise.models.shard import weight_cuts as cuts_of_graph
+from meshwise.spec import AnyModel, Block, LanguageModel, Layout, Op, WideResNet
 from meshwise.spec.layout import Recompute
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "saved_block_bytes",
     "step_flops",
     "stream_shape",
+    "weight_cuts",
 ]
 
 
@@ -39,7 +43,7 @@ def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[
 
 @lru_cache(maxsize=256)
 def graph(
-    model: Model,
+    model: LanguageModel,
     batch: int,
     seq: int,
     dtype: str,
@@ -51,11 +55,17 @@ def graph(
 ) -> Graph:
     """Forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens, unsharded.
 
-    Of the whole model, or of a pipeline stage of ``layers`` layers (``gpt.forward``).
+    Of the whole model, or of a pipeline stage of ``layers`` layers (``families.forward``).
     ``recompute``: one word a layer; () is none.
     """
-    forward = gpt.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
+    forward = families.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
     return training_step(forward, recompute)
+
+
+def weight_cuts(model: LanguageModel) -> dict[str, str]:
+    """How tp cuts each weight operation of a model: col, row or vocab; by its name in a layer."""
+    one = msgspec.structs.replace(model, layers=1)
+    return cuts_of_graph(families.forward(one, 1, 1, "fp32"))
 
 
 def block_tasks(block: Block) -> tuple[Task, ...]:

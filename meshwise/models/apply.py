@@ -60,7 +60,7 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
         unit: sum(sharded.parameter_elements[name] for name in names)
         for unit, names in members.items()
     }
-    data = _DataParallel(layout, elements, dtype)
+    data = _DataParallel(layout, elements, dtype, sharded)
     kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
     runs = {kind: _runs_of_units(graph, sharded, kind) for kind in kinds}
     received = _received(runs)
@@ -87,7 +87,7 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
                     writes = tuple([renamed[name] for name in task.writes])
                     tasks.append(task._replace(reads=reads, writes=writes))
                 for done in due.get(index, ()):
-                    gradients = tuple([renamed[graph.gradients[name]] for name in members[done]])
+                    gradients = {name: renamed[graph.gradients[name]] for name in members[done]}
                     tasks += data.after(done, gradients, last)
             arrived = tuple([renamed[name] for name in received[kind]])
             tasks[start] = tasks[start]._replace(writes=(*tasks[start].writes, *arrived))
@@ -166,8 +166,11 @@ def _due(kind: Kind, runs: Runs) -> dict[int, list[str]]:
 class _DataParallel:
     """Gathers and reductions of FSDP2's units, and the buffers they need."""
 
-    def __init__(self, layout: Layout, unit_elements: dict[str, int], dtype: str) -> None:
+    def __init__(
+        self, layout: Layout, unit_elements: dict[str, int], dtype: str, over_tp: Sharded
+    ) -> None:
         self.layout, self.elements, self.dtype = layout, unit_elements, dtype
+        self.over_tp = over_tp
         self.buffers: dict[str, Buffer] = {}
         self.kept: set[str] = set()
         self.current: dict[str, str] = {}  # unit -> buffer of its gathered weights
@@ -222,14 +225,16 @@ class _DataParallel:
             op = elementwise("cast", 4 * self.elements[unit], size, "forward")
         return [Task(f"{unit}.unpack", op, "compute", "dp", self.era, reads, (full,))]
 
-    def after(self, unit: str, gradients: tuple[str, ...], last: bool) -> list[Task]:
-        """Reduce a unit's gradients once its backward is done, or add them to those before."""
+    def after(self, unit: str, made: dict[str, str], last: bool) -> list[Task]:
+        """Reduce a unit's gradients, ``made`` by parameter, once its backward is done, or add them
+        to those before."""
         zero, shards = self.layout.zero, self.layout.shards
+        gradients = tuple(made.values())
         wide, compute = 4 * self.elements[unit], BYTES[self.dtype] * self.elements[unit]
         tasks = []
 
-        def task(name: str, op: Op, stream: str, writes: str) -> None:
-            tasks.append(Task(f"{unit}.{name}", op, stream, "dp", self.era, gradients, (writes,)))
+        def task(name: str, op: Op, stream: str, *writes: str) -> None:
+            tasks.append(Task(f"{unit}.{name}", op, stream, "dp", self.era, gradients, writes))
 
         if zero < 2 and (self.layout.num_microbatches > 1 or not self.copies):
             total = f"accumulated.{unit}"
@@ -241,6 +246,9 @@ class _DataParallel:
                 self.kept.add(total)
         if not self.copies or not (last or zero >= 2):
             return tasks
+        for name in made:
+            if name in self.over_tp.partial:
+                task(f"{name}.all_reduce", self._over_tp(name), "compute")
         flat, done = f"reduce_in.{unit}.{self.era}", f"gradient.{unit}"
         self.buffers[flat] = Buffer(wide, "communication")
         self.buffers[done] = Buffer(-(-wide // shards), "gradient")
@@ -253,6 +261,17 @@ class _DataParallel:
         if self.layout.dp > shards or not zero:
             task("all_reduce", self._collective("all_reduce", wide, "fp32"), "dp", done)
         return tasks
+
+    def _over_tp(self, name: str) -> Collective:
+        """The sum over tp of a gradient, in fp32 where it was added up before."""
+        wide = self.layout.num_microbatches > 1 and self.layout.zero < 2
+        dtype = "fp32" if wide else self.dtype
+        return Collective(
+            kind="all_reduce",
+            size_bytes=self.over_tp.parameter_elements[name] * BYTES[dtype],
+            group_size=self.layout.tp,
+            dtype=dtype,  # type: ignore[arg-type]
+        )
 
     def _collective(self, kind: str, size_bytes: int, dtype: str) -> Collective:
         """Over the shards, or over their replicas (of which ZeRO-0 has none and dp)."""

@@ -3,8 +3,11 @@
 Rules, for a result's gradient dy:
     gemm y = x w + b    dx = dy w (dgrad);  dw = dy^T x (wgrad);  db = sum of dy (bgrad)
     layer_norm          dx, dw, db from dy, x, stats and w
-    attention           dqkv from dy, qkv, y and the log-sum-exp
-    gelu, cast          dx from dy (and x)
+    rms_norm            dx, dw from dy, x, rstd and w
+    attention           dq, dk, dv from dy, q, k, v, y and the log-sum-exp
+    gelu, silu          dx from dy and x
+    cast, copy          dx from dy
+    mul z = x y         dx from dy and y, dy from dz and x; of a constant nothing
     add                 both gradients are dy: no operation
     embedding           dw scatters dy into a dense table
     loss                d log_p from the targets, then dlogits from d log_p and log_p
@@ -16,13 +19,11 @@ Recomputation (Chen et al. 2016, arXiv:1604.06174; selective: in the spirit of K
 ``<tensor>.again``, from what is kept, just before its first reader. That is how
 ``torch.utils.checkpoint`` runs, stopping early: what backward does not read is not redone.
     full                the layer's input is kept
-    selective           results of norms and gelu are redone, all others that backward reads kept
+    selective           results of cheap nodes are redone, all others that backward reads kept
 """
 
 from meshwise.models.graph import Graph, Node, Tensor
 from meshwise.spec.layout import Recompute
-
-SELECTIVE = ("layer_norm", "gelu")
 
 
 def training_step(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Graph:
@@ -108,10 +109,12 @@ class _Backward:
         """Whether a result is not kept for ``reader``; a layer's input, made elsewhere, is."""
         inside = producer.part == reader.part == "layer" and producer.layer == reader.layer
         word = self.recompute[producer.layer] if inside and self.recompute else "none"
-        return word == "full" or (word == "selective" and producer.kind in SELECTIVE)
+        return word == "full" or (word == "selective" and producer.cheap)
 
     def differentiate(self, node: Node) -> None:
-        """Append the backward of a forward node."""
+        """Append the backward of a forward node; a constant has none."""
+        if self.tensors[node.outputs[0]].role == "constant":
+            return
         if node.name == "loss":
             self.emit(node, "dlog_p", "cross_entropy", ["targets"], ["loss.log_p"])
             return
@@ -124,18 +127,24 @@ class _Backward:
             self.emit(node, "wgrad", "gemm", [dy, saved], [weight])
             for bias in biases:
                 self.emit(node, "bgrad", "add", [dy], [bias])
-        elif node.kind == "layer_norm":
+        elif node.kind in ("layer_norm", "rms_norm"):
             saved, stats = self.saved(x, node), self.saved(node.outputs[1], node)
             self.emit(
                 node, "grad", node.kind, [dy, saved, node.inputs[1], stats], list(node.inputs)
             )
         elif node.kind == "attention":
-            saved, *results = [self.saved(name, node) for name in (x, *node.outputs)]
-            self.emit(node, "grad", node.kind, [saved, dy, *results], [x])
-        elif node.kind == "gelu":
+            inputs, results = (
+                [self.saved(name, node) for name in names] for names in (node.inputs, node.outputs)
+            )
+            self.emit(node, "grad", node.kind, [*inputs, dy, *results], list(node.inputs))
+        elif node.kind in ("gelu", "silu"):
             self.emit(node, "grad", node.kind, [dy, self.saved(x, node)], [x])
-        elif node.kind == "cast":
+        elif node.kind in ("cast", "copy"):
             self.emit(node, "grad", node.kind, [dy], [x])
+        elif node.kind == "mul":
+            for name, other in (node.inputs, node.inputs[::-1]):
+                if self.tensors[name].role == "activation":
+                    self.emit(node, f"grad.{name}", "mul", [dy, self.saved(other, node)], [name])
         elif node.kind == "cross_entropy":
             self.emit(node, "grad", node.kind, [dy, node.outputs[0]], [x])
         elif node.kind == "add":

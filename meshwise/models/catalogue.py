@@ -97,7 +97,7 @@ _Q_LORA_RANK = {"deepseek-v2-lite": None, "deepseek-v2": 1536, "deepseek-v3": 15
 
 
 def names() -> tuple[str, ...]:
-    """Those that can be planned here: dense GPTs."""
+    """Dense GPTs."""
     return tuple(_GPT)
 
 

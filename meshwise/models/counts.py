@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from meshwise.models import decoder, gpt, wide_resnet
+from meshwise.models import decoder, families, wide_resnet
 from meshwise.models.backward import training_step
 from meshwise.models.decoder import ROUTER_BIAS, Weight
 from meshwise.models.graph import num_bytes
-from meshwise.spec import AnyModel, Decoder, Model, WideResNet, Workload
+from meshwise.spec import AnyModel, LanguageModel, Model, WideResNet, Workload
 from meshwise.spec.layout import Recompute
 
 Convention = Literal["torchtitan", "megatron", "alpa"]
@@ -45,7 +45,7 @@ def step_flops(model: AnyModel, workload: Workload, convention: Convention = "to
     )
 
 
-def attention_width(model: Model | Decoder) -> int:
+def attention_width(model: LanguageModel) -> int:
     """Elements of a token's keys and values over all query heads: 2h for most."""
     if isinstance(model, Model):
         return 2 * model.hidden
@@ -54,7 +54,7 @@ def attention_width(model: Model | Decoder) -> int:
     return model.heads * (model.head_dim + values)
 
 
-def active_parameters(model: Model | Decoder) -> int:
+def active_parameters(model: LanguageModel) -> int:
     """Those that one token is multiplied by: of ``num_experts`` only ``top_k``, no lookups."""
     total, moe = 0, model.experts
     for weight in decoder.weights(model):
@@ -70,11 +70,11 @@ def active_parameters(model: Model | Decoder) -> int:
 
 
 def saved_activation_bytes(
-    model: Model, batch: int, seq: int, dtype: str, recompute: tuple[Recompute, ...] = ()
+    model: LanguageModel, batch: int, seq: int, dtype: str, recompute: tuple[Recompute, ...] = ()
 ) -> dict[str, int]:
     """Bytes that backward, and what it recomputes (one word a layer), read of the forward pass,
     by part, on one device in eager mode."""
-    graph = training_step(gpt.forward(model, batch, seq, dtype), recompute)
+    graph = training_step(families.forward(model, batch, seq, dtype), recompute)
     part_of = {
         out: node.part for node in graph.nodes if node.phase == "forward" for out in node.outputs
     }

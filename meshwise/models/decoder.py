@@ -14,15 +14,28 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from meshwise.models import gpt
-from meshwise.spec import DTYPE_BYTES, Attention, Collective, Decoder, Experts, Gemm, Mla, Model
+from meshwise.models import families
+from meshwise.spec import (
+    DTYPE_BYTES,
+    Attention,
+    Collective,
+    Decoder,
+    Experts,
+    Gemm,
+    LanguageModel,
+    Mla,
+    Model,
+)  # fmt: skip
 from meshwise.spec.op import Direction, Dtype
 
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
+NamedShape = tuple[str, tuple[int, ...]]
+Shapes = Iterator[NamedShape]
 
 # No gradient reaches it (training nudges it from the load of the experts), so it is state beside
 # the parameters to FSDP2 and a buffer to transformers; published counts include it.
 ROUTER_BIAS = "router.bias"
+ATTENTION = ("q", "k", "v", "q_norm", "k_norm", "out")
+FEED_FORWARD = ("gate", "up", "down")
 
 
 class Weight(NamedTuple):
@@ -52,74 +65,64 @@ class Exchange(NamedTuple):
     collective: Collective
 
 
-def weights(model: Decoder | Model) -> list[Weight]:
+def weights(model: LanguageModel) -> list[Weight]:
     """Every weight in module order, a tied one once. Experts are stacked, [experts, n, k]."""
-    return list(_gpt_weights(model) if isinstance(model, Model) else _decoder_weights(model))
+    before, layer, behind = _dense_weights(model)
+    found = [Weight(name, shape, "root") for name, shape in before]
+    for index in range(model.layers):
+        unit = f"layers.{index}"
+        for name, shape in _layer(model, index, layer):
+            found.append(Weight(f"{unit}.{name}", shape, unit))
+    return found + [Weight(name, shape, "root") for name, shape in behind]
 
 
-def num_parameters(model: Decoder | Model) -> int:
+def num_parameters(model: LanguageModel) -> int:
     """As published: the routers' score biases included."""
     return sum(weight.num_elements for weight in weights(model))
 
 
-def _gpt_weights(model: Model) -> Iterator[Weight]:
-    for weight in _dense_weights(replace(model, experts=None)):
-        index = int(weight.unit.split(".")[1]) if weight.unit != "root" else -1
-        kind = weight.name.removeprefix(f"{weight.unit}.").split(".")[0]
-        if index < 0 or kind not in ("up", "down") or not model.has_experts(index):
-            yield weight
-        elif weight.name.endswith("up.weight"):  # all of the experts' in the place of the first
-            assert model.experts is not None
-            for name, shape in _stacked(model.experts, model.hidden, gated=False, bias=True):
-                yield Weight(f"{weight.unit}.{name}", shape, weight.unit)
-
-
-def _dense_weights(model: Model) -> Iterator[Weight]:
-    graph = gpt.forward(model, 1, 1, "fp32")
-    fused = {"heads", "three", "head_dim"}  # one dim of the module's weight
+def _dense_weights(
+    model: LanguageModel,
+) -> tuple[list[NamedShape], list[NamedShape], list[NamedShape]]:
+    """Those before the layers, those of a layer and those behind, read off the graph of the model
+    without experts and latent attention."""
+    dense: LanguageModel = replace(model, experts=None, layers=1)
+    if isinstance(dense, Decoder):
+        dense = replace(dense, mla=None)
+    graph = families.forward(dense, 1, 1, "fp32")
+    fused = {"heads", "kv_heads", "queries", "three", "head_dim"}  # one dim of the module's weight
+    before: list[NamedShape] = []
+    layer: list[NamedShape] = []
+    behind: list[NamedShape] = []
     for tensor in graph.parameters():
         runs = groupby(tensor.dims, key=lambda dim: "fused" if dim in fused else dim)
         shape = tuple(prod(graph.sizes[dim] for dim in dims) for _, dims in runs)
-        parts = tensor.name.split(".")
-        unit = ".".join(parts[:2]) if parts[0] == "layers" else "root"
-        yield Weight(tensor.name, shape, unit)
+        name = tensor.name.removeprefix("layers.0.")
+        place = layer if name != tensor.name else behind if layer else before
+        place.append((name, shape))
+    return before, layer, behind
 
 
-def _decoder_weights(model: Decoder) -> Iterator[Weight]:
-    table = (model.vocab, model.hidden)
-    yield Weight("embed.weight", table, "root")
-    for index in range(model.layers):
-        unit = f"layers.{index}"
-        for name, shape in _layer(model, model.has_experts(index)):
-            yield Weight(f"{unit}.{name}", shape, unit)
-    yield Weight("norm.weight", (model.hidden,), "root")
-    if not model.tied:
-        yield Weight("head.weight", table, "root")
-
-
-def _layer(model: Decoder, has_experts: bool) -> Shapes:
-    yield "norm1.weight", (model.hidden,)
-    yield from _latent_attention(model, model.mla) if model.mla else _attention(model)
-    yield "norm2.weight", (model.hidden,)
-    if has_experts and model.experts:
-        yield from _experts(model, model.experts)
-    else:
-        yield from _feed_forward(model, model.ffn)
+def _layer(model: LanguageModel, index: int, dense: list[NamedShape]) -> Shapes:
+    """The weights of a layer: latent attention and experts in the place of the dense ones."""
+    attention = experts = None
+    if isinstance(model, Decoder) and model.mla:
+        attention = _latent_attention(model, model.mla)
+    if model.experts and model.has_experts(index):
+        experts = _experts(model, model.experts)
+    for name, shape in dense:
+        kind = name.split(".")[0]
+        instead = attention if kind in ATTENTION else experts if kind in FEED_FORWARD else None
+        if instead is None:
+            yield name, shape
+        else:
+            yield from instead  # all of them the first time, and then none
 
 
 def _linear(name: str, n: int, k: int, bias: bool, stacked: tuple[int, ...] = ()) -> Shapes:
     yield f"{name}.weight", (*stacked, n, k)
     if bias:
         yield f"{name}.bias", (*stacked, n)
-
-
-def _attention(model: Decoder) -> Shapes:
-    for name, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
-        yield from _linear(name, heads * model.head_dim, model.hidden, model.qkv_bias)
-    if model.qk_norm:
-        yield "q_norm.weight", (model.head_dim,)
-        yield "k_norm.weight", (model.head_dim,)
-    yield from _linear("out", model.hidden, model.heads * model.head_dim, model.out_bias)
 
 
 def _latent_attention(model: Decoder, mla: Mla) -> Shapes:
@@ -159,7 +162,10 @@ def _stacked(moe: Experts, hidden: int, *, gated: bool, bias: bool) -> Shapes:
     yield from _linear("experts.down", hidden, moe.ffn, bias, stacked)
 
 
-def _experts(model: Decoder, moe: Experts) -> Shapes:
+def _experts(model: LanguageModel, moe: Experts) -> Shapes:
+    if isinstance(model, Model):
+        yield from _stacked(moe, model.hidden, gated=False, bias=True)
+        return
     yield from _stacked(moe, model.hidden, gated=model.gated, bias=model.mlp_bias)
     if moe.shared_ffn:
         yield from _feed_forward(model, moe.shared_ffn, "shared.")
@@ -168,7 +174,7 @@ def _experts(model: Decoder, moe: Experts) -> Shapes:
 
 
 def products(
-    model: Decoder | Model,
+    model: LanguageModel,
     microbatch_size: int,
     seq_len: int,
     *,
@@ -260,7 +266,7 @@ def passes(forward: Gemm) -> tuple[Gemm, Gemm, Gemm]:
 
 
 def attention(
-    model: Decoder | Model,
+    model: LanguageModel,
     microbatch_size: int,
     seq_len: int,
     *,
@@ -287,7 +293,7 @@ def attention(
 
 
 def exchanges(
-    model: Decoder | Model,
+    model: LanguageModel,
     microbatch_size: int,
     seq_len: int,
     *,
@@ -321,7 +327,7 @@ def exchanges(
     return found
 
 
-def _check(model: Decoder | Model, *, tp: int, ep: int = 1, **sizes: int) -> None:
+def _check(model: LanguageModel, *, tp: int, ep: int = 1, **sizes: int) -> None:
     """Name the first size that is not positive or that a degree does not divide."""
     for name, value in {"tp": tp, "ep": ep, **sizes}.items():
         if value < 1:

@@ -20,7 +20,8 @@ Phase = Literal["forward", "recompute", "backward", "optimizer"]
 
 
 class Tensor(NamedTuple):
-    """``role``: activation, parameter, gradient (of a parameter) or index (integer input)."""
+    """``role``: activation, parameter, gradient (of a parameter), index (integer input) or constant
+    (which needs no gradient, and lasts)."""
 
     name: str
     dims: tuple[str, ...]
@@ -30,7 +31,8 @@ class Tensor(NamedTuple):
 
 class Node(NamedTuple):
     """One operation. ``kind`` is gemm, attention or an elementwise kind; ``part`` is where it
-    belongs (embed, layer, head, optimizer) and ``layer`` its index there."""
+    belongs (embed, layer, head, optimizer) and ``layer`` its index there. ``cheap``: selective
+    recomputation computes it again rather than keep its result."""
 
     name: str
     kind: str
@@ -39,6 +41,7 @@ class Node(NamedTuple):
     part: str
     layer: int = 0
     phase: Phase = "forward"
+    cheap: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +92,11 @@ def elementwise(kind: str, read_bytes: int, write_bytes: int, direction: str) ->
 
 @functools.lru_cache(maxsize=4096)
 def attention(
-    batch: int, seq: int, heads: int, head_dim: int, direction: str, dtype: str
+    batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, direction: str, dtype: str
 ) -> Attention:
     return Attention(
-        batch=batch, q_len=seq, kv_len=seq, heads=heads, kv_heads=heads, head_dim=head_dim,
-        causal=True, direction=direction, dtype=dtype,  # type: ignore[arg-type]
+        batch=batch, q_len=seq, kv_len=seq, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, causal=True, direction=direction, dtype=dtype,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -117,8 +120,9 @@ def operation(
         return elementwise(node.kind, read, written, "forward")
     direction = "backward" if node.phase == "backward" else "forward"
     if node.kind == "attention":
-        extent = [sizes[dim] for dim in ("batch", "seq", "heads", "head_dim")]
-        return attention(*extent, direction, inputs[0].dtype)
+        kv_heads = sizes["kv_heads" if "kv_heads" in sizes else "heads"]
+        heads, rows = kv_heads * sizes.get("queries", 1), (sizes["batch"], sizes["seq"])
+        return attention(*rows, heads, kv_heads, sizes["head_dim"], direction, inputs[0].dtype)
     read = sum(num_bytes(tensor, sizes) for tensor in inputs)
     written = sum(num_bytes(tensor, sizes) for tensor in outputs)
     return elementwise(node.kind, read, written, direction)

@@ -28,7 +28,7 @@ from meshwise.models.graph import (
 )
 from meshwise.spec import Collective, Layout, Op
 
-TP_DIMS = ("vocab", "heads", "ffn")
+TP_DIMS = ("vocab", "heads", "kv_heads", "ffn")
 WHOLE, PARTIAL = "whole", "partial"
 
 # One kernel on one device; split by vocabulary, they leave a result between two kernels.
@@ -53,11 +53,16 @@ class Buffer(NamedTuple):
 
 
 class Sharded(NamedTuple):
-    """Every node's tasks on one tp rank (its collectives, then itself), and their buffers."""
+    """Every node's tasks on one tp rank (its collectives, then itself), and their buffers.
+
+    ``partial``: the parameters whose gradients are parts of a sum over tp, which is taken when
+    data parallelism reduces them.
+    """
 
     tasks: tuple[tuple[Node, tuple[Task, ...]], ...]
     buffers: dict[str, Buffer]
     parameter_elements: dict[str, int]
+    partial: frozenset[str]
 
 
 @lru_cache(maxsize=256)
@@ -70,17 +75,36 @@ def shard(graph: Graph, tp: int, sequence_parallel: bool) -> Sharded:
     for tensor in graph.parameters():
         sharded = any(dim in tensor.dims for dim in TP_DIMS)
         elements[tensor.name] = num_elements(tensor, graph.sizes) // (tp if sharded else 1)
-    return Sharded(tasks, placements.buffers, elements)
+    partial = frozenset(
+        name
+        for name, gradient in graph.gradients.items()
+        if placements.placement.get(gradient) == PARTIAL
+    )
+    return Sharded(tasks, placements.buffers, elements, partial)
 
 
 def check_divides(sizes: Mapping[str, int], layout: Layout, seq_len: int) -> str | None:
     """Why tensor parallelism of this degree cannot exist for these sizes, or None."""
     for dim in TP_DIMS:
-        if sizes[dim] % layout.tp:
+        if sizes.get(dim, 0) % layout.tp:
             return f"tp = {layout.tp} does not divide {dim} = {sizes[dim]}"
     if layout.sequence_parallel and seq_len % layout.tp:
         return f"tp = {layout.tp} does not divide seq = {seq_len}"
     return None
+
+
+def weight_cuts(graph: Graph) -> dict[str, str]:
+    """How tp cuts the weight of each product and lookup in a graph of one layer: col (what it
+    makes), row (what it contracts), vocab or replicated; by the operation's name in its layer."""
+    found = {}
+    for node in graph.nodes:
+        if node.kind not in ("gemm", "embedding"):
+            continue
+        weight, result = (graph.tensors[name].dims for name in (node.inputs[1], node.outputs[0]))
+        (cut, *_) = [dim for dim in TP_DIMS if dim in weight] or [""]
+        word = "vocab" if cut == "vocab" else "col" if cut in result else "row"
+        found[node.name.rpartition(".")[2]] = word if cut else "replicated"
+    return found
 
 
 class _Placements:
@@ -100,19 +124,20 @@ class _Placements:
     def tasks(self, node: Node) -> Iterator[Task]:
         names = (*node.inputs, *node.outputs)
         tensors = [self.graph.tensors[name] for name in names]
-        dim = self._dim_of(tensors)
+        dim = self._dim_at(node, tensors)
         reads = []
         for tensor in tensors[: len(node.inputs)]:
-            if tensor.role in ("activation", "gradient"):
-                wanted = dim if dim in tensor.dims else WHOLE
+            if tensor.name in self.placement:  # it was written
+                wanted = dim if dim in tensor.dims or dim == PARTIAL else WHOLE
                 yield from self._redistribute(node, tensor.name, wanted)
                 reads.append(self.version[tensor.name, wanted])
         sizes = self._local(dim)
         inputs, outputs = tensors[: len(node.inputs)], tensors[len(node.inputs) :]
         contracted = any(dim in tensor.dims for tensor in inputs)
         for tensor in outputs:
-            placed = dim if dim in tensor.dims else PARTIAL if contracted else WHOLE
-            self._define(tensor, tensor.name, placed)
+            is_partial = contracted or dim == PARTIAL
+            lies = dim if dim in tensor.dims else PARTIAL if is_partial else WHOLE
+            self._define(tensor, tensor.name, lies)
         if node.name in SPLIT_LOSS and dim == "vocab":
             between = f"{node.name}.{SPLIT_LOSS[node.name]}"
             size = num_bytes(outputs[0], sizes)
@@ -124,13 +149,28 @@ class _Placements:
         whole = operation(node, inputs, outputs, sizes)
         writes = tuple(tensor.name for tensor in outputs)
         yield Task(node.name, whole, "compute", node.part, node.phase, tuple(reads), writes)
-        for tensor in outputs:  # a replicated weight that saw only a slice: its gradient is a sum
-            if tensor.role == "gradient" and self.placement[tensor.name] == PARTIAL:
+        for tensor in outputs:
+            if "positions" in tensor.dims and dim == "seq":  # each rank has rows of its own
+                self.placement[tensor.name] = "seq"
+                self.version[tensor.name, "seq"] = tensor.name
                 yield from self._redistribute(node, tensor.name, WHOLE)
         for tensor in outputs:  # gathered for a product that is not redone, so gather it here
             before = (tensor.name.removesuffix(".again"), WHOLE)
             if node.phase == "recompute" and dim == "seq" and before in self.version:
                 yield from self._redistribute(node, tensor.name, WHOLE)
+
+    def _dim_at(self, node: Node, tensors: list[Tensor]) -> str:
+        """The dim that a node works on a slice of; WHOLE, or PARTIAL of a sum of partial sums."""
+        dim = self._dim_of(tensors)
+        placed = [self.placement.get(name) for name in node.inputs]
+        if node.kind == "add" and placed == [PARTIAL] * len(placed):
+            return PARTIAL
+        if dim != "seq":
+            return dim
+        is_constant = tensors[-1].role == "constant"
+        gathered = node.phase == "backward" and (node.inputs[0], WHOLE) in self.version
+        is_bias = tensors[-1].role == "gradient" and len(node.inputs) == 1 and gathered
+        return WHOLE if is_constant or is_bias or node.kind == "cross_entropy" else dim
 
     def _dim_of(self, tensors: list[Tensor]) -> str:
         if self.tp == 1:
@@ -152,6 +192,10 @@ class _Placements:
         self.version[tensor.name, placement] = buffer
         self.placement[tensor.name] = placement
 
+    def _whole_bytes(self, tensor: Tensor) -> int:
+        """Of positions those that the sequence has."""
+        return num_bytes(tensor, {**self.sizes, "positions": self.sizes["seq"]})
+
     def _redistribute(self, node: Node, name: str, wanted: str) -> Iterator[Task]:
         if (name, wanted) in self.version:
             return
@@ -171,7 +215,7 @@ class _Placements:
         self._define(tensor, result, wanted)
         op = Collective(
             kind=kind,  # type: ignore[arg-type]
-            size_bytes=num_elements(tensor, self.sizes) * BYTES[tensor.dtype],
+            size_bytes=self._whole_bytes(tensor),
             group_size=self.tp,
             dtype=tensor.dtype,  # type: ignore[arg-type]
         )

@@ -25,7 +25,7 @@ from meshwise.parallel import mesh, tensor
 from meshwise.parallel.apply import Lowering, loss_context, loss_function
 from meshwise.probe.work import Work, torch_dtype
 from meshwise.ranks import Ranks
-from meshwise.spec import Block, Case, Layout
+from meshwise.spec import Block, Case, Layout, Model
 from meshwise.timing import randn
 
 
@@ -130,6 +130,7 @@ class _Built:
 
 
 def _module(op: Block, tp_mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
+    assert isinstance(op.model, Model), "blocks of other families are not measured yet"
     with device:
         made = GPTLayer(op.model, 0) if op.part == "layer" else Head(op.model)
         module = made.to(torch_dtype(op.dtype))

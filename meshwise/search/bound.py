@@ -34,7 +34,7 @@ from meshwise.schedule import Name
 from meshwise.search.predict import in_transit
 from meshwise.search.simulate import COPIES, ROLES, WEIGHTS
 from meshwise.search.stage import StageKind, graph_of, stage_cost, stage_memory
-from meshwise.spec import DTYPE_BYTES, Collective, Layout, Model, Workload
+from meshwise.spec import DTYPE_BYTES, Collective, LanguageModel, Layout, Workload
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
 
 _ROUNDING = 32  # bytes a layer: shards are rounded up
@@ -80,7 +80,7 @@ class Ranks(NamedTuple):
     last: Work
 
 
-def mathematics_s(model: Model, seq_len: int, layout: Layout, prices: Prices) -> float:
+def mathematics_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter."""
     ranks, count = _ranks(model, seq_len, layout, prices), layout.num_microbatches
     before_s = ranks.layers.forward_s if layout.schedule in SPLIT else ranks.layers.both_s
@@ -88,7 +88,7 @@ def mathematics_s(model: Model, seq_len: int, layout: Layout, prices: Prices) ->
     return max(count * ranks.first.both_s, before_s + count * ranks.last.both_s)
 
 
-def traffic_s(model: Model, seq_len: int, layout: Layout, prices: Prices) -> float:
+def traffic_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter either."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
     gather_s, reduce_s, root_gather_s, root_reduce_s = _traffic(
@@ -110,7 +110,7 @@ def traffic_s(model: Model, seq_len: int, layout: Layout, prices: Prices) -> flo
     return max(exposed_s, in_a_row_s)
 
 
-def memory_bytes(model: Model, seq_len: int, layout: Layout, prices: Prices) -> float:
+def memory_bytes(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` needs less."""
     ranks, stages = _ranks(model, seq_len, layout, prices), layout.stages_per_rank
     state = 3 * ranks.first.parameter_bytes / layout.shards
@@ -126,7 +126,7 @@ def memory_bytes(model: Model, seq_len: int, layout: Layout, prices: Prices) -> 
 
 
 def memory_between(
-    model: Model, workload: Workload, layout: Layout, prices: Prices
+    model: LanguageModel, workload: Workload, layout: Layout, prices: Prices
 ) -> tuple[float, float]:
     """No prediction of ``layout`` needs less than the first, and none more than the second."""
     count = layout.num_stages
@@ -149,7 +149,7 @@ def memory_between(
 
 
 def _holding(
-    model: Model, seq_len: int, layout: Layout, first: bool, last: bool, prices: Prices
+    model: LanguageModel, seq_len: int, layout: Layout, first: bool, last: bool, prices: Prices
 ) -> Holding:
     """Of a stage, with the model's first layer or last. FSDP2 gathers one unit ahead of its use."""
     split, dtype, zero = layout.schedule in SPLIT, prices.costs.dtype, layout.zero
@@ -235,7 +235,7 @@ def _cut(layout: Layout) -> Layout:
     )
 
 
-def _ranks(model: Model, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
+def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
     cut = _cut(layout)
 
     def one_layer(word: Recompute = "none", first: bool = False, last: bool = False) -> Work:
@@ -271,7 +271,7 @@ def _work(kind: StageKind, prices: Prices) -> Work:
 
 @lru_cache(maxsize=4096)
 def _traffic(
-    model: Model, seq_len: int, inside: Layout, last: bool, prices: Prices
+    model: LanguageModel, seq_len: int, inside: Layout, last: bool, prices: Prices
 ) -> tuple[float, float, float, float]:
     """Seconds of a layer's gathers and reductions for one microbatch, then of the root's."""
     kind = StageKind(model, seq_len, 1, True, last, (), inside, False)

@@ -10,7 +10,7 @@ import msgspec
 from meshwise.models import apply
 from meshwise.prices import Estimate, Prices
 from meshwise.search.stage import StageKind, blocks_of, direction_of, graph_of, kinds_of
-from meshwise.spec import Costs, Model, Op, Plan, Record
+from meshwise.spec import Costs, LanguageModel, Op, Plan, Record
 from meshwise.spec.record import NonNegativeFloat, Positive
 
 
@@ -30,8 +30,8 @@ class Explained(Record, kw_only=True):
 
 def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     """The tasks of ``node`` in ``plan``'s step; an unknown node is a ValueError that lists some."""
-    if not isinstance(plan.model, Model):
-        raise ValueError(f"model {plan.model.name!r}: only layouts of dense GPTs are priced yet")
+    if not isinstance(plan.model, LanguageModel):
+        raise ValueError(f"model {plan.model.name!r}: layouts of images are not priced yet")
     kind, local = _find(plan, node, plan.model)
     prices = Prices(costs)
     blocks = blocks_of(plan.model, plan.workload.seq_len, kind.layout, plan.dtype)
@@ -60,7 +60,7 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     return tuple(rows)
 
 
-def _find(plan: Plan, node: str, model: Model) -> tuple[StageKind, str]:
+def _find(plan: Plan, node: str, model: LanguageModel) -> tuple[StageKind, str]:
     """The stage that ``node`` lies in, and its name there: stages count their layers from 0."""
     examples: list[str] = []
     kinds = kinds_of(model, plan.workload.seq_len, plan.layout)

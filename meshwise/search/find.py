@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 
 import msgspec
 
+from meshwise.models import weight_cuts
 from meshwise.prices import MEASURE, Prices, curve_key
 from meshwise.search import bound
 from meshwise.search.predict import memory_of, moved, predict
@@ -21,8 +22,8 @@ from meshwise.spec import (
     Candidate,
     Costs,
     Infeasible,
+    LanguageModel,
     Layout,
-    Model,
     Plan,
     Removal,
     Workload,
@@ -31,13 +32,9 @@ from meshwise.spec import (
 from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
 
-STRATEGY = {
-    "embed": "vocab", "qkv": "col", "out": "row", "up": "col", "down": "row", "head": "vocab",
-}  # fmt: skip
-
 
 def find(
-    model: Model, workload: Workload, costs: Costs, *, num_devices: int, top: int = 10
+    model: LanguageModel, workload: Workload, costs: Costs, *, num_devices: int, top: int = 10
 ) -> Plan:
     """The ``top`` fastest layouts on ``num_devices`` that fit, of all legal ones, and the fastest
     pipeline if none is among them: users compare with it."""
@@ -83,14 +80,14 @@ def _reasons(removed: Sequence[Removal]) -> str:
     return "; ".join(f"{removal.constraint} ({removal.count})" for removal in removed)
 
 
-def given(model: Model, workload: Workload, costs: Costs, layout: Layout) -> Plan:
+def given(model: LanguageModel, workload: Workload, costs: Costs, layout: Layout) -> Plan:
     """The plan of one layout, whatever else there is; it may be uneven, and need not fit."""
     check(model, workload, layout)
     prediction = predict(model, workload, layout, Prices(costs))
     return _plan(model, workload, costs, Candidate(layout=layout, prediction=prediction))
 
 
-def _plan(model: Model, workload: Workload, costs: Costs, chosen: Candidate) -> Plan:
+def _plan(model: LanguageModel, workload: Workload, costs: Costs, chosen: Candidate) -> Plan:
     return Plan(
         model=model,
         workload=workload,
@@ -98,14 +95,14 @@ def _plan(model: Model, workload: Workload, costs: Costs, chosen: Candidate) -> 
         dtype=costs.dtype,
         lowering=costs.lowering,
         layout=chosen.layout,
-        stages=stages_of(chosen.layout, model.layers, STRATEGY),
+        stages=stages_of(chosen.layout, model.layers, weight_cuts(model)),
         prediction=chosen.prediction,
         num_considered=1,
         runs=costs.runs,
     )
 
 
-def _ladder(layout: Layout, model: Model) -> tuple[Layout, ...]:
+def _ladder(layout: Layout, model: LanguageModel) -> tuple[Layout, ...]:
     """``layout`` with more and more recomputed, the fastest first. Not with a split backward: for
     the weights torch then computes a layer again once for each of them."""
     if layout.schedule in SPLIT:
@@ -121,7 +118,7 @@ def _ladder(layout: Layout, model: Model) -> tuple[Layout, ...]:
 
 
 def _best_first(
-    model: Model,
+    model: LanguageModel,
     workload: Workload,
     prices: Prices,
     ladders: Sequence[tuple[Layout, ...]],
@@ -167,7 +164,9 @@ def _best_first(
     return ranked, passed_over
 
 
-def _unmeasured(model: Model, workload: Workload, layout: Layout, prices: Prices) -> str | None:
+def _unmeasured(
+    model: LanguageModel, workload: Workload, layout: Layout, prices: Prices
+) -> str | None:
     """What has to be measured before this pipeline can be priced."""
     for op in moved(model, workload, layout, prices.costs):
         if op and (key := curve_key(op, prices.costs.cluster)) not in prices.curves:
@@ -176,7 +175,7 @@ def _unmeasured(model: Model, workload: Workload, layout: Layout, prices: Prices
 
 
 def _nearest(
-    model: Model,
+    model: LanguageModel,
     workload: Workload,
     prices: Prices,
     layouts: Sequence[Layout],

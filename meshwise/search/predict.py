@@ -33,8 +33,9 @@ from meshwise.spec import (
     Cluster,
     Collective,
     Costs,
+    Decoder,
+    LanguageModel,
     Layout,
-    Model,
     Part,
     Prediction,
     StageTimes,
@@ -46,7 +47,7 @@ TRANSFER, EXCHANGE = "pipeline transfer", "tied embedding exchange"
 _flops = lru_cache(step_flops)
 
 
-def predict(model: Model, workload: Workload, layout: Layout, prices: Prices) -> Prediction:
+def predict(model: LanguageModel, workload: Workload, layout: Layout, prices: Prices) -> Prediction:
     """Predict a training step of ``workload`` under ``layout``."""
     costs = prices.costs
     stages = [stage_cost(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
@@ -96,7 +97,7 @@ def _of_microbatch(stage: StageCost) -> StageTimes:
 
 
 def memory_of(
-    model: Model,
+    model: LanguageModel,
     workload: Workload,
     layout: Layout,
     prices: Prices,
@@ -112,7 +113,7 @@ def memory_of(
 
 
 def in_transit(
-    model: Model, workload: Workload, layout: Layout, costs: Costs
+    model: LanguageModel, workload: Workload, layout: Layout, costs: Costs
 ) -> tuple[float, float]:
     """Bytes besides what stages count: the next input, already received, and a result not yet
     sent; at the end of the step the other gradient of a tied embedding."""
@@ -122,7 +123,7 @@ def in_transit(
 
 
 def moved(
-    model: Model, workload: Workload, layout: Layout, costs: Costs
+    model: LanguageModel, workload: Workload, layout: Layout, costs: Costs
 ) -> list[Collective | None]:
     """What moves from each stage to the next; None within a rank, and behind the last stage."""
     inside = views(layout)
@@ -139,8 +140,10 @@ def moved(
     return [*ops, None]
 
 
-def _exchanged(model: Model, layout: Layout, costs: Costs) -> Collective | None:
+def _exchanged(model: LanguageModel, layout: Layout, costs: Costs) -> Collective | None:
     """The gradient of a tied embedding, float32, that the first and the last stage exchange."""
+    if isinstance(model, Decoder) and not model.tied:
+        return None
     inside = views(layout)
     here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
     cuts = min(inside[rank].tp * inside[rank].shards for rank in (here, there))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from meshwise import schedule
 from meshwise.models import check_divides, graph
-from meshwise.spec import Cluster, Costs, Layout, Model, Removal, Workload
+from meshwise.spec import Cluster, Costs, LanguageModel, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
 
 Reasons = Counter[str]
@@ -34,7 +34,7 @@ def divisors(n: int) -> list[int]:
 
 
 def legal_layouts(
-    model: Model, workload: Workload, costs: Costs, num_devices: int
+    model: LanguageModel, workload: Workload, costs: Costs, num_devices: int
 ) -> tuple[list[Layout], list[Removal]]:
     """Layouts in a fixed order, and how many candidates each constraint removed."""
     sizes = dict(graph(model, 1, workload.seq_len, "fp32").sizes)
@@ -53,7 +53,7 @@ def legal_layouts(
     return layouts, [Removal(constraint=name, count=n) for name, n in sorted(removed.items())]
 
 
-def check(model: Model, workload: Workload, layout: Layout) -> None:
+def check(model: LanguageModel, workload: Workload, layout: Layout) -> None:
     """Refuse, with the reason, a layout that cannot run; it may be uneven, and so may vocab."""
     reason = schedule.check(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
@@ -61,7 +61,7 @@ def check(model: Model, workload: Workload, layout: Layout) -> None:
     layout.stage_layers(model.layers)
     for pipeline_rank in range(layout.pp):
         inside = layout.of_rank(pipeline_rank)
-        sizes = {"vocab": inside.tp, "heads": model.heads, "ffn": model.ffn}
+        sizes = {**graph(model, 1, 1, "fp32").sizes, "vocab": inside.tp}
         reason = reason or check_divides(sizes, inside, workload.seq_len)
     if reason is not None:
         raise ValueError(f"Plan.layout {layout.name} cannot be: {reason}; plan anew")
@@ -119,7 +119,7 @@ def _nothing_gained(layout: Layout, host: int) -> str | None:
     return None
 
 
-def _cannot_run(layout: Layout, model: Model, costs: Costs) -> str | None:
+def _cannot_run(layout: Layout, model: LanguageModel, costs: Costs) -> str | None:
     name, pp, stages = layout.schedule, layout.pp, layout.stages_per_rank
     if name in SPLIT and costs.lowering == "compiled":
         return f"{name} splits the backward, which compiled code cannot"

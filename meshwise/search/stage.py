@@ -29,7 +29,7 @@ from meshwise.search.simulate import (
     action_memory,
     run_program,
 )
-from meshwise.spec import Block, Collective, Elementwise, Layout, Model
+from meshwise.spec import Block, Collective, Elementwise, LanguageModel, Layout
 from meshwise.spec.layout import SPLIT, Recompute, rank_of
 from meshwise.spec.op import Direction, Dtype
 
@@ -41,7 +41,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 class StageKind(NamedTuple):
     """``layout``: within the pipeline rank, for as many microbatches as have to be told apart."""
 
-    model: Model
+    model: LanguageModel
     seq_len: int
     layers: int
     first: bool
@@ -69,7 +69,7 @@ def views(layout: Layout) -> list[Layout]:
     return [layout.of_rank(0)] * layout.pp
 
 
-def kinds_of(model: Model, seq_len: int, layout: Layout) -> list[StageKind]:
+def kinds_of(model: LanguageModel, seq_len: int, layout: Layout) -> list[StageKind]:
     """The kind of every stage of ``layout``."""
     count = min(3, layout.num_microbatches)
     plain = {"num_microbatches": count, "recompute": "none", "recompute_layers": None}
@@ -148,7 +148,7 @@ def _cost(
 
 
 def blocks_of(
-    model: Model, seq_len: int, layout: Layout, dtype: Dtype
+    model: LanguageModel, seq_len: int, layout: Layout, dtype: Dtype
 ) -> dict[tuple[str, str], Block]:
     """The blocks of a layout by (part, direction), as ``probe`` measures them."""
     piece = msgspec.structs.replace(model, name="", layers=1)

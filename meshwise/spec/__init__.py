@@ -4,7 +4,7 @@ from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import Costs, Curve, Factor, HeldOut, Surface
 from meshwise.spec.layout import Layout, Recompute, ScheduleName, Workload, rank_of
 from meshwise.spec.long_attention import Dilation, LongAttention
-from meshwise.spec.model import Decoder, Experts, Mla, Model, RopeScaling
+from meshwise.spec.model import Decoder, Experts, LanguageModel, Mla, Model, RopeScaling
 from meshwise.spec.op import (
     DTYPE_BYTES,
     Attention,
@@ -67,6 +67,7 @@ __all__ = [
     "Gemm",
     "HeldOut",
     "Infeasible",
+    "LanguageModel",
     "Layout",
     "LongAttention",
     "Mla",

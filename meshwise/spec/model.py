@@ -166,3 +166,6 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
     def has_experts(self, layer: int) -> bool:
         """Whether layer ``layer``, from 0, has experts in place of the dense feed-forward."""
         return self.experts is not None and self.experts.are_in(layer)
+
+
+LanguageModel = Model | Decoder

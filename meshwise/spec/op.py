@@ -8,7 +8,7 @@ multiply-add is 2) and the bytes it must move (each input read once, each output
 
 from typing import Literal
 
-from meshwise.spec.model import Model
+from meshwise.spec.model import LanguageModel
 from meshwise.spec.record import Count, Length, NonNegative, Record
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -16,8 +16,8 @@ Direction = Literal["forward", "backward"]
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 ElementwiseKind = Literal[
-    "copy", "add", "layer_norm", "gelu", "cross_entropy", "embedding", "cast", "adamw",
-    "grad_norm", "h2d", "d2h",
+    "copy", "add", "mul", "layer_norm", "rms_norm", "gelu", "silu", "cross_entropy", "embedding",
+    "cast", "adamw", "grad_norm", "h2d", "d2h",
 ]  # fmt: skip
 CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast",
@@ -238,7 +238,7 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
     """
 
     part: Literal["layer", "head"]
-    model: Model
+    model: LanguageModel
     microbatch_size: Count
     seq_len: Length
     tp: Count = 1

@@ -6,14 +6,14 @@ from pathlib import Path
 import msgspec
 
 from meshwise import store
-from meshwise.spec import Costs, Layout, Model, Plan, Workload
+from meshwise.spec import Costs, LanguageModel, Layout, Plan, Workload
 from meshwise.verbs import files
 
 log = logging.getLogger("meshwise")
 
 
 def plan(
-    model: str | Model | None = None,
+    model: str | LanguageModel | None = None,
     *,
     gpus: int | None = None,
     costs: Path | str = "costs.json",
@@ -35,7 +35,7 @@ def plan(
 
     if top < 1:
         raise ValueError(f"top = {top}: must be >= 1")
-    chosen = catalogue.get(model) if isinstance(model, str) else model
+    chosen = catalogue.find(model) if isinstance(model, str) else model
     prices = files.take(costs, Costs)
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
@@ -54,7 +54,7 @@ def plan(
 
 
 def _workload(
-    costs: Costs, model: Model, global_batch_size: int | None, seq_len: int | None
+    costs: Costs, model: LanguageModel, global_batch_size: int | None, seq_len: int | None
 ) -> Workload:
     from meshwise.models import catalogue
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise import models, schedule, search
+from meshwise.models import weight_cuts
 from meshwise.models.apply import Program, Span
 from meshwise.models.shard import Buffer, Task
 from meshwise.pages import figures, html, tables
@@ -17,18 +18,24 @@ from meshwise.prices import Prices, curve_key
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.search import bound, pipeline
-from meshwise.search.find import STRATEGY
-from meshwise.search.predict import memory_of, moved
+from meshwise.search.predict import EXCHANGE, memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
 from meshwise.search.stage import StageCost
-from meshwise.spec import Elementwise, Layout, Model, Plan, Tier, Workload, stages_of
+from meshwise.spec import Decoder, Elementwise, Layout, Model, Plan, Tier, Workload, stages_of
 from meshwise.spec.layout import SPLIT
 from tests.unit.test_prices import CLUSTER
 from tests.unit.test_prices import costs as measured  # noqa: F401
 
 MODEL = Model(name="small", hidden=1024, layers=4, heads=16, ffn=4096, vocab=1024)
 WORKLOAD = Workload(global_batch_size=8, seq_len=512)
+LLAMA = Decoder(
+    name="small llama", hidden=1024, layers=4, heads=16, kv_heads=4, head_dim=64, ffn=2816,
+    vocab=1024, max_seq_len=512,
+)  # fmt: skip
+CUTS = {
+    "embed": "vocab", "qkv": "col", "out": "row", "up": "col", "down": "row", "head": "vocab",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +145,27 @@ def test_replicas_are_for_several_hosts(costs):
     assert 2 not in {layout.pp for layout in three}
 
 
+def test_a_decoder_is_planned_as_it_is(costs):
+    """tp cuts key and value heads; an untied head exchanges nothing with the embedding."""
+    plan = search.find(LLAMA, WORKLOAD, on(costs, memory_bytes=420e6), num_devices=4)
+    layouts, removed = legal_layouts(LLAMA, WORKLOAD, two_hosts(costs, per_host=8), 16)
+    assert max(layout.tp for layout in layouts) == 4
+    assert any(r.constraint == "tp = 8 does not divide kv_heads = 4" for r in removed)
+    products = ["q", "k", "v", "gate", "up"]
+    cuts = dict.fromkeys(products, "col") | {"out": "row", "down": "row"}
+    cuts |= {"embed": "vocab", "head": "vocab"}
+    whole = dict.fromkeys(cuts, "replicated")
+    assert weight_cuts(LLAMA) == cuts
+    assert plan.stages[0].sharding == (cuts if plan.layout.tp > 1 else whole)
+    pipelines = Layout(pp=2, dp=2, schedule="1f1b", num_microbatches=4)
+    parts = {}
+    for tied in (False, True):
+        model = msgspec.structs.replace(LLAMA, tied=tied)
+        prediction = search.predict(model, WORKLOAD, pipelines, Prices(costs))
+        parts[tied] = {part.name for part in prediction.time_parts}
+    assert EXCHANGE in parts[True] and EXCHANGE not in parts[False]
+
+
 def test_the_plan_is_the_fastest_that_fits(costs):
     """Against pricing every layout, each with as little recomputation as fits."""
     sizes, limit = {}, 330e6
@@ -166,15 +194,16 @@ def test_the_plan_is_the_fastest_that_fits(costs):
     assert plan.num_considered == total
 
 
-def test_bounds_are_bounds(costs):
+@pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt", "llama"])
+def test_bounds_are_bounds(costs, model):
     """No prediction is below its bounds, whatever the schedule; and they are of some use."""
     for there, devices in ((costs, 4), (two_hosts(costs, per_host=4), 8)):
         prices, ratios = Prices(there), []
-        layouts, _ = legal_layouts(MODEL, WORKLOAD, there, devices)
+        layouts, _ = legal_layouts(model, WORKLOAD, there, devices)
         for number, layout in enumerate(layouts[:: len(layouts) // 60]):
             rung = ladder(layout)[number % len(ladder(layout))]
-            of = (MODEL, WORKLOAD.seq_len, rung, prices)
-            prediction = search.predict(MODEL, WORKLOAD, rung, prices)
+            of = (model, WORKLOAD.seq_len, rung, prices)
+            prediction = search.predict(model, WORKLOAD, rung, prices)
             least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
             ratios.append(prediction.step_time_s / least_s)
             assert prediction.peak_memory_bytes >= bound.memory_bytes(*of), rung.name
@@ -200,15 +229,20 @@ def test_memory_is_between_its_bounds(costs, dtype, lowering):
 
 def small_space(chance):
     """A model of a few layers, a workload and a number of devices."""
-    tp = chance.choice([2, 3, 4])
-    model = Model(
-        name="drawn",
-        hidden=tp * chance.choice([64, 256]),
-        layers=chance.choice([1, 2, 4]),
-        heads=tp,
-        ffn=tp * chance.choice([64, 1024]),
-        vocab=tp * chance.choice([32, 8192]),
-    )
+    tp, width = chance.choice([2, 3, 4]), chance.choice([64, 256])
+    sizes = {
+        "name": "drawn",
+        "hidden": tp * width,
+        "layers": chance.choice([1, 2, 4]),
+        "ffn": tp * chance.choice([64, 1024]),
+        "vocab": tp * chance.choice([32, 8192]),
+        "max_seq_len": 1024,
+    }
+    model = Model(heads=tp, **sizes)
+    if chance.random() < 0.5:
+        tied, queries = chance.random() < 0.5, chance.choice([1, 4])
+        heads = {"heads": queries * tp, "kv_heads": tp, "head_dim": width // queries}
+        model = Decoder(**heads, tied=tied, qk_norm=tied, **sizes)
     workload = Workload(
         global_batch_size=chance.choice([4, 4, 8]), seq_len=chance.choice([12, 96, 768])
     )
@@ -546,7 +580,7 @@ def a_plan(costs, layout):
         dtype="bf16",
         lowering="eager",
         layout=layout,
-        stages=stages_of(layout, MODEL.layers, STRATEGY),
+        stages=stages_of(layout, MODEL.layers, CUTS),
         prediction=search.predict(MODEL, WORKLOAD, layout, Prices(costs)),
     )
 

@@ -1,0 +1,96 @@
+"""What families write their graphs with: a node for each kernel that eager PyTorch launches."""
+
+from collections.abc import Mapping
+
+from meshwise.models.graph import Graph, Node, Tensor
+
+TOKEN = ("batch", "seq")
+STREAM = (*TOKEN, "hidden")
+
+
+class Build:
+    """The nodes and tensors written so far. Each method appends a node and returns its result.
+
+    ``part`` and ``layer`` are those of the nodes that follow.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.tensors: dict[str, Tensor] = {}
+        self.nodes: list[Node] = []
+        self.part, self.layer = "embed", 0
+
+    def graph(self, sizes: Mapping[str, int]) -> Graph:
+        return Graph(sizes, self.tensors, tuple(self.nodes))
+
+    def tensor(
+        self, name: str, dims: tuple[str, ...], dtype: str = "", role: str = "activation"
+    ) -> str:
+        self.tensors[name] = Tensor(name, dims, dtype or self.dtype, role)
+        return name
+
+    def parameter(self, name: str, *dims: str) -> str:
+        return self.tensor(name, dims, role="parameter")
+
+    def node(
+        self, name: str, kind: str, inputs: tuple[str, ...], *outputs: str, cheap: bool = False
+    ) -> str:
+        """``cheap``: selective recomputation computes it again rather than keep its result."""
+        self.nodes.append(
+            Node(name, kind, inputs, outputs, self.part, self.layer, "forward", cheap)
+        )
+        return outputs[0]
+
+    def elementwise(
+        self, name: str, kind: str, *inputs: str, dtype: str = "", cheap: bool = False
+    ) -> str:
+        """A node whose result has the first input's dims."""
+        first = self.tensors[inputs[0]]
+        result = self.tensor(f"{name}.y", first.dims, dtype or first.dtype)
+        return self.node(name, kind, inputs, result, cheap=cheap)
+
+    def layer_norm(self, x: str, name: str) -> str:
+        y = self.tensor(f"{name}.y", STREAM)
+        stats = self.tensor(f"{name}.stats", (*TOKEN, "two"), "fp32")  # mean and rstd
+        weight, bias = (self.parameter(f"{name}.{part}", "hidden") for part in ("weight", "bias"))
+        return self.node(name, "layer_norm", (x, weight, bias), y, stats, cheap=True)
+
+    def rms_norm(self, x: str, name: str, *, cheap: bool = True) -> str:
+        """Over the last dim of x."""
+        *rows, dim = self.tensors[x].dims
+        y = self.tensor(f"{name}.y", (*rows, dim))
+        rstd = self.tensor(f"{name}.rstd", tuple(rows), "fp32")
+        weight = self.parameter(f"{name}.weight", dim)
+        return self.node(name, "rms_norm", (x, weight), y, rstd, cheap=cheap)
+
+    def linear(
+        self, x: str, name: str, out: tuple[str, ...], into: tuple[str, ...], *, bias: bool
+    ) -> str:
+        y = self.tensor(f"{name}.y", (*TOKEN, *out))
+        weights = [self.parameter(f"{name}.weight", *out, *into)]
+        weights += [self.parameter(f"{name}.bias", *out)] if bias else []
+        return self.node(name, "gemm", (x, *weights), y)
+
+    def attention(self, name: str, inputs: tuple[str, ...], heads: tuple[str, ...]) -> str:
+        """``inputs``: q, k and v, or one tensor of the three; ``heads``: the dims of q's heads."""
+        y = self.tensor(f"{name}.y", (*TOKEN, *heads, "head_dim"))
+        lse = self.tensor(f"{name}.lse", ("batch", *heads, "seq"), "fp32")
+        return self.node(name, "attention", inputs, y, lse)
+
+    def embedding(self) -> str:
+        tokens = self.tensor("tokens", TOKEN, "int64", "index")
+        table = self.parameter("embed.weight", "vocab", "hidden")
+        return self.node("embed", "embedding", (tokens, table), self.tensor("embed.y", STREAM))
+
+    def head(self, x: str, table: str) -> None:
+        """Project the normed stream by ``table`` and take the loss of the logits."""
+        self.parameter(table, "vocab", "hidden")
+        logits = self.node("head", "gemm", (x, table), self.tensor("head.y", (*TOKEN, "vocab")))
+        if self.dtype != "fp32":
+            wide = self.tensor("loss.logits", (*TOKEN, "vocab"), "fp32")
+            logits = self.node("loss.cast", "cast", (logits,), wide)
+        log_p = self.tensor("loss.log_p", (*TOKEN, "vocab"), "fp32")
+        terms = self.tensor("loss.terms", (*TOKEN, "three"), "fp32")  # row's max, sum, target logit
+        self.node("loss.softmax", "cross_entropy", (logits,), log_p, terms)
+        targets = self.tensor("targets", TOKEN, "int64", "index")
+        self.node("loss", "cross_entropy", (terms, targets), self.tensor("loss", ("one",), "fp32"))

@@ -1,0 +1,53 @@
+"""The forward graph of a GPT.
+
+    e = embed[tokens];  x = e + positions
+    layer:  x = x + out(attention(qkv(norm1(x))));  x = x + down(gelu(up(norm2(x))))
+    head:   logits = norm(x) embed^T;  loss = mean(nll(log_softmax(float(logits)), targets))
+
+``nn/gpt.py`` is the same mathematics as a torch module; tests hold the two to the same parameter
+count, FLOPs and, in eager mode, the same bytes saved for backward.
+"""
+
+from meshwise.models.families.build import STREAM, Build
+from meshwise.models.graph import Graph
+from meshwise.spec import Model
+
+
+def forward(
+    model: Model, batch: int, seq: int, dtype: str, layers: int, *, first: bool, last: bool
+) -> Graph:
+    """``families.forward`` of a GPT."""
+    build = Build(dtype)
+    x = _embedding(build) if first else build.tensor("stage.in", STREAM)
+    for i in range(layers):
+        x = _layer(build, x, i)
+    if last:
+        build.part, build.layer = "head", 0
+        build.head(build.layer_norm(x, "norm"), "embed.weight" if first else "head.weight")
+    return build.graph(
+        {
+            "batch": batch, "seq": seq, "hidden": model.hidden, "heads": model.heads, "three": 3,
+            "head_dim": model.head_dim, "ffn": model.ffn, "vocab": model.vocab,
+            "positions": model.max_seq_len, "two": 2, "one": 1,
+        }
+    )  # fmt: skip
+
+
+def _embedding(build: Build) -> str:
+    looked_up = build.embedding()
+    positions = build.parameter("positions.weight", "positions", "hidden")
+    return build.elementwise("positions", "add", looked_up, positions)
+
+
+def _layer(build: Build, x: str, i: int) -> str:
+    build.part, build.layer, at = "layer", i, f"layers.{i}"
+    normed, per_head = build.layer_norm(x, f"{at}.norm1"), ("heads", "three", "head_dim")
+    qkv = build.linear(normed, f"{at}.qkv", per_head, ("hidden",), bias=True)
+    mixed = build.attention(f"{at}.attention", (qkv,), ("heads",))
+    out = build.linear(mixed, f"{at}.out", ("hidden",), ("heads", "head_dim"), bias=True)
+    x = build.elementwise(f"{at}.add1", "add", x, out)
+    normed = build.layer_norm(x, f"{at}.norm2")
+    up = build.linear(normed, f"{at}.up", ("ffn",), ("hidden",), bias=True)
+    gelu = build.elementwise(f"{at}.gelu", "gelu", up, cheap=True)
+    down = build.linear(gelu, f"{at}.down", ("hidden",), ("ffn",), bias=True)
+    return build.elementwise(f"{at}.add2", "add", x, down)

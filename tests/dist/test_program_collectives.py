@@ -1,0 +1,125 @@
+"""The collectives of a real step, forward and backward, are those of the program that is priced.
+
+They are recorded in the dispatcher, as in ``test_fsdp_collectives``; DTensor's pass it under names
+of their own.
+"""
+
+from collections import Counter
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwise import models
+from meshwise.engine import data as engine_data
+from meshwise.engine import step
+from meshwise.parallel import apply, mesh, pipeline
+from meshwise.spec import Collective, Decoder, Layout, Model, Plan, Workload, stages_of
+
+pytestmark = pytest.mark.dist
+
+WORKLOAD = Workload(global_batch_size=4, seq_len=16)
+LLAMA = Decoder(
+    hidden=32, layers=2, heads=8, kv_heads=4, head_dim=4, ffn=48, vocab=96, max_seq_len=16
+)
+FAMILIES = {
+    "gpt": Model(hidden=32, layers=2, heads=4, ffn=128, vocab=96, max_seq_len=16),
+    "llama": LLAMA,
+    "qwen": replace(LLAMA, qkv_bias=True, qk_norm=True),
+    "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=8),
+}
+FUNCTIONAL = {
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+}
+LAYOUTS = {
+    2: [
+        Layout(tp=2, microbatch_size=4),
+        Layout(tp=2, sequence_parallel=True, microbatch_size=2, num_microbatches=2),
+        Layout(tp=2, sequence_parallel=True, microbatch_size=4, recompute="selective"),
+        Layout(tp=2, microbatch_size=4, recompute="full"),
+    ],
+    4: [
+        Layout(tp=4, sequence_parallel=True, microbatch_size=4),
+        Layout(dp=2, tp=2, zero=3, microbatch_size=1, num_microbatches=2),
+        Layout(dp=2, tp=2, zero=2, sequence_parallel=True, microbatch_size=2, recompute="full"),
+    ],
+}
+
+
+class Recorded(TorchDispatchMode):
+    """(kind, ranks, bytes of nccl-tests' size) of every collective while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:  # what it does with its parts comes here again
+            return NotImplemented
+        name = func.name().split(".")[0]
+        if kind := FUNCTIONAL.get(name):
+            if name.startswith("_"):
+                held, ranks = args[0], dist.distributed_c10d._resolve_process_group(args[-1]).size()
+                size = held.nbytes * (ranks if kind == "all_gather" else 1)
+            else:
+                group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+                ranks = dist.ProcessGroup.unbox(group).size()
+                held = args[0][0] if kind == "all_reduce" else args[kind == "reduce_scatter"]
+                size = held.nbytes
+            self.calls.append((kind, ranks, size))
+        elif "c10d" in name and not name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
+            raise AssertionError(f"{name} was not expected")
+        return func(*args, **(kwargs or {}))
+
+
+def issued(ranks, plan):
+    """{layout: calls} of steps as the engine makes them."""
+    plan, found = msgspec.json.decode(plan, type=Plan), {}
+    for layout in LAYOUTS[ranks.world_size]:
+        stages = stages_of(layout, plan.model.layers, {})
+        changed = replace(plan, layout=layout, stages=stages)
+        place = mesh.build(layout, "cpu")
+        rows = step.rows(layout, ranks.rank)
+        batch = engine_data.batches(plan.model, WORKLOAD, steps=1, seed=0, file=None, rows=rows)
+        training = step.prepare(changed, place, batch, ranks.device, dtype=plan.dtype, seed=0)
+        batch = [
+            each[0].split(layout.microbatch_size) for each in (training.inputs, training.targets)
+        ]
+        with Recorded() as recorded, apply.loss_context(layout):
+            pipeline.run(training.pipeline, *batch, training.loss)
+        found[layout.name] = recorded.calls
+    return found
+
+
+def programmed(model, layout, dtype):
+    """The same of the program, but for the loss, whose three numbers a row torch sends apart."""
+    words = layout.recomputed(model.layers)
+    graph = models.graph(model, layout.microbatch_size, WORKLOAD.seq_len, dtype, recompute=words)
+    found = Counter()
+    for task in models.apply(graph, layout, dtype).tasks:
+        if not isinstance(task.op, Collective) or task.op.group_size == 1:
+            continue
+        apart = 3 if task.name.startswith("loss") else 1
+        found[task.op.kind, task.op.group_size, task.op.size_bytes // apart] += apart
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_issues_what_its_program_has(gloo_ranks, plan_of, world_size, model, dtype):
+    plan = plan_of(model, WORKLOAD, Layout(dp=4), dtype=dtype)
+    plan = msgspec.json.encode(plan).decode()
+    for found in gloo_ranks(world_size, issued, plan=plan):
+        for layout in LAYOUTS[world_size]:
+            calls = Counter(tuple(call) for call in found[layout.name])
+            assert calls == programmed(model, layout, dtype), layout.name
