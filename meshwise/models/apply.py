@@ -12,6 +12,7 @@ FSDP2's hooks know nothing of that: all weights are gathered before I, freed and
 """
 
 from collections.abc import Iterable
+from math import prod
 from typing import Literal, NamedTuple
 
 from meshwise.models.graph import BYTES, Graph, Node, Tensor, elementwise, operation
@@ -56,11 +57,7 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
     """
     sharded = shard(graph, layout.tp, layout.sequence_parallel)
     members = _members(sharded)
-    elements = {
-        unit: sum(sharded.parameter_elements[name] for name in names)
-        for unit, names in members.items()
-    }
-    data = _DataParallel(layout, elements, dtype, sharded)
+    data = _DataParallel(layout, members, dtype, sharded)
     kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
     runs = {kind: _runs_of_units(graph, sharded, kind) for kind in kinds}
     received = _received(runs)
@@ -93,7 +90,7 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
             tasks[start] = tasks[start]._replace(writes=(*tasks[start].writes, *arrived))
             tasks[-1] = tasks[-1]._replace(reads=(*tasks[-1].reads, *arrived))
             actions.append(Span(kind, microbatch, start, len(tasks)))
-    local = -(-sum(elements.values()) // layout.shards)
+    local = sum(data.shard_elements.values())
     tasks += [_optimizer_task(node, local) for node in graph.nodes if node.phase == "optimizer"]
     resident = {"parameters": 4 * local, "optimizer state": 8 * local}
     everything = buffers | data.buffers
@@ -109,7 +106,7 @@ def _optimizer_task(node: Node, num_elements: int) -> Task:
 def _members(sharded: Sharded) -> dict[str, list[str]]:
     """The parameters of each unit."""
     members: dict[str, list[str]] = {}
-    for name in sharded.parameter_elements:
+    for name in sharded.shapes:
         parts = name.split(".")
         unit = ".".join(parts[:2]) if parts[0] == "layers" else "root"
         members.setdefault(unit, []).append(name)
@@ -163,14 +160,25 @@ def _due(kind: Kind, runs: Runs) -> dict[int, list[str]]:
     return due
 
 
+def padded_shard(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements that each of so many ranks holds of a parameter: FSDP2 cuts its first dim and pads
+    it to a multiple of the ranks."""
+    return -(-shape[0] // ranks) * prod(shape[1:])
+
+
 class _DataParallel:
     """Gathers and reductions of FSDP2's units, and the buffers they need."""
 
     def __init__(
-        self, layout: Layout, unit_elements: dict[str, int], dtype: str, over_tp: Sharded
+        self, layout: Layout, members: dict[str, list[str]], dtype: str, over_tp: Sharded
     ) -> None:
-        self.layout, self.elements, self.dtype = layout, unit_elements, dtype
-        self.over_tp = over_tp
+        self.layout, self.dtype, self.over_tp = layout, dtype, over_tp
+        shapes = {unit: [over_tp.shapes[name] for name in names] for unit, names in members.items()}
+        self.elements = {unit: sum(map(prod, of)) for unit, of in shapes.items()}
+        self.shard_elements = {
+            unit: sum(padded_shard(shape, layout.shards) for shape in of)
+            for unit, of in shapes.items()
+        }
         self.buffers: dict[str, Buffer] = {}
         self.kept: set[str] = set()
         self.current: dict[str, str] = {}  # unit -> buffer of its gathered weights
@@ -203,10 +211,14 @@ class _DataParallel:
         flat = self._gathered(unit)
         if not self.sharded or unit in self.current or flat in self.buffers:
             return []
-        size = self.elements[unit] * BYTES[self.dtype]
+        size = self._padded(unit) * BYTES[self.dtype]
         self.buffers[flat] = Buffer(size, "communication")
         gather = self._collective("all_gather", size, self.dtype)
         return [Task(f"{unit}.all_gather", gather, "dp", "dp", self.era, after, (flat,))]
+
+    def _padded(self, unit: str) -> int:
+        """Elements of a unit as its ranks send them."""
+        return self.shard_elements[unit] * self.layout.shards
 
     def _gathered(self, unit: str) -> str:
         return f"gathered.{unit}.{self.era}"
@@ -215,7 +227,7 @@ class _DataParallel:
         """Copy a gathered unit into its weights; without sharding, cast the local ones."""
         if unit in self.current or not self.copies:
             return []
-        size, full = self.elements[unit] * BYTES[self.dtype], f"weights.{unit}.{self.era}"
+        size, full = self._padded(unit) * BYTES[self.dtype], f"weights.{unit}.{self.era}"
         self.buffers[full] = Buffer(size, "weights")
         self.current[unit] = full
         reads: tuple[str, ...] = ()
@@ -250,8 +262,9 @@ class _DataParallel:
             if name in self.over_tp.partial:
                 task(f"{name}.all_reduce", self._over_tp(name), "compute")
         flat, done = f"reduce_in.{unit}.{self.era}", f"gradient.{unit}"
+        wide = 4 * self._padded(unit)
         self.buffers[flat] = Buffer(wide, "communication")
-        self.buffers[done] = Buffer(-(-wide // shards), "gradient")
+        self.buffers[done] = Buffer(wide // shards, "gradient")
         self.kept.add(done)
         task("copy_in", elementwise("copy", compute, wide, "backward"), "compute", flat)
         gradients = (flat,)
@@ -268,7 +281,7 @@ class _DataParallel:
         dtype = "fp32" if wide else self.dtype
         return Collective(
             kind="all_reduce",
-            size_bytes=self.over_tp.parameter_elements[name] * BYTES[dtype],
+            size_bytes=prod(self.over_tp.shapes[name]) * BYTES[dtype],
             group_size=self.layout.tp,
             dtype=dtype,  # type: ignore[arg-type]
         )

@@ -8,13 +8,13 @@ product over all m * top_k rows.
 """
 
 from collections.abc import Iterator
-from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from meshwise.models import families
+from meshwise.models.graph import module_shape
 from meshwise.spec import (
     DTYPE_BYTES,
     Attention,
@@ -90,16 +90,13 @@ def _dense_weights(
     if isinstance(dense, Decoder):
         dense = replace(dense, mla=None)
     graph = families.forward(dense, 1, 1, "fp32")
-    fused = {"heads", "kv_heads", "queries", "three", "head_dim"}  # one dim of the module's weight
     before: list[NamedShape] = []
     layer: list[NamedShape] = []
     behind: list[NamedShape] = []
     for tensor in graph.parameters():
-        runs = groupby(tensor.dims, key=lambda dim: "fused" if dim in fused else dim)
-        shape = tuple(prod(graph.sizes[dim] for dim in dims) for _, dims in runs)
         name = tensor.name.removeprefix("layers.0.")
         place = layer if name != tensor.name else behind if layer else before
-        place.append((name, shape))
+        place.append((name, module_shape(tensor, graph.sizes)))
     return before, layer, behind
 
 

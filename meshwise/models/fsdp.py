@@ -8,9 +8,9 @@ ReduceScatter.
 """
 
 from collections.abc import Iterator
-from math import prod
 from typing import Any, NamedTuple
 
+from meshwise.models.apply import padded_shard
 from meshwise.models.decoder import ROUTER_BIAS, Weight, weights
 from meshwise.spec import DTYPE_BYTES, Collective, Decoder, Model
 from meshwise.spec.op import Dtype
@@ -50,7 +50,7 @@ def shard_elements(unit: Unit, ranks: int) -> int:
     """What each of the ranks holds of a unit, padding included."""
     if ranks < 1:
         raise ValueError(f"ranks = {ranks}: must be >= 1")
-    return sum(-(-weight.shape[0] // ranks) * prod(weight.shape[1:]) for weight in unit.weights)
+    return sum(padded_shard(weight.shape, ranks) for weight in unit.weights)
 
 
 def planned(

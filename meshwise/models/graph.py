@@ -9,6 +9,7 @@ lacks are contracted, k.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -69,6 +70,15 @@ OPTIMIZER_BYTES = {"adamw": (16, 12), "grad_norm": (8, 4)}
 
 def num_elements(tensor: Tensor, sizes: Mapping[str, int]) -> int:
     return prod(sizes[dim] for dim in tensor.dims)
+
+
+FUSED = frozenset({"heads", "kv_heads", "queries", "three", "head_dim"})
+
+
+def module_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """A parameter's shape in the module, where neighbours of heads, q|k|v and head_dim are one."""
+    runs = itertools.groupby(tensor.dims, key=lambda dim: "" if dim in FUSED else dim)
+    return tuple(prod(sizes[dim] for dim in dims) for _, dims in runs)
 
 
 def num_bytes(tensor: Tensor, sizes: Mapping[str, int]) -> int:

@@ -22,6 +22,7 @@ from meshwise.models.graph import (
     Node,
     Tensor,
     elementwise,
+    module_shape,
     num_bytes,
     num_elements,
     operation,
@@ -55,13 +56,13 @@ class Buffer(NamedTuple):
 class Sharded(NamedTuple):
     """Every node's tasks on one tp rank (its collectives, then itself), and their buffers.
 
-    ``partial``: the parameters whose gradients are parts of a sum over tp, which is taken when
-    data parallelism reduces them.
+    ``shapes``: of this rank's part of each parameter, as in the module. ``partial``: the parameters
+    whose gradients are parts of a sum over tp, which is taken when data parallelism reduces them.
     """
 
     tasks: tuple[tuple[Node, tuple[Task, ...]], ...]
     buffers: dict[str, Buffer]
-    parameter_elements: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
     partial: frozenset[str]
 
 
@@ -71,16 +72,15 @@ def shard(graph: Graph, tp: int, sequence_parallel: bool) -> Sharded:
     placements = _Placements(graph, tp, sequence_parallel)
     nodes = [node for node in graph.nodes if node.phase != "optimizer"]
     tasks = tuple((node, tuple(placements.tasks(node))) for node in nodes)
-    elements = {}
-    for tensor in graph.parameters():
-        sharded = any(dim in tensor.dims for dim in TP_DIMS)
-        elements[tensor.name] = num_elements(tensor, graph.sizes) // (tp if sharded else 1)
+    cut = {dim: -(-graph.sizes[dim] // tp) for dim in TP_DIMS if dim in graph.sizes}
+    local = {**graph.sizes, **cut}
+    shapes = {tensor.name: module_shape(tensor, local) for tensor in graph.parameters()}
     partial = frozenset(
         name
         for name, gradient in graph.gradients.items()
         if placements.placement.get(gradient) == PARTIAL
     )
-    return Sharded(tasks, placements.buffers, elements, partial)
+    return Sharded(tasks, placements.buffers, shapes, partial)
 
 
 def check_divides(sizes: Mapping[str, int], layout: Layout, seq_len: int) -> str | None:

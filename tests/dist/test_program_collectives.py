@@ -32,6 +32,13 @@ FAMILIES = {
     "qwen": replace(LLAMA, qkv_bias=True, qk_norm=True),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=8),
 }
+UNEVEN = {  # few first dims divide by 4, and by 2
+    "gpt": Model(hidden=30, layers=2, heads=3, ffn=54, vocab=101, max_seq_len=17),
+    "llama": Decoder(
+        hidden=10, layers=2, heads=3, kv_heads=1, head_dim=6, ffn=9, vocab=11, max_seq_len=16,
+        qkv_bias=True, qk_norm=True,
+    ),
+}  # fmt: skip
 FUNCTIONAL = {
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
@@ -81,10 +88,10 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def issued(ranks, plan):
+def issued(ranks, plan, layouts):
     """{layout: calls} of steps as the engine makes them."""
     plan, found = msgspec.json.decode(plan, type=Plan), {}
-    for layout in LAYOUTS[ranks.world_size]:
+    for layout in msgspec.json.decode(layouts, type=list[Layout]):
         stages = stages_of(layout, plan.model.layers, {})
         changed = replace(plan, layout=layout, stages=stages)
         place = mesh.build(layout, "cpu")
@@ -117,9 +124,24 @@ def programmed(model, layout, dtype):
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_issues_what_its_program_has(gloo_ranks, plan_of, world_size, model, dtype):
+    compare(gloo_ranks, plan_of, model, LAYOUTS[world_size], dtype)
+
+
+@pytest.mark.parametrize("model", UNEVEN.values(), ids=UNEVEN)
+def test_shards_are_padded_as_fsdp2_pads_them(gloo_ranks, plan_of, model):
+    layouts = [
+        Layout(dp=4, zero=3, microbatch_size=1),
+        Layout(dp=4, zero=2, replicas=2, microbatch_size=1),
+        Layout(dp=4, zero=1, microbatch_size=1),
+    ]
+    compare(gloo_ranks, plan_of, model, layouts, "bf16")
+
+
+def compare(gloo_ranks, plan_of, model, layouts, dtype):
     plan = plan_of(model, WORKLOAD, Layout(dp=4), dtype=dtype)
-    plan = msgspec.json.encode(plan).decode()
-    for found in gloo_ranks(world_size, issued, plan=plan):
-        for layout in LAYOUTS[world_size]:
+    given = {"plan": plan, "layouts": layouts}
+    given = {name: msgspec.json.encode(value).decode() for name, value in given.items()}
+    for found in gloo_ranks(layouts[0].num_devices, issued, **given):
+        for layout in layouts:
             calls = Counter(tuple(call) for call in found[layout.name])
             assert calls == programmed(model, layout, dtype), layout.name
