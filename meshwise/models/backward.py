@@ -9,6 +9,8 @@ Rules, for a result's gradient dy:
     cast, copy          dx from dy
     mul z = x y         dx from dy and y, dy from dz and x; of a constant nothing
     add                 both gradients are dy: no operation
+    view                of a split its outputs' gradients, one behind the other
+    concat              views of dy, summed over the heads that an input lacks
     embedding           dw scatters dy into a dense table
     loss                d log_p from the targets, then dlogits from d log_p and log_p
 A tensor read twice gets its gradients added. What a rule reads of the forward pass is what eager
@@ -67,7 +69,9 @@ class _Backward:
         self, of: Node, suffix: str, kind: str, inputs: list[str], outputs: list[str]
     ) -> None:
         name, read, written = f"{of.name}.{suffix}", tuple(inputs), tuple(outputs)
-        self.nodes.append(Node(name, kind, read, written, of.part, of.layer, "backward"))
+        self.nodes.append(
+            Node(name, kind, read, written, of.part, of.layer, "backward", whole=of.whole)
+        )
 
     def emit(self, of: Node, suffix: str, kind: str, inputs: list[str], to: list[str]) -> None:
         """A node that computes the gradients of ``to``."""
@@ -107,9 +111,27 @@ class _Backward:
 
     def is_redone(self, producer: Node, reader: Node) -> bool:
         """Whether a result is not kept for ``reader``; a layer's input, made elsewhere, is."""
+        while producer.kind == "view":
+            if producer.inputs[0] not in self.producers:
+                return False
+            producer = self.producers[producer.inputs[0]]
         inside = producer.part == reader.part == "layer" and producer.layer == reader.layer
         word = self.recompute[producer.layer] if inside and self.recompute else "none"
         return word == "full" or (word == "selective" and producer.cheap)
+
+    def cut(self, node: Node, dy: str) -> None:
+        """The inputs' gradients of a concatenation as views of dy."""
+        heads = self.tensors[dy].dims[2]
+        for name in node.inputs:
+            source = self.tensors[name]
+            if heads in source.dims:
+                self.emit(node, f"grad.{name}", "view", [dy], [name])
+                continue
+            every = self.declare(name, ".every")
+            dims = (*source.dims[:2], heads, *source.dims[2:])
+            self.tensors[every] = self.tensors[every]._replace(dims=dims)
+            self.add_node(node, f"grad.{name}.every", "view", [dy], [every])
+            self.emit(node, f"grad.{name}", "add", [every], [name])
 
     def differentiate(self, node: Node) -> None:
         """Append the backward of a forward node; a constant has none."""
@@ -141,6 +163,11 @@ class _Backward:
             self.emit(node, "grad", node.kind, [dy, self.saved(x, node)], [x])
         elif node.kind in ("cast", "copy"):
             self.emit(node, "grad", node.kind, [dy], [x])
+        elif node.kind == "view":
+            gradients = [self.gradient_of[name] for name in node.outputs]
+            self.emit(node, "grad", "copy", gradients, [x])
+        elif node.kind == "concat":
+            self.cut(node, dy)
         elif node.kind == "mul":
             for name, other in (node.inputs, node.inputs[::-1]):
                 if self.tensors[name].role == "activation":

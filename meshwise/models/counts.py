@@ -79,7 +79,7 @@ def saved_activation_bytes(
         out: node.part for node in graph.nodes if node.phase == "forward" for out in node.outputs
     }
     later = [node for node in graph.nodes if node.phase in ("recompute", "backward")]
-    read = {name for node in later for name in node.inputs}
+    read = {graph.bases.get(name, name) for node in later for name in node.inputs}
     saved: dict[str, int] = {}
     for name in sorted(read & part_of.keys()):
         part = part_of[name]

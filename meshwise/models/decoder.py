@@ -23,7 +23,6 @@ from meshwise.spec import (
     Experts,
     Gemm,
     LanguageModel,
-    Mla,
     Model,
 )  # fmt: skip
 from meshwise.spec.op import Direction, Dtype
@@ -34,7 +33,6 @@ Shapes = Iterator[NamedShape]
 # No gradient reaches it (training nudges it from the load of the experts), so it is state beside
 # the parameters to FSDP2 and a buffer to transformers; published counts include it.
 ROUTER_BIAS = "router.bias"
-ATTENTION = ("q", "k", "v", "q_norm", "k_norm", "out")
 FEED_FORWARD = ("gate", "up", "down")
 
 
@@ -85,11 +83,8 @@ def _dense_weights(
     model: LanguageModel,
 ) -> tuple[list[NamedShape], list[NamedShape], list[NamedShape]]:
     """Those before the layers, those of a layer and those behind, read off the graph of the model
-    without experts and latent attention."""
-    dense: LanguageModel = replace(model, experts=None, layers=1)
-    if isinstance(dense, Decoder):
-        dense = replace(dense, mla=None)
-    graph = families.forward(dense, 1, 1, "fp32")
+    without experts."""
+    graph = families.forward(replace(model, experts=None, layers=1), 1, 1, "fp32")
     before: list[NamedShape] = []
     layer: list[NamedShape] = []
     behind: list[NamedShape] = []
@@ -101,40 +96,20 @@ def _dense_weights(
 
 
 def _layer(model: LanguageModel, index: int, dense: list[NamedShape]) -> Shapes:
-    """The weights of a layer: latent attention and experts in the place of the dense ones."""
-    attention = experts = None
-    if isinstance(model, Decoder) and model.mla:
-        attention = _latent_attention(model, model.mla)
-    if model.experts and model.has_experts(index):
-        experts = _experts(model, model.experts)
+    """The weights of a layer: experts in the place of its feed-forward."""
+    moe = model.experts if model.has_experts(index) else None
+    experts = _experts(model, moe) if moe else None
     for name, shape in dense:
-        kind = name.split(".")[0]
-        instead = attention if kind in ATTENTION else experts if kind in FEED_FORWARD else None
-        if instead is None:
+        if experts is None or name.split(".")[0] not in FEED_FORWARD:
             yield name, shape
         else:
-            yield from instead  # all of them the first time, and then none
+            yield from experts  # all of them the first time, and then none
 
 
 def _linear(name: str, n: int, k: int, bias: bool, stacked: tuple[int, ...] = ()) -> Shapes:
     yield f"{name}.weight", (*stacked, n, k)
     if bias:
         yield f"{name}.bias", (*stacked, n)
-
-
-def _latent_attention(model: Decoder, mla: Mla) -> Shapes:
-    q = model.heads * (mla.nope_head_dim + mla.rope_head_dim)
-    if mla.q_lora_rank is None:
-        yield from _linear("q", q, model.hidden, False)
-    else:
-        yield from _linear("q_down", mla.q_lora_rank, model.hidden, model.qkv_bias)
-        yield "q_norm.weight", (mla.q_lora_rank,)
-        yield from _linear("q_up", q, mla.q_lora_rank, False)
-    latent = mla.kv_lora_rank
-    yield from _linear("kv_down", latent + mla.rope_head_dim, model.hidden, model.qkv_bias)
-    yield "kv_norm.weight", (latent,)
-    yield from _linear("kv_up", model.heads * (mla.nope_head_dim + mla.v_head_dim), latent, False)
-    yield from _linear("out", model.hidden, model.heads * mla.v_head_dim, model.out_bias)
 
 
 def _feed_forward(model: Decoder, width: int, prefix: str = "") -> Shapes:

@@ -32,8 +32,10 @@ class Tensor(NamedTuple):
 
 class Node(NamedTuple):
     """One operation. ``kind`` is gemm, attention or an elementwise kind; ``part`` is where it
-    belongs (embed, layer, head, optimizer) and ``layer`` its index there. ``cheap``: selective
-    recomputation computes it again rather than keep its result."""
+    belongs (embed, layer, head, optimizer) and ``layer`` its index there. A ``view`` is no kernel:
+    its outputs lie in its input's memory. ``cheap``: selective recomputation computes it again
+    rather than keep its result. ``whole``: on every tp rank where no dim of heads, ffn or vocab is
+    divided, also under sequence parallelism."""
 
     name: str
     kind: str
@@ -43,6 +45,7 @@ class Node(NamedTuple):
     layer: int = 0
     phase: Phase = "forward"
     cheap: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,16 @@ class Graph:
     tensors: Mapping[str, Tensor]
     nodes: tuple[Node, ...]
     gradients: Mapping[str, str] = field(default_factory=dict)  # parameter -> its whole gradient
+
+    @functools.cached_property
+    def bases(self) -> Mapping[str, str]:
+        """The tensor in whose memory each view lies."""
+        found: dict[str, str] = {}
+        for node in self.nodes:
+            if node.kind == "view":
+                base = found.get(node.inputs[0], node.inputs[0])
+                found |= dict.fromkeys(node.outputs, base)
+        return found
 
     def parameters(self) -> list[Tensor]:
         return [tensor for tensor in self.tensors.values() if tensor.role == "parameter"]
@@ -72,7 +85,7 @@ def num_elements(tensor: Tensor, sizes: Mapping[str, int]) -> int:
     return prod(sizes[dim] for dim in tensor.dims)
 
 
-FUSED = frozenset({"heads", "kv_heads", "queries", "three", "head_dim"})
+FUSED = frozenset({"heads", "kv_heads", "queries", "three", "head_dim", "qk", "kv", "value"})
 
 
 def module_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -100,14 +113,7 @@ def elementwise(kind: str, read_bytes: int, write_bytes: int, direction: str) ->
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def attention(
-    batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, direction: str, dtype: str
-) -> Attention:
-    return Attention(
-        batch=batch, q_len=seq, kv_len=seq, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, causal=True, direction=direction, dtype=dtype,  # type: ignore[arg-type]
-    )  # fmt: skip
+attention = functools.lru_cache(maxsize=4096)(Attention)
 
 
 def operation(
@@ -130,9 +136,15 @@ def operation(
         return elementwise(node.kind, read, written, "forward")
     direction = "backward" if node.phase == "backward" else "forward"
     if node.kind == "attention":
+        q, v = inputs[0], inputs[0 if "three" in inputs[0].dims else 2]
         kv_heads = sizes["kv_heads" if "kv_heads" in sizes else "heads"]
-        heads, rows = kv_heads * sizes.get("queries", 1), (sizes["batch"], sizes["seq"])
-        return attention(*rows, heads, kv_heads, sizes["head_dim"], direction, inputs[0].dtype)
+        seq, width, width_v = sizes["seq"], sizes[q.dims[-1]], sizes[v.dims[-1]]
+        return attention(
+            batch=sizes["batch"], q_len=seq, kv_len=seq, kv_heads=kv_heads,
+            heads=kv_heads * sizes.get("queries", 1), head_dim=width,
+            head_dim_v=None if width_v == width else width_v, direction=direction, dtype=q.dtype,
+        )  # fmt: skip
     read = sum(num_bytes(tensor, sizes) for tensor in inputs)
     written = sum(num_bytes(tensor, sizes) for tensor in outputs)
-    return elementwise(node.kind, read, written, direction)
+    kind = "copy" if node.kind == "concat" else node.kind
+    return elementwise(kind, read, written, direction)

@@ -122,6 +122,9 @@ class _Placements:
                 self._define(tensor, tensor.name, self._dim_of([]))
 
     def tasks(self, node: Node) -> Iterator[Task]:
+        if node.kind == "view":
+            self._view(node)
+            return
         names = (*node.inputs, *node.outputs)
         tensors = [self.graph.tensors[name] for name in names]
         dim = self._dim_at(node, tensors)
@@ -159,6 +162,15 @@ class _Placements:
             if node.phase == "recompute" and dim == "seq" and before in self.version:
                 yield from self._redistribute(node, tensor.name, WHOLE)
 
+    def _view(self, node: Node) -> None:
+        """Its outputs lie where its input does, in the same buffers."""
+        (x,) = node.inputs
+        for name in node.outputs:
+            self.placement[name] = self.placement[x]
+            for (of, placement), buffer in list(self.version.items()):
+                if of == x:
+                    self.version[name, placement] = buffer
+
     def _dim_at(self, node: Node, tensors: list[Tensor]) -> str:
         """The dim that a node works on a slice of; WHOLE, or PARTIAL of a sum of partial sums."""
         dim = self._dim_of(tensors)
@@ -170,7 +182,8 @@ class _Placements:
         is_constant = tensors[-1].role == "constant"
         gathered = node.phase == "backward" and (node.inputs[0], WHOLE) in self.version
         is_bias = tensors[-1].role == "gradient" and len(node.inputs) == 1 and gathered
-        return WHOLE if is_constant or is_bias or node.kind == "cross_entropy" else dim
+        stays = node.whole or is_constant or is_bias or node.kind == "cross_entropy"
+        return WHOLE if stays else dim
 
     def _dim_of(self, tensors: list[Tensor]) -> str:
         if self.tp == 1:

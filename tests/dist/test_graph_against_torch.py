@@ -17,16 +17,20 @@ from meshwise.models import catalogue
 from meshwise.nn import llama
 from meshwise.nn.stage import cross_entropy
 from meshwise.search.simulate import peak_memory
-from meshwise.spec import Attention, Decoder, Gemm, Layout, Model
+from meshwise.spec import Attention, Decoder, Gemm, Layout, Mla, Model
 
 TINY = Model(hidden=64, layers=3, heads=4, ffn=256, vocab=512, max_seq_len=64)
 LLAMA = Decoder(
     hidden=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=512, max_seq_len=64
 )
+# v as wide as q and k: the CPU's flash attention takes no others
+LATENT = Mla(kv_lora_rank=20, nope_head_dim=10, rope_head_dim=6, v_head_dim=16)
 FAMILIES = {
     "gpt": TINY,
     "llama": LLAMA,
     "qwen": replace(LLAMA, qkv_bias=True, qk_norm=True, tied=True),
+    "latent": replace(LLAMA, kv_heads=4, mla=LATENT),
+    "latent q": replace(LLAMA, kv_heads=4, mla=replace(LATENT, q_lora_rank=24), qkv_bias=True),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=4),
 }
 of_every_family = pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
@@ -163,7 +167,13 @@ def of_cpu_norms(model, dtype, words):
     if model.qk_norm:  # no norms that selective recomputation redoes
         kept = sum(word != "full" for word in words)
         more += kept * rows * (model.heads + model.kv_heads) * model.head_dim
-    return more * (4 + 2 * is_bf16)
+    more *= 4 + 2 * is_bf16
+    if (mla := model.mla) is not None:  # of the latent row fp32 is kept, not what it is a view of
+        row, shared = mla.kv_lora_rank, mla.rope_head_dim
+        each = row * 8 - (row + shared) * 2 if is_bf16 else row * 4
+        each += (mla.q_lora_rank or 0) * (4 + 2 * is_bf16)
+        more += words.count("none") * rows * each
+    return more
 
 
 @pytest.mark.parametrize("vocab", [64, 4096], ids=["peak in the layers", "peak in the head"])

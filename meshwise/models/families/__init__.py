@@ -6,7 +6,7 @@ its graph.
 
 from meshwise.models.families import gpt, llama
 from meshwise.models.graph import Graph
-from meshwise.spec import Decoder, LanguageModel, Model
+from meshwise.spec import LanguageModel, Model
 
 
 def forward(
@@ -28,11 +28,9 @@ def forward(
     its own copy of a tied weight.
     """
     name = model.name or "the model"
-    is_latent = isinstance(model, Decoder) and model.mla is not None
-    if model.experts or is_latent:
+    if model.experts:
         raise ValueError(
-            f"{name} has {'experts' if model.experts else 'latent attention'}: its layouts are "
-            "run, not priced yet; give the layout yourself"
+            f"{name} has experts: its layouts are run, not priced yet; give the layout yourself"
         )
     if seq > model.max_seq_len:
         raise ValueError(

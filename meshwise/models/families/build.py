@@ -1,6 +1,7 @@
 """What families write their graphs with: a node for each kernel that eager PyTorch launches."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from meshwise.models.graph import Graph, Node, Tensor
 
@@ -18,7 +19,7 @@ class Build:
         self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
         self.nodes: list[Node] = []
-        self.part, self.layer = "embed", 0
+        self.part, self.layer, self.whole = "embed", 0, False
 
     def graph(self, sizes: Mapping[str, int]) -> Graph:
         return Graph(sizes, self.tensors, tuple(self.nodes))
@@ -37,9 +38,29 @@ class Build:
     ) -> str:
         """``cheap``: selective recomputation computes it again rather than keep its result."""
         self.nodes.append(
-            Node(name, kind, inputs, outputs, self.part, self.layer, "forward", cheap)
+            Node(name, kind, inputs, outputs, self.part, self.layer, "forward", cheap, self.whole)
         )
         return outputs[0]
+
+    def split(self, x: str, **parts: str) -> tuple[str, ...]:
+        """Views of x by name, each of another last dim."""
+        rows, dtype = self.tensors[x].dims[:-1], self.tensors[x].dtype
+        at = x.removesuffix(".y")
+        views = [self.tensor(f"{at}.{name}", (*rows, dim), dtype) for name, dim in parts.items()]
+        self.node(f"{at}.split", "view", (x,), *views)
+        return tuple(views)
+
+    def concat(self, name: str, x: str, *others: str, dim: str) -> str:
+        """x [batch, seq, heads, ..] and others behind it, of which some may lack the heads."""
+        dims = (*self.tensors[x].dims[:-1], dim)
+        return self.node(name, "concat", (x, *others), self.tensor(f"{name}.y", dims))
+
+    @contextmanager
+    def on_every_rank(self) -> Iterator[None]:
+        """Nodes in here are whole on every tp rank, under sequence parallelism, too."""
+        self.whole = True
+        yield
+        self.whole = False
 
     def elementwise(
         self, name: str, kind: str, *inputs: str, dtype: str = "", cheap: bool = False
@@ -64,16 +85,26 @@ class Build:
         return self.node(name, "rms_norm", (x, weight), y, rstd, cheap=cheap)
 
     def linear(
-        self, x: str, name: str, out: tuple[str, ...], into: tuple[str, ...], *, bias: bool
+        self,
+        x: str,
+        name: str,
+        out: tuple[str, ...],
+        into: tuple[str, ...],
+        *,
+        bias: bool = False,
+        cheap: bool = False,
     ) -> str:
         y = self.tensor(f"{name}.y", (*TOKEN, *out))
         weights = [self.parameter(f"{name}.weight", *out, *into)]
         weights += [self.parameter(f"{name}.bias", *out)] if bias else []
-        return self.node(name, "gemm", (x, *weights), y)
+        return self.node(name, "gemm", (x, *weights), y, cheap=cheap)
 
-    def attention(self, name: str, inputs: tuple[str, ...], heads: tuple[str, ...]) -> str:
-        """``inputs``: q, k and v, or one tensor of the three; ``heads``: the dims of q's heads."""
-        y = self.tensor(f"{name}.y", (*TOKEN, *heads, "head_dim"))
+    def attention(
+        self, name: str, inputs: tuple[str, ...], heads: tuple[str, ...], dim: str = "head_dim"
+    ) -> str:
+        """``inputs``: q, k and v, or one tensor of the three; ``heads``: the dims of q's heads;
+        ``dim``: of each head of v."""
+        y = self.tensor(f"{name}.y", (*TOKEN, *heads, dim))
         lse = self.tensor(f"{name}.lse", ("batch", *heads, "seq"), "fp32")
         return self.node(name, "attention", inputs, y, lse)
 

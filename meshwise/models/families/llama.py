@@ -12,7 +12,7 @@ feed-forward is down(gelu(up(norm2(x)))). Query heads are written as ``kv_heads`
 
 from meshwise.models.families.build import STREAM, Build
 from meshwise.models.graph import Graph
-from meshwise.spec import Decoder
+from meshwise.spec import Decoder, Mla
 
 KV_HEADS = ("kv_heads", "head_dim")
 HEADS = ("kv_heads", "queries", "head_dim")
@@ -22,7 +22,7 @@ def forward(
     model: Decoder, batch: int, seq: int, dtype: str, layers: int, *, first: bool, last: bool
 ) -> Graph:
     """``families.forward`` of a decoder without experts and latent attention."""
-    build = Build(dtype)
+    build, mla = Build(dtype), model.mla
     x = build.embedding() if first else build.tensor("stage.in", STREAM)
     for i in range(layers):
         x = _layer(build, model, x, i)
@@ -30,21 +30,45 @@ def forward(
         build.part, build.layer = "head", 0
         tied = model.tied and first
         build.head(build.rms_norm(x, "norm"), "embed.weight" if tied else "head.weight")
-    return build.graph(
-        {
-            "batch": batch, "seq": seq, "hidden": model.hidden, "kv_heads": model.kv_heads,
-            "queries": model.heads // model.kv_heads, "head_dim": model.head_dim,
-            "half": model.head_dim // 2, "ffn": model.ffn, "vocab": model.vocab, "two": 2,
-            "three": 3, "one": 1,
-        }
+    sizes = {
+        "batch": batch, "seq": seq, "hidden": model.hidden, "ffn": model.ffn, "vocab": model.vocab,
+        "two": 2, "three": 3, "one": 1,
+    }  # fmt: skip
+    return build.graph(sizes | (_head_sizes(model) if mla is None else _latent_sizes(model, mla)))
+
+
+def _head_sizes(model: Decoder) -> dict[str, int]:
+    queries, width = model.heads // model.kv_heads, model.head_dim
+    return {"kv_heads": model.kv_heads, "queries": queries, "head_dim": width, "half": width // 2}
+
+
+def _latent_sizes(model: Decoder, mla: Mla) -> dict[str, int]:
+    nope, rope, value, latent = (
+        mla.nope_head_dim, mla.rope_head_dim, mla.v_head_dim, mla.kv_lora_rank
     )  # fmt: skip
+    return {
+        "heads": model.heads, "nope": nope, "rope": rope, "half": rope // 2, "qk": nope + rope,
+        "value": value, "kv": nope + value, "kv_latent": latent, "kv_down": latent + rope,
+        "q_latent": mla.q_lora_rank or 0,
+    }  # fmt: skip
 
 
 def _layer(build: Build, model: Decoder, x: str, i: int) -> str:
     build.part, build.layer, at = "layer", i, f"layers.{i}"
     normed = build.rms_norm(x, f"{at}.norm1")
+    heads: tuple[str, ...] = HEADS
+    if model.mla is None:
+        mixed = _attention(build, model, normed, at)
+    else:
+        mixed, heads = _latent_attention(build, model, model.mla, normed, at), ("heads", "value")
+    out = build.linear(mixed, f"{at}.out", ("hidden",), heads, bias=model.out_bias)
+    x = build.elementwise(f"{at}.add1", "add", x, out)
+    return build.elementwise(f"{at}.add2", "add", x, _feed_forward(build, model, x, at))
+
+
+def _attention(build: Build, model: Decoder, x: str, at: str) -> str:
     q, k, v = (
-        build.linear(normed, f"{at}.{name}", dims, ("hidden",), bias=model.qkv_bias)
+        build.linear(x, f"{at}.{name}", dims, ("hidden",), bias=model.qkv_bias)
         for name, dims in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
     )
     if model.qk_norm:
@@ -53,10 +77,32 @@ def _layer(build: Build, model: Decoder, x: str, i: int) -> str:
             for name, product in (("q", q), ("k", k))
         )
     q, k = (_rope(build, product, f"{at}.{name}.rope") for name, product in (("q", q), ("k", k)))
-    mixed = build.attention(f"{at}.attention", (q, k, v), HEADS[:2])
-    out = build.linear(mixed, f"{at}.out", ("hidden",), HEADS, bias=model.out_bias)
-    x = build.elementwise(f"{at}.add1", "add", x, out)
-    return build.elementwise(f"{at}.add2", "add", x, _feed_forward(build, model, x, at))
+    return build.attention(f"{at}.attention", (q, k, v), HEADS[:2])
+
+
+def _latent_attention(build: Build, model: Decoder, mla: Mla, x: str, at: str) -> str:
+    into, bias = ("hidden",), model.qkv_bias
+    if mla.q_lora_rank is None:
+        q = build.linear(x, f"{at}.q", ("heads", "qk"), into)
+    else:
+        with build.on_every_rank():
+            row = build.linear(x, f"{at}.q_down", ("q_latent",), into, bias=bias, cheap=True)
+            row = build.rms_norm(row, f"{at}.q_norm")
+        q = build.linear(row, f"{at}.q_up", ("heads", "qk"), ("q_latent",))
+    with build.on_every_rank():
+        row = build.linear(x, f"{at}.kv_down", ("kv_down",), into, bias=bias, cheap=True)
+        latent, shared = build.split(row, latent="kv_latent", shared="rope")
+        latent = build.rms_norm(latent, f"{at}.kv_norm")
+    kv = build.linear(latent, f"{at}.kv_up", ("heads", "kv"), ("kv_latent",))
+    plain, turned = build.split(q, plain="nope", turned="rope")
+    k, v = build.split(kv, k="nope", v="value")
+    with build.on_every_rank():
+        shared = _rope(build, shared, f"{at}.k.rope")
+    q = build.concat(f"{at}.q.concat", plain, _rope(build, turned, f"{at}.q.rope"), dim="qk")
+    if model.rope_scaling and model.rope_scaling.softmax_scale != 1:
+        q = build.elementwise(f"{at}.q.scale", "copy", q)
+    k = build.concat(f"{at}.k.concat", k, shared, dim="qk")
+    return build.attention(f"{at}.attention", (q, k, v), ("heads",), "value")
 
 
 def _rope(build: Build, x: str, name: str) -> str:
