@@ -131,7 +131,8 @@ class _Placements:
         reads = []
         for tensor in tensors[: len(node.inputs)]:
             if tensor.name in self.placement:  # it was written
-                wanted = dim if dim in tensor.dims or dim == PARTIAL else WHOLE
+                is_part = dim == PARTIAL == self.placement[tensor.name]
+                wanted = dim if dim in tensor.dims or is_part else WHOLE
                 yield from self._redistribute(node, tensor.name, wanted)
                 reads.append(self.version[tensor.name, wanted])
         sizes = self._local(dim)
@@ -172,10 +173,12 @@ class _Placements:
                     self.version[name, placement] = buffer
 
     def _dim_at(self, node: Node, tensors: list[Tensor]) -> str:
-        """The dim that a node works on a slice of; WHOLE, or PARTIAL of a sum of partial sums."""
+        """The dim that a node works on a slice of; WHOLE; or PARTIAL where it is linear in inputs
+        that are parts of a sum: a sum, and a backward, which is linear in gradients."""
         dim = self._dim_of(tensors)
-        placed = [self.placement.get(name) for name in node.inputs]
-        if node.kind == "add" and placed == [PARTIAL] * len(placed):
+        varying = [name for name in node.inputs if name.startswith("d.") or node.kind == "add"]
+        is_linear = node.kind == "add" or (node.whole and node.phase == "backward")
+        if is_linear and {self.placement.get(name) for name in varying} == {PARTIAL}:
             return PARTIAL
         if dim != "seq":
             return dim

@@ -18,7 +18,7 @@ from meshwise import models
 from meshwise.engine import data as engine_data
 from meshwise.engine import step
 from meshwise.parallel import apply, mesh, pipeline
-from meshwise.spec import Collective, Decoder, Layout, Model, Plan, Workload, stages_of
+from meshwise.spec import Collective, Decoder, Layout, Mla, Model, Plan, Workload, stages_of
 
 pytestmark = pytest.mark.dist
 
@@ -26,10 +26,13 @@ WORKLOAD = Workload(global_batch_size=4, seq_len=16)
 LLAMA = Decoder(
     hidden=32, layers=2, heads=8, kv_heads=4, head_dim=4, ffn=48, vocab=96, max_seq_len=16
 )
+LATENT = Mla(kv_lora_rank=20, nope_head_dim=4, rope_head_dim=2, v_head_dim=6)
 FAMILIES = {
     "gpt": Model(hidden=32, layers=2, heads=4, ffn=128, vocab=96, max_seq_len=16),
     "llama": LLAMA,
     "qwen": replace(LLAMA, qkv_bias=True, qk_norm=True),
+    "latent": replace(LLAMA, kv_heads=8, mla=LATENT),
+    "latent q": replace(LLAMA, kv_heads=8, mla=replace(LATENT, q_lora_rank=24), qkv_bias=True),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=8),
 }
 UNEVEN = {  # few first dims divide by 4, and by 2
