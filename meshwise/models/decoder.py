@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from meshwise.models import families
-from meshwise.models.graph import module_shape
+from meshwise.models.graph import Graph, module_shape, operation
+from meshwise.models.shard import TP_DIMS
 from meshwise.spec import (
     DTYPE_BYTES,
     Attention,
@@ -65,13 +66,19 @@ class Exchange(NamedTuple):
 
 def weights(model: LanguageModel) -> list[Weight]:
     """Every weight in module order, a tied one once. Experts are stacked, [experts, n, k]."""
-    before, layer, behind = _dense_weights(model)
-    found = [Weight(name, shape, "root") for name, shape in before]
-    for index in range(model.layers):
-        unit = f"layers.{index}"
-        for name, shape in _layer(model, index, layer):
-            found.append(Weight(f"{unit}.{name}", shape, unit))
-    return found + [Weight(name, shape, "root") for name, shape in behind]
+    graph, one = _one_layer(model), "layers.0."
+    every = [(tensor.name, module_shape(tensor, graph.sizes)) for tensor in graph.parameters()]
+    layer = [(name.removeprefix(one), shape) for name, shape in every if name.startswith(one)]
+    found = []
+    for name, shape in every:
+        if not name.startswith(one):
+            found.append(Weight(name, shape, "root"))
+        elif name == f"{one}{layer[0][0]}":  # all layers in the place of the one
+            for index in range(model.layers):
+                unit = f"layers.{index}"
+                held = _layer(model, index, layer)
+                found += [Weight(f"{unit}.{part}", of, unit) for part, of in held]
+    return found
 
 
 def num_parameters(model: LanguageModel) -> int:
@@ -79,20 +86,14 @@ def num_parameters(model: LanguageModel) -> int:
     return sum(weight.num_elements for weight in weights(model))
 
 
-def _dense_weights(
-    model: LanguageModel,
-) -> tuple[list[NamedShape], list[NamedShape], list[NamedShape]]:
-    """Those before the layers, those of a layer and those behind, read off the graph of the model
-    without experts."""
-    graph = families.forward(replace(model, experts=None, layers=1), 1, 1, "fp32")
-    before: list[NamedShape] = []
-    layer: list[NamedShape] = []
-    behind: list[NamedShape] = []
-    for tensor in graph.parameters():
-        name = tensor.name.removeprefix("layers.0.")
-        place = layer if name != tensor.name else behind if layer else before
-        place.append((name, module_shape(tensor, graph.sizes)))
-    return before, layer, behind
+def _one_layer(model: LanguageModel) -> Graph:
+    """The model without experts, for one token."""
+    return families.forward(replace(model, experts=None, layers=1), 1, 1, "fp32")
+
+
+def _divided(graph: Graph, tp: int) -> dict[str, int]:
+    """The sizes on one tp rank."""
+    return {dim: n // tp if dim in TP_DIMS else n for dim, n in graph.sizes.items()}
 
 
 def _layer(model: LanguageModel, index: int, dense: list[NamedShape]) -> Shapes:
@@ -119,9 +120,10 @@ def _feed_forward(model: Decoder, width: int, prefix: str = "") -> Shapes:
     yield from _linear(f"{prefix}down", model.hidden, width, model.mlp_bias)
 
 
-def _first_product(model: Decoder, width: int) -> tuple[str, int]:
+def _first_product(model: LanguageModel, width: int) -> tuple[str, int]:
     """Name and rows of what a feed-forward of this width multiplies its input by."""
-    return ("gate_up", 2 * width) if model.gated else ("up", width)
+    gated = isinstance(model, Decoder) and model.gated
+    return ("gate_up", 2 * width) if gated else ("up", width)
 
 
 def _stacked(moe: Experts, hidden: int, *, gated: bool, bias: bool) -> Shapes:
@@ -159,9 +161,8 @@ def products(
     """
     _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len)
     rows = microbatch_size * seq_len
-    shapes = _gpt_products(model, tp) if isinstance(model, Model) else _products(model, tp)
     found = []
-    for name, n, k, count, groups, copies in shapes:
+    for name, n, k, count, groups, copies in _products(model, tp):
         part = "head" if name == "vocab" else "layer"
         scaling: Any = "tensor" if dtype == "fp8" else "none"
         gemm = Gemm(m=rows * copies, n=n, k=k, dtype=dtype, groups=groups, scaling=scaling)
@@ -180,53 +181,51 @@ class _Shape(NamedTuple):
     copies: int = 1
 
 
-def _gpt_products(model: Model, tp: int) -> Iterator[_Shape]:
-    h, layers = model.hidden, model.layers
-    yield _Shape("qkv", 3 * h // tp, h, layers)
-    yield _Shape("out", h, h // tp, layers)
-    yield _Shape("up", model.ffn // tp, h, layers)
-    yield _Shape("down", h, model.ffn // tp, layers)
-    yield _Shape("vocab", model.vocab // tp, h, 1)
+def _products(model: LanguageModel, tp: int) -> Iterator[_Shape]:
+    layers = sum(map(model.has_experts, range(model.layers)))
+    for name, (n, k) in _dense_products(model, tp).items():
+        if name == "vocab":
+            yield from _expert_products(model, layers, tp)
+            yield _Shape(name, n, k, 1)
+        elif count := model.layers - layers * (name in ("gate_up", "up", "down")):
+            yield _Shape(name, n, k, count)
 
 
-def _products(model: Decoder, tp: int) -> Iterator[_Shape]:
+def _dense_products(model: LanguageModel, tp: int) -> dict[str, tuple[int, int]]:
+    """n and k of a layer's products and the head's, by name, read off the graph of the model
+    without experts. What reads one input and is divided alike is one product."""
+    graph = _one_layer(model)
+    local = _divided(graph, tp)
+    names = {"head": "vocab", "gate": "gate_up"}
+    if "layers.0.k.weight" in graph.tensors:
+        names |= dict.fromkeys("qkv", "qkv")
+    if "layers.0.gate.weight" in graph.tensors:
+        names["up"] = "gate_up"
+    found: dict[str, tuple[int, int]] = {}
+    for node in graph.nodes:
+        if node.kind == "gemm":
+            n, k = module_shape(graph.tensors[node.inputs[1]], local)
+            own = node.name.rpartition(".")[2]
+            name = names.get(own, own)
+            found[name] = found.get(name, (0, k))[0] + n, k
+    return found
+
+
+def _expert_products(model: LanguageModel, layers: int, tp: int) -> Iterator[_Shape]:
     h, moe = model.hidden, model.experts
-    with_experts = sum(map(model.has_experts, range(model.layers)))
-    yield from _attention_products(model, model.heads // tp, model.kv_heads // tp)
-    if dense := model.layers - with_experts:
-        first, width = _first_product(model, model.ffn)
-        yield _Shape(first, width // tp, h, dense)
-        yield _Shape("down", h, model.ffn // tp, dense)
-    if moe and with_experts:
-        yield _Shape("router", moe.num_experts, h, with_experts)
-        spread = (with_experts, moe.num_experts, moe.top_k)
-        first, width = _first_product(model, moe.ffn)
-        yield _Shape(f"experts_{first}", width // tp, h, *spread)
-        yield _Shape("experts_down", h, moe.ffn // tp, *spread)
-        if moe.shared_ffn:
-            first, width = _first_product(model, moe.shared_ffn)
-            yield _Shape(f"shared_{first}", width // tp, h, with_experts)
-            yield _Shape("shared_down", h, moe.shared_ffn // tp, with_experts)
-        if moe.shared_gate:
-            yield _Shape("shared_gate", 1, h, with_experts)
-    yield _Shape("vocab", model.vocab // tp, h, 1)
-
-
-def _attention_products(model: Decoder, heads: int, kv_heads: int) -> Iterator[_Shape]:
-    h, mla, layers = model.hidden, model.mla, model.layers
-    if mla is None:
-        yield _Shape("qkv", (heads + 2 * kv_heads) * model.head_dim, h, layers)
-        yield _Shape("out", h, heads * model.head_dim, layers)
+    if not moe or not layers:
         return
-    q, latent = heads * (mla.nope_head_dim + mla.rope_head_dim), mla.kv_lora_rank
-    if mla.q_lora_rank is None:
-        yield _Shape("q", q, h, layers)
-    else:
-        yield _Shape("q_down", mla.q_lora_rank, h, layers)
-        yield _Shape("q_up", q, mla.q_lora_rank, layers)
-    yield _Shape("kv_down", latent + mla.rope_head_dim, h, layers)
-    yield _Shape("kv_up", heads * (mla.nope_head_dim + mla.v_head_dim), latent, layers)
-    yield _Shape("out", h, heads * mla.v_head_dim, layers)
+    yield _Shape("router", moe.num_experts, h, layers)
+    spread = (layers, moe.num_experts, moe.top_k)
+    first, width = _first_product(model, moe.ffn)
+    yield _Shape(f"experts_{first}", width // tp, h, *spread)
+    yield _Shape("experts_down", h, moe.ffn // tp, *spread)
+    if moe.shared_ffn:
+        first, width = _first_product(model, moe.shared_ffn)
+        yield _Shape(f"shared_{first}", width // tp, h, layers)
+        yield _Shape("shared_down", h, moe.shared_ffn // tp, layers)
+    if moe.shared_gate:
+        yield _Shape("shared_gate", 1, h, layers)
 
 
 def passes(forward: Gemm) -> tuple[Gemm, Gemm, Gemm]:
@@ -249,19 +248,12 @@ def attention(
     """The causal attention of one layer on one rank. MLA trains with as many k and v as q heads,
     k wider than v."""
     _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len)
-    mla = None if isinstance(model, Model) else model.mla
-    kv_heads = model.heads if mla or isinstance(model, Model) else model.kv_heads
-    return Attention(
-        batch=microbatch_size,
-        q_len=seq_len,
-        kv_len=seq_len,
-        heads=model.heads // tp,
-        kv_heads=kv_heads // tp,
-        head_dim=mla.nope_head_dim + mla.rope_head_dim if mla else model.head_dim,
-        head_dim_v=mla.v_head_dim if mla else None,
-        direction=direction,
-        dtype=dtype,
-    )
+    graph = _one_layer(model)
+    (node,) = [node for node in graph.nodes if node.kind == "attention"]
+    op = operation(node, [graph.tensors[name] for name in node.inputs], [], _divided(graph, tp))
+    assert isinstance(op, Attention)
+    size: dict[str, Any] = {"batch": microbatch_size, "q_len": seq_len, "kv_len": seq_len}
+    return replace(op, **size, direction=direction, dtype=dtype)
 
 
 def exchanges(
@@ -292,7 +284,7 @@ def exchanges(
         found.append(exchange("sp", "all_gather", tokens, tp))
         found.append(exchange("sp", "reduce_scatter", tokens, tp))
     found.append(exchange("pp", "send_recv", tokens, 2))
-    moe = None if isinstance(model, Model) else model.experts
+    moe = model.experts
     if moe and ep > 1:
         rows = -(-tokens * moe.top_k // ep) * ep
         found.append(exchange("ep", "all_to_all", rows, ep))
@@ -304,11 +296,11 @@ def _check(model: LanguageModel, *, tp: int, ep: int = 1, **sizes: int) -> None:
     for name, value in {"tp": tp, "ep": ep, **sizes}.items():
         if value < 1:
             raise ValueError(f"{name} = {value}: must be >= 1")
-    moe = None if isinstance(model, Model) else model.experts
+    moe = model.experts
     divided: list[tuple[Any, str, str, int]] = [(model, "heads", "tp", tp)]
     if isinstance(model, Decoder) and model.mla is None:
         divided.append((model, "kv_heads", "tp", tp))
-    if isinstance(model, Model) or not all(map(model.has_experts, range(model.layers))):
+    if not all(map(model.has_experts, range(model.layers))):
         divided.append((model, "ffn", "tp", tp))
     if moe:
         divided += [(moe, "ffn", "tp", tp), (moe, "shared_ffn", "tp", tp)]

@@ -679,3 +679,16 @@ def test_without_a_gate_there_is_up_and_down():
     assert {name: found[name] for name in found if "up" in name} == {
         "up": 48, "experts_up": 12, "shared_up": 20,
     }  # fmt: skip
+
+
+def test_a_gpt_with_experts_lists_their_products():
+    model = catalogue.find("moe-380m")  # experts in four of eight layers
+    found = {p.name: (p.gemm.m, p.gemm.n, p.gemm.k, p.gemm.groups, p.count) for p in
+             decoder.products(model, 2, 128)}  # fmt: skip
+    h, ffn = 768, 8 * 768
+    assert found == {
+        "qkv": (256, 3 * h, h, 1, 8), "out": (256, h, h, 1, 8), "up": (256, ffn, h, 1, 4),
+        "down": (256, h, ffn, 1, 4), "router": (256, 8, h, 1, 4),
+        "experts_up": (512, ffn, h, 8, 4), "experts_down": (512, h, ffn, 8, 4),
+        "vocab": (256, 32000, h, 1, 1),
+    }  # fmt: skip

@@ -6,7 +6,8 @@
     head:   logits = norm(x) head^T;  loss = mean(nll(log_softmax(float(logits)), targets))
 
 q and k may be normed by head (Qwen3), products may have biases (Qwen2), and without a gate the
-feed-forward is down(gelu(up(norm2(x)))). Query heads are written as ``kv_heads`` times the
+feed-forward is down(gelu(up(norm2(x)))). Latent attention (DeepSeek-V2) makes k and v, and q where
+it has a rank, from a narrow normed row; of k the turned part is one for all heads. Query heads are written as ``kv_heads`` times the
 ``queries`` that share one (GQA). ``nn/llama.py`` is the same mathematics as a torch module.
 """
 
@@ -21,7 +22,7 @@ HEADS = ("kv_heads", "queries", "head_dim")
 def forward(
     model: Decoder, batch: int, seq: int, dtype: str, layers: int, *, first: bool, last: bool
 ) -> Graph:
-    """``families.forward`` of a decoder without experts and latent attention."""
+    """``families.forward`` of a decoder without experts."""
     build, mla = Build(dtype), model.mla
     x = build.embedding() if first else build.tensor("stage.in", STREAM)
     for i in range(layers):
