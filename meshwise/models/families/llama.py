@@ -7,8 +7,9 @@
 
 q and k may be normed by head (Qwen3), products may have biases (Qwen2), and without a gate the
 feed-forward is down(gelu(up(norm2(x)))). Latent attention (DeepSeek-V2) makes k and v, and q where
-it has a rank, from a narrow normed row; of k the turned part is one for all heads. Query heads are written as ``kv_heads`` times the
-``queries`` that share one (GQA). ``nn/llama.py`` is the same mathematics as a torch module.
+it has a rank, from a narrow normed row; the turned part of k is one for all heads. Query heads are
+written as ``kv_heads`` times the ``queries`` that share one (GQA). ``nn/llama.py`` is the same
+mathematics as a torch module.
 """
 
 from meshwise.models.families.build import STREAM, Build
