@@ -1,5 +1,6 @@
 """Where a process listens, as /proc tells it."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -7,7 +8,10 @@ from pathlib import Path
 
 def listens_of(pid: int) -> list[str]:
     """The address of each of its listening sockets."""
-    own = {os.readlink(f.path) for f in os.scandir(f"/proc/{pid}/fd") if f.is_symlink()}
+    own = set()
+    for open_file in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it
+            own.add(os.readlink(open_file.path))
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
