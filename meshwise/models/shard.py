@@ -209,7 +209,7 @@ class _Placements:
         self.placement[tensor.name] = placement
 
     def _whole_bytes(self, tensor: Tensor) -> int:
-        """Of positions those that the sequence has."""
+        """Return the bytes of a whole tensor; a table of positions counts those of the sequence."""
         return num_bytes(tensor, {**self.sizes, "positions": self.sizes["seq"]})
 
     def _redistribute(self, node: Node, name: str, wanted: str) -> Iterator[Task]:

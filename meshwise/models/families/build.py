@@ -1,4 +1,4 @@
-"""What families write their graphs with: a node for each kernel that eager PyTorch launches."""
+"""Build forward graphs: one node for each kernel that eager PyTorch launches."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -77,7 +77,7 @@ class Build:
         return self.node(name, "layer_norm", (x, weight, bias), y, stats, cheap=True)
 
     def rms_norm(self, x: str, name: str, *, cheap: bool = True) -> str:
-        """Over the last dim of x."""
+        """Normalise x over its last dim."""
         *rows, dim = self.tensors[x].dims
         y = self.tensor(f"{name}.y", (*rows, dim))
         rstd = self.tensor(f"{name}.rstd", tuple(rows), "fp32")
