@@ -9,8 +9,7 @@ from meshwise.models.apply import Program, Span, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.graph import Graph
-from meshwise.models.shard import Task, check_divides
-from meshwise.models.shard import weight_cuts as cuts_of_graph
+from meshwise.models.shard import Task, check_divides, graph_cuts
 from meshwise.spec import AnyModel, Block, LanguageModel, Layout, Op, WideResNet
 from meshwise.spec.layout import Recompute
 
@@ -65,7 +64,7 @@ def graph(
 def weight_cuts(model: LanguageModel) -> dict[str, str]:
     """How tp cuts each weight operation of a model: col, row or vocab; by its name in a layer."""
     one = msgspec.structs.replace(model, layers=1)
-    return cuts_of_graph(families.forward(one, 1, 1, "fp32"))
+    return graph_cuts(families.forward(one, 1, 1, "fp32"))
 
 
 def block_tasks(block: Block) -> tuple[Task, ...]:

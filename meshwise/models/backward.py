@@ -7,9 +7,9 @@ Rules, for a result's gradient dy:
     attention           dq, dk, dv from dy, q, k, v, y and the log-sum-exp
     gelu, silu          dx from dy and x
     cast, copy          dx from dy
-    mul z = x y         dx from dy and y, dy from dz and x; of a constant nothing
+    mul z = x y         dx from dz and y, dy from dz and x; of a constant nothing
     add                 both gradients are dy: no operation
-    view                of a split its outputs' gradients, one behind the other
+    view                dx joins the gradients of the parts that x was split into
     concat              views of dy, summed over the heads that an input lacks
     embedding           dw scatters dy into a dense table
     loss                d log_p from the targets, then dlogits from d log_p and log_p

@@ -93,7 +93,7 @@ def check_divides(sizes: Mapping[str, int], layout: Layout, seq_len: int) -> str
     return None
 
 
-def weight_cuts(graph: Graph) -> dict[str, str]:
+def graph_cuts(graph: Graph) -> dict[str, str]:
     """How tp cuts the weight of each product and lookup in a graph of one layer: col (what it
     makes), row (what it contracts), vocab or replicated; by the operation's name in its layer."""
     found = {}
@@ -173,8 +173,8 @@ class _Placements:
                     self.version[name, placement] = buffer
 
     def _dim_at(self, node: Node, tensors: list[Tensor]) -> str:
-        """The dim that a node works on a slice of; WHOLE; or PARTIAL where it is linear in inputs
-        that are parts of a sum: a sum, and a backward, which is linear in gradients."""
+        """Return the dim of which a node works on a slice, or WHOLE. PARTIAL where its inputs are
+        parts of a sum and it is linear in them: additions, and backwards in their gradients."""
         dim = self._dim_of(tensors)
         varying = [name for name in node.inputs if name.startswith("d.") or node.kind == "add"]
         is_linear = node.kind == "add" or (node.whole and node.phase == "backward")
