@@ -79,7 +79,8 @@ def factor_key(block: Block) -> str:
 
 def _kind_key(block: Block) -> str:
     family = "" if isinstance(block.model, Model) else f"{block.model.__struct_config__.tag}/"
-    return f"{family}{block.part}/{block.direction}"
+    experts = "experts/" if block.model.experts else ""
+    return f"{family}{experts}{block.part}/{block.direction}"
 
 
 def roofline_s(op: Gemm | Attention, surface: Surface) -> float:

@@ -2,15 +2,13 @@
 
 from functools import lru_cache
 
-import msgspec
-
 from meshwise.models import families, wide_resnet
 from meshwise.models.apply import Program, Span, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.graph import Graph
 from meshwise.models.shard import Task, check_divides, graph_cuts
-from meshwise.spec import AnyModel, Block, LanguageModel, Layout, Op, WideResNet
+from meshwise.spec import AnyModel, Block, LanguageModel, LayerKind, Layout, Op, WideResNet, layer_kinds
 from meshwise.spec.layout import Recompute
 
 __all__ = [
@@ -47,14 +45,14 @@ def graph(
     seq: int,
     dtype: str,
     *,
-    layers: int | None = None,
+    layers: tuple[LayerKind, ...] | None = None,
     first: bool = True,
     last: bool = True,
     recompute: tuple[Recompute, ...] = (),
 ) -> Graph:
     """Forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens, unsharded.
 
-    Of the whole model, or of a pipeline stage of ``layers`` layers (``families.forward``).
+    Of the whole model, or of a pipeline stage of ``layers`` of these kinds (``families.forward``).
     ``recompute``: one word a layer; () is none.
     """
     forward = families.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
@@ -63,8 +61,8 @@ def graph(
 
 def weight_cuts(model: LanguageModel) -> dict[str, str]:
     """How tp cuts each weight operation of a model: col, row or vocab; by its name in a layer."""
-    one = msgspec.structs.replace(model, layers=1)
-    return graph_cuts(families.forward(one, 1, 1, "fp32"))
+    kinds = tuple(sorted(set(layer_kinds(model))))
+    return graph_cuts(families.forward(model, 1, 1, "fp32", layers=kinds))
 
 
 def block_tasks(block: Block) -> tuple[Task, ...]:

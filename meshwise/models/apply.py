@@ -3,7 +3,8 @@
 ``shard`` cuts the graph over tp; here the microbatches are repeated and data parallelism is
 woven in. It works on units (a layer, or the root: embedding, final norm, head), as FSDP2 does:
 gather the unit's weights ahead of its use, reduce its gradients behind it, on a stream of their
-own. ZeRO-3 gathers for each forward and backward, 1 and 2 once a step; 0 and 1 reduce on the last
+own. Experts that ep divides are units of their own, over the ranks that hold the same ones.
+ZeRO-3 gathers for each forward and backward, 1 and 2 once a step; 0 and 1 reduce on the last
 microbatch only, 2 and 3 on each. ZeRO-0 all-reduces. With replicas (HSDP) shards are gathered
 and reduced within one replica, then all-reduced over the replicas.
 
@@ -21,6 +22,7 @@ from meshwise.spec import Collective, Layout, Op
 
 Runs = list[tuple[str, list[Task]]]
 Kind = Literal["F", "B", "I", "W"]
+EXPERTS = ".experts"  # of a layer's unit, where ep divides them
 
 
 class Span(NamedTuple):
@@ -55,7 +57,7 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
     Of a stage, ``layout`` is that within its pipeline rank (``Layout.of_rank``). ``actions`` cover
     all tasks but the optimizer's; ``split`` makes two of each backward.
     """
-    sharded = shard(graph, layout.tp, layout.sequence_parallel)
+    sharded = shard(graph, layout)
     members = _members(sharded)
     data = _DataParallel(layout, members, dtype, sharded)
     kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
@@ -109,17 +111,20 @@ def _members(sharded: Sharded) -> dict[str, list[str]]:
     for name in sharded.shapes:
         parts = name.split(".")
         unit = ".".join(parts[:2]) if parts[0] == "layers" else "root"
-        members.setdefault(unit, []).append(name)
+        members.setdefault(f"{unit}{EXPERTS}" if name in sharded.apart else unit, []).append(name)
     return members
 
 
 def _runs_of_units(graph: Graph, sharded: Sharded, kind: Kind) -> Runs:
     """Consecutive tasks of one unit in an action, in order; the root comes first and last."""
     runs: Runs = []
+    apart = sharded.apart | {graph.gradients[name] for name in sharded.apart}
     for node, group in sharded.tasks:
         if not _belongs(graph, node, kind):
             continue
         unit = f"layers.{node.layer}" if node.part == "layer" else "root"
+        if not apart.isdisjoint((*node.inputs, *node.outputs)):
+            unit += EXPERTS
         if not runs or runs[-1][0] != unit:
             runs.append((unit, []))
         runs[-1][1].extend(group)
@@ -166,6 +171,26 @@ def padded_shard(shape: tuple[int, ...], ranks: int) -> int:
     return -(-shape[0] // ranks) * prod(shape[1:])
 
 
+class _Groups(NamedTuple):
+    """Over how many ranks a unit's weights are cut, how far apart; and their copies."""
+
+    shards: int
+    stride: int
+    copies: int
+    copy_stride: int
+
+
+def _groups(layout: Layout, unit: str) -> _Groups:
+    shards, tp = layout.shards, layout.tp
+    copies = layout.data_ranks // shards
+    if not unit.endswith(EXPERTS):
+        return _Groups(shards, tp, copies, tp * shards)
+    ep = layout.ep
+    if layout.zero:
+        return _Groups(shards // ep, tp * ep, copies, tp * shards)
+    return _Groups(1, tp * ep, copies // ep, tp * ep)
+
+
 class _DataParallel:
     """Gathers and reductions of FSDP2's units, and the buffers they need."""
 
@@ -175,8 +200,9 @@ class _DataParallel:
         self.layout, self.dtype, self.over_tp = layout, dtype, over_tp
         shapes = {unit: [over_tp.shapes[name] for name in names] for unit, names in members.items()}
         self.elements = {unit: sum(map(prod, of)) for unit, of in shapes.items()}
+        self.groups = {unit: _groups(layout, unit) for unit in members}
         self.shard_elements = {
-            unit: sum(padded_shard(shape, layout.shards) for shape in of)
+            unit: sum(padded_shard(shape, self.groups[unit].shards) for shape in of)
             for unit, of in shapes.items()
         }
         self.buffers: dict[str, Buffer] = {}
@@ -213,12 +239,12 @@ class _DataParallel:
             return []
         size = self._padded(unit) * BYTES[self.dtype]
         self.buffers[flat] = Buffer(size, "communication")
-        gather = self._collective("all_gather", size, self.dtype)
+        gather = self._collective(unit, "all_gather", size, self.dtype)
         return [Task(f"{unit}.all_gather", gather, "dp", "dp", self.era, after, (flat,))]
 
     def _padded(self, unit: str) -> int:
         """Elements of a unit as its ranks send them."""
-        return self.shard_elements[unit] * self.layout.shards
+        return self.shard_elements[unit] * self.groups[unit].shards
 
     def _gathered(self, unit: str) -> str:
         return f"gathered.{unit}.{self.era}"
@@ -240,7 +266,7 @@ class _DataParallel:
     def after(self, unit: str, made: dict[str, str], last: bool) -> list[Task]:
         """Reduce a unit's gradients, ``made`` by parameter, once its backward is done, or add them
         to those before."""
-        zero, shards = self.layout.zero, self.layout.shards
+        zero, groups = self.layout.zero, self.groups[unit]
         gradients = tuple(made.values())
         wide, compute = 4 * self.elements[unit], BYTES[self.dtype] * self.elements[unit]
         tasks = []
@@ -264,15 +290,16 @@ class _DataParallel:
         flat, done = f"reduce_in.{unit}.{self.era}", f"gradient.{unit}"
         wide = 4 * self._padded(unit)
         self.buffers[flat] = Buffer(wide, "communication")
-        self.buffers[done] = Buffer(wide // shards, "gradient")
+        self.buffers[done] = Buffer(wide // groups.shards, "gradient")
         self.kept.add(done)
         task("copy_in", elementwise("copy", compute, wide, "backward"), "compute", flat)
         gradients = (flat,)
         if zero:
-            task("reduce_scatter", self._collective("reduce_scatter", wide, "fp32"), "dp", done)
+            scatter = self._collective(unit, "reduce_scatter", wide, "fp32")
+            task("reduce_scatter", scatter, "dp", done)
             gradients, wide = (done,), self.buffers[done].num_bytes
-        if self.layout.dp > shards or not zero:
-            task("all_reduce", self._collective("all_reduce", wide, "fp32"), "dp", done)
+        if groups.copies > 1 or not zero:
+            task("all_reduce", self._collective(unit, "all_reduce", wide, "fp32"), "dp", done)
         return tasks
 
     def _over_tp(self, name: str) -> Collective:
@@ -286,14 +313,14 @@ class _DataParallel:
             dtype=dtype,  # type: ignore[arg-type]
         )
 
-    def _collective(self, kind: str, size_bytes: int, dtype: str) -> Collective:
-        """Over the shards, or over their replicas (of which ZeRO-0 has none and dp)."""
-        layout = self.layout
-        over_replicas = kind == "all_reduce"
+    def _collective(self, unit: str, kind: str, size_bytes: int, dtype: str) -> Collective:
+        """Over a unit's shards, or over their copies (of which ZeRO-0 has one on each rank)."""
+        groups = self.groups[unit]
+        over_copies = kind == "all_reduce"
         return Collective(
             kind=kind,  # type: ignore[arg-type]
             size_bytes=size_bytes,
-            group_size=layout.dp // layout.shards if over_replicas else layout.shards,
-            group_stride=layout.tp * (layout.shards if over_replicas else 1),
+            group_size=groups.copies if over_copies else groups.shards,
+            group_stride=groups.copy_stride if over_copies else groups.stride,
             dtype=dtype,  # type: ignore[arg-type]
         )

@@ -6,9 +6,16 @@ Rules, for a result's gradient dy:
     rms_norm            dx, dw from dy, x, rstd and w
     attention           dq, dk, dv from dy, q, k, v, y and the log-sum-exp
     gelu, silu          dx from dy and x
-    cast, copy          dx from dy
-    mul z = x y         dx from dz and y, dy from dz and x; of a constant nothing
+    softmax, sigmoid    dx from dy and y
+    normalize y = x/s   dx from dy, x and s
+    cast, copy, mean    dx from dy
+    mul z = x y         dx from dz and y, dy from dz and x, summed where it was repeated; of a
+                        constant nothing
     add                 both gradients are dy: no operation
+    sum                 dy is the gradient of each part
+    gather, move        dy back to where it was picked, copies of one row added up
+    exchange            dy the way back
+    balance             the gradient of the mean scores is the experts' loads
     view                dx joins the gradients of the parts that x was split into
     concat              views of dy, summed over the heads that an input lacks
     embedding           dw scatters dy into a dense table
@@ -26,6 +33,8 @@ Recomputation (Chen et al. 2016, arXiv:1604.06174; selective: in the spirit of K
 
 from meshwise.models.graph import Graph, Node, Tensor
 from meshwise.spec.layout import Recompute
+
+REPEATED = ("heads", "top_k", "hidden")
 
 
 def training_step(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Graph:
@@ -119,22 +128,25 @@ class _Backward:
         word = self.recompute[producer.layer] if inside and self.recompute else "none"
         return word == "full" or (word == "selective" and producer.cheap)
 
-    def cut(self, node: Node, dy: str) -> None:
-        """The inputs' gradients of a concatenation as views of dy."""
-        heads = self.tensors[dy].dims[2]
-        for name in node.inputs:
-            source = self.tensors[name]
-            if heads in source.dims:
-                self.emit(node, f"grad.{name}", "view", [dy], [name])
-                continue
-            every = self.declare(name, ".every")
-            dims = (*source.dims[:2], heads, *source.dims[2:])
-            self.tensors[every] = self.tensors[every]._replace(dims=dims)
-            self.add_node(node, f"grad.{name}.every", "view", [dy], [every])
-            self.emit(node, f"grad.{name}", "add", [every], [name])
+    def reduced(self, node: Node, kind: str, inputs: list[str], to: str) -> None:
+        """A node that computes the gradient of ``to``, and one that adds it up where the forward
+        node repeated ``to``: for all heads, for the copies of a token, along the hidden dim."""
+        source, result = self.tensors[to], self.tensors[node.outputs[0]]
+        more = [dim for dim in result.dims if dim in REPEATED and dim not in source.dims]
+        if not more or "room" in source.dims:
+            self.emit(node, f"grad.{to}", kind, inputs, [to])
+            return
+        every = self.declare(to, ".every")
+        self.tensors[every] = self.tensors[every]._replace(dims=(*source.dims, *more))
+        self.add_node(node, f"grad.{to}.every", kind, inputs, [every])
+        self.emit(node, f"grad.{to}", "add", [every], [to])
 
     def differentiate(self, node: Node) -> None:
         """Append the backward of a forward node; a constant has none."""
+        if node.kind == "balance":
+            loads = self.saved(node.outputs[0], node)
+            self.emit(node, "grad", node.kind, [loads], [node.inputs[1]])
+            return
         if self.tensors[node.outputs[0]].role == "constant":
             return
         if node.name == "loss":
@@ -143,12 +155,19 @@ class _Backward:
         dy = self.gradient_of[node.outputs[0]]
         x = node.inputs[0]
         if node.kind == "gemm":
-            weight, *biases = node.inputs[1:]
+            weight, *others = node.inputs[1:]
             saved = self.saved(x, node)  # one operator in torch: it is redone before either product
-            self.emit(node, "dgrad", "gemm", [dy, weight], [x])
-            self.emit(node, "wgrad", "gemm", [dy, saved], [weight])
-            for bias in biases:
-                self.emit(node, "bgrad", "add", [dy], [bias])
+            roles = {name: self.tensors[name].role for name in node.inputs}
+            ends = [self.saved(name, node) for name in others if roles[name] == "constant"]
+            kept = self.saved(weight, node)  # a parameter, or one cast
+            if roles[x] == "activation":
+                self.emit(node, "dgrad", "gemm", [dy, kept, *ends], [x])
+            self.emit(node, "wgrad", "gemm", [dy, saved, *ends], [weight])
+            for name in others:
+                if roles[name] == "parameter":
+                    self.emit(node, "bgrad", "add", [dy], [name])
+                elif roles[name] == "activation":
+                    self.accumulate(node, name, dy)
         elif node.kind in ("layer_norm", "rms_norm"):
             saved, stats = self.saved(x, node), self.saved(node.outputs[1], node)
             self.emit(
@@ -161,17 +180,30 @@ class _Backward:
             self.emit(node, "grad", node.kind, [*inputs, dy, *results], list(node.inputs))
         elif node.kind in ("gelu", "silu"):
             self.emit(node, "grad", node.kind, [dy, self.saved(x, node)], [x])
-        elif node.kind in ("cast", "copy"):
+        elif node.kind in ("softmax", "sigmoid"):
+            self.emit(node, "grad", node.kind, [dy, self.saved(node.outputs[0], node)], [x])
+        elif node.kind == "normalize":
+            saved, total = self.saved(x, node), self.saved(node.outputs[1], node)
+            self.emit(node, "grad", node.kind, [dy, saved, total], [x])
+        elif node.kind == "gather":
+            saved, index = self.saved(x, node), self.saved(node.inputs[1], node)
+            self.emit(node, "grad", node.kind, [dy, saved, index], [x])
+        elif node.kind == "move":
+            self.reduced(node, "move", [dy, self.saved(node.inputs[2], node)], x)
+        elif node.kind == "sum":
+            self.emit(node, "grad", "view", [dy], [x])
+        elif node.kind in ("cast", "copy", "mean", "exchange"):
             self.emit(node, "grad", node.kind, [dy], [x])
         elif node.kind == "view":
             gradients = [self.gradient_of[name] for name in node.outputs]
             self.emit(node, "grad", "copy", gradients, [x])
         elif node.kind == "concat":
-            self.cut(node, dy)
+            for name in node.inputs:
+                self.reduced(node, "view", [dy], name)
         elif node.kind == "mul":
             for name, other in (node.inputs, node.inputs[::-1]):
                 if self.tensors[name].role == "activation":
-                    self.emit(node, f"grad.{name}", "mul", [dy, self.saved(other, node)], [name])
+                    self.reduced(node, "mul", [dy, self.saved(other, node)], name)
         elif node.kind == "cross_entropy":
             self.emit(node, "grad", node.kind, [dy, node.outputs[0]], [x])
         elif node.kind == "add":

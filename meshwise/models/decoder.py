@@ -7,34 +7,30 @@ arXiv:1909.08053), the latent projections of MLA and the router stay whole. Expe
 product over all m * top_k rows.
 """
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 from math import prod
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from meshwise.models import families
-from meshwise.models.graph import Graph, module_shape, operation
+from meshwise.models.graph import Graph, Node, module_shape, operation
 from meshwise.models.shard import TP_DIMS
 from meshwise.spec import (
     DTYPE_BYTES,
     Attention,
     Collective,
     Decoder,
-    Experts,
     Gemm,
     LanguageModel,
-    Model,
-)  # fmt: skip
+    LayerKind,
+    layer_kinds,
+)
 from meshwise.spec.op import Direction, Dtype
-
-NamedShape = tuple[str, tuple[int, ...]]
-Shapes = Iterator[NamedShape]
 
 # No gradient reaches it (training nudges it from the load of the experts), so it is state beside
 # the parameters to FSDP2 and a buffer to transformers; published counts include it.
 ROUTER_BIAS = "router.bias"
-FEED_FORWARD = ("gate", "up", "down")
 
 
 class Weight(NamedTuple):
@@ -66,19 +62,23 @@ class Exchange(NamedTuple):
 
 def weights(model: LanguageModel) -> list[Weight]:
     """Every weight in module order, a tied one once. Experts are stacked, [experts, n, k]."""
-    graph, one = _one_layer(model), "layers.0."
-    every = [(tensor.name, module_shape(tensor, graph.sizes)) for tensor in graph.parameters()]
-    layer = [(name.removeprefix(one), shape) for name, shape in every if name.startswith(one)]
-    found = []
-    for name, shape in every:
-        if not name.startswith(one):
-            found.append(Weight(name, shape, "root"))
-        elif name == f"{one}{layer[0][0]}":  # all layers in the place of the one
-            for index in range(model.layers):
-                unit = f"layers.{index}"
-                held = _layer(model, index, layer)
-                found += [Weight(f"{unit}.{part}", of, unit) for part, of in held]
-    return found
+    graph, kinds = _one_of_each(model)
+    units: dict[str, list[tuple[str, tuple[int, ...]]]] = {kind: [] for kind in kinds}
+    found, layers = [], ((index, kind) for index, kind in enumerate(layer_kinds(model)))
+    for tensor in graph.tensors.values():
+        if tensor.role in ("parameter", "state"):
+            parts, shape = tensor.name.split(".", 2), module_shape(tensor, graph.sizes)
+            if parts[0] == "layers":
+                units[kinds[int(parts[1])]].append((parts[2], shape))
+            else:
+                found.append(Weight(tensor.name, shape, "root"))
+    stacked = [
+        Weight(f"layers.{index}.{name}", shape, f"layers.{index}")
+        for index, kind in layers
+        for name, shape in units[kind]
+    ]
+    before = sum(weight.name.startswith(("embed.", "positions.")) for weight in found)
+    return [*found[:before], *stacked, *found[before:]]
 
 
 def num_parameters(model: LanguageModel) -> int:
@@ -86,65 +86,16 @@ def num_parameters(model: LanguageModel) -> int:
     return sum(weight.num_elements for weight in weights(model))
 
 
-def _one_layer(model: LanguageModel) -> Graph:
-    """The model without experts, for one token."""
-    return families.forward(replace(model, experts=None, layers=1), 1, 1, "fp32")
+def _one_of_each(model: LanguageModel) -> tuple[Graph, tuple[LayerKind, ...]]:
+    """The graph of one layer of each kind that the model has, for one token; and these kinds."""
+    kinds = tuple(sorted(set(layer_kinds(model))))
+    return families.forward(model, 1, 1, "fp32", layers=kinds), kinds
 
 
 def _divided(graph: Graph, tp: int) -> dict[str, int]:
-    """The sizes on one tp rank."""
-    return {dim: n // tp if dim in TP_DIMS else n for dim, n in graph.sizes.items()}
-
-
-def _layer(model: LanguageModel, index: int, dense: list[NamedShape]) -> Shapes:
-    """The weights of a layer: experts in the place of its feed-forward."""
-    moe = model.experts if model.has_experts(index) else None
-    experts = _experts(model, moe) if moe else None
-    for name, shape in dense:
-        if experts is None or name.split(".")[0] not in FEED_FORWARD:
-            yield name, shape
-        else:
-            yield from experts  # all of them the first time, and then none
-
-
-def _linear(name: str, n: int, k: int, bias: bool, stacked: tuple[int, ...] = ()) -> Shapes:
-    yield f"{name}.weight", (*stacked, n, k)
-    if bias:
-        yield f"{name}.bias", (*stacked, n)
-
-
-def _feed_forward(model: Decoder, width: int, prefix: str = "") -> Shapes:
-    if model.gated:
-        yield from _linear(f"{prefix}gate", width, model.hidden, model.mlp_bias)
-    yield from _linear(f"{prefix}up", width, model.hidden, model.mlp_bias)
-    yield from _linear(f"{prefix}down", model.hidden, width, model.mlp_bias)
-
-
-def _first_product(model: LanguageModel, width: int) -> tuple[str, int]:
-    """Name and rows of what a feed-forward of this width multiplies its input by."""
-    gated = isinstance(model, Decoder) and model.gated
-    return ("gate_up", 2 * width) if gated else ("up", width)
-
-
-def _stacked(moe: Experts, hidden: int, *, gated: bool, bias: bool) -> Shapes:
-    yield from _linear("router", moe.num_experts, hidden, False)
-    if moe.router_bias:
-        yield ROUTER_BIAS, (moe.num_experts,)
-    stacked = (moe.num_experts,)
-    first, width = ("gate_up", 2 * moe.ffn) if gated else ("up", moe.ffn)
-    yield from _linear(f"experts.{first}", width, hidden, bias, stacked)
-    yield from _linear("experts.down", hidden, moe.ffn, bias, stacked)
-
-
-def _experts(model: LanguageModel, moe: Experts) -> Shapes:
-    if isinstance(model, Model):
-        yield from _stacked(moe, model.hidden, gated=False, bias=True)
-        return
-    yield from _stacked(moe, model.hidden, gated=model.gated, bias=model.mlp_bias)
-    if moe.shared_ffn:
-        yield from _feed_forward(model, moe.shared_ffn, "shared.")
-    if moe.shared_gate:
-        yield from _linear("shared_gate", 1, model.hidden, False)
+    """The sizes on one tp rank, without room between the rows of experts."""
+    local = {dim: n // tp if dim in TP_DIMS else n for dim, n in graph.sizes.items()}
+    return local | {"room": graph.sizes["top_k"]} if "top_k" in local else local
 
 
 def products(
@@ -157,75 +108,41 @@ def products(
 ) -> list[Product]:
     """The forward products of one rank, those of equal name and shape once with their count.
 
-    fp8 is scaled by tensor. A size that tp does not divide is a ValueError that names it.
+    What reads one input and is divided alike is one product. fp8 is scaled by tensor. A size that
+    tp does not divide is a ValueError that names it.
     """
     _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len)
-    rows = microbatch_size * seq_len
-    found = []
-    for name, n, k, count, groups, copies in _products(model, tp):
-        part = "head" if name == "vocab" else "layer"
-        scaling: Any = "tensor" if dtype == "fp8" else "none"
-        gemm = Gemm(m=rows * copies, n=n, k=k, dtype=dtype, groups=groups, scaling=scaling)
-        found.append(Product(name, part, gemm, count))
-    return found
-
-
-class _Shape(NamedTuple):
-    """W[n,k], in ``layers`` layers; ``copies`` of each token go to ``groups`` experts."""
-
-    name: str
-    n: int
-    k: int
-    layers: int
-    groups: int = 1
-    copies: int = 1
-
-
-def _products(model: LanguageModel, tp: int) -> Iterator[_Shape]:
-    layers = sum(map(model.has_experts, range(model.layers)))
-    for name, (n, k) in _dense_products(model, tp).items():
-        if name == "vocab":
-            yield from _expert_products(model, layers, tp)
-            yield _Shape(name, n, k, 1)
-        elif count := model.layers - layers * (name in ("gate_up", "up", "down")):
-            yield _Shape(name, n, k, count)
-
-
-def _dense_products(model: LanguageModel, tp: int) -> dict[str, tuple[int, int]]:
-    """n and k of a layer's products and the head's, by name, read off the graph of the model
-    without experts. What reads one input and is divided alike is one product."""
-    graph = _one_layer(model)
-    local = _divided(graph, tp)
-    names = {"head": "vocab", "gate": "gate_up"}
-    if "layers.0.k.weight" in graph.tensors:
-        names |= dict.fromkeys("qkv", "qkv")
-    if "layers.0.gate.weight" in graph.tensors:
-        names["up"] = "gate_up"
-    found: dict[str, tuple[int, int]] = {}
+    graph, kinds = _one_of_each(model)
+    local, layers = _divided(graph, tp), Counter(layer_kinds(model))
+    scaling: Any = "tensor" if dtype == "fp8" else "none"
+    by_layer: dict[tuple[int, str], Gemm] = {}
     for node in graph.nodes:
-        if node.kind == "gemm":
-            n, k = module_shape(graph.tensors[node.inputs[1]], local)
-            own = node.name.rpartition(".")[2]
-            name = names.get(own, own)
-            found[name] = found.get(name, (0, k))[0] + n, k
-    return found
+        tensors = [graph.tensors[name] for name in (*node.inputs, *node.outputs)]
+        if node.kind == "gemm" and tensors[0].role == "activation":
+            op = operation(node, tensors[:-1], tensors[-1:], local)
+            assert isinstance(op, Gemm)
+            place = (node.layer if node.part == "layer" else -1, _called(node, graph))
+            beside = by_layer[place].n if place in by_layer else 0
+            by_layer[place] = replace(op, n=op.n + beside)
+    found: dict[str, Product] = {}
+    for (layer, name), op in by_layer.items():
+        rows = op.m * microbatch_size * seq_len
+        gemm = replace(op, m=rows, dtype=dtype, scaling=scaling)
+        count = layers[kinds[layer]] if layer >= 0 else 1
+        before = found[name].count if name in found else 0
+        found[name] = Product(name, "layer" if layer >= 0 else "head", gemm, before + count)
+    return list(found.values())
 
 
-def _expert_products(model: LanguageModel, layers: int, tp: int) -> Iterator[_Shape]:
-    h, moe = model.hidden, model.experts
-    if not moe or not layers:
-        return
-    yield _Shape("router", moe.num_experts, h, layers)
-    spread = (layers, moe.num_experts, moe.top_k)
-    first, width = _first_product(model, moe.ffn)
-    yield _Shape(f"experts_{first}", width // tp, h, *spread)
-    yield _Shape("experts_down", h, moe.ffn // tp, *spread)
-    if moe.shared_ffn:
-        first, width = _first_product(model, moe.shared_ffn)
-        yield _Shape(f"shared_{first}", width // tp, h, layers)
-        yield _Shape("shared_down", h, moe.shared_ffn // tp, layers)
-    if moe.shared_gate:
-        yield _Shape("shared_gate", 1, h, layers)
+def _called(node: Node, graph: Graph) -> str:
+    """A product's name; q, k and v have one, and so have gate and up."""
+    own = ".".join(node.name.split(".")[2:]) or "vocab"
+    if own in ("q", "k", "v") and "layers.0.k.weight" in graph.tensors:
+        return "qkv"
+    *outer, last = own.split(".")
+    at = node.name.removesuffix(last)
+    gated = last in ("gate", "up") and f"{at}gate.weight" in graph.tensors
+    return "_".join([*outer, "gate_up" if gated else last])
 
 
 def passes(forward: Gemm) -> tuple[Gemm, Gemm, Gemm]:
@@ -248,8 +165,8 @@ def attention(
     """The causal attention of one layer on one rank. MLA trains with as many k and v as q heads,
     k wider than v."""
     _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len)
-    graph = _one_layer(model)
-    (node,) = [node for node in graph.nodes if node.kind == "attention"]
+    graph, _ = _one_of_each(model)
+    node = next(node for node in graph.nodes if node.kind == "attention")
     op = operation(node, [graph.tensors[name] for name in node.inputs], [], _divided(graph, tp))
     assert isinstance(op, Attention)
     size: dict[str, Any] = {"batch": microbatch_size, "q_len": seq_len, "kv_len": seq_len}

@@ -7,12 +7,14 @@ _get_dim0_padded_size). NCCL's traces show that number as the ``count`` of AllGa
 ReduceScatter.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from meshwise.models.apply import padded_shard
+from msgspec.structs import replace
+
+from meshwise.models import graph
+from meshwise.models.apply import apply, padded_shard
 from meshwise.models.decoder import ROUTER_BIAS, Weight, weights
-from meshwise.spec import DTYPE_BYTES, Collective, Decoder, Model
+from meshwise.spec import DTYPE_BYTES, Collective, Decoder, Layout, Model
 from meshwise.spec.op import Dtype
 
 
@@ -70,42 +72,37 @@ def planned(
     step. Gradients are scattered, and with replicas all-reduced, in each microbatch; ZeRO-1, and
     ZeRO-0, which is replicas of one shard, do so once a step: plan these as one microbatch.
     """
-    for name, value in {"replicas": replicas, "microbatches": microbatches}.items():
+    for name, value in {"shard": shard, "replicas": replicas, "microbatches": microbatches}.items():
         if value < 1:
             raise ValueError(f"{name} = {value}: must be >= 1")
-    layers, root = units(model)[:-1], units(model)[-1]
-
-    def gathers(phase: str, chosen: list[Unit], count: int) -> Iterator[Planned]:
-        for unit in chosen if shard > 1 else []:
-            elements = shard_elements(unit, shard)
-            op = _collective("all_gather", elements * shard, shard, 1, param_dtype)
-            yield Planned(unit.name, phase, op, elements, count)
-
-    def reductions(unit: Unit) -> Iterator[Planned]:
-        elements = shard_elements(unit, shard)
-        if shard > 1:
-            op = _collective("reduce_scatter", elements * shard, shard, 1, reduce_dtype)
-            yield Planned(unit.name, "backward", op, elements, microbatches)
-        if replicas > 1:
-            op = _collective("all_reduce", elements, replicas, shard, reduce_dtype)
-            yield Planned(unit.name, "backward", op, elements, microbatches)
-
-    found = list(gathers("forward", [root, *layers], microbatches if reshard else 1))
-    for unit in [*reversed(layers), root]:
-        if reshard and unit is not root:
-            found += gathers("backward", [unit], microbatches)
-        found += reductions(unit)
-    return found
-
-
-def _collective(kind: Any, elements: int, ranks: int, stride: int, dtype: Dtype) -> Collective:
-    return Collective(
-        kind=kind,
-        size_bytes=elements * DTYPE_BYTES[dtype],
-        group_size=ranks,
-        group_stride=stride,
-        dtype=dtype,
-    )
+    layout = Layout(dp=replicas)  # of one shard: all is sent once for each of the microbatches
+    if shard > 1:
+        layout = Layout(
+            dp=shard * replicas,
+            replicas=replicas,
+            zero=3 if reshard else 2,
+            num_microbatches=min(2, microbatches),
+        )
+    found: dict[tuple[str, str, str], Planned] = {}
+    for task in apply(graph(model, 1, 1, "fp32"), layout, param_dtype).tasks:
+        op, (unit, _, kind) = task.op, task.name.rpartition(".")
+        if task.stream != "dp" or not isinstance(op, Collective) or op.group_size == 1:
+            continue
+        elements, is_gather = op.size_bytes // DTYPE_BYTES[op.dtype], kind == "all_gather"
+        dtype = param_dtype if is_gather else reduce_dtype
+        op = replace(op, dtype=dtype, size_bytes=elements * DTYPE_BYTES[dtype])
+        held = elements if kind == "all_reduce" else elements // op.group_size
+        phase = task.phase.rstrip("0123456789")
+        once = is_gather and not reshard
+        row = Planned(unit, phase, op, held, 1 if once else microbatches)
+        found.setdefault((phase, unit, kind), row)
+    order = {"root": -1} | {unit.name: index for index, unit in enumerate(units(model)[:-1])}
+    forward = [row for row in found.values() if row.phase == "forward"]
+    backward = [row for row in found.values() if row.phase == "backward"]
+    return [
+        *sorted(forward, key=lambda row: order[row.unit]),
+        *sorted(backward, key=lambda row: -order[row.unit]),
+    ]
 
 
 _TESTS = {"all_to_all": "alltoall", "send_recv": "sendrecv"}  # the others are called as here

@@ -13,16 +13,17 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from meshwise.spec import DTYPE_BYTES, Attention, Elementwise, Gemm, Op
+from meshwise.spec.op import ElementwiseKind
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
 
 
 class Tensor(NamedTuple):
-    """``role``: activation, parameter, gradient (of a parameter), index (integer input) or constant
-    (which needs no gradient, and lasts)."""
+    """``role``: activation, parameter, gradient (of a parameter), index (integer input), constant
+    (which needs no gradient) or state (which training keeps beside the parameters)."""
 
     name: str
     dims: tuple[str, ...]
@@ -31,11 +32,12 @@ class Tensor(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One operation. ``kind`` is gemm, attention or an elementwise kind; ``part`` is where it
-    belongs (embed, layer, head, optimizer) and ``layer`` its index there. A ``view`` is no kernel:
-    its outputs lie in its input's memory. ``cheap``: selective recomputation computes it again
-    rather than keep its result. ``whole``: on every tp rank where no dim of heads, ffn or vocab is
-    divided, also under sequence parallelism."""
+    """One operation. ``kind`` is gemm, attention, an elementwise kind, or one that is priced as a
+    copy (softmax, sort, move); ``part`` is where it belongs (embed, layer, head, optimizer) and
+    ``layer`` its index there. A ``view`` is no kernel: its outputs lie in its input's memory; nor
+    is an ``exchange`` where no other ranks hold experts. ``cheap``: selective recomputation
+    computes it again rather than keep its result. ``whole``: on every tp rank where no dim of
+    heads, ffn or vocab is divided, also under sequence parallelism."""
 
     name: str
     kind: str
@@ -65,7 +67,7 @@ class Graph:
         """The tensor in whose memory each view lies."""
         found: dict[str, str] = {}
         for node in self.nodes:
-            if node.kind == "view":
+            if node.kind in ("view", "exchange"):
                 base = found.get(node.inputs[0], node.inputs[0])
                 found |= dict.fromkeys(node.outputs, base)
         return found
@@ -74,7 +76,8 @@ class Graph:
         return [tensor for tensor in self.tensors.values() if tensor.role == "parameter"]
 
 
-BYTES = dict(DTYPE_BYTES, int64=8)
+BYTES = dict(DTYPE_BYTES, int64=8, int32=4)
+ELEMENTWISE = frozenset(get_args(ElementwiseKind))  # other kinds are priced as copies
 
 # Bytes read and written per parameter: AdamW reads weight, gradient and both moments and writes
 # all but the gradient; clipping reads the gradients for the norm, then reads and writes them.
@@ -85,7 +88,12 @@ def num_elements(tensor: Tensor, sizes: Mapping[str, int]) -> int:
     return prod(sizes[dim] for dim in tensor.dims)
 
 
-FUSED = frozenset({"heads", "kv_heads", "queries", "three", "head_dim", "qk", "kv", "value"})
+FUSED = frozenset(
+    {
+        "heads", "kv_heads", "queries", "three", "head_dim", "qk", "kv", "value",
+        "halves", "expert_ffn",
+    }
+)  # fmt: skip
 
 
 def module_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -99,8 +107,10 @@ def num_bytes(tensor: Tensor, sizes: Mapping[str, int]) -> int:
 
 
 @functools.lru_cache(maxsize=65536)
-def gemm(m: int, n: int, k: int, dtype: str, trans_a: bool, trans_b: bool) -> Gemm:
-    return Gemm(m=m, n=n, k=k, dtype=dtype, trans_a=trans_a, trans_b=trans_b)  # type: ignore[arg-type]
+def gemm(
+    m: int, n: int, k: int, dtype: str, trans_a: bool, trans_b: bool, groups: int = 1
+) -> Gemm:
+    return Gemm(m=m, n=n, k=k, dtype=dtype, trans_a=trans_a, trans_b=trans_b, groups=groups)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -123,18 +133,26 @@ def operation(
     if node.kind == "gemm":
         left, right, result = inputs[0], inputs[1], outputs[0]
         shared = set(left.dims) & set(right.dims)
-        m = prod(sizes[dim] for dim in left.dims if dim not in shared)
-        n = prod(sizes[dim] for dim in right.dims if dim not in shared)
+        # one weight for each expert, each with some of the rows
+        grouped = sum("experts" in each.dims for each in (left, right, result)) == 1
+        apart = shared | {"experts"} if grouped else shared
+        m = prod(sizes[dim] for dim in left.dims if dim not in apart)
+        n = prod(sizes[dim] for dim in right.dims if dim not in apart)
         k = prod(sizes[dim] for dim in shared)
+        groups = sizes["experts"] if grouped else 1
         if node.phase != "backward":  # x[m,k] w[n,k]: the weight is stored transposed
-            return gemm(m, n, k, left.dtype, False, True)
-        wgrad = result.role == "gradient"  # dw = dy^T x contracts the rows; dx = dy w does not
-        return gemm(m, n, k, left.dtype, wgrad, False)
+            return gemm(m, n, k, left.dtype, False, True, groups)
+        wgrad = node.name.endswith(".wgrad")  # dw = dy^T x contracts the rows; dx = dy w does not
+        return gemm(m, n, k, left.dtype, wgrad, False, groups)
     if node.kind in OPTIMIZER_BYTES:  # float32 masters, whatever the compute dtype
         elements = sum(num_elements(tensor, sizes) for tensor in inputs)
         read, written = (per_element * elements for per_element in OPTIMIZER_BYTES[node.kind])
         return elementwise(node.kind, read, written, "forward")
     direction = "backward" if node.phase == "backward" else "forward"
+    if node.kind == "move":  # a second kernel sets the rows between the groups to zero
+        pads = "room" in outputs[0].dims and "room" not in inputs[0].dims
+        moved = num_bytes(outputs[0], sizes) * (2 if pads else 1)
+        return elementwise("copy", moved, moved, direction)
     if node.kind == "attention":
         q, v = inputs[0], inputs[0 if "three" in inputs[0].dims else 2]
         kv_heads = sizes["kv_heads" if "kv_heads" in sizes else "heads"]
@@ -146,5 +164,5 @@ def operation(
         )  # fmt: skip
     read = sum(num_bytes(tensor, sizes) for tensor in inputs)
     written = sum(num_bytes(tensor, sizes) for tensor in outputs)
-    kind = "copy" if node.kind == "concat" else node.kind
+    kind = node.kind if node.kind in ELEMENTWISE else "copy"
     return elementwise(kind, read, written, direction)

@@ -10,6 +10,9 @@ inputs have is partial. What a consumer needs and what a producer left decide th
 
 so Megatron's f, g and their conjugates follow, forward and backward, from one rule. A stage's
 input and the gradient of its result arrive as the residual stream lies: whole, or a slice of seq.
+
+Ranks of an ep group hold different experts: an ``exchange`` sends rows to them, or back, by an
+all-to-all, and sorts them beside it. A rank receives as many rows as it sends.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,9 +30,9 @@ from meshwise.models.graph import (
     num_elements,
     operation,
 )
-from meshwise.spec import Collective, Layout, Op
+from meshwise.spec import EXPERT_ALIGNMENT, Collective, Layout, Op
 
-TP_DIMS = ("vocab", "heads", "kv_heads", "ffn")
+TP_DIMS = ("vocab", "heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn")
 WHOLE, PARTIAL = "whole", "partial"
 
 # One kernel on one device; split by vocabulary, they leave a result between two kernels.
@@ -58,29 +61,41 @@ class Sharded(NamedTuple):
 
     ``shapes``: of this rank's part of each parameter, as in the module. ``partial``: the parameters
     whose gradients are parts of a sum over tp, which is taken when data parallelism reduces them.
+    ``apart``: the parameters that ep divides.
     """
 
     tasks: tuple[tuple[Node, tuple[Task, ...]], ...]
     buffers: dict[str, Buffer]
     shapes: dict[str, tuple[int, ...]]
     partial: frozenset[str]
+    apart: frozenset[str] = frozenset()
+
+
+def shard(graph: Graph, layout: Layout) -> Sharded:
+    """One rank's share of ``graph``, of which tp, sequence parallelism, ep and the data ranks, that
+    add up the loads of experts, make a difference."""
+    shards, copies = layout.shards, layout.data_ranks // layout.shards
+    sums = ((copies, layout.tp * shards), (shards, layout.tp)) if "experts" in graph.sizes else ()
+    return _shard(graph, layout.tp, layout.sequence_parallel, layout.ep, sums)
 
 
 @lru_cache(maxsize=256)
-def shard(graph: Graph, tp: int, sequence_parallel: bool) -> Sharded:
-    """One tp rank's share of ``graph``."""
-    placements = _Placements(graph, tp, sequence_parallel)
+def _shard(
+    graph: Graph, tp: int, sequence_parallel: bool, ep: int, sums: tuple[tuple[int, int], ...]
+) -> Sharded:
+    placements = _Placements(graph, tp, sequence_parallel, ep, sums)
     nodes = [node for node in graph.nodes if node.phase != "optimizer"]
     tasks = tuple((node, tuple(placements.tasks(node))) for node in nodes)
     cut = {dim: -(-graph.sizes[dim] // tp) for dim in TP_DIMS if dim in graph.sizes}
-    local = {**graph.sizes, **cut}
+    local = {**placements.sizes, **cut}
     shapes = {tensor.name: module_shape(tensor, local) for tensor in graph.parameters()}
     partial = frozenset(
         name
         for name, gradient in graph.gradients.items()
         if placements.placement.get(gradient) == PARTIAL
     )
-    return Sharded(tasks, placements.buffers, shapes, partial)
+    apart = frozenset(t.name for t in graph.parameters() if "experts" in t.dims and ep > 1)
+    return Sharded(tasks, placements.buffers, shapes, partial, apart)
 
 
 def check_divides(sizes: Mapping[str, int], layout: Layout, seq_len: int) -> str | None:
@@ -88,31 +103,45 @@ def check_divides(sizes: Mapping[str, int], layout: Layout, seq_len: int) -> str
     for dim in TP_DIMS:
         if sizes.get(dim, 0) % layout.tp:
             return f"tp = {layout.tp} does not divide {dim} = {sizes[dim]}"
+    if sizes.get("experts", layout.ep) % layout.ep:
+        return f"ep = {layout.ep} does not divide experts = {sizes['experts']}"
     if layout.sequence_parallel and seq_len % layout.tp:
         return f"tp = {layout.tp} does not divide seq = {seq_len}"
     return None
 
 
 def graph_cuts(graph: Graph) -> dict[str, str]:
-    """How tp cuts the weight of each product and lookup in a graph of one layer: col (what it
-    makes), row (what it contracts), vocab or replicated; by the operation's name in its layer."""
+    """How tp cuts the weight of each product and lookup: col (what it makes), row (what it
+    contracts), vocab or replicated; by the operation's name in its layer."""
     found = {}
     for node in graph.nodes:
-        if node.kind not in ("gemm", "embedding"):
+        if node.kind not in ("gemm", "embedding") or graph.tensors[node.inputs[0]].role == "constant":
             continue
         weight, result = (graph.tensors[name].dims for name in (node.inputs[1], node.outputs[0]))
         (cut, *_) = [dim for dim in TP_DIMS if dim in weight] or [""]
         word = "vocab" if cut == "vocab" else "col" if cut in result else "row"
-        found[node.name.rpartition(".")[2]] = word if cut else "replicated"
+        found[node.name.removeprefix(f"layers.{node.layer}.")] = word if cut else "replicated"
     return found
 
 
 class _Placements:
     """Placement of every tensor over tp while the nodes are walked in order."""
 
-    def __init__(self, graph: Graph, tp: int, sequence_parallel: bool) -> None:
-        self.graph, self.sizes, self.tp = graph, graph.sizes, tp
+    def __init__(
+        self,
+        graph: Graph,
+        tp: int,
+        sequence_parallel: bool,
+        ep: int,
+        sums: tuple[tuple[int, int], ...],
+    ) -> None:
+        self.graph, self.sizes, self.tp, self.ep, self.sums = graph, dict(graph.sizes), tp, ep, sums
+        if "experts" in self.sizes:  # a rank has so many less, and less room between their rows
+            self.sizes["experts"] //= ep
+            gone = graph.sizes["experts"] - self.sizes["experts"]
+            self.sizes["room"] -= EXPERT_ALIGNMENT * gone
         self.sequence_parallel = sequence_parallel
+        self.in_sums: set[str] = set()  # products that add to parts of a sum
         self.placement: dict[str, str] = {}
         self.buffers: dict[str, Buffer] = {}
         self.version: dict[tuple[str, str], str] = {}  # (tensor, placement) -> buffer
@@ -122,8 +151,8 @@ class _Placements:
                 self._define(tensor, tensor.name, self._dim_of([]))
 
     def tasks(self, node: Node) -> Iterator[Task]:
-        if node.kind == "view":
-            self._view(node)
+        if node.kind == "view" or (node.kind == "exchange" and self.ep == 1):
+            yield from self._view(node)
             return
         names = (*node.inputs, *node.outputs)
         tensors = [self.graph.tensors[name] for name in names]
@@ -135,6 +164,8 @@ class _Placements:
                 wanted = dim if dim in tensor.dims or is_part else WHOLE
                 yield from self._redistribute(node, tensor.name, wanted)
                 reads.append(self.version[tensor.name, wanted])
+        if dim == PARTIAL and node.kind == "gemm" and node.phase != "backward":
+            self.in_sums.add(node.name)
         sizes = self._local(dim)
         inputs, outputs = tensors[: len(node.inputs)], tensors[len(node.inputs) :]
         contracted = any(dim in tensor.dims for tensor in inputs)
@@ -150,8 +181,13 @@ class _Placements:
             op = elementwise("cross_entropy", size, size, direction)
             yield Task(between, op, "compute", node.part, node.phase, tuple(reads), (between,))
             reads.append(between)
-        whole = operation(node, inputs, outputs, sizes)
         writes = tuple(tensor.name for tensor in outputs)
+        if node.kind == "exchange":
+            yield from self._exchange(node, inputs, reads, writes)
+            return
+        if node.kind == "balance" and node.phase != "backward":
+            yield from self._loads(node, reads)
+        whole = operation(node, inputs, outputs, sizes)
         yield Task(node.name, whole, "compute", node.part, node.phase, tuple(reads), writes)
         for tensor in outputs:
             if "positions" in tensor.dims and dim == "seq":  # each rank has rows of its own
@@ -163,22 +199,75 @@ class _Placements:
             if node.phase == "recompute" and dim == "seq" and before in self.version:
                 yield from self._redistribute(node, tensor.name, WHOLE)
 
-    def _view(self, node: Node) -> None:
+    def _view(self, node: Node) -> Iterator[Task]:
         """Its outputs lie where its input does, in the same buffers."""
-        (x,) = node.inputs
+        x = node.inputs[0]
+        if node.whole and self.placement[x] == "seq":
+            yield from self._redistribute(node, x, WHOLE)
+            self.placement[x] = WHOLE
         for name in node.outputs:
             self.placement[name] = self.placement[x]
             for (of, placement), buffer in list(self.version.items()):
                 if of == x:
                     self.version[name, placement] = buffer
 
+    def _exchange(
+        self, node: Node, inputs: list[Tensor], reads: list[str], writes: tuple[str, ...]
+    ) -> Iterator[Task]:
+        """Rows to the ranks of their experts, or back: they are sorted there."""
+        returns = node.name.removesuffix(".again").endswith(".combine")
+        sorts_first = returns != (node.phase == "backward")
+        rows, *counts = inputs
+        size, between = num_bytes(rows, self.sizes), f"{node.name}.between"
+        self.buffers[between] = Buffer(size, "communication")
+
+        def task(name: str, op: Op, read: tuple[str, ...], written: tuple[str, ...]) -> Task:
+            return Task(
+                f"{node.name}.{name}", op, "compute", node.part, node.phase, read, written
+            )
+
+        direction = "backward" if node.phase == "backward" else "forward"
+        move = elementwise("copy", size, size, direction)
+        if counts and not returns:
+            told = num_bytes(counts[0], self.sizes)
+            yield task("counts", self._collective("all_to_all", told, "fp64"), (reads[1],), ())
+        sent = self._collective("all_to_all", size, rows.dtype)
+        names = ("move", "all_to_all") if sorts_first else ("all_to_all", "move")
+        ops = (move, sent) if sorts_first else (sent, move)
+        yield task(names[0], ops[0], tuple(reads), (between,))
+        yield task(names[1], ops[1], (between,), writes)
+        if direction == "backward":
+            yield task("scale", elementwise("mul", size, size, direction), writes, ())
+
+    def _loads(self, node: Node, reads: list[str]) -> Iterator[Task]:
+        """Add up how many rows each expert has over all data ranks."""
+        for ranks, stride in self.sums:
+            if ranks > 1:
+                op = Collective(
+                    kind="all_reduce",
+                    size_bytes=8 * self.sizes["choices"],
+                    group_size=ranks,
+                    group_stride=stride,
+                    dtype="fp64",
+                )
+                name = f"{node.name}.all_reduce"
+                yield Task(name, op, "compute", node.part, node.phase, (reads[0],), ())
+
+    def _collective(self, kind: str, size_bytes: int, dtype: str) -> Collective:
+        """Over ep."""
+        return Collective(
+            kind=kind,  # type: ignore[arg-type]
+            size_bytes=size_bytes,
+            group_size=self.ep,
+            group_stride=self.tp,
+            dtype=dtype,  # type: ignore[arg-type]
+        )
+
     def _dim_at(self, node: Node, tensors: list[Tensor]) -> str:
-        """Return the dim of which a node works on a slice, or WHOLE. PARTIAL where its inputs are
-        parts of a sum and it is linear in them: additions, and backwards in their gradients."""
+        """Return the dim of which a node works on a slice, or WHOLE; PARTIAL where it makes parts
+        of a sum of what are parts of one."""
         dim = self._dim_of(tensors)
-        varying = [name for name in node.inputs if name.startswith("d.") or node.kind == "add"]
-        is_linear = node.kind == "add" or (node.whole and node.phase == "backward")
-        if is_linear and {self.placement.get(name) for name in varying} == {PARTIAL}:
+        if self.tp > 1 and self._is_part(node):
             return PARTIAL
         if dim != "seq":
             return dim
@@ -187,6 +276,26 @@ class _Placements:
         is_bias = tensors[-1].role == "gradient" and len(node.inputs) == 1 and gathered
         stays = node.whole or is_constant or is_bias or node.kind == "cross_entropy"
         return WHOLE if stays else dim
+
+    def _is_part(self, node: Node) -> bool:
+        """Whether the result is a part of a sum because what a node is linear in is one: all that
+        an addition adds, a factor, rows that are moved, in backward the gradients that it reads.
+        Each rank weighs the experts' balance with a share of its own."""
+        backward = node.phase == "backward"
+        if backward and (node.kind == "balance" or node.name.removesuffix(".wgrad") in self.in_sums):
+            return True
+        lies = {name: self.placement.get(name) for name in node.inputs}
+        if node.kind == "mul":
+            return PARTIAL in lies.values()
+        if node.kind == "add":
+            linear_in = list(lies)
+        elif backward:
+            linear_in = [name for name in lies if name.startswith("d.")] if node.whole else []
+        elif node.kind == "gemm":
+            linear_in = [name for name in node.inputs[2:] if name in self.placement]
+        else:
+            linear_in = [node.inputs[0]] if node.kind in ("move", "sum", "exchange") else []
+        return {lies[name] for name in linear_in} == {PARTIAL}
 
     def _dim_of(self, tensors: list[Tensor]) -> str:
         if self.tp == 1:

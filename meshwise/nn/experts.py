@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from meshwise.nn.initial import WEIGHT, ZEROS
 from meshwise.nn.stage import wide
+from meshwise.spec import EXPERT_ALIGNMENT as ALIGNMENT
 from meshwise.spec import Experts as Sizes
 from meshwise.spec.recipe import Routing
-
-ALIGNMENT = 8
 
 
 class Exchange(Protocol):

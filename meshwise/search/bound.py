@@ -28,16 +28,25 @@ import msgspec
 import numpy as np
 
 from meshwise import schedule
-from meshwise.models import apply
+from meshwise.models import apply, graph
 from meshwise.prices import Prices
 from meshwise.schedule import Name
 from meshwise.search.predict import in_transit
 from meshwise.search.simulate import COPIES, ROLES, WEIGHTS
 from meshwise.search.stage import StageKind, graph_of, stage_cost, stage_memory
-from meshwise.spec import DTYPE_BYTES, Collective, LanguageModel, Layout, Workload
+from meshwise.spec import (
+    DTYPE_BYTES,
+    Collective,
+    LanguageModel,
+    LayerKind,
+    Layout,
+    Workload,
+    layer_kinds,
+)
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
 
 _ROUNDING = 32  # bytes a layer: shards are rounded up
+Of = tuple[LayerKind, Recompute]  # a layer: its kind and what is recomputed
 
 
 class Work(NamedTuple):
@@ -91,11 +100,14 @@ def mathematics_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Pr
 def traffic_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter either."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
-    gather_s, reduce_s, root_gather_s, root_reduce_s = _traffic(
-        model, seq_len, inside, layout.pp == 1, prices
-    )
-    layers, count = model.layers // layout.pp, layout.num_microbatches
-    gathers_s, reductions_s = layers * gather_s + root_gather_s, layers * reduce_s + root_reduce_s
+    gathers_s = reductions_s = 0.0
+    for kind, number in Counter(_kinds(model, layout, 0)).items():
+        gather_s, reduce_s, root_gather_s, root_reduce_s = _traffic(
+            model, seq_len, kind, inside, layout.pp == 1, prices
+        )
+        gathers_s, reductions_s = gathers_s + number * gather_s, reductions_s + number * reduce_s
+    gathers_s, reductions_s = gathers_s + root_gather_s, reductions_s + root_reduce_s
+    count = layout.num_microbatches
     first, alone = _ranks(model, seq_len, layout, prices).first, layout.stages_per_rank == 1
     exposed_s = root_gather_s + count * first.both_s
     if layout.schedule not in SPLIT:
@@ -130,7 +142,10 @@ def memory_between(
 ) -> tuple[float, float]:
     """No prediction of ``layout`` needs less than the first, and none more than the second."""
     count = layout.num_stages
-    ends = [(stage == 0, stage == count - 1) for stage in range(count)]
+    ends = [
+        (layer_kinds(model, layers), stage == 0, stage == count - 1)
+        for stage, layers in enumerate(layout.stage_layers(model.layers))
+    ]
     kinds = {of: _holding(model, workload.seq_len, layout, *of, prices) for of in set(ends)}
     moving, exchanged = in_transit(model, workload, layout, prices.costs)
     lows, highs = [0.0], [0.0]
@@ -149,17 +164,25 @@ def memory_between(
 
 
 def _holding(
-    model: LanguageModel, seq_len: int, layout: Layout, first: bool, last: bool, prices: Prices
+    model: LanguageModel,
+    seq_len: int,
+    layout: Layout,
+    kinds: tuple[LayerKind, ...],
+    first: bool,
+    last: bool,
+    prices: Prices,
 ) -> Holding:
-    """Of a stage, with the model's first layer or last. FSDP2 gathers one unit ahead of its use."""
+    """Of a stage of layers of these kinds, with the model's first layer or last. FSDP2 gathers one
+    unit ahead of its use."""
     split, dtype, zero = layout.schedule in SPLIT, prices.costs.dtype, layout.zero
-    cut, words = _cut(layout), layout.recomputed(model.layers // layout.num_stages)
+    cut, layers = _cut(layout), list(zip(kinds, layout.recomputed(len(kinds)), strict=True))
 
-    def some(word: Recompute, first: bool, last: bool, layers: int = 1) -> tuple[float, ...]:
+    def some(of: Of, first: bool, last: bool, count: int = 1) -> tuple[float, ...]:
         """Parameters of so many layers with these ends, what they hold, and what actions add to
         that: at most, and in the backward no less."""
-        kind = StageKind(model, seq_len, layers, first, last, (word,) * layers, cut, split)
-        cost = stage_memory(kind, prices)
+        kind, word = of
+        stage = (model, seq_len, (kind,) * count, first, last, (word,) * count, cut, split)
+        cost = stage_memory(StageKind(*stage), prices)
         live = {kind: of[0][1] for kind, of in cost.actions.items()}
         copies = live["F"].left.get(WEIGHTS, 0.0)
         left = {
@@ -170,31 +193,55 @@ def _holding(
         least = live["I" if split else "B"].rise.get(ROLES["activation"], 0.0)
         return cost.resident["parameters"], held, max(rises) - copies, max(0.0, least)
 
-    whole = {word: some(word, first, last) for word in set(words)}
-    pairs = {word: (some(word, False, False), some(word, False, False, 2)) for word in set(words)}
-    layer, single = pairs[words[0]][0][0], whole[words[0]][0]
-    parameters, unit = single + (len(words) - 1) * layer, max(layer, single - layer)
+    whole = {of: some(of, first, last) for of in set(layers)}
+    pairs = {of: (some(of, False, False), some(of, False, False, 2)) for of in set(layers)}
+    start, *others = layers
+    bytes_of = {of: alone[0] for of, (alone, _) in pairs.items()}
+    root = whole[start][0] - bytes_of[start]
+    parameters, widest = root + sum(bytes_of[of] for of in layers), max(bytes_of.values())
     copied = DTYPE_BYTES[dtype] / 4 * (layout.of_rank(0).num_devices > 1 or dtype != "fp32")
-    copies = parameters if zero < 3 else single - layer  # the root's stay until the backward
-    added = 0 if zero < 3 else parameters if split else layer
+    copies = parameters if zero < 3 else root  # the root's stay until the backward
+    added = 0 if zero < 3 else parameters if split else widest
     adds_up = zero < 2 and layout.num_microbatches > 1
+    unit = max(widest, root)
     alone_bare = unit if dtype == "fp32" and layout.tp == 1 else 0  # it needs no copies: to reduce
-    rounding = _ROUNDING * len(words)
-    further = {word: two[1] - alone[1] for word, (alone, two) in pairs.items()}
-    held = whole[words[0]][1] + sum(further[word] for word in words[1:])
+    further = {of: two[1] - alone[1] for of, (alone, two) in pairs.items()}
+    held = whole[start][1] + sum(further[of] for of in others)
     # the first microbatch has its input in full, the others as much as is saved of it
-    unsaved = further[words[0]] - pairs[words[0]][0][1]
+    unsaved = further[start] - pairs[start][0][1]
+    local = _local_parameters(model, kinds, first, last, layout.tp, layout.shards)
     return Holding(
-        lasting=3 * parameters / layout.shards + copied * copies + rounding,
+        lasting=3 * local + copied * copies + _ROUNDING * len(layers),
         held=held + max(0.0, unsaved),
         held_least=held + min(0.0, unsaved),
         single=max(of[1] for of in whole.values()),
-        gradients=parameters / (1 if adds_up else layout.shards) + rounding,
+        gradients=(parameters if adds_up else local) + _ROUNDING * len(layers),
         action=max(of[2] for of in whole.values())
         + copied * (added + (unit if zero else 0))
         + alone_bare,
-        backward=some(words[-1], False, last)[3],  # its first layer has all others' beside it
+        backward=some(layers[-1], False, last)[3],  # its first layer has all others' beside it
     )
+
+
+@lru_cache(maxsize=4096)
+def _local_parameters(
+    model: LanguageModel,
+    kinds: tuple[LayerKind, ...],
+    first: bool,
+    last: bool,
+    tp: int,
+    shards: int,
+) -> int:
+    """Bytes of a stage's float32 parameters on one rank, padded as FSDP2 pads them."""
+    if len(kinds) > 1:
+        ends = _local_parameters(model, kinds[:1], first, last, tp, shards)
+        return ends + sum(
+            count * _local_parameters(model, (kind,), False, False, tp, shards)
+            for kind, count in Counter(kinds[1:]).items()
+        )
+    one = graph(model, 1, 1, "fp32", layers=kinds, first=first, last=last)
+    layout = Layout(dp=shards, tp=tp, zero=3 if shards > 1 else 0)
+    return apply(one, layout, "fp32").resident_bytes["parameters"]
 
 
 @lru_cache(maxsize=4096)
@@ -235,24 +282,44 @@ def _cut(layout: Layout) -> Layout:
     )
 
 
+def _kinds(model: LanguageModel, layout: Layout, pipeline_rank: int) -> list[LayerKind]:
+    """The kinds of a pipeline rank's layers."""
+    return [
+        kind
+        for stage, layers in enumerate(layout.stage_layers(model.layers))
+        if rank_of(layout.schedule, stage, layout.pp) == pipeline_rank
+        for kind in layer_kinds(model, layers)
+    ]
+
+
 def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
     cut = _cut(layout)
 
-    def one_layer(word: Recompute = "none", first: bool = False, last: bool = False) -> Work:
-        return _work(StageKind(model, seq_len, 1, first, last, (word,), cut, False), prices)
+    def one_layer(of: Of, first: bool = False, last: bool = False) -> Work:
+        kind, word = of
+        return _work(StageKind(model, seq_len, (kind,), first, last, (word,), cut, False), prices)
 
-    layers = Work()
-    words = layout.recomputed(model.layers // layout.num_stages)
-    for word, count in Counter(words).items():
-        layers = layers.plus(one_layer(word), count * layout.stages_per_rank)
+    def layers_of(rank: int) -> Work:
+        kinds = _kinds(model, layout, rank)
+        words = layout.recomputed(len(kinds) // layout.stages_per_rank) * layout.stages_per_rank
+        work = Work()
+        for of, count in Counter(zip(kinds, words, strict=True)).items():
+            work = work.plus(one_layer(of), count)
+        return work
+
+    def end(layer: int, first: bool = False, last: bool = False) -> Work:
+        of = layer_kinds(model)[layer], "none"
+        return one_layer(of, first, last).plus(one_layer(of), -1)
+
+    of_rank = [layers_of(rank) for rank in range(1 if model.experts is None else layout.pp)]
+    layers, begin = Work(*map(min, zip(*of_rank, strict=True))), of_rank[0]
     if layout.pp == 1:  # both ends hold one weight
-        whole = layers.plus(one_layer(first=True, last=True)).plus(one_layer(), -1)
+        whole = begin.plus(end(0, first=True, last=True))
         return Ranks(layers, whole, whole)
-    first = layers.plus(one_layer(first=True)).plus(one_layer(), -1)
-    head = one_layer(last=True).plus(one_layer(), -1)
+    first, head = begin.plus(end(0, first=True)), end(-1, last=True)
     if layout.schedule in V_SHAPED:
         return Ranks(layers, first.plus(head), layers)
-    return Ranks(layers, first, layers.plus(head))
+    return Ranks(layers, first, of_rank[-1].plus(head))
 
 
 @lru_cache(maxsize=4096)
@@ -271,12 +338,12 @@ def _work(kind: StageKind, prices: Prices) -> Work:
 
 @lru_cache(maxsize=4096)
 def _traffic(
-    model: LanguageModel, seq_len: int, inside: Layout, last: bool, prices: Prices
+    model: LanguageModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
 ) -> tuple[float, float, float, float]:
     """Seconds of a layer's gathers and reductions for one microbatch, then of the root's."""
-    kind = StageKind(model, seq_len, 1, True, last, (), inside, False)
+    stage = StageKind(model, seq_len, (kind,), True, last, (), inside, False)
     seconds: dict[tuple[bool, bool], float] = defaultdict(float)
-    for task in apply(graph_of(kind, prices.costs.dtype), inside, prices.costs.dtype).tasks:
+    for task in apply(graph_of(stage, prices.costs.dtype), inside, prices.costs.dtype).tasks:
         if task.stream == "dp":
             assert isinstance(task.op, Collective)
             place = task.name.startswith("root."), task.op.kind != "all_gather"

@@ -1,6 +1,6 @@
 """What a pipeline stage's actions cost: seconds and bytes of each, read off its program on paper.
 
-A kind of stage (how many layers, with or without embedding and head, its layout within a pipeline
+A kind of stage (which layers, with or without embedding and head, its layout within a pipeline
 rank, what it recomputes) is run once, alone, for up to three microbatches: the first gathers
 weights, the last reduces gradients, all between are alike. (With ZeRO-3 and more traffic than
 mathematics, waits settle later: up to 2 % in random trials; elsewhere it is exact.) Every layout
@@ -29,7 +29,15 @@ from meshwise.search.simulate import (
     action_memory,
     run_program,
 )
-from meshwise.spec import Block, Collective, Elementwise, LanguageModel, Layout
+from meshwise.spec import (
+    Block,
+    Collective,
+    Elementwise,
+    LanguageModel,
+    LayerKind,
+    Layout,
+    layer_kinds,
+)
 from meshwise.spec.layout import SPLIT, Recompute, rank_of
 from meshwise.spec.op import Direction, Dtype
 
@@ -43,7 +51,7 @@ class StageKind(NamedTuple):
 
     model: LanguageModel
     seq_len: int
-    layers: int
+    layers: tuple[LayerKind, ...]
     first: bool
     last: bool
     recompute: tuple[Recompute, ...]
@@ -78,7 +86,7 @@ def kinds_of(model: LanguageModel, seq_len: int, layout: Layout) -> list[StageKi
         StageKind(
             model=model,
             seq_len=seq_len,
-            layers=len(layers),
+            layers=layer_kinds(model, layers),
             first=stage == 0,
             last=stage == layout.num_stages - 1,
             recompute=layout.recomputed(len(layers)) if layout.recompute != "none" else (),

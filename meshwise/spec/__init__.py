@@ -4,7 +4,17 @@ from meshwise.spec.cluster import Cluster, Device, Tier
 from meshwise.spec.costs import Costs, Curve, Factor, HeldOut, Surface
 from meshwise.spec.layout import Layout, Recompute, ScheduleName, Workload, rank_of
 from meshwise.spec.long_attention import Dilation, LongAttention
-from meshwise.spec.model import Decoder, Experts, LanguageModel, Mla, Model, RopeScaling
+from meshwise.spec.model import (
+    EXPERT_ALIGNMENT,
+    Decoder,
+    Experts,
+    LanguageModel,
+    LayerKind,
+    Mla,
+    Model,
+    RopeScaling,
+    layer_kinds,
+)
 from meshwise.spec.op import (
     DTYPE_BYTES,
     Attention,
@@ -47,6 +57,7 @@ from meshwise.spec.weights import WeightLayout
 
 __all__ = [
     "DTYPE_BYTES",
+    "EXPERT_ALIGNMENT",
     "AnyModel",
     "Attention",
     "Block",
@@ -68,6 +79,7 @@ __all__ = [
     "HeldOut",
     "Infeasible",
     "LanguageModel",
+    "LayerKind",
     "Layout",
     "LongAttention",
     "Mla",
@@ -99,6 +111,7 @@ __all__ = [
     "case_of",
     "digest",
     "ending",
+    "layer_kinds",
     "rank_of",
     "stages_of",
 ]

@@ -6,6 +6,9 @@ from msgspec import Meta
 
 from meshwise.spec.record import Count, Length, NonNegative, PositiveFloat, Record
 
+LayerKind = Literal["dense", "experts"]  # of a layer's feed-forward
+EXPERT_ALIGNMENT = 8  # each expert's rows begin at a multiple of this, as grouped products demand
+
 
 class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
     """A GPT-2 style decoder: learned positions, LayerNorm, GELU, biases, tied head.
@@ -169,3 +172,9 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
 
 
 LanguageModel = Model | Decoder
+
+
+def layer_kinds(model: LanguageModel, layers: range | None = None) -> tuple[LayerKind, ...]:
+    """Return the kind of each of ``layers``, by default of all."""
+    chosen = range(model.layers) if layers is None else layers
+    return tuple("experts" if model.has_experts(layer) else "dense" for layer in chosen)

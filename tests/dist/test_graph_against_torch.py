@@ -1,6 +1,7 @@
 """The operation graph against the module it describes: parameters, FLOPs, bytes saved, the peak."""
 
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +19,8 @@ from meshwise.models import catalogue
 from meshwise.nn import llama
 from meshwise.nn.stage import cross_entropy
 from meshwise.search.simulate import peak_memory
-from meshwise.spec import Attention, Decoder, Gemm, Layout, Mla, Model
+from meshwise.nn.experts import MoE
+from meshwise.spec import Attention, Decoder, Experts, Gemm, Layout, Mla, Model, layer_kinds
 
 TINY = Model(hidden=64, layers=3, heads=4, ffn=256, vocab=512, max_seq_len=64)
 LLAMA = Decoder(
@@ -25,6 +28,10 @@ LLAMA = Decoder(
 )
 # v as wide as q and k: the CPU's flash attention takes no others
 LATENT = Mla(kv_lora_rank=20, nope_head_dim=10, rope_head_dim=6, v_head_dim=16)
+SHARED = Experts(
+    num_experts=8, top_k=2, ffn=48, shared_ffn=80, first_dense=1, router_bias=True, groups=2,
+    routed_scale=2.5,
+)  # fmt: skip
 FAMILIES = {
     "gpt": TINY,
     "llama": LLAMA,
@@ -32,6 +39,11 @@ FAMILIES = {
     "latent": replace(LLAMA, kv_heads=4, mla=LATENT),
     "latent q": replace(LLAMA, kv_heads=4, mla=replace(LATENT, q_lora_rank=24), qkv_bias=True),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=4),
+    "gpt experts": replace(TINY, experts=Experts(num_experts=8, top_k=2, ffn=64, every=2)),
+    "experts": replace(LLAMA, experts=Experts(num_experts=8, top_k=3, ffn=32, normalized=False)),
+    "shared experts": replace(LLAMA, experts=SHARED),
+    "scored experts": replace(LLAMA, experts=replace(SHARED, shared_gate=True, router_bias=False)),
+    "ungated experts": replace(LLAMA, gated=False, mlp_bias=True, experts=SHARED),
 }
 of_every_family = pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
 BATCH, SEQ = 2, 48
@@ -45,15 +57,20 @@ def selective(layer, x):
     if isinstance(layer, llama.DecoderLayer):
         projected = redo(lambda x: layer.qkv(layer.norm1(x)), x)
         x = x + layer.out(layer.attention(projected))
+        if not layer.dense:
+            return x + layer.moe(layer.norm2(x))
         up = redo(lambda x: layer.gate_up(layer.norm2(x)), x)
         return x + redo(lambda *up: layer.down(llama.activate(up)), *up)  # it saves tensors alone
-    attention, mlp = layer.attention, layer.mlp
+    attention = layer.attention
     qkv = redo(lambda x: attention.qkv(layer.norm1(x)), x)
     q, k, v = (
         part.transpose(1, 2) for part in qkv.unflatten(-1, (-1, 3, attention.head_dim)).unbind(-2)
     )
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = x + attention.out(attended.transpose(1, 2).flatten(-2))
+    if not layer.dense:
+        return x + layer.moe(layer.norm2(x))
+    mlp = layer.mlp
     up = redo(lambda x: mlp.up(layer.norm2(x)), x)
     return x + redo(lambda up: mlp.down(F.gelu(up, approximate="tanh")), up)
 
@@ -69,6 +86,9 @@ def recomputing(module, words):
 
 def initialised(module, words):
     module.init_weights(0)
+    for part in module.modules():
+        if isinstance(part, MoE):
+            part.balance_scale = 0.01
     return recomputing(module, words)
 
 
@@ -80,7 +100,8 @@ def of_graph(model):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt-30m", "gpt-125m", "gpt-2.6b", "gpt-76b", "llama-2-7b", "llama-3-8b", "llama-3.1-405b"],
+    ["gpt-30m", "gpt-125m", "gpt-2.6b", "gpt-76b", "llama-2-7b", "llama-3-8b", "llama-3.1-405b",
+     "moe-380m", "mixtral-8x7b", "deepseek-v2", "deepseek-v3"],
 )
 def test_parameters(name):
     model = catalogue.find(name)
@@ -96,8 +117,9 @@ def test_parameters_of_a_stage(model, layers):
     """The last has its own copy of a tied weight."""
     with torch.device("meta"):
         stage = nn.build(model, layers)
+    kinds = layer_kinds(model, layers)
     graph = models.graph(
-        model, BATCH, SEQ, "fp32", layers=len(layers), first=stage.first, last=stage.last
+        model, BATCH, SEQ, "fp32", layers=kinds, first=stage.first, last=stage.last
     )
     counted = models.apply(graph, Layout(), "fp32").resident_bytes["parameters"]
     assert counted == sum(p.numel() * 4 for p in stage.parameters())
@@ -105,11 +127,12 @@ def test_parameters_of_a_stage(model, layers):
 
 @of_every_family
 def test_flops(model):
-    """torch counts products; on the meta device with the math backend, attention's too, in full."""
-    with torch.device("meta"):
-        module = nn.build(model)
+    """torch counts products; with the math backend attention's too, in full. A grouped product is
+    not counted, so that experts are products one by one, as in fp64."""
+    with torch.device("cpu" if model.experts else "meta"):
+        module = nn.build(model).double()
         tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         cross_entropy(module(tokens), tokens).backward()
     program = models.apply(
         models.graph(model, BATCH, SEQ, "fp32"), Layout(microbatch_size=BATCH), "fp32"
@@ -134,32 +157,40 @@ def test_saved_bytes(model, dtype, words):
     for parameter in module.parameters():  # angles of rotary positions stay fp32
         parameter.data = parameter.data.to(torch.bfloat16 if dtype == "bf16" else torch.float32)
     tokens = torch.randint(model.vocab, (BATCH, SEQ))
-    lasting = (*module.parameters(), *module.buffers())
-    parameters = {tensor.untyped_storage().data_ptr() for tensor in lasting}
-    storages: dict[int, int] = {}
-    kept = []
+    lasting = (*module.parameters(), *module.buffers(), tokens)
+    given = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+    saved = weakref.WeakSet()
 
     def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters and tensor.dtype.is_floating_point:
-            storages[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)
-        return tensor
+        holder = Saved(tensor)
+        saved.add(holder)
+        return holder
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda holder: holder.tensor):
         loss = cross_entropy(module(tokens), tokens)
     assert loss.isfinite()
+    storages = {holder.tensor.untyped_storage() for holder in saved}
+    storages = {storage.data_ptr(): storage.nbytes() for storage in storages}
     counted = models.saved_activation_bytes(model, BATCH, SEQ, dtype, words)
-    sizes = sorted(storages.values())
-    scalars = sum(size for size in sizes if size <= 16)  # the mean's divisor
+    sizes = [size for at, size in storages.items() if at not in given]
+    scalars = sum(size for size in sizes if size <= 16)  # the mean's divisor, attention's seeds
     assert sum(sizes) - scalars == sum(counted.values()) + of_cpu_norms(model, dtype, words)
+
+
+class Saved:
+    """A tensor that backward will read; gone when no node of autograd is left that would."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
 
 
 def of_cpu_norms(model, dtype, words):
     """How much more the CPU's norms keep than CUDA's, which are counted: a LayerNorm mean and rstd
     in bf16, where CUDA has them in fp32; an RMSNorm, which is made of several operators, the
     normed x before the weight, and of x, both in fp32."""
-    norms, rows = 2 * words.count("none") + 1, BATCH * SEQ
+    kinds, rows = layer_kinds(model), BATCH * SEQ
+    norms = 1 + 2 * words.count("none")
+    norms += sum(pair == ("experts", "selective") for pair in zip(kinds, words, strict=True))
     is_bf16 = dtype == "bf16"
     if isinstance(model, Model):
         return -norms * rows * 2 * 2 * is_bf16
@@ -216,7 +247,7 @@ def test_peak_memory_of_a_middle_stage(word):
     step()
     measured = memory.peak_tensor_bytes(step, stage.parameters())
     graph = models.graph(
-        model, batch, SEQ, "fp32", layers=3, first=False, last=False, recompute=words
+        model, batch, SEQ, "fp32", layers=("dense",) * 3, first=False, last=False, recompute=words
     )
     program = models.apply(graph, Layout(microbatch_size=batch), "fp32")
     counted = peak_memory(program, lambda name: 1.0).total_bytes

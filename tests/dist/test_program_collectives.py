@@ -18,7 +18,18 @@ from meshwise import models
 from meshwise.engine import data as engine_data
 from meshwise.engine import step
 from meshwise.parallel import apply, mesh, pipeline
-from meshwise.spec import Collective, Decoder, Layout, Mla, Model, Plan, Workload, stages_of
+from meshwise.spec import (
+    Collective,
+    Decoder,
+    Experts,
+    Layout,
+    Mla,
+    Model,
+    Plan,
+    Recipe,
+    Workload,
+    stages_of,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -35,6 +46,15 @@ FAMILIES = {
     "latent q": replace(LLAMA, kv_heads=8, mla=replace(LATENT, q_lora_rank=24), qkv_bias=True),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=8),
 }
+SHARED = Experts(
+    num_experts=4, top_k=2, ffn=24, shared_ffn=16, first_dense=1, router_bias=True, shared_gate=True
+)
+EXPERTS = {
+    "gpt experts": replace(FAMILIES["gpt"], experts=Experts(num_experts=4, top_k=2, ffn=16)),
+    "experts": replace(LLAMA, experts=Experts(num_experts=4, top_k=2, ffn=24, every=2)),
+    "shared experts": replace(LLAMA, experts=SHARED),
+}
+FAMILIES |= EXPERTS
 UNEVEN = {  # few first dims divide by 4, and by 2
     "gpt": Model(hidden=30, layers=2, heads=3, ffn=54, vocab=101, max_seq_len=17),
     "llama": Decoder(
@@ -49,6 +69,7 @@ FUNCTIONAL = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
+    "c10d::alltoall_base_": "all_to_all",
 }
 LAYOUTS = {
     2: [
@@ -130,6 +151,26 @@ def test_a_step_issues_what_its_program_has(gloo_ranks, plan_of, world_size, mod
     compare(gloo_ranks, plan_of, model, LAYOUTS[world_size], dtype)
 
 
+@pytest.mark.parametrize("model", EXPERTS.values(), ids=EXPERTS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_hold_different_experts(gloo_ranks, plan_of, world_size, model):
+    layouts = {
+        2: [
+            Layout(dp=2, ep=2, microbatch_size=2),
+            Layout(dp=2, ep=2, zero=3, microbatch_size=1, num_microbatches=2),
+            Layout(dp=2, ep=2, zero=2, microbatch_size=2, recompute="full"),
+        ],
+        4: [
+            Layout(dp=4, ep=2, zero=3, microbatch_size=1),
+            Layout(dp=4, ep=2, microbatch_size=1),
+            Layout(dp=4, ep=2, zero=1, replicas=2, microbatch_size=1),
+            Layout(dp=2, tp=2, ep=2, zero=2, sequence_parallel=True, microbatch_size=2),
+            Layout(dp=2, tp=2, ep=2, microbatch_size=1, num_microbatches=2),
+        ],
+    }
+    compare(gloo_ranks, plan_of, model, layouts[world_size], "bf16")
+
+
 @pytest.mark.parametrize("model", UNEVEN.values(), ids=UNEVEN)
 def test_shards_are_padded_as_fsdp2_pads_them(gloo_ranks, plan_of, model):
     layouts = [
@@ -142,6 +183,7 @@ def test_shards_are_padded_as_fsdp2_pads_them(gloo_ranks, plan_of, model):
 
 def compare(gloo_ranks, plan_of, model, layouts, dtype):
     plan = plan_of(model, WORKLOAD, Layout(dp=4), dtype=dtype)
+    plan = replace(plan, recipe=Recipe(routing="balanced"))
     given = {"plan": plan, "layouts": layouts}
     given = {name: msgspec.json.encode(value).decode() for name, value in given.items()}
     for found in gloo_ranks(layouts[0].num_devices, issued, **given):

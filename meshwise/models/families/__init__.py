@@ -5,8 +5,9 @@ its graph.
 """
 
 from meshwise.models.families import gpt, llama
+from meshwise.models.families.build import Layers
 from meshwise.models.graph import Graph
-from meshwise.spec import LanguageModel, Model
+from meshwise.spec import LanguageModel, Model, layer_kinds
 
 
 def forward(
@@ -15,28 +16,24 @@ def forward(
     seq: int,
     dtype: str,
     *,
-    layers: int | None = None,
+    layers: Layers | None = None,
     first: bool = True,
     last: bool = True,
 ) -> Graph:
     """Return the graph of one forward pass over ``batch`` sequences of ``seq`` tokens.
 
-    Of a pipeline stage of ``layers`` layers (all by default), with the embedding if it is the
-    ``first`` and the head if it is the ``last``. Its layers are numbered from 0 wherever they are
+    Of a pipeline stage of ``layers`` of these kinds (all by default), with the embedding if it is
+    the ``first`` and the head if it is the ``last``. Its layers are numbered from 0 wherever they are
     in the model, so that equal stages are one graph. Any other stage begins with ``stage.in``,
     which no node writes, and ends with the residual stream. A last stage that is not the first has
     its own copy of a tied weight.
     """
     name = model.name or "the model"
-    if model.experts:
-        raise ValueError(
-            f"{name} has experts: its layouts are run, not priced yet; give the layout yourself"
-        )
     if seq > model.max_seq_len:
         raise ValueError(
             f"seq_len = {seq}: {name} has positions for {model.max_seq_len}; use a shorter sequence"
         )
-    count = model.layers if layers is None else layers
+    kinds = layer_kinds(model) if layers is None else layers
     if isinstance(model, Model):
-        return gpt.forward(model, batch, seq, dtype, count, first=first, last=last)
-    return llama.forward(model, batch, seq, dtype, count, first=first, last=last)
+        return gpt.forward(model, batch, seq, dtype, kinds, first=first, last=last)
+    return llama.forward(model, batch, seq, dtype, kinds, first=first, last=last)

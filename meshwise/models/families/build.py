@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from meshwise.models.graph import Graph, Node, Tensor
+from meshwise.spec import LayerKind
 
+Layers = tuple[LayerKind, ...]
 TOKEN = ("batch", "seq")
 STREAM = (*TOKEN, "hidden")
 
@@ -70,11 +72,16 @@ class Build:
         result = self.tensor(f"{name}.y", first.dims, dtype or first.dtype)
         return self.node(name, kind, inputs, result, cheap=cheap)
 
-    def layer_norm(self, x: str, name: str) -> str:
+    def move(self, name: str, x: str, indices: tuple[str, str], dims: tuple[str, ...]) -> str:
+        """Rows of x picked by the first index; by the second they are picked back."""
+        y = self.tensor(f"{name}.y", dims, self.tensors[x].dtype)
+        return self.node(name, "move", (x, *indices), y)
+
+    def layer_norm(self, x: str, name: str, *, cheap: bool = True) -> str:
         y = self.tensor(f"{name}.y", STREAM)
         stats = self.tensor(f"{name}.stats", (*TOKEN, "two"), "fp32")  # mean and rstd
         weight, bias = (self.parameter(f"{name}.{part}", "hidden") for part in ("weight", "bias"))
-        return self.node(name, "layer_norm", (x, weight, bias), y, stats, cheap=True)
+        return self.node(name, "layer_norm", (x, weight, bias), y, stats, cheap=cheap)
 
     def rms_norm(self, x: str, name: str, *, cheap: bool = True) -> str:
         """Normalise x over its last dim."""

@@ -1,8 +1,8 @@
-"""The forward graph of a Llama-type decoder with a dense feed-forward.
+"""The forward graph of a Llama-type decoder.
 
     x = embed[tokens]
     layer:  x = x + out(attention(rope(q(norm1(x))), rope(k(norm1(x))), v(norm1(x))))
-            x = x + down(silu(gate(norm2(x))) * up(norm2(x)))
+            x = x + down(silu(gate(norm2(x))) * up(norm2(x))), or experts
     head:   logits = norm(x) head^T;  loss = mean(nll(log_softmax(float(logits)), targets))
 
 q and k may be normed by head (Qwen3), products may have biases (Qwen2), and without a gate the
@@ -12,7 +12,8 @@ written as ``kv_heads`` times the ``queries`` that share one (GQA). ``nn/llama.p
 mathematics as a torch module.
 """
 
-from meshwise.models.families.build import STREAM, Build
+from meshwise.models.families import experts
+from meshwise.models.families.build import STREAM, Build, Layers
 from meshwise.models.graph import Graph
 from meshwise.spec import Decoder, Mla
 
@@ -21,20 +22,20 @@ HEADS = ("kv_heads", "queries", "head_dim")
 
 
 def forward(
-    model: Decoder, batch: int, seq: int, dtype: str, layers: int, *, first: bool, last: bool
+    model: Decoder, batch: int, seq: int, dtype: str, layers: Layers, *, first: bool, last: bool
 ) -> Graph:
-    """``families.forward`` of a decoder without experts."""
+    """``families.forward`` of a decoder."""
     build, mla = Build(dtype), model.mla
     x = build.embedding() if first else build.tensor("stage.in", STREAM)
-    for i in range(layers):
-        x = _layer(build, model, x, i)
+    for i, kind in enumerate(layers):
+        x = _layer(build, model, x, i, has_experts=kind == "experts")
     if last:
         build.part, build.layer = "head", 0
         tied = model.tied and first
         build.head(build.rms_norm(x, "norm"), "embed.weight" if tied else "head.weight")
     sizes = {
         "batch": batch, "seq": seq, "hidden": model.hidden, "ffn": model.ffn, "vocab": model.vocab,
-        "two": 2, "three": 3, "one": 1,
+        "two": 2, "three": 3, "one": 1, **experts.sizes(model, batch, seq),
     }  # fmt: skip
     return build.graph(sizes | (_head_sizes(model) if mla is None else _latent_sizes(model, mla)))
 
@@ -55,7 +56,7 @@ def _latent_sizes(model: Decoder, mla: Mla) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _layer(build: Build, model: Decoder, x: str, i: int) -> str:
+def _layer(build: Build, model: Decoder, x: str, i: int, *, has_experts: bool) -> str:
     build.part, build.layer, at = "layer", i, f"layers.{i}"
     normed = build.rms_norm(x, f"{at}.norm1")
     heads: tuple[str, ...] = HEADS
@@ -65,7 +66,9 @@ def _layer(build: Build, model: Decoder, x: str, i: int) -> str:
         mixed, heads = _latent_attention(build, model, model.mla, normed, at), ("heads", "value")
     out = build.linear(mixed, f"{at}.out", ("hidden",), heads, bias=model.out_bias)
     x = build.elementwise(f"{at}.add1", "add", x, out)
-    return build.elementwise(f"{at}.add2", "add", x, _feed_forward(build, model, x, at))
+    normed = build.rms_norm(x, f"{at}.norm2", cheap=not has_experts)
+    feed_forward = experts.experts if has_experts else _feed_forward
+    return build.elementwise(f"{at}.add2", "add", x, feed_forward(build, model, normed, at))
 
 
 def _attention(build: Build, model: Decoder, x: str, at: str) -> str:
@@ -126,10 +129,10 @@ def _rope(build: Build, x: str, name: str) -> str:
 
 
 def _feed_forward(build: Build, model: Decoder, x: str, at: str) -> str:
-    normed, wide, bias = build.rms_norm(x, f"{at}.norm2"), ("ffn",), model.mlp_bias
+    wide, bias = ("ffn",), model.mlp_bias
     if model.gated:
-        gate = build.linear(normed, f"{at}.gate", wide, ("hidden",), bias=bias)
-    up = build.linear(normed, f"{at}.up", wide, ("hidden",), bias=bias)
+        gate = build.linear(x, f"{at}.gate", wide, ("hidden",), bias=bias)
+    up = build.linear(x, f"{at}.up", wide, ("hidden",), bias=bias)
     if model.gated:
         silu = build.elementwise(f"{at}.silu", "silu", gate, cheap=True)
         inner = build.elementwise(f"{at}.gated", "mul", silu, up, cheap=True)

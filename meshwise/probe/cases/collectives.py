@@ -25,6 +25,8 @@ from meshwise.spec import (
     Plan,
     Regime,
     Sample,
+    WideResNet,
+    layer_kinds,
 )
 from meshwise.spec.op import CollectiveKind, Dtype
 from meshwise.stats import median_interval
@@ -273,14 +275,14 @@ def _within(op: Collective, group: Group) -> Collective:
 def _of_plan(plan: Plan) -> list[Collective]:
     """Every collective of the plan's stages, and the messages between them."""
     layout, model, found = plan.layout, plan.model, []
-    if not isinstance(model, Model):
-        raise ValueError(f"Plan.model {model.name!r}: collectives are listed for GPTs only")
+    if isinstance(model, WideResNet):
+        raise ValueError(f"Plan.model {model.name!r}: collectives of images are not listed yet")
     stages = layout.stage_layers(model.layers)
     for index, layers in enumerate(stages):
         inside = layout.of_rank(index % layout.pp)
         part = graph(
             model, inside.microbatch_size, plan.workload.seq_len, plan.dtype,
-            layers=len(layers), first=index == 0, last=index == len(stages) - 1,
+            layers=layer_kinds(model, layers), first=index == 0, last=index == len(stages) - 1,
         )  # fmt: skip
         tasks = apply(part, inside, plan.dtype).tasks
         found += [task.op for task in tasks if isinstance(task.op, Collective)]

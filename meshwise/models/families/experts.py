@@ -1,0 +1,143 @@
+"""The part of a forward graph that is a mixture of experts in place of a feed-forward.
+
+    scores = softmax(x router^T) in fp32;  the best top_k of each token
+    y = sum over these of score * down(act(first(x)));  and shared(x) beside it
+
+Rows are the copies of tokens, sorted by expert. They are moved into a buffer of ``room`` rows, in
+which each expert's group is aligned, go through one grouped product a weight, and are moved back.
+``nn/experts.py`` is the same mathematics as a torch module; where ranks hold different experts,
+``dispatch`` sends rows to them and ``combine`` brings them back. Every expert gets the same number
+of rows here: what a router chooses is a named load, not a size.
+"""
+
+from meshwise.models.families.build import STREAM, TOKEN, Build
+from meshwise.spec import EXPERT_ALIGNMENT, Experts, LanguageModel, Model
+
+COPIES = (*TOKEN, "top_k")
+ROWS = (*COPIES, "hidden")
+
+
+def sizes(model: LanguageModel, batch: int, seq: int) -> dict[str, int]:
+    """Extents of the dims that experts add; ``choices`` are the experts that a router scores,
+    ``experts`` those that a rank holds."""
+    moe = model.experts
+    if moe is None:
+        return {}
+    room = batch * seq * moe.top_k + EXPERT_ALIGNMENT * moe.num_experts
+    return {
+        "choices": moe.num_experts, "experts": moe.num_experts, "top_k": moe.top_k,
+        "expert_ffn": moe.ffn, "shared_ffn": moe.shared_ffn, "halves": 2, "room": room,
+    }  # fmt: skip
+
+
+def experts(build: Build, model: LanguageModel, x: str, at: str) -> str:
+    """Append the experts of a layer to the graph; x is normed."""
+    moe, is_gpt = model.experts, isinstance(model, Model)
+    assert moe is not None
+    gated, bias = (False, True) if is_gpt else (model.gated, model.mlp_bias)
+    with build.on_every_rank():
+        chosen, weights, mean = _route(build, moe, x, f"{at}.router")
+        y = _routed(build, x, chosen, weights, mean, f"{at}.experts", gated=gated, bias=bias)
+        if moe.shared_ffn:
+            other = _shared(build, moe, x, f"{at}.shared", gated=gated)
+            y = build.elementwise(f"{at}.experts.add", "add", y, other)
+    return y
+
+
+def _route(build: Build, moe: Experts, x: str, at: str) -> tuple[str, str, str]:
+    """Return each token's experts, their weights, and the mean score of each expert."""
+    weight = build.parameter(f"{at}.weight", "choices", "hidden")
+    if build.dtype != "fp32":
+        x = build.elementwise(f"{at}.wide", "cast", x, dtype="fp32")
+        weight = build.elementwise(f"{at}.wide_weight", "cast", weight, dtype="fp32")
+    logits = build.tensor(f"{at}.y", (*TOKEN, "choices"), "fp32")
+    build.node(at, "gemm", (x, weight), logits)
+    scores = build.elementwise(f"{at}.scores", "sigmoid" if moe.router_bias else "softmax", logits)
+    shares = _normalized(build, scores, f"{at}.shares") if moe.router_bias else scores
+    chosen = build.tensor(f"{at}.chosen", COPIES, "int64", "constant")
+    added = [build.tensor(f"{at}.bias", ("choices",), "fp32", "state")] if moe.router_bias else []
+    build.node(f"{at}.top_k", "sort", (scores, *added), chosen)
+    weights = build.tensor(f"{at}.weights", COPIES, "fp32")
+    build.node(f"{at}.gather", "gather", (scores, chosen), weights)
+    if moe.normalized:
+        weights = _normalized(build, weights, f"{at}.normalized")
+    weights = build.elementwise(f"{at}.scaled", "copy", weights)
+    mean = build.tensor(f"{at}.mean", ("choices",), "fp32")
+    return chosen, weights, build.node(f"{at}.mean", "mean", (shares,), mean)
+
+
+def _normalized(build: Build, x: str, name: str) -> str:
+    """x over its sum over the last dim."""
+    *rows, _ = build.tensors[x].dims
+    y = build.tensor(f"{name}.y", build.tensors[x].dims, "fp32")
+    return build.node(name, "normalize", (x,), y, build.tensor(f"{name}.sum", tuple(rows), "fp32"))
+
+
+def _routed(
+    build: Build, x: str, chosen: str, weights: str, mean: str, at: str, *, gated: bool, bias: bool
+) -> str:
+    def index(name: str, dims: tuple[str, ...], dtype: str = "int64") -> str:
+        return build.tensor(f"{at}.{name}", dims, dtype, "constant")
+
+    counts = build.node(f"{at}.count", "count", (chosen,), index("counts", ("choices",)))
+    order = build.node(f"{at}.order", "sort", (chosen,), index("order.y", COPIES))
+    build.node(f"{at}.balance", "balance", (counts, mean), index("loads", ("choices",), "fp32"))
+    place = build.node(f"{at}.place", "sort", (order,), index("place.y", COPIES))
+    rows = build.move(f"{at}.copies", x, (order, place), ROWS)
+    rows = build.elementwise(f"{at}.dispatch", "exchange", rows, counts)
+    into, source, ends = (
+        index("into", COPIES), index("source", ("room",)), index("ends", ("experts",), "int32")
+    )  # fmt: skip
+    build.node(f"{at}.groups", "sort", (counts,), into, source, ends)
+    rows = build.move(f"{at}.pad", rows, (source, into), ("room", "hidden"))
+
+    def product(x: str, name: str, out: tuple[str, ...], into: tuple[str, ...]) -> str:
+        """One weight for each expert; its bias is picked by a second product."""
+        weight = build.parameter(f"{at}.{name}.weight", "experts", *out, *into)
+        y = build.tensor(f"{at}.{name}.y", ("room", *out))
+        build.node(f"{at}.{name}", "gemm", (x, weight, ends), y)
+        if not bias:
+            return y
+        added = build.parameter(f"{at}.{name}.bias", "experts", *out)
+        one_hot = index(f"{name}.one_hot", ("room", "experts"), build.dtype)
+        build.node(f"{at}.{name}.group", "sort", (ends,), one_hot)
+        sums = build.tensor(f"{at}.{name}.sums", ("room", *out))
+        return build.node(f"{at}.{name}.add", "gemm", (one_hot, added, y), sums)
+
+    wide = ("halves", "expert_ffn") if gated else ("expert_ffn",)
+    first = product(rows, "gate_up" if gated else "up", wide, ("hidden",))
+    rows = product(_activated(build, first, at), "down", ("hidden",), ("expert_ffn",))
+    rows = build.move(f"{at}.unpad", rows, (into, source), ROWS)
+    rows = build.elementwise(f"{at}.combine", "exchange", rows, counts)
+    rows = build.move(f"{at}.picked", rows, (place, order), ROWS)
+    if build.dtype != "fp32":
+        weights = build.elementwise(f"{at}.weights", "cast", weights, dtype=build.dtype)
+    weighted = build.elementwise(f"{at}.weighted", "mul", rows, weights)
+    return build.node(f"{at}.sum", "sum", (weighted,), build.tensor(f"{at}.y", STREAM))
+
+
+def _activated(build: Build, first: str, at: str) -> str:
+    """silu(gate) * up of first = [gate, up], or gelu."""
+    dims, dtype = build.tensors[first].dims, build.tensors[first].dtype
+    if "halves" not in dims:
+        return build.elementwise(f"{at}.gelu", "gelu", first)
+    one = tuple(dim for dim in dims if dim != "halves")
+    gate, up = (build.tensor(f"{at}.{name}", one, dtype) for name in ("gate", "up"))
+    build.node(f"{at}.chunk", "view", (first,), gate, up)
+    silu = build.elementwise(f"{at}.silu", "silu", gate)
+    return build.elementwise(f"{at}.gated", "mul", silu, up)
+
+
+def _shared(build: Build, moe: Experts, x: str, at: str, *, gated: bool) -> str:
+    wide = ("shared_ffn",)
+    gate = build.linear(x, f"{at}.gate", wide, ("hidden",)) if gated else ""
+    first = build.linear(x, f"{at}.up", wide, ("hidden",))
+    if gated:
+        both = build.tensor(f"{at}.first", (*TOKEN, "halves", "shared_ffn"))
+        first = build.node(f"{at}.concat", "concat", (gate, first), both)
+    y = build.linear(_activated(build, first, at), f"{at}.down", ("hidden",), wide)
+    if not moe.shared_gate:
+        return y
+    score = build.linear(x, f"{at}_gate", ("one",), ("hidden",))
+    score = build.elementwise(f"{at}_gate.sigmoid", "sigmoid", score)
+    return build.elementwise(f"{at}.scored", "mul", y, score)
