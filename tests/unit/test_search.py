@@ -22,7 +22,17 @@ from meshwise.search.predict import EXCHANGE, memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
 from meshwise.search.stage import StageCost
-from meshwise.spec import Decoder, Elementwise, Layout, Model, Plan, Tier, Workload, stages_of
+from meshwise.spec import (
+    Decoder,
+    Elementwise,
+    Experts,
+    Layout,
+    Model,
+    Plan,
+    Tier,
+    Workload,
+    stages_of,
+)
 from meshwise.spec.layout import SPLIT
 from tests.unit.test_prices import CLUSTER
 from tests.unit.test_prices import costs as measured  # noqa: F401
@@ -33,6 +43,14 @@ LLAMA = Decoder(
     name="small llama", hidden=1024, layers=4, heads=16, kv_heads=4, head_dim=64, ffn=2816,
     vocab=1024, max_seq_len=512,
 )  # fmt: skip
+EXPERTS = {
+    "every second": msgspec.structs.replace(
+        MODEL, experts=Experts(num_experts=4, top_k=2, ffn=2048, every=2)
+    ),
+    "first dense": msgspec.structs.replace(
+        LLAMA, experts=Experts(num_experts=4, top_k=1, ffn=512, shared_ffn=512, first_dense=1)
+    ),
+}
 CUTS = {
     "embed": "vocab", "qkv": "col", "out": "row", "up": "col", "down": "row", "head": "vocab",
 }  # fmt: skip
@@ -40,10 +58,19 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def costs(measured):  # noqa: F811
-    """With messages between neighbours, priced like gathers."""
+    """With messages between neighbours, priced like gathers, and routers' products in fp32."""
     gather = next(curve for curve in measured.curves if curve.key == "all_gather/nvlink/2")
     pair = msgspec.structs.replace(gather, key="send_recv/nvlink/2")
-    return msgspec.structs.replace(measured, curves=(*measured.curves, pair), lowering="eager")
+    routers = [
+        msgspec.structs.replace(surface, key=surface.key.replace("/bf16/", "/fp32/"))
+        for surface in measured.surfaces
+    ]
+    return msgspec.structs.replace(
+        measured,
+        curves=(*measured.curves, pair),
+        surfaces=(*measured.surfaces, *routers),
+        lowering="eager",
+    )
 
 
 def on(costs, **changes):
@@ -194,7 +221,7 @@ def test_the_plan_is_the_fastest_that_fits(costs):
     assert plan.num_considered == total
 
 
-@pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model", [MODEL, LLAMA, *EXPERTS.values()], ids=["gpt", "llama", *EXPERTS])
 def test_bounds_are_bounds(costs, model):
     """No prediction is below its bounds, whatever the schedule; and they are of some use."""
     for there, devices in ((costs, 4), (two_hosts(costs, per_host=4), 8)):
@@ -212,13 +239,15 @@ def test_bounds_are_bounds(costs, model):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("lowering", ["eager", "compiled"])
-def test_memory_is_between_its_bounds(costs, dtype, lowering):
+@pytest.mark.parametrize("experts", [False, True])
+def test_memory_is_between_its_bounds(costs, dtype, lowering, experts):
     """Of random models whose layers, vocab or activations outweigh the rest."""
     chance = random.Random(20)
     there = msgspec.structs.replace(costs, dtype=dtype, lowering=lowering)
     prices = Prices(there)
     for _ in range(8):
         model, workload, devices = small_space(chance)
+        model = with_experts(chance, model) if experts else model
         layouts, _ = legal_layouts(model, workload, there, devices)
         for layout in chance.sample(layouts, min(len(layouts), 10)):
             for rung in ladder(layout, model):
@@ -249,11 +278,25 @@ def small_space(chance):
     return model, workload, chance.choice([1, 2, 2, 2, 2, 4])
 
 
-@pytest.mark.parametrize("seed", range(50))
+def with_experts(chance, model):
+    """The model with experts in some layers, of which the stages of a pipeline may have different
+    numbers, and more of which than ranks that share them."""
+    least = chance.choice([0, 1]) if model.layers > 1 else 0
+    tp = getattr(model, "kv_heads", model.heads)
+    experts = Experts(
+        num_experts=chance.choice([3, 8]), top_k=2, ffn=tp * chance.choice([32, 512]),
+        shared_ffn=0 if isinstance(model, Model) else chance.choice([0, tp * 64]),
+        first_dense=least, every=1 if least else chance.choice([1, 2]),
+    )  # fmt: skip
+    return msgspec.structs.replace(model, experts=experts)
+
+
+@pytest.mark.parametrize("seed", range(66))
 def test_the_nearest_that_does_not_fit_is_nearest_of_all(costs, seed):
     """Against predicting every layout of the space, with memory for some or for none."""
     chance = random.Random(seed)
     model, workload, devices = small_space(chance)
+    model = model if seed < 50 else with_experts(chance, model)
     prices = Prices(costs)
     layouts = [
         rung
