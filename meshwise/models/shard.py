@@ -141,7 +141,7 @@ class _Placements:
             gone = graph.sizes["experts"] - self.sizes["experts"]
             self.sizes["room"] -= EXPERT_ALIGNMENT * gone
         self.sequence_parallel = sequence_parallel
-        self.in_sums: set[str] = set()  # products that add to parts of a sum
+        self.shared_biases: set[str] = set()  # nodes of their gradients: parts of a sum
         self.placement: dict[str, str] = {}
         self.buffers: dict[str, Buffer] = {}
         self.version: dict[tuple[str, str], str] = {}  # (tensor, placement) -> buffer
@@ -164,11 +164,12 @@ class _Placements:
                 wanted = dim if dim in tensor.dims or is_part else WHOLE
                 yield from self._redistribute(node, tensor.name, wanted)
                 reads.append(self.version[tensor.name, wanted])
-        if dim == PARTIAL and node.kind == "gemm" and node.phase != "backward":
-            self.in_sums.add(node.name)
         sizes = self._local(dim)
         inputs, outputs = tensors[: len(node.inputs)], tensors[len(node.inputs) :]
         contracted = any(dim in tensor.dims for tensor in inputs)
+        if node.kind == "gemm" and node.whole:  # a bias enters a sum over ranks by its share
+            self.shared_biases |= {f"{node.name}.bgrad"} if dim not in outputs[0].dims else set()
+            self.shared_biases |= {f"{node.name}.wgrad"} if dim == PARTIAL else set()
         for tensor in outputs:
             is_partial = contracted or dim == PARTIAL
             lies = dim if dim in tensor.dims else PARTIAL if is_partial else WHOLE
@@ -282,7 +283,7 @@ class _Placements:
         an addition adds, a factor, rows that are moved, in backward the gradients that it reads.
         Each rank weighs the experts' balance with a share of its own."""
         backward = node.phase == "backward"
-        if backward and (node.kind == "balance" or node.name.removesuffix(".wgrad") in self.in_sums):
+        if backward and (node.kind == "balance" or node.name in self.shared_biases):
             return True
         lies = {name: self.placement.get(name) for name in node.inputs}
         if node.kind == "mul":

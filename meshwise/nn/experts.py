@@ -246,21 +246,28 @@ def product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> 
 
 
 class SharedExpert(nn.Module):
-    """A feed-forward for every token, with a score where the model has one (Qwen)."""
+    """A feed-forward for every token, with a score where the model has one (Qwen).
 
-    def __init__(self, hidden: int, sizes: Sizes, gated: bool) -> None:
+    ``share``: what part of the last bias to add, where partial sums are added up.
+    """
+
+    def __init__(self, hidden: int, sizes: Sizes, *, gated: bool, bias: bool) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, sizes.shared_ffn, bias=False) if gated else None
-        self.up = nn.Linear(hidden, sizes.shared_ffn, bias=False)
-        self.down = nn.Linear(sizes.shared_ffn, hidden, bias=False)
+        self.gate = nn.Linear(hidden, sizes.shared_ffn, bias) if gated else None
+        self.up = nn.Linear(hidden, sizes.shared_ffn, bias)
+        self.down = nn.Linear(sizes.shared_ffn, hidden, bias)
         self.score = nn.Linear(hidden, 1, bias=False) if sizes.shared_gate else None
+        self.share = 1.0
 
     def forward(self, x: Tensor, local: Callable[[Tensor], Tensor]) -> Tensor:
-        up = F.linear(x, local(self.up.weight))
-        gated = self.gate is not None
-        first = torch.cat([F.linear(x, local(self.gate.weight)), up], -1) if self.gate else up
-        y = F.linear(activate(first, gated), local(self.down.weight))
-        return y if self.score is None else y * F.linear(x, local(self.score.weight)).sigmoid()
+        def product(linear: nn.Linear, x: Tensor, share: float = 1.0) -> Tensor:
+            bias = None if linear.bias is None else local(linear.bias) * share
+            return F.linear(x, local(linear.weight), bias)
+
+        up = product(self.up, x)
+        first = torch.cat([product(self.gate, x), up], -1) if self.gate else up
+        y = product(self.down, activate(first, self.gate is not None), self.share)
+        return y if self.score is None else y * product(self.score, x).sigmoid()
 
 
 class MoE(nn.Module):
@@ -278,7 +285,9 @@ class MoE(nn.Module):
         self.sizes = sizes
         self.router = Router(hidden, sizes, routing)
         self.experts = FeedForwards(hidden, sizes, gated=gated, bias=bias)
-        self.shared = SharedExpert(hidden, sizes, gated) if sizes.shared_ffn else None
+        self.shared = None
+        if sizes.shared_ffn:
+            self.shared = SharedExpert(hidden, sizes, gated=gated, bias=bias)
         self.exchange: Exchange = Here()
         self.count: Callable[[Tensor], Tensor] = same
         self.local: Callable[[Tensor], Tensor] = same

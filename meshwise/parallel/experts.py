@@ -45,11 +45,18 @@ def divide(moe: MoE, place: Place) -> None:
     if tp > 1:
         _place(moe.router, "weight", place.mesh["tp"], [Replicate()])
         if moe.shared is not None:
-            for linear, dim in (("gate", 0), ("up", 0), ("down", 1), ("score", None)):
-                module = getattr(moe.shared, linear)
+            moe.shared.share = 1 / tp
+            whole = Replicate()
+            for name, cuts in {
+                "gate": (Shard(0), Shard(0)),
+                "up": (Shard(0), Shard(0)),
+                "down": (Shard(1), whole),
+                "score": (whole, whole),
+            }.items():
+                module = getattr(moe.shared, name)
                 if module is not None:
-                    cut = Replicate() if dim is None else Shard(dim)
-                    _place(module, "weight", place.mesh["tp"], [cut])
+                    for part, cut in zip(("weight", "bias"), cuts, strict=True):
+                        _place(module, part, place.mesh["tp"], [cut])
     moe.count = partial(_total, groups=place.data_groups)
 
 

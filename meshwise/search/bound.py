@@ -196,12 +196,17 @@ def _holding(
     whole = {of: some(of, first, last) for of in set(layers)}
     pairs = {of: (some(of, False, False), some(of, False, False, 2)) for of in set(layers)}
     start, *others = layers
-    bytes_of = {of: alone[0] for of, (alone, _) in pairs.items()}
-    root = whole[start][0] - bytes_of[start]
-    parameters, widest = root + sum(bytes_of[of] for of in layers), max(bytes_of.values())
+    parameters = whole[start][0] + sum(pairs[of][0][0] for of in others)
+
+    def local(first: bool, last: bool, *kinds: LayerKind) -> int:
+        return _local_parameters(model, kinds, first, last, layout.tp, layout.shards)
+
+    here, widest = local(first, last, *kinds), max(local(False, False, kind) for kind in kinds)
+    root = local(first, last, kinds[0]) - local(False, False, kinds[0])
+    gathered, widest, root = (layout.shards * each for each in (here, widest, root))
     copied = DTYPE_BYTES[dtype] / 4 * (layout.of_rank(0).num_devices > 1 or dtype != "fp32")
-    copies = parameters if zero < 3 else root  # the root's stay until the backward
-    added = 0 if zero < 3 else parameters if split else widest
+    copies = gathered if zero < 3 else root  # the root's stay until the backward
+    added = 0 if zero < 3 else gathered if split else widest
     adds_up = zero < 2 and layout.num_microbatches > 1
     unit = max(widest, root)
     alone_bare = unit if dtype == "fp32" and layout.tp == 1 else 0  # it needs no copies: to reduce
@@ -209,13 +214,12 @@ def _holding(
     held = whole[start][1] + sum(further[of] for of in others)
     # the first microbatch has its input in full, the others as much as is saved of it
     unsaved = further[start] - pairs[start][0][1]
-    local = _local_parameters(model, kinds, first, last, layout.tp, layout.shards)
     return Holding(
-        lasting=3 * local + copied * copies + _ROUNDING * len(layers),
+        lasting=3 * here + copied * copies + _ROUNDING * len(layers),
         held=held + max(0.0, unsaved),
         held_least=held + min(0.0, unsaved),
         single=max(of[1] for of in whole.values()),
-        gradients=(parameters if adds_up else local) + _ROUNDING * len(layers),
+        gradients=(parameters if adds_up else here) + _ROUNDING * len(layers),
         action=max(of[2] for of in whole.values())
         + copied * (added + (unit if zero else 0))
         + alone_bare,

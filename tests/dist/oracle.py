@@ -123,8 +123,8 @@ def _experts(at, hidden, e, *, gated, bias):
         yield from {f"{at}.e1.b": (n, halves, ffn), f"{at}.e2.b": (n, hidden)}.items()
     if e["shared_ffn"]:
         for name in ("s1", "s3") if gated else ("s3",):
-            yield f"{at}.{name}.w", (e["shared_ffn"], hidden)
-        yield f"{at}.s2.w", (hidden, e["shared_ffn"])
+            yield from _linear(f"{at}.{name}", e["shared_ffn"], hidden, bias)
+        yield from _linear(f"{at}.s2", hidden, e["shared_ffn"], bias)
         if e["shared_gate"]:
             yield f"{at}.score.w", (1, hidden)
 

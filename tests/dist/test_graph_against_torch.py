@@ -43,6 +43,7 @@ FAMILIES = {
     "experts": replace(LLAMA, experts=Experts(num_experts=8, top_k=3, ffn=32, normalized=False)),
     "shared experts": replace(LLAMA, experts=SHARED),
     "scored experts": replace(LLAMA, experts=replace(SHARED, shared_gate=True, router_bias=False)),
+    "biased experts": replace(LLAMA, mlp_bias=True, experts=SHARED),
     "ungated experts": replace(LLAMA, gated=False, mlp_bias=True, experts=SHARED),
 }
 of_every_family = pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)

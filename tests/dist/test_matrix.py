@@ -42,7 +42,7 @@ MODELS = {
     ),
     "biased": Decoder(
         **SIZES, mlp_bias=True, out_bias=True, norm_eps=1e-2,
-        experts=Experts(num_experts=4, top_k=1, ffn=16, every=2),
+        experts=Experts(num_experts=4, top_k=1, ffn=16, shared_ffn=24, every=2),
     ),
     "without gates": Decoder(
         **SIZES, gated=False, tied=True, experts=Experts(num_experts=4, top_k=2, ffn=16, every=2)
@@ -103,6 +103,13 @@ def test_compiled_layers_train_as_the_oracle_does(check, every):
 def test_models_beside_the_matrix_train_as_the_oracle_does(gloo_ranks, folder, name, optimizer):
     model = msgspec.structs.replace(MODELS[name], name=name)
     plan = matrix.plan_of(model, Layout(microbatch_size=4, num_microbatches=2), optimizer)
+    loss, value, where = matrix.run(gloo_ranks, plan, folder)
+    assert matrix.is_right(plan, loss, value), (loss, value, where)
+
+
+def test_biases_of_experts_enter_a_sum_over_ranks_once(gloo_ranks, folder):
+    layout = Layout(dp=2, tp=2, zero=3, sequence_parallel=True, microbatch_size=4)
+    plan = matrix.plan_of(msgspec.structs.replace(MODELS["biased"], name="biased"), layout, "adamw")
     loss, value, where = matrix.run(gloo_ranks, plan, folder)
     assert matrix.is_right(plan, loss, value), (loss, value, where)
 

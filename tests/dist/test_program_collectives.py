@@ -53,6 +53,7 @@ EXPERTS = {
     "gpt experts": replace(FAMILIES["gpt"], experts=Experts(num_experts=4, top_k=2, ffn=16)),
     "experts": replace(LLAMA, experts=Experts(num_experts=4, top_k=2, ffn=24, every=2)),
     "shared experts": replace(LLAMA, experts=SHARED),
+    "biased experts": replace(LLAMA, experts=SHARED, mlp_bias=True, gated=False),
 }
 FAMILIES |= EXPERTS
 UNEVEN = {  # few first dims divide by 4, and by 2

@@ -39,7 +39,7 @@ def experts(build: Build, model: LanguageModel, x: str, at: str) -> str:
         chosen, weights, mean = _route(build, moe, x, f"{at}.router")
         y = _routed(build, x, chosen, weights, mean, f"{at}.experts", gated=gated, bias=bias)
         if moe.shared_ffn:
-            other = _shared(build, moe, x, f"{at}.shared", gated=gated)
+            other = _shared(build, moe, x, f"{at}.shared", gated=gated, bias=bias)
             y = build.elementwise(f"{at}.experts.add", "add", y, other)
     return y
 
@@ -128,14 +128,14 @@ def _activated(build: Build, first: str, at: str) -> str:
     return build.elementwise(f"{at}.gated", "mul", silu, up)
 
 
-def _shared(build: Build, moe: Experts, x: str, at: str, *, gated: bool) -> str:
+def _shared(build: Build, moe: Experts, x: str, at: str, *, gated: bool, bias: bool) -> str:
     wide = ("shared_ffn",)
-    gate = build.linear(x, f"{at}.gate", wide, ("hidden",)) if gated else ""
-    first = build.linear(x, f"{at}.up", wide, ("hidden",))
+    gate = build.linear(x, f"{at}.gate", wide, ("hidden",), bias=bias) if gated else ""
+    first = build.linear(x, f"{at}.up", wide, ("hidden",), bias=bias)
     if gated:
         both = build.tensor(f"{at}.first", (*TOKEN, "halves", "shared_ffn"))
         first = build.node(f"{at}.concat", "concat", (gate, first), both)
-    y = build.linear(_activated(build, first, at), f"{at}.down", ("hidden",), wide)
+    y = build.linear(_activated(build, first, at), f"{at}.down", ("hidden",), wide, bias=bias)
     if not moe.shared_gate:
         return y
     score = build.linear(x, f"{at}_gate", ("one",), ("hidden",))
