@@ -27,7 +27,7 @@ LLAMA = Decoder(
     hidden=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=512, max_seq_len=64
 )
 # v as wide as q and k: the CPU's flash attention takes no others
-LATENT = Mla(kv_lora_rank=20, nope_head_dim=10, rope_head_dim=6, v_head_dim=16)
+LATENT = Mla(kv_lora_rank=24, nope_head_dim=8, rope_head_dim=8, v_head_dim=16)
 SHARED = Experts(
     num_experts=8, top_k=2, ffn=48, shared_ffn=80, first_dense=1, router_bias=True, groups=2,
     routed_scale=2.5,
