@@ -8,7 +8,16 @@ from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.graph import Graph
 from meshwise.models.shard import Task, check_divides, graph_cuts
-from meshwise.spec import AnyModel, Block, LanguageModel, LayerKind, Layout, Op, WideResNet, layer_kinds
+from meshwise.spec import (
+    AnyModel,
+    Block,
+    LanguageModel,
+    LayerKind,
+    Layout,
+    Op,
+    WideResNet,
+    layer_kinds,
+)
 from meshwise.spec.layout import Recompute
 
 __all__ = [

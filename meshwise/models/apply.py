@@ -41,12 +41,14 @@ class Program(NamedTuple):
     """A rank's training step, in the order in which the host issues it.
 
     ``resident_bytes``: what lives through the whole step (parameters, optimizer state).
-    A buffer lives from its first writer to its last reader; ``kept`` live to the end of the step.
+    ``gathered``: elements of all weights that this rank gathers to compute with. A buffer lives
+    from its first writer to its last reader; ``kept`` live to the end of the step.
     """
 
     tasks: tuple[Task, ...]
     buffers: dict[str, Buffer]
     resident_bytes: dict[str, int]
+    gathered: int
     kept: frozenset[str]
     actions: tuple[Span, ...] = ()
 
@@ -95,8 +97,10 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
     local = sum(data.shard_elements.values())
     tasks += [_optimizer_task(node, local) for node in graph.nodes if node.phase == "optimizer"]
     resident = {"parameters": 4 * local, "optimizer state": 8 * local}
-    everything = buffers | data.buffers
-    return Program(tuple(tasks), everything, resident, frozenset(data.kept), tuple(actions))
+    everything, gathered = buffers | data.buffers, sum(map(data.padded, members))
+    return Program(
+        tuple(tasks), everything, resident, gathered, frozenset(data.kept), tuple(actions)
+    )
 
 
 def _optimizer_task(node: Node, num_elements: int) -> Task:
@@ -237,12 +241,12 @@ class _DataParallel:
         flat = self._gathered(unit)
         if not self.sharded or unit in self.current or flat in self.buffers:
             return []
-        size = self._padded(unit) * BYTES[self.dtype]
+        size = self.padded(unit) * BYTES[self.dtype]
         self.buffers[flat] = Buffer(size, "communication")
         gather = self._collective(unit, "all_gather", size, self.dtype)
         return [Task(f"{unit}.all_gather", gather, "dp", "dp", self.era, after, (flat,))]
 
-    def _padded(self, unit: str) -> int:
+    def padded(self, unit: str) -> int:
         """Elements of a unit as its ranks send them."""
         return self.shard_elements[unit] * self.groups[unit].shards
 
@@ -253,7 +257,7 @@ class _DataParallel:
         """Copy a gathered unit into its weights; without sharding, cast the local ones."""
         if unit in self.current or not self.copies:
             return []
-        size, full = self._padded(unit) * BYTES[self.dtype], f"weights.{unit}.{self.era}"
+        size, full = self.padded(unit) * BYTES[self.dtype], f"weights.{unit}.{self.era}"
         self.buffers[full] = Buffer(size, "weights")
         self.current[unit] = full
         reads: tuple[str, ...] = ()
@@ -288,7 +292,7 @@ class _DataParallel:
             if name in self.over_tp.partial:
                 task(f"{name}.all_reduce", self._over_tp(name), "compute")
         flat, done = f"reduce_in.{unit}.{self.era}", f"gradient.{unit}"
-        wide = 4 * self._padded(unit)
+        wide = 4 * self.padded(unit)
         self.buffers[flat] = Buffer(wide, "communication")
         self.buffers[done] = Buffer(wide // groups.shards, "gradient")
         self.kept.add(done)

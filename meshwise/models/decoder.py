@@ -7,7 +7,7 @@ arXiv:1909.08053), the latent projections of MLA and the router stay whole. Expe
 product over all m * top_k rows.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from math import prod
 from typing import Any, NamedTuple
 

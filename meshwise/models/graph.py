@@ -107,9 +107,7 @@ def num_bytes(tensor: Tensor, sizes: Mapping[str, int]) -> int:
 
 
 @functools.lru_cache(maxsize=65536)
-def gemm(
-    m: int, n: int, k: int, dtype: str, trans_a: bool, trans_b: bool, groups: int = 1
-) -> Gemm:
+def gemm(m: int, n: int, k: int, dtype: str, trans_a: bool, trans_b: bool, groups: int = 1) -> Gemm:
     return Gemm(m=m, n=n, k=k, dtype=dtype, trans_a=trans_a, trans_b=trans_b, groups=groups)  # type: ignore[arg-type]
 
 

@@ -115,7 +115,8 @@ def graph_cuts(graph: Graph) -> dict[str, str]:
     contracts), vocab or replicated; by the operation's name in its layer."""
     found = {}
     for node in graph.nodes:
-        if node.kind not in ("gemm", "embedding") or graph.tensors[node.inputs[0]].role == "constant":
+        picks_bias = graph.tensors[node.inputs[0]].role == "constant"
+        if node.kind not in ("gemm", "embedding") or picks_bias:
             continue
         weight, result = (graph.tensors[name].dims for name in (node.inputs[1], node.outputs[0]))
         (cut, *_) = [dim for dim in TP_DIMS if dim in weight] or [""]
@@ -223,9 +224,7 @@ class _Placements:
         self.buffers[between] = Buffer(size, "communication")
 
         def task(name: str, op: Op, read: tuple[str, ...], written: tuple[str, ...]) -> Task:
-            return Task(
-                f"{node.name}.{name}", op, "compute", node.part, node.phase, read, written
-            )
+            return Task(f"{node.name}.{name}", op, "compute", node.part, node.phase, read, written)
 
         direction = "backward" if node.phase == "backward" else "forward"
         move = elementwise("copy", size, size, direction)

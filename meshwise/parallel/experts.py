@@ -17,11 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from meshwise.nn.experts import MoE, move
 from meshwise.parallel.mesh import Place
 
+SHARED_DIMS = {"gate": (0, 0), "up": (0, 0), "down": (1, None), "score": (None, None)}
 FFN_DIMS = {"first": 2, "down": 2, "first_bias": 2, "down_bias": None}
 
 
@@ -38,26 +46,23 @@ def divide(moe: MoE, place: Place) -> None:
         mesh, over_experts = place.mesh["tp"], []
     if tp > 1 or place.experts is not None:
         for name, dim in FFN_DIMS.items():
-            cut = Replicate() if dim is None else Shard(dim)
-            _place(moe.experts, name, mesh, [*over_experts, cut])
+            _place(moe.experts, name, mesh, [*over_experts, _cut(dim)])
         moe.local = moe.experts.local = local
         moe.experts.share = 1 / tp
     if tp > 1:
         _place(moe.router, "weight", place.mesh["tp"], [Replicate()])
         if moe.shared is not None:
             moe.shared.share = 1 / tp
-            whole = Replicate()
-            for name, cuts in {
-                "gate": (Shard(0), Shard(0)),
-                "up": (Shard(0), Shard(0)),
-                "down": (Shard(1), whole),
-                "score": (whole, whole),
-            }.items():
+            for name, dims in SHARED_DIMS.items():
                 module = getattr(moe.shared, name)
                 if module is not None:
-                    for part, cut in zip(("weight", "bias"), cuts, strict=True):
-                        _place(module, part, place.mesh["tp"], [cut])
+                    for part, dim in zip(("weight", "bias"), dims, strict=True):
+                        _place(module, part, place.mesh["tp"], [_cut(dim)])
     moe.count = partial(_total, groups=place.data_groups)
+
+
+def _cut(dim: int | None) -> Placement:
+    return Replicate() if dim is None else Shard(dim)
 
 
 def _place(module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: Any) -> None:

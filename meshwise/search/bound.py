@@ -32,7 +32,7 @@ from meshwise.models import apply, graph
 from meshwise.prices import Prices
 from meshwise.schedule import Name
 from meshwise.search.predict import in_transit
-from meshwise.search.simulate import COPIES, ROLES, WEIGHTS
+from meshwise.search.simulate import COPIES, ROLES, WAITING, WEIGHTS, Spent
 from meshwise.search.stage import StageKind, graph_of, stage_cost, stage_memory
 from meshwise.spec import (
     DTYPE_BYTES,
@@ -198,18 +198,19 @@ def _holding(
     start, *others = layers
     parameters = whole[start][0] + sum(pairs[of][0][0] for of in others)
 
-    def local(first: bool, last: bool, *kinds: LayerKind) -> int:
-        return _local_parameters(model, kinds, first, last, layout.tp, layout.shards)
+    def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
+        axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "ep", "zero", "replicas")}
+        return _weights(model, kinds, first, last, Layout(**axes))
 
-    here, widest = local(first, last, *kinds), max(local(False, False, kind) for kind in kinds)
-    root = local(first, last, kinds[0]) - local(False, False, kinds[0])
-    gathered, widest, root = (layout.shards * each for each in (here, widest, root))
+    here, gathered = weights(first, last, *kinds)
+    widest = max(weights(False, False, kind)[1] for kind in kinds)
+    root = (weights(first, last, kinds[0]) - weights(False, False, kinds[0]))[1]
     copied = DTYPE_BYTES[dtype] / 4 * (layout.of_rank(0).num_devices > 1 or dtype != "fp32")
     copies = gathered if zero < 3 else root  # the root's stay until the backward
     added = 0 if zero < 3 else gathered if split else widest
     adds_up = zero < 2 and layout.num_microbatches > 1
     unit = max(widest, root)
-    alone_bare = unit if dtype == "fp32" and layout.tp == 1 else 0  # it needs no copies: to reduce
+    bare = dtype == "fp32" and cut.num_devices == 1  # it needs no copies: to reduce
     further = {of: two[1] - alone[1] for of, (alone, two) in pairs.items()}
     held = whole[start][1] + sum(further[of] for of in others)
     # the first microbatch has its input in full, the others as much as is saved of it
@@ -222,30 +223,25 @@ def _holding(
         gradients=(parameters if adds_up else here) + _ROUNDING * len(layers),
         action=max(of[2] for of in whole.values())
         + copied * (added + (unit if zero else 0))
-        + alone_bare,
+        + bare * unit,
         backward=some(layers[-1], False, last)[3],  # its first layer has all others' beside it
     )
 
 
 @lru_cache(maxsize=4096)
-def _local_parameters(
-    model: LanguageModel,
-    kinds: tuple[LayerKind, ...],
-    first: bool,
-    last: bool,
-    tp: int,
-    shards: int,
-) -> int:
-    """Bytes of a stage's float32 parameters on one rank, padded as FSDP2 pads them."""
+def _weights(
+    model: LanguageModel, kinds: tuple[LayerKind, ...], first: bool, last: bool, layout: Layout
+) -> np.ndarray:
+    """Bytes of a stage's float32 parameters on one rank, and of those that it gathers to compute
+    with, padded as FSDP2 pads them."""
     if len(kinds) > 1:
-        ends = _local_parameters(model, kinds[:1], first, last, tp, shards)
-        return ends + sum(
-            count * _local_parameters(model, (kind,), False, False, tp, shards)
-            for kind, count in Counter(kinds[1:]).items()
-        )
+        found = _weights(model, kinds[:1], first, last, layout)
+        for kind, count in Counter(kinds[1:]).items():
+            found = found + count * _weights(model, (kind,), False, False, layout)
+        return found
     one = graph(model, 1, 1, "fp32", layers=kinds, first=first, last=last)
-    layout = Layout(dp=shards, tp=tp, zero=3 if shards > 1 else 0)
-    return apply(one, layout, "fp32").resident_bytes["parameters"]
+    program = apply(one, layout, "fp32")
+    return np.asarray([program.resident_bytes["parameters"], 4 * program.gathered])
 
 
 @lru_cache(maxsize=4096)
@@ -278,8 +274,10 @@ def _states(
 
 
 def _cut(layout: Layout) -> Layout:
-    """A device, or its tp group, and one microbatch."""
+    """A device, or its tp group, and one microbatch; as many as hold all experts."""
     return Layout(
+        dp=layout.ep,
+        ep=layout.ep,
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         microbatch_size=layout.microbatch_size,
@@ -312,7 +310,7 @@ def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -
         return work
 
     def end(layer: int, first: bool = False, last: bool = False) -> Work:
-        of = layer_kinds(model)[layer], "none"
+        of: Of = layer_kinds(model)[layer], "none"
         return one_layer(of, first, last).plus(one_layer(of), -1)
 
     of_rank = [layers_of(rank) for rank in range(1 if model.experts is None else layout.pp)]
@@ -328,12 +326,16 @@ def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -
 
 @lru_cache(maxsize=4096)
 def _work(kind: StageKind, prices: Prices) -> Work:
-    """Of a stage of one layer, on one device or its tp group."""
+    """Of a stage of one layer, on one device or its tp group, without data parallelism."""
     cost = stage_cost(kind, prices)
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
+
+    def own_s(spent: Spent) -> float:
+        return spent.time_s - spent.parts.get(COPIES, 0.0) - spent.parts.get(WAITING, 0.0)
+
     return Work(
-        forward_s=forward.time_s - forward.parts.get(COPIES, 0.0),
-        backward_s=backward.time_s - backward.parts.get(COPIES, 0.0),
+        forward_s=own_s(forward),
+        backward_s=own_s(backward),
         saved_bytes=sum(kept.left.values()) - kept.left.get(WEIGHTS, 0.0),
         parameter_bytes=cost.resident["parameters"],
         copy_bytes=kept.left.get(WEIGHTS, 0.0),

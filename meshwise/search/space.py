@@ -1,10 +1,10 @@
 """Every legal layout of a model on N devices with equal stages, and why the others are not legal.
 
 pp * dp * tp = N, the pipeline outermost; every schedule; ZeRO 0 to 3 over dp, over several hosts
-also with replicas; sequence parallelism over tp; the batch of a dp rank cut into equal
-microbatches, of every size that divides it: most of the cuts cost nothing to list, since ``find``
-prices only what can be among the best. Layouts that would run the same program as another, or the
-same with nothing gained, are dropped by name.
+also with replicas; experts over any share of the ranks that hold one copy; sequence parallelism
+over tp; the batch of a dp rank cut into equal microbatches, of every size that divides it: most of
+the cuts cost nothing to list, since ``find`` prices only what can be among the best. Layouts that
+would run the same program as another, or the same with nothing gained, are dropped by name.
 
 What is recomputed is no axis of this space. It costs time to save memory, so ``find`` asks for it
 where a layout does not fit without.
@@ -13,6 +13,8 @@ where a layout does not fit without.
 import math
 from collections import Counter
 from collections.abc import Iterator
+
+import msgspec
 
 from meshwise import schedule
 from meshwise.models import check_divides, graph
@@ -40,7 +42,7 @@ def legal_layouts(
     sizes = dict(graph(model, 1, workload.seq_len, "fp32").sizes)
     removed = Reasons()
     layouts = []
-    for layout in _candidates(workload, costs.cluster, num_devices, removed):
+    for layout in _candidates(model, workload, costs.cluster, num_devices, removed):
         reason = (
             check_divides(sizes, layout, workload.seq_len)
             or _nothing_gained(layout, costs.cluster.num_devices_per_host)
@@ -68,7 +70,7 @@ def check(model: LanguageModel, workload: Workload, layout: Layout) -> None:
 
 
 def _candidates(
-    workload: Workload, cluster: Cluster, num_devices: int, removed: Reasons
+    model: LanguageModel, workload: Workload, cluster: Cluster, num_devices: int, removed: Reasons
 ) -> Iterator[Layout]:
     """Every cut of devices and batch; a cut of the devices that is none counts once."""
     batch, host = workload.global_batch_size, cluster.num_devices_per_host
@@ -84,27 +86,32 @@ def _candidates(
             elif batch % dp:
                 removed[f"dp = {dp} does not divide global_batch_size = {batch}"] += 1
             else:
-                yield from _cuts(batch // dp, pp, dp, tp)
+                for layout in _shared(dp, tp, model.experts is not None):
+                    yield from _cuts(layout, batch // dp, pp)
 
 
-def _cuts(local_batch: int, pp: int, dp: int, tp: int) -> Iterator[Layout]:
+def _shared(dp: int, tp: int, has_experts: bool) -> Iterator[Layout]:
+    """How the ranks of one stage may share its state and its experts."""
+    for zero in range(4) if dp > 1 else (0,):
+        for replicas in divisors(dp)[:-1] if zero else (1,):
+            for ep in divisors(dp // replicas) if has_experts else (1,):
+                for sp in (False, True) if tp > 1 else (False,):
+                    yield Layout(
+                        dp=dp, tp=tp, zero=zero, replicas=replicas, ep=ep, sequence_parallel=sp
+                    )
+
+
+def _cuts(layout: Layout, local_batch: int, pp: int) -> Iterator[Layout]:
     for microbatch_size in divisors(local_batch):
-        for zero in range(4) if dp > 1 else (0,):
-            for replicas in divisors(dp)[:-1] if zero else (1,):
-                for sequence_parallel in (False, True) if tp > 1 else (False,):
-                    for name, stages in PIPELINES if pp > 1 else (("none", 1),):
-                        yield Layout(
-                            pp=pp,
-                            dp=dp,
-                            tp=tp,
-                            zero=zero,
-                            replicas=replicas,
-                            sequence_parallel=sequence_parallel,
-                            microbatch_size=microbatch_size,
-                            num_microbatches=local_batch // microbatch_size,
-                            schedule=name,
-                            stages_per_rank=stages,
-                        )
+        for name, stages in PIPELINES if pp > 1 else (("none", 1),):
+            yield msgspec.structs.replace(
+                layout,
+                pp=pp,
+                microbatch_size=microbatch_size,
+                num_microbatches=local_batch // microbatch_size,
+                schedule=name,
+                stages_per_rank=stages,
+            )
 
 
 def _nothing_gained(layout: Layout, host: int) -> str | None:

@@ -17,9 +17,9 @@ from meshwise import models, nn
 from meshwise.engine import memory
 from meshwise.models import catalogue
 from meshwise.nn import llama
+from meshwise.nn.experts import MoE
 from meshwise.nn.stage import cross_entropy
 from meshwise.search.simulate import peak_memory
-from meshwise.nn.experts import MoE
 from meshwise.spec import Attention, Decoder, Experts, Gemm, Layout, Mla, Model, layer_kinds
 
 TINY = Model(hidden=64, layers=3, heads=4, ffn=256, vocab=512, max_seq_len=64)
@@ -101,8 +101,19 @@ def of_graph(model):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt-30m", "gpt-125m", "gpt-2.6b", "gpt-76b", "llama-2-7b", "llama-3-8b", "llama-3.1-405b",
-     "moe-380m", "mixtral-8x7b", "deepseek-v2", "deepseek-v3"],
+    [
+        "gpt-30m",
+        "gpt-125m",
+        "gpt-2.6b",
+        "gpt-76b",
+        "llama-2-7b",
+        "llama-3-8b",
+        "llama-3.1-405b",
+        "moe-380m",
+        "mixtral-8x7b",
+        "deepseek-v2",
+        "deepseek-v3",
+    ],
 )
 def test_parameters(name):
     model = catalogue.find(name)

@@ -183,7 +183,9 @@ def stages(model, counts, dtype="fp32", **options):
     """Graphs of a model's stages with ``counts`` layers."""
     last = len(counts) - 1
     return [
-        models.graph(model, 1, 8, dtype, layers=("dense",) * n, first=i == 0, last=i == last, **options)
+        models.graph(
+            model, 1, 8, dtype, layers=("dense",) * n, first=i == 0, last=i == last, **options
+        )
         for i, n in enumerate(counts)
     ]
 

@@ -23,8 +23,8 @@ def forward(
     """Return the graph of one forward pass over ``batch`` sequences of ``seq`` tokens.
 
     Of a pipeline stage of ``layers`` of these kinds (all by default), with the embedding if it is
-    the ``first`` and the head if it is the ``last``. Its layers are numbered from 0 wherever they are
-    in the model, so that equal stages are one graph. Any other stage begins with ``stage.in``,
+    the ``first`` and the head if it is the ``last``. Its layers are numbered from 0 wherever they
+    are in the model, so that equal stages are one graph. Any other stage begins with ``stage.in``,
     which no node writes, and ends with the residual stream. A last stage that is not the first has
     its own copy of a tied weight.
     """

@@ -32,9 +32,9 @@ def sizes(model: LanguageModel, batch: int, seq: int) -> dict[str, int]:
 
 def experts(build: Build, model: LanguageModel, x: str, at: str) -> str:
     """Append the experts of a layer to the graph; x is normed."""
-    moe, is_gpt = model.experts, isinstance(model, Model)
+    moe = model.experts
     assert moe is not None
-    gated, bias = (False, True) if is_gpt else (model.gated, model.mlp_bias)
+    gated, bias = (False, True) if isinstance(model, Model) else (model.gated, model.mlp_bias)
     with build.on_every_rank():
         chosen, weights, mean = _route(build, moe, x, f"{at}.router")
         y = _routed(build, x, chosen, weights, mean, f"{at}.experts", gated=gated, bias=bias)
