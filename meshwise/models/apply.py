@@ -48,9 +48,9 @@ class Program(NamedTuple):
     tasks: tuple[Task, ...]
     buffers: dict[str, Buffer]
     resident_bytes: dict[str, int]
-    gathered: int
     kept: frozenset[str]
     actions: tuple[Span, ...] = ()
+    gathered: int = 0
 
 
 def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> Program:
@@ -99,7 +99,7 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
     resident = {"parameters": 4 * local, "optimizer state": 8 * local}
     everything, gathered = buffers | data.buffers, sum(map(data.padded, members))
     return Program(
-        tuple(tasks), everything, resident, gathered, frozenset(data.kept), tuple(actions)
+        tuple(tasks), everything, resident, frozenset(data.kept), tuple(actions), gathered
     )
 
 

@@ -58,16 +58,22 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def costs(measured):  # noqa: F811
-    """With messages between neighbours, priced like gathers, and routers' products in fp32."""
-    gather = next(curve for curve in measured.curves if curve.key == "all_gather/nvlink/2")
-    pair = msgspec.structs.replace(gather, key="send_recv/nvlink/2")
+    """With messages between neighbours and to experts, priced like gathers, and routers' products
+    in fp32."""
+    gathers = [curve for curve in measured.curves if curve.key.startswith("all_gather/")]
+    messages = [
+        msgspec.structs.replace(gather, key=gather.key.replace("all_gather", kind))
+        for gather in gathers
+        for kind in ("send_recv", "all_to_all")
+        if kind == "all_to_all" or gather.key.endswith("/2")
+    ]
     routers = [
         msgspec.structs.replace(surface, key=surface.key.replace("/bf16/", "/fp32/"))
         for surface in measured.surfaces
     ]
     return msgspec.structs.replace(
         measured,
-        curves=(*measured.curves, pair),
+        curves=(*measured.curves, *messages),
         surfaces=(*measured.surfaces, *routers),
         lowering="eager",
     )
