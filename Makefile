@@ -21,7 +21,7 @@ venv: .venv/stamp ## make .venv (PYTHON=... reuses that interpreter's torch)
 	@touch $@
 
 test: .venv/stamp ## run the tests: unit, golden, gloo on the CPU, GPU where there is one
-	@$(VENV) -m pytest
+	@$(VENV) -m tests
 
 test-all: .venv/stamp ## run the tests that make test leaves out, too
 	@$(VENV) -m pytest -m "whole or not whole"

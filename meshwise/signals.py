@@ -7,6 +7,7 @@ may swallow or print. Handlers change on the main thread alone; a signal that th
 (nohup) stays ignored. Imports nothing heavy, since it comes first.
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -100,9 +101,13 @@ def raised(*, unless_failing: bool = False) -> Iterator[None]:
 
 
 def quit_at_once() -> None:
-    """From now on these signals end the program: ``last_acts``, one line, exit code 128 + n."""
+    """From now on these signals end the program: ``last_acts``, one line, exit code 128 + n.
+
+    When all is done they are too late: Python takes its handlers away before the process is gone.
+    """
     for number in _handled():
         signal.signal(number, _quit)
+    atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING)
 
 
 def _put_in_order(number: int) -> None:

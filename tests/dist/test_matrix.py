@@ -18,7 +18,7 @@ from tests.errors import largest, loss_error
 pytestmark = pytest.mark.dist
 
 WORLDS = (1, 2, 3, 4)  # of `make test`
-EVERY = 23  # of so many cases one is compiled in `make test`
+EVERY = 37  # of so many cases one is compiled in `make test`
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 61}
 SIZES |= {"max_seq_len": 32, "ffn": 48}

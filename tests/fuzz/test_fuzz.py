@@ -85,7 +85,7 @@ def test_what_a_case_may_not_do_is_found_in_it_alone(fault, wrong, place, monkey
     from meshwise.cli import app
 
     monkeypatch.setattr(server, "CPU_S", 3)
-    monkeypatch.setattr(server, "WALL_S", paced(20))
+    monkeypatch.setattr(server, "WALL_S", paced(8 if fault is _sleeps else 20))
     cases = [(b"", ["detect", name]) for name in ("a", "b", "c")]
     monkeypatch.setattr(server, "case", lambda seed, kind, number: cases[number])
     real = app.main
