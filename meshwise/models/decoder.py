@@ -87,8 +87,11 @@ def num_parameters(model: LanguageModel) -> int:
 
 
 def _one_layer(model: LanguageModel) -> Graph:
-    """The model without experts, for one token."""
-    return families.forward(replace(model, experts=None, layers=1), 1, 1, "fp32")
+    """The model without experts, for one token, also of one that is only listed."""
+    one = replace(model, experts=None, layers=1)
+    if isinstance(one, Decoder):
+        one = replace(one, more_weights=(), not_computed="")
+    return families.forward(one, 1, 1, "fp32")
 
 
 def _divided(graph: Graph, tp: int) -> dict[str, int]:
@@ -105,6 +108,8 @@ def _layer(model: LanguageModel, index: int, dense: list[NamedShape]) -> Shapes:
             yield name, shape
         else:
             yield from experts  # all of them the first time, and then none
+    if isinstance(model, Decoder):
+        yield from ((name, (size,)) for name, size in model.more_weights)
 
 
 def _linear(name: str, n: int, k: int, bias: bool, stacked: tuple[int, ...] = ()) -> Shapes:
@@ -245,8 +250,8 @@ def attention(
     dtype: Dtype = "bf16",
     direction: Direction = "forward",
 ) -> Attention:
-    """The causal attention of one layer on one rank. MLA trains with as many k and v as q heads,
-    k wider than v."""
+    """The causal attention of one layer on one rank, over all tokens. MLA trains with as many k and
+    v as q heads, k wider than v."""
     _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len)
     graph = _one_layer(model)
     (node,) = [node for node in graph.nodes if node.kind == "attention"]
@@ -254,6 +259,15 @@ def attention(
     assert isinstance(op, Attention)
     size: dict[str, Any] = {"batch": microbatch_size, "q_len": seq_len, "kv_len": seq_len}
     return replace(op, **size, direction=direction, dtype=dtype)
+
+
+def attentions(
+    model: LanguageModel, microbatch_size: int, seq_len: int, *, dtype: Dtype = "bf16"
+) -> list[Attention]:
+    """What differs of the layers' attention: those with a window see fewer keys."""
+    whole = attention(model, microbatch_size, seq_len, dtype=dtype)
+    windows = model.windows(seq_len) if isinstance(model, Decoder) else [None]
+    return [replace(whole, window=window) for window in windows]
 
 
 def exchanges(
