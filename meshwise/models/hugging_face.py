@@ -274,10 +274,10 @@ def _rotary(config: _Config) -> dict[str, Any]:
     theta = config.number("rope_theta", 1e6 if config.kind in ("mixtral", "gemma3_text") else 1e4)
     old, new = (config.data.get(key) for key in ("rope_scaling", "rope_parameters"))
     key = "rope_parameters" if new else "rope_scaling"
-    if config.kind == "gemma3_text":
-        return _rotary_of_types(config, key, new or {"full_attention": old}, theta)
     if new and old and new != old:
         raise config.error(key, f"rope_scaling says {old!r}; leave out one of the two")
+    if config.kind == "gemma3_text":
+        return _rotary_of_types(config, key, new or {"full_attention": old}, theta)
     return _turned(config, key, new or old or {}, theta)
 
 
