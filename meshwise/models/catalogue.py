@@ -8,8 +8,9 @@ moe family is the same table's (suite_manual_moe.py; vocabulary 32000), as the s
 
 Sizes of the decoders: their published config.json files (meta-llama, mistralai, deepseek-ai, Qwen,
 openai on Hugging Face); DeepSeek-V3 without its head that predicts a second token. gpt-oss-120b and
-llama-4-maverick (of which the language model; its experts, in every second layer, are counted from
-the first) are listed, not computed: ``_LISTED`` says why.
+llama-4-maverick are listed, not computed: ``_LISTED`` says why. Their sizes are those that
+transformers 5.23 has for their types; Maverick's 128 experts, in every second layer (here counted
+from the first), and its positions were not compared with its file.
 """
 
 import difflib
