@@ -168,12 +168,17 @@ class Prices:
         if surface is None:
             raise ValueError(f"no price for {key}; {MEASURE}")
         dims = gemm_dims(op) if isinstance(op, Gemm) else attention_dims(op)
-        if dims in surface.shapes:
+        window = op.window if isinstance(op, Attention) else None
+        if window is None and dims in surface.shapes:
             time_s = surface.time_s[surface.shapes.index(dims)]
             return Estimate(time_s, surface.noise, "measured")
-        shapes, log_utilisation = self._log_utilisation(surface, op)
+        full = op if window is None else msgspec.structs.replace(op, window=None)
+        shapes, log_utilisation = self._log_utilisation(surface, full)
         utilisation = interpolate_utilisation(dims, shapes, log_utilisation)
         error, note = _untested_as_unknown(surface.held_out), ""
+        if window is not None:  # no such surface is fitted
+            error = max(error, 1.0)
+            note = f"{key}: the rate of attention in full stands in for that with a window"
         outside = np.max(
             np.maximum(np.asarray(dims) / shapes.max(0), shapes.min(0) / np.asarray(dims))
         )

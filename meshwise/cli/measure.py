@@ -259,13 +259,15 @@ def collectives(
         Measure these sizes only, without more where a curve bends.
     report_dir_path
         Also write five CSVs with Primus' columns into this folder: allreduce_benchmark.csv, ...
+        Without --model of the models that Primus lists, at its lengths (128 tokens on CPUs).
     """
-    if report_dir_path is not None and not model:  # Primus measures what its models exchange
-        model, microbatch_size = DECODERS, microbatch_size or tuple(range(1, 9))
+    as_primus = report_dir_path is not None and not model  # it measures what its models exchange
+    if as_primus:
+        microbatch_size = microbatch_size or tuple(range(1, 9))
     options = _given(
-        kinds=kind, sizes=sizes, model=model, microbatch_sizes=microbatch_size, seq_len=seq_len,
-        plan=sizes_from, splits=splits, tables=tables, ranks=ranks, pairs=pairs, modes=mode,
-        backends=backend,
+        kinds=kind, sizes=sizes, model=model, primus_lists=as_primus,
+        microbatch_sizes=microbatch_size, seq_len=seq_len, plan=sizes_from, splits=splits,
+        tables=tables, ranks=ranks, pairs=pairs, modes=mode, backends=backend,
     )  # fmt: skip
     options |= {"groups": groups, "place": place, "follow": not as_measured}
     reports = _given(report_dir_path=report_dir_path)

@@ -19,7 +19,7 @@ MODELS = (
 DECODERS = (  # models.catalogue.decoder_names(), likewise
     "llama-2-7b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b",
     "llama-3.1-405b", "mixtral-8x7b", "mixtral-8x22b", "deepseek-v2-lite", "deepseek-v2",
-    "deepseek-v3",
+    "deepseek-v3", "qwen3-235b-a22b", "gpt-oss-120b", "llama-4-maverick",
 )  # fmt: skip
 
 

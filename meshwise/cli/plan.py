@@ -8,7 +8,7 @@ import meshwise
 from meshwise.cli.options import ANY, DECODERS, MODELS, Json, Size
 from meshwise.cli.output import DONE, emit
 
-_DENSE = (*MODELS, *(name for name in DECODERS if name.startswith("llama")))
+_DENSE = (*MODELS, *(name for name in DECODERS if name.startswith(("llama-2", "llama-3"))))
 _HELP = (
     f"One of {', '.join(_DENSE)}, or the Hugging Face config.json of a dense decoder; by default a "
     "GPT that fills the cluster."

@@ -119,7 +119,8 @@ def prepare(
     for layer in stage.layers.values():
         assert isinstance(layer, GPTLayer | DecoderLayer)
         k, v = (torch.zeros(*room, width, dtype=numbers, device=device) for width in _widths(model))
-        caches.append(Cache(now, k, v, attend_one))
+        window = getattr(layer.attention, "window", None)
+        caches.append(Cache(now, k, v, attend_one, window))
         layer.attention.heads = caches[-1]  # type: ignore[assignment]
         if plan.lowering == "compiled":
             layer.compile(fullgraph=apply.is_one_graph(layer, place.layout), dynamic=False)

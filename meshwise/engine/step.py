@@ -151,10 +151,10 @@ def attention(plan: Plan, place: Place) -> Attend:
         return causal
     attend = partial(ring_attention, group=place.context, causal=True, shards=_shards(plan))
 
-    def alike(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def alike(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """Latent attention has narrower values; ring attention wants all alike."""
         width = v.shape[-1]
-        out: Tensor = attend(q, k, F.pad(v, (0, q.shape[-1] - width)))
+        out: Tensor = attend(q, k, F.pad(v, (0, q.shape[-1] - width)), window=window)
         return out[..., :width]
 
     return alike

@@ -6,8 +6,11 @@ positions, which Alpa's formula leaves out. gpt-30m is for machines without an a
 moe family is the same table's (suite_manual_moe.py; vocabulary 32000), as the suites run it: layers
 0, 2, 4 and so on have experts, two for each token; Wide-ResNets are in ``wide_resnet``.
 
-Sizes of the decoders: their published config.json files (meta-llama, mistralai, deepseek-ai on
-Hugging Face); DeepSeek-V3 without its head that predicts a second token.
+Sizes of the decoders: their published config.json files (meta-llama, mistralai, deepseek-ai, Qwen,
+openai on Hugging Face); DeepSeek-V3 without its head that predicts a second token. gpt-oss-120b and
+llama-4-maverick are listed, not computed: ``_LISTED`` says why. Their sizes are those that
+transformers 5.23 has for their types; Maverick's 128 experts, in every second layer (here counted
+from the first), and its positions were not compared with its file.
 """
 
 import difflib
@@ -66,6 +69,9 @@ _DECODERS = {  # hidden, layers, heads, kv_heads, ffn, vocab, max_seq_len
     "deepseek-v2-lite": (2048, 27, 16, 16, 10944, 102400, 163840),
     "deepseek-v2": (5120, 60, 128, 128, 12288, 102400, 163840),
     "deepseek-v3": (7168, 61, 128, 128, 18432, 129280, 163840),
+    "qwen3-235b-a22b": (4096, 94, 64, 4, 12288, 151936, 40960),
+    "gpt-oss-120b": (2880, 36, 64, 8, 2880, 201088, 131072),
+    "llama-4-maverick": (5120, 48, 40, 8, 16384, 202048, 1048576),
 }
 _EXPERTS = {  # num_experts, top_k, ffn, shared_ffn, first_dense, routed_scale, groups, top_groups
     "mixtral-8x7b": (8, 2, 14336, 0, 0, 1.0, 1, 1),
@@ -73,6 +79,22 @@ _EXPERTS = {  # num_experts, top_k, ffn, shared_ffn, first_dense, routed_scale, 
     "deepseek-v2-lite": (64, 6, 1408, 2 * 1408, 1, 1.0, 1, 1),
     "deepseek-v2": (160, 6, 1536, 2 * 1536, 1, 16.0, 8, 3),
     "deepseek-v3": (256, 8, 2048, 2048, 3, 2.5, 8, 4),
+    "qwen3-235b-a22b": (128, 8, 1536, 0, 0, 1.0, 1, 1),
+    "gpt-oss-120b": (128, 4, 2880, 0, 0, 1.0, 1, 1),
+    "llama-4-maverick": (128, 1, 8192, 8192, 0, 1.0, 1, 1),
+}
+_SHAPES: dict[str, dict[str, Any]] = {  # what differs from the other decoders
+    "qwen3-235b-a22b": {"head_dim": 128, "qk_norm": True},
+    "gpt-oss-120b": {
+        "head_dim": 64, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "window": 128,
+        "full_layers": tuple(range(1, 36, 2)),
+        "more_weights": (("sinks", 64), ("router.logit_bias", 128)),
+    },
+}  # fmt: skip
+_LISTED = {  # what nn/ does not compute
+    "gpt-oss-120b": "its attention has sinks, its experts a clamped SwiGLU, its router biases",
+    "llama-4-maverick": "it attends in chunks of 8,192 tokens, some layers have no positions, and "
+    "scores multiply what experts read",
 }
 _LLAMA_3_1 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=8192)
 
@@ -92,6 +114,9 @@ _NUMBERS = {  # the first that a name begins with: rope_theta, norm_eps, rope_sc
     "mixtral": (1e6, 1e-5, None),
     "deepseek-v2": (1e4, 1e-6, _yarn(0.707)),
     "deepseek-v3": (1e4, 1e-6, _yarn(1.0)),
+    "qwen3": (1e6, 1e-6, None),
+    "gpt-oss": (1.5e5, 1e-5, None),
+    "llama-4": (5e5, 1e-5, None),
 }
 _Q_LORA_RANK = {"deepseek-v2-lite": None, "deepseek-v2": 1536, "deepseek-v3": 1536}
 
@@ -102,13 +127,14 @@ def names() -> tuple[str, ...]:
 
 
 def decoder_names() -> tuple[str, ...]:
-    """Those whose operations can be measured."""
+    """Decoders, those that are only listed, too."""
     return tuple(_DECODERS)
 
 
 def all_names() -> tuple[str, ...]:
     """Those that can be trained, of every family."""
-    return (*_GPT, *_MOE, *_DECODERS, *wide_resnet.names())
+    computed = (name for name in _DECODERS if name not in _LISTED)
+    return (*_GPT, *_MOE, *computed, *wide_resnet.names())
 
 
 def find(text: str) -> Model | Decoder:
@@ -135,7 +161,7 @@ def find_any(text: str) -> AnyModel:
     if "/" in text or text.endswith(".json") or Path(text).is_dir():
         fields = {} if Path(text).is_dir() else store.read(text, dict)
         return _record(fields, text) if "family" in fields else hugging_face.read_config(text)
-    known = all_names()
+    known = (*all_names(), *_LISTED)
     near = difflib.get_close_matches(text, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
     raise ValueError(f"model {text!r} is not in the catalogue and no config.json; {hint}")
@@ -176,6 +202,7 @@ def _decoder(name: str) -> Decoder:
             ffn=width,
             shared_ffn=shared_ffn,
             first_dense=first_dense,
+            every=2 if name == "llama-4-maverick" else 1,
             router_bias=name == "deepseek-v3",
             normalized=not name.startswith("deepseek-v2"),
             routed_scale=scale,
@@ -189,13 +216,14 @@ def _decoder(name: str) -> Decoder:
         )
     numbers = next(numbers for start, numbers in _NUMBERS.items() if name.startswith(start))
     rope_theta, norm_eps, rope_scaling = numbers
+    shapes = {"head_dim": 192 if mla else hidden // heads} | _SHAPES.get(name, {})
     return Decoder(
+        **shapes,
         name=name,
         hidden=hidden,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=192 if mla else hidden // heads,
         ffn=ffn,
         vocab=vocab,
         max_seq_len=max_seq_len,
@@ -204,6 +232,7 @@ def _decoder(name: str) -> Decoder:
         norm_eps=norm_eps,
         mla=mla,
         experts=experts,
+        not_computed=_LISTED.get(name, ""),
     )
 
 

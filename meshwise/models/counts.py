@@ -6,7 +6,7 @@ from meshwise.models import decoder, families, wide_resnet
 from meshwise.models.backward import training_step
 from meshwise.models.decoder import ROUTER_BIAS, Weight
 from meshwise.models.graph import num_bytes
-from meshwise.spec import AnyModel, LanguageModel, Model, WideResNet, Workload
+from meshwise.spec import AnyModel, Decoder, LanguageModel, Model, WideResNet, Workload
 from meshwise.spec.layout import Recompute
 
 Convention = Literal["torchtitan", "megatron", "alpa"]
@@ -27,11 +27,12 @@ def weights(model: AnyModel) -> list[Weight]:
 def step_flops(model: AnyModel, workload: Workload, convention: Convention = "torchtitan") -> float:
     """FLOPs of one training step (forward and backward), as each project counts them.
 
-    torchtitan: tokens * (6 (N - lookups) + 12 L h s), attention not halved, of the experts those
-    that a token goes through; a tied head is a product and stays in N, tables of embeddings and
-    positions are lookups and leave it. megatron: the same with causal attention halved. alpa: 72 B
-    s h^2 L (1 + s/6h) + 6 B s h V (Alpa's util.py; no biases, no norms; a feed-forward of 4h
-    assumed). Of images: 6 a multiplication of convolutions and the head, whatever the convention.
+    torchtitan: tokens * (6 (N - lookups) + 12 L h s), attention not halved, s the window where a
+    layer has a shorter one, of the experts those that a token goes through; a tied head is a
+    product and stays in N, tables of embeddings and positions are lookups and leave it. megatron:
+    the same with causal attention halved. alpa: 72 B s h^2 L (1 + s/6h) + 6 B s h V (Alpa's
+    util.py; no biases, no norms; a feed-forward of 4h assumed). Of images: 6 a multiplication of
+    convolutions and the head, whatever the convention.
     """
     if isinstance(model, WideResNet):
         return float(wide_resnet.step_flops(model, workload.global_batch_size))
@@ -39,10 +40,10 @@ def step_flops(model: AnyModel, workload: Workload, convention: Convention = "to
     if convention == "alpa":
         b = workload.global_batch_size
         return 72 * b * s * h**2 * layers * (1 + s / (6 * h)) + 6 * b * s * h * model.vocab
-    attention = 6 * layers * s * attention_width(model)
-    return workload.tokens * (
-        6 * active_parameters(model) + attention * (0.5 if convention == "megatron" else 1)
-    )
+    windows = model.windows(s) if isinstance(model, Decoder) else {None: layers}
+    share = 0.5 if convention == "megatron" else 1
+    keys = sum(n * (share * s if w is None else min(share * s, w)) for w, n in windows.items())
+    return workload.tokens * (6 * active_parameters(model) + 6 * keys * attention_width(model))
 
 
 def attention_width(model: LanguageModel) -> int:

@@ -72,6 +72,9 @@ def weights(model: LanguageModel) -> list[Weight]:
                 units[kinds[int(parts[1])]].append((parts[2], shape))
             else:
                 found.append(Weight(tensor.name, shape, "root"))
+    more = model.more_weights if isinstance(model, Decoder) else ()
+    for of_kind in units.values():
+        of_kind += [(name, (size,)) for name, size in more]
     stacked = [
         Weight(f"layers.{index}.{name}", shape, f"layers.{index}")
         for index, kind in layers
@@ -87,7 +90,10 @@ def num_parameters(model: LanguageModel) -> int:
 
 
 def _one_of_each(model: LanguageModel) -> tuple[Graph, tuple[LayerKind, ...]]:
-    """The graph of one layer of each kind that the model has, for one token; and these kinds."""
+    """The graph of one layer of each kind that the model has, for one token, also of a model that
+    is only listed; and these kinds."""
+    if isinstance(model, Decoder):
+        model = replace(model, more_weights=(), not_computed="")
     kinds = tuple(sorted(set(layer_kinds(model))))
     return families.forward(model, 1, 1, "fp32", layers=kinds), kinds
 
@@ -162,8 +168,8 @@ def attention(
     dtype: Dtype = "bf16",
     direction: Direction = "forward",
 ) -> Attention:
-    """The causal attention of one layer on one rank. MLA trains with as many k and v as q heads,
-    k wider than v."""
+    """The causal attention of one layer on one rank, over all tokens. MLA trains with as many k and
+    v as q heads, k wider than v."""
     _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len)
     graph, _ = _one_of_each(model)
     node = next(node for node in graph.nodes if node.kind == "attention")
@@ -171,6 +177,15 @@ def attention(
     assert isinstance(op, Attention)
     size: dict[str, Any] = {"batch": microbatch_size, "q_len": seq_len, "kv_len": seq_len}
     return replace(op, **size, direction=direction, dtype=dtype)
+
+
+def attentions(
+    model: LanguageModel, microbatch_size: int, seq_len: int, *, dtype: Dtype = "bf16"
+) -> list[Attention]:
+    """What differs of the layers' attention: those with a window see fewer keys."""
+    whole = attention(model, microbatch_size, seq_len, dtype=dtype)
+    windows = model.windows(seq_len) if isinstance(model, Decoder) else [None]
+    return [replace(whole, window=window) for window in windows]
 
 
 def exchanges(

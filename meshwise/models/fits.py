@@ -18,7 +18,10 @@ def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
         _check_images(workload, layout)
         return
     if isinstance(model, Decoder):
+        model.check_computed()
         model.check_rotary()
+        if reason := over_tp(model, layout.tp):
+            raise ValueError(f"Layout.tp = {layout.tp}: {reason}; use 1")
     kv_heads = model.kv_heads if isinstance(model, Decoder) and model.mla is None else layout.tp
     if kv_heads % layout.tp and layout.tp % kv_heads:
         raise ValueError(
@@ -36,6 +39,14 @@ def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
             f"Workload.seq_len = {workload.seq_len}: must be <= max_seq_len = {model.max_seq_len} "
             "of the model"
         )
+
+
+def over_tp(model: AnyModel, tp: int) -> str | None:
+    """Why a model cannot be split over tp whatever its sizes, or None."""
+    if tp == 1 or not isinstance(model, Decoder) or not model.qk_norm:
+        return None
+    whole = model.qk_norm_over == "projection"
+    return "q and k are normed over all heads (qk_norm_over), which tp divides" if whole else None
 
 
 def _check_images(workload: Workload, layout: Layout) -> None:

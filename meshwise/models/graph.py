@@ -158,7 +158,8 @@ def operation(
         return attention(
             batch=sizes["batch"], q_len=seq, kv_len=seq, kv_heads=kv_heads,
             heads=kv_heads * sizes.get("queries", 1), head_dim=width,
-            head_dim_v=None if width_v == width else width_v, direction=direction, dtype=q.dtype,
+            head_dim_v=None if width_v == width else width_v, window=sizes.get("window"),
+            direction=direction, dtype=q.dtype,
         )  # fmt: skip
     read = sum(num_bytes(tensor, sizes) for tensor in inputs)
     written = sum(num_bytes(tensor, sizes) for tensor in outputs)

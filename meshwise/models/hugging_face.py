@@ -1,8 +1,11 @@
 """Models from Hugging Face: a ``config.json`` becomes a Decoder or, for GPT-2, a Model.
 
 What a key is called, what it defaults to when absent and which parameters follow from it is read
-off transformers 4.57.1 (models/*/configuration_*.py, modeling_*.py); a size whose default there
-is one model's and not derived from others must be given. No network, no transformers.
+off transformers 4.57.1 and 5.23 (models/*/configuration_*.py, modeling_*.py); a size whose default
+there is one model's and not derived from others must be given. No network, no transformers.
+
+Weights are theirs but for Gemma's norms, which multiply by 1 + w: here w counts from 0. Phi 3's
+qkv_proj and gate_up_proj are q, k, v and gate, up one below the other. Dropout is not read.
 """
 
 import math
@@ -35,10 +38,10 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
     config, kind = _Config(data, source), data.get("model_type")
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join([*_KINDS, "gpt2"])
-        raise config.error("model_type", f"is not among those known exactly: {known}")
-    if kind != "gemma":
+        keys, why = _REFUSED.get(str(kind), ((), f"is not among those known exactly: {known}"))
+        raise config.error(next((key for key in keys if key in data), "model_type"), why)
+    if kind not in _GEMMAS:
         config.only("hidden_act", "silu", "swish")
-    config.full_attention()
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     mla = _mla(config) if kind in _LATENT else None
     found = config.build(
@@ -53,12 +56,15 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
         ffn=config.size("intermediate_size"),
         vocab=config.size("vocab_size"),
         max_seq_len=config.size("max_position_embeddings"),
-        tied=config.flag("tie_word_embeddings", kind == "gemma"),
-        norm_eps=config.number("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
+        tied=config.flag("tie_word_embeddings", kind in _GEMMAS),
+        norm_eps=config.number("rms_norm_eps", _NORM_EPS.get(kind, 1e-6)),
         mla=mla,
         experts=_KINDS[kind](config),
         **_biases(config),
+        **_windows(config),
         **_rotary(config),
+        **_SCALES.get(kind, _unscaled)(config),
+        **_SHAPES.get(kind, {}),
     )
     config.nothing_else()
     config.build(found.check_rotary, {"rope_head_dim": "qk_rope_head_dim"})
@@ -92,6 +98,7 @@ class _Config:
 
     def number(self, key: str, default: float) -> float:
         """Above 0; absent or null is the default."""
+        self.read.add(key)
         value = self.data.get(key)
         if value is None:
             return default
@@ -109,25 +116,6 @@ class _Config:
         """Refuse a value that would compute something else; absent or null is the default."""
         if self.data.get(key) not in (None, *known):
             raise self.error(key, f"must be {' or '.join(map(repr, known))}")
-
-    def full_attention(self) -> None:
-        """Refuse a window or a layer type by which a token sees less than all before it."""
-        positions = self.size("max_position_embeddings")
-        fix = "attention here is full; for sequences that fit into the window set it to null and "
-        fix += "max_position_embeddings to its length"
-        windowed, usual = self.kind in ("mistral", "mixtral"), positions
-        if self.kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
-            windowed = self.flag("use_sliding_window", False)
-        if windowed and self.kind != "mixtral" and "sliding_window" not in self.data:
-            usual = 4096
-        types = self.data.get("layer_types") or []
-        if not isinstance(types, list) or set(map(str, types)) - {"full_attention"}:
-            raise self.error("layer_types", "must be full_attention in every layer, or left out")
-        if types and self.kind in ("qwen2", "qwen3"):  # the others do not look at layer_types
-            return
-        if windowed and self.size("sliding_window", usual) < positions:
-            fix = fix if usual == positions else f"then it is {usual}; {fix}"
-            raise self.error("sliding_window", fix)
 
     def nothing_else(self) -> None:
         """Refuse what changes the computation of another model type and was not read for this."""
@@ -182,8 +170,8 @@ def _gpt2(config: _Config, name: str) -> Model:
 
 
 def _kv_heads(config: _Config, heads: int) -> int:
-    """Null means as many as heads, and so does absent in Llama; the others' defaults are sizes."""
-    derived = config.kind == "llama" or "num_key_value_heads" in config.data
+    """Null means as many as heads, and so may absent; the others' defaults are sizes."""
+    derived = config.kind in _HEADS_DERIVED or "num_key_value_heads" in config.data
     kv_heads = config.size("num_key_value_heads", heads if derived else None)
     if heads % kv_heads:
         raise config.error("num_key_value_heads", f"must divide num_attention_heads = {heads}")
@@ -193,8 +181,8 @@ def _kv_heads(config: _Config, heads: int) -> int:
 def _head_dim(config: _Config) -> int:
     if config.data.get("head_dim") is not None:
         return config.size("head_dim")
-    if config.kind in ("qwen3", "gemma"):  # a size by default, whatever hidden_size is
-        return {"qwen3": 128, "gemma": 256}[config.kind]
+    if config.kind == "qwen3" or config.kind in _GEMMAS:  # a size, whatever hidden_size is
+        return 128 if config.kind == "qwen3" else 256
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if hidden % heads:
         raise config.error("hidden_size", f"must be divisible by num_attention_heads = {heads}")
@@ -204,7 +192,7 @@ def _head_dim(config: _Config) -> int:
 def _biases(config: _Config) -> dict[str, bool]:
     """Which products have a bias and whether q and k are normed."""
     kind = config.kind
-    if kind in ("mistral", "mixtral"):
+    if kind in ("mistral", "mixtral", "phi3"):
         return {}
     if kind == "qwen2":
         return {"qkv_bias": True}
@@ -213,21 +201,104 @@ def _biases(config: _Config) -> dict[str, bool]:
     if kind == "deepseek_v2":  # of which experts have biases, versions of transformers disagree
         config.only("mlp_bias", False)
     bias = config.flag("attention_bias", False)
-    mlp_bias = kind == "llama" and config.flag("mlp_bias", False)
-    norm = kind in ("qwen3", "qwen3_moe")
+    mlp_bias = kind in ("llama", "granite") and config.flag("mlp_bias", False)
+    norm = kind in ("qwen3", "qwen3_moe", "olmo2", "olmoe", "gemma3_text")
     return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": mlp_bias, "qk_norm": norm}
+
+
+def _windows(config: _Config) -> dict[str, Any]:
+    """How many keys a token sees, and in which layers all before it."""
+    layers = range(min(config.size("num_hidden_layers"), 10_000))  # more are refused elsewhere
+    types = config.data.get("layer_types") or []
+    if not isinstance(types, list) or any(
+        each not in ("full_attention", "sliding_attention") for each in types
+    ):
+        raise config.error("layer_types", "must be of full_attention and sliding_attention")
+    if types and len(types) != len(layers):
+        raise config.error("layer_types", f"must be of {len(layers)} layers")
+    usual, slides = _WINDOWS.get(str(config.kind), (None, _never))
+    window, is_qwen = None, str(config.kind).startswith("qwen")
+    if config.kind in _WINDOWS:
+        config.read.add("sliding_window")
+        used = config.flag("use_sliding_window", False) if is_qwen else True
+        if used and config.data.get("sliding_window", usual) is not None:
+            window = config.size("sliding_window", usual)
+    if slides is None:  # all layers, whatever their types
+        sliding = [window is not None for _ in layers]
+    elif types:
+        sliding = [each == "sliding_attention" for each in types]
+    else:
+        sliding = [(window is not None or not is_qwen) and slides(config, i) for i in layers]
+    if any(sliding) and window is None:
+        key = "layer_types" if types else "sliding_window"
+        raise config.error(key, "must be full_attention in every layer, or there must be a window")
+    if not any(sliding) or window is None:
+        return {}
+    binds = window < config.size("max_position_embeddings") or config.kind == "gemma3_text"
+    full = tuple(i for i, each in enumerate(sliding) if not each)
+    return {"window": window, "full_layers": full} if binds else {}
+
+
+def _never(config: _Config, layer: int) -> bool:
+    return False
+
+
+def _unscaled(config: _Config) -> dict[str, Any]:
+    return {}
+
+
+def _granite(config: _Config) -> dict[str, Any]:
+    return {
+        "embed_scale": config.number("embedding_multiplier", 1.0),
+        "residual_scale": config.number("residual_multiplier", 1.0),
+        "logits_scale": 1 / config.number("logits_scaling", 1.0),
+        "softmax_scale": config.number("attention_multiplier", 1.0),
+    }
+
+
+def _gemma(config: _Config) -> dict[str, Any]:
+    config.only("hidden_act", "gelu", "gelu_pytorch_tanh")  # both are the latter there
+    config.only("hidden_activation", "gelu_pytorch_tanh")
+    scales = {"embed_scale": config.size("hidden_size") ** 0.5}
+    if config.kind == "gemma":
+        return scales
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.kind == "gemma2" and (key not in config.data or config.data[key] is not None):
+            raise config.error(key, "capped logits are not computed; only null is known")
+    width = config.number("query_pre_attn_scalar", 256)
+    return scales | ({} if width == _head_dim(config) else {"softmax_scale": width**-0.5})
 
 
 def _rotary(config: _Config) -> dict[str, Any]:
     """How far rotary positions turn; transformers 5 has it all in ``rope_parameters``."""
-    theta = config.number("rope_theta", 1e6 if config.kind == "mixtral" else 1e4)
+    theta = config.number("rope_theta", 1e6 if config.kind in ("mixtral", "gemma3_text") else 1e4)
     old, new = (config.data.get(key) for key in ("rope_scaling", "rope_parameters"))
     key = "rope_parameters" if new else "rope_scaling"
-    given = new or old or {}
-    if not isinstance(given, dict) or any(isinstance(each, dict) for each in given.values()):
-        raise config.error(key, "must be an object of numbers, the same for all layers, or null")
     if new and old and new != old:
         raise config.error(key, f"rope_scaling says {old!r}; leave out one of the two")
+    if config.kind == "gemma3_text":
+        return _rotary_of_types(config, key, new or {"full_attention": old}, theta)
+    return _turned(config, key, new or old or {}, theta)
+
+
+def _rotary_of_types(config: _Config, key: str, types: Any, theta: float) -> dict[str, Any]:
+    """Gemma 3's: layers with a window have positions of their own, which are not stretched."""
+    if not isinstance(types, dict) or types.keys() - {"full_attention", "sliding_attention"}:
+        raise config.error(key, "must be an object of full_attention and sliding_attention")
+    full, sliding = (types.get(each) or {} for each in ("full_attention", "sliding_attention"))
+    if not isinstance(sliding, dict):
+        raise config.error(key, "must hold an object for sliding_attention")
+    local = _Config(sliding, f"{config.source}: {key}")
+    local.only("rope_type", "default")
+    base = config.number("rope_local_base_freq", 1e4)
+    found = {"local_rope_theta": local.number("rope_theta", base)}
+    return found | _turned(config, key, full, theta)
+
+
+def _turned(config: _Config, key: str, given: Any, theta: float) -> dict[str, Any]:
+    """Of one set of positions; ``key``: where it stands."""
+    if not isinstance(given, dict) or any(isinstance(each, dict) for each in given.values()):
+        raise config.error(key, "must be an object of numbers, the same for all layers, or null")
     rope = _Config(given, f"{config.source}: {key}")
     rope.only("partial_rotary_factor", 1)
     found = {"rope_theta": rope.number("rope_theta", theta)}
@@ -239,6 +310,8 @@ def _rotary(config: _Config) -> dict[str, Any]:
         "llama3": ("low_freq_factor", 1.0, "high_freq_factor", 4.0),
         "yarn": ("beta_slow", 1.0, "beta_fast", 32.0),
     }
+    if config.kind == "phi3":
+        raise config.error(key, "rope_type must be default")
     if not isinstance(kind, str) or kind not in ends:
         raise config.error(key, f"rope_type must be one of default, {', '.join(ends)}")
     if rope.data.get("factor") is None:
@@ -310,6 +383,15 @@ def _qwen(config: _Config) -> Experts:
     )
 
 
+def _olmoe(config: _Config) -> Experts:
+    config.only("head_dim", config.size("hidden_size") // config.size("num_attention_heads"))
+    return config.experts(
+        "num_experts" if "num_experts" in config.data else "num_local_experts",
+        ffn=config.size("intermediate_size"),
+        normalized=config.flag("norm_topk_prob", False),
+    )
+
+
 def _deepseek(config: _Config) -> Experts:
     width, is_v3 = config.size("moe_intermediate_size"), config.kind == "deepseek_v3"
     config.only("scoring_func", "sigmoid" if is_v3 else "softmax")
@@ -333,6 +415,40 @@ def _deepseek(config: _Config) -> Experts:
 
 
 _LATENT = ("deepseek_v2", "deepseek_v3")
+_GEMMAS = ("gemma", "gemma2", "gemma3_text")
+_HEADS_DERIVED = ("llama", "phi3", "olmo2", "olmoe", "granite")
+_NORM_EPS = dict.fromkeys(("mixtral", "phi3", "olmo2", "olmoe"), 1e-5)
+_SCALES = {"granite": _granite, **dict.fromkeys(_GEMMAS, _gemma)}
+_BOTH = {"activation": "gelu", "norms": "both"}
+_SHAPES: dict[str, dict[str, str]] = {
+    "olmo2": {"norms": "after", "qk_norm_over": "projection"},
+    "olmoe": {"qk_norm_over": "projection"},
+    "gemma": {"activation": "gelu"}, "gemma2": _BOTH, "gemma3_text": _BOTH,
+}  # fmt: skip
+# The window where the config does not name one, and whether a layer has it where layer_types does
+# not say; None: all have it. Qwen's ask use_sliding_window first.
+_WINDOWS: dict[str, tuple[int | None, Callable[[_Config, int], bool] | None]] = {
+    "mistral": (4096, None), "mixtral": (None, None), "phi3": (None, None),
+    "qwen3_moe": (4096, None),
+    **dict.fromkeys(
+        ("qwen2", "qwen3"), (4096, lambda c, i: i >= c.size("max_window_layers", 28, least=0))
+    ),
+    "qwen2_moe": (4096, lambda c, i: i % 2 == 0 and i < c.size("max_window_layers", 28, least=0)),
+    "gemma2": (4096, lambda c, i: i % 2 == 0),
+    "gemma3_text": (4096, lambda c, i: (i + 1) % c.size("sliding_window_pattern", 6) > 0),
+}  # fmt: skip
+# Types whose weights no module here has: the key to name, if the config has it, and why.
+_REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "gpt_oss": (("swiglu_limit",), "attention sinks and a clamped SwiGLU are not computed; "
+                "measure lists the operations of gpt-oss-120b"),
+    "llama4_text": (("attention_chunk_size", "no_rope_layers"), "attention in chunks, layers "
+                    "without positions and scaled inputs of experts are not computed; measure "
+                    "lists the operations of llama-4-maverick"),
+    "gpt_neox": (("use_parallel_residual", "rotary_pct"), "parallel residuals, LayerNorm and "
+                 "heads that turn in part are not computed"),
+    "llama4": ((), "vision_config is not computed; give its text_config as a file of its own"),
+    "gemma3": ((), "vision_config is not computed; give its text_config as a file of its own"),
+}  # fmt: skip
 # keys that change what some model types compute, with the values that change nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (0,), "num_local_experts": (0,), "n_routed_experts": (0,),
@@ -341,9 +457,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,), "attn_logit_softcapping": (),
     "final_logit_softcapping": (), "query_pre_attn_scalar": (), "attention_multiplier": (),
     "embedding_multiplier": (1,), "residual_multiplier": (1,), "logits_scaling": (1,),
+    "sliding_window": (),
 }  # fmt: skip
 _KINDS = {
     "llama": _dense, "mistral": _dense, "qwen2": _dense, "qwen3": _dense, "gemma": _dense,
-    "mixtral": _mixtral, "qwen2_moe": _qwen, "qwen3_moe": _qwen,
+    "phi3": _dense, "olmo2": _dense, "granite": _dense, "gemma2": _dense, "gemma3_text": _dense,
+    "olmoe": _olmoe, "mixtral": _mixtral, "qwen2_moe": _qwen, "qwen3_moe": _qwen,
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek,
 }  # fmt: skip

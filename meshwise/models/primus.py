@@ -1,7 +1,8 @@
-"""The two configuration files of Primus' operator benchmarks, read unchanged.
+"""The two configuration files of Primus' operator benchmarks, read unchanged, and its lists.
 
 benchmark/kernel/gemm/model_configs.json is a list of models in Hugging Face's terms without the
-number of layers; benchmark/kernel/attention/attention_shapes.json a list of attention shapes.
+number of layers; benchmark/kernel/attention/attention_shapes.json a list of attention shapes. Whose
+messages its collectives are, and of how many tokens, its scripts say (benchmark/kernel/rccl).
 """
 
 from pathlib import Path
@@ -11,6 +12,18 @@ from meshwise import store
 from meshwise.models import hugging_face
 from meshwise.spec import Decoder
 
+# Models of the catalogue with the tokens of a sequence: of tensor and pipeline parallelism, and to
+# the experts.
+COLLECTIVES = (
+    ("llama-2-7b", 4096), ("llama-2-70b", 4096), ("llama-3-8b", 8192), ("llama-3-70b", 8192),
+    ("deepseek-v2-lite", 4096), ("deepseek-v2", 4096), ("deepseek-v3", 8192),
+    ("mixtral-8x22b", 8192),
+)  # fmt: skip
+ALL_TO_ALL = (
+    ("deepseek-v2-lite", 4096), ("deepseek-v2", 4096), ("deepseek-v3", 4096),
+    ("mixtral-8x7b", 4096), ("mixtral-8x22b", 4096), ("gpt-oss-120b", 4096),
+    ("qwen3-235b-a22b", 4096), ("qwen3-235b-a22b", 32768), ("llama-4-maverick", 1_048_576),
+)  # fmt: skip
 _SIZES = ("seqlen", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _DENSE = (*_SIZES, "num_key_value_heads", "head_dim")
 _LATENT = (

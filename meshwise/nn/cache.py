@@ -1,8 +1,9 @@
 """Attention of new tokens over all tokens so far, whose keys and values are kept.
 
 In: q [b,s,heads,dim], k and v [b,s,kv_heads,dim] of the new tokens, the positions of which ``Now``
-says. Out: like q: softmax(q k^T / sqrt(dim)) v over the tokens at the same or earlier positions. A
-``Cache`` stands where a model has ``causal`` (``stage.Attend``).
+says. Out: like q: softmax(q k^T / sqrt(dim)) v over the tokens at the same or earlier positions, of
+which a ``window`` leaves the last. A ``Cache`` stands where a model has ``causal``
+(``stage.Attend``).
 
 Shapes are the same for every token, so that a CUDA graph or compiled code can hold a step: the
 cache is read up to a length that the host chose, and what lies behind the position is masked by
@@ -39,10 +40,15 @@ AttendOne = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 class Cache:
     """Attends in one layer. ``k`` and ``v``: [groups, b, most tokens, kv_heads, dim], of batches
-    that take turns. ``one``: what attends for one token, if there is something better."""
+    that take turns. ``one``: what attends for one token, if there is something better. All tokens
+    are kept, also those that a ``window`` has left behind."""
 
-    def __init__(self, now: Now, k: Tensor, v: Tensor, one: AttendOne | None = None) -> None:
-        self.now, self.k, self.v, self.one = now, k, v, one
+    def __init__(
+        self, now: Now, k: Tensor, v: Tensor, one: AttendOne | None = None,
+        window: int | None = None,
+    ) -> None:  # fmt: skip
+        self.now, self.k, self.v, self.one = now, k, v, one if window is None else None
+        self.window = window
         self.turn_to(0)
 
     def turn_to(self, group: int) -> None:
@@ -54,18 +60,23 @@ class Cache:
         self.keys.index_copy_(1, now.at, k)
         self.values.index_copy_(1, now.at, v)
         if now.fresh:
-            return causal(q, k, v)
+            return causal(q, k, v, self.window)
         if self.one is not None and q.shape[1] == 1:
             return self.one(q, self.keys, self.values, now.at, now.length)
-        return attend(q, self.keys[:, : now.length], self.values[:, : now.length], now.at)
+        k, v = self.keys[:, : now.length], self.values[:, : now.length]
+        return attend(q, k, v, now.at, self.window)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
-    """Queries at positions ``at`` [s] over keys at 0, 1, ...: those that are not later."""
+def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, window: int | None = None) -> Tensor:
+    """Queries at positions ``at`` [s] over keys at 0, 1, ...: those that are not later, of these
+    the last ``window``."""
     kv_heads, sharing = k.shape[2], q.shape[2] // k.shape[2]
     split: Tensor = q.unflatten(2, (kv_heads, sharing))
     rows = split.permute(0, 2, 3, 1, 4).flatten(2, 3)
-    seen = torch.arange(k.shape[1], device=k.device) <= at[:, None]
+    positions = torch.arange(k.shape[1], device=k.device)
+    seen = positions <= at[:, None]
+    if window is not None:
+        seen = seen & (positions > at[:, None] - window)
     out: Tensor = F.scaled_dot_product_attention(
         rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen.repeat(sharing, 1)
     )

@@ -1,9 +1,10 @@
 """A Llama-type decoder in plain torch: RMSNorm, rotary positions, grouped or latent attention,
-SwiGLU or experts. Mistral, Mixtral, Qwen and DeepSeek are sizes of it.
+SwiGLU or experts. Mistral, Mixtral, Phi, Qwen, OLMo, Granite, Gemma and DeepSeek are sizes of it.
 
 In: tokens [batch, seq] of int64. Out: logits [batch, seq, vocab]. Pre-norm: x + attention(norm(x)),
-then x + feed_forward(norm(x)). Rotary positions turn the halves of a head against each other, as
-Hugging Face does (Su et al. 2021): pair i at position p by p * theta^(-2i / head_dim).
+then x + feed_forward(norm(x)); OLMo 2 norms what is added instead, Gemma 2 both. Rotary positions
+turn the halves of a head against each other, as Hugging Face does (Su et al. 2021): pair i at
+position p by p * theta^(-2i / head_dim).
 Angles are computed in fp32; ``RopeScaling`` says how they are stretched for long contexts.
 
 Latent attention (DeepSeek-V2): k and v come from a latent row of ``kv_lora_rank``; a head of q and
@@ -14,6 +15,7 @@ Where a product's result is split by heads or by ffn, what reads the same input 
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,22 +23,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
-from meshwise.nn.stage import Attend, Layer, Stage, causal, wide
+from meshwise.nn.stage import Attend, Layer, Stage, call, causal, wide
 from meshwise.spec import Decoder, Mla, RopeScaling
 from meshwise.spec.recipe import Routing
 
 
 class Rotary(nn.Module):
     """Turns q and k [b,s,heads,dim] by their positions; ``at`` [s], by default the first s. All
-    layers share one, which holds the cosines and sines of all positions in fp32."""
+    layers share one, which holds the cosines and sines of all positions in fp32; or those with a
+    window share another, ``local``."""
 
     cos: Tensor
     sin: Tensor
     at: Tensor | None = None
 
-    def __init__(self, dim: int, model: Decoder) -> None:
+    def __init__(self, dim: int, model: Decoder, *, local: bool = False) -> None:
         super().__init__()
         self.dim, self.theta, self.scaling = dim, model.rope_theta, model.rope_scaling
+        if local and model.local_rope_theta is not None:
+            self.theta, self.scaling = model.local_rope_theta, None
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(model.max_seq_len, dim // 2), persistent=False)
 
@@ -96,20 +101,31 @@ class QKV(nn.Module):
 class Attention(nn.Module):
     """[b,s,heads*head_dim] and k, v of as many or fewer heads -> [b,s,heads*head_dim]."""
 
-    def __init__(self, model: Decoder, attend: Attend, rotary: Rotary) -> None:
+    def __init__(
+        self, model: Decoder, attend: Attend, rotary: Rotary, window: int | None = None
+    ) -> None:
         super().__init__()
-        self.heads, self.head_dim = attend, model.head_dim
+        self.heads: Attend = attend if window is None else partial(attend, window=window)
+        self.head_dim, self.window = model.head_dim, window
         self.rotary = rotary
+        self.normed, scale = model.qk_norm_over if model.qk_norm else "", model.softmax_scale
         if model.qk_norm:
-            self.q_norm = nn.RMSNorm(model.head_dim, model.norm_eps)
-            self.k_norm = nn.RMSNorm(model.head_dim, model.norm_eps)
-        self.normed = model.qk_norm
+            by_head = self.normed == "head"
+            q_heads, k_heads = (1, 1) if by_head else (model.heads, model.kv_heads)
+            self.q_norm = nn.RMSNorm(q_heads * model.head_dim, model.norm_eps)
+            self.k_norm = nn.RMSNorm(k_heads * model.head_dim, model.norm_eps)
+        self.scale = None if scale is None else scale * math.sqrt(model.head_dim)
 
     def forward(self, projected: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
-        if self.normed:
+        q, k, v = projected
+        if self.normed == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.heads(self.rotary(q), self.rotary(k), v).flatten(-2)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        if self.normed == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = self.rotary(q)
+        q = q if self.scale is None else q * self.scale
+        return self.heads(q, self.rotary(k), v).flatten(-2)
 
 
 class LatentQKV(nn.Module):
@@ -161,7 +177,7 @@ class LatentAttention(nn.Module):
 
 
 class GateUp(nn.Module):
-    """x -> silu(gate) * up, before the activation: (gate, up), or (up,) without a gate."""
+    """x -> act(gate) * up, before the activation: (gate, up), or (up,) without a gate."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__()
@@ -172,8 +188,11 @@ class GateUp(nn.Module):
         return (self.up(x),) if self.gate is None else (self.gate(x), self.up(x))
 
 
-def activate(x: tuple[Tensor, ...]) -> Tensor:
-    return F.silu(x[0]) * x[1] if len(x) == 2 else F.gelu(x[0], approximate="tanh")
+def activate(x: tuple[Tensor, ...], activation: str = "silu") -> Tensor:
+    """``activation``: of the gate."""
+    gelu = len(x) == 1 or activation == "gelu"
+    acted = F.gelu(x[0], approximate="tanh") if gelu else F.silu(x[0])
+    return acted if len(x) == 1 else acted * x[1]
 
 
 class DecoderLayer(Layer):
@@ -184,16 +203,23 @@ class DecoderLayer(Layer):
         self, model: Decoder, index: int, attend: Attend, rotary: Rotary, routing: Routing
     ) -> None:
         super().__init__()
-        self.norm1 = nn.RMSNorm(model.hidden, model.norm_eps)
+
+        def norm(*places: str) -> nn.Module:
+            held = model.norms in places
+            return nn.RMSNorm(model.hidden, model.norm_eps) if held else nn.Identity()
+
+        self.norm1 = norm("before", "both")
         self.qkv: nn.Module = QKV(model) if model.mla is None else LatentQKV(model, model.mla)
         self.attention: nn.Module = (
-            Attention(model, attend, rotary)
+            Attention(model, attend, rotary, model.window_of(index))
             if model.mla is None
             else LatentAttention(model, model.mla, attend, rotary)
         )
         width = model.head_dim if model.mla is None else model.mla.v_head_dim
         self.out = nn.Linear(model.heads * width, model.hidden, bias=model.out_bias)
-        self.norm2 = nn.RMSNorm(model.hidden, model.norm_eps)
+        self.post1 = norm("after", "both")
+        self.norm2 = norm("before", "both")
+        self.activation, self.scale = model.activation, model.residual_scale
         self.dense = not model.has_experts(index)
         if self.dense:
             self.gate_up = GateUp(model)
@@ -207,17 +233,23 @@ class DecoderLayer(Layer):
                 bias=model.mlp_bias,
                 routing=routing,
             )
+        self.post2 = norm("after", "both")
 
     def compute(self, x: Tensor) -> Tensor:
-        projected: Any = self.part(lambda x: self.qkv(self.norm1(x)), x)
-        x = x + self.out(self.attention(projected))
+        # a product without a norm before it has nothing cheap to redo
+        part = call if isinstance(self.norm1, nn.Identity) else self.part
+        projected: Any = part(lambda x: self.qkv(self.norm1(x)), x)
+        x = self.add(x, self.post1(self.out(self.attention(projected))))
         if self.dense:
-            up = self.part(lambda x: self.gate_up(self.norm2(x)), x)
-            return x + self.part(self.narrow, up)  # type: ignore[no-any-return]
-        return x + self.moe(self.norm2(x))  # type: ignore[no-any-return]
+            up = part(lambda x: self.gate_up(self.norm2(x)), x)
+            return self.add(x, self.post2(self.part(self.narrow, up)))
+        return self.add(x, self.post2(self.moe(self.norm2(x))))
 
     def narrow(self, up: Any) -> Tensor:
-        return self.down(activate(up))  # type: ignore[no-any-return]
+        return self.down(activate(up, self.activation))  # type: ignore[no-any-return]
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + (y if self.scale == 1 else y * self.scale)
 
 
 class Head(nn.Module):
@@ -227,9 +259,12 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(model.hidden, model.norm_eps)
         self.projection = nn.Linear(model.hidden, model.vocab, bias=False)
+        self.scale = model.logits_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.projection(self.norm(x))  # type: ignore[no-any-return]
+        x = self.norm(x)
+        x = x if self.scale == 1 else x * self.scale  # far fewer numbers than the logits
+        return self.projection(x)  # type: ignore[no-any-return]
 
 
 class Llama(Stage):
@@ -244,15 +279,20 @@ class Llama(Stage):
         attend: Attend = causal,
         routing: Routing = "learned",
     ) -> None:
+        model.check_computed()
         layers = layers or range(model.layers)
         super().__init__(layers, model.layers)
         self.is_tied, self.max_seq_len = model.tied, model.max_seq_len
+        self.scale = model.embed_scale
         if self.first:
             self.embed = nn.Embedding(model.vocab, model.hidden)
         turned = model.head_dim if model.mla is None else model.mla.rope_head_dim
-        rotary = Rotary(turned, model)
+        rotary = local = Rotary(turned, model)
+        if model.local_rope_theta is not None:
+            local = Rotary(turned, model, local=True)
+        rotaries = {i: rotary if model.window_of(i) is None else local for i in layers}
         self.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(model, i, attend, rotary, routing) for i in layers}
+            {str(i): DecoderLayer(model, i, attend, rotaries[i], routing) for i in layers}
         )
         if self.last:
             self.head = Head(model)
@@ -264,7 +304,8 @@ class Llama(Stage):
                 module.at = positions
 
     def begin(self, x: Tensor) -> Tensor:
-        return self.embed(x)  # type: ignore[no-any-return]
+        x = self.embed(x)
+        return x if self.scale == 1 else x * self.scale
 
     def end(self, x: Tensor) -> Tensor:
         return self.head(x)  # type: ignore[no-any-return]

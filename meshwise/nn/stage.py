@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwise.attention.window import windowed
 from meshwise.nn import initial
 
 Part = Callable[[Tensor], Any]
 Run = Callable[[Part, Tensor], Any]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]  # q, k, v and, where a layer has one, ``window`` -> like q
 EMBEDDING, PROJECTION = "embed.weight", "head.projection.weight"  # of every language model
 
 
@@ -24,8 +25,11 @@ def call(part: Part, x: Tensor) -> Any:
     return part(x)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[b,s,heads,head_dim] each, k and v perhaps with fewer heads; what comes out is like q."""
+def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """[b,s,heads,head_dim] each, k and v perhaps with fewer heads; what comes out is like q.
+    ``window``: a query sees so many keys at most, its own included."""
+    if window is not None and window < q.shape[1]:
+        return windowed(q, k, v, window)
     grouped = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(

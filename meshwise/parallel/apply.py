@@ -96,8 +96,12 @@ def stand_at(model: Stage, positions: Tensor, place: Place) -> None:
 
 
 def is_one_graph(layer: nn.Module, layout: Layout) -> bool:
-    """Attention over ranks and tokens on their way to experts are not compiled."""
-    return layout.cp == 1 and not any(isinstance(module, MoE) for module in layer.modules())
+    """Attention over ranks or with a window, and tokens on their way to experts, are not
+    compiled."""
+    return layout.cp == 1 and not any(
+        isinstance(module, MoE) or getattr(module, "window", None) is not None
+        for module in layer.modules()
+    )
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

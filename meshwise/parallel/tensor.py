@@ -114,8 +114,9 @@ def split_decoder_layer(
 ) -> DecoderLayer:
     """The same for a Llama-type layer; what reads one input fetches it once."""
     stream, once = _stream(sequence_parallel), Replicate()
-    for norm in (layer.norm1, layer.norm2):
-        _replicate(norm, tp_mesh, stream)
+    for norm in (layer.norm1, layer.post1, layer.norm2, layer.post2):
+        if not isinstance(norm, nn.Identity):
+            _replicate(norm, tp_mesh, stream)
     fetch = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(once,))
     plan: dict[str, Any] = {"qkv": fetch, "out": RowwiseParallel(output_layouts=stream)}
     if isinstance(layer.qkv, llama.QKV):

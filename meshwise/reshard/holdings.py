@@ -155,6 +155,10 @@ def _vocab_rows(model: Decoder | Model, layout: WeightLayout) -> int:
 def _check(model: Decoder | Model, layout: WeightLayout) -> None:
     """Refuse by name what this model cannot be cut into."""
     tp, moe = layout.tp, None if isinstance(model, Model) else model.experts
+    if isinstance(model, Decoder):
+        model.check_computed()
+        if layout.order != "plain" and model.norms != "before":
+            layout.fail("order", "has no names for norms after attention; use plain")
     if layout.tied and not _is_tied(model):
         layout.fail("tied", "the model's embedding and head differ; use null or false")
     if moe is None and layout.ep * layout.etp > 1:

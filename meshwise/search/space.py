@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import msgspec
 
 from meshwise import schedule
-from meshwise.models import check_divides, graph
+from meshwise.models import check_divides, fits, graph
 from meshwise.spec import Cluster, Costs, LanguageModel, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
 
@@ -65,6 +65,7 @@ def check(model: LanguageModel, workload: Workload, layout: Layout) -> None:
         inside = layout.of_rank(pipeline_rank)
         sizes = {**graph(model, 1, 1, "fp32").sizes, "vocab": inside.tp}
         reason = reason or check_divides(sizes, inside, workload.seq_len)
+        reason = reason or fits.over_tp(model, inside.tp)
     if reason is not None:
         raise ValueError(f"Plan.layout {layout.name} cannot be: {reason}; plan anew")
 
@@ -128,6 +129,8 @@ def _nothing_gained(layout: Layout, host: int) -> str | None:
 
 def _cannot_run(layout: Layout, model: LanguageModel, costs: Costs) -> str | None:
     name, pp, stages = layout.schedule, layout.pp, layout.stages_per_rank
+    if reason := fits.over_tp(model, layout.tp):
+        return reason
     if name in SPLIT and costs.lowering == "compiled":
         return f"{name} splits the backward, which compiled code cannot"
     if model.layers % (pp * stages):

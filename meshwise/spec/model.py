@@ -131,8 +131,17 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
     Shapes: embedding and, unless ``tied``, head [vocab, hidden]; per layer q [heads*head_dim,
     hidden], k and v [kv_heads*head_dim, hidden], out [hidden, heads*head_dim], gate and up [ffn,
     hidden], down [hidden, ffn], two norms of hidden; a last norm. With ``qk_norm`` two more norms
-    of head_dim. ``ffn`` is the dense feed-forward's width, also where some layers have experts.
-    Without ``gated`` all feed-forwards, experts' too, are up and down only, with GELU.
+    of head_dim, or with ``qk_norm_over`` projection of all of q's and k's heads. ``ffn`` is the
+    dense feed-forward's width, also where some layers have experts. Without ``gated`` all
+    feed-forwards, experts' too, are up and down only, with GELU; ``activation``: of the gate.
+
+    ``norms`` stand before attention and feed-forward, after them (OLMo 2) or at both places
+    (Gemma 2). ``embed_scale`` multiplies what the embedding gives, ``residual_scale`` what a layer
+    adds, ``logits_scale`` the logits, ``softmax_scale`` the products of q and k (by default
+    head_dim^-1/2). With ``window`` a query sees so many keys at most, its own included, but in
+    ``full_layers``, from 0; ``local_rope_theta`` is that of layers with a window. ``not_computed``:
+    what of the model no module here computes; its operations are listed, to plan or run it is
+    refused with these words. ``more_weights``: of each layer then, by name, so many elements.
     """
 
     name: str = ""
@@ -155,10 +164,48 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
     norm_eps: PositiveFloat = 1e-5
     mla: Mla | None = None
     experts: Experts | None = None
+    norms: Literal["before", "after", "both"] = "before"
+    qk_norm_over: Literal["head", "projection"] = "head"
+    activation: Literal["silu", "gelu"] = "silu"
+    embed_scale: PositiveFloat = 1.0
+    residual_scale: PositiveFloat = 1.0
+    logits_scale: PositiveFloat = 1.0
+    softmax_scale: PositiveFloat | None = None
+    window: Length | None = None
+    full_layers: tuple[NonNegative, ...] = ()
+    local_rope_theta: PositiveFloat | None = None
+    not_computed: str = ""
+    more_weights: tuple[tuple[str, int], ...] = ()
 
     def check(self) -> None:
         if self.heads % self.kv_heads:
             self.fail("kv_heads", f"must divide heads = {self.heads}")
+        for field in ("softmax_scale", "window") if self.mla is not None else ():
+            if getattr(self, field) is not None:
+                self.fail(field, "must be null with latent attention")
+        if self.activation != "silu" and self.experts is not None:
+            self.fail("activation", "must be silu where there are experts")
+        if self.more_weights and not self.not_computed:
+            self.fail("more_weights", "no module here has them; say so in not_computed")
+
+    def check_computed(self) -> None:
+        """ValueError where no module here computes the model."""
+        if self.not_computed:
+            told = f"{self.name or 'the model'} is not computed here: {self.not_computed}"
+            raise ValueError(f"{told}; measure gemm, attention and collectives list its operations")
+
+    def window_of(self, layer: int) -> int | None:
+        """How many keys a query sees at most in layer ``layer``, from 0; None: all before it."""
+        return None if layer in self.full_layers else self.window
+
+    def windows(self, seq_len: int) -> dict[int | None, int]:
+        """In how many layers a query of so many tokens sees how many keys at most."""
+        found: dict[int | None, int] = {}
+        for layer in range(self.layers):
+            window = self.window_of(layer)
+            window = window if window is not None and window < seq_len else None
+            found[window] = found.get(window, 0) + 1
+        return found
 
     def check_rotary(self) -> None:
         """ValueError where rotary positions, which turn pairs, cannot turn a head."""

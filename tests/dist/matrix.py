@@ -94,8 +94,9 @@ DECODER = {
     "embed": "tok", "norm1": "attention_norm", "qkv.q": "wq", "qkv.k": "wk", "qkv.v": "wv",
     "attention.q_norm": "q_norm", "attention.k_norm": "k_norm", "qkv.q_down": "w_dq",
     "qkv.q_norm": "q_norm", "qkv.q_up": "w_uq", "qkv.kv_down": "w_dkv", "qkv.kv_norm": "kv_norm",
-    "qkv.kv_up": "w_ukv", "out": "wo", "norm2": "ffn_norm", "gate_up.gate": "w1",
-    "gate_up.up": "w3", "down": "w2", "moe.router": "router", "moe.experts": "e",
+    "qkv.kv_up": "w_ukv", "out": "wo", "norm2": "ffn_norm", "post1": "attention_post",
+    "post2": "ffn_post", "gate_up.gate": "w1", "gate_up.up": "w3",
+    "down": "w2", "moe.router": "router", "moe.experts": "e",
     "moe.shared.gate": "s1", "moe.shared.up": "s3", "moe.shared.down": "s2",
     "moe.shared.score": "score", "head.norm": "norm", "head.projection": "output",
 }  # fmt: skip

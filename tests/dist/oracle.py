@@ -9,7 +9,10 @@ by 0 where it was not chosen, optimizers are the formulas of their papers.
 What a weight is cut from is the package's documented shape, since Adafactor's statistics depend on
 it: q, k and v of GPT are rows [heads, 3, head_dim], an expert's gate stands before its up.
 
-GPT: Radford et al. 2019. Llama: Touvron et al. 2023; RoPE: Su et al. 2021. Latent attention and
+GPT: Radford et al. 2019. Llama: Touvron et al. 2023; RoPE: Su et al. 2021. Norms behind attention
+and feed-forward: OLMo 2 (2025), section 2.1; before and behind, windows in some layers with
+positions of their own: Gemma 2 (2024) and 3 (2025), section 2. Multipliers: Granite 3.0 (2024),
+after Yang et al. 2022. Latent attention and
 routing in groups: DeepSeek-V2, section 2, and V3, section 2.1. Mixtral: Jiang et al. 2024. The load
 balancing loss: Fedus et al. 2022, equations 4 to 6. Wide-ResNet: He et al. 2016, Zagoruyko and
 Komodakis 2016. AdamW: Loshchilov and Hutter 2019. SGD: Sutskever et al. 2013. Adafactor: Shazeer
@@ -74,14 +77,16 @@ def _decoder(s):
     h, f, d = s["hidden"], s["ffn"], s["head_dim"]
     yield "tok.w", (s["vocab"], h)
     for i in range(s["layers"]):
-        yield from {f"l{i}.attention_norm.w": (h,), f"l{i}.ffn_norm.w": (h,)}.items()
+        for part in ("attention", "ffn"):
+            for place in PLACES[s["norms"]]:
+                yield f"l{i}.{part}_{place}.w", (h,)
         width = d if s["mla"] is None else s["mla"]["v_head_dim"]
         yield from _linear(f"l{i}.wo", h, s["heads"] * width, s["out_bias"])
         if s["mla"] is None:
             for name, heads in (("wq", s["heads"]), ("wk", s["kv_heads"]), ("wv", s["kv_heads"])):
                 yield from _linear(f"l{i}.{name}", heads * d, h, s["qkv_bias"])
-            if s["qk_norm"]:
-                yield from {f"l{i}.q_norm.w": (d,), f"l{i}.k_norm.w": (d,)}.items()
+            for name, heads in (("q", "heads"), ("k", "kv_heads")) if s["qk_norm"] else ():
+                yield f"l{i}.{name}_norm.w", (d * (s[heads] if over_all(s) else 1),)
         else:
             yield from _latent(f"l{i}", s, s["mla"])
         if has_experts(s, i):
@@ -93,6 +98,14 @@ def _decoder(s):
     yield "norm.w", (h,)
     if not s["tied"]:
         yield "output.w", (s["vocab"], h)
+
+
+PLACES = {"before": ("norm",), "after": ("post",), "both": ("norm", "post")}
+
+
+def over_all(s):
+    """Whether q and k are normed over all their heads."""
+    return s["qk_norm_over"] == "projection"
 
 
 def _linear(name, outputs, inputs, bias):
@@ -240,12 +253,16 @@ def silu(x):
     return x / (1 + torch.exp(-x))
 
 
-def attention(q, k, v):
-    """q [b,s,heads,d], k, v [b,s,kv_heads,...]: head i reads key head i * kv_heads // heads."""
+def attention(q, k, v, scale=None, window=None):
+    """q [b,s,heads,d], k, v [b,s,kv_heads,...]: head i reads key head i * kv_heads // heads. A
+    token sees the last ``window`` positions, its own included."""
     heads, length = q.shape[2], q.shape[1]
     reads = torch.arange(heads) * k.shape[2] // heads
-    scores = torch.einsum("bihd,bjhd->bhij", q, k[:, :, reads]) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("bihd,bjhd->bhij", q, k[:, :, reads])
+    scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
     later = torch.arange(length)[:, None] < torch.arange(length)
+    if window is not None:
+        later = later | (torch.arange(length)[:, None] - torch.arange(length) >= window)
     shares = torch.exp(scores - scores.detach().amax(-1, keepdim=True)).masked_fill(later, 0.0)
     shares = shares / shares.sum(-1, keepdim=True)
     return torch.einsum("bhij,bjhd->bihd", shares, v[:, :, reads]).flatten(2)
@@ -253,23 +270,32 @@ def attention(q, k, v):
 
 def decoder(s, w, tokens, statistics):
     assert s["rope_scaling"] is None
-    x, balance, eps = w["tok.w"][tokens], 0.0, s["norm_eps"]
+    x, balance, eps = w["tok.w"][tokens] * s["embed_scale"], 0.0, s["norm_eps"]
+
+    def normed(x, name):
+        return rms_norm(x, w[f"{name}.w"], eps) if f"{name}.w" in w else x
+
     for i in range(s["layers"]):
-        y = rms_norm(x, w[f"l{i}.attention_norm.w"], eps)
+        y = normed(x, f"l{i}.attention_norm")
         heads = heads_of if s["mla"] is None else latent_heads_of
-        x = x + linear(w, f"l{i}.wo", attention(*heads(s, w, f"l{i}", y)))
-        y = rms_norm(x, w[f"l{i}.ffn_norm.w"], eps)
+        window = None if i in s["full_layers"] else s["window"]
+        theta = s["rope_theta"] if window is None else s["local_rope_theta"] or s["rope_theta"]
+        q, k, v = heads(s | {"rope_theta": theta}, w, f"l{i}", y)
+        y = linear(w, f"l{i}.wo", attention(q, k, v, s["softmax_scale"], window))
+        x = x + s["residual_scale"] * normed(y, f"l{i}.attention_post")
+        y = normed(x, f"l{i}.ffn_norm")
         if has_experts(s, i):
             bias = statistics.get(f"l{i}.router.b")
             y, more = experts(w, f"l{i}", y, s["experts"], bias, gated=s["gated"])
             balance = balance + more
         else:
             up = linear(w, f"l{i}.w3", y)
-            wide = silu(linear(w, f"l{i}.w1", y)) * up if s["gated"] else gelu(up)
+            gate = {"silu": silu, "gelu": gelu}[s["activation"]]
+            wide = gate(linear(w, f"l{i}.w1", y)) * up if s["gated"] else gelu(up)
             y = linear(w, f"l{i}.w2", wide)
-        x = x + y
+        x = x + s["residual_scale"] * normed(y, f"l{i}.ffn_post")
     head = w["tok.w"] if s["tied"] else w["output.w"]
-    return rms_norm(x, w["norm.w"], eps) @ head.T, balance
+    return normed(x, "norm") @ head.T * s["logits_scale"], balance
 
 
 def rms_norm(x, weight, eps):
@@ -288,11 +314,12 @@ def rotate(x, theta):
 
 
 def heads_of(s, w, at, x):
-    q, k, v = (
-        linear(w, f"{at}.{name}", x).unflatten(-1, (-1, s["head_dim"]))
-        for name in ("wq", "wk", "wv")
-    )
-    if s["qk_norm"]:
+    q, k, v = (linear(w, f"{at}.{name}", x) for name in ("wq", "wk", "wv"))
+    if s["qk_norm"] and over_all(s):
+        q = rms_norm(q, w[f"{at}.q_norm.w"], s["norm_eps"])
+        k = rms_norm(k, w[f"{at}.k_norm.w"], s["norm_eps"])
+    q, k, v = (x.unflatten(-1, (-1, s["head_dim"])) for x in (q, k, v))
+    if s["qk_norm"] and not over_all(s):
         q = rms_norm(q, w[f"{at}.q_norm.w"], s["norm_eps"])
         k = rms_norm(k, w[f"{at}.k_norm.w"], s["norm_eps"])
     return rotate(q, s["rope_theta"]), rotate(k, s["rope_theta"]), v

@@ -25,6 +25,18 @@ MODELS = {
     "gpt-experts": Model(**SIZES, experts=Experts(num_experts=4, top_k=2, ffn=24, every=2)),
     "llama": Decoder(**GQA),
     "tied": Decoder(**GQA | {"kv_heads": 1}, tied=True, qkv_bias=True, qk_norm=True),
+    "windows": Decoder(
+        **GQA,
+        window=5,
+        full_layers=(1,),
+        local_rope_theta=50.0,
+        norms="both",
+        embed_scale=2.0,
+        softmax_scale=0.5,
+        logits_scale=0.5,
+        residual_scale=0.7,
+        activation="gelu",
+    ),
     "experts": Decoder(**GQA, experts=GATED),
     "latent": Decoder(
         **GQA | {"kv_heads": 4, "head_dim": 12},

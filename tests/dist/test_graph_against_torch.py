@@ -38,6 +38,15 @@ FAMILIES = {
     "qwen": replace(LLAMA, qkv_bias=True, qk_norm=True, tied=True),
     "latent": replace(LLAMA, kv_heads=4, mla=LATENT),
     "latent q": replace(LLAMA, kv_heads=4, mla=replace(LATENT, q_lora_rank=24), qkv_bias=True),
+    "olmo": replace(LLAMA, norms="after", qk_norm=True, qk_norm_over="projection"),
+    "gemma": replace(
+        LLAMA, norms="both", qk_norm=True, activation="gelu", embed_scale=8.0, softmax_scale=0.1,
+        tied=True,
+    ),
+    "granite": replace(
+        LLAMA, embed_scale=3.0, residual_scale=0.5, logits_scale=0.25, softmax_scale=0.2
+    ),
+    "window": replace(LLAMA, window=20),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=4),
     "gpt experts": replace(TINY, experts=Experts(num_experts=8, top_k=2, ffn=64, every=2)),
     "experts": replace(LLAMA, experts=Experts(num_experts=8, top_k=3, ffn=32, normalized=False)),
@@ -45,7 +54,11 @@ FAMILIES = {
     "scored experts": replace(LLAMA, experts=replace(SHARED, shared_gate=True, router_bias=False)),
     "biased experts": replace(LLAMA, mlp_bias=True, experts=SHARED),
     "ungated experts": replace(LLAMA, gated=False, mlp_bias=True, experts=SHARED),
-}
+    "olmoe": replace(
+        LLAMA, experts=Experts(num_experts=8, top_k=3, ffn=32), norms="both", residual_scale=0.5,
+        qk_norm=True, qk_norm_over="projection",
+    ),
+}  # fmt: skip
 of_every_family = pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
 BATCH, SEQ = 2, 48
 WORDS = ("none", "selective", "full")
@@ -57,11 +70,13 @@ def selective(layer, x):
     """A layer's mathematics, with a norm or activation and the product behind it redone."""
     if isinstance(layer, llama.DecoderLayer):
         projected = redo(lambda x: layer.qkv(layer.norm1(x)), x)
-        x = x + layer.out(layer.attention(projected))
+        x = layer.add(x, layer.post1(layer.out(layer.attention(projected))))
         if not layer.dense:
-            return x + layer.moe(layer.norm2(x))
+            return layer.add(x, layer.post2(layer.moe(layer.norm2(x))))
         up = redo(lambda x: layer.gate_up(layer.norm2(x)), x)
-        return x + redo(lambda *up: layer.down(llama.activate(up)), *up)  # it saves tensors alone
+        # it saves tensors alone
+        y = redo(lambda *up: layer.down(llama.activate(up, layer.activation)), *up)
+        return layer.add(x, layer.post2(y))
     attention = layer.attention
     qkv = redo(lambda x: attention.qkv(layer.norm1(x)), x)
     q, k, v = (
@@ -139,8 +154,9 @@ def test_parameters_of_a_stage(model, layers):
 
 @of_every_family
 def test_flops(model):
-    """torch counts products; with the math backend attention's too, in full. A grouped product is
-    not counted, so that experts are products one by one, as in fp64."""
+    """torch counts products; with the math backend attention's too, in full, which that in pieces
+    is not. Nor is a grouped product, so that experts are products one by one, as in fp64."""
+    model = replace(model, window=None) if isinstance(model, Decoder) else model
     with torch.device("cpu" if model.experts else "meta"):
         module = nn.build(model).double()
         tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
@@ -211,9 +227,11 @@ def of_cpu_norms(model, dtype, words):
     is_bf16 = dtype == "bf16"
     if isinstance(model, Model):
         return -norms * rows * 2 * 2 * is_bf16
+    kept = sum(word != "full" for word in words)  # of what selective recomputation does not redo
+    norms = 1 if model.norms == "after" else norms
+    norms += 0 if model.norms == "before" else 2 * kept
     more = norms * rows * model.hidden
-    if model.qk_norm:  # no norms that selective recomputation redoes
-        kept = sum(word != "full" for word in words)
+    if model.qk_norm:
         more += kept * rows * (model.heads + model.kv_heads) * model.head_dim
     more *= 4 + 2 * is_bf16
     if (mla := model.mla) is not None:  # of the latent row fp32 is kept, not what it is a view of

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from meshwise.engine.train import TrainRequest, train
+from meshwise.models import fits
 from meshwise.spec import Decoder, Experts, Layout, Mla, WideResNet
 from tests.dist import matrix, oracle
 from tests.errors import largest, loss_error
@@ -47,6 +48,15 @@ MODELS = {
     "without gates": Decoder(
         **SIZES, gated=False, tied=True, experts=Experts(num_experts=4, top_k=2, ffn=16, every=2)
     ),
+    "gemma": Decoder(
+        **SIZES, tied=True, norms="both", qk_norm=True, activation="gelu", embed_scale=32**0.5,
+        softmax_scale=0.3, window=5, full_layers=(1,), local_rope_theta=100.0, rope_theta=3000.0,
+    ),
+    "granite": Decoder(
+        **SIZES, embed_scale=3.0, residual_scale=0.4, logits_scale=0.25, softmax_scale=0.2,
+        mlp_bias=True, window=7,
+    ),
+    "olmo": Decoder(**SIZES, norms="after", qk_norm=True, qk_norm_over="projection"),
     "deeper images": WideResNet(
         blocks=(2, 1), channels=6, width_factor=3, image_size=48, num_classes=7
     ),
@@ -110,6 +120,28 @@ def test_models_beside_the_matrix_train_as_the_oracle_does(gloo_ranks, folder, n
 def test_biases_of_experts_enter_a_sum_over_ranks_once(gloo_ranks, folder):
     layout = Layout(dp=2, tp=2, zero=3, sequence_parallel=True, microbatch_size=4)
     plan = matrix.plan_of(msgspec.structs.replace(MODELS["biased"], name="biased"), layout, "adamw")
+    loss, value, where = matrix.run(gloo_ranks, plan, folder)
+    assert matrix.is_right(plan, loss, value), (loss, value, where)
+
+
+@pytest.mark.parametrize("turn", range(7))
+@pytest.mark.parametrize("name", ["gemma", "granite", "olmo"])
+def test_norms_scales_and_windows_train_so_in_every_layout(gloo_ranks, folder, name, turn):
+    model, rows = msgspec.structs.replace(MODELS[name], name=name), {"microbatch_size": 4}
+    layout = [
+        Layout(tp=2, recompute="selective", num_microbatches=2, **rows),
+        Layout(tp=2, sequence_parallel=True, num_microbatches=2, **rows),
+        Layout(cp=2, num_microbatches=2, **rows),
+        Layout(pp=2, schedule="1f1b", num_microbatches=2, recompute="full", **rows),
+        Layout(dp=2, zero=3, recompute="selective", **rows),
+        Layout(dp=2, tp=2, zero=2, sequence_parallel=True, **rows),
+        Layout(dp=2, zero=3, recompute="selective", **rows),
+    ][turn]
+    plan = matrix.plan_of(model, layout, "adamw", "compiled" if turn == 6 else "eager")
+    if name == "olmo" and layout.tp > 1:
+        with pytest.raises(ValueError, match="normed over all heads"):
+            fits.check(model, plan.workload, layout)
+        return
     loss, value, where = matrix.run(gloo_ranks, plan, folder)
     assert matrix.is_right(plan, loss, value), (loss, value, where)
 

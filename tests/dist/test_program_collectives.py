@@ -44,6 +44,17 @@ FAMILIES = {
     "qwen": replace(LLAMA, qkv_bias=True, qk_norm=True),
     "latent": replace(LLAMA, kv_heads=8, mla=LATENT),
     "latent q": replace(LLAMA, kv_heads=8, mla=replace(LATENT, q_lora_rank=24), qkv_bias=True),
+    "gemma": replace(
+        LLAMA,
+        norms="both",
+        qk_norm=True,
+        activation="gelu",
+        embed_scale=8.0,
+        softmax_scale=0.1,
+        residual_scale=0.5,
+        logits_scale=0.5,
+        window=6,
+    ),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=8),
 }
 SHARED = Experts(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -208,6 +209,45 @@ class TestModels:
             ("mixtral-8x7b", 67_108_864),
         ):
             assert sizes(name, 4096)["ep.all_to_all"] == exchanged
+
+    def test_the_lists_of_primus_at_its_lengths(self):
+        """64 rows of each of four kinds, 72 of all-to-all, as its benchmark's tables have them."""
+        rows = collectives.derived(
+            scope(8, "cuda", "bf16"), primus_lists=True, microbatch_sizes=tuple(range(1, 9))
+        )
+        kinds = Counter(row.case.op.kind for row in rows)
+        assert kinds == {
+            "all_reduce": 64, "all_gather": 64, "reduce_scatter": 64, "send_recv": 64,
+            "all_to_all": 72,
+        }  # fmt: skip
+        found = {(row.name, row.model, row.seq_len, row.hidden, row.top_k): row.case.op.size_bytes
+                 for row in rows if row.microbatch_size == 1}  # fmt: skip
+        sent = {key[1:3]: size for key, size in found.items() if key[0] == "tp.all_reduce"}
+        assert sent == {
+            (name, seq_len): 2 * seq_len * hidden
+            for name, seq_len, hidden in (
+                ("llama-2-7b", 4096, 4096), ("llama-2-70b", 4096, 8192),
+                ("llama-3-8b", 8192, 4096), ("llama-3-70b", 8192, 8192),
+                ("deepseek-v2-lite", 4096, 2048), ("deepseek-v2", 4096, 5120),
+                ("deepseek-v3", 8192, 7168), ("mixtral-8x22b", 8192, 6144),
+            )
+        }  # fmt: skip
+        to_experts = {key[1:] for key in found if key[0] == "ep.all_to_all"}
+        assert to_experts == {
+            ("deepseek-v2-lite", 4096, 2048, 6), ("deepseek-v2", 4096, 5120, 6),
+            ("deepseek-v3", 4096, 7168, 8), ("mixtral-8x7b", 4096, 4096, 2),
+            ("mixtral-8x22b", 4096, 6144, 2), ("gpt-oss-120b", 4096, 2880, 4),
+            ("qwen3-235b-a22b", 4096, 4096, 8), ("qwen3-235b-a22b", 32768, 4096, 8),
+            ("llama-4-maverick", 1048576, 5120, 1),
+        }  # fmt: skip
+
+    def test_an_all_to_all_alone_splits_no_heads(self):
+        """Of which Qwen3 has four."""
+        model = catalogue.find("qwen3-235b-a22b")
+        found = collectives.cases(scope(8, "cuda"), models=(model,), kinds=("all_to_all",))
+        assert [case.op.size_bytes for case in found] == [8192 * 8 * 4096 * 4]
+        with pytest.raises(ValueError, match="kv_heads = 4: must be divisible by tp = 8"):
+            collectives.cases(scope(8, "cuda"), models=(model,))
 
     def test_rows_say_of_which_model_and_cases_come_once(self):
         model = catalogue.find("mixtral-8x7b")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.models import catalogue, decoder, hugging_face, primus
-from meshwise.spec import Decoder, Experts, Gemm, Mla, Model
+from meshwise.models import catalogue, decoder, families, fits, hugging_face, primus
+from meshwise.spec import Decoder, Experts, Gemm, Layout, Mla, Model, Workload
 
 DATA = Path(__file__).parents[1] / "data"
 CONFIGS = DATA / "hugging_face"
@@ -104,6 +104,7 @@ SMALL_LATENT = SMALL | {
     "v_head_dim": 10,
     "attention_bias": True,
 }
+WINDOW = {"sliding_window": 16}  # of 32 positions
 VARIANTS = {  # config -> parameters by transformers 4.57.1, meta device
     "biases and tied": (
         SMALL
@@ -154,6 +155,14 @@ VARIANTS = {  # config -> parameters by transformers 4.57.1, meta device
         },
         74_368,
     ),
+    "a fused phi": (SMALL | {"model_type": "phi3"}, 70_592),
+    "norms behind": (SMALL | {"model_type": "olmo2", "attention_bias": True}, 71_072),
+    "norms of whole q and k, experts": (SMALL | EXPERTS | {"model_type": "olmoe"}, 255_840),
+    "multipliers": (SMALL | {"model_type": "granite", "mlp_bias": True}, 71_104),
+    "windows and norms": (
+        SMALL | WINDOW | {"model_type": "gemma3_text", "head_dim": 24, "rope_scaling": None},
+        105_440,
+    ),
     "a GPT": (
         {
             "model_type": "gpt2",
@@ -169,16 +178,16 @@ VARIANTS = {  # config -> parameters by transformers 4.57.1, meta device
 }
 
 
-WINDOW = {"sliding_window": 16}  # of 32 positions
 LATENT_CONFIG = "latent attention with biases"
 READ_PAST = [  # keys that change the computation and that were once not looked at
-    ("heads wider than hidden", WINDOW, "sliding_window = 16: attention here is full"),
-    ("heads wider than hidden", {"max_position_embeddings": 8192}, "sliding_window is missing"),
+    ("biases and tied", WINDOW, "sliding_window = 16: is not known for model_type 'llama'"),
+    ("heads wider than hidden", {"sliding_window": 0}, "sliding_window = 0: must be a whole"),
     (
-        "biases of q, k and v",
-        WINDOW | {"use_sliding_window": True},
-        "sliding_window = 16: attention here is full",
+        "heads wider than hidden",
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types = ['full_attention', 'chunked_attention']: must be of full_attention",
     ),
+    ("norms of q and k", {"layer_types": ["full_attention"]}, ": must be of 2 layers"),
     (
         "norms of q and k",
         {"layer_types": ["full_attention", "sliding_attention"]},
@@ -199,16 +208,6 @@ READ_PAST = [  # keys that change the computation and that were once not looked 
         "rope_parameters: partial_rotary_factor = 0.5: must be 1",
     ),
     ("biases and tied", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: is"),
-    (  # Mistral's layers do not look at layer_types
-        "heads wider than hidden",
-        WINDOW | {"layer_types": ["full_attention"] * 2},
-        "sliding_window = 16: attention here is full",
-    ),
-    (
-        "biases of q, k and v",
-        {"use_sliding_window": True, "max_position_embeddings": 8192},
-        "sliding_window is missing: then it is 4096",
-    ),
     (
         "biases and tied",
         {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -231,7 +230,84 @@ READ_PAST = [  # keys that change the computation and that were once not looked 
     ),
     (LATENT_CONFIG, {"index_topk": 2048}, "index_topk = 2048: is not known"),
     ("a GPT", {"num_local_experts": 8}, "num_local_experts = 8: is not known"),
+    ("a fused phi", {"rope_scaling": {"type": "longrope"}}, "rope_scaling = {'type': 'longrope'}"),
+    ("a fused phi", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "must be default"),
+    ("a fused phi", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75: is not"),
+    ("norms of whole q and k, experts", {"clip_qkv": 8.0}, "clip_qkv = 8.0: is not known"),
+    ("norms of whole q and k, experts", {"head_dim": 16}, "head_dim = 16: must be 8"),
+    ("multipliers", {"residual_multiplier": 0}, "residual_multiplier = 0: must be a number > 0"),
+    ("windows and norms", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0: is"),
+    ("windows and norms", {"hidden_activation": "relu"}, "hidden_activation = 'relu': must be"),
+    ("windows and norms", {"rope_parameters": {"rope_theta": 1e4}}, "must be an object of full_"),
+    ("windows and norms", {"model_type": "gemma2"}, "attn_logit_softcapping is missing: capped"),
+    (
+        "windows and norms",
+        {"model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": 30.0},
+        "final_logit_softcapping = 30.0: capped logits are not computed",
+    ),
+    ("windows and norms", {"sliding_window": None}, "sliding_window = None: must be full_"),
+    ("biases and tied", {"model_type": "gemma3"}, "model_type = 'gemma3': vision_config is not"),
+    ("biases and tied", {"model_type": "llama4"}, "model_type = 'llama4': vision_config is not"),
+    (
+        "biases and tied",
+        {"model_type": "llama4_text", "attention_chunk_size": 8192},
+        "attention_chunk_size = 8192: attention in chunks",
+    ),
+    (
+        "biases and tied",
+        {"model_type": "gpt_oss", "swiglu_limit": 7.0},
+        "swiglu_limit = 7.0: attention sinks and a clamped SwiGLU are not computed",
+    ),
+    ("biases and tied", {"model_type": "gpt_oss"}, "model_type = 'gpt_oss': attention sinks"),
+    (
+        "biases and tied",
+        {"model_type": "gpt_neox", "use_parallel_residual": True},
+        "use_parallel_residual = True: parallel residuals",
+    ),
 ]
+
+
+@pytest.mark.parametrize(  # of 8,192 positions and 4 layers
+    ("name", "change", "window", "full"),
+    [
+        ("heads wider than hidden", {}, 4096, ()),
+        ("heads wider than hidden", WINDOW, 16, ()),
+        # Mistral's layers do not look at layer_types
+        ("heads wider than hidden", WINDOW | {"layer_types": ["full_attention"] * 4}, 16, ()),
+        ("heads wider than hidden", {"sliding_window": None}, None, ()),
+        ("heads wider than hidden", {"sliding_window": 8192}, None, ()),
+        ("a fused phi", {}, None, ()),
+        ("a fused phi", WINDOW, 16, ()),
+        ("biases of q, k and v", WINDOW, None, ()),
+        ("biases of q, k and v", WINDOW | {"use_sliding_window": True}, None, ()),
+        (
+            "biases of q, k and v",
+            {"use_sliding_window": True, "max_window_layers": 3},
+            4096,
+            (0, 1, 2),
+        ),
+        (
+            "norms of q and k",
+            WINDOW
+            | {"use_sliding_window": True}
+            | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+            16,
+            (1, 3),
+        ),
+        ("windows and norms", {"sliding_window_pattern": 3}, 16, (2,)),
+        ("windows and norms", {"sliding_window": 9000}, 9000, ()),  # whose positions are others
+    ],
+)
+def test_windows_are_read(name, change, window, full, tmp_path):
+    config = VARIANTS[name][0] | {"num_hidden_layers": 4, "max_position_embeddings": 8192}
+    found = hugging_face.read_config(written(tmp_path, config | change))
+    assert (found.window, found.full_layers) == (window, full)
+    seen = {None if window is None or window >= 8192 else window: 4 - len(full)}
+    seen |= {None: len(full)} if full else {}
+    assert found.windows(8192) == seen
+    assert found.windows(16) == {None: 4}
+    ops = decoder.attentions(found, 1, 8192)
+    assert {op.window for op in ops} == set(seen)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +315,8 @@ READ_PAST = [  # keys that change the computation and that were once not looked 
     [
         ("heads wider than hidden", {"sliding_window": 32}),  # a window of all positions
         ("biases of q, k and v", WINDOW | {"use_sliding_window": False}),
+        ("windows and norms", {"rope_local_base_freq": 300.0, "rope_theta": 7e5}),
+        ("multipliers", {"logits_scaling": 8.0, "embedding_multiplier": 12.0}),
         ("norms of q and k", WINDOW | {"layer_types": ["full_attention"] * 2}),
         (
             "norms of q and k",
@@ -350,6 +428,60 @@ def test_a_model_is_found_by_name_or_path(tmp_path):
 def test_every_published_config_agrees_with_the_catalogue():
     for name in ("mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3"):
         assert hugging_face.read_config(CONFIGS / f"{name}.json") == catalogue.find(name)
+
+
+@pytest.mark.parametrize(  # transformers 5.23, meta device
+    ("name", "parameters"),
+    [
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("gpt-oss-120b", 116_829_156_672),
+        ("llama-4-maverick", 400_711_848_960),
+    ],
+)
+def test_listed_models_have_the_parameters_of_their_modules(name, parameters):
+    assert decoder.num_parameters(catalogue.find(name)) == parameters
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "llama-4-maverick"])
+def test_what_no_module_computes_is_listed_and_refused_by_name(name):
+    model = catalogue.find(name)
+    assert {p.name for p in decoder.products(model, 1, 128)} >= {"qkv", "out", "experts_gate_up"}
+    assert decoder.attentions(model, 1, 128)
+    assert name in catalogue.decoder_names() and name not in catalogue.all_names()
+    layout, workload = Layout(microbatch_size=1), Workload(global_batch_size=1, seq_len=128)
+    for refused in (
+        lambda: fits.check(model, workload, layout),
+        lambda: families.forward(msgspec.structs.replace(model, experts=None), 1, 128, "bf16"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is not computed here: .*; measure gemm"):
+            refused()
+    with pytest.raises(ValueError, match=r"more_weights.*: no module here has them"):
+        msgspec.structs.replace(DENSE, more_weights=(("sinks", 8),))
+
+
+def test_gpt_oss_attends_in_windows_in_every_other_layer():
+    ops = decoder.attentions(catalogue.find("gpt-oss-120b"), 1, 4096)
+    assert [(op.heads, op.kv_heads, op.head_dim, op.window) for op in ops] == [
+        (64, 8, 64, 128), (64, 8, 64, None),
+    ]  # fmt: skip
+
+
+def test_a_norm_over_all_heads_is_not_split():
+    model = msgspec.structs.replace(DENSE, qk_norm=True, qk_norm_over="projection")
+    workload = Workload(global_batch_size=1, seq_len=16)
+    fits.check(model, workload, Layout(microbatch_size=1))
+    with pytest.raises(ValueError, match=r"Layout.tp = 2: q and k are normed over all heads"):
+        fits.check(model, workload, Layout(tp=2, microbatch_size=1))
+
+
+def test_layers_with_and_without_a_window_are_not_priced_where_it_binds():
+    model = msgspec.structs.replace(DENSE, window=8, full_layers=(0,))
+    with pytest.raises(ValueError, match="layers with a window and layers without"):
+        families.forward(model, 1, 16, "bf16")
+    families.forward(model, 1, 8, "bf16")
+    everywhere = msgspec.structs.replace(model, full_layers=())
+    graph = families.forward(everywhere, 1, 16, "bf16")
+    assert graph.sizes["window"] == 8
 
 
 def test_names_that_are_trained_are_still_the_gpts():
@@ -548,11 +680,6 @@ def test_bytes_of_tensor_and_pipeline_messages(name, seq_len, size_bytes):
     assert (found["pp.send_recv"].size_bytes, found["pp.send_recv"].group_size) == (size_bytes, 2)
 
 
-def sparse(hidden, top_k):
-    moe = Experts(num_experts=128, top_k=top_k, ffn=64)
-    return msgspec.structs.replace(DENSE, hidden=hidden, experts=moe)
-
-
 @pytest.mark.parametrize(
     ("model", "seq_len", "size_bytes"),
     [
@@ -561,10 +688,10 @@ def sparse(hidden, top_k):
         (catalogue.find("deepseek-v2-lite"), 4096, 100_663_296),
         (catalogue.find("mixtral-8x22b"), 4096, 100_663_296),
         (catalogue.find("mixtral-8x7b"), 4096, 67_108_864),
-        (sparse(2880, 4), 4096, 94_371_840),  # gpt-oss-120B
-        (sparse(4096, 8), 4096, 268_435_456),  # Qwen3-235B
-        (sparse(4096, 8), 32768, 2_147_483_648),
-        (sparse(5120, 1), 1_048_576, 10_737_418_240),  # llama4-maverick
+        (catalogue.find("gpt-oss-120b"), 4096, 94_371_840),
+        (catalogue.find("qwen3-235b-a22b"), 4096, 268_435_456),
+        (catalogue.find("qwen3-235b-a22b"), 32768, 2_147_483_648),
+        (catalogue.find("llama-4-maverick"), 1_048_576, 10_737_418_240),
     ],
 )
 def test_bytes_to_the_experts(model, seq_len, size_bytes):

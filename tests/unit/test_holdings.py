@@ -511,6 +511,8 @@ def test_every_order_has_the_same_logical_tensors(one, other):
          "WeightLayout.vocab_multiple = 1: tp = 4 must divide the 10 rows; use 512"),
         (changed(MOE, heads=8, kv_heads=1, head_dim=1, vocab=8), {"tp": 4, "order": "megatron"},
          "WeightLayout.tp = 4: must divide the 10 rows of q, k and v"),
+        (changed(LLAMA, norms="both"), {"order": "engine"},
+         "WeightLayout.order = 'engine': has no names for norms after attention; use plain"),
     ],
 )  # fmt: skip
 def test_what_a_model_cannot_be_cut_into_is_refused_by_name(model, fields, message):
@@ -518,6 +520,11 @@ def test_what_a_model_cannot_be_cut_into_is_refused_by_name(model, fields, messa
         holdings(model, WeightLayout(**fields))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_that_is_only_listed_has_no_holdings():
+    with pytest.raises(ValueError, match="gpt-oss-120b is not computed here: its attention has"):
+        holdings(catalogue.find("gpt-oss-120b"), WeightLayout())
 
 
 @pytest.mark.parametrize(

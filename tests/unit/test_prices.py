@@ -120,6 +120,18 @@ def test_gemm_between_points(costs, shape):
     assert Prices(costs).estimate(op).time_s == pytest.approx(true_time(op), rel=0.15)
 
 
+def test_a_window_is_at_the_rate_of_attention_in_full_which_is_said(costs):
+    full = Attention(batch=2, q_len=1024, kv_len=1024, heads=16, kv_heads=16, head_dim=64)
+    windowed = msgspec.structs.replace(full, window=256)
+    prices = Prices(costs)
+    for op in (windowed, full):  # in this order: what is remembered is of the other
+        found = prices.estimate(op)
+        assert found.time_s == pytest.approx(true_time(op), rel=0.15)
+        assert ("stands in for that with a window" in found.note) == (op.window is not None)
+        assert (found.error >= 1) == (op.window is not None)
+    assert windowed.flops < 0.5 * full.flops
+
+
 def test_held_out_error_is_shown_and_true(costs):
     for curve in costs.curves:
         assert curve.law == "alpha_beta" and curve.held_out[curve.law].median < 1e-6

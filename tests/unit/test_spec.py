@@ -70,6 +70,10 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Model: lambda f: {"hidden": f["heads"] * f["hidden"]},
     Decoder: lambda f: {
         "heads": f["kv_heads"] * f["heads"],
+        "softmax_scale": None if f["mla"] else f["softmax_scale"],
+        "window": None if f["mla"] else f["window"],
+        "activation": "silu" if f["experts"] else f["activation"],
+        "not_computed": f["not_computed"] + "." * bool(f["more_weights"]),
     },
     Experts: lambda f: {
         "num_experts": f["groups"] * (f["top_k"] + f["num_experts"]),
@@ -164,6 +168,8 @@ def drawn(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(args)
     if origin in (typing.Union, UnionType):
         return st.one_of([drawn(arg) for arg in args])
+    if origin is tuple and args[1:] != (...,):
+        return st.tuples(*map(drawn, args))
     if origin is tuple:
         return st.lists(drawn(args[0]), max_size=2).map(tuple)
     if origin is dict:

@@ -83,12 +83,12 @@ class Build:
         weight, bias = (self.parameter(f"{name}.{part}", "hidden") for part in ("weight", "bias"))
         return self.node(name, "layer_norm", (x, weight, bias), y, stats, cheap=cheap)
 
-    def rms_norm(self, x: str, name: str, *, cheap: bool = True) -> str:
-        """Normalise x over its last dim."""
-        *rows, dim = self.tensors[x].dims
-        y = self.tensor(f"{name}.y", (*rows, dim))
-        rstd = self.tensor(f"{name}.rstd", tuple(rows), "fp32")
-        weight = self.parameter(f"{name}.weight", dim)
+    def rms_norm(self, x: str, name: str, *, cheap: bool = True, over: int = 1) -> str:
+        """Normalise x over its last dims, ``over`` so many."""
+        dims = self.tensors[x].dims
+        y = self.tensor(f"{name}.y", dims)
+        rstd = self.tensor(f"{name}.rstd", dims[:-over], "fp32")
+        weight = self.parameter(f"{name}.weight", *dims[-over:])
         return self.node(name, "rms_norm", (x, weight), y, rstd, cheap=cheap)
 
     def linear(

@@ -5,11 +5,12 @@
             x = x + down(silu(gate(norm2(x))) * up(norm2(x))), or experts
     head:   logits = norm(x) head^T;  loss = mean(nll(log_softmax(float(logits)), targets))
 
-q and k may be normed by head (Qwen3), products may have biases (Qwen2), and without a gate the
-feed-forward is down(gelu(up(norm2(x)))). Latent attention (DeepSeek-V2) makes k and v, and q where
-it has a rank, from a narrow normed row; the turned part of k is one for all heads. Query heads are
-written as ``kv_heads`` times the ``queries`` that share one (GQA). ``nn/llama.py`` is the same
-mathematics as a torch module.
+q and k may be normed by head (Qwen3) or over all heads (OLMo 2), products may have biases (Qwen2),
+and without a gate the feed-forward is down(gelu(up(norm2(x)))). What is added to x may be normed
+(OLMo 2, Gemma 2) or scaled (Granite), q, the embedding and the logits scaled, too. Latent
+attention (DeepSeek-V2) makes k and v, and q where it has a rank, from a narrow normed row; the
+turned part of k is one for all heads. Query heads are written as ``kv_heads`` times the ``queries``
+that share one (GQA). ``nn/llama.py`` is the same mathematics as a torch module.
 """
 
 from meshwise.models.families import experts
@@ -27,16 +28,22 @@ def forward(
     """``families.forward`` of a decoder."""
     build, mla = Build(dtype), model.mla
     x = build.embedding() if first else build.tensor("stage.in", STREAM)
+    if first and model.embed_scale != 1:
+        x = build.elementwise("embed.scale", "copy", x)
     for i, kind in enumerate(layers):
         x = _layer(build, model, x, i, has_experts=kind == "experts")
     if last:
         build.part, build.layer = "head", 0
-        tied = model.tied and first
-        build.head(build.rms_norm(x, "norm"), "embed.weight" if tied else "head.weight")
+        x, tied = build.rms_norm(x, "norm"), model.tied and first
+        if model.logits_scale != 1:
+            x = build.elementwise("head.scale", "copy", x)
+        build.head(x, "embed.weight" if tied else "head.weight")
     sizes = {
         "batch": batch, "seq": seq, "hidden": model.hidden, "ffn": model.ffn, "vocab": model.vocab,
         "two": 2, "three": 3, "one": 1, **experts.sizes(model, batch, seq),
     }  # fmt: skip
+    (window,) = model.windows(seq)  # the same in all layers
+    sizes |= {} if window is None else {"window": window}
     return build.graph(sizes | (_head_sizes(model) if mla is None else _latent_sizes(model, mla)))
 
 
@@ -58,17 +65,31 @@ def _latent_sizes(model: Decoder, mla: Mla) -> dict[str, int]:
 
 def _layer(build: Build, model: Decoder, x: str, i: int, *, has_experts: bool) -> str:
     build.part, build.layer, at = "layer", i, f"layers.{i}"
-    normed = build.rms_norm(x, f"{at}.norm1")
+    normed = _before(build, model, x, f"{at}.norm1")
     heads: tuple[str, ...] = HEADS
     if model.mla is None:
         mixed = _attention(build, model, normed, at)
     else:
         mixed, heads = _latent_attention(build, model, model.mla, normed, at), ("heads", "value")
     out = build.linear(mixed, f"{at}.out", ("hidden",), heads, bias=model.out_bias)
-    x = build.elementwise(f"{at}.add1", "add", x, out)
-    normed = build.rms_norm(x, f"{at}.norm2", cheap=not has_experts)
+    x = _add(build, model, x, out, at, 1)
+    normed = _before(build, model, x, f"{at}.norm2", cheap=not has_experts)
     feed_forward = experts.experts if has_experts else _feed_forward
-    return build.elementwise(f"{at}.add2", "add", x, feed_forward(build, model, normed, at))
+    return _add(build, model, x, feed_forward(build, model, normed, at), at, 2)
+
+
+def _before(build: Build, model: Decoder, x: str, name: str, *, cheap: bool = True) -> str:
+    """What the first product reads of x."""
+    return x if model.norms == "after" else build.rms_norm(x, name, cheap=cheap)
+
+
+def _add(build: Build, model: Decoder, x: str, y: str, at: str, place: int) -> str:
+    """x + y; y is normed and scaled first where the model does so."""
+    if model.norms != "before":
+        y = build.rms_norm(y, f"{at}.post{place}", cheap=False)
+    if model.residual_scale != 1:
+        y = build.elementwise(f"{at}.scale{place}", "copy", y)
+    return build.elementwise(f"{at}.add{place}", "add", x, y)
 
 
 def _attention(build: Build, model: Decoder, x: str, at: str) -> str:
@@ -77,11 +98,14 @@ def _attention(build: Build, model: Decoder, x: str, at: str) -> str:
         for name, dims in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
     )
     if model.qk_norm:
+        by_head = model.qk_norm_over == "head"
         q, k = (
-            build.rms_norm(product, f"{at}.{name}_norm", cheap=False)
-            for name, product in (("q", q), ("k", k))
+            build.rms_norm(y, f"{at}.{name}_norm", cheap=False, over=1 if by_head else len(dims))
+            for name, y, dims in (("q", q, HEADS), ("k", k, KV_HEADS))
         )
     q, k = (_rope(build, product, f"{at}.{name}.rope") for name, product in (("q", q), ("k", k)))
+    if model.softmax_scale is not None:
+        q = build.elementwise(f"{at}.q.scale", "copy", q)
     return build.attention(f"{at}.attention", (q, k, v), HEADS[:2])
 
 
@@ -134,8 +158,9 @@ def _feed_forward(build: Build, model: Decoder, x: str, at: str) -> str:
         gate = build.linear(x, f"{at}.gate", wide, ("hidden",), bias=bias)
     up = build.linear(x, f"{at}.up", wide, ("hidden",), bias=bias)
     if model.gated:
-        silu = build.elementwise(f"{at}.silu", "silu", gate, cheap=True)
-        inner = build.elementwise(f"{at}.gated", "mul", silu, up, cheap=True)
+        kind = model.activation
+        acted = build.elementwise(f"{at}.{kind}", kind, gate, cheap=True)
+        inner = build.elementwise(f"{at}.gated", "mul", acted, up, cheap=True)
     else:
         inner = build.elementwise(f"{at}.gelu", "gelu", up, cheap=True)
     return build.linear(inner, f"{at}.down", ("hidden",), wide, bias=bias)

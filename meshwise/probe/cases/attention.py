@@ -85,7 +85,7 @@ def derived(
         raise ValueError(f"backends = {', '.join(sorted(unknown))}: must be of {known}")
     found: list[tuple[str, Attention]] = []
     if models or shapes:
-        found += _of_models(scope, models, microbatch_sizes, seq_lens, causal)
+        found += dict.fromkeys(_of_models(scope, models, microbatch_sizes, seq_lens, causal))
         found += [(one.model, _listed(scope, one, b)) for one in shapes for b in microbatch_sizes]
     else:
         found += [("", op) for op in _usual(scope, seq_lens, causal)]
@@ -116,8 +116,8 @@ def _of_models(
     for model in models:
         lengths = seq_lens or (min(model.max_seq_len, usual),)
         for batch, length in product(microbatch_sizes, lengths):
-            op = decoder.attention(model, batch, length, dtype=scope.dtype)
-            yield model.name, replace(op, causal=causal)
+            for op in decoder.attentions(model, batch, length, dtype=scope.dtype):
+                yield model.name, op if causal else replace(op, causal=False, window=None)
 
 
 def _listed(scope: Scope, shape: AttentionShape, batch: int) -> Attention:

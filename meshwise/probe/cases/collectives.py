@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwise.models import apply, graph
+from meshwise.models import apply, catalogue, graph, primus
 from meshwise.models.decoder import exchanges
 from meshwise.probe.cases.scope import Scope
 from meshwise.probe.cases.sizes import parse_sizes
@@ -57,6 +57,7 @@ def cases(
     kinds: tuple[CollectiveKind, ...] = KINDS,
     sizes: str | None = None,
     models: tuple[Model | Decoder, ...] = (),
+    primus_lists: bool = False,
     microbatch_sizes: tuple[int, ...] = (1,),
     seq_len: int | None = None,
     plan: Plan | None = None,
@@ -71,21 +72,23 @@ def cases(
 ) -> list[Case]:
     """``sizes`` as ``parse_sizes`` reads them, by default 1K..1G:x4 on GPUs and 4K..16M:x4 on CPUs.
 
-    ``models``, ``plan``: the sizes that these exchange instead. ``splits``: bytes from each rank to
-    each other, ``tables``: an embedding exchange ``batch,tables-of-rank-0-...,dim``, both for
-    all_to_all_v. ``groups``: so many groups of equal size at once; ``ranks``: one group of these.
-    ``pairs``: one message between every ordered pair of ranks, one pair at a time. ``modes``: warm
-    (events around each call), blocking, pipelined, graph; by default graph on GPUs, warm on CPUs.
+    ``models``, ``primus_lists``, ``plan``: the sizes that these exchange instead. ``splits``: bytes
+    from each rank to each other, ``tables``: an embedding exchange
+    ``batch,tables-of-rank-0-...,dim``, both for all_to_all_v. ``groups``: so many groups of equal
+    size at once; ``ranks``: one group of these. ``pairs``: one message between every ordered pair
+    of ranks, one pair at a time. ``modes``: warm (events around each call), blocking, pipelined,
+    graph; by default graph on GPUs, warm on CPUs.
     ``place``: in or out of place where a back end has both; torch's all_reduce, reduce and
     broadcast are in place whatever is asked.
     """
     uneven = bool(splits) or tables is not None
     _check_alone(
         splits=bool(splits), tables=tables is not None, pairs=pairs, plan=plan is not None,
-        models=bool(models), kinds=kinds != KINDS and not (uneven or models),
+        models=bool(models), primus_lists=primus_lists,
+        kinds=kinds != KINDS and not (uneven or models or primus_lists),
     )  # fmt: skip
     _check_alone(groups=groups > 1, ranks=bool(ranks), plan=plan is not None)
-    if sizes is not None and (uneven or models or plan):
+    if sizes is not None and (uneven or models or primus_lists or plan):
         raise ValueError("sizes: splits, tables, models and plans have their own; leave it out")
     if unknown := set(backends) - set(BACKENDS):
         said = ", ".join(["torch", *BACKENDS[1:]])
@@ -110,10 +113,11 @@ def cases(
                 f"plan: it is for {needed} ranks, not {scope.world_size}; use --nproc {needed}"
             )
         ops = _of_plan(plan)
-    elif models:
+    elif models or primus_lists:
         rows = derived(
-            scope, models=models, kinds=kinds, microbatch_sizes=microbatch_sizes, seq_len=seq_len,
-            groups=groups, ranks=ranks, modes=modes, backends=backends, place=place,
+            scope, models=models, primus_lists=primus_lists, kinds=kinds,
+            microbatch_sizes=microbatch_sizes, seq_len=seq_len, groups=groups, ranks=ranks,
+            modes=modes, backends=backends, place=place,
         )  # fmt: skip
         return list(dict.fromkeys(row.case for row in rows))
     else:
@@ -128,7 +132,8 @@ def cases(
 def derived(
     scope: Scope,
     *,
-    models: tuple[Model | Decoder, ...],
+    models: tuple[Model | Decoder, ...] = (),
+    primus_lists: bool = False,
     kinds: tuple[CollectiveKind, ...] = KINDS,
     microbatch_sizes: tuple[int, ...] = (1,),
     seq_len: int | None = None,
@@ -138,28 +143,44 @@ def derived(
     backends: tuple[str, ...] = ("",),
     place: Literal["out", "in", "both"] = "out",
 ) -> list[Derived]:
-    """What each model exchanges when its layers are split over the group, with its name."""
+    """What each model exchanges when its layers are split over the group, with its name.
+    ``primus_lists``: the models that Primus measures at its lengths (on CPUs 128 tokens)."""
     group, found = _group(scope.world_size, groups, ranks), []
-    for model in models:
+    listed = [(model, min(model.max_seq_len, 8192), kinds) for model in models]
+    listed += _of_primus(kinds) if primus_lists else []
+    for model, length, sent in listed:
         experts = None if isinstance(model, Model) else model.experts
         divides = experts is not None and experts.num_experts % group.size == 0
-        tokens = seq_len or min(model.max_seq_len, 8192 if scope.on_gpus else 128)
+        tokens = seq_len or (length if scope.on_gpus else min(length, 128))
+        tp = 1 if set(sent) <= {"all_to_all"} else group.size
         for rows in microbatch_sizes:
             about = (model.name, rows, tokens, model.hidden, experts.top_k if experts else 1)
             ep = group.size if divides else 1
             try:
-                exchanged = exchanges(model, rows, tokens, tp=group.size, ep=ep, dtype=scope.dtype)
+                exchanged = exchanges(model, rows, tokens, tp=tp, ep=ep, dtype=scope.dtype)
             except ValueError as error:
                 raise ValueError(
                     f"{model.name}: {error}; split it less: groups, or nproc"
                 ) from None
             for one in exchanged:
-                if one.collective.kind not in kinds:
+                if one.collective.kind not in sent:
                     continue
                 op = _within(one.collective, group)
                 cases = _called(scope, op, modes, backends, place)
                 found += [Derived(*about, one.name, case) for case in cases]
     return found
+
+
+def _of_primus(
+    kinds: tuple[CollectiveKind, ...],
+) -> list[tuple[Model | Decoder, int, tuple[CollectiveKind, ...]]]:
+    """The models of Primus' two lists, their lengths, and which of ``kinds`` each list is of."""
+    lists = (primus.COLLECTIVES, False), (primus.ALL_TO_ALL, True)
+    return [
+        (catalogue.find(name), length, tuple(k for k in kinds if (k == "all_to_all") == to_experts))
+        for names, to_experts in lists
+        for name, length in names
+    ]
 
 
 def _check_alone(**given: bool) -> None:
