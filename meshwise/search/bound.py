@@ -72,6 +72,20 @@ class Holding(NamedTuple):
     backward: float
 
 
+State = tuple[int, ...]
+Again = tuple[Recompute, int | None]  # what backward computes again, in how many layers
+
+
+class Sharing(NamedTuple):
+    """What of a layout, besides its cut, decides what a stage holds."""
+
+    zero: int
+    shards: int
+    adds_up: bool  # gradients before they are reduced
+    alone: bool  # one device
+    split: bool
+
+
 class Ranks(NamedTuple):
     """Work of any pipeline rank's layers, and of the first and the last rank with their ends."""
 
@@ -129,15 +143,21 @@ def memory_between(
     model: LanguageModel, workload: Workload, layout: Layout, prices: Prices
 ) -> tuple[float, float]:
     """No prediction of ``layout`` needs less than the first, and none more than the second."""
-    count = layout.num_stages
-    ends = [(stage == 0, stage == count - 1) for stage in range(count)]
-    kinds = {of: _holding(model, workload.seq_len, layout, *of, prices) for of in set(ends)}
+    sharing = Sharing(
+        zero=layout.zero,
+        shards=layout.shards,
+        adds_up=layout.zero < 2 and layout.num_microbatches > 1,
+        alone=layout.num_devices == layout.pp,
+        split=layout.schedule in SPLIT,
+    )
+    again, layers = (layout.recompute, layout.recompute_layers), model.layers // layout.num_stages
+    about = (model, workload.seq_len, _cut_of(layout), again, layers, sharing)
     moving, exchanged = in_transit(model, workload, layout, prices.costs)
     lows, highs = [0.0], [0.0]
-    for stages, states, early in _states(
+    for ends, states, early in _states(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
     ):
-        of = np.asarray([kinds[ends[stage]] for stage in stages])
+        of = np.asarray([_holding(*about, *end, prices) for end in ends])
         lasting, held, held_least, single, gradients, action, backward = of.T
         during = (states @ np.concatenate([held, single, gradients, action])).max()
         highs.append(lasting.sum() + max(during, gradients.sum() + exchanged))
@@ -148,12 +168,21 @@ def memory_between(
     return max(lows) + extra, max(highs) + extra
 
 
+@lru_cache(maxsize=65536)
 def _holding(
-    model: LanguageModel, seq_len: int, layout: Layout, first: bool, last: bool, prices: Prices
+    model: LanguageModel,
+    seq_len: int,
+    cut: Layout,
+    again: Again,
+    layers: int,
+    sharing: Sharing,
+    first: bool,
+    last: bool,
+    prices: Prices,
 ) -> Holding:
     """Of a stage, with the model's first layer or last. FSDP2 gathers one unit ahead of its use."""
-    split, dtype, zero = layout.schedule in SPLIT, prices.costs.dtype, layout.zero
-    cut, words = _cut(layout), layout.recomputed(model.layers // layout.num_stages)
+    zero, shards, adds_up, alone, split = sharing
+    dtype, words = prices.costs.dtype, _words(layers, again)
 
     def some(word: Recompute, first: bool, last: bool, layers: int = 1) -> tuple[float, ...]:
         """Parameters of so many layers with these ends, what they hold, and what actions add to
@@ -174,22 +203,21 @@ def _holding(
     pairs = {word: (some(word, False, False), some(word, False, False, 2)) for word in set(words)}
     layer, single = pairs[words[0]][0][0], whole[words[0]][0]
     parameters, unit = single + (len(words) - 1) * layer, max(layer, single - layer)
-    copied = DTYPE_BYTES[dtype] / 4 * (layout.of_rank(0).num_devices > 1 or dtype != "fp32")
+    copied = DTYPE_BYTES[dtype] / 4 * (not alone or dtype != "fp32")
     copies = parameters if zero < 3 else single - layer  # the root's stay until the backward
     added = 0 if zero < 3 else parameters if split else layer
-    adds_up = zero < 2 and layout.num_microbatches > 1
-    alone_bare = unit if dtype == "fp32" and layout.tp == 1 else 0  # it needs no copies: to reduce
+    alone_bare = unit if dtype == "fp32" and cut.tp == 1 else 0  # it needs no copies: to reduce
     rounding = _ROUNDING * len(words)
     further = {word: two[1] - alone[1] for word, (alone, two) in pairs.items()}
     held = whole[words[0]][1] + sum(further[word] for word in words[1:])
     # the first microbatch has its input in full, the others as much as is saved of it
     unsaved = further[words[0]] - pairs[words[0]][0][1]
     return Holding(
-        lasting=3 * parameters / layout.shards + copied * copies + rounding,
+        lasting=3 * parameters / shards + copied * copies + rounding,
         held=held + max(0.0, unsaved),
         held_least=held + min(0.0, unsaved),
         single=max(of[1] for of in whole.values()),
-        gradients=parameters / (1 if adds_up else layout.shards) + rounding,
+        gradients=parameters / (1 if adds_up else shards) + rounding,
         action=max(of[2] for of in whole.values())
         + copied * (added + (unit if zero else 0))
         + alone_bare,
@@ -200,17 +228,20 @@ def _holding(
 @lru_cache(maxsize=4096)
 def _states(
     name: Name, pp: int, stages_per_rank: int, num_microbatches: int
-) -> tuple[tuple[list[int], np.ndarray, np.ndarray], ...]:
-    """Of each rank its stages, and before and after each action, of each of these stages: its
-    microbatches alive, whether one layer more is, whether it has gradients, whether it acts. Then
-    those before backwards up to the first of the last microbatch, after which gradients shrink."""
+) -> tuple[tuple[tuple[tuple[bool, bool], ...], np.ndarray, np.ndarray], ...]:
+    """Of ranks whose stages are alike (whether each is first, and last), before and after each
+    action, of each of these stages: its microbatches alive, whether one layer more is, whether it
+    has gradients, whether it acts. Then those before backwards up to the first of the last
+    microbatch, after which gradients shrink."""
     some = num_microbatches if name == "looped_bfs" else min(num_microbatches, 4 * pp)
-    found = []
+    final = pp * stages_per_rank - 1
+    found: dict[tuple[tuple[bool, bool], ...], tuple[set[State], set[State]]] = {}
     nothing, ones = (0,) * stages_per_rank, np.eye(stages_per_rank, dtype=int).tolist()
     for rank, row in enumerate(schedule.table(name, pp, stages_per_rank, some)):
-        stages = [s for s in range(pp * stages_per_rank) if rank_of(name, s, pp) == rank]
-        alive, reduced = list(nothing), list(nothing)
-        states, early, over = set[tuple[int, ...]](), set[tuple[int, ...]](), False
+        stages = [s for s in range(final + 1) if rank_of(name, s, pp) == rank]
+        ends = tuple((stage == 0, stage == final) for stage in stages)
+        states, early = found.setdefault(ends, (set(), set()))
+        alive, reduced, over = list(nothing), list(nothing), False
         for kind, stage, microbatch in row:
             at = stages.index(stage)
             alive[at] += kind == "F"
@@ -222,35 +253,59 @@ def _states(
                 alive[at] -= 1
                 reduced[at] = 1
                 states.add((*alive, *ones[at], *reduced, *ones[at]))
-        found.append((stages, np.asarray([*states]), np.asarray([*early])))
-    return tuple(found)
-
-
-def _cut(layout: Layout) -> Layout:
-    """A device, or its tp group, and one microbatch."""
-    return Layout(
-        tp=layout.tp,
-        sequence_parallel=layout.sequence_parallel,
-        microbatch_size=layout.microbatch_size,
+    return tuple(
+        (ends, np.asarray([*states]), np.asarray([*early]))
+        for ends, (states, early) in found.items()
     )
 
 
+def _words(layers: int, again: Again) -> tuple[Recompute, ...]:
+    """As ``Layout.recomputed``."""
+    word, some = again
+    count = min(layers, some or layers)
+    return (word,) * count + ("none",) * (layers - count)
+
+
+@lru_cache(maxsize=4096)
+def _cut(tp: int, sequence_parallel: bool, microbatch_size: int) -> Layout:
+    """A device, or its tp group, and one microbatch."""
+    return Layout(tp=tp, sequence_parallel=sequence_parallel, microbatch_size=microbatch_size)
+
+
+def _cut_of(layout: Layout) -> Layout:
+    return _cut(layout.tp, layout.sequence_parallel, layout.microbatch_size)
+
+
 def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
-    cut = _cut(layout)
+    kind = (layout.pp, layout.stages_per_rank, layout.schedule in V_SHAPED)
+    again = (layout.recompute, layout.recompute_layers)
+    return _ranks_of(model, seq_len, _cut_of(layout), kind, again, prices)
+
+
+@lru_cache(maxsize=65536)
+def _ranks_of(
+    model: LanguageModel,
+    seq_len: int,
+    cut: Layout,
+    kind: tuple[int, int, bool],
+    again: Again,
+    prices: Prices,
+) -> Ranks:
+    """Of pipelines of a ``kind``: ranks, stages of each, whether in a V."""
+    pp, stages, v_shaped = kind
 
     def one_layer(word: Recompute = "none", first: bool = False, last: bool = False) -> Work:
         return _work(StageKind(model, seq_len, 1, first, last, (word,), cut, False), prices)
 
     layers = Work()
-    words = layout.recomputed(model.layers // layout.num_stages)
-    for word, count in Counter(words).items():
-        layers = layers.plus(one_layer(word), count * layout.stages_per_rank)
-    if layout.pp == 1:  # both ends hold one weight
+    for word, count in Counter(_words(model.layers // (pp * stages), again)).items():
+        layers = layers.plus(one_layer(word), count * stages)
+    if pp == 1:  # both ends hold one weight
         whole = layers.plus(one_layer(first=True, last=True)).plus(one_layer(), -1)
         return Ranks(layers, whole, whole)
     first = layers.plus(one_layer(first=True)).plus(one_layer(), -1)
     head = one_layer(last=True).plus(one_layer(), -1)
-    if layout.schedule in V_SHAPED:
+    if v_shaped:
         return Ranks(layers, first.plus(head), layers)
     return Ranks(layers, first, layers.plus(head))
 

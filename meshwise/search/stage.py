@@ -29,7 +29,15 @@ from meshwise.search.simulate import (
     action_memory,
     run_program,
 )
-from meshwise.spec import Block, Collective, Elementwise, LanguageModel, Layout
+from meshwise.spec import (
+    TIERS,
+    Block,
+    Collective,
+    Elementwise,
+    LanguageModel,
+    Layout,
+    PriceTier,
+)
 from meshwise.spec.layout import SPLIT, Recompute, rank_of
 from meshwise.spec.op import Direction, Dtype
 
@@ -53,13 +61,15 @@ class StageKind(NamedTuple):
 
 class StageCost(NamedTuple):
     """``actions``: by kind, of the first, a middle and the last microbatch, or as many as there
-    are. ``unit_bytes``: the largest unit's gathered weights and gradients on their way."""
+    are. ``unit_bytes``: the largest unit's gathered weights and gradients on their way. ``tier``:
+    the lowest of its prices."""
 
     actions: dict[Kind, tuple[tuple[Spent, Live], ...]]
     optimizer: Spent
     resident: dict[str, int]
     unit_bytes: float
     notes: tuple[str, ...]
+    tier: PriceTier = TIERS[0]
 
 
 def views(layout: Layout) -> list[Layout]:
@@ -106,7 +116,7 @@ def graph_of(kind: StageKind, dtype: Dtype) -> Graph:
 @lru_cache(maxsize=8192)
 def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     """Seconds and bytes of the actions of a stage."""
-    prices.notes.clear()
+    prices.begin()
     program = _program(kind, prices)
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, prices.costs.dtype)
     one_stream = prices.costs.cluster.device.kind == "cpu"
@@ -144,6 +154,7 @@ def _cost(
         resident=program.resident_bytes,
         unit_bytes=_one_unit(program),
         notes=tuple(prices.notes),
+        tier=prices.tier,
     )
 
 
