@@ -5,7 +5,7 @@ from functools import lru_cache
 import msgspec
 
 from meshwise.models import families, wide_resnet
-from meshwise.models.apply import Program, Span, apply
+from meshwise.models.apply import Loop, Program, Span, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.graph import Graph
@@ -15,6 +15,7 @@ from meshwise.spec.layout import Recompute
 
 __all__ = [
     "Graph",
+    "Loop",
     "Program",
     "Span",
     "Task",
@@ -40,7 +41,7 @@ def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[
     return (rows, seq_len, model.hidden)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def graph(
     model: LanguageModel,
     batch: int,

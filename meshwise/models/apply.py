@@ -11,7 +11,7 @@ The backward of a pipeline stage may be split into I, all but the weights' gradi
 FSDP2's hooks know nothing of that: all weights are gathered before I, freed and reduced after W.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -35,6 +35,17 @@ class Span(NamedTuple):
     stop: int
 
 
+class Loop(NamedTuple):
+    """``tasks[start:stop]``, of one layer, stand for those of ``times`` equal layers in a row. Each
+    finds as ``here`` the gathered weights that the one before it left as ``there``."""
+
+    start: int
+    stop: int
+    times: int
+    here: str
+    there: str
+
+
 class Program(NamedTuple):
     """A rank's training step, in the order in which the host issues it.
 
@@ -47,13 +58,22 @@ class Program(NamedTuple):
     resident_bytes: dict[str, int]
     kept: frozenset[str]
     actions: tuple[Span, ...] = ()
+    loops: tuple[Loop, ...] = ()
 
 
-def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> Program:
+def apply(
+    graph: Graph,
+    layout: Layout,
+    dtype: str,
+    *,
+    split: bool = False,
+    times: Mapping[int, int] | None = None,
+) -> Program:
     """The program of one rank; ``graph`` is one microbatch of one dp rank, with backward.
 
     Of a stage, ``layout`` is that within its pipeline rank (``Layout.of_rank``). ``actions`` cover
-    all tasks but the optimizer's; ``split`` makes two of each backward.
+    all tasks but the optimizer's; ``split`` makes two of each backward. ``times``: layers, by
+    index, that stand for so many; they have equal neighbours on both sides.
     """
     sharded = shard(graph, layout.tp, layout.sequence_parallel)
     members = _members(sharded)
@@ -61,8 +81,17 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
     kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
     runs = {kind: _runs_of_units(graph, sharded, kind) for kind in kinds}
     received = _received(runs)
+    repeated = {f"layers.{index}": count for index, count in (times or {}).items()}
     tasks: list[Task] = []
     actions: list[Span] = []
+    loops: list[Loop] = []
+
+    def loop(start: int, unit: str, following: str | None = None) -> None:
+        """Note that what was added since ``start`` is of a layer that stands for several."""
+        if unit in repeated:
+            names = (data.gathered(unit), data.gathered(following or unit))
+            loops.append(Loop(start, len(tasks), repeated[unit], *names))
+
     buffers: dict[str, Buffer] = {}
     for microbatch in range(layout.num_microbatches):
         last = microbatch + 1 == layout.num_microbatches
@@ -71,30 +100,38 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
         for kind, groups in runs.items():
             start = len(tasks)
             data.begin(kind, microbatch)
-            if kind == "I":
-                tasks += data.before_all(unit for unit, _ in groups)
+            for unit, _ in groups if kind == "I" else ():
+                at = len(tasks)
+                tasks += data.before(unit, None)
+                loop(at, unit)
             due = _due(kind, groups)
             for index, (unit, group) in enumerate(groups):
+                begin = len(tasks)
                 following = groups[index + 1][0] if index + 1 < len(groups) else None
                 if kind in ("F", "B"):
                     tasks += data.before(unit, following)
                 weights = data.weights(unit)
-                for task in group:
-                    reads = (*[renamed[name] for name in task.reads], *weights)
-                    writes = tuple([renamed[name] for name in task.writes])
-                    tasks.append(task._replace(reads=reads, writes=writes))
+                for name, op, stream, part, phase, reads, writes in group:
+                    reads = (*[renamed[x] for x in reads], *weights)
+                    writes = tuple([renamed[x] for x in writes])
+                    tasks.append(Task(name, op, stream, part, phase, reads, writes))
                 for done in due.get(index, ()):
+                    at = len(tasks)
                     gradients = {name: renamed[graph.gradients[name]] for name in members[done]}
                     tasks += data.after(done, gradients, last)
+                    if done != unit:
+                        loop(at, done)
+                loop(begin, unit, following)
             arrived = tuple([renamed[name] for name in received[kind]])
             tasks[start] = tasks[start]._replace(writes=(*tasks[start].writes, *arrived))
             tasks[-1] = tasks[-1]._replace(reads=(*tasks[-1].reads, *arrived))
             actions.append(Span(kind, microbatch, start, len(tasks)))
-    local = sum(data.shard_elements.values())
+    local = sum(size * repeated.get(unit, 1) for unit, size in data.shard_elements.items())
     tasks += [_optimizer_task(node, local) for node in graph.nodes if node.phase == "optimizer"]
     resident = {"parameters": 4 * local, "optimizer state": 8 * local}
     everything = buffers | data.buffers
-    return Program(tuple(tasks), everything, resident, frozenset(data.kept), tuple(actions))
+    kept = frozenset(data.kept)
+    return Program(tuple(tasks), everything, resident, kept, tuple(actions), tuple(loops))
 
 
 def _optimizer_task(node: Node, num_elements: int) -> Task:
@@ -203,12 +240,9 @@ class _DataParallel:
             tasks += self._gather(following, after=self.weights(unit))
         return tasks
 
-    def before_all(self, units: Iterable[str]) -> list[Task]:
-        return [task for unit in units for task in self.before(unit, None)]
-
     def _gather(self, unit: str, after: tuple[str, ...] = ()) -> list[Task]:
         """Start the all-gather of a unit, unless its weights are there or on their way."""
-        flat = self._gathered(unit)
+        flat = self.gathered(unit)
         if not self.sharded or unit in self.current or flat in self.buffers:
             return []
         size = self._padded(unit) * BYTES[self.dtype]
@@ -220,7 +254,8 @@ class _DataParallel:
         """Elements of a unit as its ranks send them."""
         return self.shard_elements[unit] * self.layout.shards
 
-    def _gathered(self, unit: str) -> str:
+    def gathered(self, unit: str) -> str:
+        """The buffer that a unit's weights arrive in."""
         return f"gathered.{unit}.{self.era}"
 
     def _unpack(self, unit: str) -> list[Task]:
@@ -232,7 +267,7 @@ class _DataParallel:
         self.current[unit] = full
         reads: tuple[str, ...] = ()
         if self.sharded:
-            op, reads = elementwise("copy", size, size, "forward"), (self._gathered(unit),)
+            op, reads = elementwise("copy", size, size, "forward"), (self.gathered(unit),)
         else:
             op = elementwise("cast", 4 * self.elements[unit], size, "forward")
         return [Task(f"{unit}.unpack", op, "compute", "dp", self.era, reads, (full,))]

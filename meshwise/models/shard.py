@@ -66,7 +66,7 @@ class Sharded(NamedTuple):
     partial: frozenset[str]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def shard(graph: Graph, tp: int, sequence_parallel: bool) -> Sharded:
     """One tp rank's share of ``graph``."""
     placements = _Placements(graph, tp, sequence_parallel)

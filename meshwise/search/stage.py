@@ -12,7 +12,8 @@ what it did in forward.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -41,6 +42,7 @@ from meshwise.spec import (
 from meshwise.spec.layout import SPLIT, Recompute, rank_of
 from meshwise.spec.op import Direction, Dtype
 
+_MOST = 8192  # stages whose costs are kept
 UNTIMED = Spent(0.0, {}, {}, 0.0, 0.0)
 PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -113,7 +115,10 @@ def graph_of(kind: StageKind, dtype: Dtype) -> Graph:
     )
 
 
-@lru_cache(maxsize=8192)
+_priced: dict[tuple[StageKind, Prices], StageCost] = {}
+
+
+@lru_cache(maxsize=_MOST)
 def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     """Seconds and bytes of the actions of a stage."""
     prices.begin()
@@ -121,19 +126,33 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, prices.costs.dtype)
     one_stream = prices.costs.cluster.device.kind == "cpu"
     times, optimizer = run_program(program, _charges(prices, blocks), one_stream)
-    return _cost(kind, prices, program, times, optimizer)
+    if len(_priced) >= _MOST:
+        _priced.clear()
+    found = _priced[kind, prices] = _cost(kind, prices, program, times, optimizer)
+    return found
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=_MOST)
 def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
-    """The same without its seconds, which nothing need have a price for."""
+    """The same, if need be without its seconds, which nothing need have a price for."""
+    if (kind, prices) in _priced:
+        return _priced[kind, prices]
     program = _program(kind, prices)
     return _cost(kind, prices, program, [UNTIMED] * len(program.actions), UNTIMED)
 
 
 def _program(kind: StageKind, prices: Prices) -> Program:
-    dtype = prices.costs.dtype
-    return apply(graph_of(kind, dtype), kind.layout, dtype, split=kind.split)
+    """Of the stage with at most three equal layers in a row: one stands for all between the first
+    and the last."""
+    dtype, short, times = prices.costs.dtype, list[Recompute](), dict[int, int]()
+    for word, run in groupby(kind.recompute or ("none",) * kind.layers):
+        count = len(list(run))
+        if count > 3:
+            times[len(short) + 1] = count - 2
+        short += [word] * min(count, 3)
+    words = tuple(short) if kind.recompute else ()
+    graph = graph_of(kind._replace(layers=len(short), recompute=words), dtype)
+    return apply(graph, kind.layout, dtype, split=kind.split, times=times)
 
 
 def _cost(
@@ -245,13 +264,16 @@ def _sizes(program: Program, ratio: dict[str, float], compiled: bool) -> Callabl
     What backward reads of a block's forward pass: the measured ratio. In compiled code, what one
     elementwise operation hands to the next is never written: nothing.
     """
-    writers = {name: task for task in program.tasks for name in task.writes}
-    readers: dict[str, list[Task]] = {}
-    for task in program.tasks:
+    stop = max([span.stop for span in program.actions if span.microbatch == 0])
+    writers, readers = dict[str, Task](), dict[str, list[Task]]()
+    for task in program.tasks[:stop]:
+        for name in task.writes:
+            writers[name] = task
         for name in task.reads:
             readers.setdefault(name, []).append(task)
 
-    def scale(name: str) -> float:
+    @cache
+    def of_first(name: str) -> float:
         writer, used = writers[name], readers.get(name, [])
         if writer.part not in PARTS:
             return 1.0
@@ -264,5 +286,10 @@ def _sizes(program: Program, ratio: dict[str, float], compiled: bool) -> Callabl
             (task.part, task.phase) == place and isinstance(task.op, Elementwise) for task in used
         )
         return 0.0 if used and within else 1.0
+
+    def scale(name: str) -> float:
+        """What all microbatches share, data parallelism makes, and counts as it is."""
+        base, of_microbatch, _ = name.partition("#")
+        return of_first(f"{base}#0") if of_microbatch else 1.0
 
     return scale
