@@ -88,7 +88,7 @@ def apply(
 
     def loop(start: int, unit: str, following: str | None = None) -> None:
         """Note that what was added since ``start`` is of a layer that stands for several."""
-        if unit in repeated:
+        if unit in repeated and start < len(tasks):
             names = (data.gathered(unit), data.gathered(following or unit))
             loops.append(Loop(start, len(tasks), repeated[unit], *names))
 

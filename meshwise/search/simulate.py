@@ -113,7 +113,8 @@ def run_program(
                 step(task, turn, wrong)
             if loop.there in written:
                 written[loop.here] = written[loop.there]
-            clocks = (free["dp"], own_traffic_ends, written.get(loop.here, 0.0))
+            arrived_s = written.get(loop.there, free["compute"])
+            clocks = (free["dp"], own_traffic_ends, arrived_s)
             after = tuple([clock - free["compute"] for clock in clocks]) if sends else ()
             took_s, left = free["compute"] - began_s, left - 1
             alike = not sends or all(
@@ -125,9 +126,10 @@ def run_program(
                 free["compute"] += (turns - 1) * took_s
             if alike and sends:
                 traffic_s += (turns - 1) * (traffic_s - sent_s)
-                free["dp"], own_traffic_ends, written[loop.here] = (
+                free["dp"], own_traffic_ends, arrived_s = (
                     free["compute"] + clock for clock in after
                 )
+                written[loop.here] = written[loop.there] = arrived_s
             for amounts, more in ((parts, turn), (errors, wrong)):
                 for name, amount in more.items():
                     add(amounts, name, turns * amount)

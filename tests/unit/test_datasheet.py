@@ -99,7 +99,8 @@ def test_collectives_grow_with_bytes_and_hosts(kind, power, ranks, stride):
     there = shipped("h100-hgx", 64)
     op = Collective(kind=kind, size_bytes=2**power, group_size=ranks, group_stride=stride)
     more = msgspec.structs.replace(op, size_bytes=2 ** (power + 1))
-    assert time_s(there, op) < time_s(there, more) <= 2 * time_s(there, op)
+    assert time_s(there, op) <= time_s(there, more) <= 2 * time_s(there, op)
+    assert power < 20 or time_s(there, op) < time_s(there, more)
     apart = msgspec.structs.replace(op, group_stride=8)
     assert time_s(there, op) <= time_s(there, apart) * (1 + 1e-9)
 
