@@ -190,7 +190,9 @@ def test_any_number_of_hosts(name):
 def test_hosts_need_something_between_them():
     host = shipped("h100-hgx")
     bare = msgspec.structs.replace(host, name="mine", tiers=host.tiers[:1])
-    with pytest.raises(ValueError, match="hosts = 2: cluster 'mine' says nothing of what lies be"):
+    with pytest.raises(
+        ValueError, match="hosts = 2: cluster 'mine' says nothing of the links betw"
+    ):
         on_hosts(bare, 2)
     assert on_hosts(bare, 2, host).tiers == host.tiers
     assert on_hosts(bare, 1) == bare

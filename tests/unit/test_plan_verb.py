@@ -101,7 +101,7 @@ def test_data_sheets_beside_costs_are_said(caplog):
         ),
         ({"cluster": "h100"}, "h100 does not exist; `meshwise detect` writes it"),
         ({"cluster": "h100-hgx", "hosts": 0}, "hosts = 0: must be >= 1"),
-        ({"cluster": "h100-hgx", "hosts": 2**30}, "num_hosts = 1073741824: must be <= 1048576"),
+        ({"cluster": "h100-hgx", "hosts": 2**30}, "num_devices = 8589934592: must be <= 1048576"),
         ({"cluster": "h100-hgx", "gpus": 16}, r"gpus = 16: .* has 8 devices; .*more hosts \(--ho"),
         ({"cluster": "h100-hgx", "measured_only": True}, "measured_only: nothing was measured of"),
         ({"cluster": "h200-hgx", "costs": "c.json"}, "device.name is NVIDIA H200, but the costs"),
