@@ -106,7 +106,8 @@ def run_program(
         nonlocal traffic_s, own_traffic_ends
         tasks = program.tasks[loop.start : loop.stop]
         sends = not one_stream and any(task.stream == "dp" for task in tasks)
-        left, before = loop.times, (math.inf,)
+        left = loop.times
+        before: tuple[float, ...] = (math.inf,)
         while left:
             turn, wrong, began_s, sent_s = Amounts(), Amounts(), free["compute"], traffic_s
             for task in tasks:
@@ -190,22 +191,22 @@ def _walk(
     for start, stop in spans:
         changes: list[tuple[str, float]] = []
         highest, worst, total = 0.0, 0, 0.0
-        for index in _turns(start, stop, loops):
-            if isinstance(index, Loop):  # its turns but the first and the last
-                inside = range(index.start, index.stop)
-                many = index.times - 2
+        for turn in _turns(start, stop, loops):
+            if isinstance(turn, Loop):  # its turns but the first and the last
+                inside = range(turn.start, turn.stop)
+                many = turn.times - 2
                 more = [(r, many * x) for i in inside for r, x in (*born[i], *gone[i])]
                 changes += more
                 total += sum([size for _, size in more])
                 continue
-            for change in born[index]:
-                total += change[1]
-            changes += born[index]
+            for _, size in born[turn]:
+                total += size
+            changes += born[turn]
             if total > highest:
                 highest, worst = total, len(changes)
-            for change in gone[index]:
-                total += change[1]
-            changes += gone[index]
+            for _, size in gone[turn]:
+                total += size
+            changes += gone[turn]
         before = {role: size for role, size in live.items() if role != WEIGHTS}
         best = dict(live)
         for at, (role, size) in enumerate(changes):
