@@ -263,7 +263,7 @@ def _words(layers: int, again: Again) -> tuple[Recompute, ...]:
     """As ``Layout.recomputed``."""
     word, some = again
     count = min(layers, some or layers)
-    return (word,) * count + ("none",) * (layers - count)
+    return tuple(word if layer < count else "none" for layer in range(layers))
 
 
 @lru_cache(maxsize=4096)

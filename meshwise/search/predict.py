@@ -155,8 +155,8 @@ def _stream_bytes(
 def _exchanged(model: LanguageModel, layout: Layout, costs: Costs) -> Collective | None:
     """The gradient of a tied embedding, float32, that the first and the last stage exchange."""
     size_bytes = _exchanged_bytes(model, layout)
-    ends = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
-    return _between(layout, costs, *ends, size_bytes) if size_bytes else None
+    here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
+    return _between(layout, costs, here, there, size_bytes) if size_bytes else None
 
 
 def _exchanged_bytes(model: LanguageModel, layout: Layout) -> int:

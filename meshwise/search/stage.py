@@ -145,7 +145,9 @@ def _program(kind: StageKind, prices: Prices) -> Program:
     """Of the stage with at most three equal layers in a row: one stands for all between the first
     and the last."""
     dtype, short, times = prices.costs.dtype, list[Recompute](), dict[int, int]()
-    for word, run in groupby(kind.recompute or ("none",) * kind.layers):
+    none: Recompute = "none"
+    every = kind.recompute or (none,) * kind.layers
+    for word, run in groupby(every):
         count = len(list(run))
         if count > 3:
             times[len(short) + 1] = count - 2

@@ -118,8 +118,8 @@ def follow(
         raise ValueError(f"no operation {node!r} in {plan.model.name}; did you mean {near[0]}?")
     if plan.prediction and plan.prediction.tier == "datasheet" and not plan.runs:
         return search.explain(plan, unmeasured(plan.cluster), node)
-    known = msgspec.structs.replace(files.take(costs, Costs), cluster=plan.cluster)
-    return search.explain(plan, known, node)
+    prices = msgspec.structs.replace(files.take(costs, Costs), cluster=plan.cluster)
+    return search.explain(plan, prices, node)
 
 
 def followed(tasks: "tuple[Explained, ...]") -> Table:
