@@ -513,7 +513,7 @@ class TestCalibrateAndPlan:
         for layout in (text, "layout.json"):
             plan = meshwise.plan(layout=layout, global_batch_size=8, seq_len=64)
             assert plan.layout == spec.Layout(dp=2, zero=3, num_microbatches=4)
-        with pytest.raises(ValueError, match="layout: .*unknown field `pq`"):
+        with pytest.raises(ValueError, match=r"layout: .*unknown field `pq`"):
             meshwise.plan(layout='{"pq": 2}')
 
 
