@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from meshwise.models import families, wide_resnet
-from meshwise.models.apply import Program, Span, apply
+from meshwise.models.apply import Loop, Program, Span, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.graph import Graph
@@ -22,6 +22,7 @@ from meshwise.spec.layout import Recompute
 
 __all__ = [
     "Graph",
+    "Loop",
     "Program",
     "Span",
     "Task",
@@ -47,7 +48,7 @@ def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[
     return (rows, seq_len, model.hidden)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def graph(
     model: LanguageModel,
     batch: int,

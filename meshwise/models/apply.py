@@ -12,7 +12,7 @@ The backward of a pipeline stage may be split into I, all but the weights' gradi
 FSDP2's hooks know nothing of that: all weights are gathered before I, freed and reduced after W.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -37,6 +37,17 @@ class Span(NamedTuple):
     stop: int
 
 
+class Loop(NamedTuple):
+    """``tasks[start:stop]``, of one layer, stand for those of ``times`` equal layers in a row. Each
+    finds as ``here`` the gathered weights that the one before it left as ``there``."""
+
+    start: int
+    stop: int
+    times: int
+    here: str
+    there: str
+
+
 class Program(NamedTuple):
     """A rank's training step, in the order in which the host issues it.
 
@@ -50,14 +61,23 @@ class Program(NamedTuple):
     resident_bytes: dict[str, int]
     kept: frozenset[str]
     actions: tuple[Span, ...] = ()
+    loops: tuple[Loop, ...] = ()
     gathered: int = 0
 
 
-def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> Program:
+def apply(
+    graph: Graph,
+    layout: Layout,
+    dtype: str,
+    *,
+    split: bool = False,
+    times: Mapping[int, int] | None = None,
+) -> Program:
     """The program of one rank; ``graph`` is one microbatch of one dp rank, with backward.
 
     Of a stage, ``layout`` is that within its pipeline rank (``Layout.of_rank``). ``actions`` cover
-    all tasks but the optimizer's; ``split`` makes two of each backward.
+    all tasks but the optimizer's; ``split`` makes two of each backward. ``times``: layers, by
+    index, that stand for so many; they have equal neighbours on both sides.
     """
     sharded = shard(graph, layout)
     members = _members(sharded)
@@ -65,8 +85,18 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
     kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
     runs = {kind: _runs_of_units(graph, sharded, kind) for kind in kinds}
     received = _received(runs)
+    repeated = {f"layers.{index}": count for index, count in (times or {}).items()}
     tasks: list[Task] = []
     actions: list[Span] = []
+    loops: list[Loop] = []
+
+    def loop(start: int, unit: str, following: str | None = None) -> None:
+        """Note that what was added since ``start`` is of a layer that stands for several."""
+        layer = _layer_of(unit)
+        if layer in repeated and start < len(tasks):
+            names = (data.gathered(layer), data.gathered(following or layer))
+            loops.append(Loop(start, len(tasks), repeated[layer], *names))
+
     buffers: dict[str, Buffer] = {}
     for microbatch in range(layout.num_microbatches):
         last = microbatch + 1 == layout.num_microbatches
@@ -75,32 +105,50 @@ def apply(graph: Graph, layout: Layout, dtype: str, *, split: bool = False) -> P
         for kind, groups in runs.items():
             start = len(tasks)
             data.begin(kind, microbatch)
-            if kind == "I":
-                tasks += data.before_all(unit for unit, _ in groups)
+            for unit, _ in groups if kind == "I" else ():
+                at = len(tasks)
+                tasks += data.before(unit, None)
+                loop(at, unit)
             due = _due(kind, groups)
             for index, (unit, group) in enumerate(groups):
+                if index == 0 or _layer_of(groups[index - 1][0]) != _layer_of(unit):
+                    begin = len(tasks)
                 following = groups[index + 1][0] if index + 1 < len(groups) else None
                 if kind in ("F", "B"):
                     tasks += data.before(unit, following)
                 weights = data.weights(unit)
-                for task in group:
-                    reads = (*[renamed[name] for name in task.reads], *weights)
-                    writes = tuple([renamed[name] for name in task.writes])
-                    tasks.append(task._replace(reads=reads, writes=writes))
+                for name, op, stream, part, phase, reads, writes in group:
+                    reads = (*[renamed[x] for x in reads], *weights)
+                    writes = tuple([renamed[x] for x in writes])
+                    tasks.append(Task(name, op, stream, part, phase, reads, writes))
                 for done in due.get(index, ()):
+                    at = len(tasks)
                     gradients = {name: renamed[graph.gradients[name]] for name in members[done]}
                     tasks += data.after(done, gradients, last)
+                    if _layer_of(done) != _layer_of(unit):
+                        loop(at, done)
+                if following is None or _layer_of(following) != _layer_of(unit):
+                    loop(begin, unit, following)
             arrived = tuple([renamed[name] for name in received[kind]])
             tasks[start] = tasks[start]._replace(writes=(*tasks[start].writes, *arrived))
             tasks[-1] = tasks[-1]._replace(reads=(*tasks[-1].reads, *arrived))
             actions.append(Span(kind, microbatch, start, len(tasks)))
-    local = sum(data.shard_elements.values())
+    times_of = {unit: repeated.get(_layer_of(unit), 1) for unit in members}
+    local = sum(data.shard_elements[unit] * count for unit, count in times_of.items())
     tasks += [_optimizer_task(node, local) for node in graph.nodes if node.phase == "optimizer"]
-    resident = {"parameters": 4 * local, "optimizer state": 8 * local}
-    everything, gathered = buffers | data.buffers, sum(map(data.padded, members))
     return Program(
-        tuple(tasks), everything, resident, frozenset(data.kept), tuple(actions), gathered
+        tasks=tuple(tasks),
+        buffers=buffers | data.buffers,
+        resident_bytes={"parameters": 4 * local, "optimizer state": 8 * local},
+        kept=frozenset(data.kept),
+        actions=tuple(actions),
+        loops=tuple(loops),
+        gathered=sum(data.padded(unit) * count for unit, count in times_of.items()),
     )
+
+
+def _layer_of(unit: str) -> str:
+    return unit.removesuffix(EXPERTS)
 
 
 def _optimizer_task(node: Node, num_elements: int) -> Task:
@@ -233,12 +281,9 @@ class _DataParallel:
             tasks += self._gather(following, after=self.weights(unit))
         return tasks
 
-    def before_all(self, units: Iterable[str]) -> list[Task]:
-        return [task for unit in units for task in self.before(unit, None)]
-
     def _gather(self, unit: str, after: tuple[str, ...] = ()) -> list[Task]:
         """Start the all-gather of a unit, unless its weights are there or on their way."""
-        flat = self._gathered(unit)
+        flat = self.gathered(unit)
         if not self.sharded or unit in self.current or flat in self.buffers:
             return []
         size = self.padded(unit) * BYTES[self.dtype]
@@ -250,7 +295,8 @@ class _DataParallel:
         """Elements of a unit as its ranks send them."""
         return self.shard_elements[unit] * self.groups[unit].shards
 
-    def _gathered(self, unit: str) -> str:
+    def gathered(self, unit: str) -> str:
+        """The buffer that a unit's weights arrive in."""
         return f"gathered.{unit}.{self.era}"
 
     def _unpack(self, unit: str) -> list[Task]:
@@ -262,7 +308,7 @@ class _DataParallel:
         self.current[unit] = full
         reads: tuple[str, ...] = ()
         if self.sharded:
-            op, reads = elementwise("copy", size, size, "forward"), (self._gathered(unit),)
+            op, reads = elementwise("copy", size, size, "forward"), (self.gathered(unit),)
         else:
             op = elementwise("cast", 4 * self.elements[unit], size, "forward")
         return [Task(f"{unit}.unpack", op, "compute", "dp", self.era, reads, (full,))]

@@ -79,7 +79,7 @@ def shard(graph: Graph, layout: Layout) -> Sharded:
     return _shard(graph, layout.tp, layout.sequence_parallel, layout.ep, sums)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _shard(
     graph: Graph, tp: int, sequence_parallel: bool, ep: int, sums: tuple[tuple[int, int], ...]
 ) -> Sharded:

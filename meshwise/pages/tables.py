@@ -185,7 +185,7 @@ def plan(chosen: Plan) -> list[Table]:
     best = Candidate(layout=chosen.layout, prediction=chosen.prediction)
     candidates = (best, *chosen.runners_up)
     legend = (*_last_row(candidates), LAYOUT_LEGEND, MFU_LEGEND)
-    ranked = _ranked(headline(chosen), candidates, legend)
+    ranked = _ranked(f"{headline(chosen)}{_tier(chosen)}", candidates, legend)
     return [
         ranked,
         *warnings(chosen.prediction.notes),
@@ -206,8 +206,9 @@ def warnings(notes: Sequence[str]) -> list[Table]:
         if key not in farthest or factor > farthest[key][0]:
             farthest[key] = factor, note
     rows = tuple((note,) for _, note in farthest.values())
-    more = ("measure more: meshwise measure profile --resume",)
-    return [Table("Warnings", ("",), rows, more)] if rows else []
+    more = "measure more: meshwise measure profile --resume"
+    of_prices = any("`meshwise run`" not in note for (note,) in rows)
+    return [Table("Warnings", ("",), rows, (more,) if of_prices else ())] if rows else []
 
 
 def layouts(plans: Sequence[Plan], legend: tuple[str, ...]) -> Table:
@@ -218,6 +219,23 @@ def layouts(plans: Sequence[Plan], legend: tuple[str, ...]) -> Table:
         if plan.prediction is not None
     ]
     return _ranked(headline(plans[0]), chosen, legend)
+
+
+_TIERS = {
+    "measured": "every price measured",
+    "interpolated": "prices measured or interpolated",
+    "extrapolated": "some prices extrapolated beyond what was measured",
+    "datasheet": "some prices from data sheets",
+}
+
+
+def _tier(chosen: Plan) -> str:
+    """What its prices rest on, the lowest tier of them."""
+    if chosen.prediction is None or chosen.prediction.tier is None:
+        return ""
+    if chosen.prediction.tier == "datasheet" and not chosen.runs:
+        return "; priced by data sheets, nothing was measured"
+    return f"; {_TIERS[chosen.prediction.tier]}"
 
 
 def headline(chosen: Plan) -> str:

@@ -46,7 +46,6 @@ from meshwise.spec import (
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
 
 _ROUNDING = 32  # bytes a layer: shards are rounded up
-Of = tuple[LayerKind, Recompute]  # a layer: its kind and what is recomputed
 
 
 class Work(NamedTuple):
@@ -81,6 +80,22 @@ class Holding(NamedTuple):
     backward: float
 
 
+State = tuple[int, ...]
+Of = tuple[LayerKind, Recompute]  # a layer: its kind and what backward computes again of it
+End = tuple[tuple[LayerKind, ...], bool, bool]  # a stage: its layers, whether first, whether last
+Again = tuple[Recompute, int | None]  # what backward computes again, in how many layers
+
+
+class Sharing(NamedTuple):
+    """What of a layout, besides its cut, decides what a stage holds."""
+
+    zero: int
+    shards: int
+    adds_up: bool  # gradients before they are reduced
+    alone: bool  # one device
+    split: bool
+
+
 class Ranks(NamedTuple):
     """Work of any pipeline rank's layers, and of the first and the last rank with their ends."""
 
@@ -100,8 +115,15 @@ def mathematics_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Pr
 def traffic_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter either."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
+    stages = _stages(model, layout.num_stages)
+    mine = [
+        kind
+        for stage, (kinds, _, _) in enumerate(stages)
+        if rank_of(layout.schedule, stage, layout.pp) == 0
+        for kind in kinds
+    ]
     gathers_s = reductions_s = 0.0
-    for kind, number in Counter(_kinds(model, layout, 0)).items():
+    for kind, number in Counter(mine).items():
         gather_s, reduce_s, root_gather_s, root_reduce_s = _traffic(
             model, seq_len, kind, inside, layout.pp == 1, prices
         )
@@ -141,18 +163,25 @@ def memory_between(
     model: LanguageModel, workload: Workload, layout: Layout, prices: Prices
 ) -> tuple[float, float]:
     """No prediction of ``layout`` needs less than the first, and none more than the second."""
-    count = layout.num_stages
-    ends = [
-        (layer_kinds(model, layers), stage == 0, stage == count - 1)
-        for stage, layers in enumerate(layout.stage_layers(model.layers))
-    ]
-    kinds = {of: _holding(model, workload.seq_len, layout, *of, prices) for of in set(ends)}
+    sharing = Sharing(
+        zero=layout.zero,
+        shards=layout.shards,
+        adds_up=layout.zero < 2 and layout.num_microbatches > 1,
+        alone=layout.num_devices == layout.pp,
+        split=layout.schedule in SPLIT,
+    )
+    again = (layout.recompute, layout.recompute_layers)
+    about = (model, workload.seq_len, _cut_of(layout), again, sharing)
     moving, exchanged = in_transit(model, workload, layout, prices.costs)
     lows, highs = [0.0], [0.0]
-    for stages, states, early in _states(
-        layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
+    for ends, states, early in _states(
+        layout.schedule,
+        layout.pp,
+        layout.stages_per_rank,
+        layout.num_microbatches,
+        _stages(model, layout.num_stages),
     ):
-        of = np.asarray([kinds[ends[stage]] for stage in stages])
+        of = np.asarray([_holding(*about, *end, prices) for end in ends])
         lasting, held, held_least, single, gradients, action, backward = of.T
         during = (states @ np.concatenate([held, single, gradients, action])).max()
         highs.append(lasting.sum() + max(during, gradients.sum() + exchanged))
@@ -163,10 +192,13 @@ def memory_between(
     return max(lows) + extra, max(highs) + extra
 
 
+@lru_cache(maxsize=65536)
 def _holding(
     model: LanguageModel,
     seq_len: int,
-    layout: Layout,
+    cut: Layout,
+    again: Again,
+    sharing: Sharing,
     kinds: tuple[LayerKind, ...],
     first: bool,
     last: bool,
@@ -174,8 +206,8 @@ def _holding(
 ) -> Holding:
     """Of a stage of layers of these kinds, with the model's first layer or last. FSDP2 gathers one
     unit ahead of its use."""
-    split, dtype, zero = layout.schedule in SPLIT, prices.costs.dtype, layout.zero
-    cut, layers = _cut(layout), list(zip(kinds, layout.recomputed(len(kinds)), strict=True))
+    zero, shards, adds_up, alone, split = sharing
+    dtype, layers = prices.costs.dtype, _layers(kinds, again)
 
     def some(of: Of, first: bool, last: bool, count: int = 1) -> tuple[float, ...]:
         """Parameters of so many layers with these ends, what they hold, and what actions add to
@@ -193,34 +225,32 @@ def _holding(
         least = live["I" if split else "B"].rise.get(ROLES["activation"], 0.0)
         return cost.resident["parameters"], held, max(rises) - copies, max(0.0, least)
 
+    def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
+        return _weights(model, kinds, first, last, cut.tp, cut.ep, shards if zero else 0)
+
     whole = {of: some(of, first, last) for of in set(layers)}
     pairs = {of: (some(of, False, False), some(of, False, False, 2)) for of in set(layers)}
     start, *others = layers
     parameters = whole[start][0] + sum(pairs[of][0][0] for of in others)
-
-    def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
-        axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "ep", "zero", "replicas")}
-        return _weights(model, kinds, first, last, Layout(**axes))
-
     here, gathered = weights(first, last, *kinds)
-    widest = max(weights(False, False, kind)[1] for kind in kinds)
+    widest = max(weights(False, False, kind)[1] for kind in set(kinds))
     root = (weights(first, last, kinds[0]) - weights(False, False, kinds[0]))[1]
-    copied = DTYPE_BYTES[dtype] / 4 * (layout.of_rank(0).num_devices > 1 or dtype != "fp32")
+    copied = DTYPE_BYTES[dtype] / 4 * (not alone or dtype != "fp32")
     copies = gathered if zero < 3 else root  # the root's stay until the backward
     added = 0 if zero < 3 else gathered if split else widest
-    adds_up = zero < 2 and layout.num_microbatches > 1
     unit = max(widest, root)
     bare = dtype == "fp32" and cut.num_devices == 1  # it needs no copies: to reduce
+    rounding = _ROUNDING * len(layers)
     further = {of: two[1] - alone[1] for of, (alone, two) in pairs.items()}
     held = whole[start][1] + sum(further[of] for of in others)
     # the first microbatch has its input in full, the others as much as is saved of it
     unsaved = further[start] - pairs[start][0][1]
     return Holding(
-        lasting=3 * here + copied * copies + _ROUNDING * len(layers),
+        lasting=3 * here + copied * copies + rounding,
         held=held + max(0.0, unsaved),
         held_least=held + min(0.0, unsaved),
         single=max(of[1] for of in whole.values()),
-        gradients=(parameters if adds_up else here) + _ROUNDING * len(layers),
+        gradients=(parameters if adds_up else here) + rounding,
         action=max(of[2] for of in whole.values())
         + copied * (added + (unit if zero else 0))
         + bare * unit,
@@ -230,34 +260,57 @@ def _holding(
 
 @lru_cache(maxsize=4096)
 def _weights(
-    model: LanguageModel, kinds: tuple[LayerKind, ...], first: bool, last: bool, layout: Layout
+    model: LanguageModel,
+    kinds: tuple[LayerKind, ...],
+    first: bool,
+    last: bool,
+    tp: int,
+    ep: int,
+    shards: int,
 ) -> np.ndarray:
     """Bytes of a stage's float32 parameters on one rank, and of those that it gathers to compute
-    with, padded as FSDP2 pads them."""
+    with, padded as FSDP2 pads them; of 0 shards each rank has its own."""
     if len(kinds) > 1:
-        found = _weights(model, kinds[:1], first, last, layout)
+        found = _weights(model, kinds[:1], first, last, tp, ep, shards)
         for kind, count in Counter(kinds[1:]).items():
-            found = found + count * _weights(model, (kind,), False, False, layout)
+            found = found + count * _weights(model, (kind,), False, False, tp, ep, shards)
         return found
     one = graph(model, 1, 1, "fp32", layers=kinds, first=first, last=last)
+    layout = Layout(dp=shards or ep, tp=tp, ep=ep, zero=3 if shards > 1 else 0)
     program = apply(one, layout, "fp32")
     return np.asarray([program.resident_bytes["parameters"], 4 * program.gathered])
 
 
 @lru_cache(maxsize=4096)
+def _stages(model: LanguageModel, count: int) -> tuple[End, ...]:
+    """Each of so many equal stages."""
+    size = model.layers // count
+    return tuple(
+        (
+            layer_kinds(model, range(size * stage, size * (stage + 1))),
+            stage == 0,
+            stage + 1 == count,
+        )
+        for stage in range(count)
+    )
+
+
+@lru_cache(maxsize=4096)
 def _states(
-    name: Name, pp: int, stages_per_rank: int, num_microbatches: int
-) -> tuple[tuple[list[int], np.ndarray, np.ndarray], ...]:
-    """Of each rank its stages, and before and after each action, of each of these stages: its
-    microbatches alive, whether one layer more is, whether it has gradients, whether it acts. Then
-    those before backwards up to the first of the last microbatch, after which gradients shrink."""
+    name: Name, pp: int, stages_per_rank: int, num_microbatches: int, every: tuple[End, ...]
+) -> tuple[tuple[tuple[End, ...], np.ndarray, np.ndarray], ...]:
+    """Of ranks whose stages are alike, of ``every`` stage, before and after each action, of each of
+    these stages: its microbatches alive, whether one layer more is, whether it has gradients,
+    whether it acts. Then those before backwards up to the first of the last microbatch, after which
+    gradients shrink."""
     some = num_microbatches if name == "looped_bfs" else min(num_microbatches, 4 * pp)
-    found = []
+    found: dict[tuple[End, ...], tuple[set[State], set[State]]] = {}
     nothing, ones = (0,) * stages_per_rank, np.eye(stages_per_rank, dtype=int).tolist()
     for rank, row in enumerate(schedule.table(name, pp, stages_per_rank, some)):
-        stages = [s for s in range(pp * stages_per_rank) if rank_of(name, s, pp) == rank]
-        alive, reduced = list(nothing), list(nothing)
-        states, early, over = set[tuple[int, ...]](), set[tuple[int, ...]](), False
+        stages = [s for s in range(len(every)) if rank_of(name, s, pp) == rank]
+        ends = tuple(every[stage] for stage in stages)
+        states, early = found.setdefault(ends, (set(), set()))
+        alive, reduced, over = list(nothing), list(nothing), False
         for kind, stage, microbatch in row:
             at = stages.index(stage)
             alive[at] += kind == "F"
@@ -269,59 +322,76 @@ def _states(
                 alive[at] -= 1
                 reduced[at] = 1
                 states.add((*alive, *ones[at], *reduced, *ones[at]))
-        found.append((stages, np.asarray([*states]), np.asarray([*early])))
-    return tuple(found)
-
-
-def _cut(layout: Layout) -> Layout:
-    """A device, or its tp group, and one microbatch; as many as hold all experts."""
-    return Layout(
-        dp=layout.ep,
-        ep=layout.ep,
-        tp=layout.tp,
-        sequence_parallel=layout.sequence_parallel,
-        microbatch_size=layout.microbatch_size,
+    return tuple(
+        (ends, np.asarray([*states]), np.asarray([*early]))
+        for ends, (states, early) in found.items()
     )
 
 
-def _kinds(model: LanguageModel, layout: Layout, pipeline_rank: int) -> list[LayerKind]:
-    """The kinds of a pipeline rank's layers."""
-    return [
-        kind
-        for stage, layers in enumerate(layout.stage_layers(model.layers))
-        if rank_of(layout.schedule, stage, layout.pp) == pipeline_rank
-        for kind in layer_kinds(model, layers)
-    ]
+def _layers(kinds: tuple[LayerKind, ...], again: Again) -> list[Of]:
+    """A stage's layers; what is recomputed as ``Layout.recomputed`` has it."""
+    word, some = again
+    count = min(len(kinds), some or len(kinds))
+    return [(kind, word if layer < count else "none") for layer, kind in enumerate(kinds)]
+
+
+@lru_cache(maxsize=4096)
+def _cut(tp: int, sequence_parallel: bool, microbatch_size: int, ep: int) -> Layout:
+    """A device, or its tp group, and one microbatch; as many of these as hold all experts."""
+    return Layout(
+        dp=ep, ep=ep, tp=tp, sequence_parallel=sequence_parallel, microbatch_size=microbatch_size
+    )
+
+
+def _cut_of(layout: Layout) -> Layout:
+    return _cut(layout.tp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
 
 
 def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
-    cut = _cut(layout)
+    kind = (layout.pp, layout.stages_per_rank, layout.schedule in V_SHAPED)
+    again = (layout.recompute, layout.recompute_layers)
+    return _ranks_of(model, seq_len, _cut_of(layout), kind, again, prices)
+
+
+@lru_cache(maxsize=65536)
+def _ranks_of(
+    model: LanguageModel,
+    seq_len: int,
+    cut: Layout,
+    kind: tuple[int, int, bool],
+    again: Again,
+    prices: Prices,
+) -> Ranks:
+    """Of pipelines of a ``kind``: ranks, stages of each, whether in a V."""
+    pp, count, v_shaped = kind
+    schedule: Name = "zbv" if v_shaped else "1f1b"  # any in a V, or in loops
 
     def one_layer(of: Of, first: bool = False, last: bool = False) -> Work:
-        kind, word = of
-        return _work(StageKind(model, seq_len, (kind,), first, last, (word,), cut, False), prices)
+        layer, word = of
+        return _work(StageKind(model, seq_len, (layer,), first, last, (word,), cut, False), prices)
 
-    def layers_of(rank: int) -> Work:
-        kinds = _kinds(model, layout, rank)
-        words = layout.recomputed(len(kinds) // layout.stages_per_rank) * layout.stages_per_rank
+    def end(kind: LayerKind, first: bool = False, last: bool = False) -> Work:
+        return one_layer((kind, "none"), first, last).plus(one_layer((kind, "none")), -1)
+
+    layers_of = [Counter[Of]() for _ in range(pp)]
+    for stage, (kinds, _, _) in enumerate(_stages(model, pp * count)):
+        layers_of[rank_of(schedule, stage, pp)].update(_layers(kinds, again))
+    works = {}
+    for counted in layers_of:
         work = Work()
-        for of, count in Counter(zip(kinds, words, strict=True)).items():
-            work = work.plus(one_layer(of), count)
-        return work
-
-    def end(layer: int, first: bool = False, last: bool = False) -> Work:
-        of: Of = layer_kinds(model)[layer], "none"
-        return one_layer(of, first, last).plus(one_layer(of), -1)
-
-    of_rank = [layers_of(rank) for rank in range(1 if model.experts is None else layout.pp)]
-    layers, begin = Work(*map(min, zip(*of_rank, strict=True))), of_rank[0]
-    if layout.pp == 1:  # both ends hold one weight
-        whole = begin.plus(end(0, first=True, last=True))
-        return Ranks(layers, whole, whole)
-    first, head = begin.plus(end(0, first=True)), end(-1, last=True)
-    if layout.schedule in V_SHAPED:
-        return Ranks(layers, first.plus(head), layers)
-    return Ranks(layers, first, of_rank[-1].plus(head))
+        for of, number in counted.items():
+            work = work.plus(one_layer(of), number)
+        works[tuple(counted.items())] = work
+    begin, finish = (works[tuple(layers_of[rank].items())] for rank in (0, -1))
+    least = Work(*map(min, zip(*works.values(), strict=True)))
+    kind_of = layer_kinds(model)
+    if pp == 1:  # both ends hold one weight
+        whole = begin.plus(end(kind_of[0], first=True, last=True))
+        return Ranks(least, whole, whole)
+    first, head = begin.plus(end(kind_of[0], first=True)), end(kind_of[-1], last=True)
+    if v_shaped:
+        return Ranks(least, first.plus(head), finish)
+    return Ranks(least, first, finish.plus(head))
 
 
 @lru_cache(maxsize=4096)

@@ -33,7 +33,7 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     if not isinstance(plan.model, LanguageModel):
         raise ValueError(f"model {plan.model.name!r}: layouts of images are not priced yet")
     kind, local = _find(plan, node, plan.model)
-    prices = Prices(costs)
+    prices = Prices(costs, datasheet=True)
     blocks = blocks_of(plan.model, plan.workload.seq_len, kind.layout, plan.dtype)
     factors = {key: prices.factor(block)[0] for key, block in blocks.items()}
     once = msgspec.structs.replace(kind.layout, num_microbatches=1)

@@ -5,15 +5,17 @@ sharpened, then the layout priced, until none that waits can be among the best. 
 fit waits again with more recomputed; of one that fits, more recomputation would only cost time.
 """
 
+import gc
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from heapq import heapify, heappop, heappush
 
 import msgspec
 
 from meshwise.models import weight_cuts
-from meshwise.prices import MEASURE, Prices, curve_key
+from meshwise.prices import Prices
 from meshwise.search import bound
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.simulate import Peak
@@ -33,21 +35,42 @@ from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the collector of cycles: a search makes millions of tuples and no cycle, and a fifth of
+    its time went to looking for one."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_uncollected()
 def find(
-    model: LanguageModel, workload: Workload, costs: Costs, *, num_devices: int, top: int = 10
+    model: LanguageModel,
+    workload: Workload,
+    costs: Costs,
+    *,
+    num_devices: int,
+    top: int = 10,
+    measured_only: bool = False,
 ) -> Plan:
     """The ``top`` fastest layouts on ``num_devices`` that fit, of all legal ones, and the fastest
-    pipeline if none is among them: users compare with it."""
+    pipeline if none is among them: users compare with it. What was not measured is priced by the
+    data sheet, or with ``measured_only`` an error."""
     cluster = costs.cluster
     if num_devices > cluster.num_devices:
         raise ValueError(
             f"gpus = {num_devices}: cluster {cluster.name!r} has {cluster.num_devices} devices; "
-            "plan for fewer, or describe and measure the larger cluster"
+            "plan for fewer, for more hosts (--hosts), or describe and measure the larger cluster"
         )
     layouts, removed = legal_layouts(model, workload, costs, num_devices)
     if not layouts:
         raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
-    prices = Prices(costs)
+    prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.device.memory_bytes - cluster.reserved_bytes
     ladders = [_ladder(layout, model) for layout in layouts]
     ranked, passed_over = _best_first(model, workload, prices, ladders, limit, top)
@@ -80,10 +103,18 @@ def _reasons(removed: Sequence[Removal]) -> str:
     return "; ".join(f"{removal.constraint} ({removal.count})" for removal in removed)
 
 
-def given(model: LanguageModel, workload: Workload, costs: Costs, layout: Layout) -> Plan:
+def given(
+    model: LanguageModel,
+    workload: Workload,
+    costs: Costs,
+    layout: Layout,
+    *,
+    measured_only: bool = False,
+) -> Plan:
     """The plan of one layout, whatever else there is; it may be uneven, and need not fit."""
     check(model, workload, layout)
-    prediction = predict(model, workload, layout, Prices(costs))
+    prices = Prices(costs, datasheet=not measured_only)
+    prediction = predict(model, workload, layout, prices)
     return _plan(model, workload, costs, Candidate(layout=layout, prediction=prediction))
 
 
@@ -168,9 +199,12 @@ def _unmeasured(
     model: LanguageModel, workload: Workload, layout: Layout, prices: Prices
 ) -> str | None:
     """What has to be measured before this pipeline can be priced."""
-    for op in moved(model, workload, layout, prices.costs):
-        if op and (key := curve_key(op, prices.costs.cluster)) not in prices.curves:
-            return f"no price for {key}; {MEASURE}"
+    try:
+        for op in moved(model, workload, layout, prices.costs):
+            if op:
+                prices.estimate(op)
+    except ValueError as missing:
+        return str(missing)
     return None
 
 

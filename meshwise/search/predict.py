@@ -12,9 +12,9 @@ ahead of, or behind, the order assumed here.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from meshwise.models import step_flops
 from meshwise.prices import Prices
@@ -26,10 +26,10 @@ from meshwise.search.stage import (
     kinds_of,
     stage_cost,
     stage_memory,
-    views,
 )
 from meshwise.spec import (
     DTYPE_BYTES,
+    TIERS,
     Cluster,
     Collective,
     Costs,
@@ -51,7 +51,7 @@ def predict(model: LanguageModel, workload: Workload, layout: Layout, prices: Pr
     """Predict a training step of ``workload`` under ``layout``."""
     costs = prices.costs
     stages = [stage_cost(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
-    prices.notes.clear()
+    prices.begin()
     hops = [_charge(op, TRANSFER, prices) for op in moved(model, workload, layout, costs)]
     exchange = _charge(_exchanged(model, layout, costs), EXCHANGE, prices)
     step = step_time(stages, _timetable(layout), hops, exchange)
@@ -80,7 +80,8 @@ def predict(model: LanguageModel, workload: Workload, layout: Layout, prices: Pr
         flops_per_device_per_s=rate,
         mfu=rate / peak_flops if peak_flops else None,
         stage_times=tuple(map(_of_microbatch, stages)) if layout.pp > 1 else (),
-        notes=(*_shared_cores(costs, layout), *notes, *_not_on_rank_0(rank)),
+        notes=(*_for_run(costs, layout), *notes, *_not_on_rank_0(rank)),
+        tier=max(prices.tier, *[stage.tier for stage in stages], key=TIERS.index),
     )
 
 
@@ -117,47 +118,62 @@ def in_transit(
 ) -> tuple[float, float]:
     """Bytes besides what stages count: the next input, already received, and a result not yet
     sent; at the end of the step the other gradient of a tied embedding."""
-    moving = [op.size_bytes for op in moved(model, workload, layout, costs) if op]
-    exchanged = _exchanged(model, layout, costs)
-    return 2 * max(moving, default=0), exchanged.size_bytes if exchanged else 0
+    sizes = _stream_bytes(model, workload, layout, costs)
+    moving = [max(sizes[a], sizes[b]) for a, b in pairwise(_ranks(layout)) if a != b]
+    return 2 * max(moving, default=0), _exchanged_bytes(model, layout)
 
 
 def moved(
     model: LanguageModel, workload: Workload, layout: Layout, costs: Costs
 ) -> list[Collective | None]:
     """What moves from each stage to the next; None within a rank, and behind the last stage."""
-    inside = views(layout)
-    sizes = [
-        view.microbatch_size * workload.seq_len // (view.tp if view.sequence_parallel else 1)
-        * model.hidden * DTYPE_BYTES[costs.dtype]
-        for view in inside
-    ]  # fmt: skip
-    ranks = [rank_of(layout.schedule, stage, layout.pp) for stage in range(layout.num_stages)]
+    sizes = _stream_bytes(model, workload, layout, costs)
     ops = [
-        _between(inside, costs, here, there, max(sizes[here], sizes[there]))
-        for here, there in pairwise(ranks)
+        _between(layout, costs, here, there, max(sizes[here], sizes[there]))
+        for here, there in pairwise(_ranks(layout))
     ]
     return [*ops, None]
 
 
+def _ranks(layout: Layout) -> list[int]:
+    """The pipeline rank of each stage."""
+    return [rank_of(layout.schedule, stage, layout.pp) for stage in range(layout.num_stages)]
+
+
+def _stream_bytes(
+    model: LanguageModel, workload: Workload, layout: Layout, costs: Costs
+) -> list[int]:
+    """Of a microbatch's activations on a device of each pipeline rank."""
+    meshes = layout.meshes or ((layout.dp, layout.tp),) * layout.pp
+    return [
+        layout.microbatch_rows // dp * workload.seq_len // (tp if layout.sequence_parallel else 1)
+        * model.hidden * DTYPE_BYTES[costs.dtype]
+        for dp, tp in meshes
+    ]  # fmt: skip
+
+
 def _exchanged(model: LanguageModel, layout: Layout, costs: Costs) -> Collective | None:
     """The gradient of a tied embedding, float32, that the first and the last stage exchange."""
-    if isinstance(model, Decoder) and not model.tied:
-        return None
-    inside = views(layout)
+    size_bytes = _exchanged_bytes(model, layout)
     here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
-    cuts = min(inside[rank].tp * inside[rank].shards for rank in (here, there))
-    return _between(inside, costs, here, there, 4 * model.vocab * model.hidden // cuts)
+    return _between(layout, costs, here, there, size_bytes) if size_bytes else None
+
+
+def _exchanged_bytes(model: LanguageModel, layout: Layout) -> int:
+    here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
+    if here == there or (isinstance(model, Decoder) and not model.tied):
+        return 0
+    inside = [layout.of_rank(rank) for rank in ((here, there) if layout.meshes else (here,))]
+    return 4 * model.vocab * model.hidden // min(view.tp * view.shards for view in inside)
 
 
 def _between(
-    inside: Sequence[Layout], costs: Costs, here: int, there: int, size_bytes: int
+    layout: Layout, costs: Costs, here: int, there: int, size_bytes: int
 ) -> Collective | None:
     """A tensor that each device of one pipeline rank sends to its like on another."""
     if here == there:
         return None
-    starts = [0, *accumulate(view.num_devices for view in inside)]
-    low, high = sorted((starts[here], starts[there]))
+    low, high = sorted(layout.devices_of(rank)[0] for rank in (here, there))
     return Collective(
         kind="send_recv",
         size_bytes=size_bytes,
@@ -203,8 +219,11 @@ def _parts(parts: Amounts, relative: float) -> tuple[Part, ...]:
     )
 
 
-def _shared_cores(costs: Costs, layout: Layout) -> tuple[str, ...]:
-    """On a CPU ranks share cores, so prices hold for as many ranks as were measured."""
+def _for_run(costs: Costs, layout: Layout) -> tuple[str, ...]:
+    """What running it meets: no trainer in fp16; on a CPU ranks share cores, so that prices hold
+    for as many ranks as were measured."""
+    if costs.dtype not in ("fp32", "bf16"):
+        return (f"`meshwise run` refuses this plan: it trains in fp32 or bf16, not {costs.dtype}",)
     if costs.cluster.device.kind != "cpu" or layout.num_devices == costs.world_size:
         return ()
     measured, wanted = costs.world_size, layout.num_devices

@@ -12,10 +12,11 @@ what they left, so a schedule can be walked without its tasks. Microbatches shar
 gathered weights: these count in full, not as a difference.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from meshwise.models import Program, Task
+from meshwise.models import Loop, Program, Task
 
 Amounts = dict[str, float]
 WAITING, COPIES = "data-parallel communication (exposed)", "data-parallel copies"
@@ -79,30 +80,78 @@ def run_program(
     """Seconds of each action, and of the optimizer, when the tasks run in their order."""
     free = {"compute": 0.0, "dp": 0.0}
     written: dict[str, float] = {}
+    loops = {loop.start: loop for loop in program.loops}
+    traffic_s = own_traffic_ends = 0.0
 
-    def run(tasks: Sequence[Task]) -> Spent:
+    def step(task: Task, parts: Amounts, errors: Amounts) -> None:
+        nonlocal traffic_s, own_traffic_ends
+        time_s, part, group, error_s = charge(task)
+        stream = "compute" if one_stream else task.stream
+        ready = max([written.get(name, 0.0) for name in task.reads], default=0.0)
+        start = max(free[stream], ready)
+        if stream == "compute":
+            add(parts, WAITING, start - free[stream])
+            add(parts, part, time_s)
+        else:
+            traffic_s += time_s
+            own_traffic_ends = max(own_traffic_ends, ready) + time_s
+        add(errors, group, error_s)
+        free[stream] = start + time_s
+        for name in task.writes:
+            written[name] = free[stream]
+
+    def repeat(loop: Loop, parts: Amounts, errors: Amounts) -> None:
+        """Turn after turn until one leaves the clocks as the one before; then all others at once,
+        since they would, too."""
+        nonlocal traffic_s, own_traffic_ends
+        tasks = program.tasks[loop.start : loop.stop]
+        sends = not one_stream and any(task.stream == "dp" for task in tasks)
+        left = loop.times
+        before: tuple[float, ...] = (math.inf,)
+        while left:
+            turn, wrong, began_s, sent_s = Amounts(), Amounts(), free["compute"], traffic_s
+            for task in tasks:
+                step(task, turn, wrong)
+            if loop.there in written:
+                written[loop.here] = written[loop.there]
+            arrived_s = written.get(loop.there, free["compute"])
+            clocks = (free["dp"], own_traffic_ends, arrived_s)
+            after = tuple([clock - free["compute"] for clock in clocks]) if sends else ()
+            took_s, left = free["compute"] - began_s, left - 1
+            alike = not sends or all(
+                abs(a - b) <= 1e-12 * took_s for a, b in zip(after, before, strict=False)
+            )
+            turns, before = 1, after
+            if alike:
+                turns, left = 1 + left, 0
+                free["compute"] += (turns - 1) * took_s
+            if alike and sends:
+                traffic_s += (turns - 1) * (traffic_s - sent_s)
+                free["dp"], own_traffic_ends, arrived_s = (
+                    free["compute"] + clock for clock in after
+                )
+                written[loop.here] = written[loop.there] = arrived_s
+            for amounts, more in ((parts, turn), (errors, wrong)):
+                for name, amount in more.items():
+                    add(amounts, name, turns * amount)
+
+    def run(start: int, stop: int) -> Spent:
+        nonlocal traffic_s, own_traffic_ends
         begin = own_traffic_ends = free["compute"]
-        parts, errors, traffic_s = Amounts(), Amounts(), 0.0
-        for task in tasks:
-            time_s, part, group, error_s = charge(task)
-            stream = "compute" if one_stream else task.stream
-            ready = max([0.0, *[written.get(name, 0.0) for name in task.reads]])
-            start = max(free[stream], ready)
-            if stream == "compute":
-                add(parts, WAITING, start - free[stream])
-                add(parts, part, time_s)
+        traffic_s = 0.0
+        parts, errors, at = Amounts(), Amounts(), start
+        while at < stop:
+            if at in loops:
+                repeat(loops[at], parts, errors)
+                at = loops[at].stop
             else:
-                traffic_s += time_s
-                own_traffic_ends = max(own_traffic_ends, ready) + time_s
-            add(errors, group, error_s)
-            free[stream] = start + time_s
-            for name in task.writes:
-                written[name] = free[stream]
+                step(program.tasks[at], parts, errors)
+                at += 1
         end = free["compute"]
         return Spent(end - begin, parts, errors, traffic_s, own_traffic_ends - end)
 
-    actions = [run(program.tasks[span.start : span.stop]) for span in program.actions]
-    return actions, run(program.tasks[program.actions[-1].stop :])
+    actions = [run(span.start, span.stop) for span in program.actions]
+    return actions, run(program.actions[-1].stop, len(program.tasks))
 
 
 def action_memory(program: Program, scale: Callable[[str], float]) -> tuple[Live, ...]:
@@ -120,36 +169,69 @@ def peak_memory(program: Program, scale: Callable[[str], float]) -> Peak:
 def _walk(
     program: Program, scale: Callable[[str], float], spans: Sequence[tuple[int, int]]
 ) -> tuple[Live, ...]:
+    first: dict[str, int] = {}
     last: dict[str, int] = {}
-    born: list[list[str]] = []
     for index, task in enumerate(program.tasks):
-        born.append([name for name in task.writes if name not in last])
-        last.update(dict.fromkeys((*task.reads, *task.writes), index))
-    ends: dict[int, list[str]] = {}
-    for name, index in last.items():
+        for name in task.writes:
+            first.setdefault(name, index)
+            last[name] = index
+        for name in task.reads:
+            last[name] = index
+    born: list[list[tuple[str, float]]] = [[] for _ in program.tasks]  # role and bytes
+    gone: list[list[tuple[str, float]]] = [[] for _ in program.tasks]
+    for name, index in first.items():
+        buffer = program.buffers[name]
+        role, size = ROLES[buffer.role], buffer.num_bytes * scale(name)
+        born[index].append((role, size))
         if name not in program.kept:
-            ends.setdefault(index, []).append(name)
-    alive: dict[str, tuple[str, float]] = {}  # role and bytes of each buffer
+            gone[last[name]].append((role, -size))
+    loops = {loop.start: loop for loop in program.loops}
     live = Amounts()
     found = []
     for start, stop in spans:
-        before = {role: size for role, size in live.items() if role != WEIGHTS}
-        best, highest, total = dict(live), 0.0, 0.0
-        for index in range(start, stop):
-            for name in born[index]:
-                buffer = program.buffers[name]
-                role, size = alive[name] = ROLES[buffer.role], buffer.num_bytes * scale(name)
-                add(live, role, size)
+        changes: list[tuple[str, float]] = []
+        highest, worst, total = 0.0, 0, 0.0
+        for turn in _turns(start, stop, loops):
+            if isinstance(turn, Loop):  # its turns but the first and the last
+                inside = range(turn.start, turn.stop)
+                many = turn.times - 2
+                more = [(r, many * x) for i in inside for r, x in (*born[i], *gone[i])]
+                changes += more
+                total += sum([size for _, size in more])
+                continue
+            for _, size in born[turn]:
                 total += size
+            changes += born[turn]
             if total > highest:
-                best, highest = dict(live), total
-            for name in ends.get(index, ()):
-                if name in alive:
-                    role, size = alive.pop(name)
-                    add(live, role, -size)
-                    total -= size
+                highest, worst = total, len(changes)
+            for _, size in gone[turn]:
+                total += size
+            changes += gone[turn]
+        before = {role: size for role, size in live.items() if role != WEIGHTS}
+        best = dict(live)
+        for at, (role, size) in enumerate(changes):
+            if at < worst:
+                add(best, role, size)
+            add(live, role, size)
         found.append(Live(_difference(best, before), _difference(live, before)))
     return tuple(found)
+
+
+def _turns(start: int, stop: int, loops: dict[int, Loop]) -> Iterator[int | Loop]:
+    """Indices of tasks in the order they run; of a loop its first turn, itself, and its last: what
+    lives grows or shrinks alike in each, so that it is most in one of these."""
+    at = start
+    while at < stop:
+        if at not in loops:
+            yield at
+            at += 1
+            continue
+        loop = loops[at]
+        inside = range(loop.start, loop.stop)
+        yield from inside
+        yield loop
+        yield from inside
+        at = loop.stop
 
 
 def _difference(after: Amounts, before: Amounts) -> Amounts:

@@ -12,7 +12,8 @@ what it did in forward.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -30,17 +31,20 @@ from meshwise.search.simulate import (
     run_program,
 )
 from meshwise.spec import (
+    TIERS,
     Block,
     Collective,
     Elementwise,
     LanguageModel,
     LayerKind,
     Layout,
+    PriceTier,
     layer_kinds,
 )
 from meshwise.spec.layout import SPLIT, Recompute, rank_of
 from meshwise.spec.op import Direction, Dtype
 
+_MOST = 8192  # stages whose costs are kept
 UNTIMED = Spent(0.0, {}, {}, 0.0, 0.0)
 PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -61,13 +65,15 @@ class StageKind(NamedTuple):
 
 class StageCost(NamedTuple):
     """``actions``: by kind, of the first, a middle and the last microbatch, or as many as there
-    are. ``unit_bytes``: the largest unit's gathered weights and gradients on their way."""
+    are. ``unit_bytes``: the largest unit's gathered weights and gradients on their way. ``tier``:
+    the lowest of its prices."""
 
     actions: dict[Kind, tuple[tuple[Spent, Live], ...]]
     optimizer: Spent
     resident: dict[str, int]
     unit_bytes: float
     notes: tuple[str, ...]
+    tier: PriceTier = TIERS[0]
 
 
 def views(layout: Layout) -> list[Layout]:
@@ -111,27 +117,47 @@ def graph_of(kind: StageKind, dtype: Dtype) -> Graph:
     )
 
 
-@lru_cache(maxsize=8192)
+_priced: dict[tuple[StageKind, Prices], StageCost] = {}
+
+
+@lru_cache(maxsize=_MOST)
 def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     """Seconds and bytes of the actions of a stage."""
-    prices.notes.clear()
+    prices.begin()
     program = _program(kind, prices)
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, prices.costs.dtype)
     one_stream = prices.costs.cluster.device.kind == "cpu"
     times, optimizer = run_program(program, _charges(prices, blocks), one_stream)
-    return _cost(kind, prices, program, times, optimizer)
+    if len(_priced) >= _MOST:
+        _priced.clear()
+    found = _priced[kind, prices] = _cost(kind, prices, program, times, optimizer)
+    return found
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=_MOST)
 def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
-    """The same without its seconds, which nothing need have a price for."""
+    """The same, if need be without its seconds, which nothing need have a price for."""
+    if (kind, prices) in _priced:
+        return _priced[kind, prices]
     program = _program(kind, prices)
     return _cost(kind, prices, program, [UNTIMED] * len(program.actions), UNTIMED)
 
 
 def _program(kind: StageKind, prices: Prices) -> Program:
-    dtype = prices.costs.dtype
-    return apply(graph_of(kind, dtype), kind.layout, dtype, split=kind.split)
+    """Of the stage with at most three equal layers in a row: one stands for all between the first
+    and the last."""
+    dtype, short, times = prices.costs.dtype, list[tuple[LayerKind, Recompute]](), dict[int, int]()
+    none: Recompute = "none"
+    words = kind.recompute or (none,) * len(kind.layers)
+    for layer, run in groupby(zip(kind.layers, words, strict=True)):
+        count = len(list(run))
+        if count > 3:
+            times[len(short) + 1] = count - 2
+        short += [layer] * min(count, 3)
+    kinds, words = (tuple(of) for of in zip(*short, strict=True))
+    shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
+    graph = graph_of(shorter, dtype)
+    return apply(graph, kind.layout, dtype, split=kind.split, times=times)
 
 
 def _cost(
@@ -152,6 +178,7 @@ def _cost(
         resident=program.resident_bytes,
         unit_bytes=_one_unit(program),
         notes=tuple(prices.notes),
+        tier=prices.tier,
     )
 
 
@@ -242,13 +269,16 @@ def _sizes(program: Program, ratio: dict[str, float], compiled: bool) -> Callabl
     What backward reads of a block's forward pass: the measured ratio. In compiled code, what one
     elementwise operation hands to the next is never written: nothing.
     """
-    writers = {name: task for task in program.tasks for name in task.writes}
-    readers: dict[str, list[Task]] = {}
-    for task in program.tasks:
+    stop = max([span.stop for span in program.actions if span.microbatch == 0])
+    writers, readers = dict[str, Task](), dict[str, list[Task]]()
+    for task in program.tasks[:stop]:
+        for name in task.writes:
+            writers[name] = task
         for name in task.reads:
             readers.setdefault(name, []).append(task)
 
-    def scale(name: str) -> float:
+    @cache
+    def of_first(name: str) -> float:
         writer, used = writers[name], readers.get(name, [])
         if writer.part not in PARTS:
             return 1.0
@@ -261,5 +291,10 @@ def _sizes(program: Program, ratio: dict[str, float], compiled: bool) -> Callabl
             (task.part, task.phase) == place and isinstance(task.op, Elementwise) for task in used
         )
         return 0.0 if used and within else 1.0
+
+    def scale(name: str) -> float:
+        """What all microbatches share, data parallelism makes, and counts as it is."""
+        base, of_microbatch, _ = name.partition("#")
+        return of_first(f"{base}#0") if of_microbatch else 1.0
 
     return scale

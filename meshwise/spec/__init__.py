@@ -1,7 +1,15 @@
 """The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
 from meshwise.spec.cluster import Cluster, Device, Tier
-from meshwise.spec.costs import Costs, Curve, Factor, HeldOut, Surface
+from meshwise.spec.costs import (
+    TIERS,
+    Costs,
+    Curve,
+    Factor,
+    HeldOut,
+    PriceTier,
+    Surface,
+)
 from meshwise.spec.layout import Layout, Recompute, ScheduleName, Workload, rank_of
 from meshwise.spec.long_attention import Dilation, LongAttention
 from meshwise.spec.model import (
@@ -58,6 +66,7 @@ from meshwise.spec.weights import WeightLayout
 __all__ = [
     "DTYPE_BYTES",
     "EXPERT_ALIGNMENT",
+    "TIERS",
     "AnyModel",
     "Attention",
     "Block",
@@ -89,6 +98,7 @@ __all__ = [
     "Part",
     "Plan",
     "Prediction",
+    "PriceTier",
     "Recipe",
     "Recompute",
     "Record",

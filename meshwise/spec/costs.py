@@ -1,12 +1,16 @@
 """Prices as ``calibrate`` writes them to costs.json: fitted curves with their error and range."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.op import Dtype
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 
 SCHEMA_VERSION = 1
+
+# Where a price comes from, the best first. A datasheet's rests on no measurement of this cluster.
+PriceTier = Literal["measured", "interpolated", "extrapolated", "datasheet"]
+TIERS: tuple[PriceTier, ...] = get_args(PriceTier)
 
 
 class HeldOut(Record, kw_only=True):

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from meshwise.spec.cluster import Cluster
+from meshwise.spec.costs import PriceTier
 from meshwise.spec.layout import SPLIT, Layout, Recompute, Workload, rank_of
 from meshwise.spec.model import Decoder, Model
 from meshwise.spec.op import Dtype
@@ -46,7 +47,8 @@ class Prediction(Record, kw_only=True):
     ``mfu`` counts FLOPs as torchtitan does (6 per parameter and token without the embedding
     lookup, plus 12*layers*hidden*seq per token, attention not halved) against the datasheet
     peak; None when the device has no known peak. ``time_parts`` are of the rank that ends last,
-    ``stage_times`` of every stage of a pipeline.
+    ``stage_times`` of every stage of a pipeline. ``tier`` is the lowest of the prices it rests on;
+    None in files that did not say.
     """
 
     step_time_s: PositiveFloat
@@ -62,6 +64,7 @@ class Prediction(Record, kw_only=True):
     mfu: NonNegativeFloat | None = None
     stage_times: tuple[StageTimes, ...] = ()
     notes: tuple[str, ...] = ()  # prices that were extrapolated or stood in for another
+    tier: PriceTier | None = None
 
 
 class Candidate(Record, kw_only=True):

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from meshwise import store
 from meshwise.files import write_whole
 from meshwise.pages.show import Run, Shown
@@ -103,6 +105,7 @@ def follow(
     there by the costs that the plan was made from. Another file than a plan or an unknown node is a
     ValueError; the node's suggests the nearest name."""
     from meshwise import models, search
+    from meshwise.prices import unmeasured
 
     plan = show(path)
     if not isinstance(plan, Plan):
@@ -113,7 +116,10 @@ def follow(
     near = difflib.get_close_matches(node, known, n=1)
     if near and node not in known:
         raise ValueError(f"no operation {node!r} in {plan.model.name}; did you mean {near[0]}?")
-    return search.explain(plan, files.take(costs, Costs), node)
+    if plan.prediction and plan.prediction.tier == "datasheet" and not plan.runs:
+        return search.explain(plan, unmeasured(plan.cluster), node)
+    prices = msgspec.structs.replace(files.take(costs, Costs), cluster=plan.cluster)
+    return search.explain(plan, prices, node)
 
 
 def followed(tasks: "tuple[Explained, ...]") -> Table:

@@ -18,6 +18,7 @@ from meshwise.prices import Prices, curve_key
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.search import bound, pipeline
+from meshwise.search import stage as stages
 from meshwise.search.predict import EXCHANGE, memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
@@ -692,3 +693,38 @@ def test_the_rank_that_needs_most_memory_is_named(costs):
     plan = msgspec.structs.replace(a_plan(costs, layout), model=model, prediction=prediction)
     assert "The memory peaks on rank 2." in tables.parts(plan).legend
     assert all("memory peaks" not in str(t.rows) for t in tables.warnings(prediction.notes))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_three_equal_layers_stand_for_many(costs, seed, monkeypatch):
+    """Stages priced by at most three equal layers in a row, against all of them one by one."""
+    chance = random.Random(seed)
+    slow = chance.choice([1.0, 30.0])  # of traffic that mathematics hides, or does not
+    curves = [
+        msgspec.structs.replace(
+            curve,
+            time_s=tuple(slow * time_s for time_s in curve.time_s),
+            alpha_s=slow * curve.alpha_s,
+            beta_s_per_byte=slow * curve.beta_s_per_byte,
+        )
+        if "/nvlink/" in curve.key
+        else curve
+        for curve in costs.curves
+    ]
+    there = msgspec.structs.replace(costs, curves=tuple(curves))
+    model = msgspec.structs.replace(chance.choice([MODEL, LLAMA]), layers=12)
+    layouts, _ = legal_layouts(model, WORKLOAD, there, 4)
+    short, whole = Prices(there), Prices(there)
+    for layout in chance.sample(layouts, 6):
+        rung = chance.choice(ladder(layout, model))
+        priced = search.predict(model, WORKLOAD, rung, short)
+        with monkeypatch.context() as patch:
+            patch.setattr(stages, "groupby", lambda words: ((word, [word]) for word in words))
+            one_by_one = search.predict(model, WORKLOAD, rung, whole)
+        assert priced.step_time_s == pytest.approx(one_by_one.step_time_s, rel=1e-9), rung.name
+        memory = one_by_one.peak_memory_bytes
+        assert priced.peak_memory_bytes == pytest.approx(memory, rel=1e-9), rung.name
+        parts = {part.name: part.value for part in one_by_one.time_parts}
+        for part in priced.time_parts:
+            expected = pytest.approx(parts[part.name], abs=1e-9 * priced.step_time_s)
+            assert part.value == expected, rung.name

@@ -497,9 +497,24 @@ class TestCalibrateAndPlan:
         assert (plan.workload.seq_len, plan.workload.global_batch_size) == (64, 6)
         assert len(plan.runners_up) == 3 and plan.runners_up[2].layout.pp == 2
 
-    def test_longer_than_the_model_has_positions(self):
-        with pytest.raises(ValueError, match="seq_len = 4096: gpt-30m has positions for 1024"):
-            meshwise.plan(seq_len=4096)
+    def test_longer_than_a_gpts_table_the_table_grows(self, caplog):
+        caplog.set_level("INFO", "meshwise")
+        plan = meshwise.plan(seq_len=2048)
+        assert (plan.model.max_seq_len, plan.workload.seq_len) == (2048, 2048)
+        assert "positions of gpt-30m grows from 1024 to 2048 tokens" in caplog.text
+
+    def test_longer_than_rotary_positions_go(self):
+        with pytest.raises(ValueError, match="seq_len = 4097: llama-2-7b has positions for 4096"):
+            meshwise.plan("llama-2-7b", seq_len=4097)
+
+    def test_a_layout_is_json_or_a_file(self):
+        text = '{"dp": 2, "zero": 3, "num_microbatches": 4}'
+        Path("layout.json").write_text(text)
+        for layout in (text, "layout.json"):
+            plan = meshwise.plan(layout=layout, global_batch_size=8, seq_len=64)
+            assert plan.layout == spec.Layout(dp=2, zero=3, num_microbatches=4)
+        with pytest.raises(ValueError, match=r"layout: .*unknown field `pq`"):
+            meshwise.plan(layout='{"pq": 2}')
 
 
 class TestRun:

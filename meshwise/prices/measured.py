@@ -1,4 +1,4 @@
-"""Evaluate fitted prices: an operation in, its time with an interval and where it came from out.
+"""Evaluate fitted prices: an operation in, its time with an interval and its tier out.
 
     elementwise   the curve of its kind, else of copies, over bytes read plus written
     gemm,         nearest measured utilisations times a roofline (``spec.costs.Surface``)
@@ -7,7 +7,8 @@
 
 A measured shape returns its measured time. Between points the fitted law; beyond them the
 alpha-beta line through the last knot, said so and with a wider interval. What was never measured
-is an error that names the command to measure it; nothing is invented.
+is priced by the data sheet where ``Prices`` may do so, else it is an error that names the command
+to measure it; what has no roofline is an error always.
 """
 
 import math
@@ -16,7 +17,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from meshwise.prices.datasheet import Datasheet
 from meshwise.spec import (
+    TIERS,
     Attention,
     Block,
     Cluster,
@@ -29,6 +32,7 @@ from meshwise.spec import (
     HeldOut,
     Model,
     Op,
+    PriceTier,
     Surface,
 )
 
@@ -39,12 +43,12 @@ FAR = 4.0  # each such factor beyond the measured range adds the held-out error 
 
 
 class Estimate(NamedTuple):
-    """``error`` is relative (held-out p90 of the price); ``source`` says how it was found, and
-    ``note`` what a user should know of it."""
+    """``error`` is relative (held-out p90 of a fitted price); ``source`` is its tier, and ``note``
+    what a user should know of it."""
 
     time_s: float
     error: float
-    source: str
+    source: PriceTier
     note: str = ""
 
 
@@ -104,17 +108,33 @@ def interpolate_loglog(x: float, knots_x: np.ndarray, knots_t: np.ndarray) -> fl
 
 
 class Prices:
-    """Costs indexed for evaluation. ``notes`` gathers what to know of the prices
-    asked for since it was last cleared."""
+    """Costs indexed for evaluation; with ``datasheet`` what they lack comes from the cluster's data
+    sheet. ``notes`` gathers what to know of the prices asked for since ``begin``."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, *, datasheet: bool = False) -> None:
         self.costs = costs
+        self.datasheet = Datasheet(costs.cluster) if datasheet else None
         self.curves = {curve.key: curve for curve in costs.curves}
         self.surfaces = {surface.key: surface for surface in costs.surfaces}
         self.factors = {factor.key: factor for factor in costs.factors}
         self.notes: dict[str, int] = {}
+        self._sources = set[PriceTier]()
         self._cache: dict[Op, Estimate] = {}
         self._logs: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    @property
+    def nothing_measured(self) -> bool:
+        return not (self.curves or self.surfaces)
+
+    @property
+    def tier(self) -> PriceTier:
+        """The lowest of the prices asked for since ``begin``."""
+        return max(self._sources, key=TIERS.index, default=TIERS[0])
+
+    def begin(self) -> None:
+        """Forget the notes and tiers of the prices asked for so far."""
+        self.notes.clear()
+        self._sources.clear()
 
     def estimate(self, op: Op) -> Estimate:
         """Time of one operation on one rank, in seconds."""
@@ -122,7 +142,8 @@ class Prices:
         if found is None:
             found = self._cache[op] = self._estimate(op)
         if found.note:
-            self.notes[found.note] = self.notes.get(found.note, 0) + 1
+            self._note(found.note)
+        self._sources.add(found.source)
         return found
 
     def _estimate(self, op: Op) -> Estimate:
@@ -132,17 +153,28 @@ class Prices:
             curve = self.curves.get(curve_key(op, self.costs.cluster))
             if curve is None:
                 curve = self.curves.get("elementwise/copy")
-            return self._from_curve(curve, "elementwise/copy", float(op.bytes))
+            return self._from_curve(curve, "elementwise/copy", op, float(op.bytes))
         if isinstance(op, Collective):
-            if op.group_size == 1 or op.size_bytes == 0:
-                return Estimate(0.0, 0.0, "nothing to move")
+            if op.group_size == 1 or op.size_bytes == 0:  # nothing to move
+                return Estimate(0.0, 0.0, "measured")
             key = curve_key(op, self.costs.cluster)
-            return self._from_curve(self.curves.get(key), key, float(op.size_bytes))
+            return self._from_curve(self.curves.get(key), key, op, float(op.size_bytes))
         raise ValueError(f"{type(op).__name__} has no price of its own; add up its operations")
 
-    def _from_curve(self, curve: Curve | None, key: str, x: float) -> Estimate:
-        if curve is None:
+    def _unmeasured(self, key: str, op: Op) -> Estimate:
+        """By the data sheet, or the error of a price that is missing."""
+        if self.datasheet is None:
             raise ValueError(f"no price for {key}; {MEASURE}")
+        try:
+            time_s, error = self.datasheet.time_s(op)
+        except ValueError as lacking:
+            raise ValueError(f"no price for {key}; {MEASURE} ({lacking})") from None
+        note = "" if self.nothing_measured else f"{key} was not measured: its data sheet's price"
+        return Estimate(time_s, error, "datasheet", note)
+
+    def _from_curve(self, curve: Curve | None, key: str, op: Op, x: float) -> Estimate:
+        if curve is None:
+            return self._unmeasured(key, op)
         first, last = curve.x_bytes[0], curve.x_bytes[-1]
         error = _untested_as_unknown(curve.held_out[curve.law])
         if x > last:  # continue the last knot at the fitted rate
@@ -156,7 +188,7 @@ class Prices:
                 beyond if x > FAR * last else "",
             )
         if curve.law == "alpha_beta":
-            return Estimate(curve.alpha_s + x * curve.beta_s_per_byte, error, "alpha-beta")
+            return Estimate(curve.alpha_s + x * curve.beta_s_per_byte, error, "interpolated")
         time_s = interpolate_loglog(
             max(x, first), np.asarray(curve.x_bytes), np.asarray(curve.time_s)
         )
@@ -166,7 +198,7 @@ class Prices:
         key = surface_key(op)
         surface = self.surfaces.get(key)
         if surface is None:
-            raise ValueError(f"no price for {key}; {MEASURE}")
+            return self._unmeasured(key, op)
         dims = gemm_dims(op) if isinstance(op, Gemm) else attention_dims(op)
         window = op.window if isinstance(op, Attention) else None
         if window is None and dims in surface.shapes:
@@ -185,7 +217,8 @@ class Prices:
         if outside > FAR:
             note = f"{key}: shape {'x'.join(map(str, dims))} is {outside:.0f} x outside"
             error *= 1 + math.log(outside, FAR)
-        return Estimate(roofline_s(op, surface) / utilisation, error, "nearest utilisation", note)
+        source: PriceTier = "extrapolated" if outside > 1 else "interpolated"
+        return Estimate(roofline_s(op, surface) / utilisation, error, source, note)
 
     def _log_utilisation(
         self, surface: Surface, like: Gemm | Attention
@@ -200,7 +233,10 @@ class Prices:
         self.notes[text] = self.notes.get(text, 0) + 1
 
     def factor(self, block: Block) -> tuple[float, HeldOut | None]:
-        """Measured over composed time of a block like this one; 1 when none was measured."""
+        """Measured over composed time of a block like this one; 1 when none was measured, and what
+        blocks took elsewhere when nothing was."""
+        if self.datasheet is not None and self.nothing_measured:
+            return self.datasheet.known.block.ratio, None
         found = self.factors.get(factor_key(block))
         if found is None:
             stand_in = self._nearest_factor(block)

@@ -1,0 +1,228 @@
+"""Price operations that were never measured, by the data sheet of the cluster.
+
+    product, attention    launch + max(FLOPs / (share * peak), bytes / (share * memory rate))
+    elementwise           launch + bytes / (share * memory rate)
+    collective            min over protocols of  base + steps * hop + bytes / (share * rate)
+
+Peaks and rates are the cluster's; shares, launches and hops are those of ``data/attainable.toml``,
+which names a source for each. Attention of n tokens reaches n / (n + half_len) of its share, and
+sqrt(head_dim / 128) of that where heads are narrower.
+
+Collectives are rings; all-reduces between hosts may be trees. With n ranks, r of them on each of k
+hosts, a ring takes n - 1 steps, k - 1 of them through the network, and an all-reduce twice as many.
+Each of its r ranks on a host sends through its own share of the host's network, so that a rank's
+``Collective.bytes`` flow at
+
+    rate = min(share * links, r * share * network)
+
+A rank's all-to-all leaves the host by its own share alone: (n - r) / n of its bytes. A tree takes
+2 (r - 1) steps inside and 2 log2(k) between hosts.
+"""
+
+import importlib.resources
+import math
+from functools import cache, cached_property
+
+import msgspec
+
+from meshwise import files, store
+from meshwise.spec import (
+    Attention,
+    Cluster,
+    Collective,
+    Costs,
+    Elementwise,
+    Gemm,
+    Op,
+    Record,
+    Tier,
+)
+from meshwise.spec.op import Dtype
+from meshwise.spec.record import NonNegative, NonNegativeFloat, PositiveFloat
+
+_FILE = "attainable.toml"
+_WIDE = 128  # heads as wide as those that were measured
+
+
+class Share(Record, kw_only=True):
+    """What work reaches of a peak, on ``devices`` by name or elsewhere; at ``half_len`` tokens half
+    of it. ``error`` is relative."""
+
+    share: PositiveFloat
+    devices: dict[str, PositiveFloat] = {}
+    half_len: NonNegativeFloat = 0.0
+    error: NonNegativeFloat
+    source: str
+
+    def on(self, device: str) -> float:
+        return self.devices.get(device, self.share)
+
+
+class Protocol(Record, kw_only=True):
+    """Seconds before the first byte and a step, and the share of the links' rate that is left."""
+
+    name: str
+    base_s: PositiveFloat
+    link_s: PositiveFloat
+    network_s: PositiveFloat
+    share: PositiveFloat
+    tree: bool = False
+
+
+class Launch(Record, kw_only=True):
+    time_s: PositiveFloat
+    source: str
+
+
+class Together(Record, kw_only=True):
+    """Time of a block over the sum of its operations'."""
+
+    ratio: PositiveFloat
+    source: str
+
+
+class Overhead(Record, kw_only=True):
+    """Memory that the device holds beside the allocator's."""
+
+    num_bytes: NonNegative
+    source: str
+
+
+class Attainable(Record, kw_only=True):
+    """``data/attainable.toml``."""
+
+    launch: Launch
+    gemm: Share
+    attention_forward: Share
+    attention_backward: Share
+    memory: Share
+    links: Share
+    network: Share
+    protocols: tuple[Protocol, ...]
+    block: Together
+    overhead: Overhead
+
+
+@cache
+def attainable() -> Attainable:
+    """The figures that come with Meshwise."""
+    text = (importlib.resources.files("meshwise") / "data" / _FILE).read_bytes()
+    return store.convert(files.parse_toml(text, _FILE), Attainable, _FILE)
+
+
+class Datasheet:
+    """Rooflines of a cluster's operations; what it does not say is a ValueError that names it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.known = cluster, attainable()
+
+    def time_s(self, op: Op) -> tuple[float, float]:
+        """Seconds of an operation on one rank, and their relative error."""
+        if isinstance(op, Collective):
+            return self._collective_s(op)
+        if isinstance(op, Elementwise):
+            if op.kind in ("h2d", "d2h"):
+                raise ValueError(f"a data sheet has no rate of {op.kind}")
+            return self.known.launch.time_s + op.bytes / self._memory, self.known.memory.error
+        if not isinstance(op, Gemm | Attention):
+            raise ValueError(f"{type(op).__name__} has no price of its own")
+        share, reached = self.known.gemm, 1.0
+        if isinstance(op, Attention):
+            forward = op.direction == "forward"
+            share = self.known.attention_forward if forward else self.known.attention_backward
+            reached = op.q_len / (op.q_len + share.half_len)
+            reached *= math.sqrt(min(op.head_dim, _WIDE) / _WIDE)
+        peak = self.cluster.device.peak_flops.get(op.dtype)
+        if peak is None:
+            raise ValueError(self._lacks(f"device.peak_flops of {op.dtype}"))
+        rate = peak * share.on(self.cluster.device.name) * reached
+        return self.known.launch.time_s + max(op.flops / rate, op.bytes / self._memory), share.error
+
+    @cached_property
+    def _memory(self) -> float:
+        rate, share = self.cluster.device.peak_memory_bytes_per_s, self.known.memory
+        if rate is None:
+            raise ValueError(self._lacks("device.peak_memory_bytes_per_s"))
+        return rate * share.on(self.cluster.device.name)
+
+    def _lacks(self, field: str) -> str:
+        return f"cluster {self.cluster.name!r} does not say {field}, so there is no roofline either"
+
+    def _collective_s(self, op: Collective) -> tuple[float, float]:
+        n, host = op.group_size, self.cluster.num_devices_per_host
+        if self.cluster.device.kind != "cuda":
+            raise ValueError("a data sheet has no rate of collectives of CPU ranks")
+        if (n - 1) * op.group_stride < host:
+            tier = self.cluster.tier_of(n, op.group_stride)
+            return self._fastest(op, n, 1, self._rate(tier, self.known.links), op.bytes)
+        inside = min(n, max(1, host // op.group_stride))
+        hosts = -(-n // inside)
+        network = self._rate(self.cluster.tier_of(n, op.group_stride), self.known.network)
+        if op.kind in ("all_to_all", "all_to_all_v"):
+            return self._fastest(op, inside, hosts, network, op.size_bytes * (n - inside) / n)
+        rate = inside * network
+        if inside > 1:
+            links = self.cluster.tier_of(inside, op.group_stride)
+            rate = min(rate, self._rate(links, self.known.links))
+        return self._fastest(op, inside, hosts, rate, op.bytes)
+
+    def _rate(self, tier: Tier, share: Share) -> float:
+        if tier.bytes_per_s is None:
+            raise ValueError(self._lacks(f"bytes_per_s of tier {tier.name!r}"))
+        return tier.bytes_per_s * share.on(self.cluster.device.name)
+
+    def _fastest(
+        self, op: Collective, inside: int, hosts: int, rate: float, wire_bytes: float
+    ) -> tuple[float, float]:
+        """By the fastest protocol: ``inside`` ranks on each of so many hosts, bytes of a rank."""
+        there_and_back = 2 if op.kind == "all_reduce" else 1
+        times = []
+        for of in self.known.protocols:
+            if of.tree and (op.kind != "all_reduce" or hosts == 1):
+                continue
+            crossings = math.log2(hosts) if of.tree else hosts - 1
+            steps = inside - 1 if of.tree else op.group_size - hosts
+            hops_s = there_and_back * (steps * of.link_s + crossings * of.network_s)
+            times.append(of.base_s + hops_s + wire_bytes / (rate * of.share))
+        error = self.known.links.error if hosts == 1 else self.known.network.error
+        return min(times), error
+
+
+def unmeasured(cluster: Cluster) -> Costs:
+    """The costs of a cluster of which nothing was measured, in its 16-bit dtype."""
+    dtypes: tuple[Dtype, ...] = ("bf16", "fp16")
+    known = [dtype for dtype in dtypes if dtype in cluster.device.peak_flops]
+    if not known:
+        raise ValueError(
+            f"cluster {cluster.name!r} does not say device.peak_flops of bf16 or fp16, so nothing "
+            "can be planned without a measurement; give one, or measure: meshwise measure profile"
+        )
+    return Costs(
+        cluster=cluster,
+        dtype=known[0],
+        lowering="compiled",
+        world_size=cluster.num_devices,
+        curves=(),
+        surfaces=(),
+        memory_overhead_bytes=attainable().overhead.num_bytes,
+        runs=(),
+    )
+
+
+def on_hosts(cluster: Cluster, num_hosts: int, like: Cluster | None = None) -> Cluster:
+    """So many hosts of ``cluster``; what lies between them is its own or that of ``like``."""
+    if num_hosts < 1:
+        raise ValueError(f"hosts = {num_hosts}: must be >= 1")
+    host, size = cluster.num_devices_per_host, num_hosts * cluster.num_devices_per_host
+    inside = tuple(tier for tier in cluster.tiers if tier.num_devices <= host)
+    outside = tuple(tier for tier in (like or cluster).tiers if tier.num_devices > host)
+    if num_hosts > 1 and not outside:
+        raise ValueError(
+            f"hosts = {num_hosts}: cluster {cluster.name!r} says nothing of the links between "
+            "hosts; add a tier that reaches them to its [[tiers]] (name, num_devices, "
+            "bytes_per_s), or name a cluster that has one, for example --cluster h100-hgx"
+        )
+    if outside and outside[-1].num_devices < size:
+        last = msgspec.structs.replace(outside[-1], num_devices=size)
+        outside = (*outside[:-1], last)
+    return msgspec.structs.replace(cluster, num_hosts=num_hosts, tiers=(*inside, *outside))

@@ -1,0 +1,264 @@
+"""Prices by data sheets: closed forms, what others measured, what must be an error. No torch."""
+
+import json
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwise import machine, search, store
+from meshwise.prices import Datasheet, Prices, on_hosts, unmeasured
+from meshwise.prices.datasheet import attainable
+from meshwise.prices.measured import shape_op
+from meshwise.probe import importers
+from meshwise.spec import (
+    Attention,
+    Block,
+    Cluster,
+    Collective,
+    Costs,
+    Elementwise,
+    Gemm,
+    Layout,
+    Model,
+    Surface,
+    Tier,
+    Workload,
+)
+
+DATA = Path(__file__).parents[1] / "data"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SHIPPED = sorted(machine.shipped())
+MODEL = Model(name="small", hidden=1024, layers=4, heads=16, ffn=4096, vocab=1024)
+WORKLOAD = Workload(global_batch_size=16, seq_len=512)
+
+
+def shipped(name, hosts=1):
+    return on_hosts(store.read(Path(str(machine.shipped()[name])), Cluster), hosts)
+
+
+def time_s(cluster, op):
+    return Datasheet(cluster).time_s(op)[0]
+
+
+def without(cluster, **fields):
+    device = msgspec.structs.replace(cluster.device, **fields)
+    return msgspec.structs.replace(cluster, device=device)
+
+
+@given(m=st.integers(1, 2**16), n=st.integers(1, 2**14), k=st.integers(1, 2**14))
+def test_no_product_is_faster_than_the_data_sheet(m, n, k):
+    for cluster in map(shipped, SHIPPED):
+        device = cluster.device
+        op = Gemm(m=m, n=n, k=k, dtype="fp16")
+        memory_s = op.bytes / device.peak_memory_bytes_per_s
+        least_s = max(op.flops / device.peak_flops["fp16"], memory_s)
+        assert least_s < time_s(cluster, op) < 2 * least_s + 1e-5
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_attention_reaches_more_of_its_peak_the_longer_it_is(direction):
+    """cuDNN on H200, causal: 541 and 645 TFLOP/s forward, 424 and 524 backward, at 2k and 16k."""
+    h200, rates = shipped("h200-hgx"), []
+    for q_len in (2048, 16384):
+        op = Attention(
+            batch=8, q_len=q_len, kv_len=q_len, heads=32, kv_heads=32, head_dim=128,
+            direction=direction,
+        )  # fmt: skip
+        rates.append(op.flops / time_s(h200, op) / 1e12)
+    expected = (541, 645) if direction == "forward" else (424, 524)
+    assert rates == pytest.approx(expected, rel=0.03)
+
+
+def test_an_all_reduce_between_hosts_is_its_closed_form():
+    """2 hosts of 8 A100: a ring of 16, 2 (14 + 1) steps, at 8 x 0.8 x 25 GB/s or 0.72 x 300."""
+    there = shipped("dgx-a100-80gb", 2)
+    op = Collective(kind="all_reduce", size_bytes=2**30, group_size=16)
+    simple_s = 8.4e-6 + 2 * (14 * 3.4e-6 + 14e-6) + 2**30 * 30 / 16 / min(160e9, 216e9)
+    assert time_s(there, op) == pytest.approx(simple_s)
+    # one rank a host has the NIC of one
+    apart = msgspec.structs.replace(op, group_size=2, group_stride=8)
+    assert time_s(there, apart) == pytest.approx(8.4e-6 + 2 * 14e-6 + 2**30 / 20e9)
+    # a small one goes by LL, in a tree: 6.8 + 2 (7 * 0.6 + log2(2) * 5) us, a ring takes 28.8
+    small = msgspec.structs.replace(op, size_bytes=2)
+    assert time_s(there, small) == pytest.approx(6.8e-6 + 2 * (7 * 0.6e-6 + 5e-6), rel=1e-4)
+    swap = Collective(kind="all_to_all", size_bytes=2**30, group_size=16)
+    assert time_s(there, swap) == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 14e-6 + 2**29 / 20e9)
+
+
+@given(
+    kind=st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]),
+    power=st.integers(0, 34),
+    ranks=st.sampled_from([2, 4, 8, 16, 64]),
+    stride=st.sampled_from([1, 2, 8]),
+)
+def test_collectives_grow_with_bytes_and_hosts(kind, power, ranks, stride):
+    there = shipped("h100-hgx", 64)
+    op = Collective(kind=kind, size_bytes=2**power, group_size=ranks, group_stride=stride)
+    more = msgspec.structs.replace(op, size_bytes=2 ** (power + 1))
+    assert time_s(there, op) <= time_s(there, more) <= 2 * time_s(there, op)
+    assert power < 20 or time_s(there, op) < time_s(there, more)
+    apart = msgspec.structs.replace(op, group_stride=8)
+    assert time_s(there, op) <= time_s(there, apart) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["dgx-a100-80gb", "h200-hgx"])
+def test_what_nccl_tests_measured_inside_a_host_is_within_the_error(name):
+    """From 16 MiB on, 9 of 10 points; the figures were read off other tables."""
+    folder = DATA / {"dgx-a100-80gb": "nccl_tests_a100x8", "h200-hgx": "nccl_tests_h200x4"}[name]
+    cluster, off = shipped(name), []
+    for path in sorted(folder.glob("nccl_*")):
+        for sample in importers.read(path).samples:
+            op = sample.case.op
+            if isinstance(op, Collective) and op.size_bytes >= 2**24 and sample.times_s:
+                off.append(abs(math.log(time_s(cluster, op) / min(sample.times_s))))
+    assert len(off) > 40
+    assert sorted(off)[len(off) * 9 // 10] < math.log(1 + attainable().links.error)
+
+
+def test_our_own_products_are_within_the_error():
+    """Cold products of 4 H200: 9 of 10 shapes."""
+    costs = store.read(BENCHMARKS / "2026-11-21-operators-4xh200" / "costs.json", Costs)
+    off = [
+        abs(math.log(time_s(costs.cluster, shape_op(Gemm(m=1, n=1, k=1), shape)) / measured_s))
+        for surface in costs.surfaces
+        if surface.key.startswith("gemm")
+        for shape, measured_s in zip(surface.shapes, surface.time_s, strict=True)
+    ]
+    assert len(off) > 100
+    assert sorted(off)[len(off) * 9 // 10] < math.log(1 + attainable().gemm.error)
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "message"),
+    [
+        (Gemm(m=1, n=1, k=1), {"peak_flops": {}}, "does not say device.peak_flops of bf16"),
+        (Gemm(m=1, n=1, k=1, dtype="fp64"), {"peak_flops": {"bf16": 1.0}}, "peak_flops of fp64"),
+        (
+            Elementwise(kind="copy", read_bytes=1, write_bytes=1),
+            {"peak_memory_bytes_per_s": None},
+            "does not say device.peak_memory_bytes_per_s",
+        ),
+        (Elementwise(kind="h2d", read_bytes=1, write_bytes=1), {}, "no rate of h2d"),
+        (Collective(kind="all_reduce", size_bytes=8, group_size=2), {"kind": "cpu"}, "CPU ranks"),
+        (Block(part="head", model=MODEL, microbatch_size=1, seq_len=8), {}, "Block has no price"),
+    ],
+)
+def test_without_a_roofline_it_is_an_error(op, changes, message):
+    cluster = without(shipped("h100-hgx"), **changes)
+    with pytest.raises(ValueError, match=message):
+        Datasheet(cluster).time_s(op)
+    prices = Prices(unmeasured(shipped("h100-hgx")), datasheet=True)
+    if not isinstance(op, Block) and changes:
+        assert prices.estimate(op).source == "datasheet"
+
+
+def test_links_of_unknown_rate_are_an_error():
+    cluster = shipped("h100-hgx")
+    tiers = (msgspec.structs.replace(cluster.tiers[0], bytes_per_s=None), cluster.tiers[1])
+    op = Collective(kind="all_reduce", size_bytes=8, group_size=2)
+    prices = Prices(unmeasured(msgspec.structs.replace(cluster, tiers=tiers)), datasheet=True)
+    with pytest.raises(ValueError, match=r"no price for all_reduce/nvlink/2; .*tier 'nvlink'"):
+        prices.estimate(op)
+
+
+def test_the_16_bit_dtype_of_the_cluster():
+    assert unmeasured(shipped("h100-hgx")).dtype == "bf16"
+    assert unmeasured(shipped("p3.16xlarge")).dtype == "fp16"
+    with pytest.raises(ValueError, match=r"does not say device\.peak_flops of bf16 or fp16"):
+        unmeasured(without(shipped("h100-hgx"), peak_flops={"fp32": 1e12}))
+    plan = search.find(MODEL, WORKLOAD, unmeasured(shipped("p3.16xlarge")), num_devices=8)
+    assert plan.dtype == "fp16"
+    assert plan.prediction.notes[0].startswith(
+        "`meshwise run` refuses this plan: it trains in fp32"
+    )
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_any_number_of_hosts(name):
+    for hosts in (1, 3, 129, 100_000):
+        there = shipped(name, hosts)
+        assert there.num_devices == 8 * hosts <= there.tiers[-1].num_devices
+        assert there.tier_of(8 * hosts, 1).name == ("nvlink" if hosts == 1 else "network")
+    with pytest.raises(ValueError, match="hosts = 0: must be >= 1"):
+        shipped(name, 0)
+
+
+def test_hosts_need_something_between_them():
+    host = shipped("h100-hgx")
+    bare = msgspec.structs.replace(host, name="mine", tiers=host.tiers[:1])
+    with pytest.raises(
+        ValueError, match="hosts = 2: cluster 'mine' says nothing of the links betw"
+    ):
+        on_hosts(bare, 2)
+    assert on_hosts(bare, 2, host).tiers == host.tiers
+    assert on_hosts(bare, 1) == bare
+
+
+def test_measured_first_then_the_data_sheet():
+    held_out = {"median": 0.1, "p90": 0.1, "num_points": 3}
+    surface = {
+        "key": "gemm/bf16/nt", "dims": ("m", "n", "k"), "shapes": ((1024, 1024, 1024),),
+        "time_s": (2e-5,), "floor_s": 5e-6, "flops_per_s": 7e14, "bytes_per_s": 3e12,
+        "held_out": held_out, "runs": ("made",),
+    }  # fmt: skip
+    bare = unmeasured(shipped("h100-hgx"))
+    costs = msgspec.structs.replace(
+        bare, surfaces=(msgspec.convert(surface, Surface),), runs=("made",)
+    )
+    prices = Prices(costs, datasheet=True)
+    op = Gemm(m=1024, n=1024, k=1024)
+    near, far = (msgspec.structs.replace(op, m=m) for m in (1025, 4096))
+    attention = Attention(batch=1, q_len=512, kv_len=512, heads=8, kv_heads=8, head_dim=64)
+    seen = []
+    for asked in (op, far, attention):
+        prices.begin()
+        seen.append((prices.estimate(asked).source, prices.tier, bool(prices.notes)))
+    assert prices.estimate(near).source == "extrapolated"
+    assert seen == [
+        ("measured", "measured", False),
+        ("extrapolated", "extrapolated", False),
+        ("datasheet", "datasheet", True),
+    ]
+    prices.estimate(op)  # the tier is the lowest since begin
+    assert prices.tier == "datasheet"
+    with pytest.raises(ValueError, match="no price for attention/bf16/forward/causal; measure it"):
+        Prices(costs).estimate(attention)
+
+
+def test_a_plan_names_its_lowest_tier():
+    costs = unmeasured(shipped("h100-hgx", 2))
+    plan = search.find(MODEL, WORKLOAD, costs, num_devices=16)
+    assert {c.prediction.tier for c in plan.runners_up} | {plan.prediction.tier} == {"datasheet"}
+    prediction = plan.prediction
+    assert prediction.high_s - prediction.low_s > 0.2 * prediction.step_time_s  # wide
+    assert json.loads(msgspec.json.encode(plan))["prediction"]["tier"] == "datasheet"
+    layout = Layout(dp=4, tp=2, pp=2, schedule="1f1b", num_microbatches=4)
+    assert search.given(MODEL, WORKLOAD, costs, layout).prediction.tier == "datasheet"
+    with pytest.raises(ValueError, match=r"no price for .*; measure it: meshwise measure profile"):
+        search.given(MODEL, WORKLOAD, costs, layout, measured_only=True)
+    with pytest.raises(ValueError, match=r"no price for .*; measure it: meshwise measure profile"):
+        search.find(MODEL, WORKLOAD, costs, num_devices=16, measured_only=True)
+
+
+def test_every_figure_has_a_source():
+    known = attainable()
+    for name in known.__struct_fields__:
+        if name != "protocols":
+            assert len(getattr(known, name).source) > 20
+    for share in (known.gemm, known.memory, known.links, known.network):
+        assert 0 < max(share.share, *share.devices.values(), 0.0) <= 1
+
+
+def test_tiers_of_a_host_in_pairs():
+    """A tier of pairs inside a host has its own rate."""
+    host = shipped("h100-hgx")
+    pairs = (Tier(name="pair", num_devices=2, bytes_per_s=4e11), *host.tiers)
+    slow = msgspec.structs.replace(host.tiers[0], bytes_per_s=2e10)
+    there = msgspec.structs.replace(host, tiers=(pairs[0], slow, host.tiers[1]))
+    op = Collective(kind="all_gather", size_bytes=2**30, group_size=2)
+    across = msgspec.structs.replace(op, group_stride=2)
+    assert 10 * time_s(there, op) < time_s(there, across)

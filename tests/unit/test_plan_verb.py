@@ -1,0 +1,157 @@
+"""meshwise plan: which prices it takes, what it says of them, what it refuses. No torch."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import meshwise
+from meshwise import machine, search, store
+from meshwise.cli import app
+from meshwise.pages import tables
+from meshwise.prices import Prices, unmeasured
+from meshwise.spec import Cluster, Collective, Costs, Curve, Layout, Plan
+from meshwise.verbs import files, show
+
+SMALL = {"global_batch_size": 32, "seq_len": 256, "top": 2}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def main(arguments):
+    with pytest.raises(SystemExit) as ended:
+        app.main(arguments)
+    return ended.value.code
+
+
+def measured():
+    """Costs of an H100 host on which nothing but one collective was measured: 1 second each."""
+    costs = unmeasured(files.take("h100-hgx", Cluster))
+    curve = Curve(
+        key="all_reduce/nvlink/8", law="loglog", x_bytes=(1.0, 2.0**40), time_s=(1.0, 1.0),
+        alpha_s=1.0, beta_s_per_byte=0.0,
+        held_out={"loglog": {"median": 0.0, "p90": 0.0, "num_points": 5}}, runs=("made",),
+    )  # fmt: skip
+    return msgspec.structs.replace(costs, curves=(curve,), runs=("made",))
+
+
+def test_a_cluster_that_was_not_measured(capsys):
+    size = "--global-batch-size 32 --seq-len 256 --top 2"
+    arguments = f"plan gpt-125m --cluster h100-hgx --hosts 2 {size}".split()
+    assert main(arguments) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        "gpt-125m on 16 devices of h100-hgx: batch 32 x 256, bf16, compiled; priced by data "
+        "sheets, nothing was measured"
+    )
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["prediction"]["tier"] == "datasheet" and document["runs"] == []
+    plan = store.read("plan.json", Plan)
+    assert plan.cluster.num_hosts == 2 and plan.cluster.name == "h100-hgx"
+    rows = show.follow("plan.json", "layers.0.up")
+    assert {row.source for row in rows} == {"datasheet"}
+
+
+def test_a_cluster_of_your_own():
+    text = Path(str(machine.shipped()["h100-hgx"])).read_text()
+    Path("mine.toml").write_text(text.replace('name = "h100-hgx"', 'name = "mine"'))
+    plan = meshwise.plan("gpt-30m", cluster="mine.toml", gpus=4, **SMALL)
+    assert plan.cluster.name == "mine" and plan.layout.num_devices == 4
+
+
+def test_a_measured_host_serves_many():
+    store.write("costs.json", measured())
+    plan = meshwise.plan("gpt-125m", hosts=4, **SMALL)
+    assert plan.cluster.num_devices == 32 == plan.layout.num_devices and plan.runs == ("made",)
+    assert tables.plan(plan)[0].title.endswith("; some prices from data sheets")
+    prices = Prices(store.read("costs.json", Costs), datasheet=True)
+    inside = Collective(kind="all_reduce", size_bytes=2**20, group_size=8)
+    assert prices.estimate(inside).time_s == 1.0
+    assert any("was not measured: its data sheet's price" in n for n in plan.prediction.notes)
+    # a cluster of the same host says what lies between
+    bare = msgspec.structs.replace(measured(), cluster=msgspec.structs.replace(
+        measured().cluster, tiers=measured().cluster.tiers[:1]
+    ))  # fmt: skip
+    store.write("costs.json", bare)
+    with pytest.raises(ValueError, match="hosts = 4: cluster 'h100-hgx' says nothing of the links"):
+        meshwise.plan("gpt-125m", hosts=4, **SMALL)
+    both = meshwise.plan("gpt-125m", hosts=4, costs="costs.json", cluster="h100-hgx", **SMALL)
+    assert both.prediction == plan.prediction
+
+
+def test_data_sheets_beside_costs_are_said(caplog):
+    caplog.set_level("INFO", "meshwise")
+    store.write("costs.json", measured())
+    plan = meshwise.plan("gpt-30m", cluster="h200-hgx", **SMALL)
+    assert plan.cluster.name == "h200-hgx" and plan.runs == ()
+    assert "costs.json is not used beside --cluster; --costs names it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {},
+            r"costs.json does not exist; `meshwise calibrate` writes it, or .* --cluster \(a file",
+        ),
+        ({"cluster": "h100"}, "h100 does not exist; `meshwise detect` writes it"),
+        ({"cluster": "h100-hgx", "hosts": 0}, "hosts = 0: must be >= 1"),
+        ({"cluster": "h100-hgx", "hosts": 2**30}, "num_devices = 8589934592: must be <= 1048576"),
+        ({"cluster": "h100-hgx", "gpus": 16}, r"gpus = 16: .* has 8 devices; .*more hosts \(--ho"),
+        ({"cluster": "h100-hgx", "measured_only": True}, "measured_only: nothing was measured of"),
+        ({"cluster": "h200-hgx", "costs": "c.json"}, "device.name is NVIDIA H200, but the costs"),
+        ({"costs": "c.json", "measured_only": True}, "no price for .*; measure it: meshwise meas"),
+        ({"cluster": "h100-hgx", "layout": '{"dp": 8, "tq": 1}'}, "layout: .*tq"),
+    ],
+)
+def test_refused_with_the_field_and_the_fix(options, message):
+    store.write("c.json", measured())
+    with pytest.raises(ValueError, match=message):
+        meshwise.plan("gpt-30m", **options, **SMALL)
+    assert not Path("plan.json").exists()
+
+
+def test_the_same_layout_as_run_takes():
+    text = '{"dp": 8, "zero": 3, "num_microbatches": 4}'
+    plan = meshwise.plan("gpt-30m", cluster="h100-hgx", layout=text, **SMALL)
+    assert plan.layout == Layout(dp=8, zero=3, num_microbatches=4)
+    assert plan.prediction.tier == "datasheet"
+
+
+@pytest.mark.parametrize(
+    ("tier", "words"),
+    [
+        ("measured", "; every price measured"),
+        ("interpolated", "; prices measured or interpolated"),
+        ("extrapolated", "; some prices extrapolated beyond what was measured"),
+        (None, ""),
+    ],
+)
+def test_the_first_line_names_the_lowest_tier(tier, words):
+    plan = meshwise.plan("gpt-30m", cluster="h100-hgx", **SMALL)
+    prediction = msgspec.structs.replace(plan.prediction, tier=tier)
+    said = msgspec.structs.replace(plan, prediction=prediction, runs=("made",))
+    assert tables.plan(said)[0].title == f"{tables.headline(said)}{words}"
+
+
+def test_fp16_is_said_to_be_refused(capsys):
+    arguments = "plan gpt-125m --cluster p3.16xlarge --global-batch-size 32 --seq-len 256"
+    assert main(arguments.split()) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fp16, compiled; priced by data sheets" in out
+    assert "`meshwise run` refuses this plan" in out and "measure more" not in out
+    from meshwise.verbs import given
+
+    with pytest.raises(ValueError, match=r"Plan.dtype = 'fp16': training runs in fp32 or bf16"):
+        given.check(store.read("plan.json", Plan))
+
+
+def test_the_plan_of_a_data_sheet_is_the_searchs():
+    costs = unmeasured(files.take("h100-hgx", Cluster))
+    plan = meshwise.plan("gpt-125m", cluster="h100-hgx", **SMALL)
+    assert plan == search.find(plan.model, plan.workload, costs, num_devices=8, top=2)
