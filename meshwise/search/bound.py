@@ -433,14 +433,14 @@ def _traffic(
 def _moments(
     name: Name, pp: int, stages_per_rank: int, num_microbatches: int
 ) -> frozenset[tuple[int, int]]:
-    """On the first rank, after a forward: how many of its stages' microbatches are alive, and how
-    many of its stages have gradients. More microbatches repeat what some show."""
+    """On the first rank, after a forward: how many of its stages' microbatches are alive at most
+    where so many of its stages have gradients. More microbatches repeat what some show."""
     some = num_microbatches if name == "looped_bfs" else min(num_microbatches, 4 * pp)
-    alive, reduced, found = 0, set[int](), set[tuple[int, int]]()
+    alive, reduced, found = 0, set[int](), dict[int, int]()
     for kind, stage, _ in schedule.table(name, pp, stages_per_rank, some)[0]:
         alive += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]  # I may free part, so count none
         if kind in "BW":
             reduced.add(stage)
         elif kind == "F":
-            found.add((alive, len(reduced)))
-    return frozenset(found)
+            found[len(reduced)] = max(alive, found.get(len(reduced), 0))
+    return frozenset((most, count) for count, most in found.items())

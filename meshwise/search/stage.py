@@ -248,6 +248,8 @@ def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:
     Where compiled code keeps less than counted, it does so by computing again what selective
     recomputation does not keep either: both together save it once.
     """
+    if ratio >= 1:
+        return ratio
     piece = msgspec.structs.replace(kind.model, layers=1)
     size = (piece, kind.layout.microbatch_size, kind.seq_len, dtype)
     whole = saved_activation_bytes(*size)["layer"]
