@@ -12,12 +12,14 @@ The backward of a pipeline stage may be split into I, all but the weights' gradi
 FSDP2's hooks know nothing of that: all weights are gathered before I, freed and reduced after W.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from meshwise.models.graph import BYTES, Graph, Node, Tensor, elementwise, operation
-from meshwise.models.shard import Buffer, Sharded, Task, shard
+from meshwise.models.shard import LOADS, Buffer, Sharded, Task, shard
 from meshwise.spec import Collective, Layout, Op
 
 Runs = list[tuple[str, list[Task]]]
@@ -79,7 +81,7 @@ def apply(
     all tasks but the optimizer's; ``split`` makes two of each backward. ``times``: layers, by
     index, that stand for so many; they have equal neighbours on both sides.
     """
-    sharded = shard(graph, layout)
+    sharded = shard(graph, layout.tp, layout.sequence_parallel, layout.ep)
     members = _members(sharded)
     data = _DataParallel(layout, members, dtype, sharded)
     kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
@@ -117,7 +119,7 @@ def apply(
                 if kind in ("F", "B"):
                     tasks += data.before(unit, following)
                 weights = data.weights(unit)
-                for name, op, stream, part, phase, reads, writes in group:
+                for name, op, stream, part, phase, reads, writes in data.summed(group):
                     reads = (*[renamed[x] for x in reads], *weights)
                     writes = tuple([renamed[x] for x in writes])
                     tasks.append(Task(name, op, stream, part, phase, reads, writes))
@@ -270,6 +272,19 @@ class _DataParallel:
         if self.layout.zero == 3 and kind != "W":
             stays = self.current.items() if kind != "F" else ()
             self.current = {unit: name for unit, name in stays if unit == "root"}
+
+    def summed(self, tasks: list[Task]) -> Iterator[Task]:
+        """The same with the loads of experts added up over all data ranks, group by group."""
+        whole = _groups(self.layout, "")
+        sums = ((whole.copies, whole.copy_stride), (whole.shards, whole.stride))
+        for task in tasks:
+            if not task.name.endswith(f".{LOADS}"):
+                yield task
+                continue
+            for ranks, stride in sums:
+                if ranks > 1:
+                    op = replace(task.op, group_size=ranks, group_stride=stride)
+                    yield task._replace(op=op)
 
     def weights(self, unit: str) -> tuple[str, ...]:
         return (self.current[unit],) if unit in self.current else ()

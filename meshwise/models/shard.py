@@ -34,6 +34,7 @@ from meshwise.spec import EXPERT_ALIGNMENT, Collective, Layout, Op
 
 TP_DIMS = ("vocab", "heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn")
 WHOLE, PARTIAL = "whole", "partial"
+LOADS = "loads"  # an all-reduce of each expert's rows, over ranks that are not known here
 
 # One kernel on one device; split by vocabulary, they leave a result between two kernels.
 SPLIT_LOSS = {"loss.softmax": "shifted", "loss.softmax.grad": "exp"}
@@ -71,19 +72,10 @@ class Sharded(NamedTuple):
     apart: frozenset[str] = frozenset()
 
 
-def shard(graph: Graph, layout: Layout) -> Sharded:
-    """One rank's share of ``graph``, of which tp, sequence parallelism, ep and the data ranks, that
-    add up the loads of experts, make a difference."""
-    shards, copies = layout.shards, layout.data_ranks // layout.shards
-    sums = ((copies, layout.tp * shards), (shards, layout.tp)) if "experts" in graph.sizes else ()
-    return _shard(graph, layout.tp, layout.sequence_parallel, layout.ep, sums)
-
-
 @lru_cache(maxsize=1024)
-def _shard(
-    graph: Graph, tp: int, sequence_parallel: bool, ep: int, sums: tuple[tuple[int, int], ...]
-) -> Sharded:
-    placements = _Placements(graph, tp, sequence_parallel, ep, sums)
+def shard(graph: Graph, tp: int, sequence_parallel: bool, ep: int = 1) -> Sharded:
+    """The share of ``graph`` of one rank of so many tp ranks, in a group of ``ep``."""
+    placements = _Placements(graph, tp, sequence_parallel, ep)
     nodes = [node for node in graph.nodes if node.phase != "optimizer"]
     tasks = tuple((node, tuple(placements.tasks(node))) for node in nodes)
     cut = {dim: -(-graph.sizes[dim] // tp) for dim in TP_DIMS if dim in graph.sizes}
@@ -128,15 +120,8 @@ def graph_cuts(graph: Graph) -> dict[str, str]:
 class _Placements:
     """Placement of every tensor over tp while the nodes are walked in order."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        tp: int,
-        sequence_parallel: bool,
-        ep: int,
-        sums: tuple[tuple[int, int], ...],
-    ) -> None:
-        self.graph, self.sizes, self.tp, self.ep, self.sums = graph, dict(graph.sizes), tp, ep, sums
+    def __init__(self, graph: Graph, tp: int, sequence_parallel: bool, ep: int) -> None:
+        self.graph, self.sizes, self.tp, self.ep = graph, dict(graph.sizes), tp, ep
         if "experts" in self.sizes:  # a rank has so many less, and less room between their rows
             self.sizes["experts"] //= ep
             gone = graph.sizes["experts"] - self.sizes["experts"]
@@ -188,7 +173,9 @@ class _Placements:
             yield from self._exchange(node, inputs, reads, writes)
             return
         if node.kind == "balance" and node.phase != "backward":
-            yield from self._loads(node, reads)
+            size, at = num_bytes(inputs[0], self.sizes), f"{node.name}.{LOADS}"
+            loads = Collective(kind="all_reduce", size_bytes=size, group_size=1, dtype="fp64")
+            yield Task(at, loads, "compute", node.part, node.phase, (reads[0],), ())
         whole = operation(node, inputs, outputs, sizes)
         yield Task(node.name, whole, "compute", node.part, node.phase, tuple(reads), writes)
         for tensor in outputs:
@@ -238,20 +225,6 @@ class _Placements:
         yield task(names[1], ops[1], (between,), writes)
         if direction == "backward":
             yield task("scale", elementwise("mul", size, size, direction), writes, ())
-
-    def _loads(self, node: Node, reads: list[str]) -> Iterator[Task]:
-        """Add up how many rows each expert has over all data ranks."""
-        for ranks, stride in self.sums:
-            if ranks > 1:
-                op = Collective(
-                    kind="all_reduce",
-                    size_bytes=8 * self.sizes["choices"],
-                    group_size=ranks,
-                    group_stride=stride,
-                    dtype="fp64",
-                )
-                name = f"{node.name}.all_reduce"
-                yield Task(name, op, "compute", node.part, node.phase, (reads[0],), ())
 
     def _collective(self, kind: str, size_bytes: int, dtype: str) -> Collective:
         """Over ep."""
