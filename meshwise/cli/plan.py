@@ -8,10 +8,10 @@ import meshwise
 from meshwise.cli.options import ANY, DECODERS, MODELS, Json, Size
 from meshwise.cli.output import DONE, emit
 
-_DENSE = (*MODELS, *(name for name in DECODERS if name.startswith(("llama-2", "llama-3"))))
+_COMPUTED = [name for name in DECODERS if not name.startswith(("gpt-oss", "llama-4"))]
 _HELP = (
-    f"One of {', '.join(_DENSE)}, or the Hugging Face config.json of a dense decoder; by default a "
-    "GPT that fills the cluster."
+    f"One of {', '.join((*MODELS, *_COMPUTED))}, moe-380m and Alpa's others, or a Hugging Face "
+    "config.json; by default a GPT that fills the cluster."
 )
 Model = Annotated[str | None, Parameter(help=_HELP)]
 
