@@ -11,6 +11,7 @@ from meshwise.models.shard import Task, check_divides, graph_cuts
 from meshwise.spec import (
     AnyModel,
     Block,
+    Decoder,
     LanguageModel,
     LayerKind,
     Layout,
@@ -65,6 +66,8 @@ def graph(
     Of the whole model, or of a pipeline stage of ``layers`` of these kinds (``families.forward``).
     ``recompute``: one word a layer; () is none.
     """
+    if isinstance(model, Decoder):
+        model.check_computed()
     forward = families.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
     return training_step(forward, recompute)
 

@@ -72,9 +72,6 @@ def weights(model: LanguageModel) -> list[Weight]:
                 units[kinds[int(parts[1])]].append((parts[2], shape))
             else:
                 found.append(Weight(tensor.name, shape, "root"))
-    more = model.more_weights if isinstance(model, Decoder) else ()
-    for of_kind in units.values():
-        of_kind += [(name, (size,)) for name, size in more]
     stacked = [
         Weight(f"layers.{index}.{name}", shape, f"layers.{index}")
         for index, kind in layers
@@ -90,10 +87,7 @@ def num_parameters(model: LanguageModel) -> int:
 
 
 def _one_of_each(model: LanguageModel) -> tuple[Graph, tuple[LayerKind, ...]]:
-    """The graph of one layer of each kind that the model has, for one token, also of a model that
-    is only listed; and these kinds."""
-    if isinstance(model, Decoder):
-        model = replace(model, more_weights=(), not_computed="")
+    """The graph of one layer of each kind that the model has, for one token; and these kinds."""
     kinds = tuple(sorted(set(layer_kinds(model))))
     return families.forward(model, 1, 1, "fp32", layers=kinds), kinds
 

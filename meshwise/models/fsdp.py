@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from meshwise.models import graph
+from meshwise.models import families
 from meshwise.models.apply import apply, padded_shard
+from meshwise.models.backward import training_step
 from meshwise.models.decoder import ROUTER_BIAS, Weight, weights
 from meshwise.spec import DTYPE_BYTES, Collective, Decoder, Layout, Model
 from meshwise.spec.op import Dtype
@@ -84,7 +85,8 @@ def planned(
             num_microbatches=min(2, microbatches),
         )
     found: dict[tuple[str, str, str], Planned] = {}
-    for task in apply(graph(model, 1, 1, "fp32"), layout, param_dtype).tasks:
+    step = training_step(families.forward(model, 1, 1, "fp32"))
+    for task in apply(step, layout, param_dtype).tasks:
         op, (unit, _, kind) = task.op, task.name.rpartition(".")
         if task.stream != "dp" or not isinstance(op, Collective) or op.group_size == 1:
             continue

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise import models
 from meshwise.models import catalogue, decoder, families, fits, hugging_face, primus
 from meshwise.spec import Decoder, Experts, Gemm, Layout, Mla, Model, Workload
 
@@ -451,7 +452,7 @@ def test_what_no_module_computes_is_listed_and_refused_by_name(name):
     layout, workload = Layout(microbatch_size=1), Workload(global_batch_size=1, seq_len=128)
     for refused in (
         lambda: fits.check(model, workload, layout),
-        lambda: families.forward(msgspec.structs.replace(model, experts=None), 1, 128, "bf16"),
+        lambda: models.graph(model, 1, 128, "bf16"),
     ):
         with pytest.raises(ValueError, match=f"{name} is not computed here: .*; measure gemm"):
             refused()

@@ -26,11 +26,9 @@ def forward(
     the ``first`` and the head if it is the ``last``. Its layers are numbered from 0 wherever they
     are in the model, so that equal stages are one graph. Any other stage begins with ``stage.in``,
     which no node writes, and ends with the residual stream. A last stage that is not the first has
-    its own copy of a tied weight.
+    its own copy of a tied weight. Of a model that no module computes, the graph lists what it has.
     """
     name = model.name or "the model"
-    if isinstance(model, Decoder):
-        model.check_computed()
     if seq > model.max_seq_len:
         raise ValueError(
             f"seq_len = {seq}: {name} has positions for {model.max_seq_len}; use a shorter sequence"

@@ -42,6 +42,7 @@ def forward(
         "batch": batch, "seq": seq, "hidden": model.hidden, "ffn": model.ffn, "vocab": model.vocab,
         "two": 2, "three": 3, "one": 1, **experts.sizes(model, batch, seq),
     }  # fmt: skip
+    sizes |= dict(model.more_weights)
     (window,) = model.windows(seq)  # the same in all layers
     sizes |= {} if window is None else {"window": window}
     return build.graph(sizes | (_head_sizes(model) if mla is None else _latent_sizes(model, mla)))
@@ -75,7 +76,10 @@ def _layer(build: Build, model: Decoder, x: str, i: int, *, has_experts: bool) -
     x = _add(build, model, x, out, at, 1)
     normed = _before(build, model, x, f"{at}.norm2", cheap=not has_experts)
     feed_forward = experts.experts if has_experts else _feed_forward
-    return _add(build, model, x, feed_forward(build, model, normed, at), at, 2)
+    x = _add(build, model, x, feed_forward(build, model, normed, at), at, 2)
+    for name, _ in model.more_weights:  # wherever they belong, of a model that is only listed
+        x = build.elementwise(f"{at}.{name}", "add", x, build.parameter(f"{at}.{name}", name))
+    return x
 
 
 def _before(build: Build, model: Decoder, x: str, name: str, *, cheap: bool = True) -> str:
