@@ -6,7 +6,8 @@ from meshwise.models import families, wide_resnet
 from meshwise.models.apply import Loop, Program, Span, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
-from meshwise.models.graph import Graph
+from meshwise.models.eager_cpu import on_cpu
+from meshwise.models.graph import Device, Graph
 from meshwise.models.shard import Task, check_divides, graph_cuts
 from meshwise.spec import (
     AnyModel,
@@ -60,16 +61,17 @@ def graph(
     first: bool = True,
     last: bool = True,
     recompute: tuple[Recompute, ...] = (),
+    device: Device = "cuda",
 ) -> Graph:
     """Forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens, unsharded.
 
     Of the whole model, or of a pipeline stage of ``layers`` of these kinds (``families.forward``).
-    ``recompute``: one word a layer; () is none.
+    ``recompute``: one word a layer; () is none. ``device``: whose eager kernels.
     """
     if isinstance(model, Decoder):
         model.check_computed()
     forward = families.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
-    return training_step(forward, recompute)
+    return training_step(on_cpu(forward) if device == "cpu" else forward, recompute)
 
 
 def weight_cuts(model: LanguageModel) -> dict[str, str]:

@@ -4,6 +4,7 @@ Rules, for a result's gradient dy:
     gemm y = x w + b    dx = dy w (dgrad);  dw = dy^T x (wgrad);  db = sum of dy (bgrad)
     layer_norm          dx, dw, db from dy, x, stats and w
     rms_norm            dx, dw from dy, x, rstd and w
+    rms                 dx from drstd, x and rstd
     attention           dq, dk, dv from dy, q, k, v, y and the log-sum-exp
     gelu, silu          dx from dy and x
     softmax, sigmoid    dx from dy and y
@@ -34,7 +35,7 @@ Recomputation (Chen et al. 2016, arXiv:1604.06174; selective: in the spirit of K
 from meshwise.models.graph import Graph, Node, Tensor
 from meshwise.spec.layout import Recompute
 
-REPEATED = ("heads", "top_k", "hidden")
+REPEATED = ("heads", "top_k")
 
 
 def training_step(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Graph:
@@ -130,14 +131,16 @@ class _Backward:
 
     def reduced(self, node: Node, kind: str, inputs: list[str], to: str) -> None:
         """A node that computes the gradient of ``to``, and one that adds it up where the forward
-        node repeated ``to``: for all heads, for the copies of a token, along the hidden dim."""
+        node repeated ``to``: for all heads, for the copies of a token, a factor along any dim."""
         source, result = self.tensors[to], self.tensors[node.outputs[0]]
-        more = [dim for dim in result.dims if dim in REPEATED and dim not in source.dims]
-        if not more or "room" in source.dims:
+        more = [dim for dim in result.dims if dim not in source.dims]
+        if kind != "mul":
+            more = [dim for dim in more if dim in REPEATED and "room" not in source.dims]
+        if not more:
             self.emit(node, f"grad.{to}", kind, inputs, [to])
             return
-        every = self.declare(to, ".every")
-        self.tensors[every] = self.tensors[every]._replace(dims=(*source.dims, *more))
+        every = f"d.{to}.every.{node.name}"
+        self.tensors[every] = Tensor(every, (*source.dims, *more), result.dtype)
         self.add_node(node, f"grad.{to}.every", kind, inputs, [every])
         self.emit(node, f"grad.{to}", "add", [every], [to])
 
@@ -182,6 +185,9 @@ class _Backward:
             self.emit(node, "grad", node.kind, [dy, self.saved(x, node)], [x])
         elif node.kind in ("softmax", "sigmoid"):
             self.emit(node, "grad", node.kind, [dy, self.saved(node.outputs[0], node)], [x])
+        elif node.kind == "rms":
+            saved, rstd = self.saved(x, node), self.saved(node.outputs[0], node)
+            self.emit(node, "grad", node.kind, [dy, saved, rstd], [x])
         elif node.kind == "normalize":
             saved, total = self.saved(x, node), self.saved(node.outputs[1], node)
             self.emit(node, "grad", node.kind, [dy, saved, total], [x])
@@ -202,7 +208,7 @@ class _Backward:
                 self.reduced(node, "view", [dy], name)
         elif node.kind == "mul":
             for name, other in (node.inputs, node.inputs[::-1]):
-                if self.tensors[name].role == "activation":
+                if self.tensors[name].role in ("activation", "parameter"):
                     self.reduced(node, "mul", [dy, self.saved(other, node)], name)
         elif node.kind == "cross_entropy":
             self.emit(node, "grad", node.kind, [dy, node.outputs[0]], [x])

@@ -5,7 +5,8 @@ from typing import Literal
 from meshwise.models import decoder, families, wide_resnet
 from meshwise.models.backward import training_step
 from meshwise.models.decoder import ROUTER_BIAS, Weight
-from meshwise.models.graph import num_bytes
+from meshwise.models.eager_cpu import on_cpu
+from meshwise.models.graph import Device, num_bytes
 from meshwise.spec import AnyModel, Decoder, LanguageModel, Model, WideResNet, Workload
 from meshwise.spec.layout import Recompute
 
@@ -71,11 +72,17 @@ def active_parameters(model: LanguageModel) -> int:
 
 
 def saved_activation_bytes(
-    model: LanguageModel, batch: int, seq: int, dtype: str, recompute: tuple[Recompute, ...] = ()
+    model: LanguageModel,
+    batch: int,
+    seq: int,
+    dtype: str,
+    recompute: tuple[Recompute, ...] = (),
+    device: Device = "cuda",
 ) -> dict[str, int]:
     """Bytes that backward, and what it recomputes (one word a layer), read of the forward pass,
-    by part, on one device in eager mode."""
-    graph = training_step(families.forward(model, batch, seq, dtype), recompute)
+    by part, on one ``device`` in eager mode."""
+    forward = families.forward(model, batch, seq, dtype)
+    graph = training_step(on_cpu(forward) if device == "cpu" else forward, recompute)
     part_of = {
         out: node.part for node in graph.nodes if node.phase == "forward" for out in node.outputs
     }

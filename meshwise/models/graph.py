@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, get_args
 from meshwise.spec import DTYPE_BYTES, Attention, Elementwise, Gemm, Op
 from meshwise.spec.op import ElementwiseKind
 
+Device = Literal["cuda", "cpu"]
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
 
 

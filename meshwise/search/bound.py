@@ -419,7 +419,7 @@ def _traffic(
     """Seconds of a layer's gathers and reductions for one microbatch, then of the root's."""
     stage = StageKind(model, seq_len, (kind,), True, last, (), inside, False)
     seconds: dict[tuple[bool, bool], float] = defaultdict(float)
-    for task in apply(graph_of(stage, prices.costs.dtype), inside, prices.costs.dtype).tasks:
+    for task in apply(graph_of(stage, prices.costs), inside, prices.costs.dtype).tasks:
         if task.stream == "dp":
             assert isinstance(task.op, Collective)
             place = task.name.startswith("root."), task.op.kind != "all_gather"

@@ -38,7 +38,7 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     factors = {key: prices.factor(block)[0] for key, block in blocks.items()}
     once = msgspec.structs.replace(kind.layout, num_microbatches=1)
     rows: list[Explained] = []
-    for task in apply(graph_of(kind, plan.dtype), once, plan.dtype, split=kind.split).tasks:
+    for task in apply(graph_of(kind, plan), once, plan.dtype, split=kind.split).tasks:
         if not task.name.startswith(f"{local}.") and task.name != local:
             continue
         estimate: Estimate = prices.estimate(task.op)
@@ -65,7 +65,7 @@ def _find(plan: Plan, node: str, model: LanguageModel) -> tuple[StageKind, str]:
     examples: list[str] = []
     kinds = kinds_of(model, plan.workload.seq_len, plan.layout)
     for kind, stage in zip(kinds, plan.stages, strict=True):
-        for known in graph_of(kind, plan.dtype).nodes:
+        for known in graph_of(kind, plan).nodes:
             if known.phase != "forward":
                 continue
             local = f"layers.{known.layer}."

@@ -34,10 +34,12 @@ from meshwise.spec import (
     TIERS,
     Block,
     Collective,
+    Costs,
     Elementwise,
     LanguageModel,
     LayerKind,
     Layout,
+    Plan,
     PriceTier,
     layer_kinds,
 )
@@ -103,17 +105,19 @@ def kinds_of(model: LanguageModel, seq_len: int, layout: Layout) -> list[StageKi
     ]
 
 
-def graph_of(kind: StageKind, dtype: Dtype) -> Graph:
+def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
     """The operations of such a stage for one microbatch."""
+    on_cpu = by.cluster.device.kind == "cpu" and by.lowering == "eager"
     return graph(
         kind.model,
         kind.layout.microbatch_size,
         kind.seq_len,
-        dtype,
+        by.dtype,
         layers=kind.layers,
         first=kind.first,
         last=kind.last,
         recompute=kind.recompute,
+        device="cpu" if on_cpu else "cuda",
     )
 
 
@@ -156,8 +160,7 @@ def _program(kind: StageKind, prices: Prices) -> Program:
         short += [layer] * min(count, 3)
     kinds, words = (tuple(of) for of in zip(*short, strict=True))
     shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
-    graph = graph_of(shorter, dtype)
-    return apply(graph, kind.layout, dtype, split=kind.split, times=times)
+    return apply(graph_of(shorter, prices.costs), kind.layout, dtype, split=kind.split, times=times)
 
 
 def _cost(

@@ -1,0 +1,53 @@
+"""What eager PyTorch does otherwise on CPUs: a graph of CUDA's kernels in, of the CPU's out.
+
+An RMSNorm is one kernel on CUDA; on CPUs it is several, and autograd keeps what each of them reads:
+x in fp32, and x / rms(x) before it is multiplied by the weight (ATen, rms_norm_composite). A
+LayerNorm keeps mean and rstd in x's dtype, where CUDA has them in fp32.
+"""
+
+from dataclasses import replace
+
+from meshwise.models.graph import Graph, Node, Tensor
+
+
+def on_cpu(graph: Graph) -> Graph:
+    """The same operations as eager PyTorch runs them on a CPU."""
+    tensors, nodes = dict(graph.tensors), list[Node]()
+    for node in graph.nodes:
+        if node.kind == "rms_norm":
+            nodes += _of_operators(node, tensors)
+            continue
+        nodes.append(node)
+        if node.kind == "layer_norm":
+            stats = node.outputs[1]
+            tensors[stats] = tensors[stats]._replace(dtype=tensors[node.inputs[0]].dtype)
+    return replace(graph, tensors=tensors, nodes=tuple(nodes))
+
+
+def _of_operators(node: Node, tensors: dict[str, Tensor]) -> list[Node]:
+    """y = x * rstd * weight, in fp32."""
+    (x, weight), (y, rstd) = node.inputs, node.outputs
+    dims, dtype = tensors[x].dims, tensors[x].dtype
+
+    def wide(name: str) -> str:
+        tensors[f"{node.name}.{name}"] = Tensor(f"{node.name}.{name}", dims, "fp32")
+        return f"{node.name}.{name}"
+
+    def to(name: str, kind: str, inputs: tuple[str, ...], output: str) -> Node:
+        return node._replace(
+            name=f"{node.name}.{name}", kind=kind, inputs=inputs, outputs=(output,)
+        )
+
+    normed = wide("normed")
+    if dtype == "fp32":
+        before, x_wide, y_wide, behind = [], x, y, []
+    else:
+        x_wide, y_wide = wide("wide"), wide("scaled")
+        before, behind = [to("cast", "cast", (x,), x_wide)], [to("narrow", "cast", (y_wide,), y)]
+    return [
+        *before,
+        to("rms", "rms", (x_wide,), rstd),
+        to("divide", "mul", (x_wide, rstd), normed),
+        to("scale", "mul", (normed, weight), y_wide),
+        *behind,
+    ]
