@@ -207,9 +207,13 @@ class _Backward:
             for name in node.inputs:
                 self.reduced(node, "view", [dy], name)
         elif node.kind == "mul":
+            read: tuple[str, ...] = ()
             for name, other in (node.inputs, node.inputs[::-1]):
                 if self.tensors[name].role in ("activation", "parameter"):
-                    self.reduced(node, "mul", [dy, self.saved(other, node)], name)
+                    saved, at = self.saved(other, node), len(self.nodes)
+                    self.reduced(node, "mul", [dy, saved], name)
+                    self.nodes[at] = self.nodes[at]._replace(holds=read)
+                    read = (saved,)
         elif node.kind == "cross_entropy":
             self.emit(node, "grad", node.kind, [dy, node.outputs[0]], [x])
         elif node.kind == "add":

@@ -38,7 +38,8 @@ class Node(NamedTuple):
     ``layer`` its index there. A ``view`` is no kernel: its outputs lie in its input's memory; nor
     is an ``exchange`` where no other ranks hold experts. ``cheap``: selective recomputation
     computes it again rather than keep its result. ``whole``: on every tp rank where no dim of
-    heads, ffn or vocab is divided, also under sequence parallelism."""
+    heads, ffn or vocab is divided, also under sequence parallelism. ``holds``: what it does not
+    read, but another kernel of the same autograd node did, which lets go of it at its end."""
 
     name: str
     kind: str
@@ -49,6 +50,7 @@ class Node(NamedTuple):
     phase: Phase = "forward"
     cheap: bool = False
     whole: bool = False
+    holds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

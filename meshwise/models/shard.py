@@ -150,6 +150,8 @@ class _Placements:
                 wanted = dim if dim in tensor.dims or is_part else WHOLE
                 yield from self._redistribute(node, tensor.name, wanted)
                 reads.append(self.version[tensor.name, wanted])
+        held = [name for name in node.holds if name in self.placement]
+        reads += [self.version[name, self.placement[name]] for name in held]
         sizes = self._local(dim)
         inputs, outputs = tensors[: len(node.inputs)], tensors[len(node.inputs) :]
         contracted = any(dim in tensor.dims for tensor in inputs)
