@@ -156,7 +156,7 @@ def programmed(model, layout, dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.whole)])
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_issues_what_its_program_has(gloo_ranks, plan_of, world_size, model, dtype):
