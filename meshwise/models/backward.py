@@ -185,12 +185,9 @@ class _Backward:
             self.emit(node, "grad", node.kind, [dy, self.saved(x, node)], [x])
         elif node.kind in ("softmax", "sigmoid"):
             self.emit(node, "grad", node.kind, [dy, self.saved(node.outputs[0], node)], [x])
-        elif node.kind == "rms":
-            saved, rstd = self.saved(x, node), self.saved(node.outputs[0], node)
-            self.emit(node, "grad", node.kind, [dy, saved, rstd], [x])
-        elif node.kind == "normalize":
-            saved, total = self.saved(x, node), self.saved(node.outputs[1], node)
-            self.emit(node, "grad", node.kind, [dy, saved, total], [x])
+        elif node.kind in ("rms", "normalize"):
+            both = [self.saved(x, node), self.saved(node.outputs[-1], node)]
+            self.emit(node, "grad", node.kind, [dy, *both], [x])
         elif node.kind == "gather":
             saved, index = self.saved(x, node), self.saved(node.inputs[1], node)
             self.emit(node, "grad", node.kind, [dy, saved, index], [x])

@@ -27,27 +27,22 @@ def on_cpu(graph: Graph) -> Graph:
 def _of_operators(node: Node, tensors: dict[str, Tensor]) -> list[Node]:
     """y = x * rstd * weight, in fp32."""
     (x, weight), (y, rstd) = node.inputs, node.outputs
-    dims, dtype = tensors[x].dims, tensors[x].dtype
+    _, dims, dtype, _ = tensors[x]
 
     def wide(name: str) -> str:
         tensors[f"{node.name}.{name}"] = Tensor(f"{node.name}.{name}", dims, "fp32")
         return f"{node.name}.{name}"
 
-    def to(name: str, kind: str, inputs: tuple[str, ...], output: str) -> Node:
-        return node._replace(
-            name=f"{node.name}.{name}", kind=kind, inputs=inputs, outputs=(output,)
-        )
+    def to(of: str, kind: str, inputs: tuple[str, ...], y: str) -> Node:
+        return node._replace(name=f"{node.name}.{of}", kind=kind, inputs=inputs, outputs=(y,))
 
-    normed = wide("normed")
-    if dtype == "fp32":
-        before, x_wide, y_wide, behind = [], x, y, []
-    else:
-        x_wide, y_wide = wide("wide"), wide("scaled")
-        before, behind = [to("cast", "cast", (x,), x_wide)], [to("narrow", "cast", (y_wide,), y)]
-    return [
-        *before,
+    narrow, normed = dtype != "fp32", wide("normed")
+    x_wide, y_wide = (wide("wide"), wide("scaled")) if narrow else (x, y)
+    nodes = [
         to("rms", "rms", (x_wide,), rstd),
         to("divide", "mul", (x_wide, rstd), normed),
         to("scale", "mul", (normed, weight), y_wide),
-        *behind,
     ]
+    if narrow:
+        nodes = [to("cast", "cast", (x,), x_wide), *nodes, to("narrow", "cast", (y_wide,), y)]
+    return nodes

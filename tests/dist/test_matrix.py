@@ -127,7 +127,7 @@ def test_biases_of_experts_enter_a_sum_over_ranks_once(gloo_ranks, folder):
 @pytest.mark.parametrize("turn", range(7))
 @pytest.mark.parametrize(
     "name",
-    ["gemma", *(pytest.param(name, marks=pytest.mark.whole) for name in ("granite", "olmo"))],
+    ["gemma", *(pytest.param(n, marks=pytest.mark.whole) for n in ("granite", "olmo"))],
 )
 def test_norms_scales_and_windows_train_so_in_every_layout(gloo_ranks, folder, name, turn):
     model, rows = msgspec.structs.replace(MODELS[name], name=name), {"microbatch_size": 4}
