@@ -2,12 +2,16 @@
 and so are the statistics of norms, which are one kernel each."""
 
 import pytest
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwise import models
 from tests.dist.test_graph_against_torch import BATCH, FAMILIES, SEQ, WORDS, saved
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible"),
+]
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
