@@ -1,6 +1,8 @@
 # PYTHON: the interpreter .venv is built on. One that has torch >= 2.11 lends it to .venv.
 PYTHON ?= python3
 BUDGET ?= 90s
+# Files of tests side by side: most keep one of two cores busy.
+STREAMS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 VENV := .venv/bin/python
 
 .PHONY: help venv test test-all test-slow fuzz faults check demo clean always
@@ -21,10 +23,10 @@ venv: .venv/stamp ## make .venv (PYTHON=... reuses that interpreter's torch)
 	@touch $@
 
 test: .venv/stamp ## run the tests: unit, golden, gloo on the CPU, GPU where there is one
-	@$(VENV) -m tests
+	@$(VENV) -m pytest $(STREAMS)
 
 test-all: .venv/stamp ## run the tests that make test leaves out, too
-	@$(VENV) -m pytest -m "whole or not whole"
+	@$(VENV) -m pytest $(STREAMS) -m "whole or not whole"
 
 test-slow: .venv/stamp ## run the tests of launches, ranks, jobs and faults beside 40 busy processes
 	@$(VENV) -m tests.busy
