@@ -16,7 +16,17 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from meshwise import files
-from meshwise.spec import Cluster, Plan, RunInfo, Sample, StepLine, digest
+from meshwise.spec import (
+    AnyModel,
+    Cluster,
+    Layout,
+    Plan,
+    RunInfo,
+    Sample,
+    StepLine,
+    digest,
+    stages_of,
+)
 from meshwise.text import one_line
 
 T = TypeVar("T")
@@ -80,23 +90,28 @@ def _allowed(kind: Any, field: str) -> str:
 
 
 def _upgraded(data: Any) -> Any:
-    """Plans of version 1, alone or in a run: their one stage held all layers and devices."""
+    """Plans of versions 1 and 2, alone or in a run, whose stages said less of the layout."""
     if not isinstance(data, dict):
         return data
     if isinstance(data.get("plan"), dict):
         return data | {"plan": _upgraded(data["plan"])}
-    if data.get("schema_version") != 1 or data.get("schedule") != "none":
+    is_first = data.get("schema_version") == 1 and data.get("schedule") == "none"
+    if not (is_first or data.get("schema_version") == 2) or "stages" not in data:
         return data
     try:
-        axes = {name: data["layout"][name] for name in ("dp", "tp")}
-        kept = ["none"] * len(range(min(data["model"]["layers"], 10_000)))
-        stages = [
-            stage | axes | {"pipeline_rank": 0, "recompute": kept} for stage in data["stages"]
-        ]
-    except (KeyError, TypeError):
-        return data  # damaged: refused as a version that is not read
-    rest = {name: value for name, value in data.items() if name != "schedule"}
-    return rest | {"schema_version": 2, "stages": stages}
+        layout = msgspec.convert(data["layout"], Layout)
+        stages = stages_of(layout, msgspec.convert(data["model"], AnyModel))
+        made = msgspec.json.decode(msgspec.json.encode(stages))
+        for due, stage in zip(made, data["stages"], strict=True):
+            told = {field: value for field, value in stage.items() if field != "sharding"}
+            if told != {field: due[field] for field in told}:
+                return (
+                    data  # not what the layout makes of it: refused as a version that is not read
+                )
+    except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError):
+        return data
+    rest = {name: value for name, value in data.items() if not (is_first and name == "schedule")}
+    return rest | {"schema_version": 3, "stages": made}
 
 
 def _schema_version(kind: type) -> int | None:

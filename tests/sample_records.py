@@ -107,7 +107,7 @@ def plan(layout: Layout = LAYOUT, step_time_s: float = 0.010) -> Plan:
         dtype="bf16",
         lowering="eager",
         layout=layout,
-        stages=stages_of(layout, MODEL.layers, {}),
+        stages=stages_of(layout, MODEL),
         prediction=prediction(step_time_s, 4 * 2**30),
         runners_up=(Candidate(layout=RIVAL, prediction=prediction(0.012, 3 * 2**30)),),
         removed=(

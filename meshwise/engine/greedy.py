@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise.models import fits
+from meshwise.models import placement
 from meshwise.nn import Stage
 from meshwise.nn.cache import Cache, Now
 from meshwise.nn.gpt import GPTLayer
@@ -97,7 +97,12 @@ def prepare(
     assert not isinstance(model, WideResNet)
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: decoding runs in fp32 or bf16; plan for one of them")
-    fits.check(model, workload, place.layout)
+    placement.check(model, workload, place.layout)
+    if place.layout.cuts.name:
+        raise ValueError(
+            f"Layout.cuts = {place.layout.cuts.name}: decoding cuts weights by heads, ffn, vocab "
+            "alone; leave them out"
+        )
     numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
     stage = local.localized(
         model,

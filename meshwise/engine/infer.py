@@ -32,9 +32,9 @@ from meshwise import models, schedule, timeline
 from meshwise.engine import data, frame, kernels, memory, step
 from meshwise.engine.agree import together
 from meshwise.engine.frame import Metrics, no_pauses, say, timed
-from meshwise.models import fits
+from meshwise.models import placement
 from meshwise.nn import Stage
-from meshwise.parallel import apply, forward, pipeline
+from meshwise.parallel import forward, pipeline
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.ranks import Ranks
@@ -80,16 +80,16 @@ def prepare(
     """Build a rank's share of the plan's model, in the compute dtype, for its rows of batches."""
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: inference runs in fp32 or bf16; plan for one of them")
-    fits.check(plan.model, plan.workload, place.layout)
+    placement.check(plan.model, plan.workload, place.layout)
     numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
     at = step.positions(plan, place)
     attend = step.attention(plan, place)
 
-    def make(layers: range) -> Stage:
+    def make(_: int, layers: range) -> Stage:
         module = step.on_meta(plan.model, layers, plan.recipe, attend)
         module = forward.lay_out(module, place, dtype=numbers, lowering=plan.lowering, seed=seed)
         if at is not None:
-            apply.stand_at(module, torch.from_numpy(at).to(device), place)
+            module.at(torch.from_numpy(at).to(device))
         return module
 
     layout = plan.layout

@@ -20,7 +20,7 @@ from meshwise import schedule
 from meshwise.attention import shards
 from meshwise.attention.dense import ring_attention
 from meshwise.engine import data, optimizer
-from meshwise.models import fits
+from meshwise.models import placement
 from meshwise.nn import Stage, build
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import Attend, causal, cross_entropy
@@ -81,22 +81,23 @@ def prepare(
 ) -> Training:
     """Build a rank's share of the plan's model for its rows of the batches."""
     layout, inside = plan.layout, place.layout
-    fits.check(plan.model, plan.workload, inside)
+    placement.check(plan.model, plan.workload, inside)
     at = positions(plan, place)
     attend = attention(plan, place)
 
-    def make(layers: range) -> Stage:
+    def make(number: int, layers: range) -> Stage:
         module = apply.parallelize(
             on_meta(plan.model, layers, plan.recipe, attend),
-            place,
+            place._replace(layout=layout.of_stage(number)),
             dtype=dtype,
             lowering=plan.lowering,
             recipe=plan.recipe,
             seed=seed,
         )
         if at is not None:
-            apply.stand_at(module, torch.from_numpy(at).to(device), place)
-        balance(module, plan.recipe.aux_loss / layout.num_microbatches / inside.tp)
+            module.at(torch.from_numpy(at).to(device))
+        shares = 1 if inside.placed.experts == "whole" else inside.tp
+        balance(module, plan.recipe.aux_loss / layout.num_microbatches / shares)
         return module
 
     table = schedule.table(
@@ -112,7 +113,7 @@ def prepare(
         dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
         device=device,
     )
-    loss_function = apply.loss_function(inside, plan.lowering)
+    loss_function = apply.loss_function(inside, plan.lowering, place.mesh["tp"])
     mine = batches if at is None else batches.at(at)
     return _training(built, loss_function, mine, plan.recipe, alone=layout.num_devices == 1)
 

@@ -8,7 +8,7 @@ from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.eager_cpu import on_cpu
 from meshwise.models.graph import Device, Graph
-from meshwise.models.shard import Task, check_divides, graph_cuts
+from meshwise.models.shard import Task
 from meshwise.spec import (
     AnyModel,
     Block,
@@ -18,7 +18,6 @@ from meshwise.spec import (
     Layout,
     Op,
     WideResNet,
-    layer_kinds,
 )
 from meshwise.spec.layout import Recompute
 
@@ -31,14 +30,12 @@ __all__ = [
     "apply",
     "block_ops",
     "block_tasks",
-    "check_divides",
     "graph",
     "num_parameters",
     "saved_activation_bytes",
     "saved_block_bytes",
     "step_flops",
     "stream_shape",
-    "weight_cuts",
 ]
 
 
@@ -72,12 +69,6 @@ def graph(
         model.check_computed()
     forward = families.forward(model, batch, seq, dtype, layers=layers, first=first, last=last)
     return training_step(on_cpu(forward) if device == "cpu" else forward, recompute)
-
-
-def weight_cuts(model: LanguageModel) -> dict[str, str]:
-    """How tp cuts each weight operation of a model: col, row or vocab; by its name in a layer."""
-    kinds = tuple(sorted(set(layer_kinds(model))))
-    return graph_cuts(families.forward(model, 1, 1, "fp32", layers=kinds))
 
 
 def block_tasks(block: Block) -> tuple[Task, ...]:

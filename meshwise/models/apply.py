@@ -81,7 +81,7 @@ def apply(
     all tasks but the optimizer's; ``split`` makes two of each backward. ``times``: layers, by
     index, that stand for so many; they have equal neighbours on both sides.
     """
-    sharded = shard(graph, layout.tp, layout.sequence_parallel, layout.ep)
+    sharded = shard(graph, layout.tp, layout.placed, layout.ep)
     members = _members(sharded)
     data = _DataParallel(layout, members, dtype, sharded)
     kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")

@@ -80,7 +80,7 @@ class _Backward:
     ) -> None:
         name, read, written = f"{of.name}.{suffix}", tuple(inputs), tuple(outputs)
         self.nodes.append(
-            Node(name, kind, read, written, of.part, of.layer, "backward", whole=of.whole)
+            Node(name, kind, read, written, of.part, of.layer, "backward", room=of.room)
         )
 
     def emit(self, of: Node, suffix: str, kind: str, inputs: list[str], to: list[str]) -> None:
@@ -197,6 +197,8 @@ class _Backward:
             self.emit(node, "grad", "view", [dy], [x])
         elif node.kind in ("cast", "copy", "mean", "exchange"):
             self.emit(node, "grad", node.kind, [dy], [x])
+        elif node.kind == "view" and self.tensors[x].dims == self.tensors[node.outputs[0]].dims:
+            self.accumulate(node, x, dy)
         elif node.kind == "view":
             gradients = [self.gradient_of[name] for name in node.outputs]
             self.emit(node, "grad", "copy", gradients, [x])

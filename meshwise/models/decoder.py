@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from meshwise.models import families
 from meshwise.models.graph import Graph, Node, module_shape, operation
-from meshwise.models.shard import TP_DIMS
+from meshwise.models.placement import DIMS
 from meshwise.spec import (
     DTYPE_BYTES,
     Attention,
@@ -94,7 +94,8 @@ def _one_of_each(model: LanguageModel) -> tuple[Graph, tuple[LayerKind, ...]]:
 
 def _divided(graph: Graph, tp: int) -> dict[str, int]:
     """The sizes on one tp rank, without room between the rows of experts."""
-    local = {dim: n // tp if dim in TP_DIMS else n for dim, n in graph.sizes.items()}
+    divided = {dim for dims in DIMS.values() for dim in dims}
+    local = {dim: n // tp if dim in divided else n for dim, n in graph.sizes.items()}
     return local | {"room": graph.sizes["top_k"]} if "top_k" in local else local
 
 

@@ -37,9 +37,9 @@ class Node(NamedTuple):
     copy (softmax, sort, move); ``part`` is where it belongs (embed, layer, head, optimizer) and
     ``layer`` its index there. A ``view`` is no kernel: its outputs lie in its input's memory; nor
     is an ``exchange`` where no other ranks hold experts. ``cheap``: selective recomputation
-    computes it again rather than keep its result. ``whole``: on every tp rank where no dim of
-    heads, ffn or vocab is divided, also under sequence parallelism. ``holds``: what it does not
-    read, but another kernel of the same autograd node did, which lets go of it at its end."""
+    computes it again rather than keep its result. ``room``: the part of the model whose dims tp
+    divides in one way, a field of ``Cuts``. ``holds``: what it does not read, but another kernel of
+    the same autograd node did, which lets go of it at its end."""
 
     name: str
     kind: str
@@ -49,7 +49,7 @@ class Node(NamedTuple):
     layer: int = 0
     phase: Phase = "forward"
     cheap: bool = False
-    whole: bool = False
+    room: str = "stream"
     holds: tuple[str, ...] = ()
 
 

@@ -135,8 +135,8 @@ class FeedForwards(nn.Module):
     [experts,2,ffn,hidden], gate before up; ``down`` [experts,hidden,ffn]; biases where the model
     has them.
 
-    ``local``: a weight -> the part of it to compute with. ``share``: what part of the last bias to
-    add, where partial sums are added up.
+    ``local``: a weight -> the part of it to compute with; ``added``: the last bias -> what to add
+    of it, where parts of a sum are added up.
     """
 
     starts = {"first": WEIGHT, "down": WEIGHT, "first_bias": ZEROS, "down_bias": ZEROS}
@@ -150,7 +150,7 @@ class FeedForwards(nn.Module):
         self.first_bias = nn.Parameter(torch.empty(n, halves, ffn)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(n, hidden)) if bias else None
         self.local: Callable[[Tensor], Tensor] = same
-        self.share = 1.0
+        self.added: Callable[[Tensor], Tensor] = same
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [n,hidden], sorted by expert, ``counts`` [experts] of them -> [n,hidden]."""
@@ -158,7 +158,7 @@ class FeedForwards(nn.Module):
         first_bias = down_bias = None
         if self.first_bias is not None and self.down_bias is not None:
             first_bias = self.local(self.first_bias).flatten(1)
-            down_bias = self.local(self.down_bias) * self.share
+            down_bias = self.added(self.down_bias)
         place, source, offsets = padded(counts, len(rows))
         x = move(rows, source, place)
         x = product(x, first, offsets, first_bias)
@@ -248,7 +248,7 @@ def product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> 
 class SharedExpert(nn.Module):
     """A feed-forward for every token, with a score where the model has one (Qwen).
 
-    ``share``: what part of the last bias to add, where partial sums are added up.
+    ``added`` as in ``FeedForwards``.
     """
 
     def __init__(self, hidden: int, sizes: Sizes, *, gated: bool, bias: bool) -> None:
@@ -257,16 +257,16 @@ class SharedExpert(nn.Module):
         self.up = nn.Linear(hidden, sizes.shared_ffn, bias)
         self.down = nn.Linear(sizes.shared_ffn, hidden, bias)
         self.score = nn.Linear(hidden, 1, bias=False) if sizes.shared_gate else None
-        self.share = 1.0
+        self.added: Callable[[Tensor], Tensor] = same
 
     def forward(self, x: Tensor, local: Callable[[Tensor], Tensor]) -> Tensor:
-        def product(linear: nn.Linear, x: Tensor, share: float = 1.0) -> Tensor:
-            bias = None if linear.bias is None else local(linear.bias) * share
+        def product(linear: nn.Linear, x: Tensor, biased: Callable[..., Tensor] = local) -> Tensor:
+            bias = None if linear.bias is None else biased(linear.bias)
             return F.linear(x, local(linear.weight), bias)
 
         up = product(self.up, x)
         first = torch.cat([product(self.gate, x), up], -1) if self.gate else up
-        y = product(self.down, activate(first, self.gate is not None), self.share)
+        y = product(self.down, activate(first, self.gate is not None), self.added)
         return y if self.score is None else y * product(self.score, x).sigmoid()
 
 

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwise.nn import GPT, Stage
+from meshwise.nn import Stage
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import Layer, cross_entropy
 from meshwise.parallel import data, fp8, offload, recompute, tensor, torch_private
@@ -88,13 +88,6 @@ def parallelize(
     return model
 
 
-def stand_at(model: Stage, positions: Tensor, place: Place) -> None:
-    """Say where this rank's tokens stand; learned positions are split like everything else."""
-    model.at(positions)
-    if place.layout.tp > 1 and isinstance(model, GPT) and model.first:
-        model.positions.at = DTensor.from_local(positions, place.mesh["tp"], [Replicate()])
-
-
 def is_one_graph(layer: nn.Module, layout: Layout) -> bool:
     """Attention over ranks or with a window, and tokens on their way to experts, are not
     compiled."""
@@ -134,24 +127,27 @@ def fill(
             part.reset_buffers()  # type: ignore[operator]
 
 
-def loss_function(layout: Layout, lowering: Lowering) -> Loss:
+def loss_function(layout: Layout, lowering: Lowering, tp_mesh: DeviceMesh | None) -> Loss:
     """(logits, targets) -> this rank's mean loss as a local scalar, compiled if the layers are.
 
     Compiled, the fp32 copies of the logits are never written to memory. With tp the logits stay
-    split by vocabulary; call it, and the backward, inside ``loss_context``.
+    split by vocabulary, or each rank has those of some of the tokens, as the layout cuts the head;
+    call it, and the backward, inside ``loss_context``.
     """
     compute: Loss = cross_entropy
     if lowering == "compiled":
         compute = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
-    if layout.tp == 1:
+    if layout.tp == 1 or tp_mesh is None:
         return compute
+    taken, added = tensor.loss_parts(tp_mesh, layout.placed)
 
     def local_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return share(compute(logits, targets))
+        return added(share(compute(logits, taken(targets))))
 
     return local_loss
 
 
 def loss_context(layout: Layout) -> AbstractContextManager[None]:
-    """Holds forward loss and backward; with tp it makes cross entropy work on split logits."""
-    return loss_parallel() if layout.tp > 1 else nullcontext()
+    """Holds forward loss and backward; it makes cross entropy work on logits split over tp."""
+    is_split = layout.tp > 1 and layout.placed.head == "vocab"
+    return loss_parallel() if is_split else nullcontext()

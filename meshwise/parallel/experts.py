@@ -26,16 +26,19 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from meshwise.models.placement import ROWS
 from meshwise.nn.experts import MoE, move
 from meshwise.parallel.mesh import Place
+from meshwise.parallel.redistribute import share
 
 SHARED_DIMS = {"gate": (0, 0), "up": (0, 0), "down": (1, None), "score": (None, None)}
 FFN_DIMS = {"first": 2, "down": 2, "first_bias": 2, "down_bias": None}
 
 
 def divide(moe: MoE, place: Place) -> None:
-    """Divide the experts over ep and tp, the shared expert over tp."""
-    tp = place.layout.tp
+    """Divide the experts over ep, and over tp by ffn or by tokens."""
+    tp, word = place.layout.tp, place.layout.placed.experts
+    over_tokens = tp > 1 and word in ROWS
     if place.experts is not None:
         mesh, over_experts = place.experts["ep", "tp"], [Shard(0)]
         group = place.experts["ep"].get_group()
@@ -46,23 +49,25 @@ def divide(moe: MoE, place: Place) -> None:
         mesh, over_experts = place.mesh["tp"], []
     if tp > 1 or place.experts is not None:
         for name, dim in FFN_DIMS.items():
-            _place(moe.experts, name, mesh, [*over_experts, _cut(dim)])
-        moe.local = moe.experts.local = local
-        moe.experts.share = 1 / tp
+            _place(moe.experts, name, mesh, [*over_experts, _cut(dim, word)])
+        # What tp ranks hold alike has parts of a sum as gradients, unless they compute alike.
+        moe.local = moe.experts.local = partial(local, summed=word != "whole")
+        moe.experts.added = partial(added, ranks=tp if word == "ffn" else 1, summed=over_tokens)
     if tp > 1:
         _place(moe.router, "weight", place.mesh["tp"], [Replicate()])
         if moe.shared is not None:
-            moe.shared.share = 1 / tp
+            moe.shared.added = moe.experts.added
             for name, dims in SHARED_DIMS.items():
                 module = getattr(moe.shared, name)
                 if module is not None:
                     for part, dim in zip(("weight", "bias"), dims, strict=True):
-                        _place(module, part, place.mesh["tp"], [_cut(dim)])
-    moe.count = partial(_total, groups=place.data_groups)
+                        _place(module, part, place.mesh["tp"], [_cut(dim, word)])
+    others = [place.mesh["tp"].get_group()] if over_tokens else []
+    moe.count = partial(_total, groups=[*place.data_groups, *others])
 
 
-def _cut(dim: int | None) -> Placement:
-    return Replicate() if dim is None else Shard(dim)
+def _cut(dim: int | None, word: str) -> Placement:
+    return Shard(dim) if word == "ffn" and dim is not None else Replicate()
 
 
 def _place(module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: Any) -> None:
@@ -72,13 +77,19 @@ def _place(module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: Any
         setattr(module, name, torch.nn.Parameter(placed))
 
 
-def local(weight: Tensor) -> Tensor:
-    """This rank's part of a weight. Where tp ranks hold the same, each makes a part of the sum that
-    is its gradient."""
+def local(weight: Tensor, *, summed: bool = True) -> Tensor:
+    """This rank's part of a weight. ``summed``: ranks that hold the same each make a part of the
+    sum that is its gradient."""
     if not isinstance(weight, DTensor):
         return weight
-    gradients = [Partial() if p.is_replicate() else p for p in weight.placements]
+    gradients = [Partial() if summed and p.is_replicate() else p for p in weight.placements]
     return weight.to_local(grad_placements=gradients)
+
+
+def added(bias: Tensor, *, ranks: int, summed: bool) -> Tensor:
+    """What this rank adds of a bias to its part of a sum over so many ranks."""
+    bias = local(bias, summed=summed)
+    return share(bias, ranks) if ranks > 1 else bias
 
 
 def _total(counts: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

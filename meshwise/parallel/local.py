@@ -12,6 +12,7 @@ input are one product (q, k, v; gate, up). Logits are this rank's part of the vo
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -267,7 +268,9 @@ def _experts(moe: MoE, name: str, cut: _Cut) -> MoE | Summed:
     """``experts.divide``, with plain weights."""
     for full, part in moe.named_modules(prefix=name):
         _fill(part, f"{full}.", cut)
-    moe.experts.share = 1 / cut.place.layout.tp
+    for part in (moe.experts, moe.shared):
+        if part is not None:
+            part.added = partial(experts.added, ranks=cut.place.layout.tp, summed=False)
     if cut.place.experts is not None:
         moe.exchange = experts.AllToAll(cut.place.experts["ep"].get_group())
     return moe if cut.total is None else Summed(moe, cut.total)

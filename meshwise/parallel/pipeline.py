@@ -90,15 +90,15 @@ def build(
     model: AnyModel,
     workload: Workload,
     row: tuple[Action, ...],
-    make: Callable[[range], nn.Stage],
+    make: Callable[[int, range], nn.Stage],
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Pipeline:
-    """Link the stages of this rank, each made by ``make`` from the layers it holds."""
+    """Link the stages of this rank, each made by ``make`` of its number and layers."""
     mine = stages_of(layout.schedule, place.pipeline_rank, layout.pp, layout.stages_per_rank)
     layers = layout.stage_layers(model.layers)
-    modules = {number: make(layers[number]) for number in mine}
+    modules = {number: make(number, layers[number]) for number in mine}
     # Connected in one order on all ranks, the tie last: see p2p.connected.
     boundaries = {
         stage: _boundary(
@@ -154,7 +154,7 @@ def activations(layout: Layout, pipeline_rank: int, shape: tuple[int, ...]) -> R
     """Who holds what of a microbatch's activation [rows, seq, hidden] (of images [rows, channels,
     height, width])."""
     inside = layout.of_rank(pipeline_rank)
-    over_tp = 1 if inside.sequence_parallel else None
+    over_tp = {"batch": 0, "seq": 1}.get(inside.placed.stream)
     over_cp = 1 if inside.cp > 1 else None
     pieces = placed(shape, (inside.dp, inside.cp, inside.tp), (0, over_cp, over_tp))
     devices = layout.devices_of(pipeline_rank)

@@ -1,82 +1,180 @@
-"""Tensor and sequence parallelism through DTensor, in place, on the tp axis of a mesh.
+"""Tensor parallelism in place, on the tp axis of a mesh, as a layout's ``cuts`` say.
 
 Weights (Shoeybi et al. 2019, Megatron-LM): what heads or ffn are made of is split by rows (col in
 plan.json), what reads them by columns (row), embedding and head by vocabulary; experts in
-``parallel.experts``. Activations between those are whole on every rank, or with
-``sequence_parallel`` split by position (Korthikanti et al. 2022). Logits stay split by vocabulary
-and are a DTensor; ``apply.loss_context`` computes their loss that way.
+``parallel.experts``. The stream between those is whole on every rank, or split by position
+(Korthikanti et al. 2022) or by sequence. A part of the model may also be computed alike on every
+rank, or divided by its tokens. Logits split by vocabulary are a DTensor;
+``apply.loss_context`` computes their loss that way.
 
 Every parameter becomes a DTensor on the tp mesh, norms and positions as replicas, so that
-gradients that are partial sums are known to be. Fewer key and value heads than ranks are computed
-by several ranks each.
+gradients that are partial sums are known to be. Activations are local tensors, moved between the
+parts by ``redistribute``. Fewer key and value heads than ranks are computed by several ranks each.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
-    Placement,
     Replicate,
     Shard,
     distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Placement as Placed
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from meshwise.nn import llama
-from meshwise.nn.experts import MoE
-from meshwise.nn.gpt import GPT, GPTLayer, Head
+from meshwise.nn.experts import MoE, same
+from meshwise.nn.gpt import GPT, GPTLayer, Head, Positions
 from meshwise.nn.llama import DecoderLayer, Llama
 from meshwise.nn.stage import Stage
 from meshwise.nn.wide_resnet import WideResNet as WideResNetModule
 from meshwise.parallel import channels, experts
 from meshwise.parallel.mesh import Place
+from meshwise.parallel.redistribute import Edge, Placement, Ranks, moved, share
+from meshwise.spec import Cuts
 
-SEQ_DIM, HEADS_DIM = 1, 2
-
-
-def _stream(sequence_parallel: bool) -> Placement:
-    """How activations between the split weights lie on the tp ranks."""
-    return Shard(SEQ_DIM) if sequence_parallel else Replicate()
+DIM: dict[str, int] = {"batch": 0, "seq": 1}  # of an activation
+COL, ROW = ("weight", 0), ("weight", 1)
 
 
-def _replicate(module: nn.Module, tp_mesh: DeviceMesh, stream: Placement) -> None:
-    """Keep all of a module's parameters on every rank; it reads and writes the stream."""
+class Room(NamedTuple):
+    """A part of the model: how it ``needs`` its input and the gradient of its result, and how it
+    ``leaves`` its result and the gradient of its input."""
 
-    def read(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[DTensor]:
-        return (DTensor.from_local(inputs[0], mesh, [stream]),)
+    needs: Placement
+    leaves: Placement
 
-    def write(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
-        return output.to_local()  # type: ignore[no-any-return]
-
-    distribute_module(module, tp_mesh, input_fn=read, output_fn=write)  # type: ignore[arg-type]
-
-
-def _share(module: nn.Module, tp_mesh: DeviceMesh, stream: Placement) -> None:
-    """Give a module all of the stream, and take its result as a part of a sum."""
-
-    def read(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor]:
-        whole = DTensor.from_local(inputs[0], mesh, [stream]).redistribute(mesh, [Replicate()])
-        return (whole.to_local(grad_placements=[Partial()]),)
-
-    def write(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
-        parts = DTensor.from_local(output, mesh, [Partial()])
-        return parts.redistribute(mesh, [stream]).to_local()
-
-    module.register_forward_pre_hook(lambda m, inputs: read(m, inputs, tp_mesh))
-    module.register_forward_hook(lambda m, _, output: write(m, output, tp_mesh))
+    @property
+    def summed(self) -> bool:
+        """Whether ranks that hold the same weight each have a part of its gradient."""
+        return self.leaves != "whole"
 
 
-def _split_embedding(embed: nn.Embedding, tp_mesh: DeviceMesh, stream: Placement) -> None:
+class Splitter:
+    """Lays the modules of a stage out over one tp mesh."""
+
+    def __init__(self, mesh: DeviceMesh, cuts: Cuts) -> None:
+        group = mesh.get_group()
+        self.mesh, self.cuts = mesh, cuts
+        self.ranks = Ranks(group.group_name, group.size(), group.rank())
+        self.stream = self.room("stream").needs
+
+    def room(self, name: str) -> Room:
+        word: str = getattr(self.cuts, name)
+        if word in DIM:
+            return Room(DIM[word], DIM[word])
+        return Room("whole", "whole" if word == "whole" else "partial")
+
+    def enter(self, name: str) -> Edge:
+        """From the stream into a part of the model."""
+        room = self.room(name)
+        return Edge((self.stream, room.needs), (room.leaves, self.stream), self.ranks)
+
+    def leave(self, name: str) -> Edge:
+        room = self.room(name)
+        return Edge((room.leaves, self.stream), (self.stream, room.needs), self.ranks)
+
+    @property
+    def streamed(self) -> Placed:
+        """How the stream lies, in DTensor's words."""
+        return Shard(self.stream) if isinstance(self.stream, int) else Replicate()
+
+    def norm(self, module: nn.Module, *, leave: Edge | None = None) -> None:
+        """A norm of the stream, whose result goes on into a part of the model."""
+        self.local(module, "stream", leave=leave)
+
+    def local(
+        self,
+        module: nn.Module,
+        room: str,
+        cut: tuple[str, int] | None = None,
+        *,
+        leave: Edge | None = None,
+    ) -> Any:
+        """Make a module compute with this rank's parts of its weights: cut by outputs (``COL``), by
+        inputs (``ROW``), or whole."""
+        cut = cut if self.room(room).leaves == "partial" else None
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            both = cut == COL or (cut == ROW and name == "weight")
+            placed: Placed = Shard(cut[1]) if cut is not None and both else Replicate()
+            made = distribute_tensor(parameter, self.mesh, [placed], src_data_rank=None)
+            setattr(module, name, nn.Parameter(made))
+        module.__class__ = LOCAL[type(module)]
+        module.summed, module.leave = self.room(room).summed, leave  # type: ignore[assignment]
+        if cut == ROW:
+            module.adders = self.ranks.size  # type: ignore[assignment]
+        return module
+
+    def layer(self, layer: GPTLayer | DecoderLayer) -> None:
+        """Split one layer; its input and output are local tensors that lie as the stream does."""
+        self.norm(layer.norm1, leave=self.enter("attention"))
+        self.norm(layer.norm2, leave=self.enter("feed_forward" if layer.dense else "experts"))
+        if isinstance(layer, GPTLayer):
+            self.local(layer.attention.qkv, "attention", COL)
+            out = layer.attention.out
+        else:
+            for post in (layer.post1, layer.post2):
+                self.norm(post)
+            self.projections(layer.qkv)
+            for name, module in layer.attention.named_children():
+                if name.endswith("_norm"):
+                    self.local(module, "attention")
+            out = layer.out
+        self.local(out, "attention", ROW, leave=self.leave("attention"))
+        if not layer.dense:
+            self.local(layer.moe, "experts", leave=self.leave("experts"))
+            return
+        if isinstance(layer, GPTLayer):
+            self.local(layer.mlp.up, "feed_forward", COL)
+            down = layer.mlp.down
+        else:
+            for up in layer.gate_up.children():
+                self.local(up, "feed_forward", COL)
+            down = layer.down
+        self.local(down, "feed_forward", ROW, leave=self.leave("feed_forward"))
+
+    def projections(self, qkv: nn.Module) -> None:
+        """Of a Llama-type layer. What leads down to latent rows is whole on every rank."""
+        repeats = False
+        if isinstance(qkv, llama.QKV) and self.room("attention").leaves == "partial":
+            repeats = qkv.kv_heads % self.ranks.size > 0
+        for name, module in qkv.named_children():
+            repeated = repeats and name in ("k", "v")
+            is_cut = name in ("q", "k", "v", "q_up", "kv_up") and not repeated
+            local = self.local(module, "attention", COL if is_cut else None)
+            if repeated:
+                local.rows = repeated_rows(qkv.kv_heads, qkv.head_dim, self.mesh)  # type: ignore[arg-type]
+
+    def embedding(self, embed: nn.Embedding) -> None:
+        if self.cuts.embed == "vocab":
+            _split_embedding(embed, self.mesh, self.streamed)
+            return
+        self.local(embed, "embed", leave=self.leave("embed"))
+        embed.take = self.take(self.cuts.embed)  # type: ignore[assignment]
+
+    def take(self, word: str) -> tuple[int, Ranks] | None:
+        """Which dim of what every rank has whole to take a part of."""
+        return (DIM[word], self.ranks) if word in DIM else None
+
+    def head(self, head: Head | llama.Head) -> None:
+        """Split the projection by vocabulary, whose logits are a DTensor, or by its tokens."""
+        self.norm(head.norm)
+        if self.cuts.head != "vocab":
+            self.local(head.projection, "head").enter = self.enter("head")
+            return
+        projection = ColwiseParallel(
+            input_layouts=self.streamed, output_layouts=Shard(-1), use_local_output=False
+        )
+        parallelize_module(head, self.mesh, {"projection": projection})
+
+
+def _split_embedding(embed: nn.Embedding, tp_mesh: DeviceMesh, stream: Placed) -> None:
     """Split the table by vocabulary. The result is awaited here: torch's RowwiseParallel leaves
     that to the reader, and a compiled layer gives such an input no gradient (torch 2.13)."""
 
@@ -93,104 +191,99 @@ def _split_embedding(embed: nn.Embedding, tp_mesh: DeviceMesh, stream: Placement
     distribute_module(embed, tp_mesh, cut, input_fn=read, output_fn=write)  # type: ignore[arg-type]
 
 
-def split_gpt_layer(layer: GPTLayer, tp_mesh: DeviceMesh, sequence_parallel: bool) -> GPTLayer:
-    """Split one layer; its input and output are local tensors, [b,s/tp,hidden] when sp."""
-    stream = _stream(sequence_parallel)
-    _replicate(layer.norm1, tp_mesh, stream)
-    _replicate(layer.norm2, tp_mesh, stream)
-    plan = {
-        "attention.qkv": ColwiseParallel(input_layouts=stream),
-        "attention.out": RowwiseParallel(output_layouts=stream),
-    }
-    if layer.dense:
-        plan["mlp.up"] = ColwiseParallel(input_layouts=stream)
-        plan["mlp.down"] = RowwiseParallel(output_layouts=stream)
-    parallelize_module(layer, tp_mesh, plan)
-    return layer
-
-
-def split_decoder_layer(
-    layer: DecoderLayer, tp_mesh: DeviceMesh, sequence_parallel: bool
-) -> DecoderLayer:
-    """The same for a Llama-type layer; what reads one input fetches it once."""
-    stream, once = _stream(sequence_parallel), Replicate()
-    for norm in (layer.norm1, layer.post1, layer.norm2, layer.post2):
-        if not isinstance(norm, nn.Identity):
-            _replicate(norm, tp_mesh, stream)
-    fetch = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(once,))
-    plan: dict[str, Any] = {"qkv": fetch, "out": RowwiseParallel(output_layouts=stream)}
-    if isinstance(layer.qkv, llama.QKV):
-        plan["qkv.q"] = ColwiseParallel(input_layouts=once)
-        for name in ("k", "v"):
-            if layer.qkv.kv_heads % tp_mesh.size():
-                _repeat_heads(getattr(layer.qkv, name), tp_mesh, layer.qkv.head_dim)
-            else:
-                plan[f"qkv.{name}"] = ColwiseParallel(input_layouts=once)
-        for name, module in layer.attention.named_children():
-            if name.endswith("_norm"):
-                _replicate(module, tp_mesh, Shard(HEADS_DIM))
-    else:
-        _split_latent(layer.qkv, tp_mesh, plan)
-    if layer.dense:
-        plan["gate_up"] = fetch
-        for name, _ in layer.gate_up.named_children():
-            plan[f"gate_up.{name}"] = ColwiseParallel(input_layouts=once)
-        plan["down"] = RowwiseParallel(output_layouts=stream)
-    parallelize_module(layer, tp_mesh, plan)
-    return layer
-
-
-def _split_latent(qkv: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, Any]) -> None:
-    """What leads down to the latent rows is whole on every rank, what leads up split by heads."""
-    for name, module in qkv.named_children():
-        if name in ("q", "q_up", "kv_up"):
-            plan[f"qkv.{name}"] = ColwiseParallel(input_layouts=Replicate())
-        else:
-            distribute_module(module, tp_mesh)
-
-    def local(_: nn.Module, __: Any, output: Any) -> tuple[Tensor, ...]:
-        return tuple(
-            x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x for x in output
-        )
-
-    qkv.register_forward_hook(local)
-
-
-def _repeat_heads(linear: nn.Linear, tp_mesh: DeviceMesh, head_dim: int) -> None:
-    """Each rank computes the one head that its queries read, several ranks the same one."""
-    distribute_module(linear, tp_mesh)
-    linear.rows = repeated_rows(linear.out_features // head_dim, head_dim, tp_mesh)  # type: ignore[assignment]
-    linear.__class__ = RowsOfLinear  # a function of each module's own would be compiled for each
-
-
 def repeated_rows(heads: int, head_dim: int, tp_mesh: DeviceMesh) -> slice:
     """The rows of a weight of fewer heads than ranks that make this rank's head."""
     head = tp_mesh.get_local_rank() * heads // tp_mesh.size()
     return slice(head * head_dim, (head + 1) * head_dim)
 
 
-class RowsOfLinear(nn.Linear):
-    """x of all ranks -> the product with the ``rows`` of the weight that make this rank's head."""
+def part(weight: Tensor | None, module: Any) -> Any:
+    """This rank's part of a module's weight."""
+    return None if weight is None else experts.local(weight, summed=module.summed)
 
-    rows: slice
+
+class _Local:
+    """What ``Splitter.local`` sets: of an instance, so that all layers share compiled code."""
+
+    summed = False
+    enter: Edge | None = None
+    leave: Edge | None = None
+
+    def left(self, y: Tensor) -> Tensor:
+        return y if self.leave is None else self.leave.move(y)
+
+
+class LocalLinear(_Local, nn.Linear):
+    """``rows`` of the weight where each head is on several ranks; ``adders``: ranks whose results
+    are added up, with one bias between them."""
+
+    rows: slice | None = None
+    adders = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = experts.local(self.weight), self.bias
-        part = None if bias is None else experts.local(bias)[self.rows]
-        return F.linear(experts.local(x), weight[self.rows], part)
+        x = x if self.enter is None else self.enter.move(x)
+        weight, bias = part(self.weight, self), part(self.bias, self)
+        if self.adders > 1 and bias is not None:
+            bias = share(experts.local(self.bias, summed=False), self.adders)
+        if self.rows is not None:
+            weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
+        return self.left(F.linear(x, weight, bias))
 
 
-def split_head(
-    head: Head | llama.Head, tp_mesh: DeviceMesh, sequence_parallel: bool
-) -> Head | llama.Head:
-    """Split the projection by vocabulary; the logits are a DTensor split in their last dim."""
-    stream = _stream(sequence_parallel)
-    _replicate(head.norm, tp_mesh, stream)
-    projection = ColwiseParallel(
-        input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
+class LocalLayerNorm(_Local, nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = part(self.weight, self), part(self.bias, self)
+        return self.left(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps))
+
+
+class LocalRMSNorm(_Local, nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = part(self.weight, self)
+        return self.left(F.rms_norm(x, self.normalized_shape, weight, self.eps))
+
+
+class LocalIdentity(_Local, nn.Identity):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x)
+
+
+class LocalMoE(_Local, MoE):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(super().forward(x))
+
+
+class LocalEmbedding(_Local, nn.Embedding):
+    """``take``: of the tokens that every rank has, a part of this dim."""
+
+    take: tuple[int, Ranks] | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.take is not None:
+            tokens = moved(tokens, "whole", *self.take)
+        return self.left(F.embedding(tokens, part(self.weight, self)))
+
+
+class LocalPositions(_Local, Positions):
+    """``take``: of the positions, a part, where ranks divide the stream by them."""
+
+    take: tuple[int, Ranks] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = part(self.weight, self)
+        ranks = self.take[1] if self.take is not None else Ranks("", 1, 0)
+        if self.at is None:
+            rows: Tensor = weight[ranks.rank * x.shape[1] :][: x.shape[1]]
+            return x + rows
+        return x + F.embedding(moved(self.at, "whole", 0, ranks), weight)
+
+
+LOCAL: dict[type[nn.Module], type[nn.Module]] = {
+    local.__mro__[2]: local
+    for local in (
+        LocalLinear, LocalLayerNorm, LocalRMSNorm, LocalIdentity, LocalMoE, LocalEmbedding,
+        LocalPositions,
     )
-    parallelize_module(head, tp_mesh, {"projection": projection})
-    return head
+}  # fmt: skip
 
 
 def apply(model: Stage, place: Place) -> None:
@@ -198,28 +291,33 @@ def apply(model: Stage, place: Place) -> None:
     if isinstance(model, WideResNetModule):
         channels.divide(model, place)
         return
+    if place.layout.tp > 1:
+        assert isinstance(model, GPT | Llama)
+        splitter = Splitter(place.mesh["tp"], place.layout.placed)
+        if model.first:
+            splitter.embedding(model.embed)
+            if isinstance(model, GPT):
+                splitter.local(model.positions, "stream")
+                by_position = splitter.cuts.stream == "seq"
+                model.positions.take = splitter.take("seq") if by_position else None  # type: ignore[assignment]
+        for layer in model.layers.values():
+            assert isinstance(layer, GPTLayer | DecoderLayer)
+            splitter.layer(layer)
+        if model.last:
+            splitter.head(model.head)
+        model.tie()  # the splits made two parameters of one
     for module in list(model.modules()):
         if isinstance(module, MoE):
             experts.divide(module, place)
-            if place.layout.tp > 1:
-                _share(module, place.mesh["tp"], _stream(place.layout.sequence_parallel))
-    if place.layout.tp > 1:
-        assert isinstance(model, GPT | Llama)
-        _split(model, place.mesh["tp"], place.layout.sequence_parallel)
-        model.tie()  # the splits made two parameters of one
 
 
-def _split(model: GPT | Llama, tp_mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    stream = _stream(sequence_parallel)
-    if model.first:
-        _split_embedding(model.embed, tp_mesh, stream)
-        if isinstance(model, GPT):
-            _replicate(model.positions, tp_mesh, stream)
-    for layer in model.layers.values():
-        if isinstance(layer, GPTLayer):
-            split_gpt_layer(layer, tp_mesh, sequence_parallel)
-        else:
-            assert isinstance(layer, DecoderLayer)
-            split_decoder_layer(layer, tp_mesh, sequence_parallel)
-    if model.last:
-        split_head(model.head, tp_mesh, sequence_parallel)
+def loss_parts(tp_mesh: DeviceMesh, cuts: Cuts) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """Which targets belong to this rank's logits; and the mean loss over all tp ranks of the mean
+    of these."""
+    splitter = Splitter(tp_mesh, cuts)
+    taken = splitter.take(cuts.head)
+    if taken is None:
+        return same, same
+    mean = Edge(("partial", "whole"), ("whole", "whole"), splitter.ranks)
+    size = splitter.ranks.size
+    return lambda targets: moved(targets, "whole", *taken), lambda loss: mean.move(loss / size)

@@ -80,9 +80,10 @@ def tie(
 
 
 def _vocabulary(layout: Layout, pipeline_rank: int, shape: tuple[int, int]) -> Regions:
-    """Who holds which rows of the embedding: cut over tp, each part over the shards."""
+    """Who holds which rows of the embedding: cut over tp or not, each part over the shards."""
     inside = layout.of_rank(pipeline_rank)
-    pieces = placed(shape, (inside.tp, inside.shards), (0, 0))
+    over_tp = 0 if inside.placed.embed == "vocab" else None
+    pieces = placed(shape, (inside.tp, inside.shards), (over_tp, 0))
     devices = layout.devices_of(pipeline_rank)
     found = []
     for replica in range(inside.data_ranks // inside.shards):

@@ -59,6 +59,37 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
+def all_reduced(x: Tensor, group: str) -> Tensor:
+    """The sum of x over the group of this name, in a new tensor.
+
+    These four are what torch's functional collectives call, whose public forms wrap the result in
+    eager code, and changed names between 2.11 and 2.13.
+    """
+    call = torch.ops._c10d_functional
+    return call.wait_tensor(call.all_reduce(x, "sum", group))  # type: ignore[no-any-return]
+
+
+def gathered(x: Tensor, group: str, size: int) -> Tensor:
+    """The x of all ranks, one after the other in dim 0."""
+    call = torch.ops._c10d_functional
+    found = call.all_gather_into_tensor(x.contiguous(), size, group)
+    return call.wait_tensor(found)  # type: ignore[no-any-return]
+
+
+def scattered(x: Tensor, group: str, size: int) -> Tensor:
+    """This rank's part, of dim 0, of the sum of x over all ranks."""
+    call = torch.ops._c10d_functional
+    found = call.reduce_scatter_tensor(x, "sum", size, group)
+    return call.wait_tensor(found)  # type: ignore[no-any-return]
+
+
+def exchanged(x: Tensor, group: str, size: int) -> Tensor:
+    """Part i of x, of dim 0, to rank i; what came of each rank in its place."""
+    call, splits = torch.ops._c10d_functional, [len(x) // size] * size
+    found = call.all_to_all_single(x, splits, splits, group)
+    return call.wait_tensor(found)  # type: ignore[no-any-return]
+
+
 def summed_at_once(group: dist.ProcessGroup, like: Tensor) -> Callable[[Tensor], Tensor] | None:
     """A sum over ranks of tensors as large as ``like``, each rank reading those of all from
     symmetric memory: a third of the time of NCCL's for some KiB. None where GPUs cannot.

@@ -71,7 +71,7 @@ class _Built:
         positions = op.seq_len // op.tp if op.sequence_parallel else op.seq_len
         shape = (op.microbatch_size, positions, op.model.hidden)
         self.layout = Layout(tp=op.tp, sequence_parallel=op.sequence_parallel)
-        self.module = module = _module(op, tp_mesh, device)
+        self.module = module = _module(op, self.layout, tp_mesh, device)
         self.x = randn(shape, dtype, device, seed=0).requires_grad_()
         self.y: Tensor | None = None
         self.targets = targets = torch.randint(
@@ -84,7 +84,7 @@ class _Built:
             self.compute: Callable[[Tensor], Tensor] = module
             self.gradient = randn(shape, dtype, device, seed=1)
         else:
-            loss = loss_function(self.layout, lowering)
+            loss = loss_function(self.layout, lowering, tp_mesh)
             self.compute = lambda x: loss(module(x), targets)
 
     def work(self, direction: str) -> Work:
@@ -129,16 +129,21 @@ class _Built:
         return sum(size for address, size in found.items() if address not in known)
 
 
-def _module(op: Block, tp_mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
+def _module(
+    op: Block, layout: Layout, tp_mesh: DeviceMesh | None, device: torch.device
+) -> nn.Module:
     assert isinstance(op.model, Model), "blocks of other families are not measured yet"
     with device:
         made = GPTLayer(op.model, 0) if op.part == "layer" else Head(op.model)
         module = made.to(torch_dtype(op.dtype))
     if tp_mesh is None:
         return module
+    splitter = tensor.Splitter(tp_mesh, layout.placed)
     if isinstance(module, GPTLayer):
-        return tensor.split_gpt_layer(module, tp_mesh, op.sequence_parallel)
-    return tensor.split_head(module, tp_mesh, op.sequence_parallel)
+        splitter.layer(module)
+    else:
+        splitter.head(module)
+    return module
 
 
 def _storage(held: Tensor) -> torch.UntypedStorage:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from meshwise.models.decoder import ROUTER_BIAS, weights
 from meshwise.reshard.orders import Buffer, Member, Order, Place, Share, buffers_of, layer_prefix
 from meshwise.reshard.regions import Layout, Piece, chunk_bounds
-from meshwise.spec import Decoder, Model, Plan, WeightLayout
+from meshwise.spec import Cuts, Decoder, Model, Plan, WeightLayout
 from meshwise.spec.op import DTYPE_BYTES, Dtype
 
 # nn.GPT nests what models.decoder.weights lists flat.
@@ -109,6 +109,11 @@ def of_plan(plan: Plan) -> Holdings:
         raise ValueError(
             f"Plan.model {plan.model.name!r}: where a plan puts weights is known for dense GPTs; "
             "give the module without the plan, its DTensors say what each rank holds"
+        )
+    if plan.layout.cuts != Cuts() or any(way.cuts for way in plan.layout.ways):
+        raise ValueError(
+            f"Plan.layout {plan.layout.name}: where these cuts put weights is not known; give the "
+            "module without the plan, its DTensors say what each rank holds"
         )
     stages = []
     for stage in plan.stages:

@@ -14,7 +14,6 @@ from heapq import heapify, heappop, heappush
 
 import msgspec
 
-from meshwise.models import weight_cuts
 from meshwise.prices import Prices
 from meshwise.search import bound
 from meshwise.search.predict import memory_of, moved, predict
@@ -126,7 +125,7 @@ def _plan(model: LanguageModel, workload: Workload, costs: Costs, chosen: Candid
         dtype=costs.dtype,
         lowering=costs.lowering,
         layout=chosen.layout,
-        stages=stages_of(chosen.layout, model.layers, weight_cuts(model)),
+        stages=stages_of(chosen.layout, model),
         prediction=chosen.prediction,
         num_considered=1,
         runs=costs.runs,

@@ -163,7 +163,10 @@ def _exchanged_bytes(model: LanguageModel, layout: Layout) -> int:
     here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
     if here == there or (isinstance(model, Decoder) and not model.tied):
         return 0
-    inside = [layout.of_rank(rank) for rank in ((here, there) if layout.meshes else (here,))]
+    inside = [
+        layout.of_rank(rank)
+        for rank in ((here, there) if layout.meshes or layout.ways else (here,))
+    ]
     return 4 * model.vocab * model.hidden // min(view.tp * view.shards for view in inside)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import msgspec
 
 from meshwise import schedule
-from meshwise.models import check_divides, fits, graph
+from meshwise.models import placement
 from meshwise.spec import Cluster, Costs, LanguageModel, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
 
@@ -39,12 +39,11 @@ def legal_layouts(
     model: LanguageModel, workload: Workload, costs: Costs, num_devices: int
 ) -> tuple[list[Layout], list[Removal]]:
     """Layouts in a fixed order, and how many candidates each constraint removed."""
-    sizes = dict(graph(model, 1, workload.seq_len, "fp32").sizes)
     removed = Reasons()
     layouts = []
     for layout in _candidates(model, workload, costs.cluster, num_devices, removed):
         reason = (
-            check_divides(sizes, layout, workload.seq_len)
+            placement.obstacle(model, workload.seq_len, layout)
             or _nothing_gained(layout, costs.cluster.num_devices_per_host)
             or _cannot_run(layout, model, costs)
         )
@@ -56,16 +55,14 @@ def legal_layouts(
 
 
 def check(model: LanguageModel, workload: Workload, layout: Layout) -> None:
-    """Refuse, with the reason, a layout that cannot run; it may be uneven, and so may vocab."""
+    """Refuse, with the reason, a layout that cannot run; it may be uneven."""
     reason = schedule.check(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
     )
     layout.stage_layers(model.layers)
     for pipeline_rank in range(layout.pp):
         inside = layout.of_rank(pipeline_rank)
-        sizes = {**graph(model, 1, 1, "fp32").sizes, "vocab": inside.tp}
-        reason = reason or check_divides(sizes, inside, workload.seq_len)
-        reason = reason or fits.over_tp(model, inside.tp)
+        reason = reason or placement.obstacle(model, workload.seq_len, inside)
     if reason is not None:
         raise ValueError(f"Plan.layout {layout.name} cannot be: {reason}; plan anew")
 
@@ -129,8 +126,6 @@ def _nothing_gained(layout: Layout, host: int) -> str | None:
 
 def _cannot_run(layout: Layout, model: LanguageModel, costs: Costs) -> str | None:
     name, pp, stages = layout.schedule, layout.pp, layout.stages_per_rank
-    if reason := fits.over_tp(model, layout.tp):
-        return reason
     if name in SPLIT and costs.lowering == "compiled":
         return f"{name} splits the backward, which compiled code cannot"
     if model.layers % (pp * stages):

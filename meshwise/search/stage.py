@@ -43,7 +43,7 @@ from meshwise.spec import (
     PriceTier,
     layer_kinds,
 )
-from meshwise.spec.layout import SPLIT, Recompute, rank_of
+from meshwise.spec.layout import SPLIT, Recompute
 from meshwise.spec.op import Direction, Dtype
 
 _MOST = 8192  # stages whose costs are kept
@@ -79,17 +79,18 @@ class StageCost(NamedTuple):
 
 
 def views(layout: Layout) -> list[Layout]:
-    """The layout within each pipeline rank."""
-    if layout.meshes:
-        return [layout.of_rank(rank) for rank in range(layout.pp)]
-    return [layout.of_rank(0)] * layout.pp
+    """The layout within the pipeline rank of each stage."""
+    if layout.meshes or layout.ways:
+        return [layout.of_stage(stage) for stage in range(layout.num_stages)]
+    return [layout.of_rank(0)] * layout.num_stages
 
 
 def kinds_of(model: LanguageModel, seq_len: int, layout: Layout) -> list[StageKind]:
     """The kind of every stage of ``layout``."""
     count = min(3, layout.num_microbatches)
     plain = {"num_microbatches": count, "recompute": "none", "recompute_layers": None}
-    inside = views(msgspec.structs.replace(layout, **plain))
+    inside = views(layout)
+    without = {view: msgspec.structs.replace(view, **plain) for view in set(inside)}
     return [
         StageKind(
             model=model,
@@ -97,11 +98,13 @@ def kinds_of(model: LanguageModel, seq_len: int, layout: Layout) -> list[StageKi
             layers=layer_kinds(model, layers),
             first=stage == 0,
             last=stage == layout.num_stages - 1,
-            recompute=layout.recomputed(len(layers)) if layout.recompute != "none" else (),
-            layout=inside[rank_of(layout.schedule, stage, layout.pp)],
+            recompute=view.recomputed(len(layers)) if view.recompute != "none" else (),
+            layout=without[view],
             split=layout.schedule in SPLIT,
         )
-        for stage, layers in enumerate(layout.stage_layers(model.layers))
+        for stage, (layers, view) in enumerate(
+            zip(layout.stage_layers(model.layers), inside, strict=True)
+        )
     ]
 
 

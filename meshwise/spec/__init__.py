@@ -10,7 +10,7 @@ from meshwise.spec.costs import (
     PriceTier,
     Surface,
 )
-from meshwise.spec.layout import Layout, Recompute, ScheduleName, Workload, rank_of
+from meshwise.spec.layout import Cuts, Layout, Recompute, ScheduleName, Way, Workload, rank_of
 from meshwise.spec.long_attention import Dilation, LongAttention
 from meshwise.spec.model import (
     EXPERT_ALIGNMENT,
@@ -76,6 +76,7 @@ __all__ = [
     "Collective",
     "Costs",
     "Curve",
+    "Cuts",
     "Decoder",
     "Derived",
     "Device",
@@ -115,6 +116,7 @@ __all__ = [
     "StepLine",
     "Surface",
     "Tier",
+    "Way",
     "WeightLayout",
     "WideResNet",
     "Workload",

@@ -6,7 +6,7 @@ pipeline outermost: every pipeline rank is a range of neighbouring ranks. Its pp
 """
 
 from itertools import accumulate, pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,63 @@ ScheduleName = Literal[
 V_SHAPED: frozenset[ScheduleName] = frozenset({"zbv", "dualpipev"})
 # Each backward is done in two parts: of the stage's input, and later of its weights.
 SPLIT: frozenset[ScheduleName] = V_SHAPED | {"interleaved_zero_bubble"}
+
+
+class Cuts(Record, kw_only=True):
+    """Which dim of each part of a model the tp ranks divide.
+
+    Of ``heads``, ``ffn`` and ``vocab`` each rank has its part of the weights. Of ``seq`` or
+    ``batch`` it has its part of the tokens and all weights, whose gradients are added up. Of
+    ``whole`` every rank computes all. ``stream`` is what layers read and write, with its norms;
+    ``seq`` there is sequence parallelism. ``attention`` goes from q, k, v to the projection of the
+    result, ``experts`` from the router to the sum of what was chosen, shared experts included.
+    """
+
+    stream: Literal["whole", "seq", "batch"] = "whole"
+    embed: Literal["vocab", "whole", "seq", "batch"] = "vocab"
+    attention: Literal["heads", "whole", "batch"] = "heads"
+    feed_forward: Literal["ffn", "whole", "seq", "batch"] = "ffn"
+    experts: Literal["ffn", "whole", "seq", "batch"] = "ffn"
+    head: Literal["vocab", "whole", "seq", "batch"] = "vocab"
+
+    @property
+    def name(self) -> str:
+        """What differs from the default: ``attention:batch,head:whole``."""
+        fields = self.__struct_fields__
+        return ",".join(
+            f"{of}:{getattr(self, of)}" for of in fields if getattr(self, of) != getattr(_CUTS, of)
+        )
+
+
+_CUTS = Cuts()
+
+
+class Way(Record, kw_only=True):
+    """What one stage of a pipeline does in a way of its own; None: as the layout says."""
+
+    zero: Annotated[int, Meta(ge=0, le=3)] | None = None
+    replicas: Count | None = None
+    ep: Count | None = None
+    cuts: Cuts | None = None
+    recompute: Recompute | None = None
+    recompute_layers: Count | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        fields = {field: getattr(self, field) for field in self.__struct_fields__}
+        return {field: value for field, value in fields.items() if value is not None}
+
+    @property
+    def name(self) -> str:
+        words = [
+            value.name
+            if isinstance(value, Cuts)
+            else value
+            if field == "recompute"
+            else f"{field}{value}"
+            for field, value in self.given.items()
+        ]
+        return "+".join(words) or "same"
 
 
 def rank_of(schedule: ScheduleName, stage: int, pp: int) -> int:
@@ -55,13 +112,16 @@ class Layout(Record, kw_only=True):
     shards of one. ``zero``: 0 replicates the model over them, 1 shards optimizer state, 2 gradients
     too, 3 parameters too; ``replicas`` groups of ranks repeat the shards (HSDP). ``ep``: over how
     many of the ranks that would share an expert's copies the experts themselves are divided.
+    ``cuts``: which dim of each part of the model tp divides; ``sequence_parallel`` is short for a
+    stream divided by ``seq``.
     ``schedule``: of the pipeline, see ``meshwise.schedule``; ``stages_per_rank`` stages each.
     ``recompute``: what backward computes again: nothing, the norms and activation functions
     (selective) or whole layers (full); in the first ``recompute_layers`` layers of each stage,
     by default in all. The batch of a step is ``dp * microbatch_size * num_microbatches``.
 
-    Pipelines may be uneven: ``layers`` of each stage, and (dp, tp) ``meshes`` of each pipeline
-    rank. With ``meshes`` dp and tp are 1 and ``microbatch_size`` is that of the whole pipeline.
+    Pipelines may be uneven: ``layers`` of each stage, (dp, tp) ``meshes`` of each pipeline rank,
+    and ``ways`` of each stage; stages of one rank differ in what they recompute at most. With
+    ``meshes`` dp and tp are 1 and ``microbatch_size`` is that of the whole pipeline.
     """
 
     dp: Count = 1
@@ -72,6 +132,7 @@ class Layout(Record, kw_only=True):
     zero: Annotated[int, Meta(ge=0, le=3)] = 0
     replicas: Count = 1
     sequence_parallel: bool = False
+    cuts: Cuts = _CUTS
     microbatch_size: Count = 1
     num_microbatches: Count = 1
     schedule: ScheduleName = "none"
@@ -80,6 +141,7 @@ class Layout(Record, kw_only=True):
     recompute_layers: Count | None = None
     layers: tuple[Count, ...] = ()
     meshes: tuple[tuple[Count, Count], ...] = ()
+    ways: tuple[Way, ...] = ()
 
     def check(self) -> None:
         widest_dp = max((dp for dp, _ in self.meshes), default=self.dp)
@@ -88,6 +150,10 @@ class Layout(Record, kw_only=True):
             self.fail("zero", "shards over dp and cp, which are 1; use zero = 0")
         if self.sequence_parallel and widest_tp == 1:
             self.fail("sequence_parallel", "shards over tp, which is 1; set it to false")
+        if self.sequence_parallel and self.cuts.stream != "whole":
+            self.fail("cuts", "the stream is cut by seq already; leave out sequence_parallel")
+        if widest_tp == 1 and self.cuts != _CUTS:
+            self.fail("cuts", "tp divides nothing where it is 1; leave them out")
         if self.dp % self.replicas or (self.replicas > 1 and self.replicas == self.data_ranks):
             self.fail("replicas", f"must divide dp = {self.dp} and leave shards")
         if self.replicas > 1 and not self.zero:
@@ -108,6 +174,14 @@ class Layout(Record, kw_only=True):
     def _check_uneven(self) -> None:
         if self.layers and len(self.layers) != self.num_stages:
             self.fail("layers", f"must be one number for each of {self.num_stages} stages")
+        if self.ways and len(self.ways) != self.num_stages:
+            self.fail("ways", f"must be one for each of {self.num_stages} stages")
+        shared: dict[int, Layout] = {}
+        for stage in range(len(self.ways)):
+            rank, inside = rank_of(self.schedule, stage, self.pp), self.of_stage(stage)
+            inside = msgspec.structs.replace(inside, recompute="none", recompute_layers=None)
+            if shared.setdefault(rank, inside) != inside:
+                self.fail("ways", f"stage {stage} shares its ranks with another; give both one way")
         if not self.meshes:
             return
         if len(self.meshes) != self.pp or self.dp * self.tp * self.cp > 1:
@@ -134,25 +208,49 @@ class Layout(Record, kw_only=True):
         return self.data_ranks // self.replicas if self.zero else 1
 
     @property
+    def placed(self) -> Cuts:
+        """``cuts``, with that of the stream."""
+        if not self.sequence_parallel:
+            return self.cuts
+        return msgspec.structs.replace(self.cuts, stream="seq")
+
+    @property
     def microbatch_rows(self) -> int:
         """Sequences of one microbatch over all dp ranks."""
         return self.dp * self.microbatch_size
 
     def of_rank(self, pipeline_rank: int) -> "Layout":
-        """The layout within one pipeline rank: no pipeline, its own degrees."""
-        dp, tp = self.meshes[pipeline_rank] if self.meshes else (self.dp, self.tp)
+        """The layout within one pipeline rank: no pipeline, its own degrees; of its stages, which
+        may recompute differently, that of the first."""
+        return self.of_stage(pipeline_rank)
+
+    def of_stage(self, stage: int) -> "Layout":
+        """The layout within the pipeline rank of a stage, as the stage is run."""
+        rank = rank_of(self.schedule, stage, self.pp)
+        dp, tp = self.meshes[rank] if self.meshes else (self.dp, self.tp)
+        own = self.ways[stage].given if self.ways else {}
+        sharded = own.get("zero", self.zero) if dp * self.cp > 1 else 0
+        placed = own.get("cuts", self.cuts) if tp > 1 else _CUTS
         return msgspec.structs.replace(
             self,
             dp=dp,
             tp=tp,
             pp=1,
-            zero=self.zero if dp * self.cp > 1 else 0,
-            sequence_parallel=self.sequence_parallel and tp > 1,
+            ep=own.get("ep", self.ep),
+            zero=sharded,
+            replicas=own.get("replicas", self.replicas) if sharded else 1,
+            sequence_parallel=self.sequence_parallel and tp > 1 and "cuts" not in own,
+            cuts=placed,
+            recompute=own.get("recompute", self.recompute),
+            recompute_layers=own.get(
+                "recompute_layers", None if "recompute" in own else self.recompute_layers
+            ),
             microbatch_size=self.microbatch_rows // dp,
             schedule="none",
             stages_per_rank=1,
             layers=(),
             meshes=(),
+            ways=(),
         )
 
     def devices_of(self, pipeline_rank: int) -> range:
@@ -200,6 +298,10 @@ class Layout(Record, kw_only=True):
         parts += [f"ep{self.ep}"] if self.ep > 1 else []
         if self.tp > 1 or (self.meshes and sequence_parallel):
             parts.append((f"tp{self.tp}" if self.tp > 1 else "") + sequence_parallel)
+        if self.cuts.name:
+            parts.append(f"cuts {self.cuts.name}")
+        if self.ways:
+            parts.append("ways " + "/".join(way.name for way in self.ways))
         if self.layers:
             parts.append("layers " + ",".join(map(str, self.layers)))
         if self.zero:

@@ -1,21 +1,24 @@
 """A plan: which layout, on which devices, what it should cost, and what else was considered."""
 
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import msgspec
 
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.costs import PriceTier
-from meshwise.spec.layout import SPLIT, Layout, Recompute, Workload, rank_of
+from meshwise.spec.layout import SPLIT, Cuts, Layout, Recompute, Way, Workload, rank_of
 from meshwise.spec.model import Decoder, Model
 from meshwise.spec.op import Dtype
 from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 from meshwise.spec.vision import WideResNet
 
-SCHEMA_VERSION = 2  # 1 had no pipelines
+SCHEMA_VERSION = 3  # 1 had no pipelines, 2 did not say where operations lie
 
 AnyModel = Model | Decoder | WideResNet
+CHANNELS = "channels"  # what tp divides of convolutions
 
 
 class Part(Record, kw_only=True):
@@ -87,12 +90,17 @@ class Infeasible(Record, kw_only=True):
     reason: str
 
 
+Axis = Literal["dp", "cp", "tp", "ep"]
+Placement = dict[str, tuple[Axis, ...]]
+
+
 class Stage(Record, kw_only=True):
     """Layers ``first_layer`` to ``last_layer`` (exclusive) on one pipeline rank.
 
-    ``devices`` in rank order hold the axes dp, cp and tp (innermost). ``sharding`` names the
-    strategy of each weight operation: col, row, vocab or replicated. ``recompute``: one word a
-    layer.
+    ``devices`` in rank order hold the axes dp, cp and tp (innermost). ``placements``: of each part
+    of the model (a field of ``Cuts``) the mesh axes that divide each dim of its operations, the
+    major axis first; what has no dim of an axis is whole on its ranks, or a sum over them.
+    ``recompute``: one word a layer.
     """
 
     first_layer: NonNegative
@@ -103,16 +111,41 @@ class Stage(Record, kw_only=True):
     cp: Positive = 1
     tp: Positive
     ep: Positive = 1
-    sharding: dict[str, str]
+    zero: NonNegative = 0
+    replicas: Positive = 1
+    placements: dict[str, Placement]
     recompute: tuple[Recompute, ...]
 
 
-def stages_of(layout: Layout, num_layers: int, sharding: dict[str, str]) -> tuple[Stage, ...]:
-    """The stages of a layout; ``sharding`` holds where tp is more than 1."""
-    stages = []
-    for number, layers in enumerate(layout.stage_layers(num_layers)):
-        rank = rank_of(layout.schedule, number, layout.pp)
-        inside = layout.of_rank(rank)
+def placements_of(inside: Layout, parts: Iterable[str]) -> dict[str, Placement]:
+    """Where the operations of these parts of a model lie within a pipeline rank."""
+    found = {}
+    for part in parts:
+        axes: dict[str, list[Axis]] = {"batch": ["dp"], "seq": ["cp"]}
+        if part == "experts":
+            axes["experts"] = ["ep"]
+        word = CHANNELS if part == "convolutions" else getattr(inside.placed, part)
+        if word != "whole":
+            axes.setdefault(word, []).append("tp")
+        divided = {dim: tuple(a for a in of if getattr(inside, a) > 1) for dim, of in axes.items()}
+        found[part] = {dim: of for dim, of in divided.items() if of}
+    return found
+
+
+def parts_of(model: AnyModel) -> tuple[str, ...]:
+    """The parts of a model whose operations are placed each in their own way."""
+    if isinstance(model, WideResNet):
+        return ("stream", "convolutions")
+    dense = not all(map(model.has_experts, range(model.layers)))
+    without = {"feed_forward": not dense, "experts": model.experts is None}
+    return tuple(part for part in Cuts.__struct_fields__ if not without.get(part))
+
+
+def stages_of(layout: Layout, model: AnyModel) -> tuple[Stage, ...]:
+    """The stages of a layout."""
+    stages, parts = [], parts_of(model)
+    for number, layers in enumerate(layout.stage_layers(model.layers)):
+        rank, inside = rank_of(layout.schedule, number, layout.pp), layout.of_stage(number)
         stages.append(
             Stage(
                 first_layer=layers.start,
@@ -123,11 +156,44 @@ def stages_of(layout: Layout, num_layers: int, sharding: dict[str, str]) -> tupl
                 cp=inside.cp,
                 tp=inside.tp,
                 ep=inside.ep,
-                sharding=sharding if inside.tp > 1 else dict.fromkeys(sharding, "replicated"),
-                recompute=layout.recomputed(len(layers)),
+                zero=inside.zero,
+                replicas=inside.replicas,
+                placements=placements_of(inside, parts),
+                recompute=inside.recomputed(len(layers)),
             )
         )
     return tuple(stages)
+
+
+def layout_of(stages: tuple[Stage, ...], layout: Layout) -> Layout:
+    """The layout, with the ways of stages that differ from what it makes of them."""
+    ways = []
+    for number, stage in enumerate(stages):
+        inside, words = layout.of_stage(number), Counter(stage.recompute)
+        own: dict[str, Any] = {
+            axis: getattr(stage, axis)
+            for axis in ("zero", "replicas", "ep")
+            if getattr(stage, axis) != getattr(inside, axis)
+        }
+        if stage.recompute != inside.recomputed(len(stage.recompute)):
+            some = sorted(set(words) - {"none"})
+            if len(some) > 1:
+                raise ValueError(f"stage {number} recomputes {some[0]} and {some[1]}; use one")
+            word: Recompute = some[0] if some else "none"
+            own |= {"recompute": word, "recompute_layers": words[word] if len(words) > 1 else None}
+        cuts: dict[str, Any] = {part: _cut(placed) for part, placed in stage.placements.items()}
+        cuts = {part: word for part, word in cuts.items() if part in Cuts.__struct_fields__}
+        if any(word != getattr(inside.placed, part) for part, word in cuts.items()):
+            own["cuts"] = Cuts(**cuts)
+        ways.append(Way(**own))
+    if all(way == Way() for way in ways):
+        return layout
+    return msgspec.structs.replace(layout, ways=tuple(ways))
+
+
+def _cut(placed: Placement) -> str:
+    """The dim of a part that tp divides."""
+    return next((dim for dim, axes in placed.items() if "tp" in axes), "whole")
 
 
 class Plan(Record, kw_only=True):
@@ -173,16 +239,27 @@ class Plan(Record, kw_only=True):
             self.fail(
                 "prediction", f"stage_times must be one for each of {len(self.stages)} stages"
             )
-        due = stages_of(layout, self.model.layers, {})
-        found = [msgspec.structs.replace(stage, sharding={}) for stage in self.stages]
-        if found != list(due):
-            pairs = zip(due, found, strict=False)
-            number = next(
-                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(due), len(found))
-            )
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        """The stages are the truth: what they do in ways of their own is added to the layout."""
+        due = stages_of(self.layout, self.model)
+        if self.stages == due:
+            return
+        told, number = "", 0
+        if len(self.stages) == len(due):
+            try:
+                made = layout_of(self.stages, self.layout)
+                msgspec.structs.force_setattr(self, "layout", made)
+                due = stages_of(made, self.model)
+            except ValueError as error:
+                told = f" ({error})"
+        pairs = zip(due, self.stages, strict=False)
+        number = next((i for i, (a, b) in enumerate(pairs) if a != b), len(due))
+        if self.stages != due or told:
             raise ValueError(
-                f"Plan.stages: stage {number} of {len(due)} is not what layout {layout.name} makes "
-                "of it; meshwise plan --layout writes the plan of a layout"
+                f"Plan.stages: stage {number} of {len(due)} is not what layout {self.layout.name} "
+                f"makes of it{told}; meshwise plan --layout writes the plan of a layout"
             )
 
     def _check_recipe(self) -> None:

@@ -10,7 +10,7 @@ from typing import Literal, TypedDict, TypeVar
 import msgspec
 
 from meshwise import schedule, store
-from meshwise.models import catalogue, fits
+from meshwise.models import catalogue, placement
 from meshwise.spec import AnyModel, Cluster, Layout, Model, Plan, Recipe, Workload, stages_of
 from meshwise.spec.layout import SPLIT
 from meshwise.verbs import measure
@@ -117,7 +117,7 @@ def build(
         lowering=lowering,  # type: ignore[arg-type]
         layout=layout,
         recipe=recipe,
-        stages=stages_of(layout, model.layers, {}),
+        stages=stages_of(layout, model),
     )
 
 
@@ -146,7 +146,7 @@ def check_layout(model: AnyModel, workload: Workload, layout: Layout) -> None:
     if reason is not None:
         raise ValueError(f"Layout.schedule = {layout.schedule!r}: {reason}")
     for pipeline_rank in range(layout.pp):
-        fits.check(model, workload, layout.of_rank(pipeline_rank))
+        placement.check(model, workload, layout.of_rank(pipeline_rank))
 
 
 def unpriced(plan: Plan, **changes: object) -> Plan:

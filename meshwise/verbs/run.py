@@ -221,14 +221,13 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
 
 def _of_candidate(plan: Plan, candidate: Candidate) -> Plan:
     """The runner-up as a plan of its own."""
-    from meshwise.models import weight_cuts
 
     assert isinstance(plan.model, LanguageModel)  # others have no runners-up
     return msgspec.structs.replace(
         plan,
         layout=candidate.layout,
         prediction=candidate.prediction,
-        stages=stages_of(candidate.layout, plan.model.layers, weight_cuts(plan.model)),
+        stages=stages_of(candidate.layout, plan.model),
         runners_up=(),
         removed=(),
         nearest_infeasible=None,

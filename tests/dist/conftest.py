@@ -61,7 +61,7 @@ def _plan(model, workload, layout, dtype="fp32", lowering="eager"):
         dtype=dtype,
         lowering=lowering,
         layout=layout,
-        stages=stages_of(layout, model.layers, {}),
+        stages=stages_of(layout, model),
         prediction=Prediction(time_parts=(), memory_parts=(), **dict.fromkeys(numbers, 1.0)),
     )
 

@@ -30,7 +30,7 @@ from torch import nn
 
 from meshwise import schedule
 from meshwise.engine import checkpoint, data, step
-from meshwise.models import fits
+from meshwise.models import placement
 from meshwise.parallel import mesh
 from meshwise.reshard.regions import whole
 from meshwise.spec import (
@@ -145,7 +145,7 @@ def plan_of(model, layout, optimizer, lowering="eager"):
     from tests.dist.conftest import _plan
 
     plan = _plan(model, workload(layout.num_devices, model), layout, lowering=lowering)
-    stages = stages_of(layout, model.layers, {})
+    stages = stages_of(layout, model)
     return msgspec.structs.replace(plan, recipe=RECIPES[optimizer], stages=stages)
 
 
@@ -252,7 +252,7 @@ def _fits(model, work, layout):
     try:
         layout.stage_layers(model.layers)
         for rank in range(layout.pp):
-            fits.check(model, work, layout.of_rank(rank))
+            placement.check(model, work, layout.of_rank(rank))
     except ValueError:
         return False
     experts = getattr(model, "experts", None)
@@ -298,7 +298,7 @@ def expected(folder, plan, started, double=True):
     file = Path(f"{start}-{count}.safetensors")
     if not start.exists():
         layout = Layout(microbatch_size=work.global_batch_size)
-        stages = stages_of(layout, plan.model.layers, {})
+        stages = stages_of(layout, plan.model)
         alone = msgspec.structs.replace(plan, layout=layout, stages=stages, lowering="eager")
         text = msgspec.json.encode(alone).decode()
         started(1, save_start, plan=text, folder=str(start), double=double)

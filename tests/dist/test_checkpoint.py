@@ -74,7 +74,7 @@ def prepared(ranks, plan, layout, seed=0):
     """A new training of a layout, and its plan."""
     layout = msgspec.convert(layout, Layout)
     plan = msgspec.json.decode(plan, type=Plan)
-    plan = msgspec.structs.replace(plan, layout=layout, stages=stages_of(layout, MODEL.layers, {}))
+    plan = msgspec.structs.replace(plan, layout=layout, stages=stages_of(layout, MODEL))
     rows = step.rows(layout, ranks.rank)
     batches = data.batches(MODEL, WORKLOAD, steps=STEPS, seed=SEED, file=None, rows=rows)
     place = place_of(msgspec.json.encode(layout))

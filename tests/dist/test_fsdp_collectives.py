@@ -121,7 +121,7 @@ def of_a_gpt(ranks, plan):
     """{layout: calls} of the project's GPT, as the engine trains it."""
     plan, found = msgspec.json.decode(plan, type=Plan), {}
     for layout in layouts(ranks.world_size):
-        stages = stages_of(layout, GPT.layers, {})
+        stages = stages_of(layout, GPT)
         changed = msgspec.structs.replace(plan, layout=layout, stages=stages)
         place = mesh.build(layout, "cpu")
         rows = step.rows(layout, ranks.rank)

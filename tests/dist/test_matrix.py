@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from meshwise.engine.train import TrainRequest, train
-from meshwise.models import fits
-from meshwise.spec import Decoder, Experts, Layout, Mla, WideResNet
+from meshwise.models import placement
+from meshwise.spec import Cuts, Decoder, Experts, Layout, Mla, WideResNet
 from tests.dist import matrix, oracle
 from tests.errors import largest, loss_error
 
@@ -143,10 +143,55 @@ def test_norms_scales_and_windows_train_so_in_every_layout(gloo_ranks, folder, n
     plan = matrix.plan_of(model, layout, "adamw", "compiled" if turn == 6 else "eager")
     if name == "olmo" and layout.tp > 1:
         with pytest.raises(ValueError, match="normed over all heads"):
-            fits.check(model, plan.workload, layout)
+            placement.check(model, plan.workload, layout)
         return
     loss, value, where = matrix.run(gloo_ranks, plan, folder)
     assert matrix.is_right(plan, loss, value), (loss, value, where)
+
+
+CUTS = [
+    Cuts(attention="whole", embed="whole", head="whole"),
+    Cuts(attention="batch", feed_forward="seq", experts="seq"),
+    Cuts(stream="seq", attention="batch", experts="batch"),
+    Cuts(stream="batch", feed_forward="whole", experts="whole"),
+    Cuts(stream="batch", attention="batch", embed="batch", head="batch"),
+    Cuts(stream="seq", attention="whole", feed_forward="batch", embed="seq", head="seq"),
+    Cuts(embed="batch", head="seq", feed_forward="whole", experts="whole"),
+    Cuts(stream="seq", feed_forward="seq", experts="seq", embed="whole", head="batch"),
+]
+
+
+def other_cuts():
+    """Layouts whose parts are cut over tp in other ways than by weights alone."""
+    names = [name for name in matrix.FAMILIES if name != "wide-resnet"]
+    shapes = [
+        Layout(tp=2, microbatch_size=4, num_microbatches=2),
+        Layout(dp=2, tp=2, zero=3, microbatch_size=4, recompute="selective"),
+        Layout(tp=4, microbatch_size=8, recompute="full"),
+        Layout(tp=2, pp=2, schedule="1f1b", microbatch_size=4, num_microbatches=2),
+        Layout(cp=2, tp=2, zero=2, microbatch_size=8),
+    ]
+    found = []
+    for turn, (name, cuts) in enumerate(itertools.product(names, CUTS)):
+        for shape in shapes:
+            layout = msgspec.structs.replace(shape, cuts=cuts)
+            work = matrix.workload(layout.num_devices, matrix.FAMILIES[name])
+            if matrix._fits(matrix.FAMILIES[name], work, layout):
+                optimizer = list(matrix.RECIPES)[turn % len(matrix.RECIPES)]
+                found.append(matrix.Case(layout.num_devices, name, layout, optimizer))
+    return found
+
+
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.whole)])
+def test_parts_cut_in_other_ways_train_as_the_oracle_does(check, every):
+    everything = other_cuts()
+    check(everything[::every], everything)
+
+
+@pytest.mark.parametrize("every", [80, pytest.param(16, marks=pytest.mark.whole)])
+def test_parts_cut_in_other_ways_compile(check, every):
+    everything = other_cuts()
+    check(everything[3::every], everything, "compiled")
 
 
 def result(ranks, text):

@@ -98,7 +98,7 @@ def place_of(dp, tp, copied):
 def prepared(ranks, plan, layout):
     """``plan``, in JSON, with another layout."""
     plan = msgspec.json.decode(plan, type=Plan)
-    stages = stages_of(layout, MODEL.layers, {})
+    stages = stages_of(layout, MODEL)
     plan = msgspec.structs.replace(plan, layout=layout, stages=stages, recipe=RECIPE)
     place = place_of(layout.dp, layout.tp, layout.zero == 0)._replace(layout=layout)
     return step.prepare(
@@ -210,8 +210,8 @@ def refusals(ranks):
     heads = Layout(tp=2, microbatch_size=8)
     model = Model(hidden=33, layers=1, heads=3, ffn=64, vocab=8, max_seq_len=16)
     cases = [
-        lambda: step.fits.check(model, WORKLOAD, heads),
-        lambda: step.fits.check(MODEL, Workload(global_batch_size=8, seq_len=32), heads),
+        lambda: step.placement.check(model, WORKLOAD, heads),
+        lambda: step.placement.check(MODEL, Workload(global_batch_size=8, seq_len=32), heads),
         lambda: mesh.build(Layout(dp=8), "cpu"),
     ]
     messages = []

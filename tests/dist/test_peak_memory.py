@@ -68,7 +68,7 @@ def measured(ranks, plan, layouts):
     """The highest of all ranks' peaks, by layout."""
     plan, found = msgspec.json.decode(plan, type=Plan), []
     for layout in msgspec.json.decode(layouts, type=list[Layout]):
-        stages = stages_of(layout, plan.model.layers, {})
+        stages = stages_of(layout, plan.model)
         changed = replace(plan, layout=layout, stages=stages)
         place = mesh.build(layout, "cpu")
         rows = step.rows(layout, ranks.rank)

@@ -152,7 +152,7 @@ def errors(ranks, plan, layouts, dtype="fp32"):
     losses, parameters = one_device(layers)
     found = []
     for layout in msgspec.json.decode(layouts, type=list[Layout]):
-        stages = stages_of(layout, layers, {})
+        stages = stages_of(layout, plan.model)
         plan = msgspec.structs.replace(plan, layout=layout, stages=stages, recipe=RECIPE)
         place = place_of(shape_of(layout))
         place = place._replace(layout=layout.of_rank(place.pipeline_rank))

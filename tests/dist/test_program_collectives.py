@@ -78,6 +78,7 @@ FUNCTIONAL = {
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_to_all_single": "all_to_all",
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
@@ -128,7 +129,7 @@ def issued(ranks, plan, layouts):
     """{layout: calls} of steps as the engine makes them."""
     plan, found = msgspec.json.decode(plan, type=Plan), {}
     for layout in msgspec.json.decode(layouts, type=list[Layout]):
-        stages = stages_of(layout, plan.model.layers, {})
+        stages = stages_of(layout, plan.model)
         changed = replace(plan, layout=layout, stages=stages)
         place = mesh.build(layout, "cpu")
         rows = step.rows(layout, ranks.rank)
@@ -151,7 +152,7 @@ def programmed(model, layout, dtype):
     for task in models.apply(graph, layout, dtype).tasks:
         if not isinstance(task.op, Collective) or task.op.group_size == 1:
             continue
-        apart = 3 if task.name.startswith("loss") else 1
+        apart = 3 if task.name.startswith("loss") and layout.placed.head == "vocab" else 1
         found[task.op.kind, task.op.group_size, task.op.size_bytes // apart] += apart
     return found
 

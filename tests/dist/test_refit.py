@@ -546,7 +546,7 @@ def whole_gpt():
 def trained(layout):
     """This rank's part of a GPT."""
     place = mesh.build(layout, "cpu")
-    stage = stages_of(layout, MODEL.layers, {})[place.pipeline_rank]
+    stage = stages_of(layout, MODEL)[place.pipeline_rank]
     with torch.device("meta"):
         model = gpt.GPT(MODEL, range(stage.first_layer, stage.last_layer))
     return apply.parallelize(model, place, dtype="fp32", lowering="eager")

@@ -141,7 +141,7 @@ def shape_of(layout):
 
 def prepared(ranks, plan, layout, dtype):
     """As the engine prepares it; it trains in float64 if that is the dtype."""
-    plan = msgspec.structs.replace(plan, layout=layout, stages=stages_of(layout, MODEL.layers, {}))
+    plan = msgspec.structs.replace(plan, layout=layout, stages=stages_of(layout, MODEL))
     place = place_of(shape_of(layout))
     place = place._replace(layout=layout.of_rank(place.pipeline_rank))
     mine = images(STEPS, step.rows(layout, ranks.rank))
@@ -307,9 +307,7 @@ def moved(ranks, plan, layouts, folder):
     """Whether what one layout saved after a step is what the other one loads."""
     plan, held = msgspec.json.decode(plan, type=Plan), []
     for layout in msgspec.json.decode(layouts, type=list[Layout]):
-        plan = msgspec.structs.replace(
-            plan, layout=layout, stages=stages_of(layout, MODEL.layers, {})
-        )
+        plan = msgspec.structs.replace(plan, layout=layout, stages=stages_of(layout, MODEL))
         training = prepared(ranks, plan, layout, torch.float32)
         if held:
             assert checkpoint.load(ranks, training, folder, plan, seed=0) == 1

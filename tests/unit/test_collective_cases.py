@@ -294,7 +294,7 @@ class TestPlans:
     def test_stages_send_what_a_microbatch_gives_them(self):
         layout = Layout(pp=2, schedule="1f1b", dp=2, zero=1, microbatch_size=2, num_microbatches=2)
         plan = replace(
-            known.plan(), layout=layout, stages=stages_of(layout, 4, {}),
+            known.plan(), layout=layout, stages=stages_of(layout, known.MODEL),
             workload=Workload(global_batch_size=8, seq_len=512),
         )  # fmt: skip
         sent = [op for op in ops(plan=plan) if op.kind == "send_recv"]

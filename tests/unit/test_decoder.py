@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise import models
-from meshwise.models import catalogue, decoder, families, fits, hugging_face, primus
+from meshwise.models import catalogue, decoder, families, hugging_face, placement, primus
 from meshwise.spec import Decoder, Experts, Gemm, Layout, Mla, Model, Workload
 
 DATA = Path(__file__).parents[1] / "data"
@@ -451,7 +451,7 @@ def test_what_no_module_computes_is_listed_and_refused_by_name(name):
     assert name in catalogue.decoder_names() and name not in catalogue.all_names()
     layout, workload = Layout(microbatch_size=1), Workload(global_batch_size=1, seq_len=128)
     for refused in (
-        lambda: fits.check(model, workload, layout),
+        lambda: placement.check(model, workload, layout),
         lambda: models.graph(model, 1, 128, "bf16"),
     ):
         with pytest.raises(ValueError, match=f"{name} is not computed here: .*; measure gemm"):
@@ -470,9 +470,9 @@ def test_gpt_oss_attends_in_windows_in_every_other_layer():
 def test_a_norm_over_all_heads_is_not_split():
     model = msgspec.structs.replace(DENSE, qk_norm=True, qk_norm_over="projection")
     workload = Workload(global_batch_size=1, seq_len=16)
-    fits.check(model, workload, Layout(microbatch_size=1))
+    placement.check(model, workload, Layout(microbatch_size=1))
     with pytest.raises(ValueError, match=r"Layout.tp = 2: q and k are normed over all heads"):
-        fits.check(model, workload, Layout(tp=2, microbatch_size=1))
+        placement.check(model, workload, Layout(tp=2, microbatch_size=1))
 
 
 def test_layers_with_and_without_a_window_are_not_priced_where_it_binds():

@@ -11,7 +11,7 @@ import pytest
 import meshwise
 from meshwise import store
 from meshwise.cli.app import main
-from meshwise.models import catalogue, fits, num_parameters
+from meshwise.models import catalogue, num_parameters, placement
 from meshwise.pages import html, ran, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
@@ -116,17 +116,17 @@ class TestGivenPlans:
     def test_fewer_key_heads_than_ranks_are_repeated(self):
         work = Workload(global_batch_size=1, seq_len=64)
         for tp in (1, 2, 4, 8):
-            fits.check(LLAMA, work, Layout(tp=tp))
+            placement.check(LLAMA, work, Layout(tp=tp))
         three = msgspec.structs.replace(LLAMA, heads=12, kv_heads=6, ffn=96)
         with pytest.raises(ValueError, match="must divide kv_heads = 6 or be a multiple"):
-            fits.check(three, work, Layout(tp=4))
+            placement.check(three, work, Layout(tp=4))
 
     def test_a_rank_without_a_share_of_the_vocabulary_is_refused(self):
         work = Workload(global_batch_size=1, seq_len=64)
         for vocab in (8, 10, 13):  # 4 ranks: 2 2 2 2, 3 3 3 1, 4 4 4 1
-            fits.check(msgspec.structs.replace(LLAMA, vocab=vocab), work, Layout(tp=4))
+            placement.check(msgspec.structs.replace(LLAMA, vocab=vocab), work, Layout(tp=4))
         with pytest.raises(ValueError, match="tp = 4: some rank would have no share of vocab = 9"):
-            fits.check(msgspec.structs.replace(LLAMA, vocab=9), work, Layout(tp=4))
+            placement.check(msgspec.structs.replace(LLAMA, vocab=9), work, Layout(tp=4))
 
 
 def test_a_record_as_json_is_a_model():

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise import models, schedule, search
-from meshwise.models import weight_cuts
 from meshwise.models.apply import Program, Span
 from meshwise.models.shard import Buffer, Task
 from meshwise.pages import figures, html, tables
@@ -184,13 +183,11 @@ def test_a_decoder_is_planned_as_it_is(costs):
     plan = search.find(LLAMA, WORKLOAD, on(costs, memory_bytes=420e6), num_devices=4)
     layouts, removed = legal_layouts(LLAMA, WORKLOAD, two_hosts(costs, per_host=8), 16)
     assert max(layout.tp for layout in layouts) == 4
-    assert any(r.constraint == "tp = 8 does not divide kv_heads = 4" for r in removed)
-    products = ["q", "k", "v", "gate", "up"]
-    cuts = dict.fromkeys(products, "col") | {"out": "row", "down": "row"}
-    cuts |= {"embed": "vocab", "head": "vocab"}
-    whole = dict.fromkeys(cuts, "replicated")
-    assert weight_cuts(LLAMA) == cuts
-    assert plan.stages[0].sharding == (cuts if plan.layout.tp > 1 else whole)
+    assert any(r.constraint == "tp = 8: must divide kv_heads = 4" for r in removed)
+    over_tp = {"attention": "heads", "feed_forward": "ffn", "embed": "vocab", "head": "vocab"}
+    for part, dim in over_tp.items():
+        placed = plan.stages[0].placements[part]
+        assert placed.get(dim) == (("tp",) if plan.layout.tp > 1 else None)
     pipelines = Layout(pp=2, dp=2, schedule="1f1b", num_microbatches=4)
     parts = {}
     for tied in (False, True):
@@ -630,7 +627,7 @@ def a_plan(costs, layout):
         dtype="bf16",
         lowering="eager",
         layout=layout,
-        stages=stages_of(layout, MODEL.layers, CUTS),
+        stages=stages_of(layout, MODEL),
         prediction=search.predict(MODEL, WORKLOAD, layout, Prices(costs)),
     )
 

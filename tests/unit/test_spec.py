@@ -25,6 +25,7 @@ from meshwise.spec import (
     Cluster,
     Collective,
     Curve,
+    Cuts,
     Decoder,
     Device,
     Dilation,
@@ -106,6 +107,8 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "stages_per_rank": 1,
         "layers": (),
         "meshes": (),
+        "ways": (),
+        "cuts": Cuts(),
         "replicas": 1,
         "recompute_layers": None,
         "zero": f["zero"] if f["dp"] * f["cp"] > 1 else 0,
@@ -126,7 +129,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "layout": Layout(dp=2, zero=3, microbatch_size=4, num_microbatches=3),
         "workload": Workload(global_batch_size=24, seq_len=128),
         "cluster": cluster_of(num_devices=2),
-        "stages": stages_of(Layout(dp=2, zero=3), f["model"].layers, {}),
+        "stages": stages_of(Layout(dp=2, zero=3), f["model"]),
         "recipe": Recipe(learning_rate=f["recipe"].learning_rate),
     },
     Sample: lambda f: {"times_s": (1.0, 2.0), "reason": f["reason"] + "."},
@@ -503,7 +506,7 @@ def test_a_plan_of_version_1_is_read():
     old = json.loads((BENCHMARK / "plan.json").read_text())
     assert old["schema_version"] == 1
     read = store.convert(old, Plan, "plan.json")
-    assert read.schema_version == 2 and read.stages[0].dp == read.layout.dp
+    assert read.schema_version == 3 and read.stages[0].dp == read.layout.dp
 
 
 def test_an_uneven_pipeline():
@@ -513,16 +516,17 @@ def test_an_uneven_pipeline():
     assert (
         layout.num_devices == 4 and layout.name == "pp3 1f1b meshes 1x1,1x1,1x2 layers 1,2,1 mb2x1"
     )
-    stages = stages_of(layout, 4, {"up": "col"})
+    stages = stages_of(layout, known.MODEL)
     assert [stage.devices for stage in stages] == [(0,), (1,), (2, 3)]
-    assert [stage.sharding["up"] for stage in stages] == ["replicated", "replicated", "col"]
+    cut = [stage.placements["feed_forward"] for stage in stages]
+    assert cut == [{}, {}, {"ffn": ("tp",)}]
     assert [(stage.first_layer, stage.last_layer) for stage in stages] == [(0, 1), (1, 3), (3, 4)]
     assert layout.of_rank(2) == Layout(tp=2, microbatch_size=2)
 
 
 def test_a_split_backward_refuses_compiled_code():
     layout = Layout(pp=2, schedule="zbv", stages_per_rank=2, dp=2, num_microbatches=4)
-    stages = stages_of(layout, known.MODEL.layers, {})
+    stages = stages_of(layout, known.MODEL)
     workload = Workload(global_batch_size=8, seq_len=128)
     fields = {"layout": layout, "stages": stages, "workload": workload}
     plan = msgspec.structs.replace(known.plan(), **fields, lowering="eager")
@@ -532,7 +536,7 @@ def test_a_split_backward_refuses_compiled_code():
 
 def test_a_v_puts_the_ends_on_one_rank():
     layout = Layout(pp=2, schedule="zbv", stages_per_rank=2, dp=2, zero=1, num_microbatches=4)
-    stages = stages_of(layout, 4, {})
+    stages = stages_of(layout, known.MODEL)
     assert [stage.pipeline_rank for stage in stages] == [0, 1, 1, 0]
     assert stages[3].devices == (0, 1) and layout.of_rank(0).zero == 1
 

@@ -21,7 +21,7 @@ class Build:
         self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
         self.nodes: list[Node] = []
-        self.part, self.layer, self.whole = "embed", 0, False
+        self.part, self.layer, self.room = "embed", 0, "stream"
 
     def graph(self, sizes: Mapping[str, int]) -> Graph:
         return Graph(sizes, self.tensors, tuple(self.nodes))
@@ -40,7 +40,7 @@ class Build:
     ) -> str:
         """``cheap``: selective recomputation computes it again rather than keep its result."""
         self.nodes.append(
-            Node(name, kind, inputs, outputs, self.part, self.layer, "forward", cheap, self.whole)
+            Node(name, kind, inputs, outputs, self.part, self.layer, "forward", cheap, self.room)
         )
         return outputs[0]
 
@@ -58,11 +58,11 @@ class Build:
         return self.node(name, "concat", (x, *others), self.tensor(f"{name}.y", dims))
 
     @contextmanager
-    def on_every_rank(self) -> Iterator[None]:
-        """Nodes in here are whole on every tp rank, under sequence parallelism, too."""
-        self.whole = True
+    def within(self, room: str) -> Iterator[None]:
+        """Nodes in here belong to a part of the model whose dims tp divides in one way."""
+        self.room = room
         yield
-        self.whole = False
+        self.room = "stream"
 
     def elementwise(
         self, name: str, kind: str, *inputs: str, dtype: str = "", cheap: bool = False
@@ -118,12 +118,18 @@ class Build:
     def embedding(self) -> str:
         tokens = self.tensor("tokens", TOKEN, "int64", "index")
         table = self.parameter("embed.weight", "vocab", "hidden")
-        return self.node("embed", "embedding", (tokens, table), self.tensor("embed.y", STREAM))
+        y = self.tensor("embed.y", STREAM)
+        with self.within("embed"):
+            return self.node("embed", "embedding", (tokens, table), y)
 
     def head(self, x: str, table: str) -> None:
         """Project the normed stream by ``table`` and take the loss of the logits."""
         self.parameter(table, "vocab", "hidden")
-        logits = self.node("head", "gemm", (x, table), self.tensor("head.y", (*TOKEN, "vocab")))
+        with self.within("head"):
+            y = self.tensor("head.y", (*TOKEN, "vocab"))
+            self._loss(self.node("head", "gemm", (x, table), y))
+
+    def _loss(self, logits: str) -> None:
         if self.dtype != "fp32":
             wide = self.tensor("loss.logits", (*TOKEN, "vocab"), "fp32")
             logits = self.node("loss.cast", "cast", (logits,), wide)

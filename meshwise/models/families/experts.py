@@ -35,12 +35,11 @@ def experts(build: Build, model: LanguageModel, x: str, at: str) -> str:
     moe = model.experts
     assert moe is not None
     gated, bias = (False, True) if isinstance(model, Model) else (model.gated, model.mlp_bias)
-    with build.on_every_rank():
-        chosen, weights, mean = _route(build, moe, x, f"{at}.router")
-        y = _routed(build, x, chosen, weights, mean, f"{at}.experts", gated=gated, bias=bias)
-        if moe.shared_ffn:
-            other = _shared(build, moe, x, f"{at}.shared", gated=gated, bias=bias)
-            y = build.elementwise(f"{at}.experts.add", "add", y, other)
+    chosen, weights, mean = _route(build, moe, x, f"{at}.router")
+    y = _routed(build, x, chosen, weights, mean, f"{at}.experts", gated=gated, bias=bias)
+    if moe.shared_ffn:
+        other = _shared(build, moe, x, f"{at}.shared", gated=gated, bias=bias)
+        y = build.elementwise(f"{at}.experts.add", "add", y, other)
     return y
 
 

@@ -43,14 +43,18 @@ def _embedding(build: Build) -> str:
 def _layer(build: Build, model: Model, x: str, i: int, *, has_experts: bool) -> str:
     build.part, build.layer, at = "layer", i, f"layers.{i}"
     normed, per_head = build.layer_norm(x, f"{at}.norm1"), ("heads", "three", "head_dim")
-    qkv = build.linear(normed, f"{at}.qkv", per_head, ("hidden",), bias=True)
-    mixed = build.attention(f"{at}.attention", (qkv,), ("heads",))
-    out = build.linear(mixed, f"{at}.out", ("hidden",), ("heads", "head_dim"), bias=True)
+    with build.within("attention"):
+        qkv = build.linear(normed, f"{at}.qkv", per_head, ("hidden",), bias=True)
+        mixed = build.attention(f"{at}.attention", (qkv,), ("heads",))
+        out = build.linear(mixed, f"{at}.out", ("hidden",), ("heads", "head_dim"), bias=True)
     x = build.elementwise(f"{at}.add1", "add", x, out)
     normed = build.layer_norm(x, f"{at}.norm2", cheap=not has_experts)
     if has_experts:
-        return build.elementwise(f"{at}.add2", "add", x, experts.experts(build, model, normed, at))
-    up = build.linear(normed, f"{at}.up", ("ffn",), ("hidden",), bias=True)
-    gelu = build.elementwise(f"{at}.gelu", "gelu", up, cheap=True)
-    down = build.linear(gelu, f"{at}.down", ("hidden",), ("ffn",), bias=True)
+        with build.within("experts"):
+            y = experts.experts(build, model, normed, at)
+        return build.elementwise(f"{at}.add2", "add", x, y)
+    with build.within("feed_forward"):
+        up = build.linear(normed, f"{at}.up", ("ffn",), ("hidden",), bias=True)
+        gelu = build.elementwise(f"{at}.gelu", "gelu", up, cheap=True)
+        down = build.linear(gelu, f"{at}.down", ("hidden",), ("ffn",), bias=True)
     return build.elementwise(f"{at}.add2", "add", x, down)

@@ -68,23 +68,30 @@ def _layer(build: Build, model: Decoder, x: str, i: int, *, has_experts: bool) -
     build.part, build.layer, at = "layer", i, f"layers.{i}"
     normed = _before(build, model, x, f"{at}.norm1")
     heads: tuple[str, ...] = HEADS
-    if model.mla is None:
-        mixed = _attention(build, model, normed, at)
-    else:
-        mixed, heads = _latent_attention(build, model, model.mla, normed, at), ("heads", "value")
-    out = build.linear(mixed, f"{at}.out", ("hidden",), heads, bias=model.out_bias)
+    with build.within("attention"):
+        if model.mla is None:
+            mixed = _attention(build, model, normed, at)
+        else:
+            mixed = _latent_attention(build, model, model.mla, normed, at)
+            heads = ("heads", "value")
+        out = build.linear(mixed, f"{at}.out", ("hidden",), heads, bias=model.out_bias)
     x = _add(build, model, x, out, at, 1)
     normed = _before(build, model, x, f"{at}.norm2", cheap=not has_experts)
-    feed_forward = experts.experts if has_experts else _feed_forward
-    x = _add(build, model, x, feed_forward(build, model, normed, at), at, 2)
+    with build.within("experts" if has_experts else "feed_forward"):
+        feed_forward = experts.experts if has_experts else _feed_forward
+        y = feed_forward(build, model, normed, at)
+    x = _add(build, model, x, y, at, 2)
     for name, _ in model.more_weights:  # wherever they belong, of a model that is only listed
         x = build.elementwise(f"{at}.{name}", "add", x, build.parameter(f"{at}.{name}", name))
     return x
 
 
 def _before(build: Build, model: Decoder, x: str, name: str, *, cheap: bool = True) -> str:
-    """What the first product reads of x."""
-    return x if model.norms == "after" else build.rms_norm(x, name, cheap=cheap)
+    """What the first product reads of x; without a norm, x itself by another name, so that the
+    gradients of what reads it are added up before they join that of the stream."""
+    if model.norms != "after":
+        return build.rms_norm(x, name, cheap=cheap)
+    return build.node(f"{name}.in", "view", (x,), build.tensor(f"{name}.x", STREAM))
 
 
 def _add(build: Build, model: Decoder, x: str, y: str, at: str, place: int) -> str:
@@ -118,19 +125,16 @@ def _latent_attention(build: Build, model: Decoder, mla: Mla, x: str, at: str) -
     if mla.q_lora_rank is None:
         q = build.linear(x, f"{at}.q", ("heads", "qk"), into)
     else:
-        with build.on_every_rank():
-            row = build.linear(x, f"{at}.q_down", ("q_latent",), into, bias=bias, cheap=True)
-            row = build.rms_norm(row, f"{at}.q_norm")
+        row = build.linear(x, f"{at}.q_down", ("q_latent",), into, bias=bias, cheap=True)
+        row = build.rms_norm(row, f"{at}.q_norm")
         q = build.linear(row, f"{at}.q_up", ("heads", "qk"), ("q_latent",))
-    with build.on_every_rank():
-        row = build.linear(x, f"{at}.kv_down", ("kv_down",), into, bias=bias, cheap=True)
-        latent, shared = build.split(row, latent="kv_latent", shared="rope")
-        latent = build.rms_norm(latent, f"{at}.kv_norm")
+    row = build.linear(x, f"{at}.kv_down", ("kv_down",), into, bias=bias, cheap=True)
+    latent, shared = build.split(row, latent="kv_latent", shared="rope")
+    latent = build.rms_norm(latent, f"{at}.kv_norm")
     kv = build.linear(latent, f"{at}.kv_up", ("heads", "kv"), ("kv_latent",))
     plain, turned = build.split(q, plain="nope", turned="rope")
     k, v = build.split(kv, k="nope", v="value")
-    with build.on_every_rank():
-        shared = _rope(build, shared, f"{at}.k.rope")
+    shared = _rope(build, shared, f"{at}.k.rope")
     q = build.concat(f"{at}.q.concat", plain, _rope(build, turned, f"{at}.q.rope"), dim="qk")
     if model.rope_scaling and model.rope_scaling.softmax_scale != 1:
         q = build.elementwise(f"{at}.q.scale", "copy", q)

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwise.models import block_ops, check_divides
+from meshwise.models import block_ops, placement
 from meshwise.models.catalogue import default_model, default_workload
 from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
@@ -244,8 +244,8 @@ def _blocks(
 ) -> Iterator[Block]:
     """Layer and head, forward and backward; nothing where this degree cannot exist."""
     seq_len = default_workload(profile.cluster, model).seq_len
-    sizes = {"vocab": model.vocab, "heads": model.heads, "ffn": model.ffn}
-    if check_divides(sizes, Layout(tp=tp, sequence_parallel=sequence_parallel), seq_len):
+    layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
+    if placement.obstacle(model, seq_len, layout):
         return
     for part in ("layer", "head"):
         for direction in DIRECTIONS:

@@ -1,0 +1,187 @@
+"""Where tensors lie on the tp ranks of a stage, and which layouts can be.
+
+A part of a model (a field of ``Cuts``) says which dim its operations divide over tp; what a tensor
+has of that dim decides how it lies: ``whole``, cut by a dim, or ``partial``, a sum that is due.
+Where a producer left a tensor and where a consumer needs it decide the collective:
+
+    partial -> whole   all_reduce           partial -> cut   reduce_scatter
+    cut     -> whole   all_gather           whole   -> cut   nothing (a view)
+    cut by one dim -> by another            all_to_all
+
+Fewer key and value heads than ranks: each rank computes the one that its queries read, from a
+weight that is whole on all, and the weight's gradients are added up.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from meshwise.models.graph import Graph, Tensor
+from meshwise.spec import (
+    EXPERT_ALIGNMENT,
+    AnyModel,
+    Cuts,
+    Decoder,
+    LanguageModel,
+    Layout,
+    WideResNet,
+    Workload,
+)
+from meshwise.spec.op import CollectiveKind
+
+WHOLE, PARTIAL = "whole", "partial"
+ROWS = ("batch", "seq")
+DIMS = {  # what a part of the model divides: the first that a tensor has
+    "heads": ("heads", "kv_heads"),
+    "ffn": ("ffn", "expert_ffn", "shared_ffn"),
+    "vocab": ("vocab",),
+}
+
+
+class Cut:
+    """The extents of a graph's dims on one of ``tp`` ranks, in a group of ``ep``."""
+
+    def __init__(self, graph: Graph, tp: int, cuts: Cuts, ep: int) -> None:
+        self.tp, self.cuts, self.sizes = tp, cuts, dict(graph.sizes)
+        if "experts" in self.sizes:  # a rank has so many less, and less room between their rows
+            self.sizes["experts"] //= ep
+            gone = graph.sizes["experts"] - self.sizes["experts"]
+            self.sizes["room"] -= EXPERT_ALIGNMENT * gone
+        self.copies = max(1, tp // self.sizes.get("kv_heads", tp))  # ranks of one kv head
+        self._local: dict[str, Mapping[str, int]] = {}
+
+    def of(self, room: str) -> str:
+        """What a part of the model divides."""
+        word: str = getattr(self.cuts, room)
+        return word if self.tp > 1 else WHOLE
+
+    def dim(self, room: str, tensors: list[Tensor]) -> str:
+        """The dim that an operation on these tensors divides, or ``whole``."""
+        word = self.of(room)
+        for dim in DIMS.get(word, (word,)):
+            if any(has(tensor, dim) for tensor in tensors):
+                return dim
+        return WHOLE
+
+    def repeats(self, tensor: Tensor, dim: str) -> bool:
+        """Whether each head of a tensor cut by ``dim`` is on several ranks."""
+        return self.copies > 1 and dim == "kv_heads" and "queries" not in tensor.dims
+
+    def local(self, dim: str) -> Mapping[str, int]:
+        """Extents where ``dim`` is divided; the first ranks have most of an uneven one."""
+        if dim in (WHOLE, PARTIAL):
+            return self.sizes
+        if dim not in self._local:
+            sizes = dict(self.sizes)
+            if dim == "kv_heads":
+                sizes["queries"] //= self.copies
+            divisor = self.tp // self.copies if dim == "kv_heads" else self.tp
+            sizes[dim] = -(-sizes[dim] // divisor)
+            if dim in ROWS and "room" in sizes:
+                rows = sizes["batch"] * sizes["seq"] * sizes["top_k"]
+                sizes["room"] -= rows * (self.tp - 1)
+            self._local[dim] = sizes
+        return self._local[dim]
+
+
+def has(tensor: Tensor, dim: str) -> bool:
+    """Whether a tensor has a dim; the ``room`` of experts holds rows of the batch."""
+    return dim in tensor.dims or (dim in ROWS and "room" in tensor.dims)
+
+
+def collective(have: str, wanted: str) -> CollectiveKind | None:
+    """What brings a tensor from where it lies to where it is needed."""
+    if have in (WHOLE, wanted):
+        return None
+    if have == PARTIAL:
+        return "all_reduce" if wanted == WHOLE else "reduce_scatter"
+    return "all_gather" if wanted == WHOLE else "all_to_all"
+
+
+def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
+    """Refuse, by field, degree and size, a layout within a pipeline rank that cannot be."""
+    if reason := obstacle(model, workload.seq_len, layout):
+        raise ValueError(f"Layout.{reason}")
+
+
+def obstacle(model: AnyModel, seq_len: int, layout: Layout) -> str | None:
+    """Why a layout within a pipeline rank (``Layout.of_rank``) cannot be, or None."""
+    if isinstance(model, WideResNet):
+        return next(_images(model, seq_len, layout), None)
+    return next(_language(model, seq_len, layout), None)
+
+
+def _images(model: WideResNet, seq_len: int, layout: Layout) -> Iterator[str]:
+    inner = model.channels * model.width_factor
+    yield from _indivisible("tp", layout.tp, {"channels * width_factor": inner})
+    if layout.cp > 1:
+        yield f"cp = {layout.cp}: images have no sequence to share; use 1"
+    if layout.ep > 1:
+        yield f"ep = {layout.ep}: the model has no experts; use 1"
+    if layout.sequence_parallel:
+        yield "sequence_parallel = true: images have no sequence; set it false"
+    if layout.cuts != Cuts():
+        yield f"cuts = {layout.cuts.name}: images are cut by channel alone; leave them out"
+    if seq_len != 1:
+        raise ValueError(f"Workload.seq_len = {seq_len}: of images it is 1; leave it out")
+
+
+def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[str]:
+    cuts, tp, moe = layout.placed, layout.tp, model.experts
+    yield from _indivisible("cp", layout.cp, {"seq_len": seq_len})
+    if moe is None and layout.ep > 1:
+        yield f"ep = {layout.ep}: the model has no experts; use 1"
+    if moe is not None:
+        yield from _indivisible("ep", layout.ep, {"experts.num_experts": moe.num_experts})
+    if seq_len > model.max_seq_len:
+        raise ValueError(
+            f"Workload.seq_len = {seq_len}: must be <= max_seq_len = {model.max_seq_len} of the "
+            "model"
+        )
+    if isinstance(model, Decoder):
+        model.check_computed()
+        model.check_rotary()
+    if tp == 1:
+        return
+    if cuts.attention == "heads":
+        yield from _heads(model, tp)
+    has_dense = moe is None or not all(map(moe.are_in, range(model.layers)))
+    if cuts.feed_forward == "ffn" and has_dense:
+        yield from _indivisible("tp", tp, {"ffn": model.ffn})
+    if moe is not None and cuts.experts == "ffn":
+        sizes = {"experts.ffn": moe.ffn, "experts.shared_ffn": moe.shared_ffn}
+        yield from _indivisible("tp", tp, sizes)
+    words = {getattr(cuts, room) for room in Cuts.__struct_fields__}
+    if "seq" in words:
+        yield from _indivisible("tp", tp, {"seq_len / cp": seq_len // layout.cp})
+    if "batch" in words:
+        yield from _indivisible("tp", tp, {"microbatch_size": layout.microbatch_size})
+    if "vocab" in words and (tp - 1) * -(-model.vocab // tp) >= model.vocab:
+        yield f"tp = {tp}: some rank would have no share of vocab = {model.vocab}; use less"
+    ways = {ROWS if word in ROWS else word for word in (cuts.embed, cuts.head)}
+    if is_tied(model) and len(ways) > 1:
+        yield (
+            f"cuts = {cuts.name}: embedding and head are one weight; cut both by vocab, both by "
+            "tokens, or neither"
+        )
+
+
+def is_tied(model: LanguageModel) -> bool:
+    return not isinstance(model, Decoder) or model.tied
+
+
+def _heads(model: LanguageModel, tp: int) -> Iterator[str]:
+    yield from _indivisible("tp", tp, {"heads": model.heads})
+    if not isinstance(model, Decoder):
+        return
+    if model.qk_norm and model.qk_norm_over == "projection":
+        yield (
+            f"tp = {tp}: q and k are normed over all heads (qk_norm_over), which tp divides; use "
+            "1, or cuts with attention = whole"
+        )
+    if model.mla is None and model.kv_heads % tp and tp % model.kv_heads:
+        yield f"tp = {tp}: must divide kv_heads = {model.kv_heads} or be a multiple"
+
+
+def _indivisible(axis: str, degree: int, sizes: Mapping[str, int]) -> Iterator[str]:
+    for name, size in sizes.items():
+        if size % degree:
+            yield f"{axis} = {degree}: must divide {name} = {size}"

@@ -1,0 +1,97 @@
+"""Moves an activation from where it lies on the tp ranks to where it is needed, and its gradient
+the other way.
+
+A placement is ``whole``, ``partial`` (a sum over ranks is due) or the tensor dim that the ranks
+divide, as in ``models.placement``. Local tensors go in and come out: no DTensor is dispatched, and
+layers of equal placements share compiled code.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+from torch.autograd import Function
+
+from meshwise.parallel import torch_private
+
+Placement = int | Literal["whole", "partial"]
+
+
+class Ranks(NamedTuple):
+    """A group of ranks by name, and which of them this one is."""
+
+    group: str
+    size: int
+    rank: int
+
+
+class Edge(NamedTuple):
+    """Between two parts of a model: a tensor goes ``there``, its gradient ``back``, each from one
+    placement to another."""
+
+    there: tuple[Placement, Placement]
+    back: tuple[Placement, Placement]
+    ranks: Ranks
+
+    def move(self, x: Tensor) -> Tensor:
+        if self.there[0] == self.there[1] and self.back[0] == self.back[1]:
+            return x
+        return _Moved.apply(x, *self)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Moved(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Any, back: Any, ranks: Ranks) -> Tensor:
+        ctx.way = back, ranks
+        return moved(x, there[0], there[1], ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        back, ranks = ctx.way
+        return moved(gradients[0], back[0], back[1], ranks), None, None, None
+
+
+def moved(x: Tensor, have: Placement, wanted: Placement, ranks: Ranks) -> Tensor:
+    """This rank's part of x, which lies as ``have`` says, as ``wanted`` says."""
+    if have == wanted:
+        return x.view_as(x)
+    if have == "whole":
+        assert isinstance(wanted, int)
+        return x.chunk(ranks.size, wanted)[ranks.rank].contiguous()
+    if have == "partial":
+        if wanted == "whole":
+            return torch_private.all_reduced(x, ranks.group)
+        assert isinstance(wanted, int)
+        return torch_private.scattered(_parts(x, wanted, ranks), ranks.group, ranks.size)
+    if wanted == "whole":
+        return _joined(torch_private.gathered(x, ranks.group, ranks.size), have, ranks)
+    assert isinstance(wanted, int)
+    exchanged = torch_private.exchanged(_parts(x, wanted, ranks), ranks.group, ranks.size)
+    return _joined(exchanged, have, ranks)
+
+
+def _parts(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """x with what each rank shall get of ``dim`` one after the other in dim 0."""
+    parts: Tensor = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0)
+    return parts.flatten(0, 1).contiguous()
+
+
+def _joined(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """The other way round: what came of each rank, one after the other in ``dim``."""
+    parts: Tensor = x.unflatten(0, (ranks.size, -1)).movedim(0, dim)
+    return parts.flatten(dim, dim + 1)
+
+
+def share(x: Tensor, ranks: int) -> Tensor:
+    """What each of so many ranks adds so that their sum has x once. Each has the sum's gradient,
+    which is that of x."""
+    return _Share.apply(x, ranks)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Share(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        return x / ranks
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

@@ -1,0 +1,149 @@
+"""The planner and the executor know the same layouts: of random ones each is refused by both with
+one reason, or runs with the weights and the collectives that the program has.
+
+The other ranks are not there: the collectives of torch's fake group return at once.
+"""
+
+import random
+from collections import Counter
+from math import prod
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from meshwise import models
+from meshwise.engine import data as engine_data
+from meshwise.engine import step
+from meshwise.models import placement
+from meshwise.models.shard import shard
+from meshwise.nn.stage import causal
+from meshwise.parallel import apply, mesh, pipeline, tensor
+from meshwise.parallel.mesh import share
+from meshwise.search.space import check
+from meshwise.spec import Cuts, Layout, Plan, Recipe, Workload, stages_of
+from tests.dist.test_program_collectives import FAMILIES, Recorded, programmed
+
+pytestmark = pytest.mark.dist
+
+SEQ = 16
+ODD = {
+    "wide gpt": replace(FAMILIES["gpt"], heads=8, vocab=101, ffn=96),
+    "one kv head": replace(FAMILIES["llama"], kv_heads=1, vocab=50, ffn=60),
+    "two kv heads": replace(FAMILIES["qwen"], kv_heads=2, tied=True),
+    "normed over all": replace(FAMILIES["qwen"], qk_norm_over="projection"),
+}
+MODELS = FAMILIES | ODD
+WORDS = {name: list(kind.__args__) for name, kind in Cuts.__annotations__.items()}
+
+
+def drawn(chance):
+    """A model's name and a layout of it, often one that cannot be."""
+    while True:
+        name, tp, dp = chance.choice(list(MODELS)), chance.choice([1, 2, 2, 3, 4, 4, 8]), 1
+        cuts = Cuts()
+        if tp > 1 and chance.random() < 0.8:
+            some = {room: chance.choice(words) for room, words in WORDS.items()}
+            if chance.random() < 0.7:  # a tied weight is cut once, or not at all
+                some["head"] = "vocab" if some["embed"] == "vocab" else some["embed"]
+            cuts = Cuts(**some)
+        dp, zero = chance.choice([(1, 0), (2, 0), (2, 2), (2, 3), (4, 3)])
+        try:
+            return name, Layout(
+                dp=dp, tp=tp, zero=zero, cuts=cuts, microbatch_size=chance.choice([1, 2, 4]),
+                num_microbatches=chance.choice([1, 2]),
+                sequence_parallel=cuts == Cuts() and tp > 1 and chance.random() < 0.5,
+                recompute=chance.choice(["none", "selective", "full"]),
+            )  # fmt: skip
+        except ValueError:
+            continue
+
+
+def begin(size):
+    """This process is the first of so many ranks, of which no other is."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+
+
+def compared(ranks, plan, seed, count):
+    """Of each of ``count`` random layouts: what differs."""
+    plan, chance, found = msgspec.json.decode(plan, type=Plan), random.Random(seed), []
+    for _ in range(count):
+        name, layout = drawn(chance)
+        dtype = chance.choice(["fp32", "bf16"])
+        workload = Workload(
+            global_batch_size=layout.microbatch_rows * layout.num_microbatches, seq_len=SEQ
+        )
+        changed = replace(
+            plan, model=MODELS[name], workload=workload, dtype=dtype, layout=layout,
+            stages=stages_of(layout, MODELS[name]), recipe=Recipe(routing="balanced"),
+        )  # fmt: skip
+        found.append([f"{name} {dtype} {layout.name}", *outcome(changed)])
+    return found
+
+
+def outcome(plan):
+    """Whether a layout is refused, and what the executor does that the planner does not expect."""
+    model, layout, workload = plan.model, plan.layout, plan.workload
+    reason = placement.obstacle(model, workload.seq_len, layout)
+    begin(layout.num_devices)
+    place = mesh.build(layout, "cpu")
+    if reason is not None:
+        refusals = [lambda: prepared(plan, place), lambda: check(model, workload, layout)]
+        return True, *[str(error) for error in map(refused, refusals) if reason not in error]
+    return False, *differences(plan, place)
+
+
+def refused(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def prepared(plan, place):
+    batch = engine_data.batches(
+        plan.model, plan.workload, steps=1, seed=0, file=None, rows=step.rows(plan.layout, 0)
+    )
+    return step.prepare(plan, place, batch, torch.device("cpu"), dtype=plan.dtype, seed=0)
+
+
+def differences(plan, place):
+    model, layout, rows = plan.model, plan.layout, plan.layout.microbatch_size
+    words = layout.recomputed(model.layers)
+    graph = models.graph(model, rows, SEQ, plan.dtype, recompute=words)
+    due = Counter(map(prod, shard(graph, layout.tp, layout.placed, layout.ep).shapes.values()))
+    cut = step.on_meta(model, None, plan.recipe, causal)
+    tensor.apply(cut, place)
+    here = Counter(share(weight).numel() for weight in cut.parameters())
+    if here != due:
+        yield f"weights: {here - due} here, {due - here} planned"
+    training = prepared(plan, place)
+    batch = [each[0].split(rows) for each in (training.inputs, training.targets)]
+    with Recorded() as recorded, apply.loss_context(layout):
+        pipeline.run(training.pipeline, *batch, training.loss)
+    calls, due = Counter(recorded.calls), programmed(model, layout, plan.dtype)
+    if calls != due:
+        yield f"collectives: {calls - due} here, {due - calls} planned"
+
+
+@pytest.mark.parametrize(
+    "count",
+    [60, pytest.param(400, marks=pytest.mark.whole), pytest.param(2000, marks=pytest.mark.whole)],
+)
+def test_planner_and_executor_know_the_same_layouts(gloo_ranks, plan_of, count):
+    plan = plan_of(FAMILIES["gpt"], Workload(global_batch_size=32, seq_len=SEQ), Layout(dp=32))
+    text = msgspec.json.encode(plan).decode()
+    found = []
+    for seed in range(0, count, 100):
+        some = min(100, count - seed)
+        found += gloo_ranks(1, compared, plan=text, seed=seed, count=some)[0]
+    wrong = [(name, *told) for name, _, *told in found if told]
+    assert not wrong, "\n".join(map(str, [len(wrong), *wrong]))
+    refusals = sum(is_refused for _, is_refused, *_ in found)
+    assert 0.1 < refusals / len(found) < 0.9, refusals
