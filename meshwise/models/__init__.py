@@ -22,6 +22,7 @@ from meshwise.spec import (
 from meshwise.spec.layout import Recompute
 
 __all__ = [
+    "Device",
     "Graph",
     "Loop",
     "Program",

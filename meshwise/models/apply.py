@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from meshwise.models.graph import BYTES, Graph, Node, Tensor, elementwise, operation
+from meshwise.models.graph import BYTES, Device, Graph, Node, Tensor, elementwise, operation
 from meshwise.models.shard import LOADS, Buffer, Sharded, Task, shard
 from meshwise.spec import Collective, Layout, Op
 
@@ -74,23 +74,21 @@ def apply(
     *,
     split: bool = False,
     times: Mapping[int, int] | None = None,
+    device: Device = "cuda",
 ) -> Program:
     """The program of one rank; ``graph`` is one microbatch of one dp rank, with backward.
 
     Of a stage, ``layout`` is that within its pipeline rank (``Layout.of_rank``). ``actions`` cover
     all tasks but the optimizer's; ``split`` makes two of each backward. ``times``: layers, by
-    index, that stand for so many; they have equal neighbours on both sides.
+    index, that stand for so many; they have equal neighbours on both sides. ``device``: that runs.
     """
     sharded = shard(graph, layout.tp, layout.placed, layout.ep)
     members = _members(sharded)
-    data = _DataParallel(layout, members, dtype, sharded)
-    kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
-    runs = {kind: _runs_of_units(graph, sharded, kind) for kind in kinds}
-    received = _received(runs)
+    data = _DataParallel(layout, members, dtype, sharded, device)
+    runs = _runs(graph, sharded, split)
+    received, retained = _received(runs), _retained(runs, sharded)
     repeated = {f"layers.{index}": count for index, count in (times or {}).items()}
-    tasks: list[Task] = []
-    actions: list[Span] = []
-    loops: list[Loop] = []
+    tasks, actions, loops = list[Task](), list[Span](), list[Loop]()
 
     def loop(start: int, unit: str, following: str | None = None) -> None:
         """Note that what was added since ``start`` is of a layer that stands for several."""
@@ -107,36 +105,38 @@ def apply(
         for kind, groups in runs.items():
             start = len(tasks)
             data.begin(kind, microbatch)
-            for unit, _ in groups if kind == "I" else ():
+            for unit, _ in groups if kind == "I" or (kind == "W" and not runs["I"]) else ():
                 at = len(tasks)
                 tasks += data.before(unit, None)
                 loop(at, unit)
-            due = _due(kind, groups)
+            each = kind == "B" and not data.rests(microbatch)
+            due = _due(groups, each=each) if kind in ("B", "W") else {}
             for index, (unit, group) in enumerate(groups):
                 if index == 0 or _layer_of(groups[index - 1][0]) != _layer_of(unit):
                     begin = len(tasks)
                 following = groups[index + 1][0] if index + 1 < len(groups) else None
                 if kind in ("F", "B"):
                     tasks += data.before(unit, following)
-                weights = data.weights(unit)
-                for name, op, stream, part, phase, reads, writes in data.summed(group):
-                    reads = (*[renamed[x] for x in reads], *weights)
-                    writes = tuple([renamed[x] for x in writes])
-                    tasks.append(Task(name, op, stream, part, phase, reads, writes))
+                weights = (*data.weights(unit), *data.unreleased)
+                tasks += [_of_microbatch(task, renamed, weights) for task in data.summed(group)]
+                ends = following is None or _layer_of(following) != _layer_of(unit)
+                if kind == "W" and ends:
+                    tasks[-1] = _reading(tasks[-1], renamed, retained.get(_layer_of(unit), ()))
                 for done in due.get(index, ()):
                     at = len(tasks)
                     gradients = {name: renamed[graph.gradients[name]] for name in members[done]}
                     tasks += data.after(done, gradients, last)
                     if _layer_of(done) != _layer_of(unit):
                         loop(at, done)
-                if following is None or _layer_of(following) != _layer_of(unit):
+                if ends:
                     loop(begin, unit, following)
-            arrived = tuple([renamed[name] for name in received[kind]])
-            tasks[start] = tasks[start]._replace(writes=(*tasks[start].writes, *arrived))
-            tasks[-1] = tasks[-1]._replace(reads=(*tasks[-1].reads, *arrived))
+            if groups:
+                arrived = [renamed[name] for name in received[kind]]
+                tasks[start] = tasks[start]._replace(writes=(*tasks[start].writes, *arrived))
+                tasks[-1] = _reading(tasks[-1], renamed, received[kind])
             actions.append(Span(kind, microbatch, start, len(tasks)))
     times_of = {unit: repeated.get(_layer_of(unit), 1) for unit in members}
-    local = sum(data.shard_elements[unit] * count for unit, count in times_of.items())
+    local = sum(data.shard_elements[unit] * times_of[unit] for unit in members)
     tasks += [_optimizer_task(node, local) for node in graph.nodes if node.phase == "optimizer"]
     return Program(
         tasks=tuple(tasks),
@@ -147,6 +147,16 @@ def apply(
         loops=tuple(loops),
         gathered=sum(data.padded(unit) * count for unit, count in times_of.items()),
     )
+
+
+def _of_microbatch(task: Task, renamed: Mapping[str, str], weights: tuple[str, ...]) -> Task:
+    reads, writes = ([renamed[name] for name in names] for names in (task.reads, task.writes))
+    return task._replace(reads=(*reads, *weights), writes=tuple(writes))
+
+
+def _reading(task: Task, renamed: Mapping[str, str], names: tuple[str, ...]) -> Task:
+    """The same, which also reads what a microbatch calls by these names."""
+    return task._replace(reads=(*task.reads, *[renamed[name] for name in names]))
 
 
 def _layer_of(unit: str) -> str:
@@ -167,6 +177,16 @@ def _members(sharded: Sharded) -> dict[str, list[str]]:
         unit = ".".join(parts[:2]) if parts[0] == "layers" else "root"
         members.setdefault(f"{unit}{EXPERTS}" if name in sharded.apart else unit, []).append(name)
     return members
+
+
+def _runs(graph: Graph, sharded: Sharded, split: bool) -> dict[Kind, Runs]:
+    """Each action's tasks. A first stage has no gradient to send on: all its backward is W."""
+    if not split:
+        return {kind: _runs_of_units(graph, sharded, kind) for kind in ("F", "B")}
+    if "tokens" in graph.tensors:
+        forward, backward = (_runs_of_units(graph, sharded, kind) for kind in ("F", "B"))
+        return {"F": forward, "I": [], "W": backward}
+    return {kind: _runs_of_units(graph, sharded, kind) for kind in ("F", "I", "W")}
 
 
 def _runs_of_units(graph: Graph, sharded: Sharded, kind: Kind) -> Runs:
@@ -209,13 +229,26 @@ def _received(runs: dict[Kind, Runs]) -> dict[Kind, tuple[str, ...]]:
     return received
 
 
-def _due(kind: Kind, runs: Runs) -> dict[int, list[str]]:
-    """After which run which units have all their gradients: B each at its last, W all at once."""
-    final = {unit: index for index, (unit, _) in enumerate(runs)}
+def _retained(runs: dict[Kind, Runs], sharded: Sharded) -> dict[str, tuple[str, ...]]:
+    """By layer, what autograd keeps from I until the end of W, since it keeps the graph: all that I
+    reads of the forward pass, and a norm's gradients, which its weights need once more."""
+    of_forward = {
+        name for _, group in runs["F"] for task in group for name in (*task.reads, *task.writes)
+    }
+    found: dict[str, tuple[str, ...]] = {}
+    for unit, group in runs.get("I", ()):
+        for task in group:
+            again = any(sharded.buffers[name].role == "gradient" for name in task.writes)
+            held = [name for name in task.reads if again or name in of_forward]
+            found[_layer_of(unit)] = (*found.get(_layer_of(unit), ()), *held)
+    return found
+
+
+def _due(runs: Runs, *, each: bool) -> dict[int, list[str]]:
+    """After which run which units' gradients are taken up: ``each`` at its last, or all at once."""
     due: dict[int, list[str]] = {}
-    if kind in ("B", "W"):
-        for unit, index in final.items():
-            due.setdefault(index if kind == "B" else len(runs) - 1, []).append(unit)
+    for unit, index in {unit: index for index, (unit, _) in enumerate(runs)}.items():
+        due.setdefault(index if each else len(runs) - 1, []).append(unit)
     return due
 
 
@@ -249,8 +282,14 @@ class _DataParallel:
     """Gathers and reductions of FSDP2's units, and the buffers they need."""
 
     def __init__(
-        self, layout: Layout, members: dict[str, list[str]], dtype: str, over_tp: Sharded
+        self,
+        layout: Layout,
+        members: dict[str, list[str]],
+        dtype: str,
+        over_tp: Sharded,
+        device: Device,
     ) -> None:
+        self.device = device
         self.layout, self.dtype, self.over_tp = layout, dtype, over_tp
         shapes = {unit: [over_tp.shapes[name] for name in names] for unit, names in members.items()}
         self.elements = {unit: sum(map(prod, of)) for unit, of in shapes.items()}
@@ -261,7 +300,9 @@ class _DataParallel:
         }
         self.buffers: dict[str, Buffer] = {}
         self.kept: set[str] = set()
+        self.sums: dict[str, tuple[str, ...]] = {}  # unit -> buffers that its gradients add up in
         self.current: dict[str, str] = {}  # unit -> buffer of its gathered weights
+        self.unreleased: tuple[str, ...] = ()  # what the last unit reduced: until the next reduces
         self.era = ""
         self.sharded = layout.zero > 0
         # FSDP2 computes on a copy of its own, unless one device trains in fp32 without it.
@@ -269,6 +310,7 @@ class _DataParallel:
 
     def begin(self, kind: Kind, microbatch: int) -> None:
         self.era = f"{'forward' if kind == 'F' else 'backward'}{microbatch}"
+        self.unreleased = ()
         if self.layout.zero == 3 and kind != "W":
             stays = self.current.items() if kind != "F" else ()
             self.current = {unit: name for unit, name in stays if unit == "root"}
@@ -285,6 +327,14 @@ class _DataParallel:
                 if ranks > 1:
                     op = replace(task.op, group_size=ranks, group_stride=stride)
                     yield task._replace(op=op)
+
+    def rests(self, microbatch: int) -> bool:
+        """Whether FSDP2 sees nothing of a microbatch, so that gradients wait for the end of its
+        backward (``parallel.data.may_rest``); other data ranks need it in the first and the last.
+        """
+        layout, last = self.layout, self.layout.num_microbatches - 1
+        may = self.copies and layout.zero < 2 and layout.ep == 1 and last > 0
+        return may and (layout.data_ranks == 1 or microbatch not in (0, last))
 
     def weights(self, unit: str) -> tuple[str, ...]:
         return (self.current[unit],) if unit in self.current else ()
@@ -303,8 +353,10 @@ class _DataParallel:
             return []
         size = self.padded(unit) * BYTES[self.dtype]
         self.buffers[flat] = Buffer(size, "communication")
-        gather = self._collective(unit, "all_gather", size, self.dtype)
-        return [Task(f"{unit}.all_gather", gather, "dp", "dp", self.era, after, (flat,))]
+        gather, writes = self._collective(unit, "all_gather", size, self.dtype), (flat,)
+        if self.device == "cpu":  # gloo gathers into a buffer of its own
+            writes = (flat, self._passing("arriving", unit, size))
+        return [Task(f"{unit}.all_gather", gather, "dp", "dp", self.era, after, writes)]
 
     def padded(self, unit: str) -> int:
         """Elements of a unit as its ranks send them."""
@@ -340,32 +392,56 @@ class _DataParallel:
             tasks.append(Task(f"{unit}.{name}", op, stream, "dp", self.era, gradients, writes))
 
         if zero < 2 and (self.layout.num_microbatches > 1 or not self.copies):
-            total = f"accumulated.{unit}"
-            read = compute + (wide if total in self.buffers else 0)
-            self.buffers[total] = Buffer(wide, "gradient")
-            task("accumulate", elementwise("add", read, wide, "backward"), "compute", total)
-            gradients = (total,)
+            before = self.sums.get(unit, ())
+            if self.dtype == "fp32":  # autograd adds each to its sum as it is made
+                self.sums[unit] = before or gradients
+                gradients = ()
+            else:
+                total = f"accumulated.{unit}"
+                self.buffers[total] = Buffer(wide, "gradient")
+                self.sums[unit] = (total,)
+            passing = ()
+            if before and gradients and self.device == "cpu":  # its sum of two dtypes casts first
+                largest = max(prod(self.over_tp.shapes[name]) for name in made)
+                passing = (self._passing("wide", unit, 4 * largest),)
+            if before or gradients:
+                read = compute + (wide if before else 0)
+                op = elementwise("add", read, wide, "backward")
+                task("accumulate", op, "compute", *self.sums[unit], *passing)
+            gradients = self.sums[unit]
             if not self.copies:
-                self.kept.add(total)
+                self.kept.update(gradients)
         if not self.copies or not (last or zero >= 2):
             return tasks
         for name in made:
             if name in self.over_tp.partial:
                 task(f"{name}.all_reduce", self._over_tp(name), "compute")
         flat, done = f"reduce_in.{unit}.{self.era}", f"gradient.{unit}"
+        self.unreleased = (flat,)
         wide = 4 * self.padded(unit)
         self.buffers[flat] = Buffer(wide, "communication")
-        self.buffers[done] = Buffer(wide // groups.shards, "gradient")
+        share, passing = wide // groups.shards, ()
+        if self.device == "cpu" and groups.shards > 1:  # gloo reduces all of a copy
+            passing = (self._passing("copied", unit, wide),)
+        if done in self.buffers:  # it is added to what earlier microbatches left
+            passing = (*passing, self._passing("reduced", unit, share))
+        self.buffers[done] = Buffer(share, "gradient")
         self.kept.add(done)
         task("copy_in", elementwise("copy", compute, wide, "backward"), "compute", flat)
         gradients = (flat,)
         if zero:
             scatter = self._collective(unit, "reduce_scatter", wide, "fp32")
-            task("reduce_scatter", scatter, "dp", done)
+            task("reduce_scatter", scatter, "dp", done, *passing)
             gradients, wide = (done,), self.buffers[done].num_bytes
         if groups.copies > 1 or not zero:
             task("all_reduce", self._collective(unit, "all_reduce", wide, "fp32"), "dp", done)
         return tasks
+
+    def _passing(self, name: str, unit: str, size: int) -> str:
+        """A buffer that one task needs and nobody reads."""
+        full = f"{name}.{unit}.{self.era}"
+        self.buffers[full] = Buffer(size, "communication")
+        return full
 
     def _over_tp(self, name: str) -> Collective:
         """The sum over tp of a gradient, in fp32 where it was added up before."""

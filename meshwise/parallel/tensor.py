@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement as Placed
 from torch.distributed.tensor import (
-    DTensor,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor import Placement as Placed
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from meshwise.nn import llama
@@ -152,11 +150,11 @@ class Splitter:
                 local.rows = repeated_rows(qkv.kv_heads, qkv.head_dim, self.mesh)  # type: ignore[arg-type]
 
     def embedding(self, embed: nn.Embedding) -> None:
-        if self.cuts.embed == "vocab":
-            _split_embedding(embed, self.mesh, self.streamed)
-            return
-        self.local(embed, "embed", leave=self.leave("embed"))
+        self.local(embed, "embed", COL, leave=self.leave("embed"))
         embed.take = self.take(self.cuts.embed)  # type: ignore[assignment]
+        if self.cuts.embed == "vocab":
+            rows = -(-embed.num_embeddings // self.ranks.size)
+            embed.first_row = self.ranks.rank * rows  # type: ignore[assignment]
 
     def take(self, word: str) -> tuple[int, Ranks] | None:
         """Which dim of what every rank has whole to take a part of."""
@@ -172,23 +170,6 @@ class Splitter:
             input_layouts=self.streamed, output_layouts=Shard(-1), use_local_output=False
         )
         parallelize_module(head, self.mesh, {"projection": projection})
-
-
-def _split_embedding(embed: nn.Embedding, tp_mesh: DeviceMesh, stream: Placed) -> None:
-    """Split the table by vocabulary. The result is awaited here: torch's RowwiseParallel leaves
-    that to the reader, and a compiled layer gives such an input no gradient (torch 2.13)."""
-
-    def cut(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        weight = distribute_tensor(embed.weight, mesh, [Shard(0)], src_data_rank=None)
-        embed.weight = nn.Parameter(weight)
-
-    def read(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[DTensor]:
-        return (DTensor.from_local(inputs[0], mesh, [Replicate()]),)
-
-    def write(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
-        return output.redistribute(mesh, [stream]).to_local()  # type: ignore[no-any-return]
-
-    distribute_module(embed, tp_mesh, cut, input_fn=read, output_fn=write)  # type: ignore[arg-type]
 
 
 def repeated_rows(heads: int, head_dim: int, tp_mesh: DeviceMesh) -> slice:
@@ -253,14 +234,23 @@ class LocalMoE(_Local, MoE):
 
 
 class LocalEmbedding(_Local, nn.Embedding):
-    """``take``: of the tokens that every rank has, a part of this dim."""
+    """``take``: of the tokens that every rank has, a part of this dim. ``first_row``: where this
+    rank's part of the table begins; tokens of other ranks are 0. (A lookup of DTensors makes a
+    gradient of the whole table on every rank, torch 2.13.)"""
 
     take: tuple[int, Ranks] | None = None
+    first_row: int | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
+        weight = part(self.weight, self)
         if self.take is not None:
             tokens = moved(tokens, "whole", *self.take)
-        return self.left(F.embedding(tokens, part(self.weight, self)))
+        if self.first_row is None:
+            return self.left(F.embedding(tokens, weight))
+        index = tokens - self.first_row
+        elsewhere = (index < 0) | (index >= len(weight))
+        rows = F.embedding(index.masked_fill(elsewhere, 0), weight)
+        return self.left(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 class LocalPositions(_Local, Positions):

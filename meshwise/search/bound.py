@@ -31,7 +31,7 @@ from meshwise import schedule
 from meshwise.models import apply, graph
 from meshwise.prices import Prices
 from meshwise.schedule import Name
-from meshwise.search.predict import in_transit
+from meshwise.search.predict import in_transit, most_sent
 from meshwise.search.simulate import COPIES, ROLES, WAITING, WEIGHTS, Spent
 from meshwise.search.stage import StageKind, graph_of, stage_cost, stage_memory
 from meshwise.spec import (
@@ -188,8 +188,9 @@ def memory_between(
         if layout.schedule not in SPLIT:
             during = (early @ np.concatenate([held_least, single, gradients, backward])).max()
             lows.append(lasting.sum() + during - 3 * _ROUNDING * model.layers)
-    extra = moving + prices.costs.memory_overhead_bytes
-    return max(lows) + extra, max(highs) + extra
+    overhead = prices.costs.memory_overhead_bytes
+    most = (most_sent(layout, prices.costs) + 1) * moving
+    return max(lows) + overhead, max(highs) + most + overhead
 
 
 @lru_cache(maxsize=65536)
@@ -253,7 +254,9 @@ def _holding(
         gradients=(parameters if adds_up else here) + rounding,
         action=max(of[2] for of in whole.values())
         + copied * (added + (unit if zero else 0))
-        + bare * unit,
+        + unit  # what the unit before it reduced
+        + bare * unit
+        + adds_up * DTYPE_BYTES[dtype] / 4 * parameters,  # gradients that wait for the others
         backward=some(layers[-1], False, last)[3],  # its first layer has all others' beside it
     )
 

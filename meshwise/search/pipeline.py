@@ -14,6 +14,7 @@ while they run, rise to.
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -48,13 +49,17 @@ class Element(NamedTuple):
 
 class Timetable(NamedTuple):
     """``of_action``: indices into ``elements``, of I and W for a B where backward is split;
-    ``rows``: those of each rank in order; ``before``: of the same stage before it, else -1."""
+    ``rows``: those of each rank in order; ``before``: of the same stage before it, else -1;
+    of what is on its way beside it, and behind the last: how many results were ``sent`` before,
+    and whether what the next action needs is ``coming``."""
 
     table: Table
     elements: tuple[Element, ...]
     of_action: dict[Action, tuple[int, ...]]
     rows: tuple[np.ndarray, ...]
     before: tuple[np.ndarray, ...]
+    sent: tuple[np.ndarray, ...]
+    coming: tuple[np.ndarray, ...]
 
 
 class Step(NamedTuple):
@@ -73,12 +78,15 @@ def timetable(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) 
     whole: tuple[Kind, ...] = ("I", "W") if name in SPLIT else ("B",)
     turns = Counter[tuple[int, Kind]]()
     index: dict[Element, int] = {}
-    of_action, rows, before = {}, [], []
-    for row in table:
+    of_action, rows, before, moving = {}, [], [], []
+    homes = {action.stage: rank for rank, row in enumerate(table) for action in row}
+    for rank, row in enumerate(table):
         numbers: list[int] = []
         latest: dict[int, int] = {}
         earlier: list[int] = []
-        for action in row:
+        sent, beside = 0, list[tuple[int, int]]()
+        for action, following in zip_longest(row, row[1:]):
+            coming = following is not None and _crosses(following, homes, rank, back=False)
             kinds = whole if action.kind == "B" else (action.kind,)
             for kind in kinds:
                 turn = turns[action.stage, kind]
@@ -89,10 +97,22 @@ def timetable(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) 
                 numbers.append(index.setdefault(element, len(index)))
                 earlier.append(latest.get(action.stage, -1))
                 latest[action.stage] = numbers[-1]
+                beside.append((sent, int(coming)))
+            sent += _crosses(action, homes, rank, back=True)
             of_action[action] = tuple(numbers[-len(kinds) :])
         rows.append(np.asarray(numbers))
         before.append(np.asarray(earlier))
-    return Timetable(table, tuple(index), of_action, tuple(rows), tuple(before))
+        moving.append(np.asarray([*beside, (sent, 0)]).T)
+    sending, arriving = zip(*moving, strict=True)
+    return Timetable(table, tuple(index), of_action, tuple(rows), tuple(before), sending, arriving)
+
+
+def _crosses(action: Action, homes: dict[int, int], rank: int, *, back: bool) -> bool:
+    """Whether an action needs something of another rank, or sends it something (``back``)."""
+    if action.kind == "W":
+        return False
+    other = action.stage + (1 if (action.kind == "F") == back else -1)
+    return homes.get(other, rank) != rank
 
 
 def step_time(
@@ -160,23 +180,33 @@ def _wait(idle_s: float, came: Charge | None, parts: Amounts, errors: Amounts) -
 
 
 def peak_memory(
-    stages: Sequence[StageCost], times: Timetable, moving_bytes: float, exchange_bytes: float
+    stages: Sequence[StageCost],
+    times: Timetable,
+    moving_bytes: float,
+    exchange_bytes: float,
+    most_sent: int = 1,
 ) -> tuple[int, Peak]:
     """The rank with the largest peak, and that peak.
 
-    ``moving_bytes``: of each rank, tensors on their way between stages that belong to no action;
-    ``exchange_bytes``: the other gradient of a tied embedding, once all actions are done.
+    ``moving_bytes``: of a tensor on its way between stages, ``most_sent``: how many results are
+    held because they were sent; ``exchange_bytes``: the other gradient of a tied embedding, once
+    all actions are done.
     """
     lives = [stages[stage].actions[kind][place][1] for stage, kind, place in times.elements]
     rise = np.asarray([sum(live.rise.values()) for live in lives])
     weights = np.asarray([live.left.get(WEIGHTS, 0.0) for live in lives] + [0.0])  # -1: none yet
     left = np.asarray([sum(live.left.values()) for live in lives]) - weights[:-1]
+    moving = [
+        np.minimum(sent, most_sent) + coming
+        for sent, coming in zip(times.sent, times.coming, strict=True)
+    ]
     peaks = []
     for rank, (row, before) in enumerate(zip(times.rows, times.before, strict=True)):
         # What actions leave adds up, but a stage's gathered weights replace those it had.
         after = np.cumsum(left[row] + weights[row] - weights[before])
         during = np.append(0.0, after[:-1]) - weights[before] + rise[row]
         everything = np.append(during, after[-1] + exchange_bytes)
+        everything += moving_bytes * moving[rank]
         at = int(everything.argmax())
         mine = {times.elements[number].stage for number in row.tolist()}
         resident = sum(sum(stages[stage].resident.values()) for stage in mine)
@@ -185,7 +215,7 @@ def peak_memory(
     parts = _parts_at(stages, times, lives, rank, at)
     if at == len(times.rows[rank]):
         add(parts, ROLES["communication"], exchange_bytes)
-    add(parts, ROLES["communication"], moving_bytes)
+    add(parts, ROLES["communication"], moving_bytes * int(moving[rank][at]))
     return rank, Peak(sum(parts.values()), parts)
 
 

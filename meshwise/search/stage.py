@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwise.models import Graph, Program, Task, apply, graph, saved_activation_bytes
+from meshwise.models import Device, Graph, Program, Task, apply, graph, saved_activation_bytes
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
 from meshwise.search.simulate import (
@@ -110,7 +110,6 @@ def kinds_of(model: LanguageModel, seq_len: int, layout: Layout) -> list[StageKi
 
 def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
     """The operations of such a stage for one microbatch."""
-    on_cpu = by.cluster.device.kind == "cpu" and by.lowering == "eager"
     return graph(
         kind.model,
         kind.layout.microbatch_size,
@@ -120,8 +119,12 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
         first=kind.first,
         last=kind.last,
         recompute=kind.recompute,
-        device="cpu" if on_cpu else "cuda",
+        device=_device_of(by),
     )
+
+
+def _device_of(by: Costs | Plan) -> Device:
+    return "cpu" if by.cluster.device.kind == "cpu" and by.lowering == "eager" else "cuda"
 
 
 _priced: dict[tuple[StageKind, Prices], StageCost] = {}
@@ -163,7 +166,14 @@ def _program(kind: StageKind, prices: Prices) -> Program:
         short += [layer] * min(count, 3)
     kinds, words = (tuple(of) for of in zip(*short, strict=True))
     shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
-    return apply(graph_of(shorter, prices.costs), kind.layout, dtype, split=kind.split, times=times)
+    return apply(
+        graph_of(shorter, prices.costs),
+        kind.layout,
+        dtype,
+        split=kind.split,
+        times=times,
+        device=_device_of(prices.costs),
+    )
 
 
 def _cost(

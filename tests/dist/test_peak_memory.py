@@ -53,6 +53,10 @@ FAMILIES = {
     ),
     "gpt experts": replace(GPT, experts=Experts(num_experts=4, top_k=2, ffn=256, every=2)),
 }  # fmt: skip
+AXES = (
+    "pp", "schedule", "stages_per_rank", "tp", "zero", "replicas", "ep", "sequence_parallel",
+    "microbatch_size",
+)  # fmt: skip
 HOST = Cluster(
     name="here",
     num_hosts=1,
@@ -80,43 +84,68 @@ def measured(ranks, plan, layouts):
     return found
 
 
-def drawn(model, dtype, count, seed):
-    """Layouts of four ranks, of which no two are alike but for their schedule."""
+def costs_in(dtype, hosts=1):
+    cluster = replace(HOST, num_hosts=hosts, num_devices_per_host=4 // hosts)
     costs = replace(unmeasured(HOST), dtype=dtype, lowering="eager", memory_overhead_bytes=0)
-    layouts, _ = legal_layouts(model, WORKLOAD, costs, 4)
+    return replace(costs, cluster=cluster)
+
+
+def drawn(model, count, seed):
+    """Layouts of four ranks, on one host or on two, which have replicas. Axis by axis, in any
+    order, a value is drawn among those that are left: what few layouts have is drawn as often."""
+    spaces = [legal_layouts(model, WORKLOAD, costs_in("fp32", hosts), 4)[0] for hosts in (1, 2)]
+    layouts = {layout.name: layout for space in spaces for layout in space}
     chance, found = random.Random(seed), []
-    for layout in chance.sample(layouts, count):
+    for _ in range(count):
+        left = list(layouts.values())
+        for axis in chance.sample(AXES, len(AXES)):
+            value = chance.choice(sorted({getattr(layout, axis) for layout in left}))
+            left = [layout for layout in left if getattr(layout, axis) == value]
+        layout = layouts.pop(chance.choice(left).name)
         words = ["none"] if layout.schedule in SPLIT else ["none", "selective", "full"]
         found.append(replace(layout, recompute=chance.choice(words)))
-    return costs, found
+    return found
 
 
-def errors(gloo_ranks, plan_of, name, dtype, count, seed):
-    """(layout, predicted / measured - 1) of random layouts."""
+def errors(gloo_ranks, plan_of, name, dtype, layouts):
+    """(layout, predicted / measured - 1) of each."""
     model = FAMILIES[name]
-    costs, layouts = drawn(model, dtype, count, seed)
     plan = plan_of(model, WORKLOAD, layouts[0], dtype=dtype)
     plan = replace(plan, recipe=Recipe(routing="balanced"))
     given = {"plan": plan, "layouts": layouts}
     given = {key: msgspec.json.encode(value).decode() for key, value in given.items()}
     replies = gloo_ranks(4, measured, **given)
-    prices = Prices(costs)
-    found = []
+    prices, found = Prices(costs_in(dtype)), []
     for layout, *peaks in zip(layouts, *replies, strict=True):
         predicted = memory_of(model, WORKLOAD, layout, prices)[1].total_bytes
         found.append((f"{name} {dtype} {layout.name}", predicted / max(peaks) - 1))
     return found
 
 
-@pytest.mark.whole
-@pytest.mark.xfail(reason="of 6 layouts two are 16 and 12 % low (bf16: tp with sp; pp with ZeRO-3)")
-@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_wait_for_the_end_of_a_backward_that_fsdp2_does_not_see(
+    gloo_ranks, plan_of, dtype
+):
+    layouts = [
+        Layout(tp=4, sequence_parallel=True, microbatch_size=2, num_microbatches=4),
+        Layout(tp=4, microbatch_size=2, num_microbatches=4, recompute="full"),
+        Layout(dp=2, tp=2, zero=1, microbatch_size=1, num_microbatches=4),
+    ]
+    found = errors(gloo_ranks, plan_of, "llama", dtype, layouts)
+    assert max(abs(error) for _, error in found) <= 0.02, found
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.whole)])
 def test_predicted_peaks_are_those_of_the_ranks(gloo_ranks, plan_of, count):
     found = []
-    for number, name in enumerate(FAMILIES):
-        dtype = ("fp32", "bf16")[number % 2]
-        found += errors(gloo_ranks, plan_of, name, dtype, count, number)
-    for name, error in found:
+    for number, (name, model) in enumerate(FAMILIES.items()):
+        layouts, dtypes = drawn(model, count, number), ("fp32", "bf16")
+        for start in range(min(2, count)):  # every second layout in the other dtype
+            dtype = dtypes[(number + start) % 2]
+            found += errors(gloo_ranks, plan_of, name, dtype, layouts[start::2])
+    for name, error in sorted(found, key=lambda each: abs(each[1])):
         print(f"{100 * error:6.2f} %  {name}")
-    assert max(abs(error) for _, error in found) <= 0.06, found
-    assert mean(abs(error) for _, error in found) <= 0.02, found
+    sizes = [abs(error) for _, error in found]
+    print(f"{len(found)} layouts: mean {100 * mean(sizes):.2f} %, worst {100 * max(sizes):.2f} %")
+    assert max(sizes) <= 0.06, found
+    assert mean(sizes) <= 0.02, found
