@@ -19,6 +19,7 @@ from meshwise import files
 from meshwise.spec import (
     AnyModel,
     Cluster,
+    Costs,
     Layout,
     Plan,
     RunInfo,
@@ -62,9 +63,13 @@ def convert(data: Any, kind: type[T], source: str) -> T:
     if supported is not None:
         found = data.get("schema_version") if isinstance(data, dict) else None
         if found != supported:
+            anew = "write the file anew with this version"
+            if kind is Costs and isinstance(data, dict):
+                runs = _told(data.get("runs"))
+                anew = f"make it anew of its runs: meshwise calibrate RUN... ({runs})"
             raise ValueError(
                 f"{source}: schema_version is {_told(found)}, this version reads {supported}; "
-                f"write the file anew with this version"
+                f"{anew}"
             )
     try:
         return msgspec.convert(data, kind)

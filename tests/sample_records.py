@@ -10,6 +10,7 @@ from meshwise.prices import Prices
 from meshwise.probe.cases import profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
+    Attention,
     Block,
     Candidate,
     Case,
@@ -85,7 +86,7 @@ def prediction(step_time_s: float, peak_memory_bytes: float) -> Prediction:
         tokens_per_s=WORKLOAD.tokens / step_time_s,
         flops_per_device_per_s=1e14 * 0.010 / step_time_s,
         mfu=0.1 * 0.010 / step_time_s,
-        notes=("all_reduce/nvlink/4: 4.8 x beyond the largest measured size",),
+        notes=("all_reduce bf16 in place 4 by nvlink: 4.8 x beyond the largest measured size",),
     )
 
 
@@ -129,11 +130,11 @@ POOR = HeldOut(median=0.21, p90=0.55, num_points=4)
 _RUNS = (MEASURE_RUN,)
 
 
-def curve(key: str, floor_s: float, bytes_per_s: float) -> Curve:
+def curve(like, floor_s: float, bytes_per_s: float, **run) -> Curve:  # type: ignore[no-untyped-def]
     """Four points of an exact alpha-beta law."""
     x = tuple(2.0**power for power in (12, 18, 24, 30))
     return Curve(
-        key=key,
+        like=like,
         law="alpha_beta",
         x_bytes=x,
         time_s=tuple(floor_s + size / bytes_per_s for size in x),
@@ -141,24 +142,31 @@ def curve(key: str, floor_s: float, bytes_per_s: float) -> Curve:
         beta_s_per_byte=1 / bytes_per_s,
         held_out={"alpha_beta": GOOD, "loglog": POOR},
         runs=_RUNS,
+        **run,
     )
 
 
+COPY = Elementwise(kind="copy", read_bytes=2**20, write_bytes=2**20)
+HEADS = {"batch": 2, "heads": 16, "kv_heads": 16, "head_dim": 64}
+BLOCK = Block(part="layer", model=MODEL, microbatch_size=2, seq_len=512)
 COSTS = Costs(
     cluster=CLUSTER,
     dtype="bf16",
     lowering="eager",
     curves=(
-        curve("all_gather/nvlink/2", 20e-6, 300e9),
-        curve("all_gather/nvlink/4", 25e-6, 280e9),
-        curve("all_reduce/nvlink/4", 30e-6, 200e9),
-        curve("elementwise/copy", 3e-6, 3.5e12),
+        curve(Collective(kind="all_gather", size_bytes=8, group_size=2), 20e-6, 300e9),
+        curve(Collective(kind="all_gather", size_bytes=8, group_size=4), 25e-6, 280e9),
+        curve(
+            Collective(kind="all_reduce", size_bytes=8, group_size=4, in_place=True), 30e-6, 200e9
+        ),
+        curve(COPY, 3e-6, 3.5e12, regime="cold"),
     ),
     surfaces=(
         Surface(
-            key="attention/bf16/forward/causal",
-            dims=("batch*heads", "seq_len", "head_dim"),
-            shapes=((32.0, 512.0, 64.0), (32.0, 2048.0, 64.0)),
+            like=Attention(q_len=512, kv_len=512, **HEADS),
+            regime="cold",
+            dims=("kv_heads", "batch", "q_len", "kv_len", "heads", "head_dim"),
+            shapes=((16, 2, 512, 512, 16, 64), (16, 2, 2048, 2048, 16, 64)),
             time_s=(30e-6, 150e-6),
             floor_s=3e-6,
             flops_per_s=3e14,
@@ -167,9 +175,10 @@ COSTS = Costs(
             runs=_RUNS,
         ),
         Surface(
-            key="gemm/bf16/nt",
+            like=Gemm(m=256, n=256, k=256),
+            regime="cold",
             dims=("m", "n", "k"),
-            shapes=((256.0, 256.0, 256.0), (1024.0, 4096.0, 1024.0), (8192.0, 8192.0, 8192.0)),
+            shapes=((256, 256, 256), (1024, 4096, 1024), (8192, 8192, 8192)),
             time_s=(5e-6, 20e-6, 1.4e-3),
             floor_s=3e-6,
             flops_per_s=7.8e14,
@@ -180,7 +189,7 @@ COSTS = Costs(
     ),
     factors=(
         Factor(
-            key="layer/backward/tp1",
+            like=msgspec.structs.replace(BLOCK, direction="backward"),
             activation_elements=(5e5, 4e6),
             ratio=(1.4, 1.1),
             saved_ratio=(1.0, 1.0),
@@ -188,7 +197,7 @@ COSTS = Costs(
             runs=_RUNS,
         ),
         Factor(
-            key="layer/forward/tp2+sp",
+            like=msgspec.structs.replace(BLOCK, tp=2, sequence_parallel=True),
             activation_elements=(5e5,),
             ratio=(1.6,),
             held_out=HeldOut(median=0.0, p90=0.0, num_points=0),
@@ -317,5 +326,8 @@ def synthetic_run(runs) -> str:  # type: ignore[no-untyped-def]
 
 def priced(**rates: float) -> Prices:
     """Prices of four ranks: ``all_to_all=1e9`` means that many bytes a second."""
-    curves = [curve(f"{kind}/nvlink/4", 1e-6, rate) for kind, rate in rates.items()]
+    curves = [
+        curve(Collective(kind=kind, size_bytes=8, group_size=4), 1e-6, rate)  # type: ignore[arg-type]
+        for kind, rate in rates.items()
+    ]
     return Prices(msgspec.structs.replace(COSTS, curves=tuple(curves)))

@@ -1,33 +1,34 @@
-"""Samples of one or more runs in, costs.json out: curves, surfaces, then block factors."""
+"""Samples of one or more runs in, costs.json out: curves, surfaces, then block factors.
+
+Samples of one category (``prices.key``) make one price: never of two regimes, dtypes or lowerings.
+"""
 
 from collections import Counter
 from statistics import mean, median
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from meshwise.fit.curves import fit_curve
-from meshwise.fit.factors import fit_factors
+from meshwise.fit.factors import fit_factor
 from meshwise.fit.surfaces import fit_surface
-from meshwise.prices import Prices, curve_key, surface_key
+from meshwise.prices import Prices
+from meshwise.prices.key import Category, Key, how, op_key
 from meshwise.spec import (
-    Attention,
     Block,
-    Case,
     Collective,
     Costs,
     Curve,
-    Elementwise,
     Gemm,
-    Overlap,
     RunInfo,
     Sample,
+    Shaped,
+    Sized,
     Surface,
     digest,
 )
 from meshwise.stats import median_interval
 
-Kind = TypeVar("Kind", Gemm, Elementwise, Collective)
 Word = TypeVar("Word", bound=str)
 Timed = list[tuple[Sample, float]]
 
@@ -42,46 +43,42 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
         (sample, expected_s(sample))
         for _, samples in runs
         for sample in samples
-        if sample.status == "ok" and _is_priced(sample.case)
+        if sample.status == "ok" and _has_price(sample.case.op)
     ]
     versions = {sample.method_version for sample, _ in timed}
     if len(versions) > 1:
         raise ValueError(
             f"the samples were timed by methods {sorted(versions)}; calibrate runs of one method"
         )
-    copies = [op for op, _ in _ops(timed, Elementwise) if op.kind == "copy"]
+    groups = _groups(info, timed, run_ids)
+    sized = [each for each in groups if isinstance(each.about["like"], Sized)]
+    curves = tuple(fit_curve({x: t for (x,), t in of.points.items()}, of.about) for of in sized)
+    copies = [each for each in curves if getattr(each.like, "kind", "") == "copy"]
     if not copies:
         raise ValueError(
             f"{run_ids[-1]} holds no finished copy, on which every price rests; "
             "measure longer: meshwise measure profile --resume"
         )
-    curves = _curves(info, timed, run_ids)
-    surfaces = _surfaces(timed, curves, run_ids)
-    blocks = [(sample, time_s) for sample, time_s in timed if isinstance(sample.case.op, Block)]
+    shaped = [each for each in groups if isinstance(each.about["like"], Shaped)]
+    blocks = [each for each in groups if isinstance(each.about["like"], Block)]
+    products = [sample.case.op.dtype for sample, _ in timed if isinstance(sample.case.op, Gemm)]
     costs = Costs(
         cluster=info.cluster,
-        dtype=_most_common([op.dtype for op, _ in _ops(timed, Gemm)], "fp32"),
-        lowering=_most_common([sample.case.lowering for sample, _ in blocks], "eager"),
+        dtype=_most_common(products, "fp32"),
+        lowering=_most_common([s.case.lowering for each in blocks for s, _ in each.timed], "eager"),
         world_size=info.world_size,
         curves=curves,
-        surfaces=surfaces,
+        surfaces=tuple(_surface(each, copies) for each in shaped),
         runs=run_ids,
     )
-    return msgspec.structs.replace(costs, factors=fit_factors(blocks, Prices(costs), run_ids))
+    prices = Prices(costs)
+    factors = tuple(fit_factor(each.timed, prices, each.about) for each in blocks)
+    return msgspec.structs.replace(costs, factors=factors)
 
 
-def _is_priced(case: Case) -> bool:
-    """Whether plans hold such work, done so: torch's own choice of kernels, eagerly called."""
-    op = case.op
-    if case.backend or case.regime not in ("cold", "warm"):
-        return False
-    if isinstance(op, Gemm):
-        return op.groups == 1
-    if isinstance(op, Attention):
-        return op.head_dim_v is None and op.window is None
-    if isinstance(op, Collective):
-        return not op.ranks and not op.splits
-    return not isinstance(op, Overlap)
+def _has_price(op: object) -> bool:
+    nothing_moves = isinstance(op, Collective) and (op.group_size == 1 or op.size_bytes == 0)
+    return isinstance(op, Shaped | Sized | Block) and not nothing_moves
 
 
 def expected_s(sample: Sample) -> float:
@@ -97,52 +94,52 @@ def expected_s(sample: Sample) -> float:
     return max(map(mean, sample.rank_times_s))
 
 
-def _ops(timed: Timed, kind: type[Kind]) -> list[tuple[Kind, float]]:
-    return [(sample.case.op, t) for sample, t in timed if isinstance(sample.case.op, kind)]
-
-
 def _most_common(values: list[Word], default: Word) -> Word:
     return Counter(values).most_common(1)[0][0] if values else default
 
 
-def _curves(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> tuple[Curve, ...]:
-    points: dict[str, dict[float, list[float]]] = {}
-    for op, time_s in _ops(timed, Elementwise):
-        by_size = points.setdefault(curve_key(op, info.cluster), {})
-        by_size.setdefault(float(op.bytes), []).append(time_s)
-    for group, time_s in _ops(timed, Collective):
-        by_size = points.setdefault(curve_key(group, info.cluster), {})
-        by_size.setdefault(float(group.size_bytes), []).append(time_s)
-    return tuple(
-        fit_curve(key, {x: median(times) for x, times in sizes.items()}, runs)
-        for key, sizes in sorted(points.items())
-    )
+class _Group(NamedTuple):
+    """Samples of one category, medians by coordinates, and what their price says of itself."""
+
+    timed: Timed
+    dims: tuple[str, ...]
+    points: dict[tuple[int, ...], float]
+    about: dict[str, Any]
 
 
-def _surfaces(
-    timed: Timed, curves: tuple[Curve, ...], runs: tuple[str, ...]
-) -> tuple[Surface, ...]:
-    groups: dict[str, tuple[list[Gemm | Attention], list[float]]] = {}
-    noise: dict[str, list[float]] = {}
+def _groups(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> list[_Group]:
+    """By category, in the order of their names."""
+    members: dict[Category, list[tuple[Key, Sample, float]]] = {}
     for sample, time_s in timed:
-        op = sample.case.op
-        if isinstance(op, Gemm | Attention):
-            ops, times = groups.setdefault(surface_key(op), ([], []))
-            ops.append(op)
-            times.append(time_s)
-            middle, low, high = median_interval(sample.times_s)
-            noise.setdefault(surface_key(op), []).append((high - low) / 2 / middle)
-    copy = next(curve for curve in curves if curve.key == "elementwise/copy")
-    rate = max(x / t for x, t in zip(copy.x_bytes, copy.time_s, strict=True))
-    return tuple(
-        fit_surface(
-            key,
-            ops,
-            times,
-            floor_s=min(copy.time_s),
-            copy_bytes_per_s=rate,
-            noise=median(noise[key]),
-            runs=runs,
-        )
-        for key, (ops, times) in sorted(groups.items())
+        key = op_key(sample.case.op, how(sample.case), info.cluster)  # type: ignore[arg-type]
+        members.setdefault(key.category, []).append((key, sample, time_s))
+    found = []
+    for same in sorted(members.values(), key=lambda same: same[0][0].name):
+        points: dict[tuple[int, ...], list[float]] = {}
+        for key, _, time_s in same:
+            points.setdefault(tuple(key.coordinates.values()), []).append(time_s)
+        key, first, _ = same[0]
+        intervals = [median_interval(sample.times_s) for _, sample, _ in same]
+        about = {
+            **how(first.case)._asdict(),
+            "like": first.case.op,
+            "noise": median((high - low) / 2 / middle for middle, low, high in intervals),
+            "runs": runs,
+        }
+        medians = {at: median(times) for at, times in points.items()}
+        found.append(_Group([each[1:] for each in same], tuple(key.coordinates), medians, about))
+    return found
+
+
+def _surface(of: _Group, copies: list[Curve]) -> Surface:
+    """Its floor and its rate of memory are those of copies that ran so, if there are any."""
+    alike = [copy for copy in copies if copy.regime == of.about["regime"]] or copies
+    return fit_surface(
+        of.dims,
+        of.points,
+        of.about,
+        floor_s=min(min(copy.time_s) for copy in alike),
+        copy_bytes_per_s=max(
+            x / t for copy in alike for x, t in zip(copy.x_bytes, copy.time_s, strict=True)
+        ),
     )

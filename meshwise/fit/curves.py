@@ -1,16 +1,18 @@
 """Time against bytes: two laws, and the one that predicts left-out points better.
 
     log-log     straight lines between measured points in log-log space
-    alpha-beta  t = alpha + beta * bytes, both >= 0, least relative error (Hockney)
+    alpha-beta  t = alpha + beta * bytes, both >= 0, least relative error (Hockney), times what the
+                points on both sides differ from it
 
 Each inner point is left out once; the law with the smaller median error is used.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from meshwise.prices import interpolate_loglog
+from meshwise.prices.measured import around_line, interpolate_loglog
 from meshwise.spec import Curve, HeldOut
 
 
@@ -35,12 +37,12 @@ def alpha_beta(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
     return float(alpha), float(beta / scale)
 
 
-def fit_curve(key: str, points: dict[float, float], runs: tuple[str, ...]) -> Curve:
-    """A curve through ``points`` (bytes -> seconds)."""
+def fit_curve(points: dict[int, float], about: dict[str, Any]) -> Curve:
+    """A curve through ``points`` (bytes -> seconds); ``about``: the fields of its ``Price``."""
     x, t = (np.asarray(column, float) for column in zip(*sorted(points.items()), strict=True))
     laws: dict[str, Callable[[np.ndarray, np.ndarray, float], float]] = {
         "loglog": lambda x, t, at: interpolate_loglog(at, x, t),
-        "alpha_beta": lambda x, t, at: np.dot(alpha_beta(x, t), (1, at)),
+        "alpha_beta": lambda x, t, at: around_line(at, x, t, alpha_beta(x, t)),
     }
     errors = {}
     for name, law in laws.items():
@@ -50,6 +52,6 @@ def fit_curve(key: str, points: dict[float, float], runs: tuple[str, ...]) -> Cu
     best = "alpha_beta" if errors["alpha_beta"].median < errors["loglog"].median else "loglog"
     alpha, beta = alpha_beta(x, t)
     return Curve(
-        key=key, law=best, x_bytes=tuple(x.tolist()), time_s=tuple(t.tolist()),  # type: ignore[arg-type]
-        alpha_s=alpha, beta_s_per_byte=beta, held_out=errors, runs=runs,
+        law=best, x_bytes=tuple(x.tolist()), time_s=tuple(t.tolist()),  # type: ignore[arg-type]
+        alpha_s=alpha, beta_s_per_byte=beta, held_out=errors, **about,
     )  # fmt: skip

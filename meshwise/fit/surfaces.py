@@ -6,43 +6,33 @@ its neighbours; rectangular tiles and wave quantisation stay in the residual, wh
 honest error of a shape that was not measured.
 """
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
 from meshwise.fit.curves import held_out
-from meshwise.prices import (
-    attention_dims,
-    gemm_dims,
-    interpolate_utilisation,
-    roofline_s,
-    shape_op,
-)
-from meshwise.spec import Attention, Gemm, HeldOut, Surface
-
-DIMS = {"gemm": ("m", "n", "k"), "attention": ("batch*heads", "seq_len", "head_dim")}
+from meshwise.prices.measured import interpolate_utilisation, roofline_s
+from meshwise.spec import HeldOut, Shaped, Surface
 
 
 def fit_surface(
-    key: str,
-    ops: list[Gemm | Attention],
-    times_s: list[float],
+    dims: tuple[str, ...],
+    points: dict[tuple[int, ...], float],
+    about: dict[str, Any],
     *,
     floor_s: float,
     copy_bytes_per_s: float,
-    noise: float,
-    runs: tuple[str, ...],
 ) -> Surface:
-    """A surface through measured shapes; a shape measured twice keeps the median."""
-    by_shape: dict[tuple[float, ...], list[float]] = {}
-    for op, time_s in zip(ops, times_s, strict=True):
-        dims = gemm_dims(op) if isinstance(op, Gemm) else attention_dims(op)
-        by_shape.setdefault(dims, []).append(time_s)
-    shapes = sorted(by_shape)
-    measured = [float(np.median(by_shape[shape])) for shape in shapes]
-    representatives = [shape_op(ops[0], shape) for shape in shapes]
+    """A surface through ``points`` (extents of ``dims`` -> seconds); ``about``: the fields of its
+    ``Price``."""
+    shapes = sorted(points)
+    measured = [points[shape] for shape in shapes]
+    like: Shaped = about["like"]
+    named = (dict(zip(dims, shape, strict=True)) for shape in shapes)
+    representatives = [msgspec.structs.replace(like, **extents) for extents in named]
     surface = Surface(
-        key=key,
-        dims=DIMS[key.split("/")[0]],
+        dims=dims,
         shapes=tuple(shapes),
         time_s=tuple(measured),
         floor_s=min(floor_s, *measured),
@@ -51,9 +41,8 @@ def fit_surface(
             copy_bytes_per_s,
             *(op.bytes / t for op, t in zip(representatives, measured, strict=True)),
         ),
-        noise=noise,
         held_out=HeldOut(median=0.0, p90=0.0, num_points=0),
-        runs=runs,
+        **about,
     )
     rooflines = np.asarray([roofline_s(op, surface) for op in representatives])
     log_utilisation = np.log(rooflines / np.asarray(measured))

@@ -452,6 +452,7 @@ class _DataParallel:
             size_bytes=prod(self.over_tp.shapes[name]) * BYTES[dtype],
             group_size=self.layout.tp,
             dtype=dtype,  # type: ignore[arg-type]
+            in_place=True,
         )
 
     def _collective(self, unit: str, kind: str, size_bytes: int, dtype: str) -> Collective:
@@ -464,4 +465,5 @@ class _DataParallel:
             group_size=groups.copies if over_copies else groups.shards,
             group_stride=groups.copy_stride if over_copies else groups.stride,
             dtype=dtype,  # type: ignore[arg-type]
+            in_place=over_copies,
         )

@@ -176,7 +176,9 @@ class _Walk:
     def _loads(self, node: Node, counts: Tensor, read: str) -> Iterator[Task]:
         """Rows of each expert over all ranks that see other tokens."""
         size, at = num_bytes(counts, self.sizes), f"{node.name}.{LOADS}"
-        loads = Collective(kind="all_reduce", size_bytes=size, group_size=1, dtype="fp64")
+        loads = Collective(
+            kind="all_reduce", size_bytes=size, group_size=1, dtype="fp64", in_place=True
+        )
         over_tp = self.placement[counts.name] in ROWS
         for name, op in ((at, loads), (f"{at}.tp", replace(loads, group_size=self.tp))):
             if name == at or over_tp:
@@ -294,6 +296,7 @@ class _Walk:
             size_bytes=size,
             group_size=self.tp,
             dtype=tensor.dtype,  # type: ignore[arg-type]
+            in_place=kind == "all_reduce",
         )
         yield Task(
             f"{node.name}.{kind}", op, "compute", node.part, node.phase, (source,), (result,)

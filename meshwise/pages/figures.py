@@ -8,8 +8,17 @@ import numpy as np
 from meshwise import schedule, timeline
 from meshwise.pages import svg
 from meshwise.pages.steps import Outcome, StepResult
-from meshwise.prices import interpolate_loglog
-from meshwise.spec import Attention, Collective, Costs, Curve, Gemm, Part, Plan
+from meshwise.prices import curve_s, name_of, shape_op
+from meshwise.spec import (
+    Block,
+    Collective,
+    Costs,
+    Curve,
+    Elementwise,
+    Gemm,
+    Part,
+    Plan,
+)
 from meshwise.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -165,32 +174,30 @@ def pipeline(plan: Plan | None) -> svg.Figure | None:
 
 def collectives(costs: Costs) -> list[svg.Figure]:
     """Bandwidth over size, one figure a kind, one colour a group."""
-    kinds: dict[str, list[tuple[str, int, Curve]]] = {}
+    kinds: dict[str, list[tuple[str, Curve]]] = {}
     for curve in costs.curves:
-        kind, _, place = curve.key.partition("/")
-        if kind != "elementwise":
-            tier, _, size = place.rpartition("/")
-            kinds.setdefault(kind, []).append((tier, int(size), curve))
+        if isinstance(curve.like, Collective):
+            kind, name = curve.like.kind, name_of(curve, costs.cluster)
+            kinds.setdefault(kind, []).append((name.removeprefix(f"{kind} "), curve))
     return [_collective(kind, groups) for kind, groups in kinds.items()]
 
 
-def _collective(kind: str, groups: list[tuple[str, int, Curve]]) -> svg.Figure:
+def _collective(kind: str, groups: list[tuple[str, Curve]]) -> svg.Figure:
     def paint(axes: "Axes") -> None:
         ends: list[float] = []
-        for index, (tier, size, curve) in enumerate(groups):
-            op = Collective(kind=kind, size_bytes=1, group_size=size)  # type: ignore[arg-type]
+        for index, (name, curve) in enumerate(groups):
+            assert isinstance(curve.like, Collective)
+            bus_factor = curve.like.bus_factor
             x, t = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
             fine = np.geomspace(x[0], x[-1], 60)
-            fitted = np.asarray([_time_s(curve, at) for at in fine])
+            fitted = np.asarray([curve_s(curve, at) for at in fine])
             colour = svg.colour(index)
-            axes.plot(x, op.bus_factor * x / t, "o", color=colour)
-            axes.plot(
-                fine, op.bus_factor * fine / fitted, color=colour, label=f"{size} ranks, {tier}"
-            )
+            axes.plot(x, bus_factor * x / t, "o", color=colour)
+            axes.plot(fine, bus_factor * fine / fitted, color=colour, label=name)
             axes.plot(fine, fine / fitted, color=colour, linestyle=":", linewidth=1)
-            ends += [*(x / t), *(op.bus_factor * x / t)]
+            ends += [*(x / t), *(bus_factor * x / t)]
         axes.set(xscale="log", yscale="log", xlabel="size", title=kind)
-        sizes = [x for _, _, curve in groups for x in curve.x_bytes]
+        sizes = [x for _, curve in groups for x in curve.x_bytes]
         svg.byte_ticks(axes.xaxis, min(sizes), max(sizes))
         svg.rate_ticks(axes.yaxis, min(ends), max(ends), "B/s")
         axes.legend(loc="lower right")
@@ -198,15 +205,9 @@ def _collective(kind: str, groups: list[tuple[str, int, Curve]]) -> svg.Figure:
     return svg.draw(f"{kind}: busbw (solid, as fitted), algbw (dotted), points as measured.", paint)
 
 
-def _time_s(curve: Curve, x: float) -> float:
-    if curve.law == "alpha_beta":
-        return curve.alpha_s + x * curve.beta_s_per_byte
-    return interpolate_loglog(x, np.asarray(curve.x_bytes), np.asarray(curve.time_s))
-
-
 def memory_bound(costs: Costs) -> svg.Figure | None:
     """Bytes per second of copies and other memory-bound work, over bytes read and written."""
-    curves = [curve for curve in costs.curves if curve.key.startswith("elementwise/")]
+    curves = [curve for curve in costs.curves if isinstance(curve.like, Elementwise)]
     if not curves:
         return None
 
@@ -216,8 +217,9 @@ def memory_bound(costs: Costs) -> svg.Figure | None:
             x, t = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
             fine = np.geomspace(x[0], x[-1], 60)
             axes.plot(x, x / t, "o", color=svg.colour(index))
-            rate = fine / np.asarray([_time_s(curve, at) for at in fine])
-            axes.plot(fine, rate, color=svg.colour(index), label=curve.key.split("/")[1])
+            rate = fine / np.asarray([curve_s(curve, at) for at in fine])
+            name = name_of(curve, costs.cluster)
+            axes.plot(fine, rate, color=svg.colour(index), label=name)
             rates += [*(x / t)]
         axes.set(xscale="log", yscale="log", xlabel="bytes read and written", title="memory")
         sizes = [x for curve in curves for x in curve.x_bytes]
@@ -233,7 +235,7 @@ def rates(costs: Costs) -> svg.Figure | None:
     series: dict[str, list[tuple[float, float]]] = {}
     for surface in costs.surfaces:
         for shape, time_s in zip(surface.shapes, surface.time_s, strict=True):
-            op = _op(surface.key, shape)
+            op = shape_op(surface, shape)
             name = "gemm" if isinstance(op, Gemm) else f"attention {op.direction}"
             series.setdefault(name, []).append((op.flops / op.bytes, op.flops / time_s))
     if not series:
@@ -261,33 +263,21 @@ def rates(costs: Costs) -> svg.Figure | None:
     return svg.draw("Matrix products and attention as measured, under their roofline.", paint)
 
 
-def _op(key: str, shape: tuple[float, ...]) -> Gemm | Attention:
-    """The operation of a surface's measured shape (``prices.surface_key`` reversed)."""
-    kind, dtype, *rest = key.split("/")
-    a, b, c = map(int, shape)
-    if kind == "gemm":
-        return Gemm(m=a, n=b, k=c, dtype=dtype)  # type: ignore[arg-type]
-    return Attention(
-        batch=1, heads=a, kv_heads=a, q_len=b, kv_len=b, head_dim=c,
-        direction=rest[0], causal="causal" in rest, dtype=dtype,  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
 def factors(costs: Costs) -> svg.Figure | None:
     """Measured over composed time of every kind of block, over its activation's elements."""
     if not costs.factors:
         return None
-    kinds = list(dict.fromkeys(_split(factor.key)[0] for factor in costs.factors))
-    degrees = list(dict.fromkeys(_split(factor.key)[1] for factor in costs.factors))
+    kinds = list(dict.fromkeys(_kind(factor.like) for factor in costs.factors))
+    degrees = list(dict.fromkeys(_degree(factor.like) for factor in costs.factors))
 
     def paint(axes: "Axes") -> None:
         axes.axhline(1, color=svg.MUTED, linestyle=(0, (4, 3)), linewidth=1)
         for factor in costs.factors:
-            kind, degree = _split(factor.key)
             axes.plot(
                 factor.activation_elements, factor.ratio, linewidth=1, markersize=6,
-                marker="os^DvPX*"[degrees.index(degree) % 8],
-                color=svg.colour(kinds.index(kind)), label=factor.key,
+                marker="os^DvPX*"[degrees.index(_degree(factor.like)) % 8],
+                color=svg.colour(kinds.index(_kind(factor.like))),
+                label=name_of(factor, costs.cluster),
             )  # fmt: skip
         elements = [x for factor in costs.factors for x in factor.activation_elements]
         axes.set(xscale="log", title="blocks", xlabel="microbatch x seq x hidden")
@@ -304,7 +294,9 @@ def factors(costs: Costs) -> svg.Figure | None:
     )
 
 
-def _split(key: str) -> tuple[str, str]:
-    """``layer/forward/tp2+sp`` as what it is and how it is sharded."""
-    kind, _, degree = key.rpartition("/")
-    return kind, degree
+def _kind(block: Block) -> tuple[object, ...]:
+    return type(block.model), block.part, block.direction
+
+
+def _degree(block: Block) -> tuple[int, bool]:
+    return block.tp, block.sequence_parallel

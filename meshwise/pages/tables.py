@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from meshwise.pages.steps import CONVENTION
 from meshwise.pages.table import Table
+from meshwise.prices import name_of
 from meshwise.spec import (
     AnyModel,
     Candidate,
@@ -93,7 +94,7 @@ def costs(prices: Costs) -> list[Table]:
     """Every price with its error on points that were left out of the fit."""
     curves = tuple(
         (
-            curve.key,
+            name_of(curve, prices.cluster),
             {"loglog": "log-log", "alpha_beta": "alpha-beta"}[curve.law],
             str(len(curve.x_bytes)),
             f"{format_bytes(curve.x_bytes[0])} – {format_bytes(curve.x_bytes[-1])}",
@@ -105,7 +106,7 @@ def costs(prices: Costs) -> list[Table]:
     )
     surfaces = tuple(
         (
-            surface.key,
+            name_of(surface, prices.cluster),
             str(len(surface.shapes)),
             format_seconds(surface.floor_s),
             format_rate(surface.flops_per_s, "FLOP/s"),
@@ -115,7 +116,7 @@ def costs(prices: Costs) -> list[Table]:
     )
     factors = tuple(
         (
-            factor.key,
+            name_of(factor, prices.cluster),
             str(len(factor.ratio)),
             _range(factor.ratio),
             _range(factor.saved_ratio),
@@ -131,8 +132,9 @@ def costs(prices: Costs) -> list[Table]:
             curves,
             (
                 "Errors are |predicted/measured - 1| on points left out of the fit, one at a time.",
-                "t = alpha + bytes x beta; log-log interpolates between measured points. A "
-                "collective is kind/tier/group size, its bytes nccl-tests' size.",
+                "t = alpha + bytes x beta, bent through the measured points; log-log interpolates "
+                "between them. A collective has so many ranks within each tier of links, its bytes "
+                "are nccl-tests' size.",
             ),
             left=2,
         ),
@@ -146,7 +148,7 @@ def costs(prices: Costs) -> list[Table]:
             "Blocks: measured time over the sum of their operations' prices",
             ("block", "sizes", "time ratio", "saved bytes ratio", *error),
             factors,
-            ("part/direction/parallelism. The ratio corrects every plan that holds the block.",),
+            ("The ratio corrects every plan that holds the block.",),
         )
         if factors
         else Table("No block was measured; plans add operations up as they are.", (), ()),
@@ -225,6 +227,7 @@ _TIERS = {
     "measured": "every price measured",
     "interpolated": "prices measured or interpolated",
     "extrapolated": "some prices extrapolated beyond what was measured",
+    "transferred": "some prices are of similar operations",
     "datasheet": "some prices from data sheets",
 }
 

@@ -1,38 +1,23 @@
-"""What an operation costs: measured prices (``measured``), below them data sheets (``datasheet``).
+"""What an operation costs: its ``key``, measured prices, below them data sheets (``datasheet``).
 
 An operation in, its time with an interval and the tier it comes from out.
 """
 
 from meshwise.prices.datasheet import Datasheet, on_hosts, unmeasured
-from meshwise.prices.measured import (
-    MEASURE,
-    Estimate,
-    Prices,
-    attention_dims,
-    curve_key,
-    factor_key,
-    gemm_dims,
-    interpolate_loglog,
-    interpolate_utilisation,
-    roofline_s,
-    shape_op,
-    surface_key,
-)
+from meshwise.prices.key import in_step, name_of, op_key
+from meshwise.prices.measured import MEASURE, Estimate, Prices, curve_s, roofline_s, shape_op
 
 __all__ = [
     "MEASURE",
     "Datasheet",
     "Estimate",
     "Prices",
-    "attention_dims",
-    "curve_key",
-    "factor_key",
-    "gemm_dims",
-    "interpolate_loglog",
-    "interpolate_utilisation",
+    "curve_s",
+    "in_step",
+    "name_of",
     "on_hosts",
+    "op_key",
     "roofline_s",
     "shape_op",
-    "surface_key",
     "unmeasured",
 ]

@@ -1,14 +1,17 @@
 """Evaluate fitted prices: an operation in, its time with an interval and its tier out.
 
-    elementwise   the curve of its kind, else of copies, over bytes read plus written
+    elementwise   the curve of its kind over bytes read plus written
     gemm,         nearest measured utilisations times a roofline (``spec.costs.Surface``)
     attention
-    collective    the curve of its kind, group size and tier, over nccl-tests' size
+    collective    the curve of its kind and links over nccl-tests' size
 
-A measured shape returns its measured time. Between points the fitted law; beyond them the
-alpha-beta line through the last knot, said so and with a wider interval. What was never measured
-is priced by the data sheet where ``Prices`` may do so, else it is an error that names the command
-to measure it; what has no roofline is an error always.
+The price is that of the operation's category (``key``), at its coordinates. A measured shape
+returns its measured time. Between points the fitted law; beyond them the alpha-beta line through
+the last knot, said so and with a wider interval. Where a category was not measured, a near one
+stands in: that is said, adds to the error, and is never called measured. Element-wise kinds without
+a price of their own are copies of as many bytes. What nothing stands in for is priced by the data
+sheet where ``Prices`` may do so, else it is an error that names the command to measure it; what has
+no roofline is an error always.
 """
 
 import math
@@ -18,33 +21,45 @@ import msgspec
 import numpy as np
 
 from meshwise.prices.datasheet import Datasheet
+from meshwise.prices.key import Category, How, Key, how, in_step, op_key, size
 from meshwise.spec import (
     TIERS,
-    Attention,
     Block,
-    Cluster,
     Collective,
     Costs,
     Curve,
     Elementwise,
     Factor,
-    Gemm,
     HeldOut,
-    Model,
     Op,
     PriceTier,
+    Shaped,
+    Sized,
     Surface,
 )
 
 MEASURE = "measure it: meshwise measure profile --resume && meshwise calibrate"
-TP_DEGREES = tuple(2**power for power in range(8))
+AS_COPIES = "element-wise work that was not measured itself is priced as copies of as many bytes"
 NEIGHBOURS = 4
 FAR = 4.0  # each such factor beyond the measured range adds the held-out error once more
+
+# The relative error that a difference between a category and its stand-in adds. Storage, scaling,
+# dtype and direction cover 9 of 10 pairs of cases on 4 H200 (those stored under
+# benchmarks/2026-11-21-operators-4xh200); the rest are guesses.
+APART = {
+    "storage": 0.1, "scaling": 0.1, "dtype": 0.25, "direction": 0.3, "backend": 1.0, "regime": 1.0,
+    "in_place": 0.25, "lowering": 0.3, "op": 0.5, "causal": 0.5, "head_dim_v": 0.5, "kv_heads": 0.5,
+    "groups": 1.0, "window": 1.0, "group": 1.0,
+}  # fmt: skip
+# besides tp; of these the order alone counts
+BLOCKS_APART = {"sequence_parallel": 0.4, "dtype": 0.5, "sizes": 1.5}
+
+Fitted = Curve | Surface | Factor
 
 
 class Estimate(NamedTuple):
     """``error`` is relative (held-out p90 of a fitted price); ``source`` is its tier, and ``note``
-    what a user should know of it."""
+    what a user should know of it, remarks with a semicolon between them."""
 
     time_s: float
     error: float
@@ -52,48 +67,20 @@ class Estimate(NamedTuple):
     note: str = ""
 
 
-def gemm_dims(op: Gemm) -> tuple[float, ...]:
-    return (op.m, op.n, op.k)
+def roofline_s(op: Shaped, surface: Surface, peaks: float = 1.0) -> float:
+    """floor + max(FLOPs / rate, bytes / rate): a lower bound up to measurement noise. ``peaks``:
+    how much faster the operation's dtype is than the surface's."""
+    rate = surface.flops_per_s * peaks
+    return surface.floor_s + max(op.flops / rate, op.bytes / surface.bytes_per_s)
 
 
-def attention_dims(op: Attention) -> tuple[float, ...]:
-    return (op.batch * op.heads, op.q_len, op.head_dim)
-
-
-def surface_key(op: Gemm | Attention) -> str:
-    """Operations with one key share a surface."""
-    if isinstance(op, Gemm):
-        layout = ("t" if op.trans_a else "n") + ("t" if op.trans_b else "n")
-        return f"gemm/{op.dtype}/{layout}"
-    return f"attention/{op.dtype}/{op.direction}" + ("/causal" if op.causal else "")
-
-
-def curve_key(op: Elementwise | Collective, cluster: Cluster) -> str:
-    """Operations with one key share a curve; a group's place counts only by its tier."""
-    if isinstance(op, Elementwise):
-        return f"elementwise/{op.kind}"
-    tier = cluster.tier_of(op.group_size, op.group_stride)
-    return f"{op.kind}/{tier.name}/{op.group_size}"
-
-
-def factor_key(block: Block) -> str:
-    parallel = f"tp{block.tp}" + ("+sp" if block.sequence_parallel else "")
-    return f"{_kind_key(block)}/{parallel}"
-
-
-def _kind_key(block: Block) -> str:
-    family = "" if isinstance(block.model, Model) else f"{block.model.__struct_config__.tag}/"
-    experts = "experts/" if block.model.experts else ""
-    return f"{family}{experts}{block.part}/{block.direction}"
-
-
-def roofline_s(op: Gemm | Attention, surface: Surface) -> float:
-    """floor + max(FLOPs / rate, bytes / rate): a lower bound up to measurement noise."""
-    return surface.floor_s + max(op.flops / surface.flops_per_s, op.bytes / surface.bytes_per_s)
+def shape_op(surface: Surface, shape: tuple[int, ...]) -> Shaped:
+    """The operation of a measured shape."""
+    return msgspec.structs.replace(surface.like, **dict(zip(surface.dims, shape, strict=True)))
 
 
 def interpolate_utilisation(
-    dims: tuple[float, ...], shapes: np.ndarray, log_utilisation: np.ndarray
+    dims: tuple[int, ...], shapes: np.ndarray, log_utilisation: np.ndarray
 ) -> float:
     """exp of the mean log utilisation of the nearest shapes, weighted by 1/distance^2."""
     distance = np.sqrt(((np.log(shapes) - np.log(np.asarray(dims))) ** 2).sum(axis=1))
@@ -104,7 +91,24 @@ def interpolate_utilisation(
 
 def interpolate_loglog(x: float, knots_x: np.ndarray, knots_t: np.ndarray) -> float:
     """Piecewise-linear in log-log between knots; constant before the first."""
-    return math.exp(float(np.interp(math.log(x), np.log(knots_x), np.log(knots_t))))
+    at = math.log(max(x, float(knots_x[0])))
+    return math.exp(float(np.interp(at, np.log(knots_x), np.log(knots_t))))
+
+
+def around_line(
+    x: float, knots_x: np.ndarray, knots_t: np.ndarray, line: tuple[float, float]
+) -> float:
+    """alpha + beta x, times what the knots on both sides differ from it."""
+    alpha, beta = line
+    return (alpha + beta * x) * interpolate_loglog(x, knots_x, knots_t / (alpha + beta * knots_x))
+
+
+def curve_s(curve: Curve, x: float) -> float:
+    """Seconds up to the last knot; at a knot what was measured."""
+    knots = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
+    if curve.law == "loglog":
+        return interpolate_loglog(x, *knots)
+    return around_line(x, *knots, (curve.alpha_s, curve.beta_s_per_byte))
 
 
 class Prices:
@@ -114,17 +118,22 @@ class Prices:
     def __init__(self, costs: Costs, *, datasheet: bool = False) -> None:
         self.costs = costs
         self.datasheet = Datasheet(costs.cluster) if datasheet else None
-        self.curves = {curve.key: curve for curve in costs.curves}
-        self.surfaces = {surface.key: surface for surface in costs.surfaces}
-        self.factors = {factor.key: factor for factor in costs.factors}
+        self.known: dict[Category, Fitted] = {}
+        fitted: list[Fitted] = [*costs.curves, *costs.surfaces, *costs.factors]
+        for price in fitted:
+            try:
+                self.known[op_key(price.like, how(price), costs.cluster).category] = price
+            except ValueError:  # of a group that this cluster, of fewer hosts, does not have
+                continue
         self.notes: dict[str, int] = {}
         self._sources = set[PriceTier]()
-        self._cache: dict[Op, Estimate] = {}
-        self._logs: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._cache: dict[tuple[Op, How | None], Estimate] = {}
+        self._stand_ins: dict[Category, tuple[Category, float] | None] = {}
+        self._logs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @property
     def nothing_measured(self) -> bool:
-        return not (self.curves or self.surfaces)
+        return not (self.costs.curves or self.costs.surfaces)
 
     @property
     def tier(self) -> PriceTier:
@@ -136,98 +145,120 @@ class Prices:
         self.notes.clear()
         self._sources.clear()
 
-    def estimate(self, op: Op) -> Estimate:
-        """Time of one operation on one rank, in seconds."""
-        found = self._cache.get(op)
+    def estimate(self, op: Op, run: How | None = None) -> Estimate:
+        """Time of one operation on one rank, in seconds, run as in a training step unless said."""
+        found = self._cache.get((op, run))
         if found is None:
-            found = self._cache[op] = self._estimate(op)
-        if found.note:
-            self._note(found.note)
+            found = self._cache[op, run] = self._estimate(op, run)
+        for note in filter(None, found.note.split("; ")):
+            self._note(note)
         self._sources.add(found.source)
         return found
 
-    def _estimate(self, op: Op) -> Estimate:
-        if isinstance(op, Gemm | Attention):
-            return self._from_surface(op)
-        if isinstance(op, Elementwise):
-            curve = self.curves.get(curve_key(op, self.costs.cluster))
-            if curve is None:
-                curve = self.curves.get("elementwise/copy")
-            return self._from_curve(curve, "elementwise/copy", op, float(op.bytes))
-        if isinstance(op, Collective):
-            if op.group_size == 1 or op.size_bytes == 0:  # nothing to move
-                return Estimate(0.0, 0.0, "measured")
-            key = curve_key(op, self.costs.cluster)
-            return self._from_curve(self.curves.get(key), key, op, float(op.size_bytes))
-        raise ValueError(f"{type(op).__name__} has no price of its own; add up its operations")
+    def _estimate(self, op: Op, run: How | None) -> Estimate:
+        if not isinstance(op, Shaped | Sized):
+            raise ValueError(f"{type(op).__name__} has no price of its own; add up its operations")
+        if isinstance(op, Collective) and (op.group_size == 1 or op.size_bytes == 0):
+            return Estimate(0.0, 0.0, "measured")  # nothing to move
+        key = self._key(op, run)
+        price = self.known.get(key.category)
+        if price is not None:
+            return self._at(price, op, key, own=True)
+        if key.category not in self._stand_ins:
+            self._stand_ins[key.category] = self._nearest(op, key.category)
+        near = self._stand_ins[key.category]
+        if near is None:
+            return self._unmeasured(key.name, op)
+        other, apart = key._replace(category=near[0]), near[1]
+        found = self._at(self.known[other.category], op, other, own=False)
+        said = f"{key.name} was not measured: {other.name} stands in"
+        if isinstance(op, Elementwise) and op.kind != "copy":
+            said = AS_COPIES
+        note = f"{said}; {found.note}" if found.note else said
+        return Estimate(found.time_s, found.error + apart, "transferred", note)
 
-    def _unmeasured(self, key: str, op: Op) -> Estimate:
+    def _key(self, op: Op, run: How | None = None) -> Key:
+        cluster = self.costs.cluster
+        return op_key(op, run or in_step(op, cluster, self.costs.lowering), cluster)
+
+    def _unmeasured(self, name: str, op: Op) -> Estimate:
         """By the data sheet, or the error of a price that is missing."""
         if self.datasheet is None:
-            raise ValueError(f"no price for {key}; {MEASURE}")
+            raise ValueError(f"no price for {name}; {MEASURE}")
         try:
             time_s, error = self.datasheet.time_s(op)
         except ValueError as lacking:
-            raise ValueError(f"no price for {key}; {MEASURE} ({lacking})") from None
-        note = "" if self.nothing_measured else f"{key} was not measured: its data sheet's price"
+            raise ValueError(f"no price for {name}; {MEASURE} ({lacking})") from None
+        note = "" if self.nothing_measured else f"{name} was not measured: its data sheet's price"
         return Estimate(time_s, error, "datasheet", note)
 
-    def _from_curve(self, curve: Curve | None, key: str, op: Op, x: float) -> Estimate:
-        if curve is None:
-            return self._unmeasured(key, op)
-        first, last = curve.x_bytes[0], curve.x_bytes[-1]
-        error = _untested_as_unknown(curve.held_out[curve.law])
-        if x > last:  # continue the last knot at the fitted rate
-            beyond = f"{key}: {x / last:.1f} x beyond the largest measured size"
-            slope = curve.beta_s_per_byte or curve.time_s[-1] / last
-            error *= 1 + math.log(x / last, FAR)
-            return Estimate(
-                curve.time_s[-1] + slope * (x - last),
-                error,
-                "extrapolated",
-                beyond if x > FAR * last else "",
-            )
-        if curve.law == "alpha_beta":
-            return Estimate(curve.alpha_s + x * curve.beta_s_per_byte, error, "interpolated")
-        time_s = interpolate_loglog(
-            max(x, first), np.asarray(curve.x_bytes), np.asarray(curve.time_s)
-        )
-        return Estimate(time_s, error, "measured" if x in curve.x_bytes else "interpolated")
+    def _nearest(self, op: Op, category: Category) -> tuple[Category, float] | None:
+        """What may stand in and differs least, and the error that this adds."""
+        mine, least, found = dict(category), math.inf, category
+        for other in self.known:
+            theirs = dict(other)
+            if theirs.keys() == mine.keys():
+                differ = [name for name in mine if mine[name] != theirs[name]]
+                apart = sum(self._apart(op, name, mine[name], theirs[name]) for name in differ)
+                if apart < least:
+                    least, found = apart, other
+        return None if least == math.inf else (found, least)
 
-    def _from_surface(self, op: Gemm | Attention) -> Estimate:
-        key = surface_key(op)
-        surface = self.surfaces.get(key)
-        if surface is None:
-            return self._unmeasured(key, op)
-        dims = gemm_dims(op) if isinstance(op, Gemm) else attention_dims(op)
-        window = op.window if isinstance(op, Attention) else None
-        if window is None and dims in surface.shapes:
-            time_s = surface.time_s[surface.shapes.index(dims)]
-            return Estimate(time_s, surface.noise, "measured")
-        full = op if window is None else msgspec.structs.replace(op, window=None)
-        shapes, log_utilisation = self._log_utilisation(surface, full)
+    def _apart(self, op: Op, name: str, mine: str, theirs: str) -> float:
+        """How far apart two words of a category are; infinite where one cannot stand in."""
+        if isinstance(op, Block):
+            if name == "tp":
+                return abs(math.log2(int(mine[2:]) / int(theirs[2:])))
+            return BLOCKS_APART.get(name, math.inf)
+        if name == "op":
+            copies = isinstance(op, Elementwise) and op.kind not in ("h2d", "d2h")
+            return APART["op"] if copies and theirs == "copy" else math.inf
+        if name == "group":  # as many ranks over the same outermost links
+            outer, others = (of.rpartition(", ")[2].partition(" (")[0] for of in (mine, theirs))
+            return APART["group"] if outer == others else math.inf
+        if name == "dtype" and isinstance(op, Shaped) and self._peaks(mine, theirs) is None:
+            return math.inf
+        return APART.get(name, math.inf)
+
+    def _peaks(self, dtype: str, other: str) -> float | None:
+        """Peak FLOP/s in a dtype over those in another, by the data sheet."""
+        known = self.costs.cluster.device.peak_flops
+        if dtype == other or {dtype, other} == {"bf16", "fp16"}:
+            return 1.0
+        return known[dtype] / known[other] if dtype in known and other in known else None
+
+    def _at(self, price: Fitted, op: Op, key: Key, *, own: bool) -> Estimate:
+        """By the price of the operation's ``own`` category, or of one that stands in."""
+        if isinstance(price, Curve):
+            (x,) = key.coordinates.values()
+            return _from_curve(price, key.name, float(x))
+        assert isinstance(price, Surface) and isinstance(op, Shaped), price
+        dims = tuple(size(op, dim) for dim in price.dims)
+        if own and dims in price.shapes:
+            return Estimate(price.time_s[price.shapes.index(dims)], price.noise, "measured")
+        return self._between(price, op, dims, key.name)
+
+    def _between(self, surface: Surface, op: Shaped, dims: tuple[int, ...], name: str) -> Estimate:
+        shapes, log_utilisation = self._log_utilisation(surface)
         utilisation = interpolate_utilisation(dims, shapes, log_utilisation)
         error, note = _untested_as_unknown(surface.held_out), ""
-        if window is not None:  # no such surface is fitted
-            error = max(error, 1.0)
-            note = f"{key}: the rate of attention in full stands in for that with a window"
-        outside = np.max(
-            np.maximum(np.asarray(dims) / shapes.max(0), shapes.min(0) / np.asarray(dims))
-        )
-        if outside > FAR:
-            note = f"{key}: shape {'x'.join(map(str, dims))} is {outside:.0f} x outside"
-            error *= 1 + math.log(outside, FAR)
-        source: PriceTier = "extrapolated" if outside > 1 else "interpolated"
-        return Estimate(roofline_s(op, surface) / utilisation, error, source, note)
+        apart = np.abs(np.log(shapes) - np.log(dims))
+        nearest = math.exp(float(apart.max(axis=1).min()))
+        if nearest > FAR:
+            shape = "x".join(map(str, dims))
+            note = f"{name}: the nearest measured shape to {shape} is {nearest:.0f} x away"
+            error *= 1 + math.log(nearest, FAR)
+        outside = bool(np.any((dims > shapes.max(0)) | (dims < shapes.min(0))))
+        peaks = self._peaks(op.dtype, surface.like.dtype) or 1.0
+        time_s = roofline_s(op, surface, peaks) / utilisation
+        return Estimate(time_s, error, "extrapolated" if outside else "interpolated", note)
 
-    def _log_utilisation(
-        self, surface: Surface, like: Gemm | Attention
-    ) -> tuple[np.ndarray, np.ndarray]:
-        if surface.key not in self._logs:
-            rooflines = [roofline_s(shape_op(like, shape), surface) for shape in surface.shapes]
+    def _log_utilisation(self, surface: Surface) -> tuple[np.ndarray, np.ndarray]:
+        if id(surface) not in self._logs:
+            rooflines = [roofline_s(shape_op(surface, shape), surface) for shape in surface.shapes]
             logs = np.log(np.asarray(rooflines) / np.asarray(surface.time_s))
-            self._logs[surface.key] = (np.asarray(surface.shapes, float), logs)
-        return self._logs[surface.key]
+            self._logs[id(surface)] = (np.asarray(surface.shapes, float), logs)
+        return self._logs[id(surface)]
 
     def _note(self, text: str) -> None:
         self.notes[text] = self.notes.get(text, 0) + 1
@@ -237,41 +268,50 @@ class Prices:
         blocks took elsewhere when nothing was."""
         if self.datasheet is not None and self.nothing_measured:
             return self.datasheet.known.block.ratio, None
-        found = self.factors.get(factor_key(block))
-        if found is None:
-            stand_in = self._nearest_factor(block)
-            if stand_in is not None:
-                return _at_size(stand_in, stand_in.ratio, block), self._spread(block)
+        key = self._key(block)
+        found = self.known.get(key.category)
+        if isinstance(found, Factor):
+            return _at_size(found, found.ratio, block), found.held_out
+        near = self._nearest(block, key.category)
+        if near is None:
             self._note(f"no {block.part} was measured; operations are added up as they are")
             return 1.0, None
-        return _at_size(found, found.ratio, block), found.held_out
+        found = self.known[near[0]]
+        assert isinstance(found, Factor)
+        self._note(f"no {key.name} was measured; {Key(near[0], {}).name} stands in")
+        return _at_size(found, found.ratio, block), self._spread(near[0])
 
-    def _nearest_factor(self, block: Block) -> Factor | None:
-        """The same part and direction at the nearest tp, the same sequence parallelism first."""
-        others = [
-            msgspec.structs.replace(block, tp=tp, sequence_parallel=sp)
-            for tp in sorted(TP_DEGREES, key=lambda tp: abs(math.log(tp / block.tp)))
-            for sp in (block.sequence_parallel, not block.sequence_parallel)
-            if not (sp and tp == 1)
-        ]
-        for other in others:
-            if factor_key(other) in self.factors:
-                stands_in = f"{factor_key(other)} stands in"
-                self._note(f"no {factor_key(block)} was measured; {stands_in}")
-                return self.factors[factor_key(other)]
-        return None
+    def _spread(self, category: Category) -> HeldOut:
+        """How much measured ratios of a part and direction differ: the error of a stand-in."""
 
-    def _spread(self, block: Block) -> HeldOut:
-        """How much the measured ratios of a part and direction differ: the error of a stand-in."""
-        kind = f"{_kind_key(block)}/"
-        ratios = [r for key, f in self.factors.items() if key.startswith(kind) for r in f.ratio]
+        def kind(of: Category) -> list[str]:
+            return [word for name, word in of if name in ("op", "model", "direction")]
+
+        alike = [price for other, price in self.known.items() if kind(other) == kind(category)]
+        ratios = [ratio for price in alike if isinstance(price, Factor) for ratio in price.ratio]
         half = (max(ratios) / min(ratios) - 1) / 2
         return HeldOut(median=half, p90=half, num_points=len(ratios))
 
     def saved_ratio(self, block: Block) -> float:
         """Measured over counted bytes that a block saves for backward; 1 when not measured."""
-        found = self.factors.get(factor_key(block))
-        return _at_size(found, found.saved_ratio, block) if found and found.saved_ratio else 1.0
+        found = self.known.get(self._key(block).category)
+        if not isinstance(found, Factor) or not found.saved_ratio:
+            return 1.0
+        return _at_size(found, found.saved_ratio, block)
+
+
+def _from_curve(curve: Curve, name: str, x: float) -> Estimate:
+    first, last = curve.x_bytes[0], curve.x_bytes[-1]
+    error = _untested_as_unknown(curve.held_out[curve.law])
+    if x <= last:
+        if x in curve.x_bytes:
+            return Estimate(curve.time_s[curve.x_bytes.index(x)], curve.noise, "measured")
+        return Estimate(curve_s(curve, x), error, "interpolated" if x > first else "extrapolated")
+    # continue the last knot at the fitted rate
+    slope = curve.beta_s_per_byte or curve.time_s[-1] / last
+    note = f"{name}: {x / last:.1f} x beyond the largest measured size" if x > FAR * last else ""
+    error *= 1 + math.log(x / last, FAR)
+    return Estimate(curve.time_s[-1] + slope * (x - last), error, "extrapolated", note)
 
 
 def _untested_as_unknown(held_out: HeldOut) -> float:
@@ -280,15 +320,5 @@ def _untested_as_unknown(held_out: HeldOut) -> float:
 
 
 def _at_size(factor: Factor, values: tuple[float, ...], block: Block) -> float:
-    elements = math.log(block.microbatch_size * block.seq_len * block.model.hidden)
+    elements = math.log(block.activation_elements)
     return float(np.interp(elements, np.log(factor.activation_elements), values))
-
-
-def shape_op(like: Gemm | Attention, shape: tuple[float, ...]) -> Gemm | Attention:
-    """The operation of a stored shape, of the same kind as ``like``."""
-    a, b, c = map(int, shape)
-    if isinstance(like, Gemm):
-        return msgspec.structs.replace(like, m=a, n=b, k=c)
-    return msgspec.structs.replace(
-        like, batch=1, heads=a, kv_heads=a, q_len=b, kv_len=b, head_dim=c
-    )

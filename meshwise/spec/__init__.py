@@ -32,6 +32,9 @@ from meshwise.spec.op import (
     Gemm,
     Op,
     Overlap,
+    Regime,
+    Shaped,
+    Sized,
 )
 from meshwise.spec.plan import (
     AnyModel,
@@ -52,7 +55,6 @@ from meshwise.spec.run import (
     Case,
     Derived,
     DeviceState,
-    Regime,
     RunInfo,
     Sample,
     Step,
@@ -110,6 +112,8 @@ __all__ = [
     "RunInfo",
     "Sample",
     "ScheduleName",
+    "Shaped",
+    "Sized",
     "Stage",
     "StageTimes",
     "Step",

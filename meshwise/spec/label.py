@@ -5,7 +5,7 @@ reads on one side and writes on the other, the bytes that cross.
 """
 
 from meshwise.spec.long_attention import LongAttention
-from meshwise.spec.op import Attention, Collective, Elementwise, Gemm, Op, Overlap
+from meshwise.spec.op import REDUCING, Attention, Collective, Elementwise, Gemm, Op, Overlap
 from meshwise.spec.refit import Resharding
 from meshwise.spec.run import Case, Step
 from meshwise.spec.vision import WideResNet
@@ -114,5 +114,6 @@ def _of_collective(op: Collective) -> str:
     apart = f" stride {op.group_stride}" if op.group_stride > 1 else ""
     group = f"ranks {','.join(map(str, op.ranks))}" if op.ranks else f"x{op.group_size}{apart}"
     place = " in place" if op.in_place else ""
-    words = (op.kind, format_bytes(op.size_bytes), group + place, uneven(op))
+    dtype = op.dtype if op.kind in REDUCING and op.dtype != "bf16" else ""
+    words = (op.kind, format_bytes(op.size_bytes), dtype, group + place, uneven(op))
     return " ".join(filter(None, words))

@@ -13,6 +13,8 @@ from meshwise.spec.record import Count, Length, NonNegative, Record
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 Direction = Literal["forward", "backward"]
+Regime = Literal["cold", "warm", "graph", "blocking", "pipelined", "sustained"]
+Lowering = Literal["eager", "compiled"]
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 ElementwiseKind = Literal[
@@ -23,6 +25,7 @@ CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast",
     "reduce", "gather", "scatter", "send_recv", "send",
 ]  # fmt: skip
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")  # the group's first rank is the root
 
 
@@ -246,5 +249,11 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
     direction: Direction = "forward"
     dtype: Dtype = "bf16"
 
+    @property
+    def activation_elements(self) -> int:
+        return self.microbatch_size * self.seq_len * self.model.hidden
 
-Op = Gemm | Attention | Elementwise | Collective | Overlap | Block
+
+Shaped = Gemm | Attention  # priced over several dims
+Sized = Elementwise | Collective  # priced over bytes
+Op = Shaped | Sized | Overlap | Block

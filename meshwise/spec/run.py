@@ -10,16 +10,13 @@ import msgspec
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.layout import Layout, Workload
 from meshwise.spec.long_attention import LongAttention
-from meshwise.spec.op import Dtype, Op
+from meshwise.spec.op import Dtype, Lowering, Op, Regime
 from meshwise.spec.plan import AnyModel, Plan
 from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import NonNegative, Positive, Record, digest
 from meshwise.spec.refit import Resharding
 
 SCHEMA_VERSION = 1
-
-
-Regime = Literal["cold", "warm", "graph", "blocking", "pipelined", "sustained"]
 
 
 class Step(Record, kw_only=True, tag_field="op", tag="step"):
@@ -48,7 +45,7 @@ class Case(Record, kw_only=True):
 
     op: Op | Step | Resharding | LongAttention
     regime: Regime = "warm"
-    lowering: Literal["eager", "compiled"] = "eager"
+    lowering: Lowering = "eager"
     backend: str = ""
     world_size: Positive = 1
 

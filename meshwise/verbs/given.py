@@ -5,7 +5,7 @@ that names what does not fit, before any process starts.
 """
 
 from pathlib import Path
-from typing import Literal, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 import msgspec
 
@@ -15,7 +15,6 @@ from meshwise.spec import AnyModel, Cluster, Layout, Model, Plan, Recipe, Worklo
 from meshwise.spec.layout import SPLIT
 from meshwise.verbs import measure
 
-Lowering = Literal["eager", "compiled"]
 T = TypeVar("T", Layout, Recipe)
 
 

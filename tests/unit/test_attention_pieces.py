@@ -1,5 +1,6 @@
 """Pieces of a mask against the mask written out pair by pair."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from meshwise.attention import volume
 from meshwise.attention.pieces import Mask, batches, between, local_pieces
 from meshwise.attention.shards import Shards, contiguous, of_lengths, positions, zigzag
+from meshwise.prices import Prices
 from meshwise.spec.long_attention import LongAttention
 from tests.sample_records import priced
 
@@ -199,8 +201,13 @@ def test_uneven_shards_are_grouped_in_global_order():
     assert volume.grouped(of_lengths([3, 0, 5, 8]), 2).intervals == (((0, 3),), ((3, 16),))
 
 
+def transfers_alone(**rates):
+    """Prices of collectives, and none of attention."""
+    return Prices(msgspec.structs.replace(priced(**rates).costs, surfaces=()))
+
+
 def test_the_time_of_gather_is_that_of_its_collective_at_its_gathered_size():
-    prices = priced(all_gather=1e9)
+    prices = transfers_alone(all_gather=1e9)
     gathered = 2 * 64 * 8 * ROW
     assert volume.time_s(long(), contiguous(64, 4), "gather", prices) == pytest.approx(
         1e-6 + gathered / 1e9
@@ -209,13 +216,13 @@ def test_the_time_of_gather_is_that_of_its_collective_at_its_gathered_size():
 
 def test_the_time_of_heads_is_that_of_an_exchange_there_and_one_back():
     sizes = 3 * 16 * 8 * ROW, 16 * 8 * ROW  # q, k, v of a rank, then out
-    found = volume.time_s(long(), contiguous(64, 4), "heads", priced(all_to_all=1e9))
+    found = volume.time_s(long(), contiguous(64, 4), "heads", transfers_alone(all_to_all=1e9))
     assert found == pytest.approx(2e-6 + sum(sizes) / 1e9)
 
 
 def test_where_compute_has_no_price_no_hop_is_hidden():
     hop = 2 * 16 * 8 * ROW
-    found = volume.time_s(long(), contiguous(64, 4), "ring", priced(send_recv=1e9))
+    found = volume.time_s(long(), contiguous(64, 4), "ring", transfers_alone(send_recv=1e9))
     assert found == pytest.approx(3 * (1e-6 + hop / 1e9))
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import pytest
@@ -12,14 +13,12 @@ from hypothesis import strategies as st
 from meshwise import machine, search, store
 from meshwise.prices import Datasheet, Prices, on_hosts, unmeasured
 from meshwise.prices.datasheet import attainable
-from meshwise.prices.measured import shape_op
 from meshwise.probe import importers
 from meshwise.spec import (
     Attention,
     Block,
     Cluster,
     Collective,
-    Costs,
     Elementwise,
     Gemm,
     Layout,
@@ -31,6 +30,9 @@ from meshwise.spec import (
 
 DATA = Path(__file__).parents[1] / "data"
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+H200_PROFILE = (
+    BENCHMARKS / "2026-11-21-operators-4xh200/runs/20261121T193703-measure-profile-4x-nvidia-h200"
+)
 SHIPPED = sorted(machine.shipped())
 MODEL = Model(name="small", hidden=1024, layers=4, heads=16, ffn=4096, vocab=1024)
 WORKLOAD = Workload(global_batch_size=16, seq_len=512)
@@ -121,12 +123,11 @@ def test_what_nccl_tests_measured_inside_a_host_is_within_the_error(name):
 
 def test_our_own_products_are_within_the_error():
     """Cold products of 4 H200: 9 of 10 shapes."""
-    costs = store.read(BENCHMARKS / "2026-11-21-operators-4xh200" / "costs.json", Costs)
+    info, samples, _ = store.load(H200_PROFILE)
     off = [
-        abs(math.log(time_s(costs.cluster, shape_op(Gemm(m=1, n=1, k=1), shape)) / measured_s))
-        for surface in costs.surfaces
-        if surface.key.startswith("gemm")
-        for shape, measured_s in zip(surface.shapes, surface.time_s, strict=True)
+        abs(math.log(time_s(info.cluster, sample.case.op) / median(sample.times_s)))
+        for sample in samples
+        if isinstance(sample.case.op, Gemm) and sample.case.regime == "cold" and sample.times_s
     ]
     assert len(off) > 100
     assert sorted(off)[len(off) * 9 // 10] < math.log(1 + attainable().gemm.error)
@@ -161,7 +162,9 @@ def test_links_of_unknown_rate_are_an_error():
     tiers = (msgspec.structs.replace(cluster.tiers[0], bytes_per_s=None), cluster.tiers[1])
     op = Collective(kind="all_reduce", size_bytes=8, group_size=2)
     prices = Prices(unmeasured(msgspec.structs.replace(cluster, tiers=tiers)), datasheet=True)
-    with pytest.raises(ValueError, match=r"no price for all_reduce/nvlink/2; .*tier 'nvlink'"):
+    with pytest.raises(
+        ValueError, match=r"no price for all_reduce bf16 2 by nvlink; .*tier 'nvlink'"
+    ):
         prices.estimate(op)
 
 
@@ -201,7 +204,8 @@ def test_hosts_need_something_between_them():
 def test_measured_first_then_the_data_sheet():
     held_out = {"median": 0.1, "p90": 0.1, "num_points": 3}
     surface = {
-        "key": "gemm/bf16/nt", "dims": ("m", "n", "k"), "shapes": ((1024, 1024, 1024),),
+        "like": {"op": "gemm", "m": 1, "n": 1, "k": 1}, "regime": "cold",
+        "dims": ("m", "n", "k"), "shapes": ((1024, 1024, 1024),),
         "time_s": (2e-5,), "floor_s": 5e-6, "flops_per_s": 7e14, "bytes_per_s": 3e12,
         "held_out": held_out, "runs": ("made",),
     }  # fmt: skip
@@ -225,7 +229,9 @@ def test_measured_first_then_the_data_sheet():
     ]
     prices.estimate(op)  # the tier is the lowest since begin
     assert prices.tier == "datasheet"
-    with pytest.raises(ValueError, match="no price for attention/bf16/forward/causal; measure it"):
+    with pytest.raises(
+        ValueError, match="no price for attention bf16 forward causal cold; measure it"
+    ):
         Prices(costs).estimate(attention)
 
 

@@ -15,7 +15,7 @@ import meshwise
 from meshwise.pages import compare, health, html, ran, samples, show, svg, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
-from meshwise.spec import Case, Elementwise, Gemm, Removal, Sample, Workload
+from meshwise.spec import Case, Collective, Elementwise, Gemm, Removal, Sample, Workload
 from meshwise.spec.checkpoint import Checkpoint, Stored, Whole
 from meshwise.spec.phases import Phases, RankPhases
 from meshwise.verbs.compare import again
@@ -173,7 +173,7 @@ def test_the_page_shows_every_part():
         "all_gather", "all_reduce", "products", "memory", "blocks", "predicted against",
         "dp4 zero2 mb2x1", "tp = 3 does not divide heads = 16", "rank 0 needs 3.1 GiB more",
         "torch 2.11.0", "1980", "power cap", "CUDA out of memory", "busbw", "torchtitan",
-        "layer/backward/tp1", "3.4 %",
+        "backward bf16 tp1", "3.4 %",
     ):  # fmt: skip
         assert word.lower() in text.lower(), word
     assert text.count("<svg") == 2 + 2 + 3 + 2  # scatter, parts, single prices, two collectives
@@ -191,7 +191,7 @@ def test_names_are_text_and_never_markup():
     model = msgspec.structs.replace(plan.model, name=nasty)
     tier = msgspec.structs.replace(known.CLUSTER.tiers[0], name=nasty)
     cluster = msgspec.structs.replace(known.CLUSTER, name=nasty, tiers=(tier,))
-    curve = known.curve(f"all_gather/{nasty}/4", 1e-5, 1e9)
+    curve = known.curve(Collective(kind="all_gather", size_bytes=8, group_size=4), 1e-5, 1e9)
     costs = msgspec.structs.replace(known.COSTS, cluster=cluster, curves=(curve,))
     plan = msgspec.structs.replace(plan, model=model, cluster=cluster)
     done = result(known.info("run", plan), [known.step_sample(plan, STEPS_S, peak_bytes=1e9)])

@@ -28,11 +28,14 @@ def main(arguments):
     return ended.value.code
 
 
+INSIDE = Collective(kind="all_reduce", size_bytes=2**20, group_size=8, dtype="fp32", in_place=True)
+
+
 def measured():
     """Costs of an H100 host on which nothing but one collective was measured: 1 second each."""
     costs = unmeasured(files.take("h100-hgx", Cluster))
     curve = Curve(
-        key="all_reduce/nvlink/8", law="loglog", x_bytes=(1.0, 2.0**40), time_s=(1.0, 1.0),
+        like=INSIDE, law="loglog", x_bytes=(1.0, 2.0**40), time_s=(1.0, 1.0),
         alpha_s=1.0, beta_s_per_byte=0.0,
         held_out={"loglog": {"median": 0.0, "p90": 0.0, "num_points": 5}}, runs=("made",),
     )  # fmt: skip
@@ -70,8 +73,7 @@ def test_a_measured_host_serves_many():
     assert plan.cluster.num_devices == 32 == plan.layout.num_devices and plan.runs == ("made",)
     assert tables.plan(plan)[0].title.endswith("; some prices from data sheets")
     prices = Prices(store.read("costs.json", Costs), datasheet=True)
-    inside = Collective(kind="all_reduce", size_bytes=2**20, group_size=8)
-    assert prices.estimate(inside).time_s == 1.0
+    assert prices.estimate(INSIDE).time_s == 1.0
     assert any("was not measured: its data sheet's price" in n for n in plan.prediction.notes)
     # a cluster of the same host says what lies between
     bare = msgspec.structs.replace(measured(), cluster=msgspec.structs.replace(

@@ -148,9 +148,22 @@ def test_far_groups_where_they_can_differ():
         ops = (case.op for case in found if isinstance(case.op, Collective))
         return {op.group_stride for op in ops if op.kind == kind and op.group_size == 2}
 
-    assert strides(a_cluster("cpu", 4), "all_gather") == {1, 2}
+    assert strides(a_cluster("cpu", 4), "all_gather") == {1}  # the same links, so the same price
     assert strides(a_cluster("cpu", 4), "all_reduce") == {1}
+    assert strides(a_cluster("cpu", 4, near=2), "all_gather") == {1, 2}
     assert strides(a_cluster("cpu", 4, near=2), "all_reduce") == {1, 2}
+
+
+def test_reductions_are_measured_in_the_dtypes_of_a_step():
+    """tp adds up activations, data parallelism fp32 gradients; other kinds move bytes."""
+    found = {
+        (case.op.kind, case.op.dtype)
+        for case in a_profile("cuda", 4)
+        if isinstance(case.op, Collective)
+    }
+    for kind in ("all_reduce", "reduce_scatter", "all_gather", "send_recv"):
+        dtypes = {dtype for of, dtype in found if of == kind}
+        assert dtypes == ({"bf16", "fp32"} if "reduce" in kind else {"bf16"})
 
 
 def test_too_large_a_world_is_refused():

@@ -13,7 +13,8 @@ from meshwise import models, schedule, search
 from meshwise.models.apply import Program, Span
 from meshwise.models.shard import Buffer, Task
 from meshwise.pages import figures, html, tables
-from meshwise.prices import Prices, curve_key
+from meshwise.prices import Prices
+from meshwise.prices.key import links
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
 from meshwise.search import bound, pipeline
@@ -23,6 +24,7 @@ from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_progr
 from meshwise.search.space import PIPELINES, legal_layouts
 from meshwise.search.stage import StageCost
 from meshwise.spec import (
+    Collective,
     Decoder,
     Elementwise,
     Experts,
@@ -60,15 +62,15 @@ CUTS = {
 def costs(measured):  # noqa: F811
     """With messages between neighbours and to experts, priced like gathers, and routers' products
     in fp32."""
-    gathers = [curve for curve in measured.curves if curve.key.startswith("all_gather/")]
     messages = [
-        msgspec.structs.replace(gather, key=gather.key.replace("all_gather", kind))
-        for gather in gathers
+        msgspec.structs.replace(curve, like=msgspec.structs.replace(curve.like, kind=kind))
+        for curve in measured.curves
         for kind in ("send_recv", "all_to_all")
-        if kind == "all_to_all" or gather.key.endswith("/2")
+        if getattr(curve.like, "kind", "") == "all_gather"
+        if kind == "all_to_all" or curve.like.group_size == 2
     ]
     routers = [
-        msgspec.structs.replace(surface, key=surface.key.replace("/bf16/", "/fp32/"))
+        msgspec.structs.replace(surface, like=msgspec.structs.replace(surface.like, dtype="fp32"))
         for surface in measured.surfaces
     ]
     return msgspec.structs.replace(
@@ -91,14 +93,17 @@ def on(costs, **changes):
 def two_hosts(costs, per_host=2):
     """Prices on two hosts; all groups of one kind cost the same in either tier."""
     tiers = (Tier(name="nvlink", num_devices=per_host), Tier(name="net", num_devices=2 * per_host))
-    kinds = {key.split("/")[0]: curve for curve in costs.curves if "/nvlink/" in (key := curve.key)}
+    kinds = {c.like.kind: c for c in costs.curves if isinstance(c.like, Collective)}
     curves = [
-        msgspec.structs.replace(curve, key=f"{kind}/{tier.name}/{size}")
-        for kind, curve in kinds.items()
-        for tier in tiers
+        msgspec.structs.replace(
+            curve, like=msgspec.structs.replace(curve.like, group_size=size, group_stride=stride)
+        )
+        for curve in kinds.values()
         for size in (2, 4, 8)
+        for stride in (1, 2, 4, 8)
+        if size * stride <= 2 * per_host
     ]
-    kept = [curve for curve in costs.curves if "/nvlink/" not in curve.key]
+    kept = [curve for curve in costs.curves if not isinstance(curve.like, Collective)]
     there = on(costs, num_hosts=2, num_devices_per_host=per_host, tiers=tiers)
     return msgspec.structs.replace(there, curves=(*kept, *curves))
 
@@ -554,13 +559,15 @@ def test_a_transfer_takes_the_links_between_its_ranks(measured, per_host, inside
     for stage, op in enumerate(moved(model, WORKLOAD, layout, there)[:-1]):
         devices = range(stage * inside, (stage + 1) * inside)
         same_host = all(d // per_host == (d + inside) // per_host for d in devices)
-        assert curve_key(op, there.cluster).split("/")[1] == ("nvlink" if same_host else "net")
+        assert links(op, there.cluster).split()[2] == ("nvlink" if same_host else "net")
 
 
 def test_without_a_price_for_messages_there_is_no_pipeline(measured):  # noqa: F811
     plan = search.find(MODEL, WORKLOAD, measured, num_devices=4)
     assert {x.pp for x in (plan.layout, *(c.layout for c in plan.runners_up))} == {1}
-    (missing,) = [r for r in plan.removed if r.constraint.startswith("no price for send_recv/nv")]
+    (missing,) = [
+        r for r in plan.removed if r.constraint.startswith("no price for send_recv 2 by nv")
+    ]
     assert "meshwise measure profile" in missing.constraint and missing.count > 0
 
 
@@ -574,8 +581,8 @@ def test_the_profile_measures_messages_of_every_tier_early(costs, kind):
     for case in cases:
         spent_s += effort.estimate_s(case, cluster)
         if getattr(case.op, "kind", "") == "send_recv" and spent_s < 30:
-            pairs.add(curve_key(case.op, cluster))
-    assert pairs == {"send_recv/nvlink/2", "send_recv/net/2"}
+            pairs.add(links(case.op, cluster))
+    assert pairs == {"2 by nvlink", "2 by net (2 a link)"}
 
 
 def task(name, stream, reads=(), writes=(), phase="forward"):
@@ -717,7 +724,7 @@ def test_three_equal_layers_stand_for_many(costs, seed, monkeypatch):
             alpha_s=slow * curve.alpha_s,
             beta_s_per_byte=slow * curve.beta_s_per_byte,
         )
-        if "/nvlink/" in curve.key
+        if isinstance(curve.like, Collective)
         else curve
         for curve in costs.curves
     ]

@@ -138,7 +138,12 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "time_s": (0.5, 0.25),
         "held_out": {f["law"]: HeldOut(median=0.1, p90=0.2, num_points=3)},
     },
-    Surface: lambda f: {"dims": ("m", "n"), "shapes": ((1.0, 2.0),), "time_s": (0.5,)},
+    Surface: lambda f: {
+        "like": Gemm(m=1, n=2, k=3),
+        "dims": ("m", "n"),
+        "shapes": ((1, 2),),
+        "time_s": (0.5,),
+    },
     Factor: lambda f: {"activation_elements": (4.0, 8.0), "ratio": (1.0, 2.0), "saved_ratio": ()},
 }
 

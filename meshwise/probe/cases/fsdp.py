@@ -1,7 +1,5 @@
 """``measure fsdp``: the messages that FSDP2 sends for a model, unit by unit. No torch."""
 
-import msgspec
-
 from meshwise.models import fsdp
 from meshwise.models.catalogue import find
 from meshwise.probe.cases.scope import Scope
@@ -45,11 +43,8 @@ def derived(
     units: dict[tuple[str, Case], list[str]] = {}
     for model in models or (find(DEFAULT[scope.cluster.device.kind]),):
         for one in planned(scope, model, replicas, param_dtype, reduce_dtype):
-            # torch's all-reduce is in place
-            in_place = one.collective.kind == "all_reduce"
-            op = msgspec.structs.replace(one.collective, in_place=in_place)
             for mode in modes:
-                case = Case(op=op, regime=mode, world_size=scope.world_size)
+                case = Case(op=one.collective, regime=mode, world_size=scope.world_size)
                 row = Derived(model.name, 1, model.max_seq_len, model.hidden, 1, "", case)
                 found.setdefault((model.name, case), row)
                 units.setdefault((model.name, case), []).append(one.unit)

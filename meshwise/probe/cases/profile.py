@@ -12,12 +12,13 @@ Cluster, models and dtype in; cases out, ordered so that any prefix calibrates a
 Operations come before the blocks they add up to, since a block without their prices calibrates
 nothing. A block's forward and backward are neighbours: they share one set-up.
 
-Regimes: blocks and collectives are warm, as in a training step. Other operations are cold on a
-GPU (their inputs come from memory, not from L2) and warm on a CPU, where there is no flush to
-rely on and rotating buffers alone would time page faults. On a GPU blocks are timed after half a
-second of the same work, because a step runs at the clocks that the power cap leaves.
+Each is timed as a step runs it (``prices.in_step``). On a GPU blocks are timed after half a second
+of the same work, because a step runs at the clocks that the power cap leaves. Cases of one price
+key and equal coordinates are one case. Reductions are measured in fp32 too, in which gradients are
+reduced over data ranks.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -25,6 +26,7 @@ import msgspec
 
 from meshwise.models import block_ops, placement
 from meshwise.models.catalogue import default_model, default_workload
+from meshwise.prices import in_step, op_key
 from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
     DTYPE_BYTES,
@@ -143,18 +145,13 @@ def cases(
         SCALES[cluster.device.kind],
     )
     rounds = [part(profile, tuple(planned)) for part in (_round_1, _round_2, _round_3)]
-    return [_case(profile, op) for op in dict.fromkeys(op for part in rounds for op in part)]
-
-
-def _case(profile: Profile, op: Op) -> Case:
-    gpu = profile.cluster.device.kind == "cuda"
-    is_block = isinstance(op, Block)
-    return Case(
-        op=op,
-        regime="warm" if is_block or isinstance(op, Collective) or not gpu else "cold",
-        lowering=profile.lowering if is_block else "eager",
-        world_size=profile.world_size,
-    )
+    found: dict[tuple[object, ...], Case] = {}
+    for op in (op for part in rounds for op in part):
+        run = in_step(op, cluster, profile.lowering)
+        category, coordinates = op_key(op, run, cluster)
+        case = Case(op=op, world_size=world_size, **run._asdict())
+        found.setdefault((category, *coordinates.values()), case)
+    return list(found.values())
 
 
 def _round_1(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
@@ -273,13 +270,15 @@ def _collectives(
     """Every kind over every group that plans use, the small sizes of all before larger ones."""
     for size in sizes:
         for group_size in _degrees(profile.world_size)[1:]:
-            whole = size - size % (group_size * DTYPE_BYTES[profile.dtype])
-            for kind in kinds:
-                for stride in _strides(profile, kind, group_size):
-                    yield Collective(
-                        kind=kind, size_bytes=whole, group_size=group_size, group_stride=stride,
-                        dtype=profile.dtype, in_place=kind in IN_PLACE,
-                    )  # fmt: skip
+            whole = size - size % (group_size * DTYPE_BYTES["fp32"])
+            dtypes: tuple[Dtype, ...] = (profile.dtype, "fp32")
+            # next to each other, as tp groups lie, and as far apart as dp groups do
+            strides = (1, profile.world_size // group_size)
+            for kind, dtype, stride in itertools.product(kinds, dtypes, strides):
+                yield Collective(
+                    kind=kind, size_bytes=whole, group_size=group_size, group_stride=stride,
+                    dtype=dtype, in_place=kind in IN_PLACE,
+                )  # fmt: skip
 
 
 def _pairs(profile: Profile) -> Iterator[Collective]:
@@ -292,12 +291,3 @@ def _pairs(profile: Profile) -> Iterator[Collective]:
                     kind="send_recv", size_bytes=size, group_size=2, group_stride=stride,
                     dtype=profile.dtype,
                 )  # fmt: skip
-
-
-def _strides(profile: Profile, kind: CollectiveKind, group_size: int) -> tuple[int, ...]:
-    """1, as tp groups lie, and world/group, as dp groups lie, where that can differ: over
-    another tier, or for the two collectives that sharding rests on."""
-    far = profile.world_size // group_size
-    tier = profile.cluster.tier_of
-    differs = tier(group_size, far) != tier(group_size, 1) or kind in SHARDING
-    return (1, far) if far > 1 and differs else (1,)

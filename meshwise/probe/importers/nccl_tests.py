@@ -27,8 +27,7 @@ from meshwise.probe.importers.found import (
 )
 from meshwise.probe.importers.suspicion import Printed, Series, warnings_of
 from meshwise.spec import Case, Collective
-from meshwise.spec.op import DTYPE_BYTES, ROOTED, CollectiveKind, Dtype
-from meshwise.spec.run import Regime
+from meshwise.spec.op import DTYPE_BYTES, ROOTED, CollectiveKind, Dtype, Regime
 
 SIZE_KIND = "the larger of a rank's send and receive buffer (nccl-tests' size), kept"
 TIME_KIND = "mean over the iterations of one loop, and over ranks unless -a said otherwise"

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwise.probe.importers.found import Found, is_number, refusal, short, whole
 from meshwise.probe.importers.nccl_tests import Line, Ranks, Section, found_of
-from meshwise.spec.run import Regime
+from meshwise.spec import Regime
 
 
 def read_json(data: dict[str, Any], name: str) -> Found:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from meshwise.probe.importers.found import Found, is_number, refusal, whole
 from meshwise.probe.importers.nccl_tests import Line, Section, found_of
-from meshwise.spec.run import Regime
+from meshwise.spec import Regime
 
 HEADER = re.compile(r"^#?[ \t]*(size[ \t]+count[ \t]+type\b.*)$", re.MULTILINE)
 _UNITS = re.compile(r"^#?[ \t]*\([kKMG]?i?B\)[ \t]+\(\w+\).*$", re.MULTILINE)

@@ -30,8 +30,7 @@ from meshwise.probe.importers.found import (
 )
 from meshwise.probe.importers.suspicion import Printed, warnings_of
 from meshwise.spec import Case, Collective
-from meshwise.spec.op import DTYPE_BYTES, CollectiveKind
-from meshwise.spec.run import Regime
+from meshwise.spec.op import DTYPE_BYTES, CollectiveKind, Regime
 
 SIZE_KIND = (
     "PARAM's total-size: the output of all_gather, the input of reduce_scatter, else a rank's "

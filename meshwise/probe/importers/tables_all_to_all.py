@@ -23,8 +23,7 @@ from meshwise.probe.importers.found import (
     short,
     whole,
 )
-from meshwise.spec import Case, Collective
-from meshwise.spec.run import Regime
+from meshwise.spec import Case, Collective, Regime
 
 PATTERN = re.compile(r"(\d{1,18}),(\d{1,18}(?:-\d{1,18})*),(\d{1,18})")
 COLUMNS = frozenset({"btd", "size_bytes", "latency_us"})

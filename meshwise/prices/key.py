@@ -1,0 +1,237 @@
+"""What makes two prices differ: each field of an operation is category, coordinate or derived.
+
+Operations of one *category* share a price, and two categories are never mixed. *Coordinates* are
+what a price is interpolated over. A *derived* field counts for nothing by itself, for a reason. How
+the work ran (cold or warm, one call or many in a row, eager or compiled, by whose code) belongs to
+the category.
+
+A group of ranks is known by its links: how many of its ranks lie within each tier, and how many
+groups share a link into that tier, since all groups work at once. With hosts of 8, one rank on each
+of 8 hosts is ``8 by network (8 a link)``.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from meshwise.spec import (
+    Attention,
+    Block,
+    Case,
+    Cluster,
+    Collective,
+    Curve,
+    Elementwise,
+    Factor,
+    Gemm,
+    LanguageModel,
+    Op,
+    Overlap,
+    Surface,
+    digest,
+)
+from meshwise.spec.costs import Price
+from meshwise.spec.label import storage
+from meshwise.spec.op import REDUCING, Lowering, Regime
+
+Category = tuple[tuple[str, str], ...]
+Mark = tuple[Literal["category", "coordinate", "derived"], str, Any]  # its name; value or reason
+Role = Callable[[Any, str, Cluster], tuple[Mark, ...]]
+
+NO_SIZES = {"name": "", "layers": 1, "max_seq_len": 2**20}  # of a layer
+ONE_KERNEL = ("copy", "add", "mul", "cast", "adamw", "grad_norm", "h2d", "d2h")
+
+
+class How(NamedTuple):
+    """How work runs: fields of ``Case``, which explains them."""
+
+    regime: Regime = "warm"
+    lowering: Lowering = "eager"
+    backend: str = ""
+
+
+class Key(NamedTuple):
+    """Names and words of the category, names and values of the coordinates."""
+
+    category: Category
+    coordinates: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        """``gemm bf16 nt cold``, ``all_reduce fp32 in place 4 by nvlink``; warm, eager: unsaid."""
+        usual = ("warm", "eager", "")
+        return " ".join(word for _, word in self.category if word not in usual)
+
+
+def op_key(op: Op, how: How, cluster: Cluster) -> Key:
+    """The key of an operation run so; a group that the cluster cannot hold is a ValueError."""
+    category, coordinates = dict[str, str](), dict[str, int]()
+    for kind, name, value in marks(op, cluster):
+        if kind != "derived":
+            (category if kind == "category" else coordinates)[name] = value
+    return Key((*category.items(), *how._asdict().items()), coordinates)
+
+
+def marks(op: Op, cluster: Cluster) -> list[Mark]:
+    """What each field of ``op`` is, in the order of ``FIELDS``."""
+    found: list[Mark] = [("category", "op", type(op).__struct_config__.tag)]
+    return found + [m for f, role in FIELDS[type(op)].items() for m in role(op, f, cluster)]
+
+
+def how(of: Case | Price) -> How:
+    return How(of.regime, of.lowering, of.backend)
+
+
+def name_of(price: Curve | Surface | Factor, cluster: Cluster) -> str:
+    """What a price is of."""
+    return op_key(price.like, how(price), cluster).name
+
+
+def in_step(op: Op, cluster: Cluster, lowering: Lowering) -> How:
+    """How a training step runs an operation; ``measure profile`` times it so.
+
+    On a GPU products, attention and element-wise work are cold: weights were read a microbatch ago,
+    and activations of tens of MB leave L2 as the next kernel writes as many. Collectives are warm:
+    kernels wrote what they send just before, into buffers that stay where they are. So are blocks,
+    whose kernels leave to each other what they would in a step. On a CPU all is warm: there is no
+    flush to rely on, and rotated buffers alone time page faults.
+
+    Single operations are eager: compiled code calls the same kernels for products, attention and
+    collectives, and what it makes of element-wise work is in the factors of its blocks.
+    """
+    if isinstance(op, Block):
+        return How("warm", lowering)
+    warm = cluster.device.kind == "cpu" or isinstance(op, Collective)
+    return How("warm" if warm else "cold")
+
+
+def size(op: Op, dim: str) -> int:
+    """A coordinate of any operation of its kind: what is absent is as in a plain one."""
+    value = getattr(op, dim)
+    if value is None:
+        value = getattr(op, {"head_dim_v": "head_dim", "window": "kv_len"}[dim])
+    return int(value)
+
+
+def links(op: Collective, cluster: Cluster) -> str:
+    """``2 by nvlink, 8 by network (4 a link)``: ranks in each tier, groups that share a link."""
+    if not op.ranks and op.group_size > 1:
+        cluster.tier_of(op.group_size, op.group_stride)  # raises where there is none
+    words, within, reach = [], 1, 1
+    for tier in cluster.tiers:
+        inside = min(op.group_size, -(-tier.num_devices // op.group_stride))
+        if op.ranks:
+            inside = max(Counter(rank // tier.num_devices for rank in op.ranks).values())
+        shared = 1 if op.ranks else min(reach, op.group_stride)
+        if inside > within:
+            words.append(f"{inside} by {tier.name}" + (f" ({shared} a link)" if shared > 1 else ""))
+        within, reach = inside, tier.num_devices
+    if within < op.group_size:
+        raise ValueError(f"ranks {op.ranks}: cluster {cluster.name!r} has {cluster.num_devices}")
+    return ", ".join(words)
+
+
+def _category(op: Any, field: str, _: Cluster) -> tuple[Mark, ...]:
+    value = getattr(op, field)
+    word = field.replace("_", " ") if value is True else value if value != "none" else ""
+    return (("category", field, word or ""),)
+
+
+def _word(of: Callable[[Any], str], name: str = "") -> Role:
+    return lambda op, field, _: (("category", name or field, of(op)),)
+
+
+def _coordinate(name: str = "") -> Role:
+    """A field, or what several fields make."""
+    return lambda op, field, _: (("coordinate", name or field, getattr(op, name or field)),)
+
+
+def _unlike(plain: Callable[[Any], Any], word: str) -> Role:
+    """A category and a coordinate of its own where it is not as in a plain operation."""
+
+    def role(op: Any, field: str, _: Cluster) -> tuple[Mark, ...]:
+        value = getattr(op, field)
+        if value in (None, plain(op)):
+            return ("category", field, ""), ("derived", field, "says what is so without it")
+        return ("category", field, word), ("coordinate", field, value)
+
+    return role
+
+
+def _kv_heads(op: Attention, field: str, _: Cluster) -> tuple[Mark, ...]:
+    word = "" if op.kv_heads == op.heads else "GQA"
+    return ("category", field, word), ("coordinate", field, op.kv_heads)
+
+
+def _direction(op: Elementwise, field: str, _: Cluster) -> tuple[Mark, ...]:
+    if op.kind in ONE_KERNEL:
+        return (("derived", field, "one kernel for both"),)
+    return (("category", "op", f"{op.kind} {op.direction}"),)
+
+
+def _dtype(op: Collective, field: str, cluster: Cluster) -> tuple[Mark, ...]:
+    if op.kind in REDUCING:
+        return _category(op, field, cluster)
+    return ("category", field, ""), ("derived", field, "bytes are moved, whatever they mean")
+
+
+def _links(op: Collective, field: str, cluster: Cluster) -> tuple[Mark, ...]:
+    found: Mark = ("category", "group", links(op, cluster))
+    return (found,) if field == "group_size" else (found, ("derived", field, "counts by its links"))
+
+
+def _nested(op: Overlap, field: str, cluster: Cluster) -> tuple[Mark, ...]:
+    return tuple((of, f"{field} {name}", x) for of, name, x in marks(getattr(op, field), cluster))
+
+
+@lru_cache
+def _sizes(model: LanguageModel) -> str:
+    return f"h{model.hidden} {digest(msgspec.structs.replace(model, **NO_SIZES))[:8]}"
+
+
+def _model(op: Block, field: str, _: Cluster) -> tuple[Mark, ...]:
+    words = str(type(op.model).__struct_config__.tag), "experts" if op.model.experts else ""
+    return (
+        ("category", "model", " ".join(filter(None, words))),
+        ("category", "sizes", _sizes(op.model)),
+        ("derived", field, "one layer is alike, whatever name, layers and longest sequence"),
+    )
+
+
+def _all(role: Role, fields: str) -> dict[str, Role]:
+    return dict.fromkeys(fields.split(), role)
+
+
+# A record's fields, the words of its name in this order. A new record is a line here.
+FIELDS: dict[type, dict[str, Role]] = {
+    Gemm: {
+        **_all(_category, "dtype"), **_all(_word(storage, "storage"), "trans_a trans_b"),
+        **_all(_category, "scaling"), "groups": _unlike(lambda op: 1, "grouped"),
+        **_all(_coordinate(), "m n k"),
+    },
+    Attention: {
+        **_all(_category, "dtype direction causal"), "window": _unlike(lambda op: None, "windowed"),
+        "head_dim_v": _unlike(lambda op: op.head_dim, "MLA"), "kv_heads": _kv_heads,
+        **_all(_coordinate(), "batch q_len kv_len heads head_dim"),
+    },
+    Elementwise: {
+        "kind": _word(lambda op: op.kind, "op"), "direction": _direction,
+        **_all(_coordinate("bytes"), "read_bytes write_bytes"),
+    },
+    Collective: {
+        "kind": _word(lambda op: op.kind, "op"), "dtype": _dtype, **_all(_category, "in_place"),
+        **_all(_links, "group_size group_stride ranks"), **_all(_coordinate(), "size_bytes"),
+        "splits": lambda op, field, _: (("derived", field, "size_bytes is the busiest rank's"),),
+    },
+    Overlap: _all(_nested, "compute collective"),
+    Block: {
+        "part": _word(lambda op: op.part, "op"), "model": _model,
+        **_all(_category, "direction dtype"),
+        "tp": _word(lambda op: f"tp{op.tp}"),
+        "sequence_parallel": _word(lambda op: "sp" if op.sequence_parallel else ""),
+        **_all(_coordinate("activation_elements"), "microbatch_size seq_len"),
+    },
+}  # fmt: skip
