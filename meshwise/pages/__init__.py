@@ -1,1 +1,1 @@
-"""What people read: tables for the terminal, figures, and the report as one page. No torch."""
+"""Tables for the terminal, figures, and the report as one page. No torch."""

@@ -242,7 +242,7 @@ def pair_rates(found: Sequence[Series]) -> dict[tuple[str, int], dict[tuple[int,
 
 
 def pair_matrices(found: Sequence[Series]) -> list[Table]:
-    """From every rank to every other, one pair at a time; a table for each size and mode."""
+    """Rates from every rank to every other, one pair at a time; a table for each size and mode."""
     return [_matrix(*key, rates) for key, rates in pair_rates(found).items()]
 
 

@@ -165,11 +165,7 @@ def _compared(a: Sample, b: Sample) -> Compared:
         a_layout=_layout(a) if _layout(a) != _layout(b) else None,
         a_s=stats.median_interval(a.times_s)[0],
         b_s=stats.median_interval(b.times_s)[0],
-        ratio=found.ratio,
-        low=found.low,
-        high=found.high,
-        interval=found.interval,
-        verdict=found.verdict,
+        **found._asdict(),
     )
 
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from meshwise.pages.metrics import each
 from meshwise.pages.spread import slowest
-from meshwise.pages.table import Table
-from meshwise.pages.tables import ABSENT, INTERVAL, percent
+from meshwise.pages.table import Table, filled
+from meshwise.pages.tables import ABSENT, INTERVAL, percent, shown
 from meshwise.spec import Attention, Case, Cluster, Gemm, Overlap, Sample
 from meshwise.spec.label import label, number_format, shape, storage
 from meshwise.stats import median_interval
@@ -74,15 +75,10 @@ def _product(op: Gemm, sample: Sample, cluster: Cluster, sustained: bool) -> tup
     )
     if not sustained:
         return (*cells, f"{100 * (high_s - low_s) / 2 / middle_s:.1f} %", slowest(sample))
-    clocks_mhz, power_w = _ordered(sample, "sm_clock_mhz"), _ordered(sample, "power_w")
+    clocks_mhz, power_w = (sorted(each(sample.metrics, x)) for x in ("sm_clock_mhz", "power_w"))
     clock = f"{_middle(clocks_mhz):.0f} ({clocks_mhz[0]:.0f})" if clocks_mhz else ABSENT
     power = f"{_middle(power_w):.0f} ({power_w[-1]:.0f})" if power_w else ABSENT
     return (*cells, clock, power)
-
-
-def _ordered(sample: Sample, name: str) -> list[float]:
-    value = sample.metrics.get(name, ())
-    return sorted(value if isinstance(value, tuple) else (value,))
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -205,11 +201,11 @@ class Slowdown(NamedTuple):
 
 
 def slowdown(sample: Sample) -> Slowdown:
-    """What a sample of ``Overlap`` holds: its times are the compute's beside collectives."""
+    """Read a sample of ``Overlap``: its times are the compute's beside collectives."""
 
     def metric(name: str) -> float | None:
-        value = sample.metrics.get(name)
-        return _middle(value) if isinstance(value, tuple) else value
+        values = each(sample.metrics, name)
+        return _middle(values) if values else None
 
     return Slowdown(
         metric("compute_alone_s"),
@@ -244,9 +240,9 @@ def overlaps(samples: Iterable[Sample]) -> list[Table]:
         "nothing.",
         *(("* some timed calls ended alone: slowdowns are at least these.",) * alone),
     )
-    return [Table("Compute beside collectives", columns, tuple(rows), legend, left=2)] * bool(rows)
+    return filled(Table("Compute beside collectives", columns, tuple(rows), legend, left=2))
 
 
 def _side(alone_s: float | None, beside_s: float | None, ratio: float | None) -> tuple[str, ...]:
-    times = (ABSENT if time_s is None else format_seconds(time_s) for time_s in (alone_s, beside_s))
-    return (*times, ABSENT if ratio is None else f"{ratio:.2f} x")
+    times = (shown(time_s, format_seconds) for time_s in (alone_s, beside_s))
+    return (*times, shown(ratio, "{:.2f} x".format))

@@ -61,7 +61,7 @@ def verdict(found: Iterable[Finding]) -> str:
 def findings(
     info: RunInfo, samples: Sequence[Sample], baseline: Sequence[Sample] | None = None
 ) -> list[Finding]:
-    """What is wrong, faults first. ``baseline``: the samples of one or several earlier runs.
+    """Find what is wrong, faults first. ``baseline``: the samples of one or several earlier runs.
 
     Raises ValueError if the baseline shares no case with this run.
     """
@@ -177,7 +177,7 @@ def _links(info: RunInfo, one: Measured, slow: Mapping[Key, Slow]) -> list[Findi
 
 
 def _asymmetric(one: Measured, key: Key, noise: float) -> Slow | None:
-    """How much slower this direction is than the other, if it is."""
+    """Compare this direction with the other: ``Slow`` if it is slower."""
     both = {way: one.times_s[way] for way in (key, key[::-1]) if way in one.times_s}
     return outliers.than_peers(both, max(_FLOOR["link"], noise)).get(key)
 
@@ -220,9 +220,11 @@ def _worse(
 
 
 def _above(info: RunInfo, one: Measured) -> list[Finding]:
-    """Why busbw can exceed the link: it counts a ring's traffic. Reduced in the switch (NVLS) a
-    GPU sends (n+1)/n of the message; over k hosts, by a tree or in levels, a network card carries
-    (k-1)/(n-1) of busbw."""
+    """Explain a busbw above the link's rate: it counts a ring's traffic.
+
+    Reduced in the switch (NVLS) a GPU sends (n+1)/n of the message; over k hosts, by a tree or in
+    levels, a network card carries (k-1)/(n-1) of busbw.
+    """
     op, n = one.op, info.world_size
     if one.spec is None or not isinstance(op, Collective):
         return []

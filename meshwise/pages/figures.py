@@ -131,7 +131,7 @@ def _bars(plan: Plan | None, results: Sequence[StepResult], quantity: Quantity) 
 
 
 def pipeline(plan: Plan | None) -> svg.Figure | None:
-    """Who works when, a row for each pipeline rank; so many microbatches as show the rhythm."""
+    """Show when each pipeline rank works, for as many microbatches as show the rhythm."""
     if plan is None or plan.prediction is None or not plan.prediction.stage_times:
         return None
     layout, times = plan.layout, plan.prediction.stage_times
@@ -141,9 +141,7 @@ def pipeline(plan: Plan | None) -> svg.Figure | None:
     end_s = schedule.end_time(spans)
 
     def paint(axes: "Axes") -> None:
-        shown = list(
-            dict.fromkeys(timeline.ACTIONS[action.kind] for row in table for action in row)
-        )
+        shown = list(dict.fromkeys(timeline.ACTIONS[each.kind] for row in table for each in row))
         labelled = set[str]()
         for rank, row in enumerate(spans):
             axes.broken_barh([(0, end_s)], (rank - 0.4, 0.8), color=svg.GRID)
@@ -174,60 +172,62 @@ def pipeline(plan: Plan | None) -> svg.Figure | None:
 
 def collectives(costs: Costs) -> list[svg.Figure]:
     """Bandwidth over size, one figure a kind, one colour a group."""
-    kinds: dict[str, list[tuple[str, Curve]]] = {}
+    kinds: dict[str, list[_Rates]] = {}
     for curve in costs.curves:
         if isinstance(curve.like, Collective):
             kind, name = curve.like.kind, name_of(curve, costs.cluster)
-            kinds.setdefault(kind, []).append((name.removeprefix(f"{kind} "), curve))
-    return [_collective(kind, groups) for kind, groups in kinds.items()]
-
-
-def _collective(kind: str, groups: list[tuple[str, Curve]]) -> svg.Figure:
-    def paint(axes: "Axes") -> None:
-        ends: list[float] = []
-        for index, (name, curve) in enumerate(groups):
-            assert isinstance(curve.like, Collective)
-            bus_factor = curve.like.bus_factor
-            x, t = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
-            fine = np.geomspace(x[0], x[-1], 60)
-            fitted = np.asarray([curve_s(curve, at) for at in fine])
-            colour = svg.colour(index)
-            axes.plot(x, bus_factor * x / t, "o", color=colour)
-            axes.plot(fine, bus_factor * fine / fitted, color=colour, label=name)
-            axes.plot(fine, fine / fitted, color=colour, linestyle=":", linewidth=1)
-            ends += [*(x / t), *(bus_factor * x / t)]
-        axes.set(xscale="log", yscale="log", xlabel="size", title=kind)
-        sizes = [x for _, curve in groups for x in curve.x_bytes]
-        svg.byte_ticks(axes.xaxis, min(sizes), max(sizes))
-        svg.rate_ticks(axes.yaxis, min(ends), max(ends), "B/s")
-        axes.legend(loc="lower right")
-
-    return svg.draw(f"{kind}: busbw (solid, as fitted), algbw (dotted), points as measured.", paint)
+            group = _Rates(name.removeprefix(f"{kind} "), curve, curve.like.bus_factor)
+            kinds.setdefault(kind, []).append(group)
+    return [
+        _curves(f"{kind}: busbw (solid, as fitted), algbw (dotted), points as measured.", kind, of)
+        for kind, of in kinds.items()
+    ]
 
 
 def memory_bound(costs: Costs) -> svg.Figure | None:
     """Bytes per second of copies and other memory-bound work, over bytes read and written."""
-    curves = [curve for curve in costs.curves if isinstance(curve.like, Elementwise)]
-    if not curves:
-        return None
+    curves = [
+        _Rates(name_of(curve, costs.cluster), curve)
+        for curve in costs.curves
+        if isinstance(curve.like, Elementwise)
+    ]
+    caption = "Memory-bound work: bytes a second, as fitted and as measured."
+    return _curves(caption, "memory", curves, "bytes read and written") if curves else None
+
+
+class _Rates(NamedTuple):
+    """A fitted curve as a line; ``bus_factor`` of a collective."""
+
+    name: str
+    curve: Curve
+    bus_factor: float | None = None
+
+
+def _curves(caption: str, title: str, found: Sequence[_Rates], x_name: str = "size") -> svg.Figure:
+    """Points as measured, solid lines as fitted; of collectives algbw too, dotted."""
 
     def paint(axes: "Axes") -> None:
-        rates: list[float] = []
-        for index, curve in enumerate(curves):
+        ends: list[float] = []
+        for index, (name, curve, bus_factor) in enumerate(found):
             x, t = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
             fine = np.geomspace(x[0], x[-1], 60)
-            axes.plot(x, x / t, "o", color=svg.colour(index))
-            rate = fine / np.asarray([curve_s(curve, at) for at in fine])
-            name = name_of(curve, costs.cluster)
-            axes.plot(fine, rate, color=svg.colour(index), label=name)
-            rates += [*(x / t)]
-        axes.set(xscale="log", yscale="log", xlabel="bytes read and written", title="memory")
-        sizes = [x for curve in curves for x in curve.x_bytes]
+            fitted = np.asarray([curve_s(curve, at) for at in fine])
+            factor, colour = bus_factor or 1.0, svg.colour(index)
+            axes.plot(x, factor * x / t, "o", color=colour)
+            axes.plot(fine, factor * fine / fitted, color=colour, label=name)
+            ends += [*(factor * x / t)]
+            if bus_factor is not None:
+                axes.plot(fine, fine / fitted, color=colour, linestyle=":", linewidth=1)
+                ends += [*(x / t)]
+        axes.set(xscale="log", yscale="log", xlabel=x_name, title=title)
+        sizes = [x for one in found for x in one.curve.x_bytes]
         svg.byte_ticks(axes.xaxis, min(sizes), max(sizes))
-        svg.rate_ticks(axes.yaxis, min(rates), max(rates), "B/s")
+        svg.rate_ticks(axes.yaxis, min(ends), max(ends), "B/s")
         axes.legend(loc="lower right")
 
-    return svg.draw("Memory-bound work: bytes a second, as fitted and as measured.", paint)
+    return svg.draw(caption, paint)
+
+
 
 
 def rates(costs: Costs) -> svg.Figure | None:

@@ -12,15 +12,15 @@ from statistics import mean
 from typing import NamedTuple
 
 from meshwise.models.fsdp import nccl_tests_command
-from meshwise.pages.table import Table
-from meshwise.pages.tables import ABSENT
+from meshwise.pages.table import Table, listed
+from meshwise.pages.tables import ABSENT, shown
 from meshwise.spec import DTYPE_BYTES, Case, Collective, Derived, Sample
 
 _ORDER = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 class Message(NamedTuple):
-    """What is sent for all units of equal size, and how it was measured."""
+    """A message of all units of equal size, and its sample."""
 
     model: str
     units: str
@@ -37,6 +37,14 @@ class Message(NamedTuple):
     def elements_per_rank(self) -> int:
         parts = 1 if self.op.kind == "all_reduce" else self.op.group_size
         return self.op.size_bytes // DTYPE_BYTES[self.op.dtype] // parts
+
+    @property
+    def mean_s(self) -> float | None:
+        return mean(self.sample.times_s) if self.sample and self.sample.times_s else None
+
+    @property
+    def status(self) -> str:
+        return ABSENT if self.sample is None else self.sample.status
 
     @property
     def arrangement(self) -> tuple[str, int, int]:
@@ -63,42 +71,35 @@ def tables(rows: Iterable[Derived], samples: Sequence[Sample]) -> list[Table]:
 
 
 def _measured(model: str, shard: int, world_size: int, messages: Iterable[Message]) -> Table:
-    rows = tuple(
-        (
-            one.units,
-            one.op.kind,
-            one.op.dtype,
-            one.case.regime,
-            str(one.elements_per_rank),
-            str(one.op.size_bytes),
-            *_outcome(one),
-        )
-        for one in messages
-    )
-    columns = (
-        "units", "collective", "type", "mode", "elements a rank", "total(B)", "time(us)", "busbw",
-    )  # fmt: skip
     groups = world_size // shard
     title = "FSDP units" + (f" of {model}" if model else "")
     if shard == 1:
         title += f", {groups} replicas"
     else:
         title += f", {groups} groups of {shard} ranks" if groups > 1 else f", {shard} ranks"
-    legend = (
-        "Units of equal size are one row. elements a rank: count as NCCL's traces print it, each "
-        "weight's dim 0 divided among ranks and rounded up; total: nccl-tests' size; time: mean "
-        "over iterations of the largest over ranks; busbw in GB/s.",
+    return listed(
+        title,
+        messages,
+        ("units", lambda one: one.units),
+        ("collective", lambda one: one.op.kind),
+        ("type", lambda one: one.op.dtype),
+        ("mode", lambda one: one.case.regime),
+        ("elements a rank", lambda one: str(one.elements_per_rank)),
+        ("total(B)", lambda one: str(one.op.size_bytes)),
+        ("time(us)", lambda one: f"{1e6 * one.mean_s:.1f}" if one.mean_s else one.status),
+        (
+            "busbw",
+            lambda one: shown(
+                one.mean_s, lambda s: f"{one.op.size_bytes * one.op.bus_factor / s / 1e9:.2f}"
+            ),
+        ),
+        legend=(
+            "Units of equal size are one row. elements a rank: count as NCCL's traces print it, "
+            "each weight's dim 0 divided among ranks and rounded up; total: nccl-tests' size; "
+            "time: mean over iterations of the largest over ranks; busbw in GB/s.",
+        ),
+        left=4,
     )
-    return Table(title, columns, rows, legend, left=4)
-
-
-def _outcome(one: Message) -> tuple[str, str]:
-    """Time and bus bandwidth, or why there are none."""
-    if one.sample is None or not one.sample.times_s:
-        return (ABSENT if one.sample is None else one.sample.status), ABSENT
-    mean_s = mean(one.sample.times_s)
-    busbw = one.op.size_bytes * one.op.bus_factor / mean_s / 1e9
-    return f"{1e6 * mean_s:.1f}", f"{busbw:.2f}"
 
 
 def _commands(messages: Iterable[Message]) -> Table:

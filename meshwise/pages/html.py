@@ -36,6 +36,11 @@ class Section(NamedTuple):
     folded: tuple[Table, ...] = ()
 
 
+def _drawn(*figures: Figure | None) -> tuple[Figure, ...]:
+    """The figures that there are."""
+    return tuple(figure for figure in figures if figure is not None)
+
+
 class Headline(NamedTuple):
     name: str
     value: str
@@ -85,13 +90,8 @@ def _is_priced(contents: Contents) -> bool:
     return contents.costs is not None or any(p is not None and p.prediction for p in plans)
 
 
-def _is_compared(contents: Contents) -> bool:
-    times = [result.time for result in contents.results]
-    return any(time is not None and time.predicted is not None for time in times)
-
-
 def _legend(contents: Contents) -> list[str]:
-    """How to read what is on the page."""
+    """Explain the words and units of the page."""
     counted = {ran.flop_legend(result): None for result in contents.results if result.time}
     return [
         *(ERRORS if _is_priced(contents) else ()),
@@ -113,7 +113,7 @@ def _title(contents: Contents) -> str:
 
 
 def _subtitle(contents: Contents) -> str:
-    """What there is, in the order of the verbs."""
+    """Name what the page holds, in the order of the verbs."""
     if contents.results and _is_priced(contents):
         return "predicted beside measured"
     if contents.results:
@@ -155,7 +155,7 @@ def _headlines(contents: Contents) -> list[Headline]:
 
 
 def _alone(contents: Contents) -> list[Headline]:
-    """What the only run measured."""
+    """The headlines of a run that was not priced, if there is one alone."""
     result = contents.results[0] if len(contents.results) == 1 else None
     if result is None or result.time is None:
         return []
@@ -170,7 +170,7 @@ def _alone(contents: Contents) -> list[Headline]:
 
 
 def _story(contents: Contents) -> list[Section]:
-    """From prices to outcome, where at least one of them is there."""
+    """The sections from prices to outcome, where at least one of them is there."""
     if contents.plan is None and contents.costs is None and not contents.results:
         return []
     sections = [_outcome(contents), _plan(contents)]
@@ -179,29 +179,23 @@ def _story(contents: Contents) -> list[Section]:
 
 def _outcome(contents: Contents) -> Section:
     title = "Predicted beside measured"
-    if contents.results and not _is_compared(contents):
+    if contents.results and not any(r.time and r.time.predicted for r in contents.results):
         title = "What was measured"
     if not contents.results:
         return Section(title, ("No plan has been run yet; `meshwise run` does.",))
-    drawn = [figures.against(contents.results, quantity) for quantity in ("time", "memory")]
-    return Section(
-        title,
-        figures=tuple(figure for figure in drawn if figure is not None),
-        tables=tuple(ran.steps(contents.results)),
-    )
+    against = (figures.against(contents.results, quantity) for quantity in ("time", "memory"))
+    return Section(title, figures=_drawn(*against), tables=tuple(ran.steps(contents.results)))
 
 
 def _plan(contents: Contents) -> Section:
     title = "The plan"
-    drawn = [
+    shown = _drawn(
         *(figures.breakdown(contents.plan, contents.results, of) for of in ("time", "memory")),
         figures.pipeline(contents.plan),
-    ]
-    shown = tuple(figure for figure in drawn if figure is not None)
+    )
     if contents.plan is None and contents.results:
-        return Section(
-            "The plan that ran", figures=shown, tables=tuple(planned.of(contents.results))
-        )
+        ran_ = tuple(planned.of(contents.results))
+        return Section("The plan that ran", figures=shown, tables=ran_)
     if contents.plan is None:
         return Section(title, ("There is no plan; `meshwise plan` makes one.",), shown)
     if contents.plan.prediction is None:
@@ -215,11 +209,11 @@ def _prices(contents: Contents) -> Section:
     if contents.costs is None:
         return Section(title, ("There are no prices; `meshwise calibrate` makes them.",))
     costs = contents.costs
-    single = (figures.rates(costs), figures.memory_bound(costs), figures.factors(costs))
+    single = _drawn(figures.rates(costs), figures.memory_bound(costs), figures.factors(costs))
     return Section(
         title,
         (f"Measured in {', '.join(costs.runs)}: {costs.dtype}, {costs.lowering}.",),
-        (*(figure for figure in single if figure is not None), *figures.collectives(costs)),
+        (*single, *figures.collectives(costs)),
         folded=tuple(tables.costs(costs)),
     )
 

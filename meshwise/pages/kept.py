@@ -1,10 +1,10 @@
-"""What a run leaves beside its samples, as tables: ``phases.json`` and ``checkpoint.json``."""
+"""Tables of what a run leaves beside its samples: ``phases.json`` and ``checkpoint.json``."""
 
 from collections.abc import Sequence
 from math import prod
 
 from meshwise.pages.ran import PHASE_NAMES, SCALED_LEGEND
-from meshwise.pages.table import Table
+from meshwise.pages.table import Table, filled
 from meshwise.spec.checkpoint import Damage, Verified
 from meshwise.spec.phases import ADDENDS, Phases
 from meshwise.units import format_bytes, format_count, format_seconds
@@ -20,23 +20,20 @@ PHASES_LEGEND = (
 def phases(found: Phases) -> Table:
     """A row for each rank, then the least and the most of them."""
     names = (*ADDENDS, "communication_s")
-    times = [[float(getattr(rank, name)) for name in names] for rank in found.ranks]
-    ends = [
-        ("least", map(min, zip(*times, strict=True))),
-        ("most", map(max, zip(*times, strict=True))),
-    ]
-    rows = [(str(rank.rank), row) for rank, row in zip(found.ranks, times, strict=True)]
+    rows = [(str(r.rank), [float(getattr(r, name)) for name in names]) for r in found.ranks]
+    columns = list(zip(*(times for _, times in rows), strict=True))
+    rows += [("least", list(map(min, columns))), ("most", list(map(max, columns)))]
     step, slower = format_seconds(found.step_s), format_seconds(found.profiled_step_s)
     return Table(
         f"Where the time of a step of {step} goes ({slower} under the profiler)",
         ("rank", *PHASE_NAMES, "communication"),
-        tuple((said, *map(format_seconds, row)) for said, row in (*rows, *ends)),
+        tuple((said, *map(format_seconds, row)) for said, row in rows),
         (PHASES_LEGEND, SCALED_LEGEND),
     )
 
 
 def checkpoint(found: Verified) -> list[Table]:
-    """What was saved; then, if any of it is damaged, what."""
+    """Describe a checkpoint; then list what is damaged, if anything is."""
     saved = found.checkpoint
     weights = {n: whole for n, whole in saved.tensors.items() if not n.startswith("optimizer.")}
     elements = sum(prod(whole.shape) for whole in weights.values())
@@ -60,7 +57,7 @@ def checkpoint(found: Verified) -> list[Table]:
         ("state", state),
     )
     table = Table("Checkpoint", ("", ""), rows, (legend,), left=2)
-    return [table, _damage(found.damage)] if found.damage else [table]
+    return [table, *filled(_damage(found.damage))]
 
 
 def _damage(found: Sequence[Damage]) -> Table:

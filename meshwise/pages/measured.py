@@ -1,4 +1,4 @@
-"""What a health run measured: operations on every GPU, by every link, or of all ranks together.
+"""The operations of a health run: on every GPU, by every link, or of all ranks together.
 
 Samples in; out one ``Measured`` an operation, with the times of each GPU or pair and the rate that
 the datasheet gives it.
@@ -93,14 +93,14 @@ def _measured(cluster: Cluster, sample: Sample) -> Measured | None:
 
 
 def _tier(cluster: Cluster, ranks: Iterable[int]) -> Tier:
-    """The innermost tier that ``ranks`` lie within; there is one, as tiers reach all devices."""
+    """The innermost tier that ``ranks`` lie within; tiers reach all devices, so there is one."""
     each = list(ranks)
     inside = (t for t in cluster.tiers if len({r // t.num_devices for r in each}) == 1)
     return next(inside, cluster.tiers[-1])
 
 
 def device(info: RunInfo) -> str:
-    """What a rank is called."""
+    """The word for a rank."""
     return "GPU" if info.cluster.device.kind == "cuda" else "rank"
 
 

@@ -102,32 +102,23 @@ def _lines(
         axes.set(xscale="log", yscale="log", xlabel="size", ylabel=quantity)
         ends = [size for _, sizes, _, _ in curves for size in sizes]
         svg.byte_ticks(axes.xaxis, min(ends), max(ends))
-        low, high = min(everything), max(everything)
+        low, high = _widened(min(everything), max(everything))
         if quantity == "busbw":
-            svg.rate_ticks(axes.yaxis, *_widened(low, high), "B/s")
+            svg.rate_ticks(axes.yaxis, low, high, "B/s")
         else:
-            _second_ticks(axes, low, high)
+            low, high = low / 1.5, high * 1.5
+            inside = [value for value in svg.decades(low, high) if low <= value <= high]
+            axes.set_yticks(inside, labels=list(map(format_seconds, inside)))
+            axes.set_ylim(low, high)
         axes.legend(loc="upper left" if quantity == "time" else "lower right")
 
     return paint
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """At least a factor of 4 around the same middle, so that two of the ticks 1, 2, 5 fit."""
+    """Widen a range to a factor of 4 or more, so that two of the ticks 1, 2, 5 fit."""
     factor = max(1.0, (4 * low / high) ** 0.5)
     return low / factor, high * factor
-
-
-def _second_ticks(axes: "Axes", low_s: float, high_s: float) -> None:
-    """Powers of ten, or 1-2-5 where they are few."""
-    low_s, high_s = _widened(low_s, high_s)
-    low_s, high_s = low_s / 1.5, high_s * 1.5
-    powers = range(int(np.floor(np.log10(low_s))), int(np.ceil(np.log10(high_s))) + 1)
-    steps = (1, 2, 5) if len(powers) < 4 else (1,)
-    values = [step * 10.0**power for power in powers for step in steps]
-    inside = [value for value in values if low_s <= value <= high_s]
-    axes.set_yticks(inside, labels=[format_seconds(value) for value in inside])
-    axes.set_ylim(low_s, high_s)
 
 
 class _Product(NamedTuple):

@@ -1,4 +1,4 @@
-"""Who is slower than its peers, or than it was? Repeated times by key in, ``Slow`` out.
+"""Find what is slower than its peers, or than it was. Repeated times by key in, ``Slow`` out.
 
 Every series is cut into quarters, in the order of measurement, and each quarter has its median: a
 key is slow when all of its quarters exceed the reference by more than a limit. The limit is the

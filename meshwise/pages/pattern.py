@@ -4,8 +4,8 @@ A ``Cover`` in. MB = 1e6 bytes, of memory too.
 """
 
 from meshwise.attention.cover import Cover
-from meshwise.pages.table import Table
-from meshwise.pages.tables import ABSENT
+from meshwise.pages.table import Table, filled
+from meshwise.pages.tables import ABSENT, share, size
 from meshwise.spec.long_attention import LongAttention
 from meshwise.units import format_rate
 
@@ -25,10 +25,9 @@ BOUND = (
 def of(found: Cover) -> list[Table]:
     """Everything, warnings after the summary."""
     alone = len(found.lengths) == 1
-    told = warnings(found)
     return [
         summary(found),
-        *([Table("Warnings", ("",), tuple((line,) for line in told))] if told else []),
+        *filled(Table("Warnings", ("",), tuple((line,) for line in warnings(found)))),
         *([_branches(found)] if found.op.dilation else []),
         *([] if alone else [_bytes(found)]),
         *([] if alone or len(found.lengths) > MOST_RANKS else [_ranks(found)]),
@@ -56,7 +55,7 @@ def summary(found: Cover) -> Table:
     rows = [
         ("rows alive", _alive(found)),
         ("keys a row sees", f"{seen.least:,} to {seen.most:,}, mean {seen.mean:,.1f}{counted}"),
-        ("pairs joined", f"{_share(seen.share)} of {possible}{counted}"),
+        ("pairs joined", f"{share(seen.share)} of {possible}{counted}"),
         (
             "multiplicity",
             f"mean {seen.mean_multiplicity:.3g}, most {seen.max_multiplicity}{counted}",
@@ -64,7 +63,7 @@ def summary(found: Cover) -> Table:
         (f"layers until all know all{' before' if op.causal else ''}", _path(found)),
         (
             "FLOPs",
-            f"{format_rate(found.flops, 'FLOP')} {op.direction}, {_share(found.share_of_dense)} of "
+            f"{format_rate(found.flops, 'FLOP')} {op.direction}, {share(found.share_of_dense)} of "
             "dense attention's",
         ),
     ]
@@ -89,7 +88,7 @@ def _alive(found: Cover) -> str:
         return "all"
     total = found.op.seq_len * found.op.heads
     return (
-        f"{_share(rows.alive_share)}; {rows.dead:,} of {total:,} are dead, most in head "
+        f"{share(rows.alive_share)}; {rows.dead:,} of {total:,} are dead, most in head "
         f"{rows.worst_head}: {rows.worst_head_dead:,}"
     )
 
@@ -100,14 +99,14 @@ def _path(found: Cover) -> str:
         if path.final_share is None:
             return "never"
         layers = "1 layer" if path.final_layers == 1 else f"{path.final_layers} layers"
-        return f"never; {_share(path.final_share)} of the pairs after {layers}"
+        return f"never; {share(path.final_share)} of the pairs after {layers}"
     if path.layers is None:
         return "not known: more tokens than are searched, and segments do not grow by one factor"
     return f"{'' if path.kind == 'exact' else path.kind + ' '}{path.layers}"
 
 
 def warnings(found: Cover) -> list[str]:
-    """What a user may not have meant, in words."""
+    """Warn in words of what a user may not have meant."""
     op, path = found.op, found.path
     told = []
     if found.rows.first_dead:
@@ -172,7 +171,7 @@ def _branches(found: Cover) -> Table:
             str(index),
             f"{branch.segment_length:,}",
             str(branch.dilation_rate),
-            _share(branch.pairs / found.pairs if found.pairs else 0.0),
+            share(branch.pairs / found.pairs if found.pairs else 0.0),
         ]
         if not alone:
             sizes = (branch.gather_bytes, branch.heads_bytes, branch.world_bytes)
@@ -194,7 +193,7 @@ def _bytes(found: Cover) -> Table:
         ("owner computes, at least", size(max(found.bound_bytes)), size(mean)),
         *([(cheapest, size(found.target_bytes), ABSENT)] if cheapest else []),
         *(
-            (f"dense attention, {way}", "not counted" if most is None else size(most), ABSENT)
+            (f"dense attention, {way}", size(most) if most is not None else "not counted", ABSENT)
             for way, most in ways.items()
         ),
     ]
@@ -212,12 +211,3 @@ def _ranks(found: Cover) -> Table:
         )
     )
     return Table("Ranks", ("rank", "tokens", "work / mean", "owner computes"), rows)
-
-
-def size(num_bytes: float) -> str:
-    """``14.7 MB``."""
-    return format_rate(num_bytes, "B") if num_bytes else "0"
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.3g} %"

@@ -1,4 +1,4 @@
-"""Who attends whom, as a picture: the whole sequence in blocks, and a few heads token by token.
+"""Draw who attends whom: the whole sequence in blocks, and a few heads token by token.
 
 A query's row, a key's column. Colour: the shortest segment whose branch joins the two. Strength: in
 the blocks the mean multiplicity over heads (its root, so that sparse branches show), in the tokens

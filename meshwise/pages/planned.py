@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from meshwise.models import num_parameters
 from meshwise.pages.steps import StepResult
-from meshwise.pages.table import Table
+from meshwise.pages.table import Table, listed
 from meshwise.pages.tables import LAYOUT_LEGEND, headline, layouts
 from meshwise.spec import Plan, WideResNet
 from meshwise.units import format_count
@@ -17,23 +17,21 @@ NOTHING = "Nothing was run."
 
 
 def table(plans: Sequence[Plan]) -> Table:
-    """What a step of each plan is; of plans with prices, what they predict."""
+    """Show the step of each plan; for plans with prices, what they predict."""
     if all(plan.prediction is not None for plan in plans):
         return layouts(plans, (NOTHING,))
-    rows = tuple(
-        (
-            plan.layout.name,
-            str(plan.layout.num_devices),
-            format_count(num_parameters(plan.model)),
-            _batch(plan),
-            _sample(plan),
-            _layers(plan),
-            plan.recipe.optimizer,
-        )
-        for plan in plans
+    return listed(
+        headline(plans[0]),
+        plans,
+        ("layout", lambda plan: plan.layout.name),
+        ("devices", lambda plan: str(plan.layout.num_devices)),
+        ("parameters", lambda plan: format_count(num_parameters(plan.model))),
+        ("batch", _batch),
+        ("each", _sample),
+        ("stages", _layers),
+        ("optimizer", lambda plan: plan.recipe.optimizer),
+        legend=(LEGEND, NOTHING),
     )
-    columns = ("layout", "devices", "parameters", "batch", "each", "stages", "optimizer")
-    return Table(headline(plans[0]), columns, rows, (LEGEND, NOTHING))
 
 
 def _batch(plan: Plan) -> str:
@@ -64,24 +62,17 @@ def in_full(plan: Plan, mode: str = "train") -> Table:
     """Workload, layout, stages and, of training, the recipe."""
     size, is_image = plan.workload, isinstance(plan.model, WideResNet)
     of = "images" if is_image else f"sequences of {size.seq_len} tokens"
-    rows = (
+    rows = [
         ("workload", f"{size.global_batch_size} {of} in a batch"),
         ("layout", plan.layout.name),
-        *_each_stage(plan),
-        *([("recipe", _recipe(plan))] if mode == "train" else []),
-    )
-    return Table(headline(plan), ("", ""), rows, (LAYOUT_LEGEND,), left=2)
-
-
-def _each_stage(plan: Plan) -> list[tuple[str, str]]:
-    return [
-        (
-            f"stage {number}",
-            f"layers {stage.first_layer} to {stage.last_layer - 1} on pipeline rank "
-            f"{stage.pipeline_rank}: dp{stage.dp} cp{stage.cp} tp{stage.tp} ep{stage.ep}",
-        )
-        for number, stage in enumerate(plan.stages)
     ]
+    for number, stage in enumerate(plan.stages):
+        held = f"layers {stage.first_layer} to {stage.last_layer - 1}"
+        mesh = f"dp{stage.dp} cp{stage.cp} tp{stage.tp} ep{stage.ep}"
+        rows.append((f"stage {number}", f"{held} on pipeline rank {stage.pipeline_rank}: {mesh}"))
+    if mode == "train":
+        rows.append(("recipe", _recipe(plan)))
+    return Table(headline(plan), ("", ""), tuple(rows), (LAYOUT_LEGEND,), left=2)
 
 
 def _recipe(plan: Plan) -> str:

@@ -9,9 +9,9 @@ reason: a case without a time has empty cells, never zeros, and its reason stays
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from meshwise.spec import DTYPE_BYTES, Attention, Case, Collective, Derived, Gem
 from meshwise.stats import median_interval
 
 Cells = dict[str, Any]
+Kind = TypeVar("Kind")
 
 _DTYPES = {
     "fp64": "torch.float64",
@@ -29,6 +30,11 @@ _DTYPES = {
     "fp16": "torch.float16",
     "fp8": "torch.float8_e4m3fn",
 }
+_ATTENTION = {
+    "batch_size": "batch", "seqlen_q": "q_len", "seqlen_kv": "kv_len", "num_head_q": "heads",
+    "num_head_kv": "kv_heads", "head_dim_qk": "head_dim", "head_dim_v": "value_dim",
+    "causal": "causal",
+}  # fmt: skip
 _FILES = {
     "all_to_all": "all2all_benchmark.csv",
     "send": "send_recv_benchmark.csv",
@@ -42,101 +48,73 @@ _FILES = {
 def gemm(rows: Iterable[Derived], samples: Mapping[str, Sample], folder: Path | str) -> list[Path]:
     """``benchmark_gemm_<model>.csv`` and ``.json`` of every model in ``rows``."""
     by_model: dict[str, list[Cells]] = {}
-    for row in rows:
-        op = row.case.op
-        if isinstance(op, Gemm):
-            by_model.setdefault(row.model, []).append(_gemm(row.model, op, row.case, samples))
+    for row, op in _with_op(rows, Gemm):
+        time_s = _time_s(row.case, samples)
+        cells = {
+            "model": row.model,
+            "m": op.m,
+            "n": op.n,
+            "k": op.k,
+            "transA": "T" if op.trans_a else "N",
+            "transB": "T" if op.trans_b else "N",
+            "dtype": _DTYPES[op.dtype],
+            "Time(s)": time_s,
+            "TFLOPS": _per(op.flops / 1e12, time_s),
+            "Bandwidth(GB/s)": _per(op.bytes / 1e9, time_s),
+        }
+        by_model.setdefault(row.model, []).append(cells)
     paths = []
-    for model, cells in by_model.items():
-        name = f"benchmark_gemm_{model.replace('/', '_')}"
-        paths.append(_write(Path(folder) / f"{name}.csv", cells))
-        json_path = Path(folder) / f"{name}.json"
-        files.write_whole(json_path, json.dumps(cells, indent=4) + "\n")
-        paths.append(json_path)
+    for model, found in by_model.items():
+        path = Path(folder) / f"benchmark_gemm_{model.replace('/', '_')}.csv"
+        json_path = path.with_name(f"{path.stem}.json")
+        paths += [_write(path, found), json_path]
+        files.write_whole(json_path, json.dumps(found, indent=4) + "\n")
     return paths
-
-
-def _gemm(model: str, op: Gemm, case: Case, samples: Mapping[str, Sample]) -> Cells:
-    time_s = _time_s(case, samples)
-    return {
-        "model": model,
-        "m": op.m,
-        "n": op.n,
-        "k": op.k,
-        "transA": "T" if op.trans_a else "N",
-        "transB": "T" if op.trans_b else "N",
-        "dtype": _DTYPES[op.dtype],
-        "Time(s)": time_s,
-        "TFLOPS": _per(op.flops / 1e12, time_s),
-        "Bandwidth(GB/s)": _per(op.bytes / 1e9, time_s),
-    }
 
 
 def attention(rows: Iterable[Derived], samples: Mapping[str, Sample], path: Path | str) -> Path:
     """One file; forward and backward of a shape and back end share a row."""
     found: dict[tuple[str, int, Case], Cells] = {}
-    for row in rows:
-        op = row.case.op
-        if not isinstance(op, Attention):
-            continue
+    for row, op in _with_op(rows, Attention):
         forward = msgspec.structs.replace(op, direction="forward")
         key = (row.model, op.batch, msgspec.structs.replace(row.case, op=forward))
-        cells = found.setdefault(key, _attention(row.model, op, row.case.backend))
+        usual = {
+            "model": row.model,
+            **{column: getattr(op, field) for column, field in _ATTENTION.items()},
+            **dict.fromkeys(("fwd_tflops", "fwd_time", "bwd_tflops", "bwd_time")),
+            "backend": row.case.backend or "default",
+        }
         time_s = _time_s(row.case, samples)
         short = "fwd" if op.direction == "forward" else "bwd"
-        cells |= {f"{short}_tflops": _per(op.flops / 1e12, time_s), f"{short}_time": time_s}
+        found.setdefault(key, usual).update(
+            {f"{short}_tflops": _per(op.flops / 1e12, time_s), f"{short}_time": time_s}
+        )
     return _write(Path(path), list(found.values()))
-
-
-def _attention(model: str, op: Attention, backend: str) -> Cells:
-    return {
-        "model": model,
-        "batch_size": op.batch,
-        "seqlen_q": op.q_len,
-        "seqlen_kv": op.kv_len,
-        "num_head_q": op.heads,
-        "num_head_kv": op.kv_heads,
-        "head_dim_qk": op.head_dim,
-        "head_dim_v": op.value_dim,
-        "causal": op.causal,
-        "fwd_tflops": None,
-        "fwd_time": None,
-        "bwd_tflops": None,
-        "bwd_time": None,
-        "backend": backend or "default",
-    }
 
 
 def collectives(
     rows: Iterable[Derived], samples: Mapping[str, Sample], folder: Path | str
 ) -> list[Path]:
     """One file for each kind of collective among ``rows`` that Primus has."""
-    files: dict[str, list[Cells]] = {}
-    for row in rows:
-        op = row.case.op
-        if isinstance(op, Collective) and op.kind in _FILES:
-            files.setdefault(_FILES[op.kind], []).append(_collective(row, op, samples))
-    return [_write(Path(folder) / name, cells) for name, cells in files.items()]
-
-
-def _collective(row: Derived, op: Collective, samples: Mapping[str, Sample]) -> Cells:
-    # of two ranks by definition; with experts the group is theirs
-    ranks: Cells = {"WorldSize": op.group_size}
-    if op.kind == "all_to_all":
-        ranks = {"EP-Size": op.group_size, "TopK": row.top_k}
-    elif op.kind in ("send", "send_recv"):
-        ranks = {}
-    time_s = _time_s(row.case, samples)
-    return {
-        "Model": row.model,
-        "MBS": row.microbatch_size,
-        "Seq": row.seq_len,
-        "HiddenSize": row.hidden,
-        "DataType": _DTYPES[op.dtype],
-        **ranks,
-        "Time(s)": time_s,
-        "Bandwidth(GB/s)": _busbw(op, time_s),
-    }
+    found: dict[str, list[Cells]] = {}
+    for row, op in _with_op(rows, Collective):
+        if op.kind not in _FILES:
+            continue
+        # of two ranks by definition; with experts the group is theirs
+        ranks: Cells = {"WorldSize": op.group_size}
+        if op.kind == "all_to_all":
+            ranks = {"EP-Size": op.group_size, "TopK": row.top_k}
+        elif op.kind in ("send", "send_recv"):
+            ranks = {}
+        cells = {
+            "Model": row.model,
+            "MBS": row.microbatch_size,
+            "Seq": row.seq_len,
+            "HiddenSize": row.hidden,
+            **_sent(row, op, samples, ranks),
+        }
+        found.setdefault(_FILES[op.kind], []).append(cells)
+    return [_write(Path(folder) / name, cells) for name, cells in found.items()]
 
 
 def fsdp(
@@ -146,22 +124,32 @@ def fsdp(
 
     ``Layer Weight`` is the elements of the whole unit, padding included.
     """
-    found = []
-    for row in rows:
-        op = row.case.op
-        if isinstance(op, Collective) and op.kind == kind:
-            time_s = _time_s(row.case, samples)
-            found.append(
-                {
-                    "Model": row.model,
-                    "Layer Weight": op.size_bytes // DTYPE_BYTES[op.dtype],
-                    "DataType": _DTYPES[op.dtype],
-                    "WorldSize": op.group_size,
-                    "Time(s)": time_s,
-                    "Bandwidth(GB/s)": _busbw(op, time_s),
-                }
-            )
+    found = [
+        {
+            "Model": row.model,
+            "Layer Weight": op.size_bytes // DTYPE_BYTES[op.dtype],
+            **_sent(row, op, samples, {"WorldSize": op.group_size}),
+        }
+        for row, op in _with_op(rows, Collective)
+        if op.kind == kind
+    ]
     return _write(Path(path), found)
+
+
+def _with_op(rows: Iterable[Derived], kind: type[Kind]) -> Iterator[tuple[Derived, Kind]]:
+    """The rows of one kind of operation."""
+    return ((row, row.case.op) for row in rows if isinstance(row.case.op, kind))
+
+
+def _sent(row: Derived, op: Collective, samples: Mapping[str, Sample], ranks: Cells) -> Cells:
+    """The columns that all collectives share, ``ranks`` among them; busbw is of the median."""
+    time_s = _time_s(row.case, samples)
+    return {
+        "DataType": _DTYPES[op.dtype],
+        **ranks,
+        "Time(s)": time_s,
+        "Bandwidth(GB/s)": _per(op.size_bytes * op.bus_factor / 1e9, time_s),
+    }
 
 
 def _time_s(case: Case, samples: Mapping[str, Sample]) -> float | None:
@@ -171,10 +159,6 @@ def _time_s(case: Case, samples: Mapping[str, Sample]) -> float | None:
 
 def _per(amount: float, time_s: float | None) -> float | None:
     return None if time_s is None else amount / time_s
-
-
-def _busbw(op: Collective, time_s: float | None) -> float | None:
-    return _per(op.size_bytes * op.bus_factor / 1e9, time_s)
 
 
 def _write(path: Path, rows: Sequence[Cells]) -> Path:

@@ -6,9 +6,18 @@ alone where not; what failed and why.
 
 from collections.abc import Callable, Sequence
 
+from meshwise.pages.metrics import each
 from meshwise.pages.steps import CONVENTION, Outcome, StepResult
-from meshwise.pages.table import Table
-from meshwise.pages.tables import ABSENT, INTERVAL, MFU_LEGEND, headline, interval, percent
+from meshwise.pages.table import Table, filled
+from meshwise.pages.tables import (
+    ABSENT,
+    INTERVAL,
+    MFU_LEGEND,
+    headline,
+    interval,
+    percent,
+    shown,
+)
 from meshwise.spec import WideResNet
 from meshwise.spec.phases import ADDENDS
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
@@ -110,7 +119,7 @@ def _training(done: Sequence[StepResult]) -> list[Table]:
 
 
 def _phases(done: Sequence[StepResult]) -> list[Table]:
-    """Of the runs that were profiled."""
+    """The parts of a step, of the runs that were profiled."""
     rows = tuple(
         (
             result.plan.layout.name,
@@ -124,12 +133,12 @@ def _phases(done: Sequence[StepResult]) -> list[Table]:
     )
     columns = ("layout", "ranks", *PHASE_NAMES, "step")
     legend = (PHASES_LEGEND, SCALED_LEGEND)
-    return [Table("Where a step's time goes", columns, rows, legend, left=2)] if rows else []
+    return filled(Table("Where a step's time goes", columns, rows, legend, left=2))
 
 
 def _speed(done: Sequence[StepResult]) -> Table:
     checked = any(result.check_loss_error is not None for result in done)
-    learned = any(_losses(result) for result in done)
+    learned = any(each(result.metrics, "losses") for result in done)
     unit = _unit(done[0])
     if done[0].mode == "infer":
         unit += ", streamed" if _is_one_loop(done) else ", one by one"
@@ -141,26 +150,16 @@ def _speed(done: Sequence[StepResult]) -> Table:
         (
             *_rates(result),
             *(_first_and_last(result) if learned else ()),
-            *((_loss_error(result),) if checked else ()),
+            *([shown(result.check_loss_error, "{:.1e}".format)] * checked),
         )
         for result in done
     )
     return Table("As it ran", tuple(columns), rows, tuple(legend))
 
 
-def _losses(result: StepResult) -> tuple[float, ...]:
-    losses = result.metrics.get("losses", ())
-    return losses if isinstance(losses, tuple) else (losses,)
-
-
 def _first_and_last(result: StepResult) -> tuple[str, str]:
-    losses = _losses(result)
+    losses = each(result.metrics, "losses")
     return (f"{losses[0]:.4f}", f"{losses[-1]:.4f}") if losses else (ABSENT, ABSENT)
-
-
-def _loss_error(result: StepResult) -> str:
-    error = result.check_loss_error
-    return ABSENT if error is None else f"{error:.1e}"
 
 
 def _unit(result: StepResult) -> str:
@@ -168,7 +167,7 @@ def _unit(result: StepResult) -> str:
 
 
 def flop_legend(result: StepResult) -> str:
-    """What the run's FLOP/s count."""
+    """Say what the run's FLOP/s count."""
     if isinstance(result.plan.model, WideResNet):
         return IMAGES_LEGEND
     return MFU_LEGEND if result.mode == "train" else FORWARD_LEGEND
@@ -258,17 +257,10 @@ def _is_slower_streamed(result: StepResult) -> bool:
 
 def _stages(result: StepResult) -> list[tuple[str, ...]]:
     names = ("stage_s", "stage_weight_bytes", "stage_peak_bytes")
-    values = [result.metrics[name] for name in names]
-    columns = [value if isinstance(value, tuple) else (value,) for value in values]
+    columns = (each(result.metrics, name) for name in names)
     return [
-        (
-            result.plan.layout.name,
-            str(number),
-            format_seconds(own_s),
-            format_bytes(weights),
-            format_bytes(peak),
-        )
-        for number, (own_s, weights, peak) in enumerate(zip(*columns, strict=True))
+        (result.plan.layout.name, str(stage), format_seconds(own_s), *map(format_bytes, held))
+        for stage, (own_s, *held) in enumerate(zip(*columns, strict=True))
     ]
 
 
@@ -303,6 +295,4 @@ def failures(results: Sequence[StepResult]) -> list[Table]:
         for result in results
         if result.time is None
     )
-    return (
-        [Table("Not measured", ("layout", "status", "reason", "run"), rows, left=4)] if rows else []
-    )
+    return filled(Table("Not measured", ("layout", "status", "reason", "run"), rows, left=4))

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from meshwise.models.decoder import num_parameters
-from meshwise.pages.table import Table
-from meshwise.pages.tables import ABSENT, interval
+from meshwise.pages.metrics import each, number
+from meshwise.pages.table import Table, filled, listed
+from meshwise.pages.tables import ABSENT, interval, share, shown
 from meshwise.spec import DTYPE_BYTES, Resharding, Sample, WeightLayout
 from meshwise.spec.label import label
 from meshwise.spec.refit import Forecast, Scenario
@@ -60,13 +61,13 @@ def arrangement(layout: WeightLayout) -> str:
 
 
 def command(scenario: Scenario) -> str:
-    """What runs it."""
+    """The command that runs a scenario."""
     return f"meshwise refit --scenario {scenario.name}"
 
 
 def listing(scenarios: Sequence[tuple[Scenario, int, str]]) -> list[Table]:
     """Scenarios with the ranks they take and their number in the menu, by where they come from."""
-    shown = []
+    found = []
     for about in dict.fromkeys(one.about for one, _, _ in scenarios):
         rows = tuple(
             (
@@ -82,21 +83,19 @@ def listing(scenarios: Sequence[tuple[Scenario, int, str]]) -> list[Table]:
             if one.about == about
         )
         columns = ("scenario", "menu", "GPUs", "mode", "layouts", "model", "weights")
-        shown.append(Table(f"Scenarios: {about}", columns, rows, left=6))
+        found.append(Table(f"Scenarios: {about}", columns, rows, left=6))
     legend = (
         "Run one: meshwise refit --scenario NAME, or a menu number: 8 is tp2-tp1 by nccl and "
         "nvshmem, 10 is 1 to 7. --refit-mode all measures both modes, --refit-method all all ways.",
     )
-    return [*shown[:-1], shown[-1]._replace(legend=legend)] if shown else []
+    return [*found[:-1], found[-1]._replace(legend=legend)] if found else []
 
 
 def forecasts(found: Sequence[Forecast], step_s: float | None = None) -> list[Table]:
     """The tables of a dry run; ``step_s``: of a training step."""
     tables = []
     for one in found:
-        tables += [_summary(one, step_s), _bounds(one)]
-        if one.loads:
-            tables.append(_matrix(one))
+        tables += [_summary(one, step_s), _bounds(one), *([_matrix(one)] if one.loads else [])]
     return tables
 
 
@@ -125,8 +124,8 @@ def _summary(one: Forecast, step_s: float | None) -> Table:
                       f"{100 * one.plan_efficiency:.0f} %"),
     ]  # fmt: skip
     if step_s:
-        share = _share(one.predicted_s / step_s)
-        rows.append(("of a step", f"{share} of {format_seconds(step_s)}, as predicted"))
+        part = share(one.predicted_s / step_s)
+        rows.append(("of a step", f"{part} of {format_seconds(step_s)}, as predicted"))
     if op.changed:
         rows.append(
             ("with --delta", "all above is of a whole refit; what changes is not known yet")
@@ -152,21 +151,22 @@ def _placed(op: Resharding) -> str:
 
 
 def _bounds(one: Forecast) -> Table:
-    rows = tuple(
-        (
-            bound.name + (" (binds)" if bound.name == one.binding else ""),
-            _WHY[bound.name],
-            format_seconds(bound.seconds),
-            format_rate(bound.bytes_per_s, "B/s") if bound.bytes_per_s else "not known",
-            ", ".join(map(str, bound.ranks[:8])) + (", ..." if len(bound.ranks) > 8 else ""),
-        )
-        for bound in one.bounds
-        if bound.seconds
-    )
     said = next((bound.rate for bound in one.bounds if bound.rate), "")
-    legend = (f"Links of a rank: {said}, each way.",)
-    columns = ("bound", "", "time", "at", "ranks or hosts")
-    return Table("Bounds", columns, rows, legend, left=2)
+    return listed(
+        "Bounds",
+        [bound for bound in one.bounds if bound.seconds],
+        ("bound", lambda it: it.name + (" (binds)" if it.name == one.binding else "")),
+        ("", lambda it: _WHY[it.name]),
+        ("time", lambda it: format_seconds(it.seconds)),
+        ("at", lambda it: format_rate(it.bytes_per_s, "B/s") if it.bytes_per_s else "not known"),
+        ("ranks or hosts", lambda it: _few(it.ranks)),
+        legend=(f"Links of a rank: {said}, each way.",),
+        left=2,
+    )
+
+
+def _few(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _matrix(one: Forecast) -> Table:
@@ -187,15 +187,15 @@ def _cell(value: float) -> str:
 
 
 def figures_of(sample: Sample) -> dict[str, float | str]:
-    """What the table shows of a sample, in SI units; what is not known is left out."""
+    """The figures of a sample's table row in SI units; unknown ones are left out."""
     found: dict[str, float | str] = {}
-    extra = [*_each(sample, "extra_bytes"), *_each(sample, "allocated_bytes")]
+    extra = [*each(sample.metrics, "extra_bytes"), *each(sample.metrics, "allocated_bytes")]
     if extra:
         found["extra_bytes"] = max(extra)
-    bound_s, predicted_s = _number(sample, "bound_s"), _number(sample, "predicted_s")
+    bound_s, predicted_s = number(sample.metrics, "bound_s"), number(sample.metrics, "predicted_s")
     whole = _op(sample).changed is None  # of what changed nobody knows a bound before
     if bound_s is not None and predicted_s is not None and whole:
-        bounds = {name: _number(sample, f"bound_{name}_s") or 0.0 for name in BOUND_NAMES}
+        bounds = {name: number(sample.metrics, f"bound_{name}_s") or 0.0 for name in BOUND_NAMES}
         found |= {"bound_s": bound_s, "binding": max(bounds, key=lambda name: bounds[name])}
         found["plan_efficiency"] = bound_s / predicted_s if predicted_s else 1.0
         if sample.times_s:
@@ -219,7 +219,7 @@ def tables(samples: Sequence[Sample], step_s: float | None = None) -> list[Table
     """A table for each scenario: a row for each mode and method, failures too; then the phases."""
     chosen = [sample for sample in samples if isinstance(sample.case.op, Resharding)]
     found = []
-    for _, group in groupby(chosen, key=lambda sample: _scenario(sample)):
+    for _, group in groupby(chosen, key=_scenario):
         members = list(group)
         found.append(_results(members, step_s))
         found += [*_against(members), *_phases(members)]
@@ -248,16 +248,16 @@ def _results(samples: Sequence[Sample], step_s: float | None) -> Table:
 
 
 def _row(sample: Sample, step_s: float | None) -> tuple[str, ...]:
-    head = (_op(sample).mode, _method(sample), str(sample.case.world_size))
     cells: tuple[str, ...] = (sample.status, *[ABSENT] * 3)
-    share = ABSENT
+    middle_s = None
     if sample.status == "ok":
         middle_s, low_s, high_s = median_interval(sample.times_s)
-        received = _each(sample, "received_bytes")
+        received = each(sample.metrics, "received_bytes")
         moved = size(sum(received)) if received else ABSENT
         cells = format_seconds(middle_s), interval(low_s, high_s), _extra(sample), moved
-        share = _share(middle_s / step_s) if step_s else ABSENT
-    return (*head, *cells, *((share,) if step_s else ()))
+    if step_s:
+        cells += (share(middle_s and middle_s / step_s),)
+    return (_op(sample).mode, _method(sample), str(sample.case.world_size), *cells)
 
 
 def _extra(sample: Sample) -> str:
@@ -265,67 +265,61 @@ def _extra(sample: Sample) -> str:
     extra = figures_of(sample).get("extra_bytes")
     if extra is None:
         return ABSENT
-    copy = max(_each(sample, "destination_bytes"), default=0.0) if _op(sample).atomic else 0.0
+    copy = (
+        max(each(sample.metrics, "destination_bytes"), default=0.0) if _op(sample).atomic else 0.0
+    )
     if not 0 < copy <= float(extra):
         return format_bytes(float(extra))
     return f"{format_bytes(float(extra) - copy)} + {format_bytes(copy)}"
 
 
 def _manner(op: Resharding) -> str:
-    """What is not as usual, ``, verify full, placed``."""
+    """Name what is not as usual: ``, verify full, placed``."""
     chosen = {
         f"verify {op.verify}": op.verify != "hash",
         "atomic": op.atomic,
-        f"{_share(op.changed)} changed": op.changed is not None,
+        f"{share(op.changed)} changed": op.changed is not None,
         "placed": bool(op.placement),
     }
     return "".join(f", {word}" for word, said in chosen.items() if said)
 
 
 def _against(samples: Sequence[Sample]) -> list[Table]:
-    """How near each comes to what is possible, where the rates of the links are known."""
-    rows = []
-    for sample in samples:
-        known = figures_of(sample)
-        if sample.status == "ok" and "of_bound" in known:
-            rows.append(
-                (
-                    _op(sample).mode,
-                    _method(sample),
-                    size(_number(sample, "max_in_bytes") or 0.0),
-                    str(known["binding"]),
-                    format_seconds(float(known["bound_s"])),
-                    _share(known["of_bound"]),
-                    _share(known["plan_efficiency"]),
-                    _share(known["execution_efficiency"]),
-                )
-            )
-    if not rows:
-        return []
-    rate = next((r for s in samples if (r := _number(s, "rate_bytes_per_s"))), None)
+    """Compare each with what is possible, where the rates of the links are known."""
+    rate = next((r for s in samples if (r := number(s.metrics, "rate_bytes_per_s"))), None)
     at = f" at {format_rate(rate, 'B/s')} into and out of a rank" if rate else ""
     legend = (
         f"Bound: no transfer is faster{at}. Of bound = plan x execution: the bound over the time "
         "of the plan's busiest link, and that over the time measured.",
     )
-    columns = (
-        "mode", "method", "most in", "binds", "bound", "of bound", "plan", "execution",
-    )  # fmt: skip
-    return [Table("Against the bound", columns, tuple(rows), legend, left=2)]
+    done = [(sample, figures_of(sample)) for sample in samples if sample.status == "ok"]
+    return filled(
+        listed(
+            "Against the bound",
+            [(sample, known) for sample, known in done if "of_bound" in known],
+            ("mode", lambda one: _op(one[0]).mode),
+            ("method", lambda one: _method(one[0])),
+            ("most in", lambda one: size(number(one[0].metrics, "max_in_bytes") or 0.0)),
+            ("binds", lambda one: str(one[1]["binding"])),
+            ("bound", lambda one: format_seconds(float(one[1]["bound_s"]))),
+            ("of bound", lambda one: share(float(one[1]["of_bound"]))),
+            ("plan", lambda one: share(float(one[1]["plan_efficiency"]))),
+            ("execution", lambda one: share(float(one[1]["execution_efficiency"]))),
+            legend=legend,
+            left=2,
+        )
+    )
 
 
 def _method(sample: Sample) -> str:
     """``nccl``, ``auto (ipc)``."""
-    chosen = sample.reason.rpartition(" ")[2] if _is_auto(sample) else ""
-    return f"{sample.case.backend} ({chosen})" if chosen else sample.case.backend
-
-
-def _is_auto(sample: Sample) -> bool:
-    return sample.status == "ok" and sample.reason.startswith("auto chose ")
+    if sample.status == "ok" and sample.reason.startswith("auto chose "):
+        return f"{sample.case.backend} ({sample.reason.rpartition(' ')[2]})"
+    return sample.case.backend
 
 
 def _phases(samples: Sequence[Sample]) -> list[Table]:
-    """Where the time goes, as far as methods tell; of the slowest rank of each phase."""
+    """Show the slowest rank's time in each phase, as far as methods tell."""
     found = {
         name.removeprefix("phase_").removesuffix("_s")
         for sample in samples
@@ -335,19 +329,13 @@ def _phases(samples: Sequence[Sample]) -> list[Table]:
     names = [*(name for name in PHASES if name in found), *sorted(found.difference(PHASES))]
     rows = []
     for sample in samples:
-        times = [_number(sample, f"phase_{name}_s") for name in names]
+        times = [number(sample.metrics, f"phase_{name}_s") for name in names]
         if any(time_s is not None for time_s in times):
-            shown = (ABSENT if time_s is None else format_seconds(time_s) for time_s in times)
-            rows.append((_op(sample).mode, _method(sample), *shown))
-    if not rows:
-        return []
+            cells = (shown(time_s, format_seconds) for time_s in times)
+            rows.append((_op(sample).mode, _method(sample), *cells))
     legend = "Each phase by itself, of the slowest rank; in a refit they overlap."
-    shown_names = (name.replace("_", " ") for name in names)
-    return [Table("Phases", ("mode", "method", *shown_names), tuple(rows), (legend,), left=2)]
-
-
-def _share(value: float | str | None) -> str:
-    return ABSENT if value is None else f"{100 * float(value):.3g} %"
+    columns = ("mode", "method", *(name.replace("_", " ") for name in names))
+    return filled(Table("Phases", columns, tuple(rows), (legend,), left=2))
 
 
 def outcome(sample: Sample) -> str:
@@ -358,7 +346,7 @@ def outcome(sample: Sample) -> str:
 
 
 def log_lines(sample: Sample) -> list[str]:
-    """What Megatron's suite prints and greps for, in both its wordings; MB is 2^20 as there."""
+    """The lines that Megatron's suite prints and greps for, in both its wordings; MB is 2^20."""
     op, times_ms = _op(sample), [time_s * 1e3 for time_s in sample.times_s]
     lines = [
         f"=== {label(sample.case)} ===",
@@ -368,7 +356,7 @@ def log_lines(sample: Sample) -> list[str]:
         "MB are 2^20 bytes, as in Megatron's benchmark",
     ]
     for name, metric in (("Source", "source_bytes"), ("Destination", "destination_bytes")):
-        held = _each(sample, metric)
+        held = each(sample.metrics, metric)
         if held:
             lines.append(f"{name} model size on rank 0: {held[0] / _MB:.2f} MB")
             rank = next((rank for rank, number in enumerate(held) if number), 0)
@@ -381,13 +369,3 @@ def log_lines(sample: Sample) -> list[str]:
     found = {"Mean": sum(times_ms) / count, "Min": min(times_ms), "Max": max(times_ms)}
     lines += [f"{name} refit time: {time_ms:.3f} ms" for name, time_ms in found.items()]
     return lines + [f"{name}: {time_ms:.3f} ms" for name, time_ms in found.items()]
-
-
-def _each(sample: Sample, name: str) -> tuple[float, ...]:
-    value = sample.metrics.get(name, ())
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _number(sample: Sample, name: str) -> float | None:
-    value = sample.metrics.get(name)
-    return float(value) if isinstance(value, float | int) else None

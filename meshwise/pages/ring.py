@@ -3,12 +3,12 @@
 In: the document of ``pages.ring_rows``, or plain data.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
-from meshwise.pages.table import Table
-from meshwise.pages.tables import ABSENT, percent
+from meshwise.pages.table import Table, filled, listed
+from meshwise.pages.tables import percent, shown, size
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
 LEGEND = (
@@ -22,26 +22,48 @@ _NOISY = ("(noisy): the forward alone took as long as forward and backward; meas
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """Of a document: what was measured, and what was not."""
-    measured = [row for row in found["results"] if row["status"] == "ok"]
+    """The rows of a document: first those that were measured, then the others."""
+    done = [row for row in found["results"] if row["status"] == "ok"]
     rest = [row for row in found["results"] if row["status"] != "ok"]
-    shown = [_measured(found, measured)] if measured else []
-    rows = tuple(
-        (str(row["seq_length"]), str(row["ring_size"]), row["status"], row["reason"])
-        for row in rest
+    measured = listed(
+        f"{headline(found['config'])}, {found['device']}, {found['world_size']} ranks",
+        done,
+        *_SHAPE,
+        ("by", lambda row: ways(row["strategy"])),
+        ("forward", lambda row: _ms(row["forward_time_ms"]) + " (noisy)" * bool(row["reason"])),
+        ("total", lambda row: _ms(row["total_time_ms"])),
+        ("speedup", lambda row: shown(row["strong_efficiency"], _times(row["ring_size"]))),
+        ("efficiency", lambda row: percent(row["strong_efficiency"])),
+        ("tokens/s", lambda row: format_count(row["throughput_tokens_per_sec"])),
+        ("received", lambda row: size(row["bytes_received"])),
+        ("exposed", lambda row: _ms(row["exposed_comm_ms"]) if row["exposed_comm_ms"] else "0"),
+        ("memory", lambda row: shown(row["peak_memory_gb"], lambda gb: format_bytes(1e9 * gb))),
+        legend=(*LEGEND, *_NOISY * any(row["reason"] for row in done)),
+        left=3,
     )
-    columns = ("tokens", "ring", "status", "reason")
-    return [*shown, *([Table("Not measured", columns, rows, left=4)] if rest else [])]
+    others = listed(
+        "Not measured",
+        rest,
+        *_SHAPE,
+        ("status", lambda row: row["status"]),
+        ("reason", lambda row: row["reason"]),
+        left=4,
+    )
+    return filled(measured, others)
 
 
-def _measured(found: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> Table:
-    columns = (
-        "tokens", "ring", "by", "forward", "total", "speedup", "efficiency", "tokens/s",
-        "received", "exposed", "memory",
-    )  # fmt: skip
-    title = f"{headline(found['config'])}, {found['device']}, {found['world_size']} ranks"
-    noisy = any(row["reason"] for row in measured)
-    return Table(title, columns, tuple(map(_cells, measured)), (*LEGEND, *_NOISY * noisy), left=3)
+_SHAPE = (
+    ("tokens", lambda row: str(row["seq_length"])),
+    ("ring", lambda row: str(row["ring_size"])),
+)
+
+
+def _ms(time_ms: float) -> str:
+    return format_seconds(time_ms / 1e3)
+
+
+def _times(ring_size: int) -> Callable[[float], str]:
+    return lambda efficiency: f"{efficiency * ring_size:.2f} x"
 
 
 def headline(config: Mapping[str, Any]) -> str:
@@ -62,44 +84,22 @@ def headline(config: Mapping[str, Any]) -> str:
 
 
 def ways(strategy: str) -> str:
-    """``local x2, gather``: of the branches."""
-    counts = Counter(strategy.split())
-    return ", ".join(f"{way} x{n}" if n > 1 else way for way, n in counts.items())
-
-
-def _size(num_bytes: float) -> str:
-    return format_rate(num_bytes, "B") if num_bytes else "0"
-
-
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    efficiency, peak = row["strong_efficiency"], row["peak_memory_gb"]
-    known = efficiency is not None
-    return (
-        str(row["seq_length"]),
-        str(row["ring_size"]),
-        ways(row["strategy"]),
-        format_seconds(row["forward_time_ms"] / 1e3) + " (noisy)" * bool(row["reason"]),
-        format_seconds(row["total_time_ms"] / 1e3),
-        f"{efficiency * row['ring_size']:.2f} x" if known else ABSENT,
-        percent(efficiency) if known else ABSENT,
-        format_count(row["throughput_tokens_per_sec"]),
-        _size(row["bytes_received"]),
-        format_seconds(row["exposed_comm_ms"] / 1e3) if row["exposed_comm_ms"] else "0",
-        ABSENT if peak is None else format_bytes(1e9 * peak),
-    )
+    """``local local gather`` of the branches as ``local x2, gather``."""
+    each = ((way, len(list(same))) for way, same in groupby(strategy.split()))
+    return ", ".join(way if count == 1 else f"{way} x{count}" for way, count in each)
 
 
 def listing(
     config: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], str]]
 ) -> list[Table]:
-    """What ``--dry-run`` would measure: each row's figures, or why it would be skipped."""
+    """The rows that ``--dry-run`` lists: their figures, or why they would be skipped."""
     cells = tuple(
         (
             str(one["seq_length"]),
             str(one["ring_size"]),
             (reason and f"skipped: {reason}") or ways(one["strategy"]),
             *(("", "") if reason else (
-                format_rate(one["flops_per_rank"], "FLOP"), _size(one["planned_bytes"]),
+                format_rate(one["flops_per_rank"], "FLOP"), size(one["planned_bytes"]),
             )),
         )
         for one, reason in rows

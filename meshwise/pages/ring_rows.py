@@ -1,4 +1,4 @@
-"""What ``measure ring`` found, as its JSON document.
+"""Turn the samples of ``measure ring`` into its JSON document.
 
 In: a run directory's info and samples. Out: the document that ``report --scaling`` reads, one row a
 length and ring size; the names of the benchmark of RingDilatedAttentionV2Collective, and ours. t(P)
@@ -20,6 +20,7 @@ measured, or has no baseline among the rows, is null.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwise.pages.metrics import each, number
 from meshwise.spec import LongAttention, RunInfo, Sample
 from meshwise.stats import median_interval
 
@@ -77,7 +78,7 @@ def _row(sample: Sample, world_size: int, done: Mapping[tuple[int, int], Sample]
     row: dict[str, Any] = {
         "seq_length": seq_len,
         "ring_size": ring_size,
-        "world_size": int(_number(sample, "world_size") or world_size),
+        "world_size": int(number(sample.metrics, "world_size") or world_size),
         "rank": 0,
         **dict.fromkeys(_FIGURES),
         "status": "error" if sample.status == "hung" else sample.status,
@@ -94,8 +95,10 @@ _NAMES = ("seq_length", "ring_size", "world_size", "rank", "status", "reason")
 
 
 def _of_times(sample: Sample) -> dict[str, Any]:
-    op, total_s, forward_s = _op(sample), _total_s(sample), median_interval(_forward(sample))[0]
-    forward_all = _each(sample, "forward_rank_times_s")
+    op, total_s = _op(sample), _total_s(sample)
+    forward_all = each(sample.metrics, "forward_rank_times_s")
+    count = len(forward_all) // len(sample.rank_times_s)  # iterations; the slowest rank of each
+    forward_s = median_interval([max(forward_all[i::count]) for i in range(count)])[0]
     all_times = [time_s for own in sample.rank_times_s for time_s in own]
     backward = op.direction == "backward"
     noisy = backward and forward_s >= total_s  # then their difference says nothing
@@ -136,22 +139,24 @@ def _of_scaling(sample: Sample, done: Mapping[tuple[int, int], Sample]) -> dict[
 
 
 def _of_transfers(sample: Sample) -> dict[str, Any]:
-    sent, received = (max(_each(sample, name)) for name in ("sent_bytes", "received_bytes"))
-    bound = max(_each(sample, "planned_bytes"))
+    sent, received = (max(each(sample.metrics, name)) for name in ("sent_bytes", "received_bytes"))
+    bound = max(each(sample.metrics, "planned_bytes"))
     found: dict[str, Any] = {
         "bytes_sent": int(sent),
         "bytes_received": int(received),
         "comm_lower_bound_bytes": int(bound),
         "comm_lower_bound": BOUND,
-        "owner_bound_bytes": int(max(_each(sample, "owner_bound_bytes"))),
+        "owner_bound_bytes": int(max(each(sample.metrics, "owner_bound_bytes"))),
         "comm_efficiency": bound / received if bound and received else None,
-        "collectives": int(max(_each(sample, "collectives"))),
+        "collectives": int(max(each(sample.metrics, "collectives"))),
     }
     if not found["collectives"]:
         return found | {"communication_time_ms": 0.0, "exposed_comm_ms": 0.0}
-    exposed_s = max(0.0, _total_s(sample) - median_interval(_each(sample, "muted_times_s"))[0])
+    exposed_s = max(
+        0.0, _total_s(sample) - median_interval(each(sample.metrics, "muted_times_s"))[0]
+    )
     found["exposed_comm_ms"] = 1e3 * exposed_s
-    if transfers := _each(sample, "transfer_times_s"):
+    if transfers := each(sample.metrics, "transfer_times_s"):
         transfer_s = median_interval(transfers)[0]
         found["communication_time_ms"] = 1e3 * transfer_s
         found["overlap_fraction"] = max(0.0, 1 - exposed_s / transfer_s)
@@ -159,8 +164,9 @@ def _of_transfers(sample: Sample) -> dict[str, Any]:
 
 
 def _of_work(sample: Sample) -> dict[str, Any]:
-    op, pairs = _op(sample), _each(sample, "rank_pairs")
-    peak, reserved = (max(_each(sample, name), default=None) for name in _MEMORY)
+    op, pairs = _op(sample), each(sample.metrics, "rank_pairs")
+    names = ("peak_bytes", "reserved_bytes")
+    peak, reserved = (max(each(sample.metrics, name), default=None) for name in names)
     each_s = _total_s(sample) * sample.case.world_size
     return {
         "layout": op.order,
@@ -174,24 +180,5 @@ def _of_work(sample: Sample) -> dict[str, Any]:
     }
 
 
-_MEMORY = ("peak_bytes", "reserved_bytes")
-
-
 def _total_s(sample: Sample) -> float:
     return median_interval(sample.times_s)[0]
-
-
-def _forward(sample: Sample) -> list[float]:
-    """Of the slowest rank, iteration by iteration."""
-    flat = _each(sample, "forward_rank_times_s")
-    count = len(flat) // len(sample.rank_times_s)
-    return [max(flat[number::count]) for number in range(count)]
-
-
-def _each(sample: Sample, name: str) -> tuple[float, ...]:
-    found = sample.metrics.get(name, ())
-    return found if isinstance(found, tuple) else (found,)
-
-
-def _number(sample: Sample, name: str) -> float | None:
-    return next(iter(_each(sample, name)), None)

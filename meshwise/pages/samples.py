@@ -12,7 +12,7 @@ import numpy as np
 from meshwise import store
 from meshwise.pages import collectives, compute, fsdp, refit, ring, ring_rows
 from meshwise.pages.spread import slowest
-from meshwise.pages.table import Table
+from meshwise.pages.table import Table, filled, listed
 from meshwise.pages.tables import ABSENT, INTERVAL, interval
 from meshwise.spec import (
     Block,
@@ -31,7 +31,7 @@ from meshwise.units import format_rate, format_seconds
 
 
 def listing(cases: Sequence[tuple[Case, float]]) -> Table:
-    """What ``measure --dry-run`` would time, and about how long each takes."""
+    """The cases that ``measure --dry-run`` lists, and about how long each takes."""
     rows = tuple(
         (str(number), label(case), case.regime, format_seconds(about_s))
         for number, (case, about_s) in enumerate(cases, 1)
@@ -60,7 +60,7 @@ def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[st
 
 
 def _figures(sample: Sample) -> dict[str, float | str]:
-    """What the tables show of a sample, in SI units. Bandwidths of collectives are of the mean, as
+    """A sample's figures in SI units. Bandwidths of collectives are of the mean, as
     nccl-tests has them, other rates of the median."""
     op, times_s = sample.case.op, sample.times_s
     middle_s, low_s, high_s = median_interval(times_s)
@@ -93,21 +93,17 @@ def run(
     ``exact`` counts attention's FLOPs by the pairs that its mask leaves; ``rows`` say which of
     FSDP's units the cases are of.
     """
-    kinds: tuple[tuple[str, type], ...] = (
-        ("Memory-bound operations", Elementwise),
-        ("Blocks", Block),
-        ("Steps", Step),
-    )
     if "ring" in info.provenance:
         return [state(info, samples), *ring.tables(ring_rows.document(info.run_id, info, samples))]
     done = [sample for sample in samples if sample.status == "ok"]
     tables = [state(info, samples)]
     tables += compute.products(done, info.cluster)
     tables += compute.attention(done, exact=exact)
-    for title, kind in kinds:
-        chosen = [sample for sample in done if isinstance(sample.case.op, kind)]
-        if chosen:
-            tables.append(_timed(title, chosen))
+    tables += filled(
+        _timed("Memory-bound operations", done, Elementwise),
+        _timed("Blocks", done, Block),
+        _timed("Steps", done, Step),
+    )
     tables += compute.overlaps(done)
     if collectives.are_fsdp_units(info):
         tables += fsdp.tables(rows, samples)
@@ -120,14 +116,15 @@ def state(info: RunInfo, samples: Sequence[Sample]) -> Table:
     """One line a fact: who measured what, and how it ended."""
     counts = Counter(sample.status for sample in samples)
     outcome = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    slowed = throttled(samples)
     rows = (
         ("status", info.status + (f": {info.reason}" if info.reason else "")),
         ("cases", outcome or "none"),
         ("cluster", f"{info.cluster.name}, {info.world_size} ranks"),
         ("started", info.started + (f", ended {info.ended}" if info.ended else "")),
         ("command", shlex.join(info.command)),
-        *((name, text) for name, text in facts(info)),
-        *((("throttled", throttled(samples)),) if throttled(samples) else ()),
+        *facts(info),
+        *([("throttled", slowed)] if slowed else []),
     )
     return Table(info.run_id, ("", ""), rows, left=2)
 
@@ -158,7 +155,7 @@ def facts(info: RunInfo) -> list[tuple[str, str]]:
 
 
 def imported(run_dirs: Sequence[Path]) -> list[Table]:
-    """What ``measure import`` made of each file, and what looked suspicious in it."""
+    """The samples of each imported file, and what looked suspicious in it."""
     rows, doubts, places = [], [], []
     wrong: list[Sample] = []
     for run_dir in run_dirs:
@@ -168,14 +165,13 @@ def imported(run_dirs: Sequence[Path]) -> list[Table]:
         places.append(f"into {run_dir}")
         doubts += [(source["file"], warning) for warning in source["warnings"]]
         wrong += [sample for sample in samples if sample.status == "error"]
-    shown = [Table("Imported", ("file", "of", "samples"), tuple(rows), tuple(places), left=2)]
-    if doubts:
-        shown.append(Table("Suspicious", ("file", "what"), tuple(doubts), left=2))
-    return shown + failed(wrong)
+    files = Table("Imported", ("file", "of", "samples"), tuple(rows), tuple(places), left=2)
+    suspicious = Table("Suspicious", ("file", "what"), tuple(doubts), left=2)
+    return [files, *filled(suspicious), *failed(wrong)]
 
 
 def throttled(samples: Sequence[Sample]) -> str:
-    """In how many cases a device slowed itself down, and why."""
+    """Count the cases in which a device slowed itself down, with the reasons."""
     reasons = [
         {reason for device in (*sample.before, *sample.after) for reason in device.throttle}
         for sample in samples
@@ -196,23 +192,21 @@ def clocks(samples: Sequence[Sample]) -> str:
     return f"{min(seen)} – {max(seen)} MHz" if seen else "not recorded"
 
 
-def _timed(title: str, samples: Sequence[Sample]) -> Table:
-    rows = []
-    for sample in samples:
-        middle, low, high = median_interval(sample.times_s)
-        rows.append(
-            (
-                label(sample.case),
-                sample.case.regime,
-                format_seconds(middle),
-                interval(low, high),
-                str(len(sample.times_s)),
-                _rate(sample, middle),
-                slowest(sample),
-            )
-        )
-    columns = ("case", "regime", "median", "interval", "times", "rate", "slowest rank")
-    return Table(title, columns, tuple(rows), (f"Interval: {INTERVAL}.",), left=2)
+def _timed(title: str, samples: Sequence[Sample], kind: type) -> Table:
+    """A row for each sample of a kind of operation, with its median and the interval."""
+    return listed(
+        title,
+        [(s, *median_interval(s.times_s)) for s in samples if isinstance(s.case.op, kind)],
+        ("case", lambda row: label(row[0].case)),
+        ("regime", lambda row: row[0].case.regime),
+        ("median", lambda row: format_seconds(row[1])),
+        ("interval", lambda row: interval(row[2], row[3])),
+        ("times", lambda row: str(len(row[0].times_s))),
+        ("rate", lambda row: _rate(row[0], row[1])),
+        ("slowest rank", lambda row: slowest(row[0])),
+        legend=(f"Interval: {INTERVAL}.",),
+        left=2,
+    )
 
 
 def _rate(sample: Sample, time_s: float) -> str:
@@ -227,4 +221,4 @@ def _rate(sample: Sample, time_s: float) -> str:
 def failed(samples: Sequence[Sample]) -> list[Table]:
     """Cases without times, and why."""
     rows = tuple((label(s.case), s.status, s.reason) for s in samples if s.status != "ok")
-    return [Table("Not measured", ("case", "status", "reason"), rows, left=3)] if rows else []
+    return filled(Table("Not measured", ("case", "status", "reason"), rows, left=3))

@@ -1,4 +1,4 @@
-"""What ``measure ring`` wrote, as rows: how time and memory change with the size of the ring.
+"""Read what ``measure ring`` wrote, as rows: how time and memory change with the size of the ring.
 
 In: a folder of ``ring_v2_collective_benchmark_*.json``. Out: one ``Row`` for each sequence length
 and ring size. With t(P, N) the time of a ring of P ranks over N tokens, the slowest rank's median:
@@ -77,7 +77,7 @@ _NONE = Result(seq_length=0, ring_size=1, world_size=1, status="skipped")
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be equal in all runs that are shown together."""
+    """The settings that all runs shown together share."""
 
     batch_size: Count = 1
     embed_dim: Count | None = None
@@ -240,7 +240,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def subject(scaling: Scaling) -> str:
-    """What was measured, in a line: ``dilated 2048/1 4096/2, causal, 12 heads x 64, fp16, ...``."""
+    """Name what was measured: ``dilated 2048/1 4096/2, causal, 12 heads x 64, fp16, ...``."""
     config, said = scaling.config, []
     if scaling.is_dense:
         said.append("dense attention")

@@ -1,4 +1,4 @@
-"""How panels of a scaling benchmark are painted: lines named at their ends, maps of cells."""
+"""Paint the panels of a scaling benchmark: lines named at their ends, maps of cells."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,18 +34,32 @@ class End(NamedTuple):
 
 
 def lines(
-    axes: "Axes", scaling: Scaling, palette: Palette, value: Callable[[Row], float | None]
+    axes: "Axes",
+    scaling: Scaling,
+    palette: Palette,
+    value: Callable[[Row], float | None],
+    *,
+    over_lengths: bool = False,
 ) -> list[End]:
-    """One line for each length over the ring sizes."""
+    """One line for each length over the ring sizes, or for each ring size over the lengths."""
     ends = []
-    for index, tokens in enumerate(scaling.lengths):
-        rows = [row for row in measured(scaling) if row.result.seq_length == tokens]
-        points = [(row.result.ring_size, v) for row in rows if (v := value(row)) is not None]
-        ends += _line(axes, palette, index, points, length(tokens))
+    for index, one in enumerate(scaling.ring_sizes if over_lengths else scaling.lengths):
+        points = []
+        for row in measured(scaling):
+            x, of_line = row.result.ring_size, row.result.seq_length
+            if over_lengths:
+                x, of_line = of_line, x
+            if of_line == one and (y := value(row)) is not None:
+                points.append((x, y))
+        if points:
+            colour, marker = palette.of(index), _MARKERS[index % len(_MARKERS)]
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5)
+            ends.append(End(*points[-1], f"ring {one}" if over_lengths else length(one), colour))
+    sizes = scaling.lengths if over_lengths else ring_sizes(scaling) or [1]
     axes.set_xscale("log", base=2)
-    sizes = ring_sizes(scaling) or [1]
-    axes.set_xticks(sizes, labels=list(map(str, sizes)))
-    axes.set(xlim=(sizes[0] / 1.15, sizes[-1] * 1.15), xlabel="ring size, ranks")
+    axes.set_xticks(sizes, labels=list(map(length, sizes)), rotation=30 if len(sizes) > 4 else 0)
+    axes.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.15)
+    axes.set_xlabel("sequence length, tokens" if over_lengths else "ring size, ranks")
     return ends
 
 
@@ -54,34 +68,8 @@ def ring_sizes(scaling: Scaling) -> list[int]:
     return sorted({row.result.ring_size for row in measured(scaling)})
 
 
-def memory_lines(
-    axes: "Axes", scaling: Scaling, palette: Palette, value: Callable[[Row], float | None]
-) -> list[End]:
-    """One line for each ring size over the lengths."""
-    ends = []
-    for index, ring in enumerate(scaling.ring_sizes):
-        rows = [row for row in measured(scaling) if row.result.ring_size == ring]
-        points = [(row.result.seq_length, v) for row in rows if (v := value(row)) is not None]
-        ends += _line(axes, palette, index, points, f"ring {ring}")
-    axes.set_xscale("log", base=2)
-    sizes = scaling.lengths
-    axes.set_xticks(sizes, labels=list(map(length, sizes)), rotation=30 if len(sizes) > 4 else 0)
-    axes.set(xlim=(sizes[0] / 1.15, sizes[-1] * 1.15), xlabel="sequence length, tokens")
-    return ends
-
-
-def _line(
-    axes: "Axes", palette: Palette, index: int, points: Sequence[tuple[float, float]], name: str
-) -> list[End]:
-    if not points:
-        return []
-    colour, marker = palette.of(index), _MARKERS[index % len(_MARKERS)]
-    axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5)
-    return [End(*points[-1], name, colour)]
-
-
 def name_ends(axes: "Axes", ends: Sequence[End]) -> None:
-    """Each line's name right of the axes, at its end's height as far as names stay apart."""
+    """Write each line's name right of the axes, at the height of its end if there is room."""
     axes.autoscale_view()
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [float(to_axes.transform((end.x, end.y))[1]) for end in ends]
@@ -97,8 +85,8 @@ def name_ends(axes: "Axes", ends: Sequence[End]) -> None:
 
 
 def apart(heights: Sequence[float]) -> list[float]:
-    """Near them, in their order, and at least ``APART`` from each other: too close ones become a
-    block around their mean, which takes in the blocks that it then meets."""
+    """Places near ``heights``, in their order, at least ``APART`` from each other. Heights that are
+    too close become a block around their mean, which takes in the blocks that it then meets."""
     order = sorted(range(len(heights)), key=lambda index: (heights[index], index))
     blocks: list[list[float]] = []
     for index in order:
@@ -111,7 +99,7 @@ def apart(heights: Sequence[float]) -> list[float]:
 
 
 def _bottom(block: Sequence[float]) -> float:
-    """Where the lowest of a block of names lies."""
+    """The height of the lowest name of a block."""
     return sum(block) / len(block) - APART * (len(block) - 1) / 2
 
 
@@ -153,14 +141,14 @@ def map_(
 
 
 def _why(row: Row | None) -> str:
-    """What a cell without a number says."""
+    """The text of a cell without a number."""
     if row is None:
         return "not run"
     return row.result.status if row.result.time_ms is None else "no ring 1"
 
 
 def say(axes: "Axes", palette: Palette, sentence: str) -> None:
-    """In place of a plot."""
+    """Show a sentence in place of the plot."""
     title = axes.get_title(loc="left")
     axes.clear()
     axes.set_title(title)

@@ -21,7 +21,6 @@ from meshwise.pages.scaling_axes import (
     lines,
     log_limits,
     map_,
-    memory_lines,
     name_ends,
     ring_sizes,
     say,
@@ -58,7 +57,7 @@ def throughput(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
 
 
 def speedup(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
-    """Over one rank at the same length."""
+    """Speedup over one rank at the same length."""
     axes.set_title("Speedup over one rank")
     ends = lines(axes, scaling, palette, lambda row: row.speedup)
     sizes = ring_sizes(scaling)
@@ -126,13 +125,13 @@ def _taller(row: Row) -> float:
 def memory(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
     """Peak of a rank."""
     axes.set_title("Peak memory of a rank")
-    ends = memory_lines(axes, scaling, palette, lambda row: row.result.peak_gb)
+    ends = lines(axes, scaling, palette, lambda row: row.result.peak_gb, over_lengths=True)
     if not ends:
         return say(axes, palette, _no_memory(scaling))
     for index, ring in enumerate(scaling.ring_sizes):
         height, colour = 0.97 - 0.07 * index, palette.of(index)
-        full = [n for n in scaling.lengths if _status(scaling.at(n, ring)) == "oom"]
-        for tokens in full:
+        rows = (scaling.at(tokens, ring) for tokens in scaling.lengths)
+        for tokens in [row.result.seq_length for row in rows if row and row.result.status == "oom"]:
             across = axes.get_xaxis_transform()
             axes.plot(tokens, height, "x", color=colour, markersize=7, mew=2, transform=across)
             axes.annotate(
@@ -142,8 +141,7 @@ def memory(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
     low, high = log_limits(axes)
     if any(row.result.status == "oom" for row in scaling.rows):
         axes.set_ylim(low, high := high * (high / low) ** 0.2)  # room for the crosses
-    values = [factor * 10.0**power for power in range(-6, 7) for factor in (1, 2, 5)]
-    inside = [value for value in values if low <= value <= high]
+    inside = [value for value in svg.decades(low, high, (1, 2, 5)) if low <= value <= high]
     axes.set_yticks(inside, labels=[f"{value:g}" for value in inside])
     axes.set_ylabel("GB (1e9 bytes)")
     name_ends(axes, ends)
@@ -152,7 +150,7 @@ def memory(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
 def tokens_per_gb(axes: "Axes", scaling: Scaling, palette: Palette) -> None:
     """Tokens of the batch over the peak of one rank: flat where memory grows with the length."""
     axes.set_title("Tokens held by a GB")
-    ends = memory_lines(axes, scaling, palette, lambda row: row.tokens_per_gb)
+    ends = lines(axes, scaling, palette, lambda row: row.tokens_per_gb, over_lengths=True)
     if not ends:
         return say(axes, palette, _no_memory(scaling))
     axes.set_ylim(0, 1.15 * max(row.tokens_per_gb or 0 for row in scaling.rows))
@@ -248,19 +246,10 @@ def paper() -> Palette:
 
 
 def _style(palette: Palette) -> Any:
-    return {
-        "font.size": 9, "text.parse_math": False, "text.color": palette.ink,
-        "axes.labelcolor": palette.ink, "axes.edgecolor": palette.muted,
-        "axes.titleweight": "bold", "axes.titlesize": 10, "axes.titlelocation": "left",
-        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-        "axes.axisbelow": True, "grid.color": palette.grid, "grid.linewidth": 0.7,
-        "xtick.color": palette.muted, "ytick.color": palette.muted,
-        "xtick.labelcolor": palette.ink, "ytick.labelcolor": palette.ink,
-    }  # fmt: skip
-
-
-def _status(row: Row | None) -> str:
-    return "" if row is None else row.result.status
+    """The page's style in fixed colours, with larger titles."""
+    fixed = dict(zip((svg.INK, svg.MUTED, svg.GRID), palette, strict=False))
+    style = {name: fixed.get(value, value) for name, value in svg.STYLE.items()}
+    return style | {"axes.titlesize": 10, "grid.linewidth": 0.7}
 
 
 def _no_scaling(scaling: Scaling) -> str:

@@ -5,20 +5,20 @@ of all that is compared.
 """
 
 import io
-import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from meshwise.pages import html, table
+from meshwise.pages.ring import ways
 from meshwise.pages.scaling import Row, Scaling, length, subject
 from meshwise.pages.svg import Figure
-from meshwise.pages.table import Table
+from meshwise.pages.table import Table, filled
+from meshwise.pages.tables import ABSENT, shown, size
 from meshwise.text import plain
 from meshwise.units import format_rate, format_seconds
 
 FAIR = 0.95  # of linear; a row below it is explained
-NOTHING = "–"
 TITLE = "Ring attention: scaling"
 WAITING = "Waiting in what is lost: exposed, but at most isolated; what is more is noise."
 _NOTED = {
@@ -32,8 +32,8 @@ _NOTED = {
 
 def tables(scaling: Scaling) -> list[Table]:
     """All that the report shows, in its order; the last two only where they have rows."""
-    found = [_times(scaling), _best(scaling), _communication(scaling), _memory(scaling)]
-    return [each for each in [*found, _failures(scaling)] if each.rows]
+    found = _times(scaling), _best(scaling), _communication(scaling), _memory(scaling)
+    return filled(*found, _failures(scaling))
 
 
 def measured(scaling: Scaling) -> list[Row]:
@@ -45,7 +45,7 @@ def _times(scaling: Scaling) -> Table:
     for row in scaling.rows:
         one = row.result
         if one.time_ms is None:
-            rows.append((*_key(row), one.status, *[NOTHING] * 8))
+            rows.append((*_key(row), one.status, *[ABSENT] * 8))
             continue
         rows.append((
             *_key(row), ms(one.time_ms), ms(one.forward_time_ms),
@@ -73,7 +73,7 @@ def _best(scaling: Scaling) -> Table:
     for tokens in scaling.lengths:
         of_length = [row for row in measured(scaling) if row.result.seq_length == tokens]
         if not of_length:
-            rows.append((length(tokens), *[NOTHING] * 5))
+            rows.append((length(tokens), *[ABSENT] * 5))
             continue
         fastest = min(of_length, key=lambda row: row.result.time_ms or 0)
         fair = [row for row in of_length if row.strong is not None and row.strong >= FAIR]
@@ -81,7 +81,7 @@ def _best(scaling: Scaling) -> Table:
         rows.append((
             length(tokens), str(fastest.result.ring_size), ms(fastest.result.time_ms),
             times(fastest.speedup), percent(fastest.strong),
-            NOTHING if largest is None else str(largest),
+            ABSENT if largest is None else str(largest),
         ))  # fmt: skip
     columns = ("tokens", "fastest ring", "time", "speedup", "strong", "largest efficient ring")
     legend = (f"efficient: at least {percent(FAIR)} of linear.",)
@@ -95,7 +95,7 @@ def _communication(scaling: Scaling) -> Table:
         if one.ring_size == 1:
             continue
         rows.append((
-            *_key(row), _ways(one.strategy or NOTHING), size(one.bytes_received),
+            *_key(row), ways(one.strategy or ABSENT), size(one.bytes_received),
             size(one.comm_lower_bound_bytes), percent(one.comm_efficiency),
             _number(one.collectives), ms(one.communication_time_ms), ms(one.exposed_comm_ms),
             percent(row.exposed_share), percent(one.overlap_fraction), _number(one.load_imbalance),
@@ -114,12 +114,6 @@ def _communication(scaling: Scaling) -> Table:
     return Table("Communication", columns, tuple(rows), legend, left=1)
 
 
-def _ways(strategy: str) -> str:
-    """``local local gather`` as ``local x2, gather``."""
-    each = ((way, len(list(same))) for way, same in itertools.groupby(strategy.split()))
-    return ", ".join(way if count == 1 else f"{way} x{count}" for way, count in each)
-
-
 def _memory(scaling: Scaling) -> Table:
     rows = [
         (
@@ -136,7 +130,7 @@ def _memory(scaling: Scaling) -> Table:
 
 def _failures(scaling: Scaling) -> Table:
     rows = tuple(
-        (*_key(row), row.result.status, row.result.reason or NOTHING)
+        (*_key(row), row.result.status, row.result.reason or ABSENT)
         for row in scaling.rows
         if row.result.time_ms is None
     )
@@ -144,9 +138,8 @@ def _failures(scaling: Scaling) -> Table:
 
 
 def conclusions(scaling: Scaling) -> list[str]:
-    """What the numbers say, good and bad, one sentence each."""
-    found = [*_scales(scaling), *_reaches(scaling), *_falls_short(scaling), *_missing(scaling)]
-    return found
+    """Say what the numbers mean, good and bad, one sentence each."""
+    return [*_scales(scaling), *_reaches(scaling), *_falls_short(scaling), *_missing(scaling)]
 
 
 def _scales(scaling: Scaling) -> Iterable[str]:
@@ -195,7 +188,7 @@ def _falls_short(scaling: Scaling) -> Iterable[str]:
 
 
 def _missing(scaling: Scaling) -> Iterable[str]:
-    """How many cases have no time, by status."""
+    """Count the cases without a time, by status."""
     lost = [row.result.status for row in scaling.rows if row.result.time_ms is None]
     if lost:
         told = ", ".join(f"{lost.count(status)} {status}" for status in dict.fromkeys(lost))
@@ -203,7 +196,7 @@ def _missing(scaling: Scaling) -> Iterable[str]:
 
 
 def _lost(row: Row) -> str:
-    """Where the time beyond t(1) / P goes, as far as it was measured; the parts are what is lost.
+    """Explain the time beyond t(1) / P, as far as it was measured; its parts are what is lost.
     Waiting is at most what the transfers take alone: what else is exposed is noise."""
     one, strong = row.result, row.strong or 0
     time_ms = one.time_ms or 0
@@ -257,18 +250,18 @@ def page(scaling: Scaling, figures: Sequence[Figure]) -> str:
 
 
 def subtitle(scaling: Scaling) -> str:
-    """What was measured, in which rings, and how they exchanged."""
+    """Name what was measured, in which rings, and how they exchanged."""
     config, timed = scaling.config, sorted({row.result.ring_size for row in measured(scaling)})
     rings = ", ".join(map(str, timed or scaling.ring_sizes))
     used = [row.result.strategy for row in measured(scaling) if row.result.ring_size > 1]
-    ways = " or ".join(dict.fromkeys(_ways(each) for each in used if each))
+    went = " or ".join(dict.fromkeys(ways(each) for each in used if each))
     said = [subject(scaling)]
     said += ["forward only"] if config.get("forward_only") else []
     said += ["CUDA graphs"] if config.get("graph") else []
     said.append(f"rings of {rings} ranks" if rings != "1" else "one rank")
     said.append(f"{config.get('order') or 'contiguous'} shards")
     asked = config.get("way") or "auto"
-    said.append(f"way {asked}" + (f": {ways}" if ways not in ("", asked) else ""))
+    said.append(f"way {asked}" + (f": {went}" if went not in ("", asked) else ""))
     return ", ".join(said)
 
 
@@ -280,7 +273,7 @@ def _config(scaling: Scaling) -> Table:
 def _told(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return NOTHING if value is None else str(value)
+    return ABSENT if value is None else str(value)
 
 
 def _sources(scaling: Scaling) -> list[str]:
@@ -297,27 +290,21 @@ def _where(row: Row) -> str:
 
 
 def ms(time_ms: float | None) -> str:
-    if time_ms is None:
-        return NOTHING
-    return format_seconds(time_ms / 1e3) if time_ms else "0"
+    return shown(time_ms, lambda ms_: format_seconds(ms_ / 1e3) if ms_ else "0")
 
 
-def percent(share: float | None) -> str:
-    return NOTHING if share is None else f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
+def percent(part: float | None) -> str:
+    return shown(part, lambda x: f"{100 * x:.{0 if x >= 0.1 else 1}f} %")
 
 
 def times(factor: float | None) -> str:
-    return NOTHING if factor is None else f"{factor:.2f}x"
+    return shown(factor, "{:.2f}x".format)
 
 
 def rate(per: float | None) -> str:
     """``1.50 M``."""
-    return NOTHING if per is None else format_rate(per, "").strip()
-
-
-def size(num_bytes: float | None) -> str:
-    return NOTHING if num_bytes is None else format_rate(num_bytes, "B") if num_bytes else "0"
+    return shown(per, lambda number: format_rate(number, "").strip())
 
 
 def _number(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.4g}"
+    return shown(value, "{:.4g}".format)

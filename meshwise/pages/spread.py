@@ -1,4 +1,4 @@
-"""What the times of the single ranks say of a sample: who is slowest, and who waits for whom."""
+"""Compare the times of a sample's ranks: who is slowest, and who waits for whom."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

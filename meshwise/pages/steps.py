@@ -9,15 +9,18 @@ plan without a prediction, and of inference, what was measured alone.
 What was measured lies "within" a prediction when the interval holds it.
 """
 
+import functools
 import statistics
 from pathlib import Path
 from typing import Literal
 
 from meshwise import stats, store
 from meshwise.models import num_parameters, step_flops
-from meshwise.spec import Plan, Prediction, Record, RunInfo, Sample, Step, Workload
+from meshwise.pages.metrics import number
+from meshwise.spec import Plan, Record, RunInfo, Sample, Step, Workload
 
 CONVENTION = "torchtitan"
+UNFINISHED = "it has not finished"
 
 
 class Outcome(Record, kw_only=True):
@@ -31,7 +34,7 @@ class Outcome(Record, kw_only=True):
     within: bool | None = None
 
 
-def outcome(predicted: float, low: float, high: float, measured: float) -> Outcome:
+def outcome(measured: float, predicted: float, low: float, high: float) -> Outcome:
     """The two side by side."""
     return Outcome(
         predicted=predicted,
@@ -81,36 +84,39 @@ def results(run_dirs: list[Path]) -> list[StepResult]:
 
 
 def result(info: RunInfo, samples: list[Sample]) -> StepResult:
-    """What became of one plan."""
+    """The result of one run of a plan."""
     plan = info.plan
     assert plan is not None, f"{info.run_id} holds no plan"
     gpu = plan.cluster.device.kind == "cuda"
-    counted = "allocator's peak" if gpu else "high-water mark of tensor bytes"
-    parameters = num_parameters(plan.model)
+    usual = functools.partial(
+        StepResult,
+        run_id=info.run_id,
+        plan=plan,
+        num_parameters=num_parameters(plan.model),
+        memory_kind="allocator's peak" if gpu else "high-water mark of tensor bytes",
+    )
     found = next(((s, s.case.op) for s in samples if isinstance(s.case.op, Step)), None)
-    if found is None or found[0].status != "ok":
-        sample = None if found is None else found[0]
-        return StepResult(
-            run_id=info.run_id,
-            status=info.status if sample is None else sample.status,
-            reason=(info.reason if sample is None else sample.reason) or "it has not finished",
-            plan=plan,
-            num_parameters=parameters,
-            memory_kind=counted,
-            metrics={} if sample is None else sample.metrics,
-        )
+    if found is None:
+        return usual(status=info.status, reason=info.reason or UNFINISHED)
     sample, op = found
+    if sample.status != "ok":
+        reason = sample.reason or UNFINISHED
+        return usual(status=sample.status, reason=reason, metrics=sample.metrics)
     median_s, low_s, high_s = stats.median_interval(sample.times_s)
     rate = _flops(op) / median_s / plan.layout.num_devices
     peak = plan.cluster.device.peak_flops.get(plan.dtype)
-    return StepResult(
-        run_id=info.run_id,
+    time, memory = Outcome(measured=median_s), None
+    if peak_bytes := number(sample.metrics, "peak_bytes"):
+        memory = Outcome(measured=peak_bytes)
+    if (told := plan.prediction) is not None and op.mode == "train":
+        time = outcome(median_s, told.step_time_s, told.low_s, told.high_s)
+        ends = told.peak_memory_bytes, told.memory_low_bytes, told.memory_high_bytes
+        memory = outcome(peak_bytes, *ends) if peak_bytes else None
+    return usual(
         status="ok",
-        plan=plan,
         mode=op.mode,
-        num_parameters=parameters,
         num_steps=len(sample.times_s),
-        time=_time(plan.prediction, op, median_s),
+        time=time,
         measured_low_s=low_s,
         measured_high_s=high_s,
         mean_s=statistics.fmean(sample.times_s),
@@ -118,15 +124,14 @@ def result(info: RunInfo, samples: list[Sample]) -> StepResult:
         tokens_per_s=_tokens(op) / median_s,
         flops_per_device_per_s=rate,
         mfu=rate / peak if peak else None,
-        memory=_memory(plan.prediction, op, sample),
-        memory_kind=counted,
-        check_loss_error=_number(sample, "check_loss_error"),
+        memory=memory,
+        check_loss_error=number(sample.metrics, "check_loss_error"),
         metrics=sample.metrics,
     )
 
 
 def _flops(op: Step) -> float:
-    """Of what one time is of: a step, a forward pass, or a pass of one token a sequence."""
+    """FLOPs of one timed unit: a step, a forward pass, or a pass of one token a sequence."""
     if op.mode == "train":
         return step_flops(op.model, op.workload)
     one = Workload(global_batch_size=op.workload.global_batch_size, seq_len=1)
@@ -135,28 +140,3 @@ def _flops(op: Step) -> float:
 
 def _tokens(op: Step) -> int:
     return op.workload.global_batch_size if op.mode == "decode" else op.workload.tokens
-
-
-def _time(predicted: Prediction | None, op: Step, measured_s: float) -> Outcome:
-    if predicted is None or op.mode != "train":
-        return Outcome(measured=measured_s)
-    return outcome(predicted.step_time_s, predicted.low_s, predicted.high_s, measured_s)
-
-
-def _memory(predicted: Prediction | None, op: Step, sample: Sample) -> Outcome | None:
-    measured = _number(sample, "peak_bytes")
-    if not measured:
-        return None
-    if predicted is None or op.mode != "train":
-        return Outcome(measured=measured)
-    return outcome(
-        predicted.peak_memory_bytes,
-        predicted.memory_low_bytes,
-        predicted.memory_high_bytes,
-        measured,
-    )
-
-
-def _number(sample: Sample, name: str) -> float | None:
-    value = sample.metrics.get(name)
-    return float(value) if isinstance(value, float | int) else None

@@ -1,4 +1,4 @@
-"""How every figure is drawn: one set of axes in, an inline SVG element out.
+"""Draw a figure: one set of axes in, an inline SVG element out.
 
 No script, no fonts, no addresses. Colours are written as fixed values and then replaced by the
 page's CSS variables, so that one figure suits light and dark; text stays text.
@@ -23,7 +23,7 @@ SERIES = tuple(f"#0a0b{index:02x}" for index in range(16, 26))
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {
     colour: f"--s{index}" for index, colour in enumerate(SERIES)
 }
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a model may be called a$b
     "font.size": 9,
@@ -67,7 +67,7 @@ def draw(
     from matplotlib.figure import Figure as Canvas
 
     # the salt keeps names of markers and clip paths apart between the figures of a page
-    style: Any = {**_STYLE, "svg.hashsalt": caption}
+    style: Any = {**STYLE, "svg.hashsalt": caption}
     with mpl.rc_context(style):
         canvas = Canvas(figsize=(width, height), layout="constrained")
         canvas.patch.set_visible(False)
@@ -111,23 +111,27 @@ def colour(index: int) -> str:
 
 
 def byte_ticks(axis: Any, low: float, high: float) -> None:
-    """At most six powers of two between ``low`` and ``high``, named with units."""
+    """Tick up to six powers of two between ``low`` and ``high``, named with units."""
     powers = range(math.ceil(math.log2(low) - 0.01), math.floor(math.log2(high) + 0.01) + 1)
     step = max(1, math.ceil(len(powers) / 6))
     _ticks(axis, [2.0**power for power in powers[::step]], format_bytes)
 
 
 def rate_ticks(axis: Any, low: float, high: float, unit: str) -> None:
-    """Powers of ten, or 1-2-5 when there are few, named with units."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    fine = (1, 2, 5) if len(decades) < 4 else (1,)
-    values = [factor * 10.0**decade for decade in decades for factor in fine]
-    inside = [value for value in values if low * 0.8 <= value <= high * 1.25]
+    """Tick round rates around [low, high], named with units."""
+    inside = [value for value in decades(low, high) if low * 0.8 <= value <= high * 1.25]
     _ticks(axis, inside, lambda value: format_rate(value, unit))
 
 
+def decades(low: float, high: float, factors: tuple[int, ...] = ()) -> list[float]:
+    """Powers of ten times ``factors`` around [low, high]; by default 1, or 1-2-5 of few powers."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = factors or ((1, 2, 5) if len(powers) < 4 else (1,))
+    return [factor * 10.0**power for power in powers for factor in factors]
+
+
 def linear_ticks(axis: Any, top: float, show: Callable[[float], str], base: int) -> None:
-    """At most five round values up to ``top``; ``base`` 1000 for seconds, 1024 for bytes."""
+    """Tick up to five round values until ``top``; ``base`` 1000 for seconds, 1024 for bytes."""
     unit = float(base) ** math.floor(math.log(top, base))
     rough = top / unit / 5
     decade = 10.0 ** math.floor(math.log10(rough))

@@ -4,11 +4,12 @@ Cells are text already; the first ``left`` columns are words, the rest numbers.
 """
 
 import re
-from collections.abc import Iterable
-from typing import IO, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import IO, Literal, NamedTuple, TypeVar
 
 from meshwise.text import plain
 
+T = TypeVar("T")
 WIDTH = 120  # where the output is no terminal, so that logs and golden files do not change
 
 
@@ -20,6 +21,23 @@ class Table(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
     legend: tuple[str, ...] = ()
     left: int = 1
+
+
+def listed(
+    title: str,
+    items: Iterable[T],
+    *columns: tuple[str, Callable[[T], str]],
+    legend: tuple[str, ...] = (),
+    left: int = 1,
+) -> Table:
+    """A row for each item; a column is its head and how it shows an item."""
+    rows = tuple(tuple(show(item) for _, show in columns) for item in items)
+    return Table(title, tuple(head for head, _ in columns), rows, legend, left)
+
+
+def filled(*tables: Table) -> list[Table]:
+    """The tables that have rows."""
+    return [table for table in tables if table.rows]
 
 
 def write(tables: Iterable[Table], file: IO[str]) -> None:

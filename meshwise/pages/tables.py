@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from meshwise.pages.steps import CONVENTION
-from meshwise.pages.table import Table
+from meshwise.pages.table import Table, filled, listed
 from meshwise.prices import name_of
 from meshwise.spec import (
     AnyModel,
@@ -38,10 +38,23 @@ PARTS_LEGEND = (
 PEAK_NOTE = "memory peaks on "
 
 
+def shown(value: float | None, show: Callable[[float], str]) -> str:
+    """The value as ``show`` prints it; ``ABSENT`` for None."""
+    return ABSENT if value is None else show(value)
+
+
 def percent(value: float | None, sign: bool = False) -> str:
-    if value is None:
-        return ABSENT
-    return f"{100 * value:{'+' if sign else ''}.1f} %"
+    return shown(value, lambda share: f"{100 * share:{'+' if sign else ''}.1f} %")
+
+
+def size(num_bytes: float | None) -> str:
+    """Bytes in decimal units, as links count them: ``14.7 MB``."""
+    return shown(num_bytes, lambda bytes_: format_rate(bytes_, "B") if bytes_ else "0")
+
+
+def share(value: float | None) -> str:
+    """A share in three digits, however small: ``0.0123 %``."""
+    return shown(value, lambda part: f"{100 * part:.3g} %")
 
 
 def interval(low: float, high: float, show: Callable[[float], str] = format_seconds) -> str:
@@ -69,105 +82,90 @@ def cluster(described: Cluster) -> list[Table]:
     ]
     if described.host_cores:
         rows.append(("cores of a host", str(described.host_cores)))
-    tiers = tuple(
-        (
-            tier.name,
-            tier.source or "rate not known",
-            str(tier.num_devices),
-            format_rate(tier.bytes_per_s, "B/s") if tier.bytes_per_s else ABSENT,
-        )
-        for tier in described.tiers
+    links = listed(
+        "Links, innermost first",
+        described.tiers,
+        ("tier", lambda tier: tier.name),
+        ("source", lambda tier: tier.source or "rate not known"),
+        ("reaches devices", lambda tier: str(tier.num_devices)),
+        ("each way", lambda tier: shown(tier.bytes_per_s, lambda rate: format_rate(rate, "B/s"))),
+        legend=described.notes,
+        left=2,
     )
-    return [
-        Table(f"Cluster {described.name}", ("", ""), tuple(rows), left=2),
-        Table(
-            "Links, innermost first",
-            ("tier", "source", "reaches devices", "each way"),
-            tiers,
-            described.notes,
-            left=2,
-        ),
-    ]
+    return [Table(f"Cluster {described.name}", ("", ""), tuple(rows), left=2), links]
 
 
 def costs(prices: Costs) -> list[Table]:
     """Every price with its error on points that were left out of the fit."""
-    curves = tuple(
-        (
-            name_of(curve, prices.cluster),
-            {"loglog": "log-log", "alpha_beta": "alpha-beta"}[curve.law],
-            str(len(curve.x_bytes)),
-            f"{format_bytes(curve.x_bytes[0])} – {format_bytes(curve.x_bytes[-1])}",
-            format_seconds(curve.alpha_s) if curve.alpha_s else ABSENT,
-            format_rate(1 / curve.beta_s_per_byte, "B/s") if curve.beta_s_per_byte else ABSENT,
-            *_held_out(curve.held_out[curve.law]),
-        )
-        for curve in prices.curves
-    )
-    surfaces = tuple(
-        (
-            name_of(surface, prices.cluster),
-            str(len(surface.shapes)),
-            format_seconds(surface.floor_s),
-            format_rate(surface.flops_per_s, "FLOP/s"),
-            *_held_out(surface.held_out),
-        )
-        for surface in prices.surfaces
-    )
-    factors = tuple(
-        (
-            name_of(factor, prices.cluster),
-            str(len(factor.ratio)),
-            _range(factor.ratio),
-            _range(factor.saved_ratio),
-            *_held_out(factor.held_out),
-        )
-        for factor in prices.factors
-    )
-    error = ("median error", "p90 error")
-    return [
-        Table(
-            "Time against bytes",
-            ("price", "law", "points", "measured sizes", "alpha", "1/beta", *error),
-            curves,
-            (
-                "Errors are |predicted/measured - 1| on points left out of the fit, one at a time.",
-                "t = alpha + bytes x beta, bent through the measured points; log-log interpolates "
-                "between them. A collective has so many ranks within each tier of links, its bytes "
-                "are nccl-tests' size.",
-            ),
-            left=2,
+    curves = listed(
+        "Time against bytes",
+        prices.curves,
+        ("price", lambda curve: name_of(curve, prices.cluster)),
+        ("law", lambda curve: {"loglog": "log-log", "alpha_beta": "alpha-beta"}[curve.law]),
+        ("points", lambda curve: str(len(curve.x_bytes))),
+        ("measured sizes", lambda curve: _range(curve.x_bytes, format_bytes)),
+        ("alpha", lambda curve: shown(curve.alpha_s or None, format_seconds)),
+        ("1/beta", lambda curve: shown(curve.beta_s_per_byte or None, _inverse)),
+        ("median error", lambda curve: _median(curve.held_out[curve.law])),
+        ("p90 error", lambda curve: _p90(curve.held_out[curve.law])),
+        legend=(
+            "Errors are |predicted/measured - 1| on points left out of the fit, one at a time.",
+            "t = alpha + bytes x beta, bent through the measured points; log-log interpolates "
+            "between them. A collective has so many ranks within each tier of links, its bytes "
+            "are nccl-tests' size.",
         ),
-        Table(
-            "Matrix products and attention",
-            ("price", "shapes", "floor", "best rate", *error),
-            surfaces,
-            ("A shape that was not measured takes the utilisation of its nearest neighbours.",),
-        ),
-        Table(
-            "Blocks: measured time over the sum of their operations' prices",
-            ("block", "sizes", "time ratio", "saved bytes ratio", *error),
-            factors,
-            ("The ratio corrects every plan that holds the block.",),
-        )
-        if factors
-        else Table("No block was measured; plans add operations up as they are.", (), ()),
-    ]
+        left=2,
+    )
+    surfaces = listed(
+        "Matrix products and attention",
+        prices.surfaces,
+        ("price", lambda surface: name_of(surface, prices.cluster)),
+        ("shapes", lambda surface: str(len(surface.shapes))),
+        ("floor", lambda surface: format_seconds(surface.floor_s)),
+        ("best rate", lambda surface: format_rate(surface.flops_per_s, "FLOP/s")),
+        ("median error", lambda surface: _median(surface.held_out)),
+        ("p90 error", lambda surface: _p90(surface.held_out)),
+        legend=("A shape that was not measured takes the utilisation of its nearest neighbours.",),
+    )
+    factors = listed(
+        "Blocks: measured time over the sum of their operations' prices",
+        prices.factors,
+        ("block", lambda factor: name_of(factor, prices.cluster)),
+        ("sizes", lambda factor: str(len(factor.ratio))),
+        ("time ratio", lambda factor: _range(factor.ratio, _ratio)),
+        ("saved bytes ratio", lambda factor: _range(factor.saved_ratio, _ratio)),
+        ("median error", lambda factor: _median(factor.held_out)),
+        ("p90 error", lambda factor: _p90(factor.held_out)),
+        legend=("The ratio corrects every plan that holds the block.",),
+    )
+    none = Table("No block was measured; plans add operations up as they are.", (), ())
+    return [curves, surfaces, factors if prices.factors else none]
 
 
-def _range(ratios: tuple[float, ...]) -> str:
-    ends = dict.fromkeys(f"{end(ratios):.2f}" for end in (min, max)) if ratios else (ABSENT,)
+def _inverse(s_per_byte: float) -> str:
+    return format_rate(1 / s_per_byte, "B/s")
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
+    """The least and the largest, or the one that all are."""
+    ends = dict.fromkeys(show(end(values)) for end in (min, max)) if values else (ABSENT,)
     return " – ".join(ends)
 
 
-def _held_out(error: HeldOut) -> tuple[str, str]:
-    if not error.num_points:
-        return ABSENT, ABSENT
-    return percent(error.median), percent(error.p90)
+def _median(error: HeldOut) -> str:
+    return percent(error.median if error.num_points else None)
+
+
+def _p90(error: HeldOut) -> str:
+    return percent(error.p90 if error.num_points else None)
 
 
 def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """Why a pipeline stands behind layouts that are none: how long it waits."""
+    """Explain a pipeline ranked behind other layouts: how long it waits."""
     *others, last = candidates
     if last.layout.pp == 1 or not others or any(c.layout.pp > 1 for c in others):
         return ()
@@ -191,14 +189,14 @@ def plan(chosen: Plan) -> list[Table]:
     return [
         ranked,
         *warnings(chosen.prediction.notes),
-        *([_removed(chosen)] if chosen.removed else []),
+        *filled(_removed(chosen)),
         parts(chosen),
         *stages(chosen),
     ]
 
 
 def warnings(notes: Sequence[str]) -> list[Table]:
-    """What the prediction rests on beyond the measurement; of one price only the farthest size."""
+    """List what the prediction extrapolates; for each price only the size farthest out."""
     farthest: dict[str, tuple[float, str]] = {}
     for note in notes:
         if note.startswith(PEAK_NOTE):
@@ -210,11 +208,11 @@ def warnings(notes: Sequence[str]) -> list[Table]:
     rows = tuple((note,) for _, note in farthest.values())
     more = "measure more: meshwise measure profile --resume"
     of_prices = any("`meshwise run`" not in note for (note,) in rows)
-    return [Table("Warnings", ("",), rows, (more,) if of_prices else ())] if rows else []
+    return filled(Table("Warnings", ("",), rows, (more,) if of_prices else ()))
 
 
 def layouts(plans: Sequence[Plan], legend: tuple[str, ...]) -> Table:
-    """What plans predict; each has a prediction."""
+    """Show the predictions of plans; each has one."""
     chosen = [
         Candidate(layout=plan.layout, prediction=plan.prediction)
         for plan in plans
@@ -233,7 +231,7 @@ _TIERS = {
 
 
 def _tier(chosen: Plan) -> str:
-    """What its prices rest on, the lowest tier of them."""
+    """Name the lowest tier among the plan's prices."""
     if chosen.prediction is None or chosen.prediction.tier is None:
         return ""
     if chosen.prediction.tier == "datasheet" and not chosen.runs:
@@ -242,7 +240,7 @@ def _tier(chosen: Plan) -> str:
 
 
 def headline(chosen: Plan) -> str:
-    """What runs where."""
+    """Name model, machine and batch in a line."""
     return (
         f"{chosen.model.name or 'model'} on {chosen.layout.num_devices} devices of "
         f"{chosen.cluster.name}: batch {batch(chosen.model, chosen.workload)}, "
@@ -297,7 +295,7 @@ def _why(constraint: str) -> str:
 
 
 def stages(chosen: Plan) -> list[Table]:
-    """What each stage of a pipeline holds, and how long a microbatch takes there."""
+    """Show the layers of each pipeline stage, and how long a microbatch takes there."""
     times = chosen.prediction.stage_times if chosen.prediction else ()
     if not times:
         return []
@@ -328,24 +326,16 @@ def stages(chosen: Plan) -> list[Table]:
 
 
 def parts(chosen: Plan) -> Table:
-    """Where the best layout spends a step and its memory."""
+    """Show the parts of the best layout's step and memory."""
     prediction = chosen.prediction
     assert prediction is not None
+    step_s, peak_bytes = prediction.step_time_s, prediction.peak_memory_bytes
     rows = [
-        (
-            "time",
-            part.name,
-            format_seconds(part.value),
-            percent(part.value / prediction.step_time_s),
-        )
+        ("time", part.name, format_seconds(part.value), percent(part.value / step_s))
         for part in prediction.time_parts
-    ] + [
-        (
-            "memory",
-            part.name,
-            format_bytes(part.value),
-            percent(part.value / prediction.peak_memory_bytes),
-        )
+    ]
+    rows += [
+        ("memory", part.name, format_bytes(part.value), percent(part.value / peak_bytes))
         for part in prediction.memory_parts
     ]
     title = f"Predicted parts of {chosen.layout.name}"

@@ -1,6 +1,6 @@
 """The table of plan against trace."""
 
-from meshwise.pages.table import Table
+from meshwise.pages.table import Table, listed
 from meshwise.spec.trace import TraceCheck, TraceLine
 
 LEGEND = (
@@ -11,35 +11,28 @@ LEGEND = (
 
 def table(check: TraceCheck, title: str) -> Table:
     """A row for each kind and size of message, those of the plan first."""
-    columns = (
-        "unit", "collective", "dtype", "ranks", "elements", "planned a step", "traced a step",
-        "verdict",
-    )  # fmt: skip
-    rows = tuple(_row(line, check.steps) for line in check.lines)
+
+    def traced(line: TraceLine) -> str:
+        least, most = min(line.traced, default=0), max(line.traced, default=0)
+        ends = dict.fromkeys(f"{count / check.steps:.4g}" for count in (least, most))
+        return " – ".join(ends)
+
     outcome = {
         True: f"The trace of {check.steps} steps is as planned.",
         False: f"The trace of {check.steps} steps is NOT as planned.",
         None: f"{check.steps} steps were traced.",
     }[check.agrees]
-    return Table(title, columns, rows, (outcome, *check.notes, LEGEND), left=3)
-
-
-def _row(line: TraceLine, steps: int) -> tuple[str, ...]:
-    least, most = min(line.traced, default=0), max(line.traced, default=0)
-    traced = _per_step(least, steps)
-    if most != least:
-        traced += f" – {_per_step(most, steps)}"
-    return (
-        line.units or "?",
-        line.kind,
-        line.dtype,
-        str(line.num_ranks or "?"),
-        f"{line.elements:,}",
-        str(line.planned),
-        traced,
-        line.verdict,
+    return listed(
+        title,
+        check.lines,
+        ("unit", lambda line: line.units or "?"),
+        ("collective", lambda line: line.kind),
+        ("dtype", lambda line: line.dtype),
+        ("ranks", lambda line: str(line.num_ranks or "?")),
+        ("elements", lambda line: f"{line.elements:,}"),
+        ("planned a step", lambda line: str(line.planned)),
+        ("traced a step", traced),
+        ("verdict", lambda line: line.verdict),
+        legend=(outcome, *check.notes, LEGEND),
+        left=3,
     )
-
-
-def _per_step(count: int, steps: int) -> str:
-    return f"{count / steps:.4g}"
