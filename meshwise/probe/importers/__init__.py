@@ -27,8 +27,8 @@ _PARAM = re.compile(r"^[ \t]*COMMS-RES", re.MULTILINE)
 
 
 def read(path: Path | str, cluster: Cluster | None = None) -> Found:
-    """What a file holds; ValueError, one line that begins with the file's name, for one that none
-    of these tools wrote."""
+    """Read a file; ValueError, one line that begins with the file's name, for one that none of
+    these tools wrote."""
     path = Path(path)
     data = files.read_bytes(path, at_most=MOST_BYTES)
     try:

@@ -5,9 +5,10 @@ spoils its line alone.
 """
 
 import csv
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import short
+from meshwise.probe.importers.found import Row, refusal, short
 
 
 class Table(NamedTuple):
@@ -37,6 +38,31 @@ def read(text: str, separator: str = ",") -> Table:
             many = f"{len(cells)} values under {len(columns)} columns"
             found.unread.append(f"line {number}: {many}: {short(line)}")
     return found
+
+
+def rows_of(
+    table: Table, reader: Callable[[Mapping[str, str], str], list[Row]], name: str
+) -> tuple[list[Row], list[str]]:
+    """What ``reader`` makes of each line, and which lines cannot be read, and why.
+
+    ValueError if none can; ``name`` is the file's.
+    """
+    rows, unread = [], list(table.unread)
+    for where, line in table.lines:
+        try:
+            rows += reader(line, where)
+        except ValueError as error:
+            unread.append(f"{where}: {error}")
+    if not rows:
+        raise refusal(name, unread)
+    return rows, unread
+
+
+def check_one_run(sizes: Mapping[int, str], what: str, name: str) -> None:
+    """ValueError if there are several ``sizes``, each with a line of that many ranks."""
+    if len(sizes) > 1:
+        told = " and ".join(f"{size} at {where}" for size, where in sizes.items())
+        raise ValueError(f"{name}: {what} {told}: files of several runs; split the file")
 
 
 def split(line: str, separator: str = ",") -> list[str] | None:

@@ -1,4 +1,4 @@
-"""What an importer finds in a file, and how its rows become samples.
+"""Turn the rows that an importer finds in a file into samples.
 
 In: rows, each a case with the time that the file printed. Out: one ``Sample`` a case. Rows of the
 same case are one sample with all their times, or an error if the result of one was wrong; nothing
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one file holds. ``device`` is its name, empty where the file does not say.
+    """The contents of one file. ``device`` is its name, empty where the file does not say.
 
     ``size_kind`` and ``time_kind`` say what the file's size and time mean; a sample's size is
     always nccl-tests' one.
@@ -43,12 +43,12 @@ class Found(NamedTuple):
     tool: str
     size_kind: str
     time_kind: str
-    num_hosts: int
     world_size: int | None  # None: the file does not say
-    device: str
     samples: tuple[Sample, ...]
     warnings: tuple[str, ...]
     facts: dict[str, Any]
+    num_hosts: int = 1
+    device: str = ""
 
 
 _MOST = 1e15  # no time, size in GB or rate is beyond it
@@ -85,9 +85,13 @@ def short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
+def warning(places: Sequence[str], what: str) -> list[str]:
+    """A warning that counts and lists places, ``2 rows cannot be read: ...``; none without any."""
+    return [f"{len(places)} {what}: {listed(places)}"] if places else []
+
+
 def left_out(unread: Sequence[str]) -> list[str]:
-    """The warning of rows that cannot be read, each with its line, if there are any."""
-    return [f"{len(unread)} rows cannot be read: {listed(unread)}"] * bool(unread)
+    return warning(unread, "rows cannot be read")
 
 
 def refusal(name: str, unread: Sequence[str]) -> ValueError:

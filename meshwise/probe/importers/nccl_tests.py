@@ -21,9 +21,9 @@ from meshwise.probe.importers.found import (
     Found,
     Row,
     is_number,
-    listed,
     samples_of,
     short,
+    warning,
 )
 from meshwise.probe.importers.suspicion import Printed, Series, warnings_of
 from meshwise.spec import Case, Collective
@@ -118,7 +118,7 @@ def found_of(sections: Sequence[Section], name: str) -> Found:
             f"{name}: devices differ ({', '.join(devices)}); ranks must be of one kind"
         )
     last = sections[-1]
-    warnings = [f"{len(places)} {what}: {listed(places)}" for what, places in doubts.items()]
+    warnings = [text for what, places in doubts.items() for text in warning(places, what)]
     if not samples:
         raise ValueError(f"{name}: no row has a counterpart here: {'; '.join(warnings)}")
     return Found(
@@ -198,7 +198,7 @@ def _group(section: Section) -> tuple[int, int]:
 
 
 def _kind(section: Section, name: str) -> tuple[CollectiveKind, str]:
-    """Which collective, and the word of the file's name where only that says it."""
+    """The collective, and the word of the file's name where only that says it."""
     program = section.program.rpartition("/")[2].removesuffix("_perf")
     if program in _NAMES:
         return _NAMES[program], ""
@@ -309,7 +309,7 @@ def _time_us(half: dict[str, str]) -> float:
 
 
 def _series(section: Section, kind: CollectiveKind) -> list[Series]:
-    """What differs in size alone."""
+    """Group the rows that differ in size alone."""
     size, _ = _group(section)
     found: list[Series] = []
     series = {(line.type, line.redop, placed) for line in section.lines for placed in line.values}

@@ -13,8 +13,8 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import Found, listed
-from meshwise.spec import Case, Cluster, Collective, Sample
+from meshwise.probe.importers.found import Found, listed, warning
+from meshwise.spec import DTYPE_BYTES, Case, Cluster, Collective, Sample
 
 MARK = ": opCount "
 _PROCESS = r"(?<!\d)(?P<pid>\d{1,10}):\d{1,10} \[(?P<device>\d{1,4})\]"
@@ -50,10 +50,7 @@ DATATYPES = (
     "fp8", "fp8",
 )  # fmt: skip
 OPERATIONS = ("sum", "prod", "max", "min", "avg")
-ITEM_BYTES = {"int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "fp32": 4, "fp64": 8} | {
-    "fp16": 2,
-    "bf16": 2,
-}
+ITEM_BYTES = {"int32": 4, "uint32": 4, "int64": 8, "uint64": 8, **DTYPE_BYTES}
 
 
 class Call(NamedTuple):
@@ -128,7 +125,7 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
     found, torn = calls(text), _torn(text)
     if not found:
         raise ValueError(f"{name}: {len(torn)} calls of collectives, all cut off before the root")
-    warnings = [f"{len(torn)} lines of calls cannot be read: {listed(torn)}"] if torn else []
+    warnings = warning(torn, "lines of calls cannot be read")
     sizes = _sizes(text, found, name)
     found = [
         call._replace(num_ranks=call.num_ranks or sizes.get((call.pid, call.comm), 0))
@@ -165,9 +162,7 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
         size_kind="count of elements, of a rank for all_gather and reduce_scatter; ours is the "
         "whole message in bytes",
         time_kind="none",
-        num_hosts=1,
         world_size=world,
-        device="",
         samples=samples,
         warnings=tuple(warnings),
         facts={"calls": len(found), "processes": len({call.pid for call in found})},
@@ -175,7 +170,7 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
 
 
 def _sizes(text: str, found: list[Call], name: str) -> dict[tuple[int, str], int]:
-    """How many ranks each process' communicators have."""
+    """The number of ranks of each process' communicators."""
     sizes: dict[tuple[int, str], int] = {}
     silent = {(call.pid, call.comm) for call in found if not call.num_ranks}
     for match in _INIT.finditer(text):
@@ -191,7 +186,7 @@ def _sizes(text: str, found: list[Call], name: str) -> dict[tuple[int, str], int
 
 
 def _taken(found: list[Call], name: str, largest: int, cluster: Cluster | None) -> tuple[int, str]:
-    """How many ranks a call had whose line does not say it, and by what."""
+    """The number of ranks of calls whose lines do not say it, and the reason for it."""
     if largest > 1:
         return largest, "the largest communicator in the log"
     if cluster is not None:

@@ -26,6 +26,7 @@ from meshwise.probe.importers.found import (
     refusal,
     samples_of,
     seconds,
+    warning,
     whole,
 )
 from meshwise.probe.importers.suspicion import Printed, warnings_of
@@ -62,7 +63,7 @@ _NAMED = re.compile(r"COMMS-RES-(\w+)-(float\d+|bfloat16|double|half|float|u?int
 
 
 class Setting(NamedTuple):
-    """What a log says above its tables. ``where``: the line that says how many ranks there were."""
+    """The settings above a log's tables. ``where``: the line that gives the number of ranks."""
 
     where: str
     ranks: int
@@ -75,7 +76,7 @@ class Setting(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What one run printed. ``skipped``: why rows are left out; ``unread``: which are no rows."""
+    """The rows of one run. ``skipped``: why rows are left out; ``unread``: which are no rows."""
 
     setting: Setting
     rows: list[tuple[Row, Printed | None]]
@@ -101,14 +102,12 @@ def read(text: str, name: str) -> Found:
     warnings = [f"{skipped.total()} rows left out: {listed(others)}"] * bool(skipped)
     warnings += left_out(unread)
     wrong = [f"{row.where}: {row.fault}" for row, _ in rows if row.wrong]
-    warnings += [f"{len(wrong)} rows cannot be used: {listed(wrong)}"] * bool(wrong)
+    warnings += warning(wrong, "rows cannot be used")
     return Found(
         tool="PARAM comms",
         size_kind=SIZE_KIND,
         time_kind=TIME_KIND,
-        num_hosts=1,
         world_size=parts[0].setting.world_size,
-        device="",
         samples=samples,
         warnings=(*warnings, *_suspicious(rows, name), *doubled),
         facts={"backend": parts[0].setting.backend, "rows": len(rows), "runs": len(parts)},
@@ -144,7 +143,7 @@ def _check_alike(settings: list[Setting], name: str) -> None:
 
 
 def _tables(lines: list[tuple[int, str]], name: str) -> Tables:
-    """What one run printed."""
+    """Read the rows of one run."""
     setting = _setting(lines, name)
     found = Tables(setting, [], [], [])
     columns: list[str] = []
@@ -187,7 +186,7 @@ def _judged(row: Row, wrong: dict[str, str]) -> Row:
 
 
 def _setting(lines: list[tuple[int, str]], name: str) -> Setting:
-    """What all lines of a run say alike."""
+    """Read the settings, which all lines of a run must give alike."""
     world, world_at = _told(lines, _WORLD, "world_size", name)
     blocking, _ = _told(lines, _BLOCKING, "args.z", name)
     backend, _ = _told(lines, _BACKEND, "backend", name, "")

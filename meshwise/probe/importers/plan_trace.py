@@ -30,8 +30,8 @@ class _Key(NamedTuple):
 
 
 def planned(plan: Plan) -> list[Planned] | None:
-    """What each rank issues in a step; None of images, under tp and ep and in pipelines, whose
-    ranks hold parts of a unit's weights and exchange activations besides."""
+    """List what each rank issues in a step; None for images, under tp and ep and in pipelines,
+    whose ranks hold parts of a unit's weights and exchange activations besides."""
     layout = plan.layout
     divided = layout.tp > 1 or layout.pp > 1 or layout.ep > 1
     if divided or isinstance(plan.model, WideResNet):

@@ -12,21 +12,22 @@ of attention that failed is printed as 0; other times must be > 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
+from meshwise.probe.importers import csv_table
 from meshwise.probe.importers.csv_table import Table
 from meshwise.probe.importers.found import (
     DTYPES,
     Found,
     Row,
     left_out,
-    listed,
     number,
-    refusal,
     samples_of,
     seconds,
     short,
+    warning,
     whole,
 )
 from meshwise.spec import Attention, Case, Collective, Gemm
@@ -34,7 +35,8 @@ from meshwise.spec.op import DTYPE_BYTES, CollectiveKind, Direction, Dtype
 
 _TIME = "Time(s)"
 _RATE = "Bandwidth(GB/s)"
-_SHAPE = {"Model", "MBS", "Seq", "HiddenSize", "DataType", _TIME, _RATE}
+_MESSAGE = ("MBS", "Seq", "HiddenSize")  # whose product is its elements
+_SHAPE = {"Model", *_MESSAGE, "DataType", _TIME, _RATE}
 _FORMS = {
     "gemm": {"m", "n", "k", "transA", "transB", "dtype", _TIME},
     "attention": {
@@ -66,12 +68,12 @@ Line = Mapping[str, str]
 
 
 def form_of(columns: Sequence[str]) -> str | None:
-    """Which of Primus' files has these columns."""
+    """Name the file of Primus that has these columns."""
     return next((form for form, needed in _FORMS.items() if needed <= set(columns)), None)
 
 
 def lacking(columns: Sequence[str]) -> str:
-    """Which columns keep these from being one of Primus' files; empty if they are few of any."""
+    """Say which columns a file of Primus would need besides; empty if few are of any."""
     share = {form: len(needed & set(columns)) / len(needed) for form, needed in _FORMS.items()}
     form = max(share, key=lambda form: share[form])
     missing = ", ".join(sorted(_FORMS[form] - set(columns)))
@@ -80,31 +82,23 @@ def lacking(columns: Sequence[str]) -> str:
 
 def read_csv(table: Table, form: str, name: str) -> Found:
     """The rows of one file; ``name`` is the file's, for messages."""
-    readers: dict[str, Callable[[Line, str, str], list[Row]]] = {
+    readers: dict[str, Callable[[Line, str], list[Row]]] = {
         "gemm": _gemm,
         "attention": _attention,
         "all2all": _all_to_all,
-        "collective": _collective,
-        "fsdp": _fsdp,
+        "collective": partial(_collective, name),
+        "fsdp": partial(_fsdp, name),
         "send": _send,
     }
-    rows: list[Row] = []
-    unread, world_sizes = list(table.unread), dict[str, str]()
-    for where, line in table.lines:
-        try:
-            rows += readers[form](line, where, name)
-        except ValueError as error:
-            unread.append(f"{where}: {error}")
-        else:
-            world_sizes.setdefault(line.get("WorldSize", ""), where)
-    if len(world_sizes) > 1:
-        told = " and ".join(f"{size} at {where}" for size, where in world_sizes.items())
-        raise ValueError(f"{name}: WorldSize is {told}: files of several runs; split it")
-    if not rows:
-        raise refusal(name, unread)
+    rows, unread = csv_table.rows_of(table, readers[form], name)
+    if "WorldSize" in table.columns:
+        sizes: dict[int, str] = {}
+        for row in rows:
+            sizes.setdefault(row.case.world_size, row.where)
+        csv_table.check_one_run(sizes, "WorldSize is", name)
     samples, doubled = samples_of(rows)
     faults = [f"{row.where}: {row.fault}" for row in rows if row.fault]
-    faulty = [f"{len(faults)} rows cannot be used: {listed(faults)}"] * bool(faults)
+    faulty = warning(faults, "rows cannot be used")
     equal = [f"constant: all {len(rows)} times are equal"] * (
         len(rows) > 3 and len({row.time_s for row in rows}) == 1
     )
@@ -112,9 +106,7 @@ def read_csv(table: Table, form: str, name: str) -> Found:
         tool=f"Primus {form} benchmark",
         size_kind=_SIZE_KINDS[form],
         time_kind="mean over calls in a row",
-        num_hosts=1,
         world_size=max(sample.case.world_size for sample in samples),
-        device="",
         samples=samples,
         warnings=(*left_out(unread), *equal, *faulty, *doubled),
         facts={"form": form, "rows": len(rows)},
@@ -130,7 +122,7 @@ def _dtype(text: str) -> Dtype:
     return DTYPES[plain]
 
 
-def _gemm(line: Line, where: str, _: str) -> list[Row]:
+def _gemm(line: Line, where: str) -> list[Row]:
     dtype = _dtype(line["dtype"])
     m, n, k = (whole(line[column], column, 1) for column in "mnk")
     op = Gemm(
@@ -151,7 +143,7 @@ def _flag(line: Line, column: str, words: Mapping[str, bool]) -> bool:
     return words[line[column]]
 
 
-def _attention(line: Line, where: str, _: str) -> list[Row]:
+def _attention(line: Line, where: str) -> list[Row]:
     rows = []
     directions: dict[str, Direction] = {"fwd_time": "forward", "bwd_time": "backward"}
     for column, direction in directions.items():
@@ -172,24 +164,20 @@ def _attention(line: Line, where: str, _: str) -> list[Row]:
     return rows
 
 
-def _elements(line: Line) -> int:
-    return _product(line, "MBS", "Seq", "HiddenSize")
-
-
 def _product(line: Line, *columns: str) -> int:
     return prod(whole(line[column], column, 1) for column in columns)
 
 
-def _all_to_all(line: Line, where: str, _: str) -> list[Row]:
+def _all_to_all(line: Line, where: str) -> list[Row]:
     ranks = whole(line["EP-Size"], "EP-Size", 2)
     tokens = _product(line, "MBS", "Seq", "TopK")
     elements = -(-tokens // ranks) * ranks * _product(line, "HiddenSize")
     return [_timed(line, where, "all_to_all", elements, ranks)]
 
 
-def _collective(line: Line, where: str, name: str) -> list[Row]:
+def _collective(name: str, line: Line, where: str) -> list[Row]:
     """Primus gathers Seq // W positions a rank; all_reduce moves twice what the others do."""
-    ranks, elements = _ranks(line), _elements(line)
+    ranks, elements = whole(line["WorldSize"], "WorldSize", 2), _product(line, *_MESSAGE)
     size_bytes = elements * DTYPE_BYTES[_dtype(line["DataType"])]
     moved = _moved(line) * ranks / (ranks - 1)
     if abs(moved / size_bytes - 2) < 2 * _TOLERANCE:
@@ -216,21 +204,17 @@ def _kind_by_name(name: str) -> CollectiveKind:
     return named[0]
 
 
-def _fsdp(line: Line, where: str, name: str) -> list[Row]:
-    ranks = _ranks(line)
+def _fsdp(name: str, line: Line, where: str) -> list[Row]:
+    ranks = whole(line["WorldSize"], "WorldSize", 2)
     elements = _product(line, "Layer Weight") // ranks * ranks
     return [_timed(line, where, _kind_by_name(name), elements, ranks)]
 
 
-def _send(line: Line, where: str, _: str) -> list[Row]:
+def _send(line: Line, where: str) -> list[Row]:
     """Half the time of a ping-pong, unless the bandwidth says that it is halved already."""
-    size_bytes = _elements(line) * DTYPE_BYTES[_dtype(line["DataType"])]
-    both_ways = _moved(line) > 1.5 * size_bytes
-    return [_timed(line, where, "send", _elements(line), 2, share=0.5 if both_ways else 1.0)]
-
-
-def _ranks(line: Line) -> int:
-    return whole(line["WorldSize"], "WorldSize", 2)
+    elements = _product(line, *_MESSAGE)
+    both_ways = _moved(line) > 1.5 * elements * DTYPE_BYTES[_dtype(line["DataType"])]
+    return [_timed(line, where, "send", elements, 2, share=0.5 if both_ways else 1.0)]
 
 
 def _moved(line: Line) -> float:

@@ -1,4 +1,4 @@
-"""What makes printed measurements suspicious, as sentences.
+"""Warn of printed measurements that look suspicious.
 
 In: the series of a file, each the rows of one table that differ in size alone, with what was
 printed beside the time. Out: one warning for each kind of doubt: constant times, sizes that do not
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import listed
+from meshwise.probe.importers.found import listed, warning
 
 _SAME = 4  # rows in a row with one and the same time: two or three happen on a plateau
 _TOLERANCE = 0.02
@@ -47,7 +47,7 @@ def _constant(series: Sequence[Series]) -> list[str]:
             if len(run) >= _SAME and len({row.size_bytes for row in run}) >= _SAME:
                 said = f"{len(run)} sizes from {run[0].where} on have the time {time} ({name})"
                 found.append(said)
-    return [f"constant: {len(found)} stretches: {listed(found)}"] * bool(found)
+    return [f"constant: {said}" for said in warning(found, "stretches")]
 
 
 def _descending(series: Sequence[Series]) -> list[str]:
@@ -57,7 +57,7 @@ def _descending(series: Sequence[Series]) -> list[str]:
         for row, later in pairwise(rows)
         if later.size_bytes < row.size_bytes
     }  # in and out of place are of the same line
-    return [f"not ascending: {len(found)} sizes: {listed(list(found))}"] * bool(found)
+    return [f"not ascending: {said}" for said in warning(list(found), "sizes")]
 
 
 def _quantised(series: Sequence[Series]) -> list[str]:

@@ -11,13 +11,13 @@ busbw_gbps), whose bandwidths may carry the 0.0004 that its writer added. Their 
 import re
 from collections.abc import Mapping, Sequence
 
+from meshwise.probe.importers import csv_table
 from meshwise.probe.importers.csv_table import Table
 from meshwise.probe.importers.found import (
     Found,
     Row,
     left_out,
     number,
-    refusal,
     samples_of,
     seconds,
     short,
@@ -31,7 +31,7 @@ MOST_RANKS = 2048  # whose matrix of splits has 4 million numbers
 
 
 def lacking(columns: Sequence[str]) -> str:
-    """Which columns a table with ``btd`` does not have; empty without ``btd``."""
+    """Say which columns a table with ``btd`` lacks; empty without ``btd``."""
     missing = ", ".join(sorted(COLUMNS - set(columns)))
     return f"is a table of btd but has no column {missing}" if "btd" in columns else ""
 
@@ -85,33 +85,23 @@ def row(
 
 def read_csv(table: Table, name: str) -> Found:
     """The rows of a CSV with ``COLUMNS``."""
-    rows, unread = [], list(table.unread)
-    for where, line in table.lines:
-        try:
-            rows.append(_csv_row(line, where))
-        except ValueError as error:
-            unread.append(f"{where}: {error}")
-    if not rows:
-        raise refusal(name, unread)
+    rows, unread = csv_table.rows_of(table, _csv_row, name)
     sizes = {row.case.world_size: row.where for row in reversed(rows)}
-    if len(sizes) > 1:
-        told = " and ".join(f"{size} at {where}" for size, where in sizes.items())
-        raise ValueError(f"{name}: ranks are {told}: tables of several runs; split the file")
+    csv_table.check_one_run(sizes, "ranks are", name)
     samples, doubled = samples_of(rows)
     return Found(
         tool="PARAM comms, table of batch, tables and dimension",
         size_kind="the output of a rank; ours is the most that a rank sends or receives",
         time_kind="mean over ranks",
-        num_hosts=1,
         world_size=samples[0].case.world_size,
-        device="",
         samples=samples,
         warnings=(*left_out(unread), *doubled),
         facts={"rows": len(rows)},
     )
 
 
-def _csv_row(line: Mapping[str, str], where: str) -> Row:
+def _csv_row(line: Mapping[str, str], where: str) -> list[Row]:
     time_us = seconds(line["latency_us"], "latency_us")
     rates = [[number(line[c], c)] for c in ("algbw_gbps", "busbw_gbps") if c in line]
-    return row(line["btd"], whole(line["size_bytes"], "size_bytes"), [[time_us], *rates], where)
+    size_bytes = whole(line["size_bytes"], "size_bytes")
+    return [row(line["btd"], size_bytes, [[time_us], *rates], where)]
