@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from meshwise.models import decoder
 from meshwise.models.primus import AttentionShape
-from meshwise.probe.cases.scope import Scope
+from meshwise.probe.cases.scope import Scope, distinct
 from meshwise.spec import Attention, Case, Decoder, Derived, Model
 from meshwise.spec.op import Direction
 
@@ -43,28 +43,6 @@ GPU = Scale((Heads(32, 32, 128), Heads(32, 8, 128)), 16384, (2048, 4096, 8192, 1
 CPU = Scale((Heads(4, 4, 64), Heads(4, 2, 64)), 512, (128, 512), 128)
 
 
-def cases(
-    scope: Scope,
-    *,
-    models: tuple[Model | Decoder, ...] = (),
-    shapes: Sequence[AttentionShape] = (),
-    microbatch_sizes: tuple[int, ...] = (1,),
-    seq_lens: tuple[int, ...] = (),
-    backends: tuple[Backend, ...] = BACKENDS,
-    directions: tuple[Direction, ...] = DIRECTIONS,
-    windows: tuple[int, ...] = (),
-    causal: bool = True,
-) -> list[Case]:
-    """``seq_lens``: of models and usual shapes. ``windows``: each shape again with each of them.
-    Without models or shapes: 32 heads of 128, and 8 key heads, over 16384 tokens (less on CPUs).
-    """
-    rows = derived(
-        scope, models=models, shapes=shapes, microbatch_sizes=microbatch_sizes, seq_lens=seq_lens,
-        backends=backends, directions=directions, windows=windows, causal=causal,
-    )  # fmt: skip
-    return list(dict.fromkeys(row.case for row in rows))
-
-
 def derived(
     scope: Scope,
     *,
@@ -77,7 +55,11 @@ def derived(
     windows: tuple[int, ...] = (),
     causal: bool = True,
 ) -> list[Derived]:
-    """The same cases with the model that each is of, one of a shape of two models twice."""
+    """List cases with the model of each; a shape of two models comes twice.
+
+    ``seq_lens``: of models and usual shapes. ``windows``: each shape again with each of them.
+    Without models or shapes: 32 heads of 128, and 8 key heads, over 16384 tokens (less on CPUs).
+    """
     if windows and not causal:
         raise ValueError(f"windows = {windows}: a window is of causal attention; leave causal on")
     if unknown := set(backends) - set(BACKENDS):
@@ -103,6 +85,9 @@ def derived(
             hidden = op.heads * op.head_dim
             rows.append(Derived(name, op.batch, op.q_len, hidden, 1, "attention", case))
     return rows
+
+
+cases = distinct(derived)
 
 
 def _of_models(

@@ -1,9 +1,13 @@
-"""What all cases of one measurement have in common."""
+"""The scope that all cases of one measurement share, and listings of cases made of named ones."""
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec
 
-from meshwise.spec import Cluster
+from meshwise.spec import Case, Cluster, Derived
 from meshwise.spec.op import Dtype
+
+P = ParamSpec("P")
 
 
 class Scope(NamedTuple):
@@ -16,3 +20,13 @@ class Scope(NamedTuple):
     @property
     def on_gpus(self) -> bool:
         return self.cluster.device.kind == "cuda"
+
+
+def distinct(derived: Callable[P, list[Derived]]) -> Callable[P, list[Case]]:
+    """Turn a listing of named cases into one of the cases, each once."""
+
+    @functools.wraps(derived)
+    def cases(*args: P.args, **options: P.kwargs) -> list[Case]:
+        return list(dict.fromkeys(row.case for row in derived(*args, **options)))
+
+    return cases
