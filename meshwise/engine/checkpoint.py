@@ -42,7 +42,7 @@ from meshwise.engine import blocks
 from meshwise.engine import folder as folders
 from meshwise.engine.step import Training
 from meshwise.ranks import Ranks
-from meshwise.reshard.regions import Box, chunks, narrowed, whole
+from meshwise.reshard.regions import Box, chunk_of, whole
 from meshwise.spec import AnyModel, Plan, Record
 from meshwise.spec.checkpoint import Checkpoint, Stored, Whole
 
@@ -226,9 +226,7 @@ def _box(tensor: Tensor) -> Box:
     for axis, placement in at_once + afterwards:
         assert not placement.is_partial()
         dim = placement.dim  # type: ignore[attr-defined]
-        sizes = chunks(box.shape[dim], tensor.device_mesh.size(axis))
-        low = box.low[dim] + sum(sizes[: place[axis]])
-        box = narrowed(box, dim, low, low + sizes[place[axis]])
+        box = chunk_of(box, dim, tensor.device_mesh.size(axis), place[axis])
     shape = tuple(_local(tensor).shape)
     assert shape == box.shape or not prod(shape) + box.num_elements, (tensor.placements, shape, box)
     return box

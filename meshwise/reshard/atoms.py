@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from meshwise.reshard.regions import Box, Layout
+from meshwise.reshard.regions import Box, Layout, narrowed
 
 
 class Atom(NamedTuple):
@@ -121,8 +121,4 @@ def _cells(
         for slab in range(place[first], place[last]):
             slabs[slab].append(i)
     for (first, last), numbers in zip(pairwise(edges), slabs, strict=True):
-        slab_box = Box(
-            (*cell.low[:dim], first, *cell.low[dim + 1 :]),
-            (*cell.high[:dim], last, *cell.high[dim + 1 :]),
-        )
-        yield from _cells(slab_box, boxes, numbers, num_held, dim + 1)
+        yield from _cells(narrowed(cell, dim, first, last), boxes, numbers, num_held, dim + 1)

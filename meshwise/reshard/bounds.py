@@ -1,4 +1,4 @@
-"""How fast any plan that moves one layout to another could be: exact lower bounds.
+"""Bound the time of any plan that moves one layout to another: exact lower bounds.
 
 An atom is a box that every rank holds, or needs, entirely or not at all (``atoms``); it costs wire
 bytes only if the needer is no owner.
@@ -16,6 +16,7 @@ No unicast, full duplex, ends before the larger of ingress and egress; nothing a
 the largest of ingress, relayed, hosts and memory.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from math import inf
 from typing import NamedTuple
@@ -71,7 +72,7 @@ class Limits(NamedTuple):
 
     @property
     def unicast_s(self) -> float:
-        """Where receivers pass nothing on."""
+        """The bound of plans in which receivers pass nothing on."""
         return max(self.time_s, self.egress_s)
 
 
@@ -79,12 +80,12 @@ class _Need(NamedTuple):
     """Bytes by who needs or owns them; ``once``: whatever the number of needers; ``touched``: read
     or written by a rank's memory."""
 
-    needed: dict[int, int]
-    owned: dict[Owners, int]
-    owned_once: dict[Owners, int]
-    touched: dict[int, int]
-    needed_hosts: dict[int, int]
-    owned_hosts: dict[Owners, int]
+    needed: Counter[int]
+    owned: Counter[Owners]
+    owned_once: Counter[Owners]
+    touched: Counter[int]
+    needed_hosts: Counter[int]
+    owned_hosts: Counter[Owners]
 
 
 def lower_bounds(
@@ -147,7 +148,7 @@ def _need(
     weights = [0] * len(found)
     for kind, itemsize in zip(kinds, itemsizes, strict=True):
         weights[kind] += itemsize
-    need = _Need({}, {}, {}, {}, {}, {})
+    need = _Need(*(Counter() for _ in _Need._fields))
     for cut, weight in zip(found, weights, strict=True):
         for box, owners, needers in cut.atoms:
             held = frozenset(cut.source[number].rank for number in owners)
@@ -162,18 +163,18 @@ def _add(
     """One atom. A rank that needs it twice need not receive it twice."""
     missing = set(wanted) - held
     for rank in missing:
-        need.needed[rank] = need.needed.get(rank, 0) + size
+        need.needed[rank] += size
     for rank in wanted:
-        need.touched[rank] = need.touched.get(rank, 0) + (2 if rank in held else 1) * size
+        need.touched[rank] += (2 if rank in held else 1) * size
     if not missing:
         return
-    need.owned[held] = need.owned.get(held, 0) + size * len(missing)
-    need.owned_once[held] = need.owned_once.get(held, 0) + size
+    need.owned[held] += size * len(missing)
+    need.owned_once[held] += size
     hosts = frozenset(map(host_of, held))
     if abroad := set(map(host_of, missing)) - hosts:
-        need.owned_hosts[hosts] = need.owned_hosts.get(hosts, 0) + size
+        need.owned_hosts[hosts] += size
         for host in abroad:
-            need.needed_hosts[host] = need.needed_hosts.get(host, 0) + size
+            need.needed_hosts[host] += size
 
 
 def _largest(sizes: dict[int, int], bytes_per_s: float) -> tuple[float, tuple[int, ...]]:
@@ -192,13 +193,12 @@ def _balanced(owned: dict[Owners, int], bytes_per_s: float) -> tuple[float, tupl
 
 def planned(moves: Iterable[tuple[Move, int]]) -> tuple[dict[int, int], dict[int, int]]:
     """Bytes that a plan sends out of and into every rank, from (move, bytes per element)."""
-    sent: dict[int, int] = {}
-    received: dict[int, int] = {}
+    sent, received = Counter[int](), Counter[int]()
     for move, itemsize in moves:
         if not move.is_local:
             size = move.box.num_elements * itemsize
-            sent[move.source] = sent.get(move.source, 0) + size
-            received[move.destination] = received.get(move.destination, 0) + size
+            sent[move.source] += size
+            received[move.destination] += size
     return sent, received
 
 
@@ -215,11 +215,11 @@ def busiest_s(
         wire = matrix - np.diag(local)
         out, into = wire.sum(1), wire.sum(0)
         hosts = [host_of(rank) for rank in range(len(wire))]
-        crossing: dict[tuple[str, int], int] = {}
+        crossing = Counter[tuple[str, int]]()
         for s, d in zip(*wire.nonzero(), strict=True):
             if hosts[s] != hosts[d]:
-                for end in (("out", hosts[s]), ("in", hosts[d])):
-                    crossing[end] = crossing.get(end, 0) + int(wire[s, d])
+                crossing["out", hosts[s]] += int(wire[s, d])
+                crossing["in", hosts[d]] += int(wire[s, d])
         total_s += max(
             max(out.max(initial=0), into.max(initial=0)) / rates.rank_bytes_per_s,
             max(crossing.values(), default=0) / rates.host_bytes_per_s,

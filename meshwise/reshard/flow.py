@@ -1,4 +1,4 @@
-"""Who sends how much, so that nobody sends longer than need be: a max-flow, exact.
+"""Share out what ranks send, so that nobody sends longer than need be: an exact max-flow.
 
 In: bytes by the set of ranks that own them, each free to be sent by any owner, split at will, and
 what each rank can send a second. Out: the least possible largest time z and a set S of ranks that
@@ -182,30 +182,8 @@ def _push(
 
 
 def assigned(cost: npt.NDArray[np.int64]) -> list[int]:
-    """Each row's own column, so that the sum of the costs is least.
+    """Each row's own column, so that the sum of the costs is least."""
+    from scipy.optimize import linear_sum_assignment
 
-    The Hungarian method by shortest augmenting paths, O(n^3). Row and column 0 are a sentinel.
-    """
-    n = len(cost)
-    rows, columns = np.zeros(n + 1, np.int64), np.zeros(n + 1, np.int64)  # potentials
-    owner = np.zeros(n + 1, np.int64)  # the row that has a column
-    for row in range(1, n + 1):
-        least = np.full(n + 1, np.iinfo(np.int64).max // 4)
-        came, seen = np.zeros(n + 1, np.int64), np.zeros(n + 1, bool)
-        owner[0], at = row, 0
-        while owner[at]:
-            seen[at] = True
-            reduced = cost[owner[at] - 1] - rows[owner[at]] - columns[1:]
-            better = ~seen[1:] & (reduced < least[1:])
-            least[1:][better], came[1:][better] = reduced[better], at
-            following = int(np.argmin(np.where(seen, np.iinfo(np.int64).max, least)))
-            step = least[following]
-            rows[owner[seen]] += step
-            columns[seen] -= step
-            least[~seen] -= step
-            at = following
-        while at:
-            owner[at] = owner[came[at]]
-            at = int(came[at])
-    column_of = np.argsort(owner[1:])
-    return [int(column) for column in column_of]
+    columns: list[int] = linear_sum_assignment(cost)[1].tolist()
+    return columns

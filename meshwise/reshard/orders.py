@@ -1,4 +1,4 @@
-"""What a rank's tensors are called, what they hold and in which order, in three conventions.
+"""Name a rank's tensors, what they hold and in which order, in three conventions.
 
 In: the logical tensors of a layer (or of what is in no layer), and a rank's place: its share of
 tensor, expert and expert-tensor parallelism. Out: the rank's buffers, each with the pieces of the
@@ -22,81 +22,67 @@ down-projections are one tensor that all ranks have.
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from meshwise.reshard.regions import (
-    Box,
-    Piece,
-    chunks,
-    cropped,
-    moved,
-    narrowed,
-    whole,
-)
+from meshwise.reshard.regions import Box, Piece, chunk_bounds, cropped, moved, narrowed, whole
 from meshwise.spec import Decoder, Model
 
 Order = Literal["plain", "megatron", "engine"]
 
-_MEGATRON = {  # {}: weight or bias
-    "embed": "embedding.word_embeddings.{}",
-    "positions": "embedding.position_embeddings.{}",
-    "norm1": "input_layernorm.{}",
-    "norm2": "pre_mlp_layernorm.{}",
-    "q": "self_attention.linear_qkv.{}",
-    "k": "self_attention.linear_qkv.{}",
-    "v": "self_attention.linear_qkv.{}",
-    "attention.qkv": "self_attention.linear_qkv.{}",
-    "q_norm": "self_attention.q_layernorm.{}",
-    "k_norm": "self_attention.k_layernorm.{}",
-    "q_down": "self_attention.linear_q_down_proj.{}",
-    "q_up": "self_attention.linear_q_up_proj.{}",
-    "kv_down": "self_attention.linear_kv_down_proj.{}",
-    "kv_norm": "self_attention.kv_layernorm.{}",
-    "kv_up": "self_attention.linear_kv_up_proj.{}",
-    "out": "self_attention.linear_proj.{}",
-    "attention.out": "self_attention.linear_proj.{}",
-    "gate": "mlp.linear_fc1.{}",
-    "up": "mlp.linear_fc1.{}",
-    "down": "mlp.linear_fc2.{}",
-    "mlp.up": "mlp.linear_fc1.{}",
-    "mlp.down": "mlp.linear_fc2.{}",
-    "router": "mlp.router.{}",
-    "router.bias": "mlp.router.expert_bias",
-    "experts.gate": "mlp.experts.linear_fc1.{}",  # and the expert's number on its rank
-    "experts.up": "mlp.experts.linear_fc1.{}",
-    "experts.down": "mlp.experts.linear_fc2.{}",
-    "shared.gate": "mlp.shared_experts.linear_fc1.{}",
-    "shared.up": "mlp.shared_experts.linear_fc1.{}",
-    "shared.down": "mlp.shared_experts.linear_fc2.{}",
-    "shared_gate": "mlp.shared_experts.gate_{}",
-    "norm": "decoder.final_layernorm.{}",
-    "head.norm": "decoder.final_layernorm.{}",
-    "head": "output_layer.{}",
-    "head.projection": "output_layer.{}",
-}
-_VLLM = {
-    "embed": "model.embed_tokens.{}",
-    "norm1": "input_layernorm.{}",
-    "norm2": "post_attention_layernorm.{}",
-    "q": "self_attn.qkv_proj.{}",
-    "k": "self_attn.qkv_proj.{}",
-    "v": "self_attn.qkv_proj.{}",
-    "q_norm": "self_attn.q_norm.{}",
-    "k_norm": "self_attn.k_norm.{}",
-    "out": "self_attn.o_proj.{}",
-    "gate": "mlp.gate_up_proj.{}",
-    "up": "mlp.gate_up_proj.{}",
-    "down": "mlp.down_proj.{}",
-    "router": "mlp.gate.{}",
-    "router.bias": "mlp.gate.e_score_correction_bias",
-    "experts.gate": "mlp.experts.w13_{}",
-    "experts.up": "mlp.experts.w13_{}",
-    "experts.down": "mlp.experts.w2_{}",
-    "shared.gate": "mlp.shared_experts.gate_up_proj.{}",
-    "shared.up": "mlp.shared_experts.gate_up_proj.{}",
-    "shared.down": "mlp.shared_experts.down_proj.{}",
-    "shared_gate": "mlp.shared_expert_gate.{}",
-    "norm": "model.norm.{}",
-    "head": "lm_head.{}",
-}
+
+def _by_role(roles: dict[str, str]) -> dict[str, str]:
+    """Turn the roles of each buffer into the buffer of each role."""
+    return {role: buffer for buffer, several in roles.items() for role in several.split()}
+
+
+_MEGATRON = _by_role(
+    {  # {}: weight or bias
+        "embedding.word_embeddings.{}": "embed",
+        "embedding.position_embeddings.{}": "positions",
+        "input_layernorm.{}": "norm1",
+        "pre_mlp_layernorm.{}": "norm2",
+        "self_attention.linear_qkv.{}": "q k v attention.qkv",
+        "self_attention.q_layernorm.{}": "q_norm",
+        "self_attention.k_layernorm.{}": "k_norm",
+        "self_attention.linear_q_down_proj.{}": "q_down",
+        "self_attention.linear_q_up_proj.{}": "q_up",
+        "self_attention.linear_kv_down_proj.{}": "kv_down",
+        "self_attention.kv_layernorm.{}": "kv_norm",
+        "self_attention.linear_kv_up_proj.{}": "kv_up",
+        "self_attention.linear_proj.{}": "out attention.out",
+        "mlp.linear_fc1.{}": "gate up mlp.up",
+        "mlp.linear_fc2.{}": "down mlp.down",
+        "mlp.router.{}": "router",
+        "mlp.router.expert_bias": "router.bias",
+        "mlp.experts.linear_fc1.{}": "experts.gate experts.up",  # and its number on its rank
+        "mlp.experts.linear_fc2.{}": "experts.down",
+        "mlp.shared_experts.linear_fc1.{}": "shared.gate shared.up",
+        "mlp.shared_experts.linear_fc2.{}": "shared.down",
+        "mlp.shared_experts.gate_{}": "shared_gate",
+        "decoder.final_layernorm.{}": "norm head.norm",
+        "output_layer.{}": "head head.projection",
+    }
+)
+_VLLM = _by_role(
+    {
+        "model.embed_tokens.{}": "embed",
+        "input_layernorm.{}": "norm1",
+        "post_attention_layernorm.{}": "norm2",
+        "self_attn.qkv_proj.{}": "q k v",
+        "self_attn.q_norm.{}": "q_norm",
+        "self_attn.k_norm.{}": "k_norm",
+        "self_attn.o_proj.{}": "out",
+        "mlp.gate_up_proj.{}": "gate up",
+        "mlp.down_proj.{}": "down",
+        "mlp.gate.{}": "router",
+        "mlp.gate.e_score_correction_bias": "router.bias",
+        "mlp.experts.w13_{}": "experts.gate experts.up",
+        "mlp.experts.w2_{}": "experts.down",
+        "mlp.shared_experts.gate_up_proj.{}": "shared.gate shared.up",
+        "mlp.shared_experts.down_proj.{}": "shared.down",
+        "mlp.shared_expert_gate.{}": "shared_gate",
+        "model.norm.{}": "norm",
+        "lm_head.{}": "head",
+    }
+)
 _MEGATRON_LATENT = _MEGATRON | {"q": "self_attention.linear_q_proj.{}"}
 _VLLM_LATENT = _VLLM | {
     "q": "self_attn.q_proj.{}",
@@ -149,7 +135,7 @@ class Share(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which parts a rank has; ``vocab_rows`` of embedding and head, padding included."""
+    """The parts of a rank; ``vocab_rows`` of embedding and head, padding included."""
 
     vocab_rows: int
     tp: Share = Share()
@@ -188,7 +174,7 @@ class Buffer(NamedTuple):
 
 
 def layer_prefix(model: Decoder | Model, order: Order, layer: int, local: int) -> str:
-    """Before the names of a layer's tensors; ``local``: its number within its stage."""
+    """The prefix of the names of a layer's tensors; ``local``: its number within its stage."""
     if order == "plain":
         return f"layers.{layer}."
     if order == "megatron":
@@ -257,19 +243,17 @@ def _share(
     stem, kind = member.role.rsplit(".", 1)
     box, origin = whole(member.shape), (0,) * len(member.shape)
     if stem in _VOCABULARY:
-        sizes = chunks(place.vocab_rows, place.tp.parts)
-        low = sum(sizes[: place.tp.which])
-        size = sizes[place.tp.which]
-        high = min(low + size, member.shape[0])
+        low, end = chunk_bounds(place.vocab_rows, place.tp.parts, place.tp.which)
+        high = min(end, member.shape[0])
         held = (Piece(0, narrowed(box, 0, low, high), origin),) if low < high else ()
-        return (size, *member.shape[1:]), held
+        return (end - low, *member.shape[1:]), held
     for dim, share in _cuts(stem, kind, model, place).items():
         box = narrowed(box, dim, *share.of(member.shape[dim]))
     return box.shape, (Piece(0, box, origin),)
 
 
 def _cuts(stem: str, kind: str, model: Decoder | Model, place: Place) -> dict[int, Share]:
-    """Which dims of a tensor are cut."""
+    """The dims of a tensor that are cut, with this rank's share."""
     if stem in ("k", "v"):
         assert isinstance(model, Decoder)
         parts = min(place.tp.parts, model.kv_heads)

@@ -54,7 +54,7 @@ class Piece(NamedTuple):
     buffer: str = ""
 
     def local(self, box: Box) -> Box:
-        """Where a part of this piece lies in the rank's buffer."""
+        """The place of a part of this piece in the rank's buffer."""
         return box.shifted([o - low for o, low in zip(self.offset, self.box.low, strict=True)])
 
 
@@ -108,7 +108,7 @@ def moved(
 
 
 def cropped(layout: Layout, dim: int, low: int, high: int) -> Layout:
-    """What remains where only the indices [low, high) of ``dim`` of the buffers are kept."""
+    """Keep only the indices [low, high) of ``dim`` of the buffers."""
     kept = []
     for piece in layout:
         start = piece.offset[dim]
@@ -136,9 +136,14 @@ def chunk_bounds(size: int, parts: int, which: int) -> tuple[int, int]:
 
 def chunks(size: int, parts: int) -> list[int]:
     """The sizes of all of them."""
-    return [
-        high - low for low, high in (chunk_bounds(size, parts, which) for which in range(parts))
-    ]
+    bounds = (chunk_bounds(size, parts, which) for which in range(parts))
+    return [high - low for low, high in bounds]
+
+
+def chunk_of(box: Box, dim: int, parts: int, which: int) -> Box:
+    """One of torch.chunk's parts of ``box`` in ``dim``, perhaps empty."""
+    low, high = chunk_bounds(box.shape[dim], parts, which)
+    return narrowed(box, dim, box.low[dim] + low, box.low[dim] + high)
 
 
 def sharded(
@@ -198,17 +203,10 @@ def placed(
         )
     pieces = []
     for rank, place in enumerate(itertools.product(*map(range, mesh_shape))):
-        box: Box | None = whole(shape)
+        box = whole(shape)
         for axis, dim in enumerate(placements):
-            if dim is not None and box is not None:
-                box = _chunk_of(box, dim, mesh_shape[axis], place[axis])
-        if box is not None:
+            if dim is not None:
+                box = chunk_of(box, dim, mesh_shape[axis], place[axis])
+        if all(box.shape[dim] for dim in placements if dim is not None):
             pieces.append(Piece(rank, box, (0,) * len(shape)))
     return tuple(pieces)
-
-
-def _chunk_of(box: Box, dim: int, parts: int, index: int) -> Box | None:
-    edges = list(itertools.accumulate(chunks(box.shape[dim], parts), initial=box.low[dim]))
-    if edges[index] == edges[index + 1]:
-        return None
-    return narrowed(box, dim, edges[index], edges[index + 1])

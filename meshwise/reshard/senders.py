@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from meshwise.reshard.atoms import Cut
 from meshwise.reshard.flow import Owners, balance, shares
-from meshwise.reshard.regions import Box
+from meshwise.reshard.regions import Box, narrowed
 
 Multicast = Literal["auto", "never", "always"]
 
@@ -200,7 +200,7 @@ def _price(
 
 
 def _owned(groups: dict[_Group, int], striped: frozenset[_Group]) -> dict[bool, dict[Owners, int]]:
-    """What leaves its owners in the first step, within hosts and between them."""
+    """Bytes that leave their owners in the first step, within hosts and between them."""
     owned: dict[bool, dict[Owners, int]] = {}
     for group, size in groups.items():
         part = owned.setdefault(group.is_apart, {})
@@ -301,19 +301,18 @@ def _cut(part: _Part, room: int) -> tuple[_Part, _Part] | None:
     dim = next((d for d, extent in enumerate(part.box.shape) if extent > 1), None)
     if dim is None:
         return None
-    low, high = part.box
-    row = part.size // (high[dim] - low[dim])
+    low, high = part.box.low[dim], part.box.high[dim]
+    row = part.size // (high - low)
     size = round(room / row) * row
     if min(size, part.size - size) < SPLIT:
         return None
-    middle = low[dim] + size // row
-    first = Box(low, (*high[:dim], middle, *high[dim + 1 :]))
-    second = Box((*low[:dim], middle, *low[dim + 1 :]), high)
+    middle = low + size // row
+    first, second = narrowed(part.box, dim, low, middle), narrowed(part.box, dim, middle, high)
     return part._replace(box=first, size=size), part._replace(box=second, size=part.size - size)
 
 
 def _most_due(start: int, size: int, ends: Sequence[tuple[int, int]], debt: dict[int, int]) -> int:
-    """Of the ranks in whose shares ``size`` bytes from ``start`` lie, the one they are most due."""
+    """The rank to which ``size`` bytes from ``start``, in the shares of several, are most due."""
     at = start
     due = {}
     for rank, end in ends:

@@ -1,4 +1,4 @@
-"""From what ranks hold to what they shall hold: the moves, each destination element exactly once.
+"""Plan the moves from what ranks hold to what they shall hold, each element exactly once.
 
 In: the source's and the destination's holdings. Out: a ``Transfer``, who sends which box of which
 tensor to whom. Tensors are cut into atoms (``atoms``), every atom is taken from the rank itself if
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from meshwise.reshard.atoms import Cut, cuts
 from meshwise.reshard.flow import assigned
 from meshwise.reshard.holdings import ITEMSIZES, Holdings, Tensor
-from meshwise.reshard.regions import Box, Layout, Piece
+from meshwise.reshard.regions import Box, Layout, Piece, narrowed
 from meshwise.reshard.senders import Hop, Links, Multicast, choose
 
 PEER_BYTES_PER_S = 373e9  # one H200's peer copies, benchmarks/2026-11-21-moving-weights
@@ -242,8 +242,7 @@ def _joined(boxes: list[Box], dim: int) -> list[Box]:
         previous = joined[-1] if joined else None
         touches = previous is not None and previous.high[dim] == box.low[dim]
         if previous is not None and touches and _without(previous, dim) == _without(box, dim):
-            high = (*previous.high[:dim], box.high[dim], *previous.high[dim + 1 :])
-            joined[-1] = Box(previous.low, high)
+            joined[-1] = narrowed(previous, dim, previous.low[dim], box.high[dim])
         else:
             joined.append(box)
     return joined
@@ -350,7 +349,7 @@ def _check_buffers(names: Iterable[str], destination: Holdings) -> None:
 
 
 def _overlap(boxes: list[Box]) -> Box | None:
-    """Where two of the boxes overlap, if any do: a sweep along the dim that tells most apart."""
+    """Find an overlap of two of the boxes, by a sweep along the dim that tells most apart."""
     dims = range(len(boxes[0].low)) if boxes else ()
     dim = max(dims, key=lambda d: len({box.low[d] for box in boxes}), default=None)
     active: list[Box] = []
@@ -367,8 +366,8 @@ def _overlap(boxes: list[Box]) -> Box | None:
 def place(
     source: Holdings, destination: Holdings, *, groups: Sequence[Sequence[int]] | None = None
 ) -> tuple[int, ...]:
-    """Which rank should do what each rank does in the destination, so that the fewest bytes travel:
-    an assignment problem, solved exactly. Ranks that gain nothing stay.
+    """Choose the rank that does what each rank does in the destination, so that the fewest bytes
+    travel: an assignment problem, solved exactly. Ranks that gain nothing stay.
 
     ``groups``: sets of ranks that may change places with each other; by default all of the
     destination's. A group may name ranks that hold nothing of the destination yet.
@@ -401,7 +400,7 @@ def place(
 
 
 def renumbered(destination: Holdings, permutation: Sequence[int]) -> Holdings:
-    """What ranks hold when rank r's part is held by ``permutation[r]``."""
+    """The holdings when rank r's part is held by ``permutation[r]``."""
     known: dict[int, Layout] = {}
     found = {}
     for name, tensor in destination.items():
