@@ -28,13 +28,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from meshwise import models, schedule, timeline
+from meshwise import models, timeline
 from meshwise.engine import data, frame, kernels, memory, step
 from meshwise.engine.agree import together
 from meshwise.engine.frame import Metrics, no_pauses, say, timed
-from meshwise.models import placement
-from meshwise.nn import Stage
-from meshwise.parallel import forward, pipeline
+from meshwise.parallel import forward
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.ranks import Ranks
@@ -80,27 +78,12 @@ def prepare(
     """Build a rank's share of the plan's model, in the compute dtype, for its rows of batches."""
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: inference runs in fp32 or bf16; plan for one of them")
-    placement.check(plan.model, plan.workload, place.layout)
     numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
-    at = step.positions(plan, place)
-    attend = step.attention(plan, place)
-
-    def make(_: int, layers: range) -> Stage:
-        module = step.on_meta(plan.model, layers, plan.recipe, attend)
-        module = forward.lay_out(module, place, dtype=numbers, lowering=plan.lowering, seed=seed)
-        if at is not None:
-            module.at(torch.from_numpy(at).to(device))
-        return module
-
-    layout = plan.layout
-    table = schedule.table(
-        layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
+    lay_out = functools.partial(forward.lay_out, dtype=numbers, lowering=plan.lowering, seed=seed)
+    built, mine = step.built_stages(
+        plan, place, batches, device, numbers, lay_out, forward_only=True
     )
-    row = tuple(action for action in table[place.pipeline_rank] if action.kind == "F")
-    built = pipeline.build(
-        place, layout, plan.model, plan.workload, row, make, dtype=numbers, device=device
-    )
-    inputs = torch.from_numpy((batches if at is None else batches.at(at)).inputs).to(device)
+    inputs = torch.from_numpy(mine.inputs).to(device)
     return Inference(built, inputs.to(numbers) if inputs.is_floating_point() else inputs)
 
 

@@ -6,6 +6,7 @@ each sequence over cp. The loss of each is divided by their number, so gradients
 global batch and do not depend on the layout.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,42 +81,53 @@ def prepare(
     seed: int,
 ) -> Training:
     """Build a rank's share of the plan's model for its rows of the batches."""
-    layout, inside = plan.layout, place.layout
-    placement.check(plan.model, plan.workload, inside)
-    at = positions(plan, place)
-    attend = attention(plan, place)
+    inside = place.layout
+    shares = 1 if inside.placed.experts == "whole" else inside.tp
+
+    def lay_out(module: Stage, place: Place) -> Stage:
+        module = apply.parallelize(
+            module, place, dtype=dtype, lowering=plan.lowering, recipe=plan.recipe, seed=seed
+        )
+        balance(module, plan.recipe.aux_loss / plan.layout.num_microbatches / shares)
+        return module
+
+    numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
+    built, mine = built_stages(plan, place, batches, device, numbers, lay_out)
+    loss_function = apply.loss_function(inside, plan.lowering, place.mesh["tp"])
+    alone = plan.layout.num_devices == 1
+    return _training(built, loss_function, mine, plan.recipe, alone=alone)
+
+
+def built_stages(
+    plan: Plan,
+    place: Place,
+    batches: data.Batches,
+    device: torch.device,
+    dtype: torch.dtype,
+    lay_out: Callable[[Stage, Place], Stage],
+    *,
+    forward_only: bool = False,
+) -> tuple[Pipeline, data.Batches]:
+    """A rank's stages, each laid out by ``lay_out``, and its tokens of the batches."""
+    layout = plan.layout
+    placement.check(plan.model, plan.workload, place.layout)
+    at, attend = positions(plan, place), attention(plan, place)
 
     def make(number: int, layers: range) -> Stage:
-        module = apply.parallelize(
-            on_meta(plan.model, layers, plan.recipe, attend),
-            place._replace(layout=layout.of_stage(number)),
-            dtype=dtype,
-            lowering=plan.lowering,
-            recipe=plan.recipe,
-            seed=seed,
-        )
+        inside = place._replace(layout=layout.of_stage(number))
+        module = lay_out(on_meta(plan.model, layers, plan.recipe, attend), inside)
         if at is not None:
             module.at(torch.from_numpy(at).to(device))
-        shares = 1 if inside.placed.experts == "whole" else inside.tp
-        balance(module, plan.recipe.aux_loss / layout.num_microbatches / shares)
         return module
 
     table = schedule.table(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
     )
+    row = [x for x in table[place.pipeline_rank] if x.kind == "F" or not forward_only]
     built = pipeline.build(
-        place,
-        layout,
-        plan.model,
-        plan.workload,
-        table[place.pipeline_rank],
-        make,
-        dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
-        device=device,
+        place, layout, plan.model, plan.workload, tuple(row), make, dtype=dtype, device=device
     )
-    loss_function = apply.loss_function(inside, plan.lowering, place.mesh["tp"])
-    mine = batches if at is None else batches.at(at)
-    return _training(built, loss_function, mine, plan.recipe, alone=layout.num_devices == 1)
+    return built, batches if at is None else batches.at(at)
 
 
 def prepare_alone(

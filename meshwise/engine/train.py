@@ -82,17 +82,27 @@ def train(ranks: Ranks, request: TrainRequest) -> Sample:
     def work(place: Place, spent: dict[str, float]) -> dict[str, Any]:
         saving = checkpoint.saving(ranks, request.save) if request.save else nullcontext()
         with kernels.choose(plan.recipe, ranks.device, plan.dtype), saving as save:
-            found = _measure(ranks, place, request, spent, save)
+            job = _Job(ranks, place, request, spent, save)
+            found = _measure(job)
             check.free(ranks.device)
             if "reason" in found and request.find_nonfinite:
-                index = len(found["metrics"]["losses"])
-                found["reason"] += f"; {_first_nonfinite(ranks, place, request, index)}"
+                found["reason"] += f"; {_first_nonfinite(job, len(found['metrics']['losses']))}"
         if request.checked and "reason" not in found:
             say(ranks, "checking three steps against one device")
-            found |= _check(ranks, place, request, found["metrics"])
+            found |= _check(job, found["metrics"])
         return found
 
     return frame.sample(ranks, plan, case_of(plan, "train"), work)
+
+
+class _Job(NamedTuple):
+    """A rank's part of a run. ``spent``: seconds of its phases. ``save``: None if none is asked."""
+
+    ranks: Ranks
+    place: Place
+    request: TrainRequest
+    spent: dict[str, float]
+    save: checkpoint.Save | None
 
 
 class _Course:
@@ -136,16 +146,11 @@ class _Run(NamedTuple):
     done: Callable[[int], bool]  # called after each step; whether it took time of its own
 
 
-def _measure(
-    ranks: Ranks,
-    place: Place,
-    request: TrainRequest,
-    spent: dict[str, float],
-    save: checkpoint.Save | None,
-) -> dict[str, Any]:
+def _measure(job: _Job) -> dict[str, Any]:
     """Warm up, time, and measure memory: the fields of the sample."""
+    ranks, place, request, spent, _ = job
     compiling = request.plan.lowering == "compiled"
-    run = _prepared(ranks, place, request, spent, save)
+    run = _prepared(job)
     course = _Course(ranks, run)
     with timed(spent, "compile_s"):
         warm_up = functools.partial(_warm_up, ranks, course, request.warmup)
@@ -176,29 +181,25 @@ def _measure(
     return found
 
 
-def _first_nonfinite(ranks: Ranks, place: Place, request: TrainRequest, index: int) -> str:
+def _first_nonfinite(job: _Job, index: int) -> str:
     """The module where the loss of the run's step ``index`` begins not to be finite."""
+    ranks = job.ranks
     say(ranks, "training up to that step again, to find where it begins")
 
     def find() -> str | None:
-        run = _prepared(ranks, place, request, {}, None)
+        run = _prepared(job._replace(spent={}, save=None))
         _warm_up(ranks, _Course(ranks, run), index)
         ranks.at(f"step {run.first + index}, module by module")
         return nonfinite.first_module(ranks, run.training, index)
 
-    compiling = request.plan.lowering == "compiled"
-    name = together(ranks, place, "the search for the module", find, compiling=compiling)
+    compiling = job.request.plan.lowering == "compiled"
+    name = together(ranks, job.place, "the search for the module", find, compiling=compiling)
     return f"first not finite: {name}" if name else "the second time all was finite"
 
 
-def _prepared(
-    ranks: Ranks,
-    place: Place,
-    request: TrainRequest,
-    spent: dict[str, float],
-    save: checkpoint.Save | None,
-) -> _Run:
+def _prepared(job: _Job) -> _Run:
     """The data and the model, from the seed or from a checkpoint."""
+    ranks, place, request, spent, _ = job
     plan, first, folder, note = request.plan, 0, request.resume_from, ""
     if folder is not None:
         saved = checkpoint.checked(folder, plan, request.seed)
@@ -216,25 +217,18 @@ def _prepared(
         if folder is not None:
             say(ranks, f"going on with step {first} of {folder}{note}")
             checkpoint.load(ranks, training, folder, plan, seed=request.seed)
-    return _Run(training, first, functools.partial(_save, ranks, save, training, request, first))
+    return _Run(training, first, functools.partial(_save, job, training, first))
 
 
-def _save(
-    ranks: Ranks,
-    save: checkpoint.Save | None,
-    training: step.Training,
-    request: TrainRequest,
-    first: int,
-    index: int,
-) -> bool:
+def _save(job: _Job, training: step.Training, first: int, index: int) -> bool:
     """Save behind the last step and where it is due."""
-    number = first + index + 1
+    request, save, number = job.request, job.save, first + index + 1
     is_due = request.save_every is not None and number % request.save_every == 0
     if save is None or not (is_due or index + 1 == request.total_steps):
         return False
     if training.norm.isnan():  # what was saved before is worth more
         return False
-    ranks.at(f"saving before step {number}")
+    job.ranks.at(f"saving before step {number}")
     save(training, request.plan, step=number, seed=request.seed)
     return True
 
@@ -348,8 +342,9 @@ def _peak(ranks: Ranks, training: step.Training) -> dict[str, float]:
     return {"peak_bytes": memory.peak_tensor_bytes(last, training.tensors())}
 
 
-def _check(ranks: Ranks, place: Place, request: TrainRequest, metrics: Metrics) -> dict[str, Any]:
+def _check(job: _Job, metrics: Metrics) -> dict[str, Any]:
     """Compare with one device; a difference beyond the tolerance makes the sample an error."""
+    ranks, place, request = job[:3]
     try:
         error = check.loss_error(ranks, request.plan, place, request.batches, seed=request.seed)
     except torch.OutOfMemoryError as lacking:

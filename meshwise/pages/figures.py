@@ -228,8 +228,6 @@ def _curves(caption: str, title: str, found: Sequence[_Rates], x_name: str = "si
     return svg.draw(caption, paint)
 
 
-
-
 def rates(costs: Costs) -> svg.Figure | None:
     """A roofline: FLOP/s of every measured product and attention over FLOPs per byte."""
     series: dict[str, list[tuple[float, float]]] = {}
