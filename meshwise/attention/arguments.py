@@ -1,4 +1,4 @@
-"""What dense and dilated attention both check before they send anything.
+"""Check the arguments of dense and dilated attention before anything is sent.
 
 In: this rank's q [B, L, H, D], k and v [B, L, Hkv, D] and options. Out: them in one dtype, and what
 is wrong with them, in words; a rank tells the others and all raise alike.
@@ -104,7 +104,7 @@ def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def problem(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What is wrong with them on this rank; empty if nothing is."""
+    """Say what is wrong with them on this rank; empty if nothing is."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if any(x.dim() != 4 for x in (q, k, v)):
         return f"{shapes}: each must be [batch, length, heads, head_dim]"
@@ -124,7 +124,7 @@ def problem(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def said(q: Tensor, k: Tensor, **options: object) -> dict[str, object]:
-    """What ranks must have in common."""
+    """The settings that ranks must have in common."""
     heads = {"heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3]}
     return {"batch": len(q), **heads, "dtype": q.dtype, **options}
 

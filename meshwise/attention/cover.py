@@ -1,4 +1,4 @@
-"""What a pattern of attention covers and must move, before anything runs. Torch-free.
+"""Count what a pattern of attention covers and must move, before it runs. Torch-free.
 
 In: a ``LongAttention`` and its ``Shards``. Out: a ``Cover``. Rows that an offset s keeps in a
 segment [low, high) are the progression low + s, low + s + r, ...; so all is counted piece by piece,
@@ -76,7 +76,7 @@ class Cover(Record, kw_only=True):
 
 
 def of(op: LongAttention, shards: Shards) -> Cover:
-    """What ``op`` covers and costs on the ranks of ``shards``."""
+    """Count what ``op`` covers and costs on the ranks of ``shards``."""
     if shards.seq_len != op.seq_len:
         raise ValueError(
             f"shards: hold {shards.seq_len} tokens; must hold op.seq_len = {op.seq_len}"
@@ -137,14 +137,14 @@ class Cuts(NamedTuple):
 
     @property
     def num_ranks(self) -> Ints:
-        """That share the segment of each piece."""
+        """The number of ranks that share the segment of each piece."""
         pairs = np.unique(np.stack([self.low, self.rank]), axis=1)
         lows, counts = np.unique(pairs[0], return_counts=True)
         return np.asarray(counts[np.searchsorted(lows, self.low)], dtype=np.int64)
 
 
 def cuts(width: int, shards: Shards) -> Cuts:
-    """Where segments of ``width`` or ranks end."""
+    """Cut the sequence where segments of ``width`` or ranks end."""
     seq_len = shards.seq_len
     held = sorted((a, b, rank) for rank, own in enumerate(shards.intervals) for a, b in own)
     firsts = np.array([a for a, b, _ in held if b > a], dtype=np.int64)
@@ -174,7 +174,7 @@ def pairs_of_ranks(op: LongAttention, shards: Shards) -> tuple[int, ...]:
 
 
 def _window_pairs(window: int, stop: int) -> int:
-    """Of the queries before ``stop``."""
+    """Pairs of the queries before ``stop``."""
     most = min(stop, window)
     return most * (most + 1) // 2 + (stop - most) * most
 
@@ -284,7 +284,7 @@ def bound_bytes(op: LongAttention, shards: Shards) -> tuple[int, ...]:
 
 
 def _shared_pieces(branch: Branch, shards: Shards) -> list[list[list[int]]]:
-    """Of each rank: [start, stop, low, high] of its pieces in segments that it shares."""
+    """For each rank [start, stop, low, high] of its pieces in segments that it shares."""
     pieces = cuts(branch.width, shards)
     of_rank: list[list[list[int]]] = [[] for _ in shards.intervals]
     table = np.stack([*pieces[:4], pieces.rank], axis=1)[pieces.num_ranks > 1]

@@ -52,7 +52,7 @@ Rows = Sequence[Tensor]  # q, k and v, each [B, rows, heads, D]
 
 
 class Mix(NamedTuple):
-    """Of a branch, [B, rows, H, D] and lse [B, rows, H]: what its blocks' backwards get."""
+    """Tensors [B, rows, H, D] and lse [B, rows, H] of a branch, for its blocks' backwards."""
 
     grad: Tensor
     out: Tensor

@@ -1,4 +1,4 @@
-"""What a mask leaves between queries and keys, as few blocks that stock kernels can do.
+"""Cut what a mask leaves of queries and keys into few blocks that stock kernels can do.
 
 In: intervals [start, stop) of query and of key positions. Out: pieces, each a rectangle without a
 mask (``full``), a square with its lower triangle (``causal``), or a square with its upper triangle

@@ -1,4 +1,4 @@
-"""How the ranks of a group share one attention: the way of each branch, and what it moves.
+"""Plan how the ranks of a group share one attention: the way of each branch, and what it moves.
 
 In: the operation, its shards, prices if there are any. Out: an ``AttentionPlan``, the same on all
 ranks. A dilated branch whose segments lie inside shards is ``local`` and moves nothing. Of the
@@ -150,7 +150,7 @@ def _branch(
 
 
 def _time_s(messages: tuple[Any, ...], way: str, prices: Prices) -> float:
-    """Of all transfers, as collectives of the busiest rank's bytes; a ring's as shifts."""
+    """Seconds of all transfers, as collectives of the busiest rank's bytes; a ring's as shifts."""
     ranks, seconds = len(messages[0]), 0.0
     for each in messages:
         most = int(max(each.sum(0).max(), each.sum(1).max()))

@@ -1,4 +1,4 @@
-"""What queries see: which rows are alive, how many keys each sees, who ever knows of whom.
+"""Find what queries see: which rows are alive, how many keys each sees, who ever knows of whom.
 
 In: a ``LongAttention``. Out: ``Rows``, ``Seen``, ``Path``. Torch-free.
 
@@ -76,7 +76,7 @@ def classes(op: LongAttention) -> dict[tuple[int | None, ...], list[int]]:
 
 
 def rows_of(op: LongAttention) -> Rows:
-    """Which rows are alive; every row is looked at."""
+    """Find the rows that are alive; every row is looked at."""
     dead, worst, first = 0, (0, 0), None
     known = np.zeros(op.seq_len, dtype=bool)
     for told, heads in classes(op).items():

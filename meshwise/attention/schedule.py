@@ -1,4 +1,4 @@
-"""What one rank computes of a dilated attention, made ready for its device.
+"""The part of a dilated attention that one rank computes, made ready for its device.
 
 In: the operation, shards, the way of each branch, the rank. Out: a ``Schedule``: for each branch
 the batches of each round, and what is fetched before it. A batch is one call of a kernel.

@@ -41,7 +41,7 @@ class Share(NamedTuple):
 
 
 class Hops(NamedTuple):
-    """What goes round. ``keys[t][s]``: local rows of shard s that hop t takes from s+t-1 to s+t.
+    """Rows that go round. ``keys[t][s]``: local rows of shard s that hop t takes from s+t-1 to s+t.
     ``grads[t][s]``: rows of its gradients that s+t sends after its step t, to s+t+1, or home if
     t = ``last[s]``, the last step that attends it."""
 
@@ -91,7 +91,7 @@ def check_way(op: LongAttention, ranks: int, way: str) -> None:
 
 
 def grouped(shards: Shards, size: int) -> Shards:
-    """What each ``size`` consecutive ranks hold together, in global order."""
+    """The shards that each ``size`` consecutive ranks hold together, in global order."""
     if size == 1:
         return shards
     found = []
@@ -120,7 +120,7 @@ def hops(mask: Mask, shards: Shards) -> Hops:
 
 
 def step_pieces(mask: Mask, shards: Shards, rank: int, step: int) -> tuple[Piece, ...]:
-    """What ``rank`` attends at a step of the ring: of the shard ``step`` before its own."""
+    """Pieces that ``rank`` attends at a step of the ring: of the shard ``step`` before its own."""
     ranks = len(shards.intervals)
     return local_pieces(
         mask, shards.intervals[rank % ranks], shards.intervals[(rank - step) % ranks]

@@ -1,4 +1,4 @@
-"""What ranks of a group exchange for attention, asynchronous, and how many bytes that was."""
+"""Exchanges of a group for attention, asynchronous, with their bytes counted."""
 
 import functools
 import hashlib

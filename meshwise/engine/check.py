@@ -83,7 +83,7 @@ def in_float64(training: step.Training) -> step.Training:
 
 
 def _losses(training: step.Training) -> list[float]:
-    """Of every step, where the last stage is; elsewhere none."""
+    """The losses of every step, where the last stage is; elsewhere none."""
     losses = [float(step.run(training, index)) for index in range(NUM_STEPS)]
     return losses if training.reports else []
 

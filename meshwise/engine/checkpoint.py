@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class Share(NamedTuple):
-    """What a rank has of a tensor; ``norm`` of this part, None if it is not finite."""
+    """A rank's part of a tensor; ``norm`` of this part, None if it is not finite."""
 
     name: str
     shape: tuple[int, ...]
@@ -134,7 +134,7 @@ def _save(
 
 
 def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = None) -> Checkpoint:
-    """What the folder holds; ValueError if it is not whole, or of another model, workload,
+    """Read what the folder holds; ValueError if it is not whole, or of another model, workload,
     ``optimizer`` (by default the plan's) or seed."""
     folder = Path(folder)
     record = folders.read(folder / folders.JSON)
@@ -263,7 +263,7 @@ def _check_shares(everyone: Sequence[Sequence[Share]]) -> None:
 
 
 def _norms(everyone: Sequence[Sequence[Share]]) -> dict[str, float]:
-    """Of whole tensors, however they are cut; NaN of one that is not finite."""
+    """Norms of whole tensors, however they are cut; NaN for one that is not finite."""
     parts = {(share.name, share.box): share.norm for shares in everyone for share in shares}
     squares: dict[str, float] = defaultdict(float)
     for (name, _), norm in parts.items():
@@ -291,7 +291,7 @@ def _assigned(everyone: Sequence[Sequence[Share]]) -> list[list[str]]:
 
 
 def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
-    """What ``work`` gave on each rank; ValueError on all of them if it cannot be done on one."""
+    """The results of ``work`` on all ranks; ValueError on all if it cannot be done on one."""
     from safetensors import SafetensorError
 
     result, error = None, ""

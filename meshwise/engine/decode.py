@@ -33,7 +33,7 @@ from meshwise.timing import clock, device_states
 
 
 class DecodeRequest(frame.Request, kw_only=True):
-    """What to decode: ``new_tokens`` behind each of ``batch`` random prompts."""
+    """A request for ``new_tokens`` behind each of ``batch`` random prompts."""
 
     prompt_len: Positive = 128
     new_tokens: Positive = 64

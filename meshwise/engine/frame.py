@@ -1,4 +1,4 @@
-"""What training, inference and decoding have alike: a run of a plan on the joined ranks.
+"""The frame of training, inference and decoding: a run of a plan on the joined ranks.
 
 In: a ``Request`` and the work that measures its plan. Out: one Sample of op ``step``, which rank 0
 writes into the run directory. Memory that ran out on one rank ends the run on all of them with
@@ -29,7 +29,7 @@ Metrics = dict[str, float | tuple[float, ...]]
 
 
 class Request(Record, kw_only=True):
-    """What every run is told."""
+    """The fields of every request."""
 
     plan: Plan
     run_dir: str
@@ -53,7 +53,7 @@ def sample(
     case: Case,
     work: Callable[[Place, dict[str, float]], dict[str, Any]],
 ) -> Sample:
-    """What ``work`` found, as a sample; the same on every rank.
+    """Do ``work``; its result as a sample, the same on every rank.
 
     ``work`` gets this rank's place and the seconds that set-up took (``setup_s``), and returns
     fields of the sample; a ``reason`` among them is a failure.

@@ -152,19 +152,19 @@ def prepare(
 
 
 def _length(tokens: int, shortest: int) -> int:
-    """How far to read the cache for so many tokens: few lengths, each a graph of its own."""
+    """The cache's length to read for so many tokens: few lengths, each a graph of its own."""
     return shortest << max(0, math.ceil(math.log2(tokens / shortest)))
 
 
 def _widths(model: Model | Decoder) -> tuple[int, int]:
-    """Of a head's key and value."""
+    """Widths of a head's key and value."""
     if isinstance(model, Decoder) and model.mla is not None:
         return model.mla.nope_head_dim + model.mla.rope_head_dim, model.mla.v_head_dim
     return model.head_dim, model.head_dim
 
 
 def _kv_heads(model: Model | Decoder, tp: int) -> int:
-    """That one rank keeps."""
+    """The number of key heads that one rank keeps."""
     if isinstance(model, Decoder) and model.mla is None:
         return max(1, model.kv_heads // tp)
     return model.heads // tp
@@ -178,8 +178,8 @@ def _routes(
     *,
     around: bool = False,
 ) -> Routes:
-    """Of tensors of this shape from every stage to the next, or ``around`` from the last to the
-    first. All ranks make them in one order: see ``p2p.connected``."""
+    """Route tensors of this shape from every stage to the next, or ``around`` from the last to
+    the first. All ranks make them in one order: see ``p2p.connected``."""
     out = back = None
     for number, link in sorted(place.links.items()):
         if (number < 0) != around:
@@ -243,7 +243,7 @@ def _turn_to(decoding: Decoding, index: int) -> None:
 
 
 def _taken(decoding: Decoding, index: int, latest: Tensor) -> Tensor:
-    """What this stage begins with: a prompt, the token chosen last, or what came of it."""
+    """The input of this stage: a prompt, the token chosen last, or what came of it."""
     if decoding.stage.first and (index == 0 or decoding.chosen.back is None):
         return latest
     routes = decoding.tokens if index else decoding.prompts

@@ -44,7 +44,7 @@ NUM_BATCHES = 2  # different ones, that take turns
 
 
 class InferRequest(frame.Request, kw_only=True):
-    """What to run. ``driver_time``: time the whole loop only, with no barrier between batches."""
+    """A request. ``driver_time``: time the whole loop only, with no barrier between batches."""
 
     steps: Positive = 20
     warmup: Positive = 2
@@ -163,7 +163,7 @@ class Span(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one rank found. ``stages``: seconds of each batch in each stage that it holds."""
+    """The findings of one rank. ``stages``: seconds of each batch in each stage that it holds."""
 
     times_s: list[float]
     loop_s: float

@@ -67,7 +67,7 @@ class Named(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What the profiler saw, in its own seconds; ``messages`` are those between stages."""
+    """The profiler's findings, in its own seconds; ``messages`` are those between stages."""
 
     marks: list[float]
     compute: list[Interval]
@@ -76,7 +76,7 @@ class Trace(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """What began when, in seconds since the common start; the last is the end."""
+    """The marks of a step, in seconds since the common start; the last is the end."""
 
     names: list[str]
     starts: list[float]
@@ -261,7 +261,7 @@ def _positive(times: dict[str, float]) -> dict[str, float]:
 
 
 def _spans(rank: int, marked: Marked, trace: Trace) -> list[Span]:
-    """What the rank did, without its waits."""
+    """The spans of a rank's work, without its waits."""
     streams = {
         "compute": [s for s in marked.stretches() if s.name != "wait" and s.end_s > s.start_s],
         "communication": trace.communication,

@@ -38,7 +38,7 @@ from meshwise.timing import clock, device_states
 
 
 class TrainRequest(frame.Request, kw_only=True):
-    """What to run. ``warmup`` steps are set-up; one more untimed step precedes the timed ones.
+    """A request. ``warmup`` steps are set-up; one more untimed step precedes the timed ones.
 
     ``driver_time``: one time, the mean over the whole loop on rank 0's clock. ``save``: write a
     checkpoint into this folder at the end, and after each ``save_every`` steps. ``resume_from``:

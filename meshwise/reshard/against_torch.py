@@ -24,7 +24,7 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}  # gl
 
 
 def check(ranks: Ranks, planned: Transfer, plans: Sequence[Holdings], models: Models) -> list[str]:
-    """Why torch cannot gather some of this rank's tensors to what was planned."""
+    """List the reasons why torch cannot gather this rank's tensors to what was planned."""
     mine = [_chosen(planned, model) for model in models]
     meshes = [{n: _mesh(t) for n, t in of.items() if _inside(t)} for of in mine]
     told = ranks.gather(meshes)
@@ -46,7 +46,7 @@ def check(ranks: Ranks, planned: Transfer, plans: Sequence[Holdings], models: Mo
 
 
 def digests(planned: Transfer, model: live.Model) -> dict[str, str]:
-    """Of the whole of each tensor that this rank has. All ranks of a mesh call it together."""
+    """Digest the whole of each tensor that this rank has. All ranks of a mesh call it together."""
     mine, found = _chosen(planned, model), {}
     with torch.no_grad():
         for name, (before, after) in zip(planned.names, planned.dtypes, strict=True):
@@ -60,7 +60,7 @@ def digests(planned: Transfer, model: live.Model) -> dict[str, str]:
 
 
 def differences(told: Sequence[Sequence[Mapping[str, str]]]) -> Iterator[str]:
-    """Of every rank's digests of either side."""
+    """List the tensors whose digests differ between ranks or sides."""
     first: dict[str, tuple[str, str]] = {}
     for side, who in enumerate(SIDES):
         for rank, of in enumerate(told):

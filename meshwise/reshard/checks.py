@@ -1,4 +1,4 @@
-"""What is refused before anything moves: plans that are not what this rank's tensors are, memory
+"""Refuse before anything moves: plans that are not what this rank's tensors are, memory
 that is written twice or read while it is written, tied weights that would have two values.
 
 In: both sides' holdings, tensors and shares. Out: nothing, or a ValueError that lists what is
@@ -146,7 +146,7 @@ def _num_elements(pieces: Sequence[Piece]) -> int:
 
 
 def _contents(rank: int, names: Sequence[str], plan: Holdings) -> dict[str, set[object]]:
-    """What a rank's buffers hold of these tensors, and where."""
+    """The parts of these tensors in a rank's buffers, and where they lie."""
     found: dict[str, set[object]] = {}
     for name in names:
         for piece in plan[name].layout:

@@ -1,4 +1,4 @@
-"""What every rank holds of a model: each logical tensor's layout, by name.
+"""The holdings of all ranks of a model: each logical tensor's layout, by name.
 
 In: a model and how it is laid out (a ``WeightLayout``, or a ``Plan`` that ``meshwise run``
 executes). Out: ``Holdings``; ``buffers`` turns them back into the tensors that one rank has.
@@ -82,7 +82,7 @@ class _Stage(NamedTuple):
 
 
 def holdings(model: Decoder | Model, layout: WeightLayout) -> Holdings:
-    """What the ranks of a layout hold. Sizes that a degree does not divide are refused by name.
+    """Holdings of the ranks of a layout. Sizes that a degree does not divide are refused by name.
 
     In megatron order layers are numbered within their stage, and where a rank has several stages
     the names of its c-th begin with ``model{c}.``, as in Megatron's checkpoints.
@@ -103,7 +103,7 @@ def holdings(model: Decoder | Model, layout: WeightLayout) -> Holdings:
 
 
 def of_plan(plan: Plan) -> Holdings:
-    """What ``meshwise run`` lays out, by the parameters' names in ``nn.GPT``: fp32 whatever the
+    """The holdings of ``meshwise run``, by the parameters' names in ``nn.GPT``: fp32 whatever the
     plan computes in, cut by tp, then by FSDP2 over the shards of dp (see ``parallel.data``)."""
     if not isinstance(plan.model, Model) or plan.model.experts is not None:
         raise ValueError(
@@ -232,7 +232,7 @@ def _held(
 def _root(
     model: Decoder | Model, members: Sequence[Member], first: bool, last: bool, head: bool
 ) -> tuple[Member, ...]:
-    """What a stage has that is in no layer."""
+    """The tensors of a stage that are in no layer."""
     inputs = tuple(m for m in members if m.role in ("embed.weight", "positions.weight"))
     outputs = tuple(m for m in members if m not in inputs)
     if _is_tied(model) and head:

@@ -1,4 +1,4 @@
-"""What live models hold: their tensors by name, and every rank's share of each, read from DTensors.
+"""Read what live models hold: their tensors by name, and every rank's share of each DTensor.
 
 In: on every rank a module, tensors by name, or None. Out: this rank's storage of each parameter and
 persistent buffer, without a copy; ``Holdings`` of all ranks, from the mesh and placements of
@@ -44,7 +44,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 
 class Share(NamedTuple):
-    """What one rank has of a tensor. ``buffer``: the first name of this storage (tied weights have
+    """One rank's share of a tensor. ``buffer``: the first name of this storage (tied weights have
     several); ``runs`` of each dim, none where the rank has nothing; ``memory`` of its part;
     ``placements`` of a DTensor."""
 
@@ -67,7 +67,7 @@ def tensors(model: Model) -> dict[str, Tensor]:
 
 
 def holdings(model: Model, ranks: Ranks, *, as_source: bool = False) -> Holdings:
-    """What all ranks hold; see ``held``. All of them call it together."""
+    """The holdings of all ranks; see ``held``. All of them call it together."""
     return held(gathered(model, ranks), as_source=as_source)
 
 

@@ -63,7 +63,7 @@ def _meet(a: Extent, b: Extent) -> bool:
 
 
 class _Memory:
-    """What numpy asks of an object that has memory."""
+    """An object with memory, as numpy asks for it."""
 
     def __init__(self, of: Extent) -> None:
         self.__array_interface__ = {

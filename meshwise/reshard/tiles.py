@@ -115,7 +115,7 @@ class _Window(NamedTuple):
 
 
 def _windows(move: Move, read: Memory, write: Memory) -> Iterator[_Window]:
-    """What a move copies, as few windows as the two buffers allow."""
+    """Cut a move into as few windows as the two buffers allow."""
     starts, steps = [], []
     for box, memory in ((move.read, read), (move.write, write)):
         seen = _seen(memory, len(box.low))
@@ -187,7 +187,7 @@ def _cut(window: _Window, read_size: int, write_size: int) -> Table:
 
 
 def _words(table: Table, alignment: int) -> npt.NDArray[np.int64]:
-    """Into words of how many bytes each tile may be divided at both ends."""
+    """The bytes of the largest word that divides each tile at both ends."""
     powers = np.full(len(table), alignment, np.int64)
     for column in ("read_at", "write_at", "read_step", "write_step", "width"):
         powers |= table[column]

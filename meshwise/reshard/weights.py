@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Moved(NamedTuple):
-    """What one refit did, on this rank. ``seconds``: from the call to the verdict of all ranks."""
+    """One refit on this rank. ``seconds``: from the call to the verdict of all ranks."""
 
     version: int
     seconds: float
@@ -169,7 +169,7 @@ class Refit:
         return self._of_changes(moved) if self.job.delta else moved
 
     def _of_changes(self, moved: Moved) -> Moved:
-        """What was sent and received of it, as receivers tell."""
+        """Count the changed bytes that were sent and received, as receivers tell."""
         told = self.ranks.gather({str(k): n for k, n in self.transport.delta_bytes().items()})
         here = self.ranks.rank
         sent, received = sum(of.get(str(here), 0) for of in told), sum(told[here].values())
@@ -256,7 +256,7 @@ class Refit:
         return ""
 
     def _fail(self, reason: str, before: int | None) -> NoReturn:
-        """What went wrong on every rank, in one line. If a rank refused, nothing was written."""
+        """Raise what went wrong, rank by rank. If a rank refused, nothing was written."""
         told = self.ranks.gather(reason)
         if any(told):
             self.version = before
@@ -354,7 +354,7 @@ def _together(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def _check_options(ranks: Ranks, options: Mapping[str, object]) -> None:
-    """What cannot be, and what ranks must agree on or they would wait for each other."""
+    """Refuse what cannot be, and what ranks differ in, or they would wait for each other."""
     if options["delta"] and (options["atomic"] or options["verify"] == "off"):
         raise ValueError("delta = True: needs verify = 'hash' or 'full', and atomic = False")
     if options["verify"] == "full_tensor" and options["atomic"]:

@@ -143,7 +143,7 @@ def derived(
     backends: tuple[str, ...] = ("",),
     place: Literal["out", "in", "both"] = "out",
 ) -> list[Derived]:
-    """What each model exchanges when its layers are split over the group, with its name.
+    """List what each model exchanges when its layers are split over the group, with its name.
     ``primus_lists``: the models that Primus measures at its lengths (on CPUs 128 tokens)."""
     group, found = _group(scope.world_size, groups, ranks), []
     listed = [(model, min(model.max_seq_len, 8192), kinds) for model in models]

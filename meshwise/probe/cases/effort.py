@@ -1,4 +1,4 @@
-"""How long a case is measured, and about how long that takes in all. No torch.
+"""Estimate how long a case is measured, and how long that takes in all. No torch.
 
 A case takes its set-up, then as many iterations as its time allows. The rates are those of a slow
 device of each kind; the sweep corrects them by what it has seen.

@@ -16,6 +16,6 @@ _NEXT: dict[Follow, Callable[[Sequence[Sample]], list[Case]]] = {
 
 
 def next_cases(how: Follow, samples: Sequence[Sample]) -> list[Case]:
-    """What to measure next, of what no sample says yet; nothing ends the sweep."""
+    """List the cases to measure next that have no sample yet; none ends the sweep."""
     known = {sample.case_id for sample in samples}
     return [case for case in _NEXT[how](samples) if case.id not in known]

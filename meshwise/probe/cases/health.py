@@ -1,4 +1,4 @@
-"""What ``measure health`` times: every GPU by itself, all at once, then every link. No torch.
+"""The cases of ``measure health``: every GPU by itself, all at once, then every link. No torch.
 
 Matrix products (the processor), copies in memory, copies from and to the host; collectives over
 all ranks; one message over every ordered pair of ranks of a host, one pair at a time, and between

@@ -24,7 +24,9 @@ def cases(
     sizes: str | None = None,
     backends: tuple[str, ...] = ("",),
 ) -> list[Case]:
-    """Of each model the largest product of a layer; without models a cube of 8192 (512 on CPUs).
+    """Pair the largest product of each model's layers with collectives.
+
+    Without models the product is a cube of 8192 (512 on CPUs).
 
     ``sizes`` of the collectives over all ranks as ``parse_sizes`` reads them, by default 16M,256M
     (256K,4M on CPUs), each rounded down to what divides among the ranks. ``backends``: of the

@@ -1,4 +1,4 @@
-"""What ``refit`` benchmarks: scenarios by name, and the layouts that they mean on so many ranks.
+"""The scenarios of ``refit`` by name, and the layouts that they mean on so many ranks.
 
 In: a name or a number of the menu, and what the user changes of it. Out: scenarios, then one case a
 method. Names, models and numbers are those of Megatron's refit benchmarks (``benchmark_refit.py``
@@ -22,7 +22,7 @@ from meshwise.spec.weights import WeightLayout
 
 
 def _vocab_multiple(order: Order, tp: int) -> int:
-    """To what embedding and head are padded: by Megatron to 128 x tp, by vLLM to 64."""
+    """Embedding and head are padded to multiples of this: 128 x tp by Megatron, 64 by vLLM."""
     return {"megatron": 128 * tp, "engine": lcm(64, tp), "plain": 1}[order]
 
 
@@ -233,7 +233,7 @@ def resized(model: Model | Decoder, **sizes: Any) -> Decoder:
 
 
 def num_ranks(scenario: Scenario, mode: Mode) -> int:
-    """How many ranks it takes: both models' when they are apart, else the larger's."""
+    """The number of ranks it takes: both models' when they are apart, else the larger's."""
     train, infer = scenario.train.num_ranks, scenario.infer.num_ranks
     return max(train, infer) if mode == "collocated" else train + infer
 

@@ -179,7 +179,7 @@ def _plain_kernel(device_kind: str) -> str:
 
 
 def unfit(ring_size: int, world: int, available: int) -> str:
-    """Why rings of this size cannot be formed of a world of ranks; "" where they can."""
+    """Say why rings of this size cannot be formed of a world of ranks; "" where they can."""
     if ring_size > available:
         return f"a ring of {ring_size} needs {ring_size} ranks, and here are {available}"
     if world % ring_size:
@@ -190,7 +190,7 @@ def unfit(ring_size: int, world: int, available: int) -> str:
 def known(
     op: LongAttention, ring_size: int, prices: Prices | None
 ) -> tuple[dict[str, tuple[float, ...]], str]:
-    """What is known before it runs, a number a rank of the ring, and how the ranks will exchange.
+    """Figures known before it runs, a number a rank of the ring, and how ranks will exchange.
 
     ``planned_bytes`` is what the plan says that each receives, forward and backward;
     ``owner_bound_bytes`` the least, of the forward, if queries stay where they are;

@@ -1,4 +1,4 @@
-"""What moves messages between ranks: NCCL, gloo, symmetric memory. See ``staged.Carrier``."""
+"""Carriers of messages between ranks: NCCL, gloo, symmetric memory. See ``staged.Carrier``."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

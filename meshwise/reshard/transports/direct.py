@@ -112,7 +112,7 @@ class Direct:
             yield "meet", self.meeting.meet
 
     def settle(self, verified: bool) -> None:
-        """With ``delta``: what the destination has now, or that nobody knows."""
+        """With ``delta``: note what the destination has now, or that nobody knows."""
         for stage in self.stages:
             stage.last.copy_(stage.theirs)
             stage.fresh.fill_(not verified)

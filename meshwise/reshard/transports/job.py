@@ -1,4 +1,4 @@
-"""What a transport carries out: the tiles that concern one rank, and where its buffers are."""
+"""The work of a transport: the tiles that concern one rank, and where its buffers are."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class Job(NamedTuple):
         return self.ranks.device
 
     def addresses(self) -> Addresses:
-        """Of this rank's buffers, by number; others 0."""
+        """Addresses of this rank's buffers, by number; others 0."""
         found = np.zeros(len(self.buffers), np.int64)
         for number, tensor in self.own.items():
             found[number] = tensor.data_ptr()
@@ -80,7 +80,7 @@ def at(table: Table, bases: Addresses, end: str) -> Addresses:
 
 
 def straight(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines:
-    """From buffer to buffer; hashes are numbered in order."""
+    """Lines that copy from buffer to buffer; hashes are numbered in order."""
     return lines(
         table, at(table, read, "read"), at(table, write, "write"), job.pairs,
         np.arange(len(table)),
@@ -88,7 +88,7 @@ def straight(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines
 
 
 def in_place(job: Job, table: Table, bases: Addresses, end: str) -> Lines:
-    """To be hashed where they are, at one end."""
+    """Lines that hash tiles where they are, at one end."""
     if end == "read":
         return straight(job, table, bases, bases)
     return written(job, table, bases, bases)

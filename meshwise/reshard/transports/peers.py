@@ -32,7 +32,7 @@ class Share(NamedTuple):
 
 
 def share(tensor: Tensor) -> Share:
-    """What a peer needs to reach ``tensor``; ValueError where memory cannot be shared."""
+    """Describe ``tensor`` for a peer that reaches it; ValueError where memory cannot be shared."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     address = tensor.data_ptr()
     _call(

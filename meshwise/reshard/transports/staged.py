@@ -108,7 +108,7 @@ class Staged:
             yield "compare", stage.swap
 
     def settle(self, verified: bool) -> None:
-        """With ``delta``: what the destination has now, or that nobody knows."""
+        """With ``delta``: note what the destination has now, or that nobody knows."""
         for stage in self.stages:
             stage.settle(verified)
 
@@ -133,7 +133,7 @@ class _Step(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """What a rank sends, or receives: tiles in the order of peers, each peer's region of a slot."""
+    """Tiles that a rank sends, or receives, in the order of peers; each peer's region of a slot."""
 
     table: Table
     spans: dict[int, slice]
@@ -311,7 +311,7 @@ class _Stage:
 
 
 def _num_steps(job: Job, found: Ends, cap_bytes: int, tables_bytes: int) -> int:
-    """As many as the busiest rank needs, so that all agree; enough to overlap."""
+    """The number of steps that the busiest rank needs, so that all agree; enough to overlap."""
     peers = max(len(found.send_spans), len(found.receive_spans))
     least = tables_bytes + 2 * SLOTS * (peers * tiles.TILE + tiles.TILE // 4)
     room = (cap_bytes - tables_bytes) // (2 * SLOTS) - peers * tiles.TILE
