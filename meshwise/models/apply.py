@@ -353,7 +353,8 @@ class _DataParallel:
             return []
         size = self.padded(unit) * BYTES[self.dtype]
         self.buffers[flat] = Buffer(size, "communication")
-        gather, writes = self._collective(unit, "all_gather", size, self.dtype), (flat,)
+        gather = self._collective(unit, "all_gather", size, self.dtype)
+        writes: tuple[str, ...] = (flat,)
         if self.device == "cpu":  # gloo gathers into a buffer of its own
             writes = (flat, self._passing("arriving", unit, size))
         return [Task(f"{unit}.all_gather", gather, "dp", "dp", self.era, after, writes)]
@@ -400,7 +401,7 @@ class _DataParallel:
                 total = f"accumulated.{unit}"
                 self.buffers[total] = Buffer(wide, "gradient")
                 self.sums[unit] = (total,)
-            passing = ()
+            passing: tuple[str, ...] = ()
             if before and gradients and self.device == "cpu":  # its sum of two dtypes casts first
                 largest = max(prod(self.over_tp.shapes[name]) for name in made)
                 passing = (self._passing("wide", unit, 4 * largest),)
@@ -420,7 +421,8 @@ class _DataParallel:
         self.unreleased = (flat,)
         wide = 4 * self.padded(unit)
         self.buffers[flat] = Buffer(wide, "communication")
-        share, passing = wide // groups.shards, ()
+        share = wide // groups.shards
+        passing = ()
         if self.device == "cpu" and groups.shards > 1:  # gloo reduces all of a copy
             passing = (self._passing("copied", unit, wide),)
         if done in self.buffers:  # it is added to what earlier microbatches left
