@@ -147,8 +147,9 @@ def test_sizes_and_groups_of_hsdp():
         kind="reduce_scatter", size_bytes=4 * 4 * elements, group_size=4, dtype="fp32"
     )
     assert reduce == Collective(
-        kind="all_reduce", size_bytes=4 * elements, group_size=2, group_stride=4, dtype="fp32"
-    )
+        kind="all_reduce", size_bytes=4 * elements, group_size=2, group_stride=4, dtype="fp32",
+        in_place=True,
+    )  # fmt: skip
 
 
 def test_one_shard_only_all_reduces_its_replicas():

@@ -160,7 +160,7 @@ def test_why_layouts_are_no_candidates(costs):
     model = msgspec.structs.replace(MODEL, hidden=960, heads=15)
     layouts, removed = legal_layouts(model, WORKLOAD, costs, 4)
     assert {layout.tp for layout in layouts} == {1}
-    assert any(r.constraint == "tp = 2 does not divide heads = 15" for r in removed)
+    assert any(r.constraint == "tp = 2: must divide heads = 15" for r in removed)
 
     compiled = msgspec.structs.replace(costs, lowering="compiled")
     layouts, removed = legal_layouts(MODEL, WORKLOAD, compiled, 4)
@@ -184,11 +184,11 @@ def test_replicas_are_for_several_hosts(costs):
 
 
 def test_a_decoder_is_planned_as_it_is(costs):
-    """tp cuts key and value heads; an untied head exchanges nothing with the embedding."""
+    """tp cuts key and value heads, of which several ranks may compute one; an untied head exchanges
+    nothing with the embedding."""
     plan = search.find(LLAMA, WORKLOAD, on(costs, memory_bytes=420e6), num_devices=4)
-    layouts, removed = legal_layouts(LLAMA, WORKLOAD, two_hosts(costs, per_host=8), 16)
-    assert max(layout.tp for layout in layouts) == 4
-    assert any(r.constraint == "tp = 8: must divide kv_heads = 4" for r in removed)
+    layouts, _ = legal_layouts(LLAMA, WORKLOAD, two_hosts(costs, per_host=8), 16)
+    assert max(layout.tp for layout in layouts) == 8
     over_tp = {"attention": "heads", "feed_forward": "ffn", "embed": "vocab", "head": "vocab"}
     for part, dim in over_tp.items():
         placed = plan.stages[0].placements[part]
@@ -236,7 +236,7 @@ def test_bounds_are_bounds(costs, model):
     for there, devices in ((costs, 4), (two_hosts(costs, per_host=4), 8)):
         prices, ratios = Prices(there), []
         layouts, _ = legal_layouts(model, WORKLOAD, there, devices)
-        for number, layout in enumerate(layouts[:: len(layouts) // 60]):
+        for number, layout in enumerate(layouts[:: len(layouts) // 90]):
             rung = ladder(layout)[number % len(ladder(layout))]
             of = (model, WORKLOAD.seq_len, rung, prices)
             prediction = search.predict(model, WORKLOAD, rung, prices)
