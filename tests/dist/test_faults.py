@@ -273,7 +273,7 @@ def test_a_case_that_hangs_is_recorded_and_the_others_are_measured(here: Path) -
     statuses = [sample.status for sample in samples]
     assert sorted(statuses) == ["hung", *["ok"] * 4] and statuses[-1] == "ok"
     (hung,) = (sample for sample in samples if sample.status == "hung")
-    case = rf"all_reduce {hung.case.op.size_bytes // 1024}\.0 KiB x2 in place"
+    case = rf"all_reduce {hung.case.op.size_bytes // 1024}\.0 KiB fp32 x2 in place"
     said = STOPPED.removeprefix("error: ").replace("CASE", case)
     assert re.fullmatch(said, hung.reason), hung.reason
     (again,) = (line for line in errors if "the ranks are started again" in line)
