@@ -68,7 +68,14 @@ def losses(ranks, plan, cache):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "dp",
+        "uneven",
+        *(pytest.param(case, marks=pytest.mark.whole) for case in ("tp", "full", "async")),
+    ],
+)
 def test_losses_are_those_of_one_device(gloo_ranks, plans, tmp_path, case):
     check(gloo_ranks, plans(case), tmp_path, 1e-5)
 
