@@ -15,26 +15,17 @@ from torch import Tensor
 
 from meshwise.attention import rounds, volume
 from meshwise.attention.arguments import no_view, refuse_second_derivatives
-from meshwise.attention.heads import Members, Ranges, like_rows, members, to_heads, to_rows
+from meshwise.attention.heads import Members, like_rows, members, to_heads, to_rows
 from meshwise.attention.merge import result
 from meshwise.attention.pieces import Mask
 from meshwise.attention.rounds import Ring
 from meshwise.attention.shards import Shards
 from meshwise.attention.wire import Wire
-from meshwise.spec import DTYPE_BYTES
 from meshwise.spec.long_attention import LongAttention
 
-SLICE_BYTES = 2**24  # a rank's q, k and v from which on they are sent in slices
 # q, k, v, out, lse [B, h, N, D] of each slice; here q, k, v as given and out as returned, so that
 # autograd sees it when they are written into
 Saved = Sequence[Sequence[Tensor]]
-
-
-class Slice(NamedTuple):
-    """What each member of a group has of the heads, in one exchange."""
-
-    queries: Ranges
-    keys: Ranges
 
 
 class Run(NamedTuple):
@@ -45,7 +36,7 @@ class Run(NamedTuple):
     ring: Ring
     gathers: bool
     group: Members | None
-    slices: tuple[Slice, ...]
+    slices: tuple[volume.Slice, ...]
     key_heads: tuple[int, ...]
     num_heads: tuple[int, int, int]
 
@@ -73,28 +64,9 @@ def run_of(
     per_key = op.heads // op.kv_heads
     counts = [min(b, (x + 1) * per_key) - max(a, x * per_key) for x in range(c, d)]
     return Run(
-        ring, gathers, members(wire, shards, degree), _slices(op, each, wire.size),
+        ring, gathers, members(wire, shards, degree), volume.slices(op, degree, wire.size),
         () if len(set(counts)) < 2 else tuple(counts), num_heads,
     )  # fmt: skip
-
-
-def _slices(op: LongAttention, each: Sequence[volume.Share], ranks: int) -> tuple[Slice, ...]:
-    q_heads, key_heads = op.heads // len(each), op.kv_heads // len(each)
-    count = 1
-    size = op.batch * op.seq_len * (op.heads + 2 * op.kv_heads) * op.head_dim // ranks
-    divides = op.kv_heads % ranks == 0 and len(each) == ranks
-    if divides and size * DTYPE_BYTES[op.dtype] >= SLICE_BYTES:
-        count = next((n for n in range(2, key_heads + 1) if key_heads % n == 0), 1)
-    if count == 1:
-        return (Slice([s[:2] for s in each], [s[2:] for s in each]),)
-    q_heads, key_heads = q_heads // count, key_heads // count
-    return tuple(
-        Slice(
-            [(s.q_start + i * q_heads, s.q_start + (i + 1) * q_heads) for s in each],
-            [(s.k_start + i * key_heads, s.k_start + (i + 1) * key_heads) for s in each],
-        )
-        for i in range(count)
-    )
 
 
 class _Dense(torch.autograd.Function):

@@ -155,14 +155,11 @@ def _zeros_of_rows(like: Tensor, rows: Interval) -> Tensor:
 
 
 def _held(ring: Ring, step: int) -> Interval:
-    """The rows of the shard ``step`` before this one that come here."""
-    return hops(ring.mask, ring.shards).keys[step][ring.me - step]
+    return hops(ring.mask, ring.shards).held(ring.me, step)
 
 
 def _made(ring: Ring, step: int) -> Interval:
-    """The rows of it whose gradients leave here."""
-    around, shard = hops(ring.mask, ring.shards), (ring.me - step) % ring.size
-    return around.grads[step][shard] if step <= around.last[shard] else NONE
+    return hops(ring.mask, ring.shards).made(ring.me, step)
 
 
 def _attend_step(ring: Ring, q: Tensor, held: Tensor, step: int, so_far: Softmax | None) -> Softmax:
@@ -192,24 +189,12 @@ def _pass_gradients(ring: Ring, made: Tensor, step: int) -> Arrived:
     last = hops(ring.mask, ring.shards).last
     shard = (ring.me - step) % ring.size
     to = None if step > last[shard] else shard if step == last[shard] else ring.me + 1
-    return ring.exchange(made if to is not None else made[:, :, :0], to, _expected(ring, step))
-
-
-def _expected(ring: Ring, step: int) -> dict[int, int]:
-    """Rows of gradients that come after a step, by member."""
-    last, grads = hops(ring.mask, ring.shards).last, hops(ring.mask, ring.shards).grads[step]
-    found = {}
-    before = (ring.me - step - 1) % ring.size
-    if step < last[before]:
-        found[(ring.me - 1) % ring.size] = grads[before][1] - grads[before][0]
-    if step == last[ring.me]:
-        found[(ring.me + step) % ring.size] = grads[ring.me][1] - grads[ring.me][0]
-    return found
+    return ring.exchange(made if to is not None else made[:, :, :0], to, hops(ring.mask, ring.shards).expected(ring.me, step))
 
 
 def _take_in(ring: Ring, flat: Tensor, step: int, made: Tensor | None, own: Tensor) -> None:
     """Add the gradients that came after ``step``: to those of the shard now held or its own."""
-    expected, at = _expected(ring, step), 0
+    expected, at = hops(ring.mask, ring.shards).expected(ring.me, step), 0
     grads = hops(ring.mask, ring.shards).grads[step]
     before = (ring.me - step - 1) % ring.size
     for source in sorted(expected):

@@ -71,6 +71,11 @@ def zigzag(seq_len: int, ranks: int) -> Shards:
     return Shards(tuple((cuts[r][0], cuts[2 * ranks - 1 - r][0]) for r in range(ranks)))
 
 
+def balanced(seq_len: int, ranks: int) -> Shards:
+    """How training shares a sequence: zigzag where it divides, else contiguous."""
+    return (contiguous if seq_len % (2 * ranks) else zigzag)(seq_len, ranks)
+
+
 def positions(shards: Shards, rank: int) -> npt.NDArray[np.int64]:
     """The global position of each local row: for rotary and learned positions."""
     _check(shards=shards, rank=rank)

@@ -28,6 +28,7 @@ from meshwise.spec.long_attention import LongAttention
 
 NONE: Interval = (0, 0)
 DENSE_WAYS = ("heads", "ring_heads", "ring", "gather")  # in order of preference
+SLICE_BYTES = 2**24  # a rank's q, k and v from which on they are sent in slices
 MOST_IMBALANCE = 1.25  # of pairs, max / mean, up to which fewer bytes alone decide
 
 
@@ -49,6 +50,32 @@ class Hops(NamedTuple):
     grads: tuple[tuple[Interval, ...], ...]
     last: tuple[int, ...]
 
+    def held(self, member: int, step: int) -> Interval:
+        """The rows of the shard ``step`` before a member's own that come to it."""
+        return self.keys[step][member - step]
+
+    def made(self, member: int, step: int) -> Interval:
+        """The rows of that shard whose gradients leave the member."""
+        shard = (member - step) % len(self.last)
+        return self.grads[step][shard] if step <= self.last[shard] else NONE
+
+    def expected(self, member: int, step: int) -> dict[int, int]:
+        """Rows of gradients that reach a member after a step, by their sender."""
+        size, grads, found = len(self.last), self.grads[step], dict[int, int]()
+        before = (member - step - 1) % size
+        if step < self.last[before]:
+            found[(member - 1) % size] = _len(grads[before])
+        if step == self.last[member]:
+            found[(member + step) % size] = _len(grads[member])
+        return found
+
+
+class Slice(NamedTuple):
+    """The query and key heads [first, last) of each rank of a group, in one exchange."""
+
+    queries: Sequence[tuple[int, int]]
+    keys: Sequence[tuple[int, int]]
+
 
 class Transfer(NamedTuple):
     """Messages of one collective, in bytes, among ``size`` ranks ``stride`` apart; none to self."""
@@ -68,6 +95,26 @@ def shares(heads: int, kv_heads: int, ranks: int) -> tuple[Share, ...]:
         a, b = rank * heads // ranks, (rank + 1) * heads // ranks
         found.append(Share(a, b, a // group, -(-b // group) if b > a else a // group))
     return tuple(found)
+
+
+def slices(op: LongAttention, degree: int, ranks: int) -> tuple[Slice, ...]:
+    """The heads of ``degree`` ranks in one exchange, or in several where there is much to send."""
+    each, count = shares(op.heads, op.kv_heads, degree), 1
+    q_heads, key_heads = op.heads // degree, op.kv_heads // degree
+    size = op.batch * op.seq_len * (op.heads + 2 * op.kv_heads) * op.head_dim // ranks
+    divides = op.kv_heads % ranks == 0 and degree == ranks
+    if divides and size * DTYPE_BYTES[op.dtype] >= SLICE_BYTES:
+        count = next((n for n in range(2, key_heads + 1) if key_heads % n == 0), 1)
+    if count == 1:
+        return (Slice([s[:2] for s in each], [s[2:] for s in each]),)
+    q_heads, key_heads = q_heads // count, key_heads // count
+    return tuple(
+        Slice(
+            [(s.q_start + i * q_heads, s.q_start + (i + 1) * q_heads) for s in each],
+            [(s.k_start + i * key_heads, s.k_start + (i + 1) * key_heads) for s in each],
+        )
+        for i in range(count)
+    )
 
 
 def heads_degree(kv_heads: int, ranks: int) -> int:

@@ -153,9 +153,7 @@ def positions(plan: Plan, place: Place) -> npt.NDArray[np.int64] | None:
 
 
 def _shards(plan: Plan) -> shards.Shards:
-    cp, seq_len = plan.layout.cp, plan.workload.seq_len
-    cut = shards.contiguous if seq_len % (2 * cp) else shards.zigzag
-    return cut(seq_len, cp)
+    return shards.balanced(plan.workload.seq_len, plan.layout.cp)
 
 
 def attention(plan: Plan, place: Place) -> Attend:

@@ -1,6 +1,6 @@
 """What one rank does: a graph and a layout become tasks with streams and dependencies.
 
-``shard`` cuts the graph over tp; here the microbatches are repeated and data parallelism is
+``shard`` cuts the graph over tp and cp; here the microbatches are repeated and data parallelism is
 woven in. It works on units (a layer, or the root: embedding, final norm, head), as FSDP2 does:
 gather the unit's weights ahead of its use, reduce its gradients behind it, on a stream of their
 own. Experts that ep divides are units of their own, over the ranks that hold the same ones.
@@ -75,14 +75,16 @@ def apply(
     split: bool = False,
     times: Mapping[int, int] | None = None,
     device: Device = "cuda",
+    cp_rank: int | None = None,
 ) -> Program:
     """The program of one rank; ``graph`` is one microbatch of one dp rank, with backward.
 
     Of a stage, ``layout`` is that within its pipeline rank (``Layout.of_rank``). ``actions`` cover
     all tasks but the optimizer's; ``split`` makes two of each backward. ``times``: layers, by
     index, that stand for so many; they have equal neighbours on both sides. ``device``: that runs.
+    ``cp_rank``: among those that share sequences; by default the busiest.
     """
-    sharded = shard(graph, layout.tp, layout.placed, layout.ep)
+    sharded = shard(graph, layout.tp, layout.placed, layout.ep, layout.cp, cp_rank)
     members = _members(sharded)
     data = _DataParallel(layout, members, dtype, sharded, device)
     runs = _runs(graph, sharded, split)

@@ -37,10 +37,14 @@ DIMS = {  # what a part of the model divides: the first that a tensor has
 
 
 class Cut:
-    """The extents of a graph's dims on one of ``tp`` ranks, in a group of ``ep``."""
+    """The extents of a graph's dims on one of ``tp`` ranks, in a group of ``ep``, of which ``cp``
+    share each sequence."""
 
-    def __init__(self, graph: Graph, tp: int, cuts: Cuts, ep: int) -> None:
+    def __init__(self, graph: Graph, tp: int, cuts: Cuts, ep: int, cp: int = 1) -> None:
         self.tp, self.cuts, self.sizes = tp, cuts, dict(graph.sizes)
+        self.sizes["seq"] //= cp
+        if "room" in self.sizes:
+            self.sizes["room"] -= (cp - 1) * _copies(self.sizes)
         if "experts" in self.sizes:  # a rank has so many less, and less room between their rows
             self.sizes["experts"] //= ep
             gone = graph.sizes["experts"] - self.sizes["experts"]
@@ -76,10 +80,14 @@ class Cut:
             divisor = self.tp // self.copies if dim == "kv_heads" else self.tp
             sizes[dim] = -(-sizes[dim] // divisor)
             if dim in ROWS and "room" in sizes:
-                rows = sizes["batch"] * sizes["seq"] * sizes["top_k"]
-                sizes["room"] -= rows * (self.tp - 1)
+                sizes["room"] -= _copies(sizes) * (self.tp - 1)
             self._local[dim] = sizes
         return self._local[dim]
+
+
+def _copies(sizes: Mapping[str, int]) -> int:
+    """Rows that a rank's tokens send to experts."""
+    return sizes["batch"] * sizes["seq"] * sizes["top_k"]
 
 
 def has(tensor: Tensor, dim: str) -> bool:

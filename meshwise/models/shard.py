@@ -9,6 +9,9 @@ result arrive as the stream lies.
 
 Ranks of an ep group hold different experts: an ``exchange`` sends rows to them, or back, by an
 all-to-all, and sorts them beside it. A rank receives as many rows as it sends.
+
+Ranks that share sequences (cp) have some rows of everything, and weights whole; what their
+attention sends to whom is ``context``'s. tp divides what cp leaves.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +20,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from meshwise.models import context
 from meshwise.models.graph import (
     BYTES,
     Graph,
@@ -29,7 +33,7 @@ from meshwise.models.graph import (
     operation,
 )
 from meshwise.models.placement import DIMS, PARTIAL, ROWS, WHOLE, Cut, collective, has
-from meshwise.spec import Collective, Cuts, Op
+from meshwise.spec import Attention, Collective, Cuts, Op
 
 LOADS = "loads"  # an all-reduce of each expert's rows, over ranks that are not known here
 
@@ -42,7 +46,7 @@ class Task(NamedTuple):
 
     name: str
     op: Op
-    stream: str  # compute or dp
+    stream: str  # compute, dp or cp
     part: str  # embed, layer, head, optimizer, or dp for the traffic of data parallelism
     phase: str
     reads: tuple[str, ...]
@@ -70,9 +74,12 @@ class Sharded(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def shard(graph: Graph, tp: int, cuts: Cuts, ep: int = 1) -> Sharded:
-    """The share of ``graph`` of one rank of so many tp ranks, in a group of ``ep``."""
-    walk = _Walk(graph, tp, cuts, ep)
+def shard(
+    graph: Graph, tp: int, cuts: Cuts, ep: int = 1, cp: int = 1, cp_rank: int | None = None
+) -> Sharded:
+    """The share of ``graph`` of one rank of so many tp ranks, in a group of ``ep``; of ``cp`` that
+    share sequences number ``cp_rank``, by default the busiest."""
+    walk = _Walk(graph, tp, cuts, ep, cp, cp_rank)
     nodes = [node for node in graph.nodes if node.phase != "optimizer"]
     tasks = tuple((node, tuple(walk.tasks(node))) for node in nodes)
     shapes = {
@@ -91,9 +98,12 @@ def shard(graph: Graph, tp: int, cuts: Cuts, ep: int = 1) -> Sharded:
 class _Walk:
     """Where every tensor lies on the tp ranks, while the nodes are walked in order."""
 
-    def __init__(self, graph: Graph, tp: int, cuts: Cuts, ep: int) -> None:
-        self.graph, self.tp, self.ep = graph, tp, ep
-        self.cut = Cut(graph, tp, cuts, ep)
+    def __init__(
+        self, graph: Graph, tp: int, cuts: Cuts, ep: int, cp: int, cp_rank: int | None
+    ) -> None:
+        self.graph, self.tp, self.ep, self.cp, self.cp_rank = graph, tp, ep, cp, cp_rank
+        self.cut = Cut(graph, tp, cuts, ep, cp)
+        self.saved: dict[str, tuple[tuple[str, ...], ...]] = {}  # by the lse of an attention
         self.sizes = self.cut.sizes
         self.placement: dict[str, str] = {}
         self.parameters: dict[str, str] = {}  # the dim that cuts each
@@ -165,6 +175,9 @@ class _Walk:
         if node.kind == "exchange":
             yield from self._exchange(node, inputs, sizes, reads, writes)
             return
+        if node.kind == "attention" and self.cp > 1:
+            yield from self._shared(node, operation(node, inputs, outputs, sizes), reads, writes)
+            return
         if node.kind == "balance" and node.phase != "backward":
             yield from self._loads(node, inputs[0], reads[0])
         yield task(node.name, operation(node, inputs, outputs, sizes), writes)
@@ -172,6 +185,24 @@ class _Walk:
             if tensor.role == "gradient" and self.cut.repeats(tensor, dim):
                 size = num_bytes(tensor, self.sizes)
                 yield task(f"{node.name}.pad", elementwise("copy", size, size, direction), writes)
+
+    def _shared(
+        self, node: Node, op: Op, reads: list[str], writes: tuple[str, ...]
+    ) -> Iterator[Task]:
+        """Attention over ranks that share the sequences."""
+        assert isinstance(op, Attention)
+        own = context.share(op, self.cp, self.tp, self.cp_rank)
+        if node.phase == "backward":
+            saved = self.saved[node.inputs[-1]]
+            made = context.backward(own, node.name, saved, reads[len(node.inputs) - 3], writes)
+        else:
+            made = context.forward(own, node.name, tuple(reads), writes)
+            self.saved[node.outputs[-1]] = made.saved
+        for name, size in made.sizes.items():
+            role = "communication" if name in made.sent else "activation"
+            self.buffers[name] = Buffer(size, role)
+        for name, of, stream, read, written in made.steps:
+            yield Task(name, of, stream, node.part, node.phase, read, written)
 
     def _loads(self, node: Node, counts: Tensor, read: str) -> Iterator[Task]:
         """Rows of each expert over all ranks that see other tokens."""

@@ -1,0 +1,411 @@
+"""Attention of sequences that cp ranks share, as steps of one of these ranks.
+
+The executor is ``attention``. Its plans, which need no torch, say here, too, which way is gone
+(heads, ring_heads, ring), which rows and heads a rank holds, which pieces it attends at each step
+of a ring, and what it sends and receives. Messages are a stream of their own: the next keys come
+while a rank attends those it has, gradients follow a step behind.
+
+A piece is one kernel, which wants a key head for each query head. What several pieces add to is
+wide: fp64 for the softmax, fp32 for gradients.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshwise.attention import shards, volume
+from meshwise.attention.pieces import Mask, Piece, batches
+from meshwise.models.graph import BYTES, attention, elementwise
+from meshwise.spec import Attention, Collective, Op
+from meshwise.spec.long_attention import LongAttention
+from meshwise.spec.op import CollectiveKind, Direction
+
+STREAM = "cp"
+Names = tuple[str, ...]
+
+
+class Step(NamedTuple):
+    """An operation, and the buffers that it reads and writes."""
+
+    name: str
+    op: Op
+    stream: str
+    reads: Names
+    writes: Names
+
+
+class Steps(NamedTuple):
+    """``sizes``: bytes of each buffer besides inputs and results; messages are in ``sent``.
+    ``saved``: what a backward needs of a forward: by slice of the heads q, k and v, out, lse."""
+
+    steps: tuple[Step, ...]
+    sizes: dict[str, int]
+    sent: frozenset[str]
+    saved: tuple[Names, ...] = ()
+
+
+class Share(NamedTuple):
+    """What one of the ranks that share ``op`` does; they are ``stride`` apart. Values are
+    ``value_dim`` wide, and padded to the width of keys."""
+
+    op: LongAttention
+    shards: shards.Shards
+    way: str
+    rank: int
+    stride: int
+    value_dim: int
+
+    @property
+    def degree(self) -> int:
+        """Among how many neighbours heads are divided."""
+        return volume.degree_of(self.way, self.op.kv_heads, len(self.shards.intervals))
+
+    @property
+    def ring(self) -> shards.Shards:
+        """What the members of a ring hold: groups of neighbours."""
+        return volume.grouped(self.shards, self.degree)
+
+    def pieces(self, step: int) -> tuple[Piece, ...]:
+        return volume.step_pieces(self._mask, self.ring, self.rank // self.degree, step)
+
+    @property
+    def hops(self) -> volume.Hops:
+        return volume.hops(self._mask, self.ring)
+
+    @property
+    def _mask(self) -> Mask:
+        return Mask(self.op.causal, self.op.window)
+
+
+def share(op: Attention, ranks: int, stride: int, rank: int | None = None) -> Share:
+    """``op``: of one rank's queries and as many keys. ``rank``: by default the one that has most
+    to do, or of several the one that receives most."""
+    width = max(op.head_dim, op.value_dim)
+    whole = LongAttention(
+        batch=op.batch, seq_len=op.q_len * ranks, heads=op.heads, kv_heads=op.kv_heads,
+        head_dim=width, causal=True, window=op.window, dtype=op.dtype, direction="backward",
+    )  # fmt: skip
+    return _share(whole, ranks, stride, op.value_dim, rank)
+
+
+@lru_cache(maxsize=1024)
+def _share(op: LongAttention, ranks: int, stride: int, value_dim: int, rank: int | None) -> Share:
+    held = shards.balanced(op.seq_len, ranks)
+    way = volume.choose_dense(op, held)
+    every = [Share(op, held, way, each, stride, value_dim) for each in range(ranks)]
+    if rank is not None:
+        return every[rank]
+    received = map(sum, zip(*volume.dense_bytes(op, held, way), strict=True))
+    work = [sum(p.pairs for t in range(ranks) for p in each.pieces(t)) for each in every]
+    heads = [s.q_stop - s.q_start for s in volume.shares(op.heads, op.kv_heads, every[0].degree)]
+    load = [(n * heads[r % len(heads)], size) for r, (n, size) in enumerate(zip(work, received))]
+    return every[max(range(ranks), key=lambda r: load[r])]
+
+
+def forward(own: Share, at: str, inputs: Names, outputs: Names) -> Steps:
+    """``inputs``: buffers of q, k and v, or one of all three; ``outputs``: out and lse."""
+    steps, saved = _Writer(own, at, "forward"), []
+    out, lse = outputs
+    if steps.pads:
+        inputs = (*inputs[:2], steps.copy("pad", own.op.kv_heads, inputs[2:], "values"))
+        out = steps.rows("wide", own.op.heads)
+    if own.degree == 1:
+        steps.attend("", inputs, (out, lse), own.op.heads, own.op.kv_heads)
+        saved.append((*inputs, out, lse))
+    else:
+        saved = _forward_by_heads(steps, inputs, out)
+    if steps.pads:
+        steps.moves("narrow", own.op.heads * steps.own_rows, (out,), outputs[:1])
+    return steps.made(tuple(saved))
+
+
+def backward(own: Share, at: str, saved: tuple[Names, ...], grad: str, outputs: Names) -> Steps:
+    """``saved`` by the forward; ``outputs``: the gradients of its inputs."""
+    steps = _Writer(own, at, "backward")
+    if steps.pads:
+        grad = steps.copy("pad", own.op.heads, (grad,), "grad")
+    if own.degree == 1:
+        steps.attend_backward("", (grad, *saved[0]), outputs, own.op.heads, own.op.kv_heads)
+    else:
+        _backward_by_heads(steps, saved, grad, outputs)
+    return steps.made()
+
+
+def _forward_by_heads(steps: "_Writer", inputs: Names, out: str) -> list[Names]:
+    saved, back, heads = [], [], steps.slices()
+    coming = [steps.to_heads(f".{i}", inputs, each, keys=2) for i, each in enumerate(heads)]
+    for i, each in enumerate(heads):
+        at, h, k = f".{i}", each.mine[0], each.mine[1]
+        held: Names = (steps.copy(f"unpack{at}", h + 2 * k, (coming[i],), "heads", steps.all_rows),)
+        if each.uneven:  # key heads once for each of unequally many query heads
+            held = (*held, steps.copy(f"repeat{at}", 2 * h, held, "keys", steps.all_rows))
+            k = h
+        result = steps.rows(f"out{at}", h, steps.all_rows)
+        lse = steps.buffer(f"lse{at}", h * steps.all_rows * steps.lse_row)
+        steps.attend(at, held, (result, lse), h, k)
+        saved.append((*held, result, lse))
+        back.append(steps.to_rows(at, (result,), each, keys=0))
+    steps.moves("unpack.rows", steps.own.op.heads * steps.own_rows, tuple(back), (out,))
+    return saved
+
+
+def _backward_by_heads(
+    steps: "_Writer", saved: tuple[Names, ...], grad: str, outputs: Names
+) -> None:
+    op, heads, back = steps.own.op, steps.slices(), []
+    coming = [steps.to_heads(f".{i}", (grad,), each, keys=0) for i, each in enumerate(heads)]
+    for i, (each, kept) in enumerate(zip(heads, saved, strict=True)):
+        at, h, k = f".{i}", each.mine[0], each.mine[1]
+        here = steps.copy(f"unpack{at}", h, (coming[i],), "grad", steps.all_rows)
+        per_key = h if each.uneven else k
+        made = (steps.rows(f"made{at}", h + 2 * per_key, steps.all_rows),)
+        steps.attend_backward(at, (here, *kept), made, h, per_key)
+        if each.uneven:
+            made = (steps.copy(f"sum{at}", h + 2 * k, made, "summed", steps.all_rows),)
+        back.append(steps.to_rows(at, made, each, keys=2))
+    rows = (op.heads + 2 * op.kv_heads) * steps.own_rows
+    steps.moves("unpack.rows", rows, tuple(back), outputs)
+
+
+class _Heads(NamedTuple):
+    """Query and key heads of each neighbour in one exchange, and of this rank."""
+
+    counts: tuple[tuple[int, int], ...]
+    mine: tuple[int, int]
+    uneven: bool
+
+
+class _Writer:
+    """The steps of one attention, as they are written."""
+
+    def __init__(self, own: Share, at: str, direction: Direction) -> None:
+        self.own, self.at, self.direction = own, at, direction
+        self.steps: list[Step] = []
+        self.sizes: dict[str, int] = {}
+        self.sent: set[str] = set()
+        op, width = own.op, BYTES[own.op.dtype]
+        self.row = op.batch * op.head_dim * width  # bytes of a row of one head
+        self.wide_row = op.batch * op.head_dim * max(4, width)
+        self.lse_row = op.batch * max(4, width)
+        self.own_rows = own.shards.lengths[own.rank]
+        self.me = own.rank // own.degree
+        self.all_rows = own.ring.lengths[self.me]
+        self.pads = own.value_dim < op.head_dim
+
+    def made(self, saved: tuple[Names, ...] = ()) -> Steps:
+        return Steps(tuple(self.steps), self.sizes, frozenset(self.sent), saved)
+
+    def buffer(self, name: str, size: int) -> str:
+        full = f"{self.at}.{name}"
+        self.sizes[full] = size
+        return full
+
+    def rows(self, name: str, heads: int, rows: int | None = None) -> str:
+        return self.buffer(name, heads * (self.own_rows if rows is None else rows) * self.row)
+
+    def step(self, name: str, op: Op, reads: Names, writes: Names, stream: str = "compute") -> None:
+        self.steps.append(Step(f"{self.at}.{name}", op, stream, reads, writes))
+
+    def moves(self, name: str, rows: int, reads: Names, writes: Names) -> None:
+        """Copy so many rows of a head."""
+        size = rows * self.row
+        self.step(name, elementwise("copy", size, size, self.direction), reads, writes)
+
+    def copy(self, name: str, heads: int, reads: Names, to: str, rows: int | None = None) -> str:
+        rows = self.own_rows if rows is None else rows
+        made = self.rows(f"{name}.{to}", heads, rows)
+        self.moves(name, heads * rows, reads, (made,))
+        return made
+
+    def adds(self, name: str, read: int, written: int, reads: Names, writes: Names) -> None:
+        op = elementwise("add", read, written, self.direction)
+        self.step(name, op, reads, writes)
+
+    # ---- messages
+
+    def sends(
+        self, name: str, kind: CollectiveKind, sent: int, received: int, ranks: int, held: Names
+    ) -> str:
+        """A message of ``sent`` bytes, while others bring ``received`` to the buffer returned.
+        ``ranks``: neighbours, or of a ring groups of these."""
+        arrives = self.buffer(f"{name}.arrived", received)
+        self.sent.add(arrives)
+        if max(sent, received):
+            apart = self.own.degree if kind == "send_recv" else 1
+            op = Collective(
+                kind=kind, size_bytes=max(sent, received), group_size=ranks,
+                group_stride=self.own.stride * apart, dtype=self.own.op.dtype,
+            )  # fmt: skip
+            self.step(name, op, held, (arrives,), STREAM)
+        return arrives
+
+    def slices(self) -> list[_Heads]:
+        op, degree = self.own.op, self.own.degree
+        found = []
+        for each in volume.slices(op, degree, len(self.own.shards.intervals)):
+            counts = tuple(
+                (b - a, d - c) for (a, b), (c, d) in zip(each.queries, each.keys, strict=True)
+            )
+            member = self.own.rank % degree
+            (a, b), (c, d) = each.queries[member], each.keys[member]
+            per = op.heads // op.kv_heads
+            shared = {min(b, (x + 1) * per) - max(a, x * per) for x in range(c, d)}
+            found.append(_Heads(counts, counts[member], len(shared) > 1))
+        return found
+
+    def to_heads(self, at: str, held: Names, heads: _Heads, keys: int) -> str:
+        """Own rows for all rows of this rank's heads: of queries and of ``keys`` tensors of keys."""
+        here = sum(q + keys * k for q, k in heads.counts)
+        mine = heads.mine[0] + keys * heads.mine[1]
+        packed = self.copy(f"pack{at}", here, held, "sent")
+        self.sent.add(packed)
+        return self._exchange(
+            f"to_heads{at}", here * self.own_rows, mine * self.all_rows, packed
+        )
+
+    def to_rows(self, at: str, held: Names, heads: _Heads, keys: int) -> str:
+        """All rows of this rank's heads for its own rows of all."""
+        here = heads.mine[0] + keys * heads.mine[1]
+        every = sum(q + keys * k for q, k in heads.counts)
+        packed = self.copy(f"pack_rows{at}", here, held, "sent", self.all_rows)
+        self.sent.add(packed)
+        return self._exchange(
+            f"to_rows{at}", here * self.all_rows, every * self.own_rows, packed
+        )
+
+    def _exchange(self, name: str, sent: int, received: int, packed: str) -> str:
+        sizes = sent * self.row, received * self.row
+        return self.sends(name, "all_to_all", *sizes, self.own.degree, (packed,))
+
+    def _hop(self, at: str, step: int, heads: int, held: Names) -> str | None:
+        """The next keys come; None if nobody attends any."""
+        hops = self.own.hops
+        if step > max(hops.last):
+            return None
+        row, size = 2 * heads * self.row, len(hops.last)
+        sent, come = hops.held(self.me + 1 - size, step), hops.held(self.me, step)
+        return self.sends(
+            f"keys{at}.{step}", "send_recv", _len(sent) * row, _len(come) * row, size, held
+        )
+
+    def _hop_back(self, at: str, step: int, heads: int, made: Names) -> str:
+        """Gradients of the shard that is held go on, or home."""
+        hops, row = self.own.hops, 2 * heads * self.wide_row
+        come = sum(hops.expected(self.me, step).values())
+        sizes = _len(hops.made(self.me, step)) * row, come * row
+        return self.sends(f"gradients{at}.{step}", "send_recv", *sizes, len(hops.last), made)
+
+    # ---- rounds
+
+    def attend(self, at: str, held: Names, results: Names, heads: int, keys: int) -> None:
+        """``held``: q, k and v, all rows of these heads; ``results``: out and lse."""
+        queries, rounds, rows = held, len(self.own.ring.intervals), self.all_rows
+        pieces, accumulated = self.own.pieces(0), None
+        whole = len(pieces) == 1 and pieces[0][:2] == (0, rows)
+        alone = rounds == 1 or max(self.own.hops.last) == 0
+        if rounds > 1:
+            held = (self.copy(f"fuse{at}", 2 * keys, held, "held", rows),)
+        if not (alone and whole):
+            size = self.own.op.batch * rows * heads * 8 * (self.own.op.head_dim + 2)
+            accumulated = self.buffer(f"softmax{at}", size)
+        for step in range(rounds):
+            following = self._hop(at, step + 1, keys, held) if rounds > 1 else None
+            for i, batch in enumerate(batches(self.own.pieces(step))):
+                name = f"{at}.{step}.{i}"
+                if accumulated is None:
+                    self._piece(name, batch, (*queries, *held), results, heads, keys)
+                    continue
+                part_rows = len(batch) * (batch[0].q_stop - batch[0].q_start)
+                part = self.rows(f"part{name}", heads, part_rows)
+                self._piece(name, batch, (*queries, *held), (part,), heads, keys)
+                read = heads * part_rows * self.row
+                wide = heads * part_rows * 8 * self.own.op.batch * (self.own.op.head_dim + 2)
+                self.adds(f"merge{name}", read + wide, wide, (part, accumulated), (accumulated,))
+            if following is None:
+                break
+            held = (following,)
+        if accumulated is not None:
+            size = heads * rows * self.row
+            op = elementwise("cast", self.sizes[accumulated], size, self.direction)
+            self.step(f"result{at}", op, (accumulated,), results)
+
+    def attend_backward(
+        self, at: str, read: Names, results: Names, heads: int, keys: int
+    ) -> None:
+        """``read``: the gradient, and what was saved; ``results``: dq, dk and dv."""
+        rounds, rows = len(self.own.ring.intervals), self.all_rows
+        pieces = self.own.pieces(0)
+        if rounds == 1 and len(pieces) == 1 and pieces[0][:4] == (0, rows, 0, rows):
+            self._piece(f"{at}.0.0", pieces, read, results, heads, keys)
+            return
+        held: Names = ()
+        if rounds > 1:
+            held = (self.copy(f"fuse{at}", 2 * keys, read[1:-2], "held", rows),)
+        dq = self._zeros(f"dq{at}", heads * rows)
+        own = self._zeros(f"own{at}", 2 * keys * rows)
+        coming: str | None = None
+        for step in range(rounds):
+            following = self._hop(at, step + 1, keys, held) if rounds > 1 else None
+            made = own
+            if step:
+                made = self._zeros(f"made{at}.{step}", 2 * keys * _len(self._made(step)))
+            for i, batch in enumerate(batches(self.own.pieces(step))):
+                name, p = f"{at}.{step}.{i}", batch[0]
+                count = heads * (p.q_stop - p.q_start) + 2 * keys * (p.k_stop - p.k_start)
+                parts = self.rows(f"parts{name}", len(batch), count)
+                self._piece(name, batch, (*read, *held), (parts,), heads, keys)
+                wide = len(batch) * count * self.wide_row
+                total = (dq, made)
+                self.adds(f"add{name}", self.sizes[parts] + wide, wide, (parts, *total), total)
+            if coming is not None:
+                self._take_in(f"{at}.{step - 1}", coming, (made, own))
+            coming = self._hop_back(at, step, keys, (made,)) if step else None
+            if following is None:
+                break
+            held = (following,)
+        if coming is not None:
+            self._take_in(f"{at}.last", coming, (own,))
+        wide, narrow = ((heads + 2 * keys) * rows * row for row in (self.wide_row, self.row))
+        op = elementwise("cast", wide, narrow, self.direction)
+        self.step(f"result{at}", op, (dq, own), results)
+
+    def _made(self, step: int) -> shards.Interval:
+        return self.own.hops.made(self.me, step)
+
+    def _zeros(self, name: str, rows: int) -> str:
+        made = self.buffer(name, rows * self.wide_row)
+        self.step(f"zeros.{name}", elementwise("copy", 0, self.sizes[made], "backward"), (), (made,))
+        return made
+
+    def _take_in(self, at: str, coming: str, into: Names) -> None:
+        size = self.sizes[coming]
+        self.adds(f"take_in{at}", 2 * size, size, (coming, *into), into)
+
+    def _piece(
+        self, at: str, batch: Sequence[Piece], read: Names, written: Names, heads: int, keys: int
+    ) -> None:
+        """The kernel of pieces of one shape; keys are repeated before it, gradients summed."""
+        p, op = batch[0], self.own.op
+        q_len, kv_len, count = p.q_stop - p.q_start, p.k_stop - p.k_start, len(batch)
+        if p.kind == "anti":
+            rows = count * (2 * heads * q_len + 2 * keys * kv_len)
+            self.moves(f"flip{at}", rows, read, ())
+        if keys != heads:
+            rows, name = 2 * count * kv_len, f"repeat{at}"
+            read = (*read, self.rows(f"{name}.keys", heads, rows))
+            self.moves(name, heads * rows, read[:-1], read[-1:])
+        kernel = attention(
+            batch=op.batch * count, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=heads,
+            head_dim=op.head_dim, causal=p.kind != "full", direction=self.direction,
+            dtype=op.dtype,
+        )  # fmt: skip
+        self.step(f"attend{at}", kernel, read, written)
+        if keys != heads and self.direction == "backward":
+            size = 2 * count * kv_len * self.row
+            self.adds(f"sum{at}", heads * size, keys * size, written, written)
+
+
+def _len(rows: shards.Interval) -> int:
+    return rows[1] - rows[0]
+
+
