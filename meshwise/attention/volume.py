@@ -52,7 +52,7 @@ class Hops(NamedTuple):
 
     def held(self, member: int, step: int) -> Interval:
         """The rows of the shard ``step`` before a member's own that come to it."""
-        return self.keys[step][member - step]
+        return self.keys[step][(member - step) % len(self.last)]
 
     def made(self, member: int, step: int) -> Interval:
         """The rows of that shard whose gradients leave the member."""

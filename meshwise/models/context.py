@@ -283,7 +283,7 @@ class _Writer:
         if step > max(hops.last):
             return None
         row, size = 2 * heads * self.row, len(hops.last)
-        sent, come = hops.held(self.me + 1 - size, step), hops.held(self.me, step)
+        sent, come = hops.held(self.me + 1, step), hops.held(self.me, step)
         return self.sends(
             f"keys{at}.{step}", "send_recv", _len(sent) * row, _len(come) * row, size, held
         )

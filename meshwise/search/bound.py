@@ -20,6 +20,7 @@ layer rises above what it holds. Layer by layer what a stage holds changes in pr
 is most before or after an action.
 """
 
+import math
 from collections import Counter, defaultdict
 from functools import lru_cache
 from typing import NamedTuple
@@ -339,15 +340,23 @@ def _layers(kinds: tuple[LayerKind, ...], again: Again) -> list[Of]:
 
 
 @lru_cache(maxsize=4096)
-def _cut(tp: int, sequence_parallel: bool, microbatch_size: int, ep: int) -> Layout:
-    """A device, or its tp group, and one microbatch; as many of these as hold all experts."""
+def _cut(tp: int, cp: int, sequence_parallel: bool, microbatch_size: int, ep: int) -> Layout:
+    """A device, or its tp group, and one microbatch; as many of these as share its sequences, and
+    as hold all experts."""
     return Layout(
-        dp=ep, ep=ep, tp=tp, sequence_parallel=sequence_parallel, microbatch_size=microbatch_size
+        dp=ep // math.gcd(ep, cp),
+        cp=cp,
+        ep=ep,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        microbatch_size=microbatch_size,
     )
 
 
 def _cut_of(layout: Layout) -> Layout:
-    return _cut(layout.tp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
+    return _cut(
+        layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep
+    )
 
 
 def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:

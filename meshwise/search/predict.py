@@ -19,7 +19,7 @@ from itertools import pairwise
 from meshwise.models import step_flops
 from meshwise.prices import Prices
 from meshwise.search.pipeline import BUBBLE, Timetable, peak_memory, step_time, timetable
-from meshwise.search.simulate import WAITING, Amounts, Charge, Peak
+from meshwise.search.simulate import SHARING, WAITING, Amounts, Charge, Peak
 from meshwise.search.stage import (
     StageCost,
     StageKind,
@@ -153,7 +153,7 @@ def _stream_bytes(
     """Of a microbatch's activations on a device of each pipeline rank."""
     meshes = layout.meshes or ((layout.dp, layout.tp),) * layout.pp
     return [
-        layout.microbatch_rows // dp * workload.seq_len // (tp if layout.sequence_parallel else 1)
+        layout.microbatch_rows // dp * workload.seq_len // layout.cp // (tp if layout.sequence_parallel else 1)
         * model.hidden * DTYPE_BYTES[costs.dtype]
         for dp, tp in meshes
     ]  # fmt: skip
@@ -216,7 +216,7 @@ def _timetable(layout: Layout) -> Timetable:
 
 
 def _parts(parts: Amounts, relative: float) -> tuple[Part, ...]:
-    idle = (WAITING, TRANSFER, EXCHANGE, BUBBLE)
+    idle = (SHARING, WAITING, TRANSFER, EXCHANGE, BUBBLE)
     order = sorted(parts, key=lambda name: (idle.index(name) if name in idle else -1, -parts[name]))
     return tuple(
         Part(

@@ -1,9 +1,10 @@
 """Run a rank's program on paper, action by action: seconds, and bytes that live at each moment.
 
 Time: a task starts when its stream is free and everything it reads has been written. An action
-takes as long as it keeps the compute stream; what it leaves on the other stream is noted, so that
-a schedule can add it up. On devices whose communication uses the same processors as the
-mathematics (CPUs), both streams are one.
+takes as long as it keeps the compute stream; what it leaves on the stream of data parallelism is
+noted, so that a schedule can add it up. That of attention over ranks (cp) is empty at the end of
+each attention. On devices whose communication uses the same processors as the mathematics (CPUs),
+all streams are one.
 
 Memory: a buffer lives from its first writer to its last reader in issue order, on top of what is
 resident. Of an action this leaves two numbers for each role of buffer: how far it rises above what
@@ -20,6 +21,7 @@ from meshwise.models import Loop, Program, Task
 
 Amounts = dict[str, float]
 WAITING, COPIES = "data-parallel communication (exposed)", "data-parallel copies"
+SHARING = "context-parallel communication (exposed)"
 WEIGHTS = "gathered weights"
 ROLES = {
     "activation": "activations",
@@ -78,8 +80,9 @@ def run_program(
     program: Program, charge: Callable[[Task], Charge], one_stream: bool
 ) -> tuple[list[Spent], Spent]:
     """Seconds of each action, and of the optimizer, when the tasks run in their order."""
-    free = {"compute": 0.0, "dp": 0.0}
+    free = {"compute": 0.0, "dp": 0.0, "cp": 0.0}
     written: dict[str, float] = {}
+    shared = set[str]()  # what cp's messages brought
     loops = {loop.start: loop for loop in program.loops}
     traffic_s = own_traffic_ends = 0.0
 
@@ -90,8 +93,12 @@ def run_program(
         ready = max([written.get(name, 0.0) for name in task.reads], default=0.0)
         start = max(free[stream], ready)
         if stream == "compute":
-            add(parts, WAITING, start - free[stream])
+            if start > free[stream]:
+                for_cp = any(name in shared and written[name] == ready for name in task.reads)
+                add(parts, SHARING if for_cp else WAITING, start - free[stream])
             add(parts, part, time_s)
+        elif stream == "cp":
+            shared.update(task.writes)
         else:
             traffic_s += time_s
             own_traffic_ends = max(own_traffic_ends, ready) + time_s

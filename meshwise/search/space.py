@@ -1,6 +1,7 @@
 """Every legal layout of a model on N devices with equal stages, and why the others are not legal.
 
-pp * dp * tp = N, the pipeline outermost; every schedule; ZeRO 0 to 3 over dp, over several hosts
+pp * dp * cp * tp = N, the pipeline outermost; every schedule; cp where it leaves each rank 8,192
+tokens of a sequence or more; ZeRO 0 to 3 over dp * cp, over several hosts
 also with replicas; experts over any share of the ranks that hold one copy; sequence parallelism
 over tp; the batch of a dp rank cut into equal microbatches, of every size that divides it: most of
 the cuts cost nothing to list, since ``find`` prices only what can be among the best. Layouts that
@@ -22,6 +23,7 @@ from meshwise.spec import Cluster, Costs, LanguageModel, Layout, Removal, Worklo
 from meshwise.spec.layout import SPLIT, ScheduleName
 
 Reasons = Counter[str]
+FEWEST_TOKENS = 8192  # of a sequence on each rank, where the search shares sequences over cp
 
 # What a pipeline can run, with its stages on a rank.
 PIPELINES: tuple[tuple[ScheduleName, int], ...] = (
@@ -78,25 +80,33 @@ def _candidates(
             removed[f"pp = {pp}: its ranks of {inside} devices straddle hosts of {host}"] += 1
             continue
         for tp in divisors(inside):
-            dp = inside // tp
             if tp > host:
                 removed[f"tp = {tp} would leave the host (tp <= {host})"] += 1
-            elif batch % dp:
-                removed[f"dp = {dp} does not divide global_batch_size = {batch}"] += 1
-            else:
-                for layout in _shared(dp, tp, model.experts is not None):
-                    yield from _cuts(layout, batch // dp, pp)
+                continue
+            for cp in divisors(inside // tp):
+                dp = inside // tp // cp
+                if batch % dp:
+                    removed[f"dp = {dp} does not divide global_batch_size = {batch}"] += 1
+                elif cp > 1 and workload.seq_len < FEWEST_TOKENS * cp:
+                    removed[f"cp > 1 would leave a rank fewer than {FEWEST_TOKENS:,} tokens"] += 1
+                else:
+                    for layout in _shared(dp, cp, tp, model.experts is not None):
+                        yield from _cuts(layout, batch // dp, pp)
 
 
-def _shared(dp: int, tp: int, has_experts: bool) -> Iterator[Layout]:
+def _shared(dp: int, cp: int, tp: int, has_experts: bool) -> Iterator[Layout]:
     """How the ranks of one stage may share its state and its experts."""
-    for zero in range(4) if dp > 1 else (0,):
-        for replicas in divisors(dp)[:-1] if zero else (1,):
-            for ep in divisors(dp // replicas) if has_experts else (1,):
+    ranks = dp * cp
+    for zero in range(4) if ranks > 1 else (0,):
+        for replicas in divisors(dp) if zero else (1,):
+            if replicas == ranks > 1:
+                continue
+            for ep in divisors(ranks // replicas) if has_experts else (1,):
                 for sp in (False, True) if tp > 1 else (False,):
                     yield Layout(
-                        dp=dp, tp=tp, zero=zero, replicas=replicas, ep=ep, sequence_parallel=sp
-                    )
+                        dp=dp, cp=cp, tp=tp, zero=zero, replicas=replicas, ep=ep,
+                        sequence_parallel=sp,
+                    )  # fmt: skip
 
 
 def _cuts(layout: Layout, local_batch: int, pp: int) -> Iterator[Layout]:
@@ -117,7 +127,7 @@ def _nothing_gained(layout: Layout, host: int) -> str | None:
         return "zero 1 is zero 2 when there is one microbatch"
     if layout.schedule == "gpipe":
         return "gpipe is 1f1b with more memory"
-    if layout.replicas > 1 and layout.dp * layout.tp <= host:
+    if layout.replicas > 1 and layout.data_ranks * layout.tp <= host:
         return "replicas save traffic between hosts, and all ranks are on one"
     if layout.replicas > 1 and layout.shards * layout.tp > host:
         return "replicas save traffic between hosts only if a host holds all shards"

@@ -23,6 +23,7 @@ from meshwise.prices import Prices
 from meshwise.schedule import Kind
 from meshwise.search.simulate import (
     COPIES,
+    SHARING,
     WAITING,
     Charge,
     Live,
@@ -201,14 +202,15 @@ def _cost(
 def blocks_of(
     model: LanguageModel, seq_len: int, layout: Layout, dtype: Dtype
 ) -> dict[tuple[str, str], Block]:
-    """The blocks of a layout by (part, direction), as ``probe`` measures them."""
+    """The blocks of a layout by (part, direction), as ``probe`` measures them: of as many tokens as
+    a rank has."""
     piece = msgspec.structs.replace(model, name="", layers=1)
     return {
         (part, direction): Block(
             part=part,
             model=piece,
             microbatch_size=layout.microbatch_size,
-            seq_len=seq_len,
+            seq_len=seq_len // layout.cp,
             tp=layout.tp,
             sequence_parallel=layout.sequence_parallel,
             direction=direction,
@@ -253,6 +255,8 @@ def _charges(prices: Prices, blocks: dict[tuple[str, str], Block]) -> Callable[[
 def _spent_on(task: Task) -> str:
     if task.part == "dp":
         return WAITING if task.stream == "dp" else COPIES
+    if task.stream == "cp":
+        return SHARING
     if isinstance(task.op, Collective):
         return "tensor-parallel communication"
     return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"
@@ -267,7 +271,7 @@ def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:
     if ratio >= 1:
         return ratio
     piece = msgspec.structs.replace(kind.model, layers=1)
-    size = (piece, kind.layout.microbatch_size, kind.seq_len, dtype)
+    size = (piece, kind.layout.microbatch_size, kind.seq_len // kind.layout.cp, dtype)
     whole = saved_activation_bytes(*size)["layer"]
     return max(
         ratio, min(1.0, ratio * whole / saved_activation_bytes(*size, ("selective",))["layer"])

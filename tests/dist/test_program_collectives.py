@@ -20,6 +20,7 @@ from meshwise.engine import step
 from meshwise.parallel import apply, mesh, pipeline
 from meshwise.spec import (
     Collective,
+    Cuts,
     Decoder,
     Experts,
     Layout,
@@ -84,6 +85,7 @@ FUNCTIONAL = {
     "c10d::allreduce_": "all_reduce",
     "c10d::alltoall_base_": "all_to_all",
 }
+AGREED = 2048  # bytes of what gloo's ranks tell each other before attention, NCCL's only once
 LAYOUTS = {
     2: [
         Layout(tp=2, microbatch_size=4),
@@ -118,8 +120,11 @@ class Recorded(TorchDispatchMode):
                 group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
                 ranks = dist.ProcessGroup.unbox(group).size()
                 held = args[0][0] if kind == "all_reduce" else args[kind == "reduce_scatter"]
-                size = held.nbytes
-            self.calls.append((kind, ranks, size))
+                size = max(held.nbytes, args[1].nbytes) if kind == "all_to_all" else held.nbytes
+                if kind == "all_gather" and size == ranks * AGREED:
+                    size = 0
+            if size:  # of a ring's messages some are empty
+                self.calls.append((kind, ranks, size))
         elif "c10d" in name and not name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
             raise AssertionError(f"{name} was not expected")
         return func(*args, **(kwargs or {}))
@@ -144,13 +149,18 @@ def issued(ranks, plan, layouts):
     return found
 
 
-def programmed(model, layout, dtype):
-    """The same of the program, but for the loss, whose three numbers a row torch sends apart."""
+def programmed(model, layout, dtype, rank=0):
+    """The same of the program of a rank, but for the loss, whose three numbers a row torch sends
+    apart, and for messages of a ring, which are an all-to-all of all that share a sequence."""
     words = layout.recomputed(model.layers)
     graph = models.graph(model, layout.microbatch_size, WORKLOAD.seq_len, dtype, recompute=words)
     found = Counter()
-    for task in models.apply(graph, layout, dtype).tasks:
+    cp_rank = rank // layout.tp % layout.cp
+    for task in models.apply(graph, layout, dtype, cp_rank=cp_rank).tasks:
         if not isinstance(task.op, Collective) or task.op.group_size == 1:
+            continue
+        if task.stream == "cp":
+            found["all_to_all", layout.cp, task.op.size_bytes] += 1
             continue
         apart = 3 if task.name.startswith("loss") and layout.placed.head == "vocab" else 1
         found[task.op.kind, task.op.group_size, task.op.size_bytes // apart] += apart
@@ -162,6 +172,48 @@ def programmed(model, layout, dtype):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_issues_what_its_program_has(gloo_ranks, plan_of, world_size, model, dtype):
     compare(gloo_ranks, plan_of, model, LAYOUTS[world_size], dtype)
+
+
+CONTEXT = {
+    2: [
+        Layout(cp=2, microbatch_size=4),
+        Layout(cp=2, zero=2, microbatch_size=2, num_microbatches=2),
+        Layout(cp=2, zero=3, microbatch_size=4, recompute="full"),
+        Layout(cp=2, microbatch_size=1, num_microbatches=4, recompute="selective"),
+    ],
+    4: [
+        Layout(cp=4, zero=3, microbatch_size=4),
+        Layout(dp=2, cp=2, zero=2, microbatch_size=1, num_microbatches=2),
+        Layout(dp=2, cp=2, zero=3, replicas=2, microbatch_size=2, recompute="full"),
+        Layout(cp=2, tp=2, microbatch_size=4),
+        Layout(cp=2, tp=2, zero=3, sequence_parallel=True, microbatch_size=2, num_microbatches=2),
+        Layout(cp=2, tp=2, zero=2, cuts=Cuts(feed_forward="seq"), microbatch_size=4),
+    ],
+}  # fmt: skip
+RINGS = {
+    "one kv head": replace(FAMILIES["llama"], kv_heads=1),
+    "three kv heads": replace(FAMILIES["llama"], heads=6, kv_heads=3, head_dim=8),
+    "five heads": replace(FAMILIES["gpt"], hidden=40, heads=5),
+    "narrow values": replace(LLAMA, kv_heads=8, mla=replace(LATENT, v_head_dim=4)),
+    "narrow values in a ring": replace(
+        LLAMA, heads=3, kv_heads=3, mla=replace(LATENT, v_head_dim=4)
+    ),
+}
+
+
+@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_share_sequences(gloo_ranks, plan_of, world_size, model):
+    compare(gloo_ranks, plan_of, model, CONTEXT[world_size], "bf16")
+
+
+@pytest.mark.parametrize("model", RINGS.values(), ids=RINGS)
+def test_every_way_of_attention_over_ranks(gloo_ranks, plan_of, model):
+    layouts = [
+        Layout(cp=4, zero=3, microbatch_size=4),
+        Layout(dp=2, cp=2, zero=2, microbatch_size=2, recompute="full"),
+    ]
+    compare(gloo_ranks, plan_of, model, layouts, "bf16")
 
 
 @pytest.mark.parametrize("model", EXPERTS.values(), ids=EXPERTS)
@@ -199,7 +251,8 @@ def compare(gloo_ranks, plan_of, model, layouts, dtype):
     plan = replace(plan, recipe=Recipe(routing="balanced"))
     given = {"plan": plan, "layouts": layouts}
     given = {name: msgspec.json.encode(value).decode() for name, value in given.items()}
-    for found in gloo_ranks(layouts[0].num_devices, issued, **given):
+    for rank, found in enumerate(gloo_ranks(layouts[0].num_devices, issued, **given)):
         for layout in layouts:
             calls = Counter(tuple(call) for call in found[layout.name])
-            assert calls == programmed(model, layout, dtype), layout.name
+            due = programmed(model, layout, dtype, rank)
+            assert calls == due, (layout.name, calls - due, due - calls)

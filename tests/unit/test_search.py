@@ -17,7 +17,7 @@ from meshwise.prices import Prices
 from meshwise.prices.key import links
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
-from meshwise.search import bound, pipeline
+from meshwise.search import bound, pipeline, simulate, space
 from meshwise.search import stage as stages
 from meshwise.search.predict import EXCHANGE, memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_program
@@ -745,3 +745,72 @@ def test_three_equal_layers_stand_for_many(costs, seed, monkeypatch):
         for part in priced.time_parts:
             expected = pytest.approx(parts[part.name], abs=1e-9 * priced.step_time_s)
             assert part.value == expected, rung.name
+
+
+def brute_force_shared(num_devices, batch, fewest, max_tp=4):
+    """Degrees without a pipeline: (dp, cp, tp, zero, sp, microbatch size, count)."""
+    degrees = itertools.product(range(1, num_devices + 1), repeat=3)
+    for (dp, cp, tp), zero, sp in itertools.product(degrees, range(4), (False, True)):
+        if dp * cp * tp != num_devices or tp > max_tp or batch % dp:
+            continue
+        if (cp > 1 and 512 / cp < fewest) or (sp and tp == 1) or (zero and dp * cp == 1):
+            continue
+        for size in range(1, batch // dp + 1):
+            count = batch // dp // size
+            if size * count * dp == batch and not (zero == 1 and count == 1):
+                yield dp, cp, tp, zero, sp, size, count
+
+
+@pytest.mark.parametrize("fewest", [64, 256, 8192])
+def test_sequences_are_shared_where_ranks_keep_enough_tokens(costs, monkeypatch, fewest):
+    monkeypatch.setattr(space, "FEWEST_TOKENS", fewest)
+    layouts, removed = legal_layouts(MODEL, WORKLOAD, costs, 4)
+    found = [
+        (
+            x.dp, x.cp, x.tp, x.zero, x.sequence_parallel, x.microbatch_size, x.num_microbatches
+        )
+        for x in layouts
+        if x.pp == 1 and x.replicas == 1
+    ]  # fmt: skip
+    assert sorted(found) == sorted(brute_force_shared(4, 8, fewest))
+    reasons = {removal.constraint for removal in removed}
+    few = f"cp > 1 would leave a rank fewer than {fewest:,} tokens"
+    assert (few in reasons) == (fewest > 512 / 4)
+    assert max(layout.cp for layout in layouts) == max(1, min(4, 512 // fewest))
+
+
+@pytest.mark.parametrize("model", [MODEL, LLAMA, *EXPERTS.values()], ids=["gpt", "llama", *EXPERTS])
+def test_bounds_hold_where_sequences_are_shared(costs, monkeypatch, model):
+    monkeypatch.setattr(space, "FEWEST_TOKENS", 64)
+    prices = Prices(two_hosts(costs, per_host=4), datasheet=True)
+    layouts, _ = legal_layouts(model, WORKLOAD, two_hosts(costs, per_host=4), 8)
+    layouts, ratios = [layout for layout in layouts if layout.cp > 1], []
+    for number, layout in enumerate(layouts[:: len(layouts) // 60]):
+        rung = ladder(layout)[number % len(ladder(layout))]
+        of = (model, WORKLOAD.seq_len, rung, prices)
+        prediction = search.predict(model, WORKLOAD, rung, prices)
+        parts = {part.name for part in prediction.time_parts}
+        assert simulate.SHARING in parts, rung.name
+        ratios.append(
+            prediction.step_time_s / max(bound.mathematics_s(*of), bound.traffic_s(*of))
+        )
+        assert prediction.peak_memory_bytes >= bound.memory_bytes(*of), rung.name
+        _, peak = memory_of(model, WORKLOAD, rung, prices)
+        least, most = bound.memory_between(model, WORKLOAD, rung, prices)
+        assert least <= peak.total_bytes <= most, rung.name
+    assert 1 <= min(ratios) < 1.1
+
+
+def test_a_plan_of_long_sequences_shares_them(costs, monkeypatch):
+    """One sequence for four ranks, whose memory does not hold it on one: against pricing all."""
+    monkeypatch.setattr(space, "FEWEST_TOKENS", 128)
+    one = Workload(global_batch_size=1, seq_len=512)
+    layouts, _ = legal_layouts(MODEL, one, costs, 4)
+    prices = Prices(costs)
+    every = [search.predict(MODEL, one, layout, prices).step_time_s for layout in layouts]
+    plan = search.find(MODEL, one, costs, num_devices=4)
+    assert plan.prediction.step_time_s == min(every)
+    assert {layout.cp for layout in layouts} == {1, 2, 4}
+    given_one = search.given(MODEL, one, costs, Layout(cp=4, zero=3))
+    ranked = dict(zip((layout.name for layout in layouts), every, strict=True))
+    assert given_one.prediction.step_time_s == ranked[given_one.layout.name]
