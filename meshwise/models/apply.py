@@ -84,7 +84,7 @@ def apply(
     index, that stand for so many; they have equal neighbours on both sides. ``device``: that runs.
     ``cp_rank``: among those that share sequences; by default the busiest.
     """
-    sharded = shard(graph, layout.tp, layout.placed, layout.ep, layout.cp, cp_rank)
+    sharded = shard(graph, layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
     members = _members(sharded)
     data = _DataParallel(layout, members, dtype, sharded, device)
     runs = _runs(graph, sharded, split)

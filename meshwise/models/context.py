@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from meshwise.attention import shards, volume
 from meshwise.attention.pieces import Mask, Piece, batches
-from meshwise.models.graph import BYTES, attention, elementwise
+from meshwise.models.graph import BYTES, Device, attention, elementwise
 from meshwise.spec import Attention, Collective, Op
 from meshwise.spec.long_attention import LongAttention
 from meshwise.spec.op import CollectiveKind, Direction
@@ -54,6 +54,7 @@ class Share(NamedTuple):
     rank: int
     stride: int
     value_dim: int
+    device: Device
 
     @property
     def degree(self) -> int:
@@ -77,7 +78,9 @@ class Share(NamedTuple):
         return Mask(self.op.causal, self.op.window)
 
 
-def share(op: Attention, ranks: int, stride: int, rank: int | None = None) -> Share:
+def share(
+    op: Attention, ranks: int, stride: int, rank: int | None = None, device: Device = "cuda"
+) -> Share:
     """``op``: of one rank's queries and as many keys. ``rank``: by default the one that has most
     to do, or of several the one that receives most."""
     width = max(op.head_dim, op.value_dim)
@@ -85,14 +88,16 @@ def share(op: Attention, ranks: int, stride: int, rank: int | None = None) -> Sh
         batch=op.batch, seq_len=op.q_len * ranks, heads=op.heads, kv_heads=op.kv_heads,
         head_dim=width, causal=True, window=op.window, dtype=op.dtype, direction="backward",
     )  # fmt: skip
-    return _share(whole, ranks, stride, op.value_dim, rank)
+    return _share(whole, ranks, stride, op.value_dim, rank, device)
 
 
 @lru_cache(maxsize=1024)
-def _share(op: LongAttention, ranks: int, stride: int, value_dim: int, rank: int | None) -> Share:
+def _share(
+    op: LongAttention, ranks: int, stride: int, value_dim: int, rank: int | None, device: Device
+) -> Share:
     held = shards.balanced(op.seq_len, ranks)
     way = volume.choose_dense(op, held)
-    every = [Share(op, held, way, each, stride, value_dim) for each in range(ranks)]
+    every = [Share(op, held, way, each, stride, value_dim, device) for each in range(ranks)]
     if rank is not None:
         return every[rank]
     received = map(sum, zip(*volume.dense_bytes(op, held, way), strict=True))
@@ -124,10 +129,15 @@ def backward(own: Share, at: str, saved: tuple[Names, ...], grad: str, outputs: 
     steps = _Writer(own, at, "backward")
     if steps.pads:
         grad = steps.copy("pad", own.op.heads, (grad,), "grad")
+    rows, made = (own.op.heads + 2 * own.op.kv_heads) * steps.own_rows, outputs
+    if len(outputs) == 1:  # autograd makes one of the three
+        made = (steps.buffer("grads", rows * steps.row),)
     if own.degree == 1:
-        steps.attend_backward("", (grad, *saved[0]), outputs, own.op.heads, own.op.kv_heads)
+        steps.attend_backward("", (grad, *saved[0]), made, own.op.heads, own.op.kv_heads)
     else:
-        _backward_by_heads(steps, saved, grad, outputs)
+        _backward_by_heads(steps, saved, grad, made)
+    if made != outputs:
+        steps.moves("stack", rows, made, outputs)
     return steps.made()
 
 
@@ -136,7 +146,7 @@ def _forward_by_heads(steps: "_Writer", inputs: Names, out: str) -> list[Names]:
     coming = [steps.to_heads(f".{i}", inputs, each, keys=2) for i, each in enumerate(heads)]
     for i, each in enumerate(heads):
         at, h, k = f".{i}", each.mine[0], each.mine[1]
-        held: Names = (steps.copy(f"unpack{at}", h + 2 * k, (coming[i],), "heads", steps.all_rows),)
+        held: Names = (steps.copy(f"unpack{at}", h + 2 * k, coming[i], "heads", steps.all_rows),)
         if each.uneven:  # key heads once for each of unequally many query heads
             held = (*held, steps.copy(f"repeat{at}", 2 * h, held, "keys", steps.all_rows))
             k = h
@@ -144,7 +154,7 @@ def _forward_by_heads(steps: "_Writer", inputs: Names, out: str) -> list[Names]:
         lse = steps.buffer(f"lse{at}", h * steps.all_rows * steps.lse_row)
         steps.attend(at, held, (result, lse), h, k)
         saved.append((*held, result, lse))
-        back.append(steps.to_rows(at, (result,), each, keys=0))
+        back += steps.to_rows(at, (result,), each, keys=0)
     steps.moves("unpack.rows", steps.own.op.heads * steps.own_rows, tuple(back), (out,))
     return saved
 
@@ -156,13 +166,13 @@ def _backward_by_heads(
     coming = [steps.to_heads(f".{i}", (grad,), each, keys=0) for i, each in enumerate(heads)]
     for i, (each, kept) in enumerate(zip(heads, saved, strict=True)):
         at, h, k = f".{i}", each.mine[0], each.mine[1]
-        here = steps.copy(f"unpack{at}", h, (coming[i],), "grad", steps.all_rows)
+        here = steps.copy(f"unpack{at}", h, coming[i], "grad", steps.all_rows)
         per_key = h if each.uneven else k
         made = (steps.rows(f"made{at}", h + 2 * per_key, steps.all_rows),)
         steps.attend_backward(at, (here, *kept), made, h, per_key)
         if each.uneven:
             made = (steps.copy(f"sum{at}", h + 2 * k, made, "summed", steps.all_rows),)
-        back.append(steps.to_rows(at, made, each, keys=2))
+        back += steps.to_rows(at, made, each, keys=2)
     rows = (op.heads + 2 * op.kv_heads) * steps.own_rows
     steps.moves("unpack.rows", rows, tuple(back), outputs)
 
@@ -253,8 +263,9 @@ class _Writer:
             found.append(_Heads(counts, counts[member], len(shared) > 1))
         return found
 
-    def to_heads(self, at: str, held: Names, heads: _Heads, keys: int) -> str:
-        """Own rows for all rows of this rank's heads: of queries and of ``keys`` tensors of keys."""
+    def to_heads(self, at: str, held: Names, heads: _Heads, keys: int) -> Names:
+        """Own rows for all rows of this rank's heads: of queries and of ``keys`` tensors of keys.
+        What was sent lasts as long as what came is needed."""
         here = sum(q + keys * k for q, k in heads.counts)
         mine = heads.mine[0] + keys * heads.mine[1]
         packed = self.copy(f"pack{at}", here, held, "sent")
@@ -263,7 +274,7 @@ class _Writer:
             f"to_heads{at}", here * self.own_rows, mine * self.all_rows, packed
         )
 
-    def to_rows(self, at: str, held: Names, heads: _Heads, keys: int) -> str:
+    def to_rows(self, at: str, held: Names, heads: _Heads, keys: int) -> Names:
         """All rows of this rank's heads for its own rows of all."""
         here = heads.mine[0] + keys * heads.mine[1]
         every = sum(q + keys * k for q, k in heads.counts)
@@ -273,9 +284,9 @@ class _Writer:
             f"to_rows{at}", here * self.all_rows, every * self.own_rows, packed
         )
 
-    def _exchange(self, name: str, sent: int, received: int, packed: str) -> str:
+    def _exchange(self, name: str, sent: int, received: int, packed: str) -> Names:
         sizes = sent * self.row, received * self.row
-        return self.sends(name, "all_to_all", *sizes, self.own.degree, (packed,))
+        return self.sends(name, "all_to_all", *sizes, self.own.degree, (packed,)), packed
 
     def _hop(self, at: str, step: int, heads: int, held: Names) -> str | None:
         """The next keys come; None if nobody attends any."""
@@ -320,10 +331,12 @@ class _Writer:
                 self._piece(name, batch, (*queries, *held), (part,), heads, keys)
                 read = heads * part_rows * self.row
                 wide = heads * part_rows * 8 * self.own.op.batch * (self.own.op.head_dim + 2)
-                self.adds(f"merge{name}", read + wide, wide, (part, accumulated), (accumulated,))
+                passing = self._passing(f"merge{name}", heads * part_rows, 8)
+                writes = (accumulated, *passing)
+                self.adds(f"merge{name}", read + wide, wide, (part, accumulated), writes)
             if following is None:
                 break
-            held = (following,)
+            held = (following, *held[:1])  # that was sent on lasts until the next is
         if accumulated is not None:
             size = heads * rows * self.row
             op = elementwise("cast", self.sizes[accumulated], size, self.direction)
@@ -356,18 +369,29 @@ class _Writer:
                 self._piece(name, batch, (*read, *held), (parts,), heads, keys)
                 wide = len(batch) * count * self.wide_row
                 total = (dq, made)
-                self.adds(f"add{name}", self.sizes[parts] + wide, wide, (parts, *total), total)
+                largest = max(heads * (p.q_stop - p.q_start), keys * (p.k_stop - p.k_start))
+                passing = ()
+                if self.wide_row > self.row:  # a sum of two dtypes casts first
+                    passing = self._passing(f"add{name}", len(batch) * largest, 4)
+                read_bytes, writes = self.sizes[parts] + wide, (*total, *passing)
+                self.adds(f"add{name}", read_bytes, wide, (parts, *total), writes)
             if coming is not None:
                 self._take_in(f"{at}.{step - 1}", coming, (made, own))
             coming = self._hop_back(at, step, keys, (made,)) if step else None
             if following is None:
                 break
-            held = (following,)
+            held = (following, *held[:1])
         if coming is not None:
             self._take_in(f"{at}.last", coming, (own,))
         wide, narrow = ((heads + 2 * keys) * rows * row for row in (self.wide_row, self.row))
         op = elementwise("cast", wide, narrow, self.direction)
         self.step(f"result{at}", op, (dq, own), results)
+
+    def _passing(self, name: str, rows: int, width: int) -> Names:
+        """What CPUs make of so many rows to add them to something wider; GPUs do it in one pass."""
+        if self.own.device == "cuda":
+            return ()
+        return (self.buffer(f"{name}.wide", rows * self.own.op.batch * self.own.op.head_dim * width),)
 
     def _made(self, step: int) -> shards.Interval:
         return self.own.hops.made(self.me, step)
@@ -399,10 +423,13 @@ class _Writer:
             head_dim=op.head_dim, causal=p.kind != "full", direction=self.direction,
             dtype=op.dtype,
         )  # fmt: skip
-        self.step(f"attend{at}", kernel, read, written)
-        if keys != heads and self.direction == "backward":
-            size = 2 * count * kv_len * self.row
-            self.adds(f"sum{at}", heads * size, keys * size, written, written)
+        if keys == heads or self.direction == "forward":
+            self.step(f"attend{at}", kernel, read, written)
+            return
+        every = self.rows(f"every{at}", heads, count * (q_len + 2 * kv_len))
+        self.step(f"attend{at}", kernel, read, (every,))
+        size = 2 * count * kv_len * self.row
+        self.adds(f"sum{at}", heads * size, keys * size, (every,), written)
 
 
 def _len(rows: shards.Interval) -> int:

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from meshwise.models import context
 from meshwise.models.graph import (
     BYTES,
+    Device,
     Graph,
     Node,
     Tensor,
@@ -75,11 +76,12 @@ class Sharded(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def shard(
-    graph: Graph, tp: int, cuts: Cuts, ep: int = 1, cp: int = 1, cp_rank: int | None = None
+    graph: Graph, tp: int, cuts: Cuts, ep: int = 1, cp: int = 1, cp_rank: int | None = None,
+    device: Device = "cuda",
 ) -> Sharded:
     """The share of ``graph`` of one rank of so many tp ranks, in a group of ``ep``; of ``cp`` that
     share sequences number ``cp_rank``, by default the busiest."""
-    walk = _Walk(graph, tp, cuts, ep, cp, cp_rank)
+    walk = _Walk(graph, tp, cuts, ep, cp, cp_rank, device)
     nodes = [node for node in graph.nodes if node.phase != "optimizer"]
     tasks = tuple((node, tuple(walk.tasks(node))) for node in nodes)
     shapes = {
@@ -99,8 +101,10 @@ class _Walk:
     """Where every tensor lies on the tp ranks, while the nodes are walked in order."""
 
     def __init__(
-        self, graph: Graph, tp: int, cuts: Cuts, ep: int, cp: int, cp_rank: int | None
+        self, graph: Graph, tp: int, cuts: Cuts, ep: int, cp: int, cp_rank: int | None,
+        device: Device,
     ) -> None:
+        self.device: Device = device
         self.graph, self.tp, self.ep, self.cp, self.cp_rank = graph, tp, ep, cp, cp_rank
         self.cut = Cut(graph, tp, cuts, ep, cp)
         self.saved: dict[str, tuple[tuple[str, ...], ...]] = {}  # by the lse of an attention
@@ -191,7 +195,7 @@ class _Walk:
     ) -> Iterator[Task]:
         """Attention over ranks that share the sequences."""
         assert isinstance(op, Attention)
-        own = context.share(op, self.cp, self.tp, self.cp_rank)
+        own = context.share(op, self.cp, self.tp, self.cp_rank, self.device)
         if node.phase == "backward":
             saved = self.saved[node.inputs[-1]]
             made = context.backward(own, node.name, saved, reads[len(node.inputs) - 3], writes)
