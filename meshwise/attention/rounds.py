@@ -189,7 +189,11 @@ def _pass_gradients(ring: Ring, made: Tensor, step: int) -> Arrived:
     last = hops(ring.mask, ring.shards).last
     shard = (ring.me - step) % ring.size
     to = None if step > last[shard] else shard if step == last[shard] else ring.me + 1
-    return ring.exchange(made if to is not None else made[:, :, :0], to, hops(ring.mask, ring.shards).expected(ring.me, step))
+    return ring.exchange(
+        made if to is not None else made[:, :, :0],
+        to,
+        hops(ring.mask, ring.shards).expected(ring.me, step),
+    )
 
 
 def _take_in(ring: Ring, flat: Tensor, step: int, made: Tensor | None, own: Tensor) -> None:

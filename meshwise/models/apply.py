@@ -80,10 +80,8 @@ def apply(
     """The program of one rank; ``graph`` is one microbatch of one dp rank, with backward.
 
     Of a stage, ``layout`` is that within its pipeline rank (``Layout.of_rank``). ``actions`` cover
-    all tasks but the optimizer's; ``split`` makes two of each backward. ``times``: layers, by
-    index, that stand for so many; they have equal neighbours on both sides. ``device``: that runs.
-    ``cp_rank``: among those that share sequences; by default the busiest.
-    """
+    all tasks but the optimizer's; ``split`` halves backwards. ``times``: layers, by index, that
+    stand for so many, with equal neighbours. ``cp_rank``: by default the busiest."""
     sharded = shard(graph, layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
     members = _members(sharded)
     data = _DataParallel(layout, members, dtype, sharded, device)

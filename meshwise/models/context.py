@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwise.attention import shards, volume
+from meshwise.attention import volume
 from meshwise.attention.pieces import Mask, Piece, batches
+from meshwise.attention.shards import Interval, Shards, balanced
 from meshwise.models.graph import BYTES, Device, attention, elementwise
 from meshwise.spec import Attention, Collective, Op
 from meshwise.spec.long_attention import LongAttention
@@ -49,7 +50,7 @@ class Share(NamedTuple):
     ``value_dim`` wide, and padded to the width of keys."""
 
     op: LongAttention
-    shards: shards.Shards
+    shards: Shards
     way: str
     rank: int
     stride: int
@@ -62,7 +63,7 @@ class Share(NamedTuple):
         return volume.degree_of(self.way, self.op.kv_heads, len(self.shards.intervals))
 
     @property
-    def ring(self) -> shards.Shards:
+    def ring(self) -> Shards:
         """What the members of a ring hold: groups of neighbours."""
         return volume.grouped(self.shards, self.degree)
 
@@ -95,7 +96,7 @@ def share(
 def _share(
     op: LongAttention, ranks: int, stride: int, value_dim: int, rank: int | None, device: Device
 ) -> Share:
-    held = shards.balanced(op.seq_len, ranks)
+    held = balanced(op.seq_len, ranks)
     way = volume.choose_dense(op, held)
     every = [Share(op, held, way, each, stride, value_dim, device) for each in range(ranks)]
     if rank is not None:
@@ -103,7 +104,10 @@ def _share(
     received = map(sum, zip(*volume.dense_bytes(op, held, way), strict=True))
     work = [sum(p.pairs for t in range(ranks) for p in each.pieces(t)) for each in every]
     heads = [s.q_stop - s.q_start for s in volume.shares(op.heads, op.kv_heads, every[0].degree)]
-    load = [(n * heads[r % len(heads)], size) for r, (n, size) in enumerate(zip(work, received))]
+    load = [
+        (n * heads[r % len(heads)], size)
+        for r, (n, size) in enumerate(zip(work, received, strict=True))
+    ]
     return every[max(range(ranks), key=lambda r: load[r])]
 
 
@@ -142,7 +146,7 @@ def backward(own: Share, at: str, saved: tuple[Names, ...], grad: str, outputs: 
 
 
 def _forward_by_heads(steps: "_Writer", inputs: Names, out: str) -> list[Names]:
-    saved, back, heads = [], [], steps.slices()
+    saved, back, heads = list[Names](), list[str](), steps.slices()
     coming = [steps.to_heads(f".{i}", inputs, each, keys=2) for i, each in enumerate(heads)]
     for i, each in enumerate(heads):
         at, h, k = f".{i}", each.mine[0], each.mine[1]
@@ -155,14 +159,14 @@ def _forward_by_heads(steps: "_Writer", inputs: Names, out: str) -> list[Names]:
         steps.attend(at, held, (result, lse), h, k)
         saved.append((*held, result, lse))
         back += steps.to_rows(at, (result,), each, keys=0)
-    steps.moves("unpack.rows", steps.own.op.heads * steps.own_rows, tuple(back), (out,))
+    steps.moves("unpack.rows", steps.own.op.heads * steps.own_rows, (*back, *inputs), (out,))
     return saved
 
 
 def _backward_by_heads(
     steps: "_Writer", saved: tuple[Names, ...], grad: str, outputs: Names
 ) -> None:
-    op, heads, back = steps.own.op, steps.slices(), []
+    op, heads, back = steps.own.op, steps.slices(), list[str]()
     coming = [steps.to_heads(f".{i}", (grad,), each, keys=0) for i, each in enumerate(heads)]
     for i, (each, kept) in enumerate(zip(heads, saved, strict=True)):
         at, h, k = f".{i}", each.mine[0], each.mine[1]
@@ -172,9 +176,10 @@ def _backward_by_heads(
         steps.attend_backward(at, (here, *kept), made, h, per_key)
         if each.uneven:
             made = (steps.copy(f"sum{at}", h + 2 * k, made, "summed", steps.all_rows),)
-        back += steps.to_rows(at, made, each, keys=2)
+        back += steps.to_rows(at, made, each, keys=2, into=() if i else outputs)
     rows = (op.heads + 2 * op.kv_heads) * steps.own_rows
-    steps.moves("unpack.rows", rows, tuple(back), outputs)
+    held = [name for kept in saved for name in kept]  # by who called, as is the gradient
+    steps.moves("unpack.rows", rows, (*back, *held, grad), outputs)
 
 
 class _Heads(NamedTuple):
@@ -270,19 +275,16 @@ class _Writer:
         mine = heads.mine[0] + keys * heads.mine[1]
         packed = self.copy(f"pack{at}", here, held, "sent")
         self.sent.add(packed)
-        return self._exchange(
-            f"to_heads{at}", here * self.own_rows, mine * self.all_rows, packed
-        )
+        return self._exchange(f"to_heads{at}", here * self.own_rows, mine * self.all_rows, packed)
 
-    def to_rows(self, at: str, held: Names, heads: _Heads, keys: int) -> Names:
-        """All rows of this rank's heads for its own rows of all."""
+    def to_rows(self, at: str, held: Names, heads: _Heads, keys: int, into: Names = ()) -> Names:
+        """All rows of this rank's heads for its own rows of all, which will go ``into``."""
         here = heads.mine[0] + keys * heads.mine[1]
         every = sum(q + keys * k for q, k in heads.counts)
-        packed = self.copy(f"pack_rows{at}", here, held, "sent", self.all_rows)
+        packed = self.rows(f"pack_rows{at}.sent", here, self.all_rows)
+        self.moves(f"pack_rows{at}", here * self.all_rows, held, (packed, *into))
         self.sent.add(packed)
-        return self._exchange(
-            f"to_rows{at}", here * self.all_rows, every * self.own_rows, packed
-        )
+        return self._exchange(f"to_rows{at}", here * self.all_rows, every * self.own_rows, packed)
 
     def _exchange(self, name: str, sent: int, received: int, packed: str) -> Names:
         sizes = sent * self.row, received * self.row
@@ -342,9 +344,7 @@ class _Writer:
             op = elementwise("cast", self.sizes[accumulated], size, self.direction)
             self.step(f"result{at}", op, (accumulated,), results)
 
-    def attend_backward(
-        self, at: str, read: Names, results: Names, heads: int, keys: int
-    ) -> None:
+    def attend_backward(self, at: str, read: Names, results: Names, heads: int, keys: int) -> None:
         """``read``: the gradient, and what was saved; ``results``: dq, dk and dv."""
         rounds, rows = len(self.own.ring.intervals), self.all_rows
         pieces = self.own.pieces(0)
@@ -370,7 +370,7 @@ class _Writer:
                 wide = len(batch) * count * self.wide_row
                 total = (dq, made)
                 largest = max(heads * (p.q_stop - p.q_start), keys * (p.k_stop - p.k_start))
-                passing = ()
+                passing: Names = ()
                 if self.wide_row > self.row:  # a sum of two dtypes casts first
                     passing = self._passing(f"add{name}", len(batch) * largest, 4)
                 read_bytes, writes = self.sizes[parts] + wide, (*total, *passing)
@@ -385,20 +385,24 @@ class _Writer:
             self._take_in(f"{at}.last", coming, (own,))
         wide, narrow = ((heads + 2 * keys) * rows * row for row in (self.wide_row, self.row))
         op = elementwise("cast", wide, narrow, self.direction)
-        self.step(f"result{at}", op, (dq, own), results)
+        self.step(f"result{at}", op, (dq, own, *read), results)
 
     def _passing(self, name: str, rows: int, width: int) -> Names:
         """What CPUs make of so many rows to add them to something wider; GPUs do it in one pass."""
         if self.own.device == "cuda":
             return ()
-        return (self.buffer(f"{name}.wide", rows * self.own.op.batch * self.own.op.head_dim * width),)
+        return (
+            self.buffer(f"{name}.wide", rows * self.own.op.batch * self.own.op.head_dim * width),
+        )
 
-    def _made(self, step: int) -> shards.Interval:
+    def _made(self, step: int) -> Interval:
         return self.own.hops.made(self.me, step)
 
     def _zeros(self, name: str, rows: int) -> str:
         made = self.buffer(name, rows * self.wide_row)
-        self.step(f"zeros.{name}", elementwise("copy", 0, self.sizes[made], "backward"), (), (made,))
+        self.step(
+            f"zeros.{name}", elementwise("copy", 0, self.sizes[made], "backward"), (), (made,)
+        )
         return made
 
     def _take_in(self, at: str, coming: str, into: Names) -> None:
@@ -432,7 +436,5 @@ class _Writer:
         self.adds(f"sum{at}", heads * size, keys * size, (every,), written)
 
 
-def _len(rows: shards.Interval) -> int:
+def _len(rows: Interval) -> int:
     return rows[1] - rows[0]
-
-

@@ -76,7 +76,12 @@ class Sharded(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def shard(
-    graph: Graph, tp: int, cuts: Cuts, ep: int = 1, cp: int = 1, cp_rank: int | None = None,
+    graph: Graph,
+    tp: int,
+    cuts: Cuts,
+    ep: int = 1,
+    cp: int = 1,
+    cp_rank: int | None = None,
     device: Device = "cuda",
 ) -> Sharded:
     """The share of ``graph`` of one rank of so many tp ranks, in a group of ``ep``; of ``cp`` that
@@ -101,7 +106,13 @@ class _Walk:
     """Where every tensor lies on the tp ranks, while the nodes are walked in order."""
 
     def __init__(
-        self, graph: Graph, tp: int, cuts: Cuts, ep: int, cp: int, cp_rank: int | None,
+        self,
+        graph: Graph,
+        tp: int,
+        cuts: Cuts,
+        ep: int,
+        cp: int,
+        cp_rank: int | None,
         device: Device,
     ) -> None:
         self.device: Device = device

@@ -354,9 +354,7 @@ def _cut(tp: int, cp: int, sequence_parallel: bool, microbatch_size: int, ep: in
 
 
 def _cut_of(layout: Layout) -> Layout:
-    return _cut(
-        layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep
-    )
+    return _cut(layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
 
 
 def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:

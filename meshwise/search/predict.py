@@ -153,7 +153,8 @@ def _stream_bytes(
     """Of a microbatch's activations on a device of each pipeline rank."""
     meshes = layout.meshes or ((layout.dp, layout.tp),) * layout.pp
     return [
-        layout.microbatch_rows // dp * workload.seq_len // layout.cp // (tp if layout.sequence_parallel else 1)
+        layout.microbatch_rows // dp * workload.seq_len
+        // (layout.cp * (tp if layout.sequence_parallel else 1))
         * model.hidden * DTYPE_BYTES[costs.dtype]
         for dp, tp in meshes
     ]  # fmt: skip

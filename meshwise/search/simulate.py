@@ -81,8 +81,7 @@ def run_program(
 ) -> tuple[list[Spent], Spent]:
     """Seconds of each action, and of the optimizer, when the tasks run in their order."""
     free = {"compute": 0.0, "dp": 0.0, "cp": 0.0}
-    written: dict[str, float] = {}
-    shared = set[str]()  # what cp's messages brought
+    written, shared = dict[str, float](), set[str]()  # shared: what cp's messages brought
     loops = {loop.start: loop for loop in program.loops}
     traffic_s = own_traffic_ends = 0.0
 
@@ -93,9 +92,8 @@ def run_program(
         ready = max([written.get(name, 0.0) for name in task.reads], default=0.0)
         start = max(free[stream], ready)
         if stream == "compute":
-            if start > free[stream]:
-                for_cp = any(name in shared and written[name] == ready for name in task.reads)
-                add(parts, SHARING if for_cp else WAITING, start - free[stream])
+            late = SHARING if any(written[x] == ready for x in shared & {*task.reads}) else WAITING
+            add(parts, late, start - free[stream])
             add(parts, part, time_s)
         elif stream == "cp":
             shared.update(task.writes)
@@ -134,9 +132,8 @@ def run_program(
                 free["compute"] += (turns - 1) * took_s
             if alike and sends:
                 traffic_s += (turns - 1) * (traffic_s - sent_s)
-                free["dp"], own_traffic_ends, arrived_s = (
-                    free["compute"] + clock for clock in after
-                )
+                ends = [free["compute"] + clock for clock in after]
+                free["dp"], own_traffic_ends, arrived_s = ends
                 written[loop.here] = written[loop.there] = arrived_s
             for amounts, more in ((parts, turn), (errors, wrong)):
                 for name, amount in more.items():

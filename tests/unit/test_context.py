@@ -36,9 +36,7 @@ def program(model, layout, seq=64, **options):
 
 
 def flops(tasks):
-    return sum(
-        t.op.exact_flops if isinstance(t.op, Attention) else t.op.flops for t in tasks
-    )
+    return sum(t.op.exact_flops if isinstance(t.op, Attention) else t.op.flops for t in tasks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -96,7 +94,9 @@ def test_every_rank_receives_what_others_send():
 def test_messages_run_beside_the_kernels_that_do_not_need_them():
     model = DENSE["one kv head"]
     tasks = program(model, Layout(cp=2, microbatch_size=1)).tasks
-    names = [t.name for t in tasks if t.name.startswith("layers.0.attention.") and "grad" not in t.name]
+    names = [
+        t.name for t in tasks if t.name.startswith("layers.0.attention.") and "grad" not in t.name
+    ]
     sent = next(t for t in tasks if t.name == "layers.0.attention.keys.1")
     at = names.index(sent.name)
     beside = next(t for t in tasks if t.name == "layers.0.attention.attend.0.0")

@@ -791,9 +791,7 @@ def test_bounds_hold_where_sequences_are_shared(costs, monkeypatch, model):
         prediction = search.predict(model, WORKLOAD, rung, prices)
         parts = {part.name for part in prediction.time_parts}
         assert simulate.SHARING in parts, rung.name
-        ratios.append(
-            prediction.step_time_s / max(bound.mathematics_s(*of), bound.traffic_s(*of))
-        )
+        ratios.append(prediction.step_time_s / max(bound.mathematics_s(*of), bound.traffic_s(*of)))
         assert prediction.peak_memory_bytes >= bound.memory_bytes(*of), rung.name
         _, peak = memory_of(model, WORKLOAD, rung, prices)
         least, most = bound.memory_between(model, WORKLOAD, rung, prices)
