@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwise.attention import passes
+from meshwise.attention import passes, volume
 from meshwise.attention.dense import ring_attention
 from meshwise.attention.shards import Shards, contiguous, of_lengths, positions, zigzag
 from meshwise.attention.volume import dense_bytes
@@ -124,10 +124,10 @@ def _most(x) -> float:
 
 def errors_in_slices(ranks, cases) -> list:
     """The same where every message is large enough to be sent in slices."""
-    usual, passes.SLICE_BYTES = passes.SLICE_BYTES, 0
+    usual, volume.SLICE_BYTES = volume.SLICE_BYTES, 0
     passes.run_of.cache_clear()
     found = [errors(ranks, cases), collectives(ranks)]
-    passes.SLICE_BYTES = usual
+    volume.SLICE_BYTES = usual
     passes.run_of.cache_clear()
     return found
 
