@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from meshwise.models import families, wide_resnet
+from meshwise.models import decoder, families, wide_resnet
 from meshwise.models.apply import Loop, Program, Span, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
@@ -45,7 +45,7 @@ def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[
     images."""
     if isinstance(model, WideResNet):
         return wide_resnet.activation_shape(model, rows, layer)
-    return (rows, seq_len, model.hidden)
+    return decoder.stream_shape(model, rows, seq_len)
 
 
 @lru_cache(maxsize=1024)

@@ -49,11 +49,8 @@ def step_flops(model: AnyModel, workload: Workload, convention: Convention = "to
 
 def attention_width(model: LanguageModel) -> int:
     """Elements of a token's keys and values over all query heads: 2h for most."""
-    if isinstance(model, Model):
-        return 2 * model.hidden
-    mla = model.mla
-    values = model.head_dim if mla is None else mla.v_head_dim
-    return model.heads * (model.head_dim + values)
+    op = decoder.attention(model, 1, 1)
+    return op.heads * (op.head_dim + op.value_dim)
 
 
 def active_parameters(model: LanguageModel) -> int:

@@ -1,21 +1,20 @@
-"""What a model asks of one rank: its weights, matrix products, attention and messages.
+"""What a model asks of a device: its weights, matrix products, attention and messages.
 
-In: a ``Decoder`` or a GPT (``Model``), the microbatch, the degree of tensor parallelism. Out: the
-records that are measured. A weight W[n,k] multiplies m = microbatch_size * seq_len rows, 2mnk
-FLOPs; tensor parallelism divides n of the first and k of the second product of a pair (Megatron,
-arXiv:1909.08053), the latent projections of MLA and the router stay whole. Experts are one grouped
-product over all m * top_k rows.
+In: a ``Decoder`` or a GPT (``Model``) and the microbatch. Out: the records that are measured, read
+off the graph; messages off its tasks on one rank. A weight W[n,k] multiplies m = microbatch_size *
+seq_len rows, 2mnk FLOPs. Experts are one grouped product over all m * top_k rows.
 """
 
 from collections import Counter
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from meshwise.models import families
-from meshwise.models.graph import Graph, Node, module_shape, operation
-from meshwise.models.placement import DIMS
+from meshwise.models import families, placement
+from meshwise.models.graph import Graph, Node, module_shape, num_elements, operation
+from meshwise.models.shard import shard
 from meshwise.spec import (
     DTYPE_BYTES,
     Attention,
@@ -24,6 +23,8 @@ from meshwise.spec import (
     Gemm,
     LanguageModel,
     LayerKind,
+    Layout,
+    Workload,
     layer_kinds,
 )
 from meshwise.spec.op import Direction, Dtype
@@ -31,6 +32,7 @@ from meshwise.spec.op import Direction, Dtype
 # No gradient reaches it (training nudges it from the load of the experts), so it is state beside
 # the parameters to FSDP2 and a buffer to transformers; published counts include it.
 ROUTER_BIAS = "router.bias"
+_AXES = ("tp", "sp", "pp", "ep")
 
 
 class Weight(NamedTuple):
@@ -86,17 +88,21 @@ def num_parameters(model: LanguageModel) -> int:
     return sum(weight.num_elements for weight in weights(model))
 
 
-def _one_of_each(model: LanguageModel) -> tuple[Graph, tuple[LayerKind, ...]]:
-    """The graph of one layer of each kind that the model has, for one token; and these kinds."""
-    kinds = tuple(sorted(set(layer_kinds(model))))
-    return families.forward(model, 1, 1, "fp32", layers=kinds), kinds
+def stream_shape(model: LanguageModel, rows: int, seq_len: int) -> tuple[int, ...]:
+    """Of what a layer reads and writes of ``rows`` sequences."""
+    graph, _ = _one_of_each(model, between=True)
+    sizes = {**graph.sizes, "batch": rows, "seq": seq_len}
+    return tuple(sizes[dim] for dim in graph.tensors["stage.in"].dims)
 
 
-def _divided(graph: Graph, tp: int) -> dict[str, int]:
-    """The sizes on one tp rank, without room between the rows of experts."""
-    divided = {dim for dims in DIMS.values() for dim in dims}
-    local = {dim: n // tp if dim in divided else n for dim, n in graph.sizes.items()}
-    return local | {"room": graph.sizes["top_k"]} if "top_k" in local else local
+@lru_cache(maxsize=256)
+def _one_of_each(
+    model: LanguageModel, *, between: bool = False
+) -> tuple[Graph, tuple[LayerKind, ...]]:
+    """The graph of one layer of each kind that the model has, for one token, with both ends or
+    ``between`` other stages; and these kinds."""
+    kinds, ends = tuple(sorted(set(layer_kinds(model)))), not between
+    return families.forward(model, 1, 1, "fp32", layers=kinds, first=ends, last=ends), kinds
 
 
 def products(
@@ -104,23 +110,21 @@ def products(
     microbatch_size: int,
     seq_len: int,
     *,
-    tp: int = 1,
     dtype: Dtype = "bf16",
 ) -> list[Product]:
-    """The forward products of one rank, those of equal name and shape once with their count.
+    """The forward products of one device, those of equal name and shape once with their count.
 
-    What reads one input and is divided alike is one product. fp8 is scaled by tensor. A size that
-    tp does not divide is a ValueError that names it.
+    What reads one input is one product. fp8 is scaled by tensor.
     """
-    _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len)
     graph, kinds = _one_of_each(model)
-    local, layers = _divided(graph, tp), Counter(layer_kinds(model))
+    layers = Counter(layer_kinds(model))
+    sizes = {**graph.sizes, "room": graph.sizes.get("top_k", 0)}  # no padding between experts
     scaling: Any = "tensor" if dtype == "fp8" else "none"
     by_layer: dict[tuple[int, str], Gemm] = {}
     for node in graph.nodes:
         tensors = [graph.tensors[name] for name in (*node.inputs, *node.outputs)]
         if node.kind == "gemm" and tensors[0].role == "activation":
-            op = operation(node, tensors[:-1], tensors[-1:], local)
+            op = operation(node, tensors[:-1], tensors[-1:], sizes)
             assert isinstance(op, Gemm)
             place = (node.layer if node.part == "layer" else -1, _called(node, graph))
             beside = by_layer[place].n if place in by_layer else 0
@@ -159,16 +163,14 @@ def attention(
     microbatch_size: int,
     seq_len: int,
     *,
-    tp: int = 1,
     dtype: Dtype = "bf16",
     direction: Direction = "forward",
 ) -> Attention:
-    """The causal attention of one layer on one rank, over all tokens. MLA trains with as many k and
+    """The causal attention of one layer on one device, over all tokens. MLA trains with as many k and
     v as q heads, k wider than v."""
-    _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len)
     graph, _ = _one_of_each(model)
     node = next(node for node in graph.nodes if node.kind == "attention")
-    op = operation(node, [graph.tensors[name] for name in node.inputs], [], _divided(graph, tp))
+    op = operation(node, [graph.tensors[name] for name in node.inputs], [], graph.sizes)
     assert isinstance(op, Attention)
     size: dict[str, Any] = {"batch": microbatch_size, "q_len": seq_len, "kv_len": seq_len}
     return replace(op, **size, direction=direction, dtype=dtype)
@@ -192,46 +194,31 @@ def exchanges(
     ep: int = 1,
     dtype: Dtype = "bf16",
 ) -> list[Exchange]:
-    """The messages of one microbatch, each kind once: of tensor parallelism (with sequence
-    parallelism a gather and a scatter in place of the all-reduce), to the next pipeline stage, and
-    to the experts. A degree of 1 and, in a model without experts, ep send nothing."""
-    _check(model, tp=tp, microbatch_size=microbatch_size, seq_len=seq_len, ep=ep)
-    if seq_len % tp:
-        raise ValueError(f"seq_len = {seq_len}: must be divisible by tp = {tp}")
-    size, tokens = DTYPE_BYTES[dtype], microbatch_size * seq_len
-
-    def exchange(axis: str, kind: Any, rows: int, ranks: int) -> Exchange:
-        size_bytes = rows * model.hidden * size
-        collective = Collective(kind=kind, size_bytes=size_bytes, group_size=ranks, dtype=dtype)
-        return Exchange(f"{axis}.{kind}", collective)
-
+    """The messages of one microbatch, the largest of each kind: of tensor parallelism (with
+    sequence parallelism a gather and a scatter in place of the all-reduce), to the next pipeline
+    stage, and to the experts. A degree of 1 and, in a model without experts, ep send nothing."""
+    listed = model  # messages are known of models that no module computes
+    if isinstance(model, Decoder):
+        listed = replace(model, not_computed="", more_weights=())
+    ep = ep if model.experts else 1
+    workload = Workload(global_batch_size=microbatch_size * ep, seq_len=seq_len)
+    graph, _ = _one_of_each(model, between=True)
+    elements = {"pp.send_recv": (prod(stream_shape(model, 1, 1)), 2)}  # of a token
+    for axis in ("tp", "sp") if tp > 1 else ("tp",):
+        layout = Layout(tp=tp, dp=ep, ep=ep, sequence_parallel=axis == "sp")
+        placement.check(listed, workload, replace(layout, microbatch_size=microbatch_size))
+        for _, tasks in shard(graph, tp, layout.placed, ep).tasks:
+            for op, written in ((task.op, task.writes) for task in tasks):
+                if isinstance(op, Collective) and written:  # not counts of rows
+                    name = f"{'ep' if op.kind == 'all_to_all' else axis}.{op.kind}"
+                    size = op.size_bytes // DTYPE_BYTES[op.dtype]
+                    elements[name] = max(elements.get(name, (0, 0)), (size, op.group_size))
     found = []
-    if tp > 1:
-        found.append(exchange("tp", "all_reduce", tokens, tp))
-        found.append(exchange("sp", "all_gather", tokens, tp))
-        found.append(exchange("sp", "reduce_scatter", tokens, tp))
-    found.append(exchange("pp", "send_recv", tokens, 2))
-    moe = model.experts
-    if moe and ep > 1:
-        rows = -(-tokens * moe.top_k // ep) * ep
-        found.append(exchange("ep", "all_to_all", rows, ep))
+    for name in sorted(elements, key=lambda name: (_AXES.index(name[:2]), name)):
+        kind: Any = name[3:]
+        each, ranks = elements[name]
+        row = graph.sizes["hidden"] * (ranks if kind == "all_to_all" else 1)  # whole rows to each
+        size_bytes = -(-microbatch_size * seq_len * each // row) * row * DTYPE_BYTES[dtype]
+        op = Collective(kind=kind, size_bytes=size_bytes, group_size=ranks, dtype=dtype)
+        found.append(Exchange(name, op))
     return found
-
-
-def _check(model: LanguageModel, *, tp: int, ep: int = 1, **sizes: int) -> None:
-    """Name the first size that is not positive or that a degree does not divide."""
-    for name, value in {"tp": tp, "ep": ep, **sizes}.items():
-        if value < 1:
-            raise ValueError(f"{name} = {value}: must be >= 1")
-    moe = model.experts
-    divided: list[tuple[Any, str, str, int]] = [(model, "heads", "tp", tp)]
-    if isinstance(model, Decoder) and model.mla is None:
-        divided.append((model, "kv_heads", "tp", tp))
-    if not all(map(model.has_experts, range(model.layers))):
-        divided.append((model, "ffn", "tp", tp))
-    if moe:
-        divided += [(moe, "ffn", "tp", tp), (moe, "shared_ffn", "tp", tp)]
-        divided.append((moe, "num_experts", "ep", ep))
-    for record, field, axis, degree in [*divided, (model, "vocab", "tp", tp)]:
-        if getattr(record, field) % degree:
-            record.fail(field, f"must be divisible by {axis} = {degree}")

@@ -242,12 +242,14 @@ class TestModels:
         }  # fmt: skip
 
     def test_an_all_to_all_alone_splits_no_heads(self):
-        """Of which Qwen3 has four."""
+        """Of which Qwen3 has 64, with 4 of keys: three ranks divide none, eight repeat the keys."""
         model = catalogue.find("qwen3-235b-a22b")
         found = collectives.cases(scope(8, "cuda"), models=(model,), kinds=("all_to_all",))
         assert [case.op.size_bytes for case in found] == [8192 * 8 * 4096 * 4]
-        with pytest.raises(ValueError, match="kv_heads = 4: must be divisible by tp = 8"):
-            collectives.cases(scope(8, "cuda"), models=(model,))
+        assert collectives.cases(scope(8, "cuda"), models=(model,))
+        assert not collectives.cases(scope(3, "cuda"), models=(model,), kinds=("all_to_all",))
+        with pytest.raises(ValueError, match="qwen3-235b-a22b: Layout.tp = 3: must divide heads = 64"):
+            collectives.cases(scope(3, "cuda"), models=(model,))
 
     def test_rows_say_of_which_model_and_cases_come_once(self):
         model = catalogue.find("mixtral-8x7b")
