@@ -54,16 +54,17 @@ def attention_width(model: LanguageModel) -> int:
 
 
 def active_parameters(model: LanguageModel) -> int:
-    """Those that one token is multiplied by: of ``num_experts`` only ``top_k``, no lookups."""
-    total, moe = 0, model.experts
+    """Those that one token is multiplied by: of the experts only its own, no lookups."""
+    total, products = 0, (product.gemm for product in decoder.products(model, 1, 1))
+    grouped = next((gemm for gemm in products if gemm.groups > 1), None)
     for weight in decoder.weights(model):
         if weight.name == "positions.weight" or weight.name.endswith(ROUTER_BIAS):
             continue
         if weight.name == "embed.weight" and not (isinstance(model, Model) or model.tied):
             continue
         used = weight.num_elements
-        if moe is not None and ".experts." in weight.name:
-            used = used * moe.top_k // moe.num_experts
+        if grouped is not None and ".experts." in weight.name:
+            used = used * grouped.m // grouped.groups
         total += used
     return total
 

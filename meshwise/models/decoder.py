@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from meshwise.models import families, placement
-from meshwise.models.graph import Graph, Node, module_shape, num_elements, operation
+from meshwise.models.graph import Graph, Node, module_shape, operation
 from meshwise.models.shard import shard
 from meshwise.spec import (
     DTYPE_BYTES,
@@ -166,8 +166,8 @@ def attention(
     dtype: Dtype = "bf16",
     direction: Direction = "forward",
 ) -> Attention:
-    """The causal attention of one layer on one device, over all tokens. MLA trains with as many k and
-    v as q heads, k wider than v."""
+    """The causal attention of one layer on one device. MLA trains with as many k and v as q heads,
+    k wider than v."""
     graph, _ = _one_of_each(model)
     node = next(node for node in graph.nodes if node.kind == "attention")
     op = operation(node, [graph.tensors[name] for name in node.inputs], [], graph.sizes)
@@ -194,7 +194,7 @@ def exchanges(
     ep: int = 1,
     dtype: Dtype = "bf16",
 ) -> list[Exchange]:
-    """The messages of one microbatch, the largest of each kind: of tensor parallelism (with
+    """The largest message of each kind that layers send for one microbatch: of tensor parallelism (with
     sequence parallelism a gather and a scatter in place of the all-reduce), to the next pipeline
     stage, and to the experts. A degree of 1 and, in a model without experts, ep send nothing."""
     listed = model  # messages are known of models that no module computes

@@ -99,7 +99,7 @@ def holdings(model: Decoder | Model, layout: WeightLayout) -> Holdings:
             prefix = f"model{chunk}."
         head = not _is_tied(model) or layout.num_stages > 1 or layout.tied is False
         stages.append(_Stage(layers, mesh, head, prefix))
-    return _held(model, stages, layout.order, layout.dtype, _vocab_rows(model, layout))
+    return _held(model, stages, layout.order, layout.dtype, layout.vocab_multiple)
 
 
 def of_plan(plan: Plan) -> Holdings:
@@ -123,7 +123,7 @@ def of_plan(plan: Plan) -> Holdings:
         layers = range(stage.first_layer, stage.last_layer)
         mesh = _Mesh(ranks, stage.tp, inside.shards)
         stages.append(_Stage(layers, mesh, head=len(plan.stages) > 1))
-    return _held(plan.model, stages, "plain", "fp32", plan.model.vocab)
+    return _held(plan.model, stages, "plain", "fp32")
 
 
 def buffers(held: Holdings, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -153,8 +153,8 @@ def _is_tied(model: Decoder | Model) -> bool:
     return isinstance(model, Model) or model.tied
 
 
-def _vocab_rows(model: Decoder | Model, layout: WeightLayout) -> int:
-    return -(-model.vocab // layout.vocab_multiple) * layout.vocab_multiple
+def _vocab_rows(vocab: int, multiple: int) -> int:
+    return -(-vocab // multiple) * multiple
 
 
 def _check(model: Decoder | Model, layout: WeightLayout) -> None:
@@ -185,7 +185,7 @@ def _check(model: Decoder | Model, layout: WeightLayout) -> None:
         rows = (model.heads + 2 * kv_heads) * model.head_dim
         if layout.order == "megatron" and rows % tp:
             layout.fail("tp", f"must divide the {rows} rows of q, k and v; use another tp")
-    rows = _vocab_rows(model, layout)
+    rows = _vocab_rows(model.vocab, layout.vocab_multiple)
     if layout.order != "plain" and rows % tp:
         layout.fail("vocab_multiple", f"tp = {tp} must divide the {rows} rows; use {128 * tp}")
 
@@ -207,10 +207,16 @@ def _members(model: Decoder | Model) -> dict[str, tuple[Member, ...]]:
 
 
 def _held(
-    model: Decoder | Model, stages: Sequence[_Stage], order: Order, dtype: Dtype, vocab_rows: int
+    model: Decoder | Model,
+    stages: Sequence[_Stage],
+    order: Order,
+    dtype: Dtype,
+    vocab_multiple: int = 1,
 ) -> Holdings:
     """Stage by stage. Equal layers of a stage have the same pieces but for the buffers' names."""
     units = _members(model)
+    (table,) = (member.shape for member in units["root"] if member.role == "embed.weight")
+    vocab_rows = _vocab_rows(table[0], vocab_multiple)
     made: dict[tuple[tuple[Member, ...], _Mesh], dict[str, Tensor]] = {}
     found: dict[str, Tensor] = {}
     for number, stage in enumerate(stages):

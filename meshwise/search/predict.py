@@ -16,7 +16,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
-from meshwise.models import step_flops
+from meshwise.models import step_flops, stream_shape
+from meshwise.models.counts import weights
 from meshwise.prices import Prices
 from meshwise.search.pipeline import BUBBLE, Timetable, peak_memory, step_time, timetable
 from meshwise.search.simulate import SHARING, WAITING, Amounts, Charge, Peak
@@ -153,9 +154,8 @@ def _stream_bytes(
     """Of a microbatch's activations on a device of each pipeline rank."""
     meshes = layout.meshes or ((layout.dp, layout.tp),) * layout.pp
     return [
-        layout.microbatch_rows // dp * workload.seq_len
-        // (layout.cp * (tp if layout.sequence_parallel else 1))
-        * model.hidden * DTYPE_BYTES[costs.dtype]
+        math.prod(stream_shape(model, layout.microbatch_rows // dp, workload.seq_len, 0))
+        // (layout.cp * (tp if layout.sequence_parallel else 1)) * DTYPE_BYTES[costs.dtype]
         for dp, tp in meshes
     ]  # fmt: skip
 
@@ -175,7 +175,12 @@ def _exchanged_bytes(model: LanguageModel, layout: Layout) -> int:
         layout.of_rank(rank)
         for rank in ((here, there) if layout.meshes or layout.ways else (here,))
     ]
-    return 4 * model.vocab * model.hidden // min(view.tp * view.shards for view in inside)
+    return 4 * _embedding_elements(model) // min(view.tp * view.shards for view in inside)
+
+
+@lru_cache(maxsize=64)
+def _embedding_elements(model: LanguageModel) -> int:
+    return next(w.num_elements for w in weights(model) if w.name == "embed.weight")
 
 
 def _between(

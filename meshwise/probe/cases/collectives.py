@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwise.models import apply, catalogue, graph, primus
+from meshwise.models import apply, catalogue, graph, primus, stream_shape
 from meshwise.models.decoder import exchanges
 from meshwise.probe.cases.scope import Scope
 from meshwise.probe.cases.sizes import parse_sizes
@@ -308,9 +308,9 @@ def _of_plan(plan: Plan) -> list[Collective]:
         tasks = apply(part, inside, plan.dtype).tasks
         found += [task.op for task in tasks if isinstance(task.op, Collective)]
     if len(stages) > 1:
-        elements = layout.microbatch_rows * plan.workload.seq_len * model.hidden
+        shape = stream_shape(model, layout.microbatch_size, plan.workload.seq_len, 0)
+        size = math.prod(shape) * DTYPE_BYTES[plan.dtype]
         stride = layout.num_devices // layout.pp
-        size = elements // layout.dp * DTYPE_BYTES[plan.dtype]
         found.append(_sized("send_recv", size, Group(2, stride), plan.dtype))
     moving = [op for op in dict.fromkeys(found) if op.group_size > 1 and op.size_bytes]
     return sorted(moving, key=lambda op: op.size_bytes)

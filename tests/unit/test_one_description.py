@@ -1,0 +1,196 @@
+"""A model's products, weights and bytes are described once, by its forward graph.
+
+Each test gives a model the graph of a wider one and asks everything that Meshwise says of a model.
+Every answer must be that of the wider model: whoever works sizes out from the record's fields is
+found out. Which layouts may be, names and positions are the record's; nothing here widens them.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from meshwise import models, search
+from meshwise.models import catalogue, counts, families, fsdp, hugging_face
+from meshwise.pages import planned
+from meshwise.prices import unmeasured
+from meshwise.probe.cases import attention, collectives, gemm, overlap
+from meshwise.probe.cases import fsdp as fsdp_cases
+from meshwise.probe.cases.scope import Scope
+from meshwise.reshard.holdings import buffers, holdings
+from meshwise.spec import Block, Cluster, Layout, Model, Recipe, Resharding, WeightLayout, Workload
+from meshwise.verbs import files, forecast, given
+
+CONFIGS = Path(__file__).parents[1] / "data" / "hugging_face"
+NAMES = [
+    "gpt-30m", "gpt-125m", "gpt-1.3b", "gpt-39b", "moe-380m", "moe-2.4b", "moe-27b",
+    "llama-2-7b", "llama-2-70b", "llama-3-8b", "llama-3.1-405b", "mixtral-8x7b",
+    "deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "qwen3-235b-a22b",
+]  # fmt: skip
+READ = ["gemma-2b", "qwen2.5-0.5b", "qwen3-0.6b", "qwen1.5-moe-a2.7b"]
+NOT_SIZES = ("op", "plan_took_s")  # the model itself, and how long planning took
+ROWS, SEQ_LEN, LAYERS = 2, 64, 4
+CLUSTER = files.take("h100-hgx", Cluster)
+SCOPE = Scope(CLUSTER, 2, "bf16")
+LAYOUTS = [
+    Layout(microbatch_size=2, num_microbatches=2),
+    Layout(dp=2, zero=3, tp=2, sequence_parallel=True, microbatch_size=2),
+    Layout(tp=2, pp=2, schedule="1f1b", microbatch_size=2, num_microbatches=2, recompute="full"),
+]
+
+
+def model_of(name):
+    whole = hugging_face.read_config(CONFIGS / f"{name}.json") if name in READ else None
+    return replace(whole or catalogue.find(name), name="it", layers=LAYERS)
+
+
+def wider(model):
+    """Twice as wide in all that a graph has a size of; every degree that divided still does."""
+    change = {name: 2 * getattr(model, name) for name in ("hidden", "heads", "ffn", "vocab")}
+    if moe := model.experts:
+        sizes = ("num_experts", "top_k", "ffn", "shared_ffn")
+        change["experts"] = replace(moe, **{name: 2 * getattr(moe, name) for name in sizes})
+    if not isinstance(model, Model):
+        if model.kv_heads > 1:  # one stays one: that tp ranks repeat it, placement decides
+            change["kv_heads"] = 2 * model.kv_heads
+        if mla := model.mla:
+            sizes = ("kv_lora_rank", "v_head_dim")
+            change["mla"] = replace(mla, **{name: 2 * getattr(mla, name) for name in sizes})
+    return replace(model, **change)
+
+
+def measured(kind, **options):
+    """What ``measure KIND --model`` times."""
+    return lambda model: [
+        (row.name, row.case)
+        for row in kind.derived(SCOPE, models=(model,), **options)
+    ]  # fmt: skip
+
+
+def planned_as(layout):
+    """What ``plan --layout`` predicts by data sheets: times, memory, FLOPs."""
+    rows = layout.microbatch_rows * layout.num_microbatches
+    workload = Workload(global_batch_size=rows, seq_len=SEQ_LEN)
+    costs = unmeasured(CLUSTER)
+    return lambda model: search.given(model, workload, costs, layout).prediction
+
+
+def found(model):
+    workload = Workload(global_batch_size=8, seq_len=SEQ_LEN)
+    plan = search.find(model, workload, unmeasured(CLUSTER), num_devices=4, top=3)
+    return plan.prediction, plan.runners_up
+
+
+def dry_run(model):
+    workload = Workload(global_batch_size=2, seq_len=SEQ_LEN)
+    layout = Layout(tp=2, microbatch_size=2)
+    plan = given.build(model, workload, layout, CLUSTER, dtype="bf16", lowering="eager",
+        recipe=Recipe(),
+    )  # fmt: skip
+    return planned.table([plan])
+
+
+def refit_bytes(model):
+    """What each rank holds, and what a refit moves."""
+    source, destination = WeightLayout(tp=2, dp=2, fsdp=2), WeightLayout(tp=1)
+    op = Resharding(model=model, source=source, destination=destination, cap_bytes=2**32)
+    links = forecast.links(CLUSTER)
+    held = holdings(model, source)
+    said = forecast.forecast(op, 4, links)
+    fields = {name: getattr(said, name) for name in said.__struct_fields__}
+    numbers = {name: value for name, value in fields.items() if name not in NOT_SIZES}
+    return [buffers(held, rank) for rank in range(4)], numbers
+
+
+def blocks(model):
+    return [
+        (models.block_ops(block), models.saved_block_bytes(block))
+        for block in (
+            Block(
+                part=part, model=replace(model, layers=1), microbatch_size=ROWS, seq_len=SEQ_LEN,
+                tp=2, direction=direction,
+            )
+            for part in ("layer", "head") for direction in ("forward", "backward")
+        )
+    ]  # fmt: skip
+
+
+def flops(model):
+    workload = Workload(global_batch_size=ROWS, seq_len=SEQ_LEN)
+    return [counts.step_flops(model, workload, word) for word in ("torchtitan", "megatron")]
+
+
+ANSWERS = {
+    "measure gemm": measured(gemm),
+    "measure attention": measured(attention),
+    "measure collectives": measured(collectives, seq_len=SEQ_LEN),
+    "measure fsdp": measured(fsdp_cases),
+    "measure overlap": lambda model: overlap.cases(SCOPE, models=(model,), seq_len=SEQ_LEN),
+    "measure block": lambda model: blocks(model) if isinstance(model, Model) else None,
+    **{f"plan {layout.name}": planned_as(layout) for layout in LAYOUTS},
+    "run --dry-run": dry_run,
+    "refit": refit_bytes,
+    "weights": counts.weights,
+    "parameters": models.num_parameters,
+    "FSDP units": fsdp.units,
+    "FLOPs": flops,
+    "saved bytes": lambda model: models.saved_activation_bytes(model, ROWS, SEQ_LEN, "bf16"),
+    "stream": lambda model: models.stream_shape(model, ROWS, SEQ_LEN, 1),
+}
+
+
+@pytest.fixture
+def as_wide(monkeypatch):
+    """Answer a question as if the model's graph were that of a wider one."""
+    plain = families.forward
+
+    def forward(model, *sizes, **options):
+        return plain(wider(model), *sizes, **options)
+
+    def asked(question, model):
+        forget()
+        with monkeypatch.context() as changed:
+            changed.setattr(families, "forward", forward)
+            answer = question(model)
+        forget()
+        return answer
+
+    return asked
+
+
+def forget():
+    """Drop what is remembered of any graph."""
+    for module in [sys.modules[name] for name in sys.modules if name.startswith("meshwise.")]:
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+def elsewhere(asked, model, as_wide):
+    """Which of the questions are answered from anything but the graph."""
+    found = []
+    for name in asked:
+        question = ANSWERS[name]
+        narrow, wide = question(model), question(wider(model))
+        assert narrow != wide or narrow is None, f"{name} does not see that a model is wider"
+        if as_wide(question, model) != wide:
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES + READ)
+def test_every_answer_is_read_off_the_graph(name, as_wide):
+    assert elsewhere(ANSWERS, model_of(name), as_wide) == []
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "llama-4-maverick"])
+def test_models_that_are_only_listed_are_too(name, as_wide):
+    asked = ("measure gemm", "measure attention", "measure collectives", "measure fsdp", "weights")
+    assert elsewhere(asked, catalogue.find(name), as_wide) == []
+
+
+@pytest.mark.parametrize("name", ["gpt-125m", "llama-3-8b"])
+def test_the_search_reads_the_graph(name, as_wide):
+    model = model_of(name)
+    assert as_wide(found, model) == found(wider(model)) != found(model)
