@@ -105,6 +105,14 @@ def _one_of_each(
     return families.forward(model, 1, 1, "fp32", layers=kinds, first=ends, last=ends), kinds
 
 
+def _tokens(microbatch_size: int, seq_len: int) -> int:
+    """Of a microbatch; ValueError names a size that cannot be."""
+    for name, value in {"microbatch_size": microbatch_size, "seq_len": seq_len}.items():
+        if value < 1:
+            raise ValueError(f"{name} = {value}: must be >= 1")
+    return microbatch_size * seq_len
+
+
 def products(
     model: LanguageModel,
     microbatch_size: int,
@@ -116,7 +124,7 @@ def products(
 
     What reads one input is one product. fp8 is scaled by tensor.
     """
-    graph, kinds = _one_of_each(model)
+    tokens, (graph, kinds) = _tokens(microbatch_size, seq_len), _one_of_each(model)
     layers = Counter(layer_kinds(model))
     sizes = {**graph.sizes, "room": graph.sizes.get("top_k", 0)}  # no padding between experts
     scaling: Any = "tensor" if dtype == "fp8" else "none"
@@ -131,8 +139,7 @@ def products(
             by_layer[place] = replace(op, n=op.n + beside)
     found: dict[str, Product] = {}
     for (layer, name), op in by_layer.items():
-        rows = op.m * microbatch_size * seq_len
-        gemm = replace(op, m=rows, dtype=dtype, scaling=scaling)
+        gemm = replace(op, m=op.m * tokens, dtype=dtype, scaling=scaling)
         count = layers[kinds[layer]] if layer >= 0 else 1
         before = found[name].count if name in found else 0
         found[name] = Product(name, "layer" if layer >= 0 else "head", gemm, before + count)
@@ -168,6 +175,7 @@ def attention(
 ) -> Attention:
     """The causal attention of one layer on one device. MLA trains with as many k and v as q heads,
     k wider than v."""
+    _tokens(microbatch_size, seq_len)
     graph, _ = _one_of_each(model)
     node = next(node for node in graph.nodes if node.kind == "attention")
     op = operation(node, [graph.tensors[name] for name in node.inputs], [], graph.sizes)
@@ -194,19 +202,20 @@ def exchanges(
     ep: int = 1,
     dtype: Dtype = "bf16",
 ) -> list[Exchange]:
-    """The largest message of each kind that layers send for one microbatch: of tensor parallelism (with
+    """The messages of one microbatch, the largest of each kind: of tensor parallelism (with
     sequence parallelism a gather and a scatter in place of the all-reduce), to the next pipeline
     stage, and to the experts. A degree of 1 and, in a model without experts, ep send nothing."""
     listed = model  # messages are known of models that no module computes
     if isinstance(model, Decoder):
         listed = replace(model, not_computed="", more_weights=())
-    ep = ep if model.experts else 1
-    workload = Workload(global_batch_size=microbatch_size * ep, seq_len=seq_len)
+    ep, tokens = ep if model.experts else 1, _tokens(microbatch_size, seq_len)
+    plain = Layout(tp=tp, dp=ep, ep=ep, microbatch_size=microbatch_size)
+    workload = Workload(global_batch_size=plain.microbatch_rows, seq_len=seq_len)
     graph, _ = _one_of_each(model, between=True)
     elements = {"pp.send_recv": (prod(stream_shape(model, 1, 1)), 2)}  # of a token
     for axis in ("tp", "sp") if tp > 1 else ("tp",):
-        layout = Layout(tp=tp, dp=ep, ep=ep, sequence_parallel=axis == "sp")
-        placement.check(listed, workload, replace(layout, microbatch_size=microbatch_size))
+        layout = replace(plain, sequence_parallel=axis == "sp")
+        placement.check(listed, workload, layout)
         for _, tasks in shard(graph, tp, layout.placed, ep).tasks:
             for op, written in ((task.op, task.writes) for task in tasks):
                 if isinstance(op, Collective) and written:  # not counts of rows
@@ -218,7 +227,7 @@ def exchanges(
         kind: Any = name[3:]
         each, ranks = elements[name]
         row = graph.sizes["hidden"] * (ranks if kind == "all_to_all" else 1)  # whole rows to each
-        size_bytes = -(-microbatch_size * seq_len * each // row) * row * DTYPE_BYTES[dtype]
+        size_bytes = -(-tokens * each // row) * row * DTYPE_BYTES[dtype]
         op = Collective(kind=kind, size_bytes=size_bytes, group_size=ranks, dtype=dtype)
         found.append(Exchange(name, op))
     return found

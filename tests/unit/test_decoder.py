@@ -715,12 +715,19 @@ def test_a_degree_of_one_sends_nothing():
         (MOE, {"tp": 1, "ep": 4}, "ep = 4: must divide experts.num_experts = 6"),
         (DENSE, {"tp": 0}, "tp = 0: must be >= 1"),
         (DENSE, {"tp": 4, "seq_len": 6}, "tp = 4: must divide seq_len / cp = 6"),
-        (DENSE, {"tp": 1, "microbatch_size": -1}, "batch_size = -1"),
+        (DENSE, {"tp": 1, "microbatch_size": -1}, "microbatch_size = -1"),
     ],
 )
 def test_sizes_that_cannot_be_divided_are_named(model, degrees, named):
     with pytest.raises(ValueError, match=named):
         decoder.exchanges(model, **({"microbatch_size": 1, "seq_len": 8} | degrees))
+
+
+@pytest.mark.parametrize("size", ["microbatch_size", "seq_len"])
+@pytest.mark.parametrize("asked", [decoder.products, decoder.attention, decoder.attentions])
+def test_a_size_of_none_is_named(asked, size):
+    with pytest.raises(ValueError, match=f"^{size} = 0: must be >= 1"):
+        asked(DENSE, **({"microbatch_size": 1, "seq_len": 8} | {size: 0}))
 
 
 @pytest.mark.parametrize(
