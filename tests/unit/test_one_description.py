@@ -14,12 +14,22 @@ from msgspec.structs import replace
 from meshwise import models, search
 from meshwise.models import catalogue, counts, families, fsdp, hugging_face
 from meshwise.pages import planned
-from meshwise.prices import unmeasured
+from meshwise.prices import Prices, unmeasured
 from meshwise.probe.cases import attention, collectives, gemm, overlap
 from meshwise.probe.cases import fsdp as fsdp_cases
 from meshwise.probe.cases.scope import Scope
 from meshwise.reshard.holdings import buffers, holdings
-from meshwise.spec import Block, Cluster, Layout, Model, Recipe, Resharding, WeightLayout, Workload
+from meshwise.spec import (
+    Block,
+    Cluster,
+    Layout,
+    Model,
+    Recipe,
+    Resharding,
+    WeightLayout,
+    Workload,
+    layer_kinds,
+)
 from meshwise.verbs import files, forecast, given
 
 CONFIGS = Path(__file__).parents[1] / "data" / "hugging_face"
@@ -194,3 +204,38 @@ def test_models_that_are_only_listed_are_too(name, as_wide):
 def test_the_search_reads_the_graph(name, as_wide):
     model = model_of(name)
     assert as_wide(found, model) == found(wider(model)) != found(model)
+
+
+def followed(name, layout):
+    """The tasks of the first layer of a model in a layout, and each one's price by data sheets."""
+    model, prices = catalogue.find(name), Prices(unmeasured(CLUSTER), datasheet=True)
+    kinds = layer_kinds(model)[:1]
+    graph = models.graph(model, 1, 8192, "bf16", layers=kinds, first=False, last=False)
+    for task in models.apply(graph, layout, "bf16").tasks:
+        yield task.name.removeprefix("layers.0."), task.op, prices.estimate(task.op).time_s
+
+
+def test_the_page_follows_these_operations():
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    start = page.index("## Follow one operation")
+    walk = " ".join(page[start : page.index("## Libraries")].split())
+    layout = Layout(dp=4, tp=2, sequence_parallel=True, zero=3)
+    said = []
+    for name, degrees, timed, sent in (
+        ("llama-3-8b", layout, ("gate", "down"), ("all_gather", "reduce_scatter")),
+        ("mixtral-8x7b", replace(layout, ep=4), ("experts.gate_up",), ("all_gather",)),
+    ):
+        assert f"`{degrees.name.removesuffix(' mb1x1')}`" in walk
+        for task, op, time_s in followed(name, degrees):
+            if task in timed:
+                said.append(f"{op.m} x {op.n} x {op.k}")
+            if task in (*sent, "gate.all_gather", "experts.dispatch.all_to_all"):
+                said.append(f"{op.size_bytes:,} B")
+            if task in ("gate", "silu", "gate.all_gather", "experts.gate_up",
+                        "experts.dispatch.all_to_all"):  # fmt: skip
+                said.append(f"{time_s * 1e6:,.0f} µs")
+    workload = Workload(global_batch_size=4, seq_len=8192)
+    model, costs = catalogue.find("llama-3-8b"), unmeasured(CLUSTER)
+    step = search.given(model, workload, costs, layout).prediction
+    said.append(f"{step.step_time_s * 1e3:.0f} ms")
+    assert len(said) > 12 and [words for words in said if words not in walk] == []
