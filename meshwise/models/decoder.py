@@ -217,8 +217,8 @@ def exchanges(
         layout = replace(plain, sequence_parallel=axis == "sp")
         placement.check(listed, workload, layout)
         for _, tasks in shard(graph, tp, layout.placed, ep).tasks:
-            for op, written in ((task.op, task.writes) for task in tasks):
-                if isinstance(op, Collective) and written:  # not counts of rows
+            for task in tasks:
+                if isinstance(op := task.op, Collective) and task.writes:  # not counts of rows
                     name = f"{'ep' if op.kind == 'all_to_all' else axis}.{op.kind}"
                     size = op.size_bytes // DTYPE_BYTES[op.dtype]
                     elements[name] = max(elements.get(name, (0, 0)), (size, op.group_size))

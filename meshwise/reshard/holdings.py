@@ -207,16 +207,13 @@ def _members(model: Decoder | Model) -> dict[str, tuple[Member, ...]]:
 
 
 def _held(
-    model: Decoder | Model,
-    stages: Sequence[_Stage],
-    order: Order,
-    dtype: Dtype,
-    vocab_multiple: int = 1,
+    model: Decoder | Model, stages: Sequence[_Stage], order: Order, dtype: Dtype, multiple: int = 1
 ) -> Holdings:
-    """Stage by stage. Equal layers of a stage have the same pieces but for the buffers' names."""
+    """Stage by stage. Equal layers of a stage have the same pieces but for the buffers' names.
+    ``multiple``: to which the rows of the vocabulary are padded."""
     units = _members(model)
     (table,) = (member.shape for member in units["root"] if member.role == "embed.weight")
-    vocab_rows = _vocab_rows(table[0], vocab_multiple)
+    vocab_rows = _vocab_rows(table[0], multiple)
     made: dict[tuple[tuple[Member, ...], _Mesh], dict[str, Tensor]] = {}
     found: dict[str, Tensor] = {}
     for number, stage in enumerate(stages):
