@@ -12,6 +12,7 @@ from meshwise.prices import curve_s, name_of, shape_op
 from meshwise.spec import (
     Block,
     Collective,
+    Convolution,
     Costs,
     Curve,
     Elementwise,
@@ -234,7 +235,10 @@ def rates(costs: Costs) -> svg.Figure | None:
     for surface in costs.surfaces:
         for shape, time_s in zip(surface.shapes, surface.time_s, strict=True):
             op = shape_op(surface, shape)
-            name = "gemm" if isinstance(op, Gemm) else f"attention {op.direction}"
+            name = "gemm"
+            if not isinstance(op, Gemm):
+                kind = type(op).__name__.lower()
+                name = f"{kind} {op.product if isinstance(op, Convolution) else op.direction}"
             series.setdefault(name, []).append((op.flops / op.bytes, op.flops / time_s))
     if not series:
         return None

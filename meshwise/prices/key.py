@@ -23,6 +23,7 @@ from meshwise.spec import (
     Case,
     Cluster,
     Collective,
+    Convolution,
     Curve,
     Elementwise,
     Factor,
@@ -216,6 +217,12 @@ FIELDS: dict[type, dict[str, Role]] = {
         **_all(_category, "dtype direction causal"), "window": _unlike(lambda op: None, "windowed"),
         "head_dim_v": _unlike(lambda op: op.head_dim, "MLA"), "kv_heads": _kv_heads,
         **_all(_coordinate(), "batch q_len kv_len heads head_dim"),
+    },
+    Convolution: {
+        **_all(_category, "dtype product"),
+        "kernel": _word(lambda op: f"{op.kernel}x{op.kernel}"),
+        "stride": _word(lambda op: f"stride {op.stride}" if op.stride > 1 else ""),
+        **_all(_coordinate(), "batch in_channels out_channels height width"),
     },
     Elementwise: {
         "kind": _word(lambda op: op.kind, "op"), "direction": _direction,

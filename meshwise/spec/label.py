@@ -5,7 +5,16 @@ reads on one side and writes on the other, the bytes that cross.
 """
 
 from meshwise.spec.long_attention import LongAttention
-from meshwise.spec.op import REDUCING, Attention, Collective, Elementwise, Gemm, Op, Overlap
+from meshwise.spec.op import (
+    REDUCING,
+    Attention,
+    Collective,
+    Convolution,
+    Elementwise,
+    Gemm,
+    Op,
+    Overlap,
+)
 from meshwise.spec.refit import Resharding
 from meshwise.spec.run import Case, Step
 from meshwise.spec.vision import WideResNet
@@ -61,6 +70,10 @@ def _of_op(op: Op | Step | Resharding | LongAttention) -> str:
         return " ".join(filter(None, ("gemm", sizes, number_format(op), groups, stored)))
     if isinstance(op, Attention):
         return f"attention {shape(op)} {op.direction}"
+    if isinstance(op, Convolution):
+        image = f"b{op.batch} {op.in_channels}x{op.height}x{op.width} -> {op.out_channels}"
+        stride = f" stride {op.stride}" if op.stride > 1 else ""
+        return f"convolution {image} {op.kernel}x{op.kernel}{stride} {op.dtype} {op.product}"
     if isinstance(op, LongAttention):
         return _of_long_attention(op)
     if isinstance(op, Elementwise):

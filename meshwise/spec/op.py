@@ -130,6 +130,43 @@ class Attention(Record, kw_only=True, tag_field="op", tag="attention"):
         return passes * self.batch * rows * width * DTYPE_BYTES[self.dtype]
 
 
+class Convolution(Record, kw_only=True, tag_field="op", tag="convolution"):
+    """One product of a convolution, channels last, by a square kernel, padded by kernel // 2.
+
+    x[batch, in_channels, height, width] gives y[batch, out_channels, ceil(height / stride),
+    ceil(width / stride)]. ``product``: y of x and w (forward), dx of dy and w (dgrad), or dw of dy
+    and x (wgrad); all three have the same FLOPs.
+    """
+
+    batch: Count
+    in_channels: Length
+    out_channels: Length
+    height: Length
+    width: Length
+    kernel: Length
+    stride: Count = 1
+    product: Literal["forward", "dgrad", "wgrad"] = "forward"
+    dtype: Dtype = "bf16"
+
+    @property
+    def out_pixels(self) -> int:
+        return -(-self.height // self.stride) * -(-self.width // self.stride)
+
+    @property
+    def weight_elements(self) -> int:
+        return self.out_channels * self.in_channels * self.kernel**2
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.out_pixels * self.weight_elements
+
+    @property
+    def bytes(self) -> int:
+        x = self.in_channels * self.height * self.width
+        y = self.out_channels * self.out_pixels
+        return (self.batch * (x + y) + self.weight_elements) * DTYPE_BYTES[self.dtype]
+
+
 class Elementwise(Record, kw_only=True, tag_field="op", tag="elementwise"):
     """Memory-bound work: norms, activations, copies, the optimizer. Its price is its bytes."""
 
@@ -254,6 +291,6 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
         return self.microbatch_size * self.seq_len * self.model.hidden
 
 
-Shaped = Gemm | Attention  # priced over several dims
+Shaped = Gemm | Attention | Convolution  # priced over several dims
 Sized = Elementwise | Collective  # priced over bytes
 Op = Shaped | Sized | Overlap | Block
