@@ -1,4 +1,4 @@
-"""Tables of measured products and attention, alone and beside a collective.
+"""Tables of measured products, convolutions and attention, alone and beside a collective.
 
 Samples in, tables out. Rates are FLOPs of the operation (``spec.op``) over the median time.
 """
@@ -12,11 +12,25 @@ from meshwise.pages.metrics import each
 from meshwise.pages.spread import slowest
 from meshwise.pages.table import Table, filled
 from meshwise.pages.tables import ABSENT, INTERVAL, percent, shown
-from meshwise.spec import Attention, Case, Cluster, Gemm, Overlap, Sample
-from meshwise.spec.label import label, number_format, shape, storage
+from meshwise.spec import Attention, Case, Cluster, Convolution, Gemm, Overlap, Sample
+from meshwise.spec.label import label, number_format, shape, variant
 from meshwise.stats import median_interval
 from meshwise.units import format_rate, format_seconds
 
+Product = Gemm | Convolution
+WORDS: dict[type[Product], tuple[str, str, str]] = {  # title, a column, what a row's shape is
+    Gemm: (
+        "Matrix products",
+        "layout",
+        "shape: m x n x k, 2mnk FLOPs; layout: t for an operand stored transposed",
+    ),
+    Convolution: (
+        "Convolutions",
+        "product",
+        "shape: batch, channels x height x width -> channels, kernel /stride; a multiply-add is 2"
+        " FLOPs",
+    ),
+}
 DEFAULT = "torch's choice"
 CONVENTION = {
     False: "FLOPs: two products over pairs of query and key, causal counted half, a window by the "
@@ -32,20 +46,23 @@ def mode(case: Case, *, backend: bool = True) -> str:
     return ", ".join(filter(None, (case.regime, compiled, case.backend if backend else "")))
 
 
-def products(samples: Iterable[Sample], cluster: Cluster) -> list[Table]:
+def products(
+    samples: Iterable[Sample], cluster: Cluster, kind: type[Product] = Gemm
+) -> list[Table]:
     """One table a mode, in the order measured; the best shape of each dtype below it."""
-    by_mode: dict[str, list[tuple[Gemm, Sample]]] = {}
+    by_mode: dict[str, list[tuple[Product, Sample]]] = {}
     for sample in samples:
-        if isinstance(sample.case.op, Gemm):
+        if isinstance(sample.case.op, kind):
             by_mode.setdefault(mode(sample.case), []).append((sample.case.op, sample))
     return [_products(name, found, cluster) for name, found in by_mode.items()]
 
 
-def _products(name: str, found: Sequence[tuple[Gemm, Sample]], cluster: Cluster) -> Table:
+def _products(name: str, found: Sequence[tuple[Product, Sample]], cluster: Cluster) -> Table:
     sustained = found[0][1].case.regime == "sustained"
     rows = tuple(_product(op, sample, cluster, sustained) for op, sample in found)
     spread = ("MHz (min)", "W (max)") if sustained else ("±", "slowest")
-    columns = ("shape", "dtype", "layout", "median", "rate", "of peak", "bandwidth", "times")
+    title, way, words = WORDS[type(found[0][0])]
+    columns = ("shape", "dtype", way, "median", "rate", "of peak", "bandwidth", "times")
     legend = [*_best(found, cluster)]
     legend.append(
         "MHz, W: medians over time of the slowest rank's clock and of the highest power."
@@ -53,20 +70,19 @@ def _products(name: str, found: Sequence[tuple[Gemm, Sample]], cluster: Cluster)
         else f"±: half of the {INTERVAL}, relative."
     )
     legend.append(
-        "shape: m x n x k, 2mnk FLOPs; layout: t for an operand stored transposed; bandwidth: "
-        "operands and result once, over the median; of peak: of the datasheet's dense rate for the "
-        "dtype, where it is known."
+        f"{words}; bandwidth: operands and result once, over the median; of peak: of the "
+        "datasheet's dense rate for the dtype, where it is known."
     )
-    return Table(f"Matrix products, {name}", (*columns, *spread), rows, tuple(legend), left=3)
+    return Table(f"{title}, {name}", (*columns, *spread), rows, tuple(legend), left=3)
 
 
-def _product(op: Gemm, sample: Sample, cluster: Cluster, sustained: bool) -> tuple[str, ...]:
+def _product(op: Product, sample: Sample, cluster: Cluster, sustained: bool) -> tuple[str, ...]:
     middle_s, low_s, high_s = median_interval(sample.times_s)
     rate = op.flops / middle_s
     cells = (
         shape(op),
         number_format(op),
-        storage(op),
+        variant(op),
         format_seconds(middle_s),
         format_rate(rate, "FLOP/s"),
         percent(_of_peak(rate, op, cluster)),
@@ -85,14 +101,14 @@ def _middle(values: Sequence[float]) -> float:
     return median_interval(values)[0]
 
 
-def _of_peak(rate: float, op: Gemm, cluster: Cluster) -> float | None:
+def _of_peak(rate: float, op: Product, cluster: Cluster) -> float | None:
     peak = cluster.device.peak_flops.get(op.dtype)
     return rate / peak if peak else None
 
 
-def _best(found: Sequence[tuple[Gemm, Sample]], cluster: Cluster) -> Iterable[str]:
+def _best(found: Sequence[tuple[Product, Sample]], cluster: Cluster) -> Iterable[str]:
     """A line a dtype: its fastest shape."""
-    best: dict[str, tuple[float, Gemm]] = {}
+    best: dict[str, tuple[float, Product]] = {}
     for op, sample in found:
         rate = op.flops / _middle(sample.times_s)
         if rate > best.get(number_format(op), (0.0, op))[0]:
@@ -100,7 +116,7 @@ def _best(found: Sequence[tuple[Gemm, Sample]], cluster: Cluster) -> Iterable[st
     for name, (rate, op) in best.items():
         share = _of_peak(rate, op, cluster)
         of_peak = "" if share is None else f", {percent(share)} of peak"
-        yield f"Best {name}: {shape(op)} {storage(op)}, {format_rate(rate, 'FLOP/s')}{of_peak}."
+        yield f"Best {name}: {shape(op)} {variant(op)}, {format_rate(rate, 'FLOP/s')}{of_peak}."
 
 
 class Contest(NamedTuple):

@@ -11,8 +11,8 @@ import numpy as np
 
 from meshwise.pages import collectives, compute, svg
 from meshwise.pages.collectives import Series
-from meshwise.spec import Cluster, Collective, Gemm, Overlap, RunInfo, Sample
-from meshwise.spec.label import label, number_format, shape, storage
+from meshwise.spec import Cluster, Collective, Convolution, Gemm, Overlap, RunInfo, Sample
+from meshwise.spec.label import label, number_format, shape, variant
 from meshwise.spec.op import Dtype
 from meshwise.stats import median_interval
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
@@ -42,7 +42,8 @@ def figures(
     if collectives.are_fsdp_units(info):
         return list(_fsdp(found))
     return [
-        *_products(done, info.cluster),
+        *_products(done, info.cluster, Gemm),
+        *_products(done, info.cluster, Convolution),
         *_attention(done, exact),
         *_overlap(done),
         *_collectives(found, others, reference_name),
@@ -126,15 +127,17 @@ class _Product(NamedTuple):
 
     intensity: float
     rate: float
-    op: Gemm
+    op: compute.Product
 
 
-def _products(samples: Sequence[Sample], cluster: Cluster) -> Iterable[Named]:
+def _products(
+    samples: Sequence[Sample], cluster: Cluster, kind: type[compute.Product]
+) -> Iterable[Named]:
     """FLOP/s over FLOPs a byte, a series for each dtype and mode, under the datasheet's roofs."""
     points: dict[str, list[_Product]] = {}
     for sample in samples:
         op = sample.case.op
-        if isinstance(op, Gemm):
+        if isinstance(op, kind):
             name = f"{number_format(op)}, {compute.mode(sample.case)}"
             rate = op.flops / median_interval(sample.times_s)[0]
             points.setdefault(name, []).append(_Product(op.flops / op.bytes, rate, op))
@@ -144,9 +147,9 @@ def _products(samples: Sequence[Sample], cluster: Cluster) -> Iterable[Named]:
     dtypes = dict.fromkeys(point.op.dtype for series in points.values() for point in series)
     roofs = {dtype: known[dtype] for dtype in dtypes if dtype in known}
     dashed = " Dashed: datasheet." if roofs else ""
-    caption = f"Matrix products: rate over arithmetic intensity; ringed: the best.{dashed}"
+    caption = f"{compute.WORDS[kind][0]}: rate over arithmetic intensity; ringed: the best.{dashed}"
     paint = _roofline(points, roofs, cluster.device.peak_memory_bytes_per_s)
-    yield "gemm", svg.draw(caption, paint, width=8.8)
+    yield kind.__name__.lower(), svg.draw(caption, paint, width=8.8)
 
 
 def _roofline(
@@ -160,7 +163,7 @@ def _roofline(
         for index, (name, series) in enumerate(points.items()):
             best = max(series, key=lambda point: point.rate)
             x, y, _ = zip(*series, strict=True)
-            text = f"{name}\nbest {shape(best.op)} {storage(best.op)}"
+            text = f"{name}\nbest {shape(best.op)} {variant(best.op)}"
             axes.plot(x, y, "o", color=svg.colour(index), label=text)
             axes.plot(
                 best.intensity, best.rate, "o", color=svg.colour(index), markersize=9,

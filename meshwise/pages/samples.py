@@ -18,6 +18,7 @@ from meshwise.spec import (
     Block,
     Case,
     Collective,
+    Convolution,
     Derived,
     Elementwise,
     Resharding,
@@ -98,6 +99,7 @@ def run(
     done = [sample for sample in samples if sample.status == "ok"]
     tables = [state(info, samples)]
     tables += compute.products(done, info.cluster)
+    tables += compute.products(done, info.cluster, Convolution)
     tables += compute.attention(done, exact=exact)
     tables += filled(
         _timed("Memory-bound operations", done, Elementwise),

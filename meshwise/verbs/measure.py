@@ -140,7 +140,8 @@ def chosen(
         "ranks": _read_ranks,
         "kinds": _read_kinds,
     }
-    given = options | ({"models": tuple(map(catalogue.find, names))} if names else {})
+    find = catalogue.find_any if what == "profile" else catalogue.find
+    given = options | ({"models": tuple(map(find, names))} if names else {})
     known = list(inspect.signature(listing).parameters)[1:]
     for name, value in list(given.items()):
         if name not in known:

@@ -25,6 +25,7 @@ from meshwise.spec import (
     Case,
     Cluster,
     Collective,
+    Convolution,
     Device,
     Elementwise,
     Gemm,
@@ -40,6 +41,10 @@ HERE = Path(__file__)
 pytestmark = pytest.mark.dist
 MODEL = Model(hidden=64, layers=1, heads=4, ffn=256, vocab=128, max_seq_len=32)
 GEMM = Gemm(m=64, n=32, k=16, dtype="fp32")
+CONVOLUTION = Convolution(
+    batch=1, in_channels=4, out_channels=4, height=8, width=8, kernel=3, product="wgrad",
+    dtype="fp32",
+)  # fmt: skip
 SMALL_COPY = Elementwise(kind="copy", read_bytes=4096, write_bytes=4096)
 TOO_LARGE = Elementwise(kind="copy", read_bytes=2**50, write_bytes=2**50)
 WAYS = ("forward", "backward")
@@ -296,9 +301,9 @@ def test_a_killed_rank_loses_nothing_and_resume_repeats_nothing(tmp_path):
 def test_failures_are_data_and_the_sweep_goes_on(tmp_path):
     wrong = Elementwise(kind="copy", read_bytes=8, write_bytes=4)
     unaligned = Gemm(m=8, n=8, k=8, dtype="fp8", scaling="tensor")
-    ops = [TOO_LARGE, attention(q_len=8), unaligned, wrong, GEMM]
+    ops = [TOO_LARGE, attention(q_len=8), unaligned, wrong, GEMM, CONVOLUTION]
     found = sweep_alone(ops, new_run(tmp_path, 1))
-    assert [sample.status for sample in found] == ["oom", "skipped", "skipped", "error", "ok"]
+    assert [sample.status for sample in found] == ["oom", "skipped", "skipped", "error", "ok", "ok"]
     assert "allocate memory" in found[0].reason
     assert "q_len != kv_len" in found[1].reason
     assert "fp8" in found[2].reason

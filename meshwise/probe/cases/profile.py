@@ -10,7 +10,8 @@ Cluster, models and dtype in; cases out, ordered so that any prefix calibrates a
        sharded blocks at the smallest microbatch
 
 Operations come before the blocks they add up to, since a block without their prices calibrates
-nothing. A block's forward and backward are neighbours: they share one set-up.
+nothing. A block's forward and backward are neighbours: they share one set-up. A model of images has
+no blocks: its convolutions and products are listed from its whole program.
 
 Each is timed as a step runs it (``prices.in_step``). On a GPU blocks are timed after half a second
 of the same work, because a step runs at the clocks that the power cap leaves. Cases of one price
@@ -19,28 +20,30 @@ reduced over data ranks.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwise.models import block_ops, placement
+from meshwise.models import apply, block_ops, graph, placement
 from meshwise.models.catalogue import default_model, default_workload
 from meshwise.prices import in_step, op_key
 from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
     DTYPE_BYTES,
+    AnyModel,
     Attention,
     Block,
     Case,
     Cluster,
     Collective,
-    Decoder,
     Elementwise,
     Gemm,
     Layout,
     Model,
     Op,
+    Shaped,
+    WideResNet,
 )
 from meshwise.spec.op import CollectiveKind, Direction, Dtype
 
@@ -57,6 +60,7 @@ class Sizes(NamedTuple):
 
     microbatches: tuple[int, int]  # a typical one, for round 1, and the smallest
     more_microbatches: tuple[int, ...]
+    images: tuple[int, ...]  # of a microbatch, a typical number first
     coarse_bytes: tuple[int, ...]  # collectives
     dense_bytes: tuple[int, ...]  # by importance: beyond the coarse ones first
     coarse_copies: tuple[int, ...]
@@ -71,6 +75,7 @@ SCALES = {
     "cuda": Sizes(
         microbatches=(8, 1),
         more_microbatches=(4, 2),
+        images=(32, 8, 64),
         coarse_bytes=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
         dense_bytes=(GiB, 4 * KiB, 64 * MiB, 4 * MiB, 256 * KiB),
         coarse_copies=(64 * KiB, 4 * MiB, 64 * MiB, GiB),
@@ -89,6 +94,7 @@ SCALES = {
     "cpu": Sizes(
         microbatches=(2, 1),
         more_microbatches=(4,),
+        images=(2, 1),
         coarse_bytes=(4 * KiB, 64 * KiB, MiB, 16 * MiB),
         dense_bytes=(64 * MiB, 4 * MiB, 256 * KiB, 16 * KiB),
         coarse_copies=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
@@ -114,7 +120,7 @@ class Profile(NamedTuple):
 def cases(
     scope: Scope,
     *,
-    models: tuple[Model | Decoder, ...] = (),
+    models: tuple[AnyModel, ...] = (),
     lowering: Literal["eager", "compiled"] | None = None,
 ) -> list[Case]:
     """The cases of a profile in priority order, none twice.
@@ -131,10 +137,11 @@ def cases(
         )
     planned = []
     for model in models or (default_model(cluster),):
-        if not isinstance(model, Model):
+        if not isinstance(model, Model):  # nor a WideResNet, once ``models.graph`` knows it
+            others = "; measure gemm, attention, collectives and fsdp take it"
             raise ValueError(
-                f"model = {model.name!r}: plans are made for GPTs so far; measure gemm, attention, "
-                "collectives and fsdp take it"
+                f"model = {model.name!r}: plans are made for GPTs so far"
+                + ("" if isinstance(model, WideResNet) else others)
             )
         planned.append(model)
     profile = Profile(
@@ -154,11 +161,12 @@ def cases(
     return list(found.values())
 
 
-def _round_1(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
+def _round_1(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
     yield from map(_copy, profile.scale.coarse_copies)
     typical = profile.scale.microbatches[0]
     blocks = [block for model in models for block in _blocks(profile, model, typical)]
     yield from _products(blocks)
+    yield from _of_images(profile, models, profile.scale.images[:1], [1])
     yield from map(_adamw, profile.scale.coarse_copies)
     yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[:2])
     yield from _pairs(profile)
@@ -166,14 +174,17 @@ def _round_1(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
     yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[2:])
 
 
-def _round_2(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
+def _round_2(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
     yield from _tensor_parallel(profile, models, profile.scale.microbatches[0])
     for microbatch_size in (profile.scale.microbatches[1], *profile.scale.more_microbatches):
         for model in models:
             yield from _behind_their_products(list(_blocks(profile, model, microbatch_size)))
+    images = profile.scale.images
+    yield from _of_images(profile, models, images[:1], _degrees(profile.world_size)[1:])
+    yield from _of_images(profile, models, images[1:], [1])
 
 
-def _round_3(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
+def _round_3(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
     scale, dtype = profile.scale, profile.dtype
     yield from _collectives(profile, MAIN, scale.dense_bytes[:1])
     yield from _collectives(profile, OTHER, scale.coarse_bytes)
@@ -195,7 +206,7 @@ def _round_3(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
 
 
 def _tensor_parallel(
-    profile: Profile, models: tuple[Model, ...], microbatch_size: int
+    profile: Profile, models: tuple[AnyModel, ...], microbatch_size: int
 ) -> Iterator[Op]:
     """Blocks of every degree above 1, with sequence parallelism first: it saves memory."""
     for tp in _degrees(profile.world_size)[1:]:
@@ -209,10 +220,35 @@ def _behind_their_products(blocks: list[Block]) -> Iterator[Op]:
     yield from blocks
 
 
-def _products(blocks: list[Block]) -> Iterator[Gemm | Attention]:
-    """GEMMs and attention of ``blocks``; what else they hold is priced by curves over bytes."""
+def _products(blocks: list[Block]) -> Iterator[Shaped]:
     for block in blocks:
-        yield from (op for op in block_ops(block) if isinstance(op, Gemm | Attention))
+        yield from _shaped(block_ops(block))
+
+
+def _of_images(
+    profile: Profile, models: tuple[AnyModel, ...], sizes: tuple[int, ...], degrees: list[int]
+) -> Iterator[Shaped]:
+    for num_images, tp, model in itertools.product(sizes, degrees, models):
+        if isinstance(model, WideResNet):
+            yield from of_program(profile, model, num_images, tp)
+
+
+def of_program(
+    profile: Profile, model: AnyModel, microbatch_size: int, tp: int = 1
+) -> Iterator[Shaped]:
+    """The products, convolutions and attention of a whole model; nothing where this degree cannot
+    exist."""
+    seq_len = default_workload(profile.cluster, model).seq_len
+    layout = Layout(tp=tp, microbatch_size=microbatch_size)
+    if placement.obstacle(model, seq_len, layout):
+        return
+    whole = graph(model, microbatch_size, seq_len, profile.dtype)
+    yield from _shaped(task.op for task in apply(whole, layout, profile.dtype).tasks)
+
+
+def _shaped(ops: Iterable[Op]) -> Iterator[Shaped]:
+    """Those that surfaces price; what else there is is priced by curves over bytes."""
+    return (op for op in ops if isinstance(op, Shaped))
 
 
 def _copy(size_bytes: int) -> Elementwise:
@@ -234,12 +270,14 @@ def _passes(m: int, n: int, k: int, dtype: Dtype) -> Iterator[Gemm]:
 
 def _blocks(
     profile: Profile,
-    model: Model,
+    model: AnyModel,
     microbatch_size: int,
     tp: int = 1,
     sequence_parallel: bool = False,
 ) -> Iterator[Block]:
-    """Layer and head, forward and backward; nothing where this degree cannot exist."""
+    """Layer and head, forward and backward; nothing of images, or where this degree cannot be."""
+    if isinstance(model, WideResNet):
+        return
     seq_len = default_workload(profile.cluster, model).seq_len
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
     if placement.obstacle(model, seq_len, layout):
