@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwise.models import Device, Graph, Program, Task, apply, graph, saved_activation_bytes
+from meshwise.models import Graph, Program, Task, apply, device_of, graph, saved_activation_bytes
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
 from meshwise.search.simulate import (
@@ -120,12 +120,8 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
         first=kind.first,
         last=kind.last,
         recompute=kind.recompute,
-        device=_device_of(by),
+        device=device_of(by.cluster, by.lowering),
     )
-
-
-def _device_of(by: Costs | Plan) -> Device:
-    return "cpu" if by.cluster.device.kind == "cpu" and by.lowering == "eager" else "cuda"
 
 
 _priced: dict[tuple[StageKind, Prices], StageCost] = {}
@@ -173,7 +169,7 @@ def _program(kind: StageKind, prices: Prices) -> Program:
         dtype,
         split=kind.split,
         times=times,
-        device=_device_of(prices.costs),
+        device=device_of(prices.costs.cluster, prices.costs.lowering),
     )
 
 

@@ -40,10 +40,10 @@ from meshwise.spec import (
     Elementwise,
     Gemm,
     Layout,
-    Model,
     Op,
     Shaped,
     WideResNet,
+    layer_kinds,
 )
 from meshwise.spec.op import CollectiveKind, Direction, Dtype
 
@@ -52,14 +52,14 @@ SHARDING: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 MAIN: tuple[CollectiveKind, ...] = (*SHARDING, "all_reduce")
 IN_PLACE = ("all_reduce", "broadcast")  # as torch has them
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
 OTHER: tuple[CollectiveKind, ...] = ("all_to_all", "broadcast", "send_recv")
 
 
 class Sizes(NamedTuple):
     """Sizes that suit one kind of device; ``coarse`` ones come first, ``dense`` ones last."""
 
-    microbatches: tuple[int, int]  # a typical one, for round 1, and the smallest
-    more_microbatches: tuple[int, ...]
+    microbatches: tuple[int, ...]  # a typical one, for round 1, the smallest, others
     images: tuple[int, ...]  # of a microbatch, a typical number first
     coarse_bytes: tuple[int, ...]  # collectives
     dense_bytes: tuple[int, ...]  # by importance: beyond the coarse ones first
@@ -73,8 +73,7 @@ class Sizes(NamedTuple):
 
 SCALES = {
     "cuda": Sizes(
-        microbatches=(8, 1),
-        more_microbatches=(4, 2),
+        microbatches=(8, 1, 4, 2),
         images=(32, 8, 64),
         coarse_bytes=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
         dense_bytes=(GiB, 4 * KiB, 64 * MiB, 4 * MiB, 256 * KiB),
@@ -92,8 +91,7 @@ SCALES = {
         ),
     ),
     "cpu": Sizes(
-        microbatches=(2, 1),
-        more_microbatches=(4,),
+        microbatches=(2, 1, 4),
         images=(2, 1),
         coarse_bytes=(4 * KiB, 64 * KiB, MiB, 16 * MiB),
         dense_bytes=(64 * MiB, 4 * MiB, 256 * KiB, 16 * KiB),
@@ -115,6 +113,20 @@ class Profile(NamedTuple):
     dtype: Dtype
     lowering: Literal["eager", "compiled"]
     scale: Sizes
+    seq_len: int | None = None
+
+    def length(self, model: AnyModel) -> int:
+        """Tokens of a sequence, as many as the plan's or as usual."""
+        usual = default_workload(self.cluster, model).seq_len
+        return usual if self.seq_len is None or isinstance(model, WideResNet) else self.seq_len
+
+    def microbatches(self, model: AnyModel) -> tuple[int, ...]:
+        """Sizes of a microbatch, a typical one first: longer sequences are fewer."""
+        if isinstance(model, WideResNet):
+            return self.scale.images
+        usual = default_workload(self.cluster, model).seq_len
+        fewer = (size * usual // self.length(model) for size in self.scale.microbatches)
+        return tuple(dict.fromkeys(max(1, size) for size in fewer))
 
 
 def cases(
@@ -122,12 +134,13 @@ def cases(
     *,
     models: tuple[AnyModel, ...] = (),
     lowering: Literal["eager", "compiled"] | None = None,
+    seq_len: int | None = None,
 ) -> list[Case]:
     """The cases of a profile in priority order, none twice.
 
     ``models``: whose operations, by default of one that fills the cluster. ``lowering`` of their
     blocks, and so of the plans made from them: compiled on GPUs and eager on CPUs unless given;
-    single operations are eager in any case.
+    single operations are eager in any case. ``seq_len``: of the plan, by default the usual one.
     """
     cluster, world_size = scope.cluster, scope.world_size
     if not 1 <= world_size <= cluster.num_devices:
@@ -135,23 +148,16 @@ def cases(
             f"world_size = {world_size}: cluster {cluster.name!r} has {cluster.num_devices} "
             f"devices; use 1 to {cluster.num_devices}"
         )
-    planned = []
-    for model in models or (default_model(cluster),):
-        if not isinstance(model, Model):  # nor a WideResNet, once ``models.graph`` knows it
-            others = "; measure gemm, attention, collectives and fsdp take it"
-            raise ValueError(
-                f"model = {model.name!r}: plans are made for GPTs so far"
-                + ("" if isinstance(model, WideResNet) else others)
-            )
-        planned.append(model)
     profile = Profile(
         cluster,
         world_size,
         scope.dtype,
         lowering or ("compiled" if scope.on_gpus else "eager"),
         SCALES[cluster.device.kind],
+        seq_len,
     )
-    rounds = [part(profile, tuple(planned)) for part in (_round_1, _round_2, _round_3)]
+    planned = models or (default_model(cluster),)
+    rounds = [part(profile, planned) for part in (_round_1, _round_2, _round_3)]
     found: dict[tuple[object, ...], Case] = {}
     for op in (op for part in rounds for op in part):
         run = in_step(op, cluster, profile.lowering)
@@ -163,10 +169,9 @@ def cases(
 
 def _round_1(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
     yield from map(_copy, profile.scale.coarse_copies)
-    typical = profile.scale.microbatches[0]
-    blocks = [block for model in models for block in _blocks(profile, model, typical)]
+    blocks = [block for model in models for block in _blocks(profile, model, 0)]
     yield from _products(blocks)
-    yield from _of_images(profile, models, profile.scale.images[:1], [1])
+    yield from _beside_blocks(profile, models, slice(1))
     yield from map(_adamw, profile.scale.coarse_copies)
     yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[:2])
     yield from _pairs(profile)
@@ -175,13 +180,13 @@ def _round_1(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
 
 
 def _round_2(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
-    yield from _tensor_parallel(profile, models, profile.scale.microbatches[0])
-    for microbatch_size in (profile.scale.microbatches[1], *profile.scale.more_microbatches):
+    yield from _tensor_parallel(profile, models, 0)
+    for nth in range(1, len(profile.scale.microbatches)):
         for model in models:
-            yield from _behind_their_products(list(_blocks(profile, model, microbatch_size)))
-    images = profile.scale.images
-    yield from _of_images(profile, models, images[:1], _degrees(profile.world_size)[1:])
-    yield from _of_images(profile, models, images[1:], [1])
+            yield from _behind_their_products(list(_blocks(profile, model, nth)))
+    for tp in _degrees(profile.world_size)[1:]:
+        yield from _beside_blocks(profile, models, slice(1), tp)
+    yield from _beside_blocks(profile, models, slice(1, None))
 
 
 def _round_3(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
@@ -202,16 +207,14 @@ def _round_3(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
                 batch=1, q_len=tokens, kv_len=tokens, heads=heads, kv_heads=heads,
                 head_dim=head_dim, direction=direction, dtype=dtype,
             )  # fmt: skip
-    yield from _tensor_parallel(profile, models, scale.microbatches[1])
+    yield from _tensor_parallel(profile, models, 1)
 
 
-def _tensor_parallel(
-    profile: Profile, models: tuple[AnyModel, ...], microbatch_size: int
-) -> Iterator[Op]:
+def _tensor_parallel(profile: Profile, models: tuple[AnyModel, ...], nth: int) -> Iterator[Op]:
     """Blocks of every degree above 1, with sequence parallelism first: it saves memory."""
     for tp in _degrees(profile.world_size)[1:]:
         for model in models:
-            sharded = (_blocks(profile, model, microbatch_size, tp, sp) for sp in (True, False))
+            sharded = (_blocks(profile, model, nth, tp, sp) for sp in (True, False))
             yield from _behind_their_products([block for blocks in sharded for block in blocks])
 
 
@@ -225,24 +228,28 @@ def _products(blocks: list[Block]) -> Iterator[Shaped]:
         yield from _shaped(block_ops(block))
 
 
-def _of_images(
-    profile: Profile, models: tuple[AnyModel, ...], sizes: tuple[int, ...], degrees: list[int]
+def _beside_blocks(
+    profile: Profile, models: tuple[AnyModel, ...], chosen: slice, tp: int = 1
 ) -> Iterator[Shaped]:
-    for num_images, tp, model in itertools.product(sizes, degrees, models):
-        if isinstance(model, WideResNet):
-            yield from of_program(profile, model, num_images, tp)
+    """The operations of models whose blocks do not hold them all: of images, and of experts in
+    some layers or over tp. ``chosen``: which of the microbatches."""
+    for model in models:
+        if isinstance(model, WideResNet) or model.experts is not None:
+            for size in profile.microbatches(model)[chosen]:
+                yield from of_program(profile, model, size, tp)
 
 
 def of_program(
     profile: Profile, model: AnyModel, microbatch_size: int, tp: int = 1
 ) -> Iterator[Shaped]:
-    """The products, convolutions and attention of a whole model; nothing where this degree cannot
-    exist."""
-    seq_len = default_workload(profile.cluster, model).seq_len
+    """The products, convolutions and attention of a model, each kind of layer once; nothing where
+    this degree cannot exist."""
+    seq_len = profile.length(model)
     layout = Layout(tp=tp, microbatch_size=microbatch_size)
     if placement.obstacle(model, seq_len, layout):
         return
-    whole = graph(model, microbatch_size, seq_len, profile.dtype)
+    kinds = None if isinstance(model, WideResNet) else tuple(dict.fromkeys(layer_kinds(model)))
+    whole = graph(model, microbatch_size, seq_len, profile.dtype, layers=kinds)
     yield from _shaped(task.op for task in apply(whole, layout, profile.dtype).tasks)
 
 
@@ -269,25 +276,22 @@ def _passes(m: int, n: int, k: int, dtype: Dtype) -> Iterator[Gemm]:
 
 
 def _blocks(
-    profile: Profile,
-    model: AnyModel,
-    microbatch_size: int,
-    tp: int = 1,
-    sequence_parallel: bool = False,
+    profile: Profile, model: AnyModel, nth: int, tp: int = 1, sequence_parallel: bool = False
 ) -> Iterator[Block]:
-    """Layer and head, forward and backward; nothing of images, or where this degree cannot be."""
-    if isinstance(model, WideResNet):
-        return
-    seq_len = default_workload(profile.cluster, model).seq_len
+    """Layer and head of the nth microbatch, forward and backward; nothing of images, or where this
+    degree cannot be, and of experts over tp the head alone."""
+    sizes, seq_len = profile.microbatches(model), profile.length(model)
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
+    if isinstance(model, WideResNet) or nth >= len(sizes):
+        return
     if placement.obstacle(model, seq_len, layout):
         return
-    for part in ("layer", "head"):
+    for part in PARTS if tp == 1 or not model.has_experts(0) else PARTS[1:]:
         for direction in DIRECTIONS:
             yield Block(
                 part=part,
                 model=msgspec.structs.replace(model, name="", layers=1),
-                microbatch_size=microbatch_size,
+                microbatch_size=sizes[nth],
                 seq_len=seq_len,
                 tp=tp,
                 sequence_parallel=sequence_parallel,
