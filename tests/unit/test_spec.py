@@ -138,6 +138,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Curve: lambda f: {
         "x_bytes": (1.0, 2.0),
         "time_s": (0.5, 0.25),
+        "alpha_s": f["alpha_s"] or 1.0,  # alpha_beta needs one of its two numbers
         "held_out": {f["law"]: HeldOut(median=0.1, p90=0.2, num_points=3)},
     },
     Surface: lambda f: {
