@@ -24,6 +24,7 @@ from meshwise.spec import (
     Case,
     Cluster,
     Collective,
+    Convolution,
     Curve,
     Cuts,
     Decoder,
@@ -86,6 +87,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     WideResNet: lambda f: {"blocks": (2, *f["blocks"])},
     Gemm: lambda f: {"scaling": "row" if f["dtype"] == "fp8" else "none"},
+    Convolution: lambda f: {"kernel": f["kernel"] | 1},
     Attention: lambda f: {
         "heads": f["kv_heads"] * f["heads"],
         "causal": f["causal"] or f["window"] is not None,
@@ -136,6 +138,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Curve: lambda f: {
         "x_bytes": (1.0, 2.0),
         "time_s": (0.5, 0.25),
+        "alpha_s": f["alpha_s"] or 1.0,  # alpha_beta needs one of its two numbers
         "held_out": {f["law"]: HeldOut(median=0.1, p90=0.2, num_points=3)},
     },
     Surface: lambda f: {
@@ -350,6 +353,12 @@ def test_the_values_of_a_table_have_ranges_too() -> None:
             "Gemm.scaling = 'none': fp8 is scaled by tensor or row, other dtypes by none",
         ),
         (lambda: Gemm(m=1, n=1, k=1, scaling="row"), "Gemm.scaling = 'row': fp8 is scaled by"),
+        (
+            lambda: Convolution(
+                batch=1, in_channels=1, out_channels=1, height=4, width=4, kernel=2
+            ),
+            "Convolution.kernel = 2: must be odd",
+        ),
         (
             lambda: attention(2, 4, causal=False, window=2),
             "Attention.window = 2: a window is of causal attention; set causal",
