@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from meshwise.models import step_flops, stream_shape
-from meshwise.models.counts import weights
+from meshwise.models.decoder import weights
 from meshwise.prices import Prices
 from meshwise.search.pipeline import BUBBLE, Timetable, peak_memory, step_time, timetable
 from meshwise.search.simulate import SHARING, WAITING, Amounts, Charge, Peak
