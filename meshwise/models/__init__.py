@@ -2,10 +2,11 @@
 
 from functools import lru_cache
 
-from meshwise.models import decoder, families, wide_resnet
+from meshwise.models import families
 from meshwise.models.apply import Loop, Program, Span, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
+from meshwise.models.decoder import stream_shape
 from meshwise.models.eager_cpu import device_of, on_cpu
 from meshwise.models.graph import Device, Graph
 from meshwise.models.shard import Task
@@ -13,11 +14,9 @@ from meshwise.spec import (
     AnyModel,
     Block,
     Decoder,
-    LanguageModel,
     LayerKind,
     Layout,
     Op,
-    WideResNet,
 )
 from meshwise.spec.layout import Recompute
 
@@ -41,17 +40,9 @@ __all__ = [
 ]
 
 
-def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[int, ...]:
-    """Of the activation that enters layer ``layer``, or leaves the last, of ``rows`` sequences or
-    images."""
-    if isinstance(model, WideResNet):
-        return wide_resnet.activation_shape(model, rows, layer)
-    return decoder.stream_shape(model, rows, seq_len)
-
-
 @lru_cache(maxsize=1024)
 def graph(
-    model: LanguageModel,
+    model: AnyModel,
     batch: int,
     seq: int,
     dtype: str,
@@ -62,7 +53,7 @@ def graph(
     recompute: tuple[Recompute, ...] = (),
     device: Device = "cuda",
 ) -> Graph:
-    """Forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens, unsharded.
+    """Forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens or images.
 
     Of the whole model, or of a pipeline stage of ``layers`` of these kinds (``families.forward``).
     ``recompute``: one word a layer; () is none. ``device``: whose eager kernels.

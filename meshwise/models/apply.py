@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from meshwise.models.graph import BYTES, Device, Graph, Node, Tensor, elementwise, operation
-from meshwise.models.shard import LOADS, Buffer, Sharded, Task, shard
+from meshwise.models.shard import OVER_DATA, Buffer, Sharded, Task, shard
 from meshwise.spec import Collective, Layout, Op
 
 Runs = list[tuple[str, list[Task]]]
@@ -183,7 +183,7 @@ def _runs(graph: Graph, sharded: Sharded, split: bool) -> dict[Kind, Runs]:
     """Each action's tasks. A first stage has no gradient to send on: all its backward is W."""
     if not split:
         return {kind: _runs_of_units(graph, sharded, kind) for kind in ("F", "B")}
-    if "tokens" in graph.tensors:
+    if "stage.in" not in graph.tensors:
         forward, backward = (_runs_of_units(graph, sharded, kind) for kind in ("F", "B"))
         return {"F": forward, "I": [], "W": backward}
     return {kind: _runs_of_units(graph, sharded, kind) for kind in ("F", "I", "W")}
@@ -316,11 +316,12 @@ class _DataParallel:
             self.current = {unit: name for unit, name in stays if unit == "root"}
 
     def summed(self, tasks: list[Task]) -> Iterator[Task]:
-        """The same with the loads of experts added up over all data ranks, group by group."""
+        """The same with what is added up over all data ranks (loads of experts, statistics of
+        norms), group by group."""
         whole = _groups(self.layout, "")
         sums = ((whole.copies, whole.copy_stride), (whole.shards, whole.stride))
         for task in tasks:
-            if not task.name.endswith(f".{LOADS}"):
+            if not task.name.endswith(f".{OVER_DATA}"):
                 yield task
                 continue
             for ranks, stride in sums:

@@ -1,6 +1,6 @@
 """What a model asks of a device: its weights, matrix products, attention and messages.
 
-In: a ``Decoder`` or a GPT (``Model``) and the microbatch. Out: the records that are measured, read
+In: a model and the microbatch. Out: the records that are measured, read
 off the graph; messages off its tasks on one rank. A weight W[n,k] multiplies m = microbatch_size *
 seq_len rows, 2mnk FLOPs. Experts are one grouped product over all m * top_k rows.
 """
@@ -17,6 +17,7 @@ from meshwise.models.graph import Graph, Node, module_shape, operation
 from meshwise.models.shard import shard
 from meshwise.spec import (
     DTYPE_BYTES,
+    AnyModel,
     Attention,
     Collective,
     Decoder,
@@ -32,6 +33,7 @@ from meshwise.spec.op import Direction, Dtype
 # No gradient reaches it (training nudges it from the load of the experts), so it is state beside
 # the parameters to FSDP2 and a buffer to transformers; published counts include it.
 ROUTER_BIAS = "router.bias"
+BEGIN = ("embed.", "positions.", "stem")  # what weights before the layers are called
 _AXES = ("tp", "sp", "pp", "ep")
 
 
@@ -62,7 +64,7 @@ class Exchange(NamedTuple):
     collective: Collective
 
 
-def weights(model: LanguageModel) -> list[Weight]:
+def weights(model: AnyModel) -> list[Weight]:
     """Every weight in module order, a tied one once. Experts are stacked, [experts, n, k]."""
     graph, kinds = _one_of_each(model)
     units: dict[str, list[tuple[str, tuple[int, ...]]]] = {kind: [] for kind in kinds}
@@ -79,7 +81,7 @@ def weights(model: LanguageModel) -> list[Weight]:
         for index, kind in layers
         for name, shape in units[kind]
     ]
-    before = sum(weight.name.startswith(("embed.", "positions.")) for weight in found)
+    before = sum(weight.name.startswith(BEGIN) for weight in found)
     return [*found[:before], *stacked, *found[before:]]
 
 
@@ -88,17 +90,23 @@ def num_parameters(model: LanguageModel) -> int:
     return sum(weight.num_elements for weight in weights(model))
 
 
-def stream_shape(model: LanguageModel, rows: int, seq_len: int) -> tuple[int, ...]:
-    """Of what a layer reads and writes of ``rows`` sequences."""
-    graph, _ = _one_of_each(model, between=True)
+def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[int, ...]:
+    """Of the activation that enters layer ``layer``, or leaves the last, of ``rows`` sequences or
+    images."""
+    graph = _alone(model, min(layer, model.layers - 1))
+    name = "stage.in" if layer < model.layers else graph.nodes[-1].outputs[0]
     sizes = {**graph.sizes, "batch": rows, "seq": seq_len}
-    return tuple(sizes[dim] for dim in graph.tensors["stage.in"].dims)
+    return tuple(sizes[dim] for dim in graph.tensors[name].dims)
 
 
 @lru_cache(maxsize=256)
-def _one_of_each(
-    model: LanguageModel, *, between: bool = False
-) -> tuple[Graph, tuple[LayerKind, ...]]:
+def _alone(model: AnyModel, layer: int) -> Graph:
+    kinds = layer_kinds(model, range(layer, layer + 1))
+    return families.forward(model, 1, 1, "fp32", layers=kinds, first=False, last=False)
+
+
+@lru_cache(maxsize=256)
+def _one_of_each(model: AnyModel, *, between: bool = False) -> tuple[Graph, tuple[LayerKind, ...]]:
     """The graph of one layer of each kind that the model has, for one token, with both ends or
     ``between`` other stages; and these kinds."""
     kinds, ends = tuple(sorted(set(layer_kinds(model)))), not between
@@ -212,7 +220,7 @@ def exchanges(
     plain = Layout(tp=tp, dp=ep, ep=ep, microbatch_size=microbatch_size)
     workload = Workload(global_batch_size=plain.microbatch_rows, seq_len=seq_len)
     graph, _ = _one_of_each(model, between=True)
-    elements = {"pp.send_recv": (prod(stream_shape(model, 1, 1)), 2)}  # of a token
+    elements = {"pp.send_recv": (prod(stream_shape(model, 1, 1, 0)), 2)}  # of a token
     for axis in ("tp", "sp") if tp > 1 else ("tp",):
         layout = replace(plain, sequence_parallel=axis == "sp")
         placement.check(listed, workload, layout)

@@ -22,10 +22,13 @@ from meshwise.spec import (
     Decoder,
     LanguageModel,
     Layout,
+    Model,
     WideResNet,
     Workload,
 )
 from meshwise.spec.op import CollectiveKind
+from meshwise.spec.plan import CHANNELS
+from meshwise.spec.vision import MOST_RESOLUTIONS
 
 WHOLE, PARTIAL = "whole", "partial"
 ROWS = ("batch", "seq")
@@ -33,6 +36,7 @@ DIMS = {  # what a part of the model divides: the first that a tensor has
     "heads": ("heads", "kv_heads"),
     "ffn": ("ffn", "expert_ffn", "shared_ffn"),
     "vocab": ("vocab",),
+    CHANNELS: tuple(f"inner.{resolution}" for resolution in range(MOST_RESOLUTIONS)),
 }
 
 
@@ -54,7 +58,7 @@ class Cut:
 
     def of(self, room: str) -> str:
         """What a part of the model divides."""
-        word: str = getattr(self.cuts, room)
+        word: str = CHANNELS if room == "convolutions" else getattr(self.cuts, room)
         return word if self.tp > 1 else WHOLE
 
     def dim(self, room: str, tensors: list[Tensor]) -> str:
@@ -172,8 +176,8 @@ def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[st
         )
 
 
-def is_tied(model: LanguageModel) -> bool:
-    return not isinstance(model, Decoder) or model.tied
+def is_tied(model: AnyModel) -> bool:
+    return model.tied if isinstance(model, Decoder) else isinstance(model, Model)
 
 
 def _heads(model: LanguageModel, tp: int) -> Iterator[str]:

@@ -36,7 +36,7 @@ from meshwise.models.graph import (
 from meshwise.models.placement import DIMS, PARTIAL, ROWS, WHOLE, Cut, collective, has
 from meshwise.spec import Attention, Collective, Cuts, Op
 
-LOADS = "loads"  # an all-reduce of each expert's rows, over ranks that are not known here
+OVER_DATA = "over_data"  # an all-reduce over data ranks, which are not known here
 
 # One kernel on one device; split by vocabulary, they leave a result between two kernels.
 SPLIT_LOSS = {"loss.softmax": "shifted", "loss.softmax.grad": "exp"}
@@ -133,6 +133,10 @@ class _Walk:
         if node.kind == "view" or (node.kind == "exchange" and self.ep == 1):
             yield from self._view(node)
             return
+        if node.kind == "average":
+            yield from self._view(node)
+            yield from self._averaged(node)
+            return
         tensors = [self.graph.tensors[name] for name in (*node.inputs, *node.outputs)]
         dim = PARTIAL if self._is_part(node, tensors) else self.cut.dim(node.room, tensors)
         reads = []
@@ -221,7 +225,7 @@ class _Walk:
 
     def _loads(self, node: Node, counts: Tensor, read: str) -> Iterator[Task]:
         """Rows of each expert over all ranks that see other tokens."""
-        size, at = num_bytes(counts, self.sizes), f"{node.name}.{LOADS}"
+        size, at = num_bytes(counts, self.sizes), f"{node.name}.{OVER_DATA}"
         loads = Collective(
             kind="all_reduce", size_bytes=size, group_size=1, dtype="fp64", in_place=True
         )
@@ -229,6 +233,20 @@ class _Walk:
         for name, op in ((at, loads), (f"{at}.tp", replace(loads, group_size=self.tp))):
             if name == at or over_tp:
                 yield Task(name, op, "compute", node.part, node.phase, (read,), ())
+
+    def _averaged(self, node: Node) -> Iterator[Task]:
+        """A tensor becomes the mean over all ranks that see other images."""
+        (name,), tensor = node.outputs, self.graph.tensors[node.outputs[0]]
+        lies = self.placement[name]
+        op = Collective(
+            kind="all_reduce",
+            size_bytes=num_bytes(tensor, self.cut.local(lies)),
+            group_size=1,
+            dtype=tensor.dtype,  # type: ignore[arg-type]
+            in_place=True,
+        )
+        read = (self.version[name, lies],)
+        yield Task(f"{node.name}.{OVER_DATA}", op, "compute", node.part, node.phase, read, ())
 
     def _view(self, node: Node) -> Iterator[Task]:
         """Its outputs lie where its input does, in the same buffers."""

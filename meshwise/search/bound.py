@@ -8,9 +8,10 @@ the stages before its first, and before their backwards:
 
     T >= sum over stages s < p of (F_s + B_s) + microbatches * (F + B of rank p)
 
-without B_s where backward is split, since a W may come last. Middle stages are equal, so that the
-first or the last rank bounds. Traffic, of the first rank: no schedule hides the root's gather
-before all else and its reduction behind; nor can all traffic in a row end sooner than itself.
+without B_s where backward is split, since a W may come last. Of the stages before the last rank
+the shortest stands for each; of the ranks the first or the last bounds. Traffic, of the first rank:
+no schedule hides the root's gather before all else and its reduction behind; nor can all traffic in
+a row end sooner than itself.
 
 Memory, of the first rank, which holds most microbatches: parameters, optimizer, the copies that
 all actions compute with, and what microbatches in flight have saved.
@@ -23,6 +24,7 @@ is most before or after an action.
 import math
 from collections import Counter, defaultdict
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +32,8 @@ import numpy as np
 
 from meshwise import schedule
 from meshwise.models import apply, graph
+from meshwise.models.graph import num_bytes
+from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.schedule import Name
 from meshwise.search.predict import in_transit, most_sent
@@ -37,8 +41,8 @@ from meshwise.search.simulate import COPIES, ROLES, WAITING, WEIGHTS, Spent
 from meshwise.search.stage import StageKind, graph_of, stage_cost, stage_memory
 from meshwise.spec import (
     DTYPE_BYTES,
+    AnyModel,
     Collective,
-    LanguageModel,
     LayerKind,
     Layout,
     Workload,
@@ -98,14 +102,15 @@ class Sharing(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Work of any pipeline rank's layers, and of the first and the last rank with their ends."""
+    """Work of the least of all stages' layers, as often as a rank has stages; of the first and the
+    last rank with their ends."""
 
     layers: Work
     first: Work
     last: Work
 
 
-def mathematics_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
+def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter."""
     ranks, count = _ranks(model, seq_len, layout, prices), layout.num_microbatches
     before_s = ranks.layers.forward_s if layout.schedule in SPLIT else ranks.layers.both_s
@@ -113,7 +118,7 @@ def mathematics_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Pr
     return max(count * ranks.first.both_s, before_s + count * ranks.last.both_s)
 
 
-def traffic_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
+def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter either."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
     stages = _stages(model, layout.num_stages)
@@ -145,7 +150,7 @@ def traffic_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices
     return max(exposed_s, in_a_row_s)
 
 
-def memory_bytes(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
+def memory_bytes(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` needs less."""
     ranks, stages = _ranks(model, seq_len, layout, prices), layout.stages_per_rank
     state = 3 * ranks.first.parameter_bytes / layout.shards
@@ -161,7 +166,7 @@ def memory_bytes(model: LanguageModel, seq_len: int, layout: Layout, prices: Pri
 
 
 def memory_between(
-    model: LanguageModel, workload: Workload, layout: Layout, prices: Prices
+    model: AnyModel, workload: Workload, layout: Layout, prices: Prices
 ) -> tuple[float, float]:
     """No prediction of ``layout`` needs less than the first, and none more than the second."""
     sharing = Sharing(
@@ -196,7 +201,7 @@ def memory_between(
 
 @lru_cache(maxsize=65536)
 def _holding(
-    model: LanguageModel,
+    model: AnyModel,
     seq_len: int,
     cut: Layout,
     again: Again,
@@ -211,12 +216,12 @@ def _holding(
     zero, shards, adds_up, alone, split = sharing
     dtype, layers = prices.costs.dtype, _layers(kinds, again)
 
-    def some(of: Of, first: bool, last: bool, count: int = 1) -> tuple[float, ...]:
-        """Parameters of so many layers with these ends, what they hold, and what actions add to
+    def some(of: tuple[Of, ...], first: bool, last: bool) -> tuple[float, ...]:
+        """Parameters of these layers with these ends, what they hold, and what actions add to
         that: at most, and in the backward no less."""
-        kind, word = of
-        stage = (model, seq_len, (kind,) * count, first, last, (word,) * count, cut, split)
-        cost = stage_memory(StageKind(*stage), prices)
+        kinds, words = zip(*of, strict=True)
+        stage = StageKind(model, seq_len, kinds, first, last, words, cut, split)
+        cost = stage_memory(stage, prices)
         live = {kind: of[0][1] for kind, of in cost.actions.items()}
         copies = live["F"].left.get(WEIGHTS, 0.0)
         left = {
@@ -230,10 +235,11 @@ def _holding(
     def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
         return _weights(model, kinds, first, last, cut.tp, cut.ep, shards if zero else 0)
 
-    whole = {of: some(of, first, last) for of in set(layers)}
-    pairs = {of: (some(of, False, False), some(of, False, False, 2)) for of in set(layers)}
+    whole = {of: some((of,), first, last) for of in set(layers)}
+    single = {of: some((of,), False, False) for of in set(layers)}
+    pairs = {two: some(two, False, False)[1] for two in {*pairwise(layers), (layers[0],) * 2}}
     start, *others = layers
-    parameters = whole[start][0] + sum(pairs[of][0][0] for of in others)
+    parameters = whole[start][0] + sum(single[of][0] for of in others)
     here, gathered = weights(first, last, *kinds)
     widest = max(weights(False, False, kind)[1] for kind in set(kinds))
     root = (weights(first, last, kinds[0]) - weights(False, False, kinds[0]))[1]
@@ -243,10 +249,10 @@ def _holding(
     unit = max(widest, root)
     bare = dtype == "fp32" and cut.num_devices == 1  # it needs no copies: to reduce
     rounding = _ROUNDING * len(layers)
-    further = {of: two[1] - alone[1] for of, (alone, two) in pairs.items()}
-    held = whole[start][1] + sum(further[of] for of in others)
+    further = {two: held - single[two[0]][1] for two, held in pairs.items()}
+    held = whole[start][1] + sum(further[two] for two in pairwise(layers))
     # the first microbatch has its input in full, the others as much as is saved of it
-    unsaved = further[start] - pairs[start][0][1]
+    unsaved = further[start, start] - single[start][1]
     return Holding(
         lasting=3 * here + copied * copies + rounding,
         held=held + max(0.0, unsaved),
@@ -258,13 +264,13 @@ def _holding(
         + unit  # what the unit before it reduced
         + bare * unit
         + adds_up * DTYPE_BYTES[dtype] / 4 * parameters,  # gradients that wait for the others
-        backward=some(layers[-1], False, last)[3],  # its first layer has all others' beside it
+        backward=some(layers[-1:], False, last)[3],  # its first layer has all others' beside it
     )
 
 
 @lru_cache(maxsize=4096)
 def _weights(
-    model: LanguageModel,
+    model: AnyModel,
     kinds: tuple[LayerKind, ...],
     first: bool,
     last: bool,
@@ -286,7 +292,7 @@ def _weights(
 
 
 @lru_cache(maxsize=4096)
-def _stages(model: LanguageModel, count: int) -> tuple[End, ...]:
+def _stages(model: AnyModel, count: int) -> tuple[End, ...]:
     """Each of so many equal stages."""
     size = model.layers // count
     return tuple(
@@ -332,11 +338,11 @@ def _states(
     )
 
 
-def _layers(kinds: tuple[LayerKind, ...], again: Again) -> list[Of]:
+def _layers(kinds: tuple[LayerKind, ...], again: Again) -> tuple[Of, ...]:
     """A stage's layers; what is recomputed as ``Layout.recomputed`` has it."""
     word, some = again
     count = min(len(kinds), some or len(kinds))
-    return [(kind, word if layer < count else "none") for layer, kind in enumerate(kinds)]
+    return tuple((kind, word if layer < count else "none") for layer, kind in enumerate(kinds))
 
 
 @lru_cache(maxsize=4096)
@@ -357,7 +363,7 @@ def _cut_of(layout: Layout) -> Layout:
     return _cut(layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
 
 
-def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
+def _ranks(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
     kind = (layout.pp, layout.stages_per_rank, layout.schedule in V_SHAPED)
     again = (layout.recompute, layout.recompute_layers)
     return _ranks_of(model, seq_len, _cut_of(layout), kind, again, prices)
@@ -365,7 +371,7 @@ def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -
 
 @lru_cache(maxsize=65536)
 def _ranks_of(
-    model: LanguageModel,
+    model: AnyModel,
     seq_len: int,
     cut: Layout,
     kind: tuple[int, int, bool],
@@ -383,22 +389,22 @@ def _ranks_of(
     def end(kind: LayerKind, first: bool = False, last: bool = False) -> Work:
         return one_layer((kind, "none"), first, last).plus(one_layer((kind, "none")), -1)
 
-    layers_of = [Counter[Of]() for _ in range(pp)]
+    works, ranks = list[Work](), [Work()] * pp
     for stage, (kinds, _, _) in enumerate(_stages(model, pp * count)):
-        layers_of[rank_of(schedule, stage, pp)].update(_layers(kinds, again))
-    works = {}
-    for counted in layers_of:
-        work = Work()
-        for of, number in counted.items():
+        work, rank = Work(), rank_of(schedule, stage, pp)
+        for of, number in Counter(_layers(kinds, again)).items():
             work = work.plus(one_layer(of), number)
-        works[tuple(counted.items())] = work
-    begin, finish = (works[tuple(layers_of[rank].items())] for rank in (0, -1))
-    least = Work(*map(min, zip(*works.values(), strict=True)))
+        works.append(work)
+        ranks[rank] = ranks[rank].plus(work)
+    begin, finish = ranks[0], ranks[-1]
+    least = Work().plus(Work(*map(min, zip(*works, strict=True))), count)
     kind_of = layer_kinds(model)
-    if pp == 1:  # both ends hold one weight
+    if pp == 1 and is_tied(model):  # both ends hold one weight
         whole = begin.plus(end(kind_of[0], first=True, last=True))
         return Ranks(least, whole, whole)
     first, head = begin.plus(end(kind_of[0], first=True)), end(kind_of[-1], last=True)
+    if pp == 1:
+        return Ranks(least, first.plus(head), first.plus(head))
     if v_shaped:
         return Ranks(least, first.plus(head), finish)
     return Ranks(least, first, finish.plus(head))
@@ -406,9 +412,14 @@ def _ranks_of(
 
 @lru_cache(maxsize=4096)
 def _work(kind: StageKind, prices: Prices) -> Work:
-    """Of a stage of one layer, on one device or its tp group, without data parallelism."""
+    """Of a stage of one layer, on one device or its tp group, without data parallelism. A result
+    that it keeps is the next layer's input, and counted there."""
     cost = stage_cost(kind, prices)
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
+    whole = graph_of(kind, prices.costs)
+    *_, result = (node.outputs[0] for node in whole.nodes if node.phase == "forward")
+    is_kept = any(result in node.inputs for node in whole.nodes if node.phase != "forward")
+    passed_on = num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
 
     def own_s(spent: Spent) -> float:
         return spent.time_s - spent.parts.get(COPIES, 0.0) - spent.parts.get(WAITING, 0.0)
@@ -416,7 +427,7 @@ def _work(kind: StageKind, prices: Prices) -> Work:
     return Work(
         forward_s=own_s(forward),
         backward_s=own_s(backward),
-        saved_bytes=sum(kept.left.values()) - kept.left.get(WEIGHTS, 0.0),
+        saved_bytes=sum(kept.left.values()) - kept.left.get(WEIGHTS, 0.0) - passed_on,
         parameter_bytes=cost.resident["parameters"],
         copy_bytes=kept.left.get(WEIGHTS, 0.0),
     )
@@ -424,7 +435,7 @@ def _work(kind: StageKind, prices: Prices) -> Work:
 
 @lru_cache(maxsize=4096)
 def _traffic(
-    model: LanguageModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
+    model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
 ) -> tuple[float, float, float, float]:
     """Seconds of a layer's gathers and reductions for one microbatch, then of the root's."""
     stage = StageKind(model, seq_len, (kind,), True, last, (), inside, False)

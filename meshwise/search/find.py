@@ -20,10 +20,10 @@ from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.simulate import Peak
 from meshwise.search.space import check, legal_layouts
 from meshwise.spec import (
+    AnyModel,
     Candidate,
     Costs,
     Infeasible,
-    LanguageModel,
     Layout,
     Plan,
     Removal,
@@ -49,7 +49,7 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def find(
-    model: LanguageModel,
+    model: AnyModel,
     workload: Workload,
     costs: Costs,
     *,
@@ -103,7 +103,7 @@ def _reasons(removed: Sequence[Removal]) -> str:
 
 
 def given(
-    model: LanguageModel,
+    model: AnyModel,
     workload: Workload,
     costs: Costs,
     layout: Layout,
@@ -117,7 +117,7 @@ def given(
     return _plan(model, workload, costs, Candidate(layout=layout, prediction=prediction))
 
 
-def _plan(model: LanguageModel, workload: Workload, costs: Costs, chosen: Candidate) -> Plan:
+def _plan(model: AnyModel, workload: Workload, costs: Costs, chosen: Candidate) -> Plan:
     return Plan(
         model=model,
         workload=workload,
@@ -132,7 +132,7 @@ def _plan(model: LanguageModel, workload: Workload, costs: Costs, chosen: Candid
     )
 
 
-def _ladder(layout: Layout, model: LanguageModel) -> tuple[Layout, ...]:
+def _ladder(layout: Layout, model: AnyModel) -> tuple[Layout, ...]:
     """``layout`` with more and more recomputed, the fastest first. Not with a split backward: for
     the weights torch then computes a layer again once for each of them."""
     if layout.schedule in SPLIT:
@@ -148,7 +148,7 @@ def _ladder(layout: Layout, model: LanguageModel) -> tuple[Layout, ...]:
 
 
 def _best_first(
-    model: LanguageModel,
+    model: AnyModel,
     workload: Workload,
     prices: Prices,
     ladders: Sequence[tuple[Layout, ...]],
@@ -194,9 +194,7 @@ def _best_first(
     return ranked, passed_over
 
 
-def _unmeasured(
-    model: LanguageModel, workload: Workload, layout: Layout, prices: Prices
-) -> str | None:
+def _unmeasured(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> str | None:
     """What has to be measured before this pipeline can be priced."""
     try:
         for op in moved(model, workload, layout, prices.costs):
@@ -208,7 +206,7 @@ def _unmeasured(
 
 
 def _nearest(
-    model: LanguageModel,
+    model: AnyModel,
     workload: Workload,
     prices: Prices,
     layouts: Sequence[Layout],

@@ -19,7 +19,7 @@ import msgspec
 
 from meshwise import schedule
 from meshwise.models import placement
-from meshwise.spec import Cluster, Costs, LanguageModel, Layout, Removal, Workload
+from meshwise.spec import AnyModel, Cluster, Costs, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
 
 Reasons = Counter[str]
@@ -38,7 +38,7 @@ def divisors(n: int) -> list[int]:
 
 
 def legal_layouts(
-    model: LanguageModel, workload: Workload, costs: Costs, num_devices: int
+    model: AnyModel, workload: Workload, costs: Costs, num_devices: int
 ) -> tuple[list[Layout], list[Removal]]:
     """Layouts in a fixed order, and how many candidates each constraint removed."""
     removed = Reasons()
@@ -56,7 +56,7 @@ def legal_layouts(
     return layouts, [Removal(constraint=name, count=n) for name, n in sorted(removed.items())]
 
 
-def check(model: LanguageModel, workload: Workload, layout: Layout) -> None:
+def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
     """Refuse, with the reason, a layout that cannot run; it may be uneven."""
     reason = schedule.check(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
@@ -70,7 +70,7 @@ def check(model: LanguageModel, workload: Workload, layout: Layout) -> None:
 
 
 def _candidates(
-    model: LanguageModel, workload: Workload, cluster: Cluster, num_devices: int, removed: Reasons
+    model: AnyModel, workload: Workload, cluster: Cluster, num_devices: int, removed: Reasons
 ) -> Iterator[Layout]:
     """Every cut of devices and batch; a cut of the devices that is none counts once."""
     batch, host = workload.global_batch_size, cluster.num_devices_per_host
@@ -90,7 +90,7 @@ def _candidates(
                 elif cp > 1 and workload.seq_len < FEWEST_TOKENS * cp:
                     removed[f"cp > 1 would leave a rank fewer than {FEWEST_TOKENS:,} tokens"] += 1
                 else:
-                    for layout in _shared(dp, cp, tp, model.experts is not None):
+                    for layout in _shared(dp, cp, tp, bool(getattr(model, "experts", None))):
                         yield from _cuts(layout, batch // dp, pp)
 
 
@@ -134,7 +134,7 @@ def _nothing_gained(layout: Layout, host: int) -> str | None:
     return None
 
 
-def _cannot_run(layout: Layout, model: LanguageModel, costs: Costs) -> str | None:
+def _cannot_run(layout: Layout, model: AnyModel, costs: Costs) -> str | None:
     name, pp, stages = layout.schedule, layout.pp, layout.stages_per_rank
     if name in SPLIT and costs.lowering == "compiled":
         return f"{name} splits the backward, which compiled code cannot"

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from meshwise.models import Graph, Program, Task, apply, device_of, graph, saved_activation_bytes
+from meshwise.models.shard import OVER_DATA
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
 from meshwise.search.simulate import (
@@ -33,21 +34,23 @@ from meshwise.search.simulate import (
 )
 from meshwise.spec import (
     TIERS,
+    AnyModel,
     Block,
     Collective,
     Costs,
     Elementwise,
-    LanguageModel,
     LayerKind,
     Layout,
     Plan,
     PriceTier,
+    WideResNet,
     layer_kinds,
 )
 from meshwise.spec.layout import SPLIT, Recompute
 from meshwise.spec.op import Direction, Dtype
 
 _MOST = 8192  # stages whose costs are kept
+NO_BLOCKS = "no block of images is measured: their layers take the sum of their operations"
 UNTIMED = Spent(0.0, {}, {}, 0.0, 0.0)
 PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -56,7 +59,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 class StageKind(NamedTuple):
     """``layout``: within the pipeline rank, for as many microbatches as have to be told apart."""
 
-    model: LanguageModel
+    model: AnyModel
     seq_len: int
     layers: tuple[LayerKind, ...]
     first: bool
@@ -86,7 +89,7 @@ def views(layout: Layout) -> list[Layout]:
     return [layout.of_rank(0)] * layout.num_stages
 
 
-def kinds_of(model: LanguageModel, seq_len: int, layout: Layout) -> list[StageKind]:
+def kinds_of(model: AnyModel, seq_len: int, layout: Layout) -> list[StageKind]:
     """The kind of every stage of ``layout``."""
     count = min(3, layout.num_microbatches)
     plain = {"num_microbatches": count, "recompute": "none", "recompute_layers": None}
@@ -133,6 +136,8 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     prices.begin()
     program = _program(kind, prices)
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, prices.costs.dtype)
+    if not blocks:
+        prices.notes[NO_BLOCKS] = 1
     one_stream = prices.costs.cluster.device.kind == "cpu"
     times, optimizer = run_program(program, _charges(prices, blocks), one_stream)
     if len(_priced) >= _MOST:
@@ -178,7 +183,9 @@ def _cost(
 ) -> StageCost:
     costs = prices.costs
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype)
-    saved: dict[str, float] = {part: prices.saved_ratio(blocks[part, "backward"]) for part in PARTS}
+    saved: dict[str, float] = dict.fromkeys(PARTS, 1.0)
+    if blocks:
+        saved = {part: prices.saved_ratio(blocks[part, "backward"]) for part in PARTS}
     if "selective" in kind.recompute:
         saved["layer"] = _of_selective(saved["layer"], kind, costs.dtype)
     memory = action_memory(program, _sizes(program, saved, costs.lowering == "compiled"))
@@ -196,10 +203,12 @@ def _cost(
 
 
 def blocks_of(
-    model: LanguageModel, seq_len: int, layout: Layout, dtype: Dtype
+    model: AnyModel, seq_len: int, layout: Layout, dtype: Dtype
 ) -> dict[tuple[str, str], Block]:
     """The blocks of a layout by (part, direction), as ``probe`` measures them: of as many tokens as
-    a rank has."""
+    a rank has. Of images it measures none."""
+    if isinstance(model, WideResNet):
+        return {}
     piece = msgspec.structs.replace(model, name="", layers=1)
     return {
         (part, direction): Block(
@@ -253,6 +262,8 @@ def _spent_on(task: Task) -> str:
         return WAITING if task.stream == "dp" else COPIES
     if task.stream == "cp":
         return SHARING
+    if task.name.endswith((OVER_DATA, f"{OVER_DATA}.tp")):
+        return "sums over data ranks"
     if isinstance(task.op, Collective):
         return "tensor-parallel communication"
     return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"

@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from meshwise.spec.record import Count, Length, NonNegative, PositiveFloat, Record
+from meshwise.spec.vision import WideResNet
 
-LayerKind = Literal["dense", "experts"]  # of a layer's feed-forward
+LayerKind = str  # dense or experts, by the feed-forward; of images ``WideResNet.kind_of``
 EXPERT_ALIGNMENT = 8  # each expert's rows begin at a multiple of this, as grouped products demand
 
 
@@ -219,9 +220,12 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
 
 
 LanguageModel = Model | Decoder
+AnyModel = LanguageModel | WideResNet
 
 
-def layer_kinds(model: LanguageModel, layers: range | None = None) -> tuple[LayerKind, ...]:
+def layer_kinds(model: AnyModel, layers: range | None = None) -> tuple[LayerKind, ...]:
     """Return the kind of each of ``layers``, by default of all."""
     chosen = range(model.layers) if layers is None else layers
+    if isinstance(model, WideResNet):
+        return tuple(map(model.kind_of, chosen))
     return tuple("experts" if model.has_experts(layer) else "dense" for layer in chosen)

@@ -9,7 +9,7 @@ import msgspec
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.costs import PriceTier
 from meshwise.spec.layout import SPLIT, Cuts, Layout, Recompute, Way, Workload, rank_of
-from meshwise.spec.model import Decoder, Model
+from meshwise.spec.model import AnyModel
 from meshwise.spec.op import Dtype
 from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
@@ -17,7 +17,6 @@ from meshwise.spec.vision import WideResNet
 
 SCHEMA_VERSION = 3  # 1 had no pipelines, 2 did not say where operations lie
 
-AnyModel = Model | Decoder | WideResNet
 CHANNELS = "channels"  # what tp divides of convolutions
 
 

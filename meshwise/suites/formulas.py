@@ -16,7 +16,7 @@ too, as in the source.
 
 from typing import NamedTuple
 
-from meshwise.models import wide_resnet
+from meshwise.models import counts as of_graph
 from meshwise.suites import layouts
 from meshwise.suites.case import BenchmarkCase, GPTModelConfig, MoEModelConfig
 
@@ -48,8 +48,8 @@ def counts(case: BenchmarkCase, kind: str) -> Counts:
         flops = moe_flops(batch, seq, layers, hidden, vocab, experts, group, factor)
         return Counts(flops, moe_parameters(layers, hidden, vocab, experts))
     model = layouts.wide_resnet_of(config)
-    flops = wide_resnet.step_flops(model, batch, recomputed=remat)
-    return Counts(flops, wide_resnet.num_parameters(model))
+    flops = (4 if remat else 3) * of_graph.forward_flops(model, batch)
+    return Counts(flops, of_graph.num_parameters(model))
 
 
 def gpt_flops(batch: int, seq: int, layers: int, hidden: int, vocab: int, factor: int) -> float:

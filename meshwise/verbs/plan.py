@@ -11,7 +11,7 @@ import msgspec
 
 from meshwise import store
 from meshwise.prices import on_hosts, unmeasured
-from meshwise.spec import Cluster, Costs, LanguageModel, Layout, Model, Plan, Workload
+from meshwise.spec import AnyModel, Cluster, Costs, Layout, Model, Plan, WideResNet, Workload
 from meshwise.verbs import files
 
 DEFAULT_COSTS = "costs.json"
@@ -19,7 +19,7 @@ log = logging.getLogger("meshwise")
 
 
 def plan(
-    model: str | LanguageModel | None = None,
+    model: str | AnyModel | None = None,
     *,
     gpus: int | None = None,
     cluster: Path | str | None = None,
@@ -47,7 +47,7 @@ def plan(
 
     if top < 1:
         raise ValueError(f"top = {top}: must be >= 1")
-    chosen = catalogue.find(model) if isinstance(model, str) else model
+    chosen = catalogue.find_any(model) if isinstance(model, str) else model
     prices = _prices(cluster, hosts, costs, measured_only=measured_only)
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
@@ -115,9 +115,9 @@ def _check_alike(measured: Cluster, described: Cluster) -> None:
             )
 
 
-def _long_enough(model: LanguageModel, seq_len: int) -> LanguageModel:
+def _long_enough(model: AnyModel, seq_len: int) -> AnyModel:
     """The model with positions for ``seq_len`` tokens: a GPT's table grows, others have none."""
-    if seq_len <= model.max_seq_len:
+    if isinstance(model, WideResNet) or seq_len <= model.max_seq_len:
         return model
     if not isinstance(model, Model):
         raise ValueError(
@@ -132,7 +132,7 @@ def _long_enough(model: LanguageModel, seq_len: int) -> LanguageModel:
 
 
 def _workload(
-    costs: Costs, model: LanguageModel, global_batch_size: int | None, seq_len: int | None
+    costs: Costs, model: AnyModel, global_batch_size: int | None, seq_len: int | None
 ) -> Workload:
     from meshwise.models import catalogue
 

@@ -10,7 +10,7 @@ import msgspec
 
 from meshwise.models import catalogue
 from meshwise.patience import Limit, parsed
-from meshwise.spec import AnyModel, Candidate, LanguageModel, Layout, Plan, WideResNet, stages_of
+from meshwise.spec import AnyModel, Candidate, Layout, Plan, WideResNet, stages_of
 from meshwise.verbs import files, given, job, order, trace
 from meshwise.verbs.measure import DEFAULT_CLUSTER
 
@@ -221,8 +221,6 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
 
 def _of_candidate(plan: Plan, candidate: Candidate) -> Plan:
     """The runner-up as a plan of its own."""
-
-    assert isinstance(plan.model, LanguageModel)  # others have no runners-up
     return msgspec.structs.replace(
         plan,
         layout=candidate.layout,

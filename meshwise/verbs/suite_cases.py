@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import num_parameters, wide_resnet
+from meshwise.models.counts import forward_flops, num_parameters
 from meshwise.spec import Cluster, Decoder, Plan, WideResNet
 from meshwise.suites import formulas, layouts, scale
 from meshwise.suites.case import BenchmarkCase, MoEModelConfig, WResNetModelConfig
@@ -125,8 +125,7 @@ def _of_size(case: BenchmarkCase, scaled: scale.Scaled) -> BenchmarkCase:
 def _counts(case: BenchmarkCase, plan: Plan, kind: str) -> Counts:
     """FLOPs and parameters by the source's formulas, of images those of the model that runs."""
     if isinstance(plan.model, WideResNet):
-        recomputed = plan.layout.recompute == "full"
-        images = plan.workload.global_batch_size
-        flops = wide_resnet.step_flops(plan.model, images, recomputed=recomputed)
+        passes = 4 if plan.layout.recompute == "full" else 3
+        flops = passes * forward_flops(plan.model, plan.workload.global_batch_size)
         return Counts(float(flops), num_parameters(plan.model))
     return formulas.counts(case, kind)

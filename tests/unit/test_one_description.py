@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from meshwise import models, search
-from meshwise.models import catalogue, counts, families, fsdp, hugging_face
+from meshwise.models import catalogue, counts, decoder, families, fsdp, hugging_face
 from meshwise.pages import planned
 from meshwise.prices import Prices, unmeasured
 from meshwise.probe.cases import attention, collectives, gemm, overlap
@@ -141,7 +141,7 @@ ANSWERS = {
     **{f"plan {layout.name}": planned_as(layout) for layout in LAYOUTS},
     "run --dry-run": dry_run,
     "refit": refit_bytes,
-    "weights": counts.weights,
+    "weights": decoder.weights,
     "parameters": models.num_parameters,
     "FSDP units": fsdp.units,
     "FLOPs": flops,

@@ -127,14 +127,18 @@ class Build:
         self.parameter(table, "vocab", "hidden")
         with self.within("head"):
             y = self.tensor("head.y", (*TOKEN, "vocab"))
-            self._loss(self.node("head", "gemm", (x, table), y))
+            self.loss(self.node("head", "gemm", (x, table), y))
 
-    def _loss(self, logits: str) -> None:
+    def loss(self, logits: str) -> None:
+        """The mean cross entropy of logits, whose last dim is the classes."""
+        dims = self.tensors[logits].dims
         if self.dtype != "fp32":
-            wide = self.tensor("loss.logits", (*TOKEN, "vocab"), "fp32")
+            wide = self.tensor("loss.logits", dims, "fp32")
             logits = self.node("loss.cast", "cast", (logits,), wide)
-        log_p = self.tensor("loss.log_p", (*TOKEN, "vocab"), "fp32")
-        terms = self.tensor("loss.terms", (*TOKEN, "three"), "fp32")  # row's max, sum, target logit
+        log_p = self.tensor("loss.log_p", dims, "fp32")
+        terms = self.tensor(
+            "loss.terms", (*dims[:-1], "three"), "fp32"
+        )  # row's max, sum, target logit
         self.node("loss.softmax", "cross_entropy", (logits,), log_p, terms)
-        targets = self.tensor("targets", TOKEN, "int64", "index")
+        targets = self.tensor("targets", dims[:-1], "int64", "index")
         self.node("loss", "cross_entropy", (terms, targets), self.tensor("loss", ("one",), "fp32"))
