@@ -116,7 +116,7 @@ def mathematics_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Pr
 def traffic_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter either."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
-    stages = _stages(model, layout.num_stages)
+    stages = _stages(model, seq_len, layout.num_stages)
     mine = [
         kind
         for stage, (kinds, _, _) in enumerate(stages)
@@ -180,7 +180,7 @@ def memory_between(
         layout.pp,
         layout.stages_per_rank,
         layout.num_microbatches,
-        _stages(model, layout.num_stages),
+        _stages(model, workload.seq_len, layout.num_stages),
     ):
         of = np.asarray([_holding(*about, *end, prices) for end in ends])
         lasting, held, held_least, single, gradients, action, backward = of.T
@@ -286,12 +286,12 @@ def _weights(
 
 
 @lru_cache(maxsize=4096)
-def _stages(model: LanguageModel, count: int) -> tuple[End, ...]:
+def _stages(model: LanguageModel, seq_len: int, count: int) -> tuple[End, ...]:
     """Each of so many equal stages."""
     size = model.layers // count
     return tuple(
         (
-            layer_kinds(model, range(size * stage, size * (stage + 1))),
+            layer_kinds(model, seq_len, range(size * stage, size * (stage + 1))),
             stage == 0,
             stage + 1 == count,
         )
@@ -384,7 +384,7 @@ def _ranks_of(
         return one_layer((kind, "none"), first, last).plus(one_layer((kind, "none")), -1)
 
     layers_of = [Counter[Of]() for _ in range(pp)]
-    for stage, (kinds, _, _) in enumerate(_stages(model, pp * count)):
+    for stage, (kinds, _, _) in enumerate(_stages(model, seq_len, pp * count)):
         layers_of[rank_of(schedule, stage, pp)].update(_layers(kinds, again))
     works = {}
     for counted in layers_of:
@@ -394,7 +394,7 @@ def _ranks_of(
         works[tuple(counted.items())] = work
     begin, finish = (works[tuple(layers_of[rank].items())] for rank in (0, -1))
     least = Work(*map(min, zip(*works.values(), strict=True)))
-    kind_of = layer_kinds(model)
+    kind_of = layer_kinds(model, seq_len)
     if pp == 1:  # both ends hold one weight
         whole = begin.plus(end(kind_of[0], first=True, last=True))
         return Ranks(least, whole, whole)

@@ -7,7 +7,7 @@ its graph.
 from meshwise.models.families import gpt, llama
 from meshwise.models.families.build import Layers
 from meshwise.models.graph import Graph
-from meshwise.spec import Decoder, LanguageModel, Model, layer_kinds
+from meshwise.spec import LanguageModel, Model, layer_kinds
 
 
 def forward(
@@ -33,12 +33,7 @@ def forward(
         raise ValueError(
             f"seq_len = {seq}: {name} has positions for {model.max_seq_len}; use a shorter sequence"
         )
-    if isinstance(model, Decoder) and len(model.windows(seq)) > 1:
-        raise ValueError(
-            f"{name} has layers with a window and layers without: its layouts are run, not priced "
-            "yet; give the layout yourself, or a seq_len that fits into the window"
-        )
-    kinds = layer_kinds(model) if layers is None else layers
+    kinds = layer_kinds(model, seq) if layers is None else layers
     if isinstance(model, Model):
         return gpt.forward(model, batch, seq, dtype, kinds, first=first, last=last)
     return llama.forward(model, batch, seq, dtype, kinds, first=first, last=last)
