@@ -40,8 +40,8 @@ class Span(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """``tasks[start:stop]``, of one layer, stand for those of ``times`` equal layers in a row. Each
-    finds as ``here`` the gathered weights that the one before it left as ``there``."""
+    """``tasks[start:stop]``, of a layer or of a few in a row, stand for ``times`` as many in a row.
+    Each turn finds as ``here`` the gathered weights that the one before it left as ``there``."""
 
     start: int
     stop: int
@@ -81,7 +81,7 @@ def apply(
 
     Of a stage, ``layout`` is that within its pipeline rank (``Layout.of_rank``). ``actions`` cover
     all tasks but the optimizer's; ``split`` halves backwards. ``times``: layers, by index, that
-    stand for so many, with equal neighbours. ``cp_rank``: by default the busiest."""
+    stand for so many; neighbours do so in turns. ``cp_rank``: by default the busiest."""
     sharded = shard(graph, layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
     members = _members(sharded)
     data = _DataParallel(layout, members, dtype, sharded, device)
@@ -95,7 +95,7 @@ def apply(
         layer = _layer_of(unit)
         if layer in repeated and start < len(tasks):
             names = (data.gathered(layer), data.gathered(following or layer))
-            loops.append(Loop(start, len(tasks), repeated[layer], *names))
+            _note(loops, Loop(start, len(tasks), repeated[layer], *names))
 
     buffers: dict[str, Buffer] = {}
     for microbatch in range(layout.num_microbatches):
@@ -147,6 +147,14 @@ def apply(
         loops=tuple(loops),
         gathered=sum(data.padded(unit) * count for unit, count in times_of.items()),
     )
+
+
+def _note(loops: list[Loop], loop: Loop) -> None:
+    """Append a loop; where the last one ends at its start, both are one turn of a pattern."""
+    if loops and loops[-1].stop == loop.start:
+        before = loops.pop()
+        loop = loop._replace(start=before.start, here=before.here)
+    loops.append(loop)
 
 
 def _of_microbatch(task: Task, renamed: Mapping[str, str], weights: tuple[str, ...]) -> Task:

@@ -81,10 +81,12 @@ class _Backward:
     def add_node(
         self, of: Node, suffix: str, kind: str, inputs: list[str], outputs: list[str]
     ) -> None:
-        name, read, written = f"{of.name}.{suffix}", tuple(inputs), tuple(outputs)
         self.nodes.append(
-            Node(name, kind, read, written, of.part, of.layer, "backward", room=of.room)
-        )
+            of._replace(
+                name=f"{of.name}.{suffix}", kind=kind, inputs=tuple(inputs),
+                outputs=tuple(outputs), phase="backward", cheap=False,
+            )
+        )  # fmt: skip
 
     def emit(self, of: Node, suffix: str, kind: str, inputs: list[str], to: list[str]) -> None:
         """A node that computes the gradients of ``to``."""

@@ -1,5 +1,6 @@
 """Counts that need no device: parameters, FLOPs by convention, activations saved for backward."""
 
+from collections import Counter
 from typing import Literal
 
 from meshwise.models import decoder, families
@@ -10,12 +11,12 @@ from meshwise.models.graph import Device, num_bytes, operation
 from meshwise.spec import (
     AnyModel,
     Convolution,
-    Decoder,
     Gemm,
     LanguageModel,
     Model,
     WideResNet,
     Workload,
+    layer_kinds,
 )
 from meshwise.spec.layout import Recompute
 
@@ -41,11 +42,11 @@ def step_flops(model: AnyModel, workload: Workload, convention: Convention = "to
     """
     if isinstance(model, WideResNet):
         return 3.0 * forward_flops(model, workload.global_batch_size)
-    h, s, layers = model.hidden, workload.seq_len, model.layers
+    h, s = model.hidden, workload.seq_len
     if convention == "alpa":
         b = workload.global_batch_size
-        return 72 * b * s * h**2 * layers * (1 + s / (6 * h)) + 6 * b * s * h * model.vocab
-    windows = model.windows(s) if isinstance(model, Decoder) else {None: layers}
+        return 72 * b * s * h**2 * model.layers * (1 + s / (6 * h)) + 6 * b * s * h * model.vocab
+    windows = Counter(kind.window for kind in layer_kinds(model, s))
     share = 0.5 if convention == "megatron" else 1
     keys = sum(n * (share * s if w is None else min(share * s, w)) for w, n in windows.items())
     return workload.tokens * (6 * active_parameters(model) + 6 * keys * attention_width(model))

@@ -67,8 +67,8 @@ class Exchange(NamedTuple):
 def weights(model: AnyModel) -> list[Weight]:
     """Every weight in module order, a tied one once. Experts are stacked, [experts, n, k]."""
     graph, kinds = _one_of_each(model)
-    units: dict[str, list[tuple[str, tuple[int, ...]]]] = {kind: [] for kind in kinds}
-    found, layers = [], ((index, kind) for index, kind in enumerate(layer_kinds(model)))
+    units: dict[LayerKind, list[tuple[str, tuple[int, ...]]]] = {kind: [] for kind in kinds}
+    found, layers = [], ((index, kind) for index, kind in enumerate(layer_kinds(model, 1)))
     for tensor in graph.tensors.values():
         if tensor.role in ("parameter", "state"):
             parts, shape = tensor.name.split(".", 2), module_shape(tensor, graph.sizes)
@@ -101,7 +101,7 @@ def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[
 
 @lru_cache(maxsize=256)
 def _alone(model: AnyModel, layer: int) -> Graph:
-    kinds = layer_kinds(model, range(layer, layer + 1))
+    kinds = layer_kinds(model, 1, range(layer, layer + 1))
     return families.forward(model, 1, 1, "fp32", layers=kinds, first=False, last=False)
 
 
@@ -109,7 +109,7 @@ def _alone(model: AnyModel, layer: int) -> Graph:
 def _one_of_each(model: AnyModel, *, between: bool = False) -> tuple[Graph, tuple[LayerKind, ...]]:
     """The graph of one layer of each kind that the model has, for one token, with both ends or
     ``between`` other stages; and these kinds."""
-    kinds, ends = tuple(sorted(set(layer_kinds(model)))), not between
+    kinds, ends = tuple(sorted(set(layer_kinds(model, 1)))), not between
     return families.forward(model, 1, 1, "fp32", layers=kinds, first=ends, last=ends), kinds
 
 
@@ -133,7 +133,7 @@ def products(
     What reads one input is one product. fp8 is scaled by tensor.
     """
     tokens, (graph, kinds) = _tokens(microbatch_size, seq_len), _one_of_each(model)
-    layers = Counter(layer_kinds(model))
+    layers = Counter(layer_kinds(model, 1))
     sizes = {**graph.sizes, "room": graph.sizes.get("top_k", 0)}  # no padding between experts
     scaling: Any = "tensor" if dtype == "fp8" else "none"
     by_layer: dict[tuple[int, str], Gemm] = {}
@@ -197,7 +197,7 @@ def attentions(
 ) -> list[Attention]:
     """What differs of the layers' attention: those with a window see fewer keys."""
     whole = attention(model, microbatch_size, seq_len, dtype=dtype)
-    windows = model.windows(seq_len) if isinstance(model, Decoder) else [None]
+    windows = dict.fromkeys(kind.window for kind in layer_kinds(model, seq_len))
     return [replace(whole, window=window) for window in windows]
 
 

@@ -41,7 +41,7 @@ class Node(NamedTuple):
     one data rank. ``cheap``: selective recomputation computes it again rather than keep its result.
     ``room``: the part of the model whose dims tp divides in one way, convolutions or a field of
     ``Cuts``. ``holds``: what it does not read, but another kernel of the same autograd node did,
-    which lets go of it at its end."""
+    which lets go of it at its end. ``window``: of an attention."""
 
     name: str
     kind: str
@@ -53,6 +53,7 @@ class Node(NamedTuple):
     cheap: bool = False
     room: str = "stream"
     holds: tuple[str, ...] = ()
+    window: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +167,7 @@ def operation(
         return attention(
             batch=sizes["batch"], q_len=seq, kv_len=seq, kv_heads=kv_heads,
             heads=kv_heads * sizes.get("queries", 1), head_dim=width,
-            head_dim_v=None if width_v == width else width_v, window=sizes.get("window"),
+            head_dim_v=None if width_v == width else width_v, window=node.window,
             direction=direction, dtype=q.dtype,
         )  # fmt: skip
     read = sum(num_bytes(tensor, sizes) for tensor in inputs)

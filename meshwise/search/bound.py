@@ -23,7 +23,7 @@ is most before or after an action.
 
 import math
 from collections import Counter, defaultdict
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -121,7 +121,7 @@ def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices)
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter either."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
-    stages = _stages(model, layout.num_stages)
+    stages = _stages(model, seq_len, layout.num_stages)
     mine = [
         kind
         for stage, (kinds, _, _) in enumerate(stages)
@@ -185,7 +185,7 @@ def memory_between(
         layout.pp,
         layout.stages_per_rank,
         layout.num_microbatches,
-        _stages(model, layout.num_stages),
+        _stages(model, workload.seq_len, layout.num_stages),
     ):
         of = np.asarray([_holding(*about, *end, prices) for end in ends])
         lasting, held, held_least, single, gradients, action, backward = of.T
@@ -292,12 +292,12 @@ def _weights(
 
 
 @lru_cache(maxsize=4096)
-def _stages(model: AnyModel, count: int) -> tuple[End, ...]:
+def _stages(model: AnyModel, seq_len: int, count: int) -> tuple[End, ...]:
     """Each of so many equal stages."""
     size = model.layers // count
     return tuple(
         (
-            layer_kinds(model, range(size * stage, size * (stage + 1))),
+            layer_kinds(model, seq_len, range(size * stage, size * (stage + 1))),
             stage == 0,
             stage + 1 == count,
         )
@@ -389,16 +389,22 @@ def _ranks_of(
     def end(kind: LayerKind, first: bool = False, last: bool = False) -> Work:
         return one_layer((kind, "none"), first, last).plus(one_layer((kind, "none")), -1)
 
-    works, ranks = list[Work](), [Work()] * pp
-    for stage, (kinds, _, _) in enumerate(_stages(model, pp * count)):
-        work, rank = Work(), rank_of(schedule, stage, pp)
+    @cache
+    def work_of(kinds: tuple[LayerKind, ...]) -> Work:
+        work = Work()
         for of, number in Counter(_layers(kinds, again)).items():
             work = work.plus(one_layer(of), number)
-        works.append(work)
-        ranks[rank] = ranks[rank].plus(work)
+        return work
+
+    stages = _stages(model, seq_len, pp * count)
+    ranks = [Work()] * pp
+    for stage, (kinds, _, _) in enumerate(stages):
+        rank = rank_of(schedule, stage, pp)
+        ranks[rank] = ranks[rank].plus(work_of(kinds))
     begin, finish = ranks[0], ranks[-1]
+    works = map(work_of, {kinds for kinds, _, _ in stages})
     least = Work().plus(Work(*map(min, zip(*works, strict=True))), count)
-    kind_of = layer_kinds(model)
+    kind_of = layer_kinds(model, seq_len)
     if pp == 1 and is_tied(model):  # both ends hold one weight
         whole = begin.plus(end(kind_of[0], first=True, last=True))
         return Ranks(least, whole, whole)

@@ -13,7 +13,6 @@ what it did in forward.
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from itertools import groupby
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -51,6 +50,7 @@ from meshwise.spec.op import Direction, Dtype
 
 _MOST = 8192  # stages whose costs are kept
 NO_BLOCKS = "no block of images is measured: their layers take the sum of their operations"
+Layer = tuple[LayerKind, Recompute]
 UNTIMED = Spent(0.0, {}, {}, 0.0, 0.0)
 PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -99,7 +99,7 @@ def kinds_of(model: AnyModel, seq_len: int, layout: Layout) -> list[StageKind]:
         StageKind(
             model=model,
             seq_len=seq_len,
-            layers=layer_kinds(model, layers),
+            layers=layer_kinds(model, seq_len, layers),
             first=stage == 0,
             last=stage == layout.num_stages - 1,
             recompute=view.recomputed(len(layers)) if view.recompute != "none" else (),
@@ -156,26 +156,41 @@ def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
 
 
 def _program(kind: StageKind, prices: Prices) -> Program:
-    """Of the stage with at most three equal layers in a row: one stands for all between the first
-    and the last."""
-    dtype, short, times = prices.costs.dtype, list[tuple[LayerKind, Recompute]](), dict[int, int]()
+    """Of the stage with at most three equal layers, or repeats of a few, in a row: the second
+    stands for all between the first and the last."""
     none: Recompute = "none"
     words = kind.recompute or (none,) * len(kind.layers)
-    for layer, run in groupby(zip(kind.layers, words, strict=True)):
-        count = len(list(run))
-        if count > 3:
-            times[len(short) + 1] = count - 2
-        short += [layer] * min(count, 3)
+    short, times = _shortened([*zip(kind.layers, words, strict=True)])
     kinds, words = (tuple(of) for of in zip(*short, strict=True))
     shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
     return apply(
         graph_of(shorter, prices.costs),
         kind.layout,
-        dtype,
+        prices.costs.dtype,
         split=kind.split,
         times=times,
         device=device_of(prices.costs.cluster, prices.costs.lowering),
     )
+
+
+def _shortened(layers: list[Layer]) -> tuple[list[Layer], dict[int, int]]:
+    """The layers that are left, and for how many some of them stand."""
+    short, times, at = list[Layer](), dict[int, int](), 0
+
+    def repeats(size: int) -> int:
+        count = 1
+        while layers[at : at + size] == layers[at + count * size : at + (count + 1) * size]:
+            count += 1
+        return count
+
+    while at < len(layers):
+        counts = [(size, repeats(size)) for size in range(1, (len(layers) - at) // 4 + 1)]
+        size, count = max(counts, key=lambda of: of[0] * (of[1] - 3), default=(1, 1))
+        if count > 3:
+            times |= dict.fromkeys(range(len(short) + size, len(short) + 2 * size), count - 2)
+        short += layers[at : at + min(count, 3) * size]
+        at += count * size
+    return short, times
 
 
 def _cost(

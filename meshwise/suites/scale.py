@@ -209,7 +209,10 @@ def stage_bytes(
     for stage, layers in enumerate(layout.stage_layers(model.layers)):
         inside = layout.of_rank(stage)
         in_flight = 0 if inference else min(layout.pp - stage, layout.num_microbatches)
-        kinds, about = layer_kinds(model, layers), (model, workload.seq_len, _alike(inside))
+        kinds, about = (
+            layer_kinds(model, workload.seq_len, layers),
+            (model, workload.seq_len, _alike(inside)),
+        )
         ends = layers.start == 0, layers.stop == model.layers
         held: float = sum(
             count * in_flight * _kept_bytes(*about, kind, inside.recompute)

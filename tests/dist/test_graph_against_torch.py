@@ -27,6 +27,7 @@ from meshwise.spec import (
     Decoder,
     Experts,
     Gemm,
+    LayerKind,
     Layout,
     Mla,
     Model,
@@ -58,7 +59,7 @@ FAMILIES = {
     "granite": replace(
         LLAMA, embed_scale=3.0, residual_scale=0.5, logits_scale=0.25, softmax_scale=0.2
     ),
-    "window": replace(LLAMA, window=20),
+    "windows": replace(LLAMA, window=20, full_layers=(1,), local_rope_theta=100.0),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=4),
     "gpt experts": replace(TINY, experts=Experts(num_experts=8, top_k=2, ffn=64, every=2)),
     "experts": replace(LLAMA, experts=Experts(num_experts=8, top_k=3, ffn=32, normalized=False)),
@@ -179,7 +180,7 @@ def test_parameters_of_a_stage(model, layers):
     """The last has its own copy of a tied weight."""
     with torch.device("meta"):
         stage = nn.build(model, layers)
-    kinds = layer_kinds(model, layers)
+    kinds = layer_kinds(model, SEQ, layers)
     graph = models.graph(
         model, BATCH, SEQ, "fp32", layers=kinds, first=stage.first, last=stage.last
     )
@@ -309,7 +310,14 @@ def test_peak_memory_of_a_middle_stage(word):
     step()
     measured = memory.peak_tensor_bytes(step, stage.parameters())
     graph = models.graph(
-        model, batch, SEQ, "fp32", layers=("dense",) * 3, first=False, last=False, recompute=words
+        model,
+        batch,
+        SEQ,
+        "fp32",
+        layers=(LayerKind(),) * 3,
+        first=False,
+        last=False,
+        recompute=words,
     )
     program = models.apply(graph, Layout(microbatch_size=batch), "fp32")
     counted = peak_memory(program, lambda name: 1.0).total_bytes

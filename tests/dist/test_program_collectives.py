@@ -56,6 +56,7 @@ FAMILIES = {
         residual_scale=0.5,
         logits_scale=0.5,
         window=6,
+        full_layers=(1,),
     ),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=8),
 }

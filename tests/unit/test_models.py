@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from meshwise import models
 from meshwise.models import catalogue, placement
-from meshwise.spec import Block, Collective, Elementwise, Gemm, Layout, Model, Workload
+from meshwise.spec import (
+    Block,
+    Collective,
+    Elementwise,
+    Gemm,
+    LayerKind,
+    Layout,
+    Model,
+    Workload,
+)
 
 TINY = Model(hidden=32, layers=3, heads=4, ffn=128, vocab=64, max_seq_len=16)
 
@@ -185,7 +194,7 @@ def stages(model, counts, dtype="fp32", **options):
     last = len(counts) - 1
     return [
         models.graph(
-            model, 1, 8, dtype, layers=("dense",) * n, first=i == 0, last=i == last, **options
+            model, 1, 8, dtype, layers=(LayerKind(),) * n, first=i == 0, last=i == last, **options
         )
         for i, n in enumerate(counts)
     ]

@@ -209,7 +209,7 @@ def test_the_search_reads_the_graph(name, as_wide):
 def followed(name, layout):
     """The tasks of the first layer of a model in a layout, and each one's price by data sheets."""
     model, prices = catalogue.find(name), Prices(unmeasured(CLUSTER), datasheet=True)
-    kinds = layer_kinds(model)[:1]
+    kinds = layer_kinds(model, 8192)[:1]
     graph = models.graph(model, 1, 8192, "bf16", layers=kinds, first=False, last=False)
     for task in models.apply(graph, layout, "bf16").tasks:
         yield task.name.removeprefix("layers.0."), task.op, prices.estimate(task.op).time_s

@@ -355,7 +355,30 @@ def test_three_microbatches_say_what_many_do(costs, zero, layers):
     model = msgspec.structs.replace(MODEL, layers=layers, ffn=16384)
     workload = Workload(global_batch_size=28, seq_len=64)
     layout = Layout(dp=4, zero=zero, num_microbatches=7)
-    program = models.apply(models.graph(model, 1, 64, "bf16"), layout, "bf16")
+    in_one_program(costs, model, workload, layout)
+
+
+PATTERN = Decoder(
+    hidden=64, layers=17, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=512, max_seq_len=64,
+    window=16, full_layers=(2, 5, 8, 11, 14),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ffn", [64, 16384], ids=["waits", "computes"])
+@pytest.mark.parametrize("zero", range(4))
+def test_a_repeated_pattern_of_layers_is_priced_as_all_of_them(costs, zero, ffn):
+    """Five times two layers with a window and one without, and two more; some recomputed."""
+    workload = Workload(global_batch_size=12, seq_len=64)
+    more = {"recompute": "full", "recompute_layers": 13} if zero == 1 else {}
+    layout = Layout(dp=4, zero=zero, num_microbatches=3, **more)
+    in_one_program(costs, msgspec.structs.replace(PATTERN, ffn=ffn), workload, layout)
+
+
+def in_one_program(costs, model, workload, layout):
+    """Compare a prediction with a walk through every task of every layer and microbatch."""
+    words = layout.recomputed(model.layers)
+    graph = models.graph(model, 1, workload.seq_len, "bf16", recompute=words)
+    program = models.apply(graph, layout, "bf16")
     bare = msgspec.structs.replace(costs, factors=())
     prices = Prices(bare)
     prediction = search.predict(model, workload, layout, prices)
@@ -712,9 +735,10 @@ def test_the_rank_that_needs_most_memory_is_named(costs):
     assert all("memory peaks" not in str(t.rows) for t in tables.warnings(prediction.notes))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(18))
 def test_three_equal_layers_stand_for_many(costs, seed, monkeypatch):
-    """Stages priced by at most three equal layers in a row, against all of them one by one."""
+    """Stages priced by at most three equal layers, or turns of a pattern, in a row, against all of
+    them one by one."""
     chance = random.Random(seed)
     slow = chance.choice([1.0, 30.0])  # of traffic that mathematics hides, or does not
     curves = [
@@ -729,14 +753,15 @@ def test_three_equal_layers_stand_for_many(costs, seed, monkeypatch):
         for curve in costs.curves
     ]
     there = msgspec.structs.replace(costs, curves=tuple(curves))
-    model = msgspec.structs.replace(chance.choice([MODEL, LLAMA]), layers=12)
+    windows = msgspec.structs.replace(LLAMA, window=32, full_layers=(2, 5, 8, 11))
+    model = msgspec.structs.replace(chance.choice([MODEL, LLAMA, windows]), layers=12)
     layouts, _ = legal_layouts(model, WORKLOAD, there, 4)
     short, whole = Prices(there), Prices(there)
     for layout in chance.sample(layouts, 6):
         rung = chance.choice(ladder(layout, model))
         priced = search.predict(model, WORKLOAD, rung, short)
         with monkeypatch.context() as patch:
-            patch.setattr(stages, "groupby", lambda words: ((word, [word]) for word in words))
+            patch.setattr(stages, "_shortened", lambda layers: (layers, {}))
             one_by_one = search.predict(model, WORKLOAD, rung, whole)
         assert priced.step_time_s == pytest.approx(one_by_one.step_time_s, rel=1e-9), rung.name
         memory = one_by_one.peak_memory_bytes

@@ -7,7 +7,7 @@ its graph.
 from meshwise.models.families import gpt, llama, wide_resnet
 from meshwise.models.families.build import Layers
 from meshwise.models.graph import Graph
-from meshwise.spec import AnyModel, Decoder, Model, WideResNet, layer_kinds
+from meshwise.spec import AnyModel, Model, WideResNet, layer_kinds
 
 
 def forward(
@@ -28,18 +28,13 @@ def forward(
     which no node writes, and ends with the residual stream. A last stage that is not the first has
     its own copy of a tied weight. Of a model that no module computes, the graph lists what it has.
     """
-    kinds = layer_kinds(model) if layers is None else layers
+    kinds = layer_kinds(model, seq) if layers is None else layers
     if isinstance(model, WideResNet):
         return wide_resnet.forward(model, batch, dtype, kinds, first=first, last=last)
     name = model.name or "the model"
     if seq > model.max_seq_len:
         raise ValueError(
             f"seq_len = {seq}: {name} has positions for {model.max_seq_len}; use a shorter sequence"
-        )
-    if isinstance(model, Decoder) and len(model.windows(seq)) > 1:
-        raise ValueError(
-            f"{name} has layers with a window and layers without: its layouts are run, not priced "
-            "yet; give the layout yourself, or a seq_len that fits into the window"
         )
     if isinstance(model, Model):
         return gpt.forward(model, batch, seq, dtype, kinds, first=first, last=last)

@@ -22,6 +22,7 @@ class Build:
         self.tensors: dict[str, Tensor] = {}
         self.nodes: list[Node] = []
         self.part, self.layer, self.room = "embed", 0, "stream"
+        self.window: int | None = None  # of the layer's attention
 
     def graph(self, sizes: Mapping[str, int]) -> Graph:
         return Graph(sizes, self.tensors, tuple(self.nodes))
@@ -113,7 +114,9 @@ class Build:
         ``dim``: of each head of v."""
         y = self.tensor(f"{name}.y", (*TOKEN, *heads, dim))
         lse = self.tensor(f"{name}.lse", ("batch", *heads, "seq"), "fp32")
-        return self.node(name, "attention", inputs, y, lse)
+        self.node(name, "attention", inputs, y, lse)
+        self.nodes[-1] = self.nodes[-1]._replace(window=self.window)
+        return y
 
     def embedding(self) -> str:
         tokens = self.tensor("tokens", TOKEN, "int64", "index")

@@ -20,10 +20,10 @@ def forward(
 ) -> Graph:
     """``families.forward`` of a Wide-ResNet; a layer's dims are those of its kind."""
     build = Build(dtype)
-    x = _stem(build) if first else build.tensor("stage.in", _into(layers[0]))
+    x = _stem(build) if first else build.tensor("stage.in", _into(layers[0].form))
     for i, kind in enumerate(layers):
         build.part, build.layer = "layer", i
-        x = _bottleneck(build, x, f"layers.{i}", kind)
+        x = _bottleneck(build, x, f"layers.{i}", kind.form)
     if last:
         _head(build, x, f"features.{len(model.blocks) - 1}")
     return build.graph(_sizes(model, batch))

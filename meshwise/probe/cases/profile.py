@@ -248,7 +248,9 @@ def of_program(
     layout = Layout(tp=tp, microbatch_size=microbatch_size)
     if placement.obstacle(model, seq_len, layout):
         return
-    kinds = None if isinstance(model, WideResNet) else tuple(dict.fromkeys(layer_kinds(model)))
+    kinds = (
+        None if isinstance(model, WideResNet) else tuple(dict.fromkeys(layer_kinds(model, seq_len)))
+    )
     whole = graph(model, microbatch_size, seq_len, profile.dtype, layers=kinds)
     yield from _shaped(task.op for task in apply(whole, layout, profile.dtype).tasks)
 
