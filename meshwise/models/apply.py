@@ -3,7 +3,7 @@
 ``shard`` cuts the graph over tp and cp; here the microbatches are repeated and data parallelism is
 woven in. It works on units (a layer, or the root: embedding, final norm, head), as FSDP2 does:
 gather the unit's weights ahead of its use, reduce its gradients behind it, on a stream of their
-own. Experts that ep divides are units of their own, over the ranks that hold the same ones.
+own. Experts that ranks divide are units of their own, over the ranks that hold the same ones.
 ZeRO-3 gathers for each forward and backward, 1 and 2 once a step; 0 and 1 reduce on the last
 microbatch only, 2 and 3 on each. ZeRO-0 all-reduces. With replicas (HSDP) shards are gathered
 and reduced within one replica, then all-reduced over the replicas.
@@ -24,7 +24,7 @@ from meshwise.spec import Collective, Layout, Op
 
 Runs = list[tuple[str, list[Task]]]
 Kind = Literal["F", "B", "I", "W"]
-EXPERTS = ".experts"  # of a layer's unit, where ep divides them
+EXPERTS = ".experts"  # of a layer's unit, where ranks hold different ones
 
 
 class Span(NamedTuple):
@@ -342,7 +342,7 @@ class _DataParallel:
         backward (``parallel.data.may_rest``); other data ranks need it in the first and the last.
         """
         layout, last = self.layout, self.layout.num_microbatches - 1
-        may = self.copies and layout.zero < 2 and layout.ep == 1 and last > 0
+        may = self.copies and layout.zero < 2 and layout.expert_ranks == 1 and last > 0
         return may and (layout.data_ranks == 1 or microbatch not in (0, last))
 
     def weights(self, unit: str) -> tuple[str, ...]:

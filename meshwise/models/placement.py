@@ -46,11 +46,12 @@ class Cut:
 
     def __init__(self, graph: Graph, tp: int, cuts: Cuts, ep: int, cp: int = 1) -> None:
         self.tp, self.cuts, self.sizes = tp, cuts, dict(graph.sizes)
+        self.expert_ranks = cuts.expert_ranks(ep, tp)
         self.sizes["seq"] //= cp
         if "room" in self.sizes:
             self.sizes["room"] -= (cp - 1) * _copies(self.sizes)
         if "experts" in self.sizes:  # a rank has so many less, and less room between their rows
-            self.sizes["experts"] //= ep
+            self.sizes["experts"] //= self.expert_ranks
             gone = graph.sizes["experts"] - self.sizes["experts"]
             self.sizes["room"] -= EXPERT_ALIGNMENT * gone
         self.copies = max(1, tp // self.sizes.get("kv_heads", tp))  # ranks of one kv head
@@ -58,8 +59,9 @@ class Cut:
 
     def of(self, room: str) -> str:
         """What a part of the model divides."""
-        word: str = CHANNELS if room == "convolutions" else getattr(self.cuts, room)
-        return word if self.tp > 1 else WHOLE
+        if self.tp == 1:
+            return WHOLE
+        return CHANNELS if room == "convolutions" else self.cuts.of(room)
 
     def dim(self, room: str, tensors: list[Tensor]) -> str:
         """The dim that an operation on these tensors divides, or ``whole``."""
@@ -142,7 +144,9 @@ def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[st
     if moe is None and layout.ep > 1:
         yield f"ep = {layout.ep}: the model has no experts; use 1"
     if moe is not None:
-        yield from _indivisible("ep", layout.ep, {"experts.num_experts": moe.num_experts})
+        axes = "ep" if layout.expert_ranks == layout.ep else "ep * tp"
+        sizes = {"experts.num_experts": moe.num_experts}
+        yield from _indivisible(axes, layout.expert_ranks, sizes)
     if seq_len > model.max_seq_len:
         raise ValueError(
             f"Workload.seq_len = {seq_len}: must be <= max_seq_len = {model.max_seq_len} of the "
@@ -161,6 +165,13 @@ def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[st
     if moe is not None and cuts.experts == "ffn":
         sizes = {"experts.ffn": moe.ffn, "experts.shared_ffn": moe.shared_ffn}
         yield from _indivisible("tp", tp, sizes)
+    if moe is None and cuts.experts == "experts":
+        yield f"cuts = {cuts.name}: the model has no experts; leave experts out"
+    if cuts.experts == "experts" and cuts.stream == WHOLE:
+        yield (
+            f"cuts = {cuts.name}: ranks with different experts need tokens of their own; cut the "
+            "stream by seq (sequence_parallel) or batch"
+        )
     words = {getattr(cuts, room) for room in Cuts.__struct_fields__}
     if "seq" in words:
         yield from _indivisible("tp", tp, {"seq_len / cp": seq_len // layout.cp})

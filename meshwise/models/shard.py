@@ -64,7 +64,7 @@ class Sharded(NamedTuple):
 
     ``shapes``: of this rank's part of each parameter, as in the module. ``partial``: the parameters
     whose gradients are parts of a sum over tp, which is taken when data parallelism reduces them.
-    ``apart``: the parameters that ep divides.
+    ``apart``: the experts' parameters, where ranks hold different ones.
     """
 
     tasks: tuple[tuple[Node, tuple[Task, ...]], ...]
@@ -98,7 +98,8 @@ def shard(
         for name, gradient in graph.gradients.items()
         if walk.placement.get(gradient) == PARTIAL
     )
-    apart = frozenset(t.name for t in graph.parameters() if "experts" in t.dims and ep > 1)
+    divided = walk.cut.expert_ranks > 1
+    apart = frozenset(t.name for t in graph.parameters() if "experts" in t.dims and divided)
     return Sharded(tasks, walk.buffers, shapes, partial, apart)
 
 
@@ -130,7 +131,7 @@ class _Walk:
                 self._define(tensor, tensor.name, self.cut.of("stream"))
 
     def tasks(self, node: Node) -> Iterator[Task]:
-        if node.kind == "view" or (node.kind == "exchange" and self.ep == 1):
+        if node.kind == "view" or (node.kind == "exchange" and self.cut.expert_ranks == 1):
             yield from self._view(node)
             return
         if node.kind == "average":
@@ -173,7 +174,8 @@ class _Walk:
             return PARTIAL if dim == PARTIAL else WHOLE
         if dim in ROWS and (tensor.role == "constant" or node.kind == "mean"):
             return dim if tensor.role == "constant" else WHOLE  # of each rank's own tokens
-        return PARTIAL
+        own = "experts" in tensor.dims and self.cut.expert_ranks > self.ep
+        return WHOLE if own else PARTIAL  # rows of other ranks came here
 
     def _computed(
         self, node: Node, inputs: list[Tensor], outputs: list[Tensor], dim: str, reads: list[str]
@@ -297,8 +299,8 @@ class _Walk:
         return Collective(
             kind="all_to_all",
             size_bytes=size_bytes,
-            group_size=self.ep,
-            group_stride=self.tp,
+            group_size=self.cut.expert_ranks,
+            group_stride=self.tp if self.cut.expert_ranks == self.ep else 1,
             dtype=dtype,  # type: ignore[arg-type]
         )
 

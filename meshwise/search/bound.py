@@ -43,6 +43,7 @@ from meshwise.spec import (
     DTYPE_BYTES,
     AnyModel,
     Collective,
+    Cuts,
     LayerKind,
     Layout,
     Workload,
@@ -233,7 +234,8 @@ def _holding(
         return cost.resident["parameters"], held, max(rises) - copies, max(0.0, least)
 
     def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
-        return _weights(model, kinds, first, last, cut.tp, cut.ep, shards if zero else 0)
+        over = (cut.tp, cut.ep, cut.cuts, shards if zero else 0)
+        return _weights(model, kinds, first, last, *over)
 
     whole = {of: some((of,), first, last) for of in set(layers)}
     single = {of: some((of,), False, False) for of in set(layers)}
@@ -276,17 +278,18 @@ def _weights(
     last: bool,
     tp: int,
     ep: int,
+    cuts: Cuts,
     shards: int,
 ) -> np.ndarray:
     """Bytes of a stage's float32 parameters on one rank, and of those that it gathers to compute
     with, padded as FSDP2 pads them; of 0 shards each rank has its own."""
     if len(kinds) > 1:
-        found = _weights(model, kinds[:1], first, last, tp, ep, shards)
+        found = _weights(model, kinds[:1], first, last, tp, ep, cuts, shards)
         for kind, count in Counter(kinds[1:]).items():
-            found = found + count * _weights(model, (kind,), False, False, tp, ep, shards)
+            found = found + count * _weights(model, (kind,), False, False, tp, ep, cuts, shards)
         return found
     one = graph(model, 1, 1, "fp32", layers=kinds, first=first, last=last)
-    layout = Layout(dp=shards or ep, tp=tp, ep=ep, zero=3 if shards > 1 else 0)
+    layout = Layout(dp=shards or ep, tp=tp, ep=ep, zero=3 if shards > 1 else 0, cuts=cuts)
     program = apply(one, layout, "fp32")
     return np.asarray([program.resident_bytes["parameters"], 4 * program.gathered])
 
@@ -346,7 +349,9 @@ def _layers(kinds: tuple[LayerKind, ...], again: Again) -> tuple[Of, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _cut(tp: int, cp: int, sequence_parallel: bool, microbatch_size: int, ep: int) -> Layout:
+def _cut(
+    tp: int, cp: int, sequence_parallel: bool, microbatch_size: int, ep: int, cuts: Cuts
+) -> Layout:
     """A device, or its tp group, and one microbatch; as many of these as share its sequences, and
     as hold all experts."""
     return Layout(
@@ -355,12 +360,14 @@ def _cut(tp: int, cp: int, sequence_parallel: bool, microbatch_size: int, ep: in
         ep=ep,
         tp=tp,
         sequence_parallel=sequence_parallel,
+        cuts=cuts,
         microbatch_size=microbatch_size,
     )
 
 
 def _cut_of(layout: Layout) -> Layout:
-    return _cut(layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
+    shape = (layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
+    return _cut(*shape, layout.cuts)
 
 
 def _ranks(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:

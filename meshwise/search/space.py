@@ -3,9 +3,10 @@
 pp * dp * cp * tp = N, the pipeline outermost; every schedule; cp where it leaves each rank 8,192
 tokens of a sequence or more; ZeRO 0 to 3 over dp * cp, over several hosts
 also with replicas; experts over any share of the ranks that hold one copy; sequence parallelism
-over tp; the batch of a dp rank cut into equal microbatches, of every size that divides it: most of
-the cuts cost nothing to list, since ``find`` prices only what can be among the best. Layouts that
-would run the same program as another, or the same with nothing gained, are dropped by name.
+over tp, there also with other experts on each tp rank; the batch of a dp rank cut into equal
+microbatches, of every size that divides it: most of the cuts cost nothing to list, since ``find``
+prices only what can be among the best. Layouts that would run the same program as another, or the
+same with nothing gained, are dropped by name.
 
 What is recomputed is no axis of this space. It costs time to save memory, so ``find`` asks for it
 where a layout does not fit without.
@@ -19,7 +20,7 @@ import msgspec
 
 from meshwise import schedule
 from meshwise.models import placement
-from meshwise.spec import AnyModel, Cluster, Costs, Layout, Removal, Workload
+from meshwise.spec import AnyModel, Cluster, Costs, Cuts, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
 
 Reasons = Counter[str]
@@ -102,10 +103,11 @@ def _shared(dp: int, cp: int, tp: int, has_experts: bool) -> Iterator[Layout]:
             if replicas == ranks > 1:
                 continue
             for ep in divisors(ranks // replicas) if has_experts else (1,):
-                for sp in (False, True) if tp > 1 else (False,):
+                over_tp = [(False, Cuts()), (True, Cuts()), (True, Cuts(experts="experts"))]
+                for sp, cuts in over_tp[: 2 + has_experts] if tp > 1 else over_tp[:1]:
                     yield Layout(
                         dp=dp, cp=cp, tp=tp, zero=zero, replicas=replicas, ep=ep,
-                        sequence_parallel=sp,
+                        sequence_parallel=sp, cuts=cuts,
                     )  # fmt: skip
 
 

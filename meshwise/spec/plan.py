@@ -123,8 +123,9 @@ def placements_of(inside: Layout, parts: Iterable[str]) -> dict[str, Placement]:
         axes: dict[str, list[Axis]] = {"batch": ["dp"], "seq": ["cp"]}
         if part == "experts":
             axes["experts"] = ["ep"]
-        word = CHANNELS if part == "convolutions" else getattr(inside.placed, part)
-        if word != "whole":
+        cuts, channels = inside.placed, part == "convolutions"
+        words = {CHANNELS} if channels else {getattr(cuts, part), cuts.of(part)} - {"whole"}
+        for word in words:
             axes.setdefault(word, []).append("tp")
         divided = {dim: tuple(a for a in of if getattr(inside, a) > 1) for dim, of in axes.items()}
         found[part] = {dim: of for dim, of in divided.items() if of}
@@ -191,8 +192,8 @@ def layout_of(stages: tuple[Stage, ...], layout: Layout) -> Layout:
 
 
 def _cut(placed: Placement) -> str:
-    """The dim of a part that tp divides."""
-    return next((dim for dim, axes in placed.items() if "tp" in axes), "whole")
+    """The dim of a part that tp divides; where that is two, the experts."""
+    return next((dim for dim, axes in reversed(placed.items()) if "tp" in axes), "whole")
 
 
 class Plan(Record, kw_only=True):

@@ -245,6 +245,7 @@ def _refuse(layout: Layout, recipe: Recipe, dtype: str) -> None:
         "Layout.pp": (layout.pp > 1, "a pipeline needs to know a model's layers; use 1"),
         "Layout.cp": (layout.cp > 1, "attention is the module's own; use 1"),
         "Layout.sequence_parallel": (layout.sequence_parallel, "use false"),
+        "Layout.cuts": (bool(layout.cuts.name), "strategies say what tp divides; leave them out"),
         "Layout.recompute": (layout.recompute == "selective", "use full or none"),
         "Recipe.fp8": (recipe.fp8, "products are the module's own; use false"),
         "Recipe.offload": (recipe.offload, "use false"),

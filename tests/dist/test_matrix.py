@@ -194,6 +194,29 @@ def test_parts_cut_in_other_ways_compile(check, every):
     check(everything[3::every], everything, "compiled")
 
 
+WHOLE_EXPERTS = [
+    Layout(dp=2, tp=2, microbatch_size=2, num_microbatches=2),
+    Layout(dp=2, tp=2, ep=2, microbatch_size=4),
+    Layout(dp=2, tp=2, zero=2, microbatch_size=2, num_microbatches=2),
+    Layout(dp=2, tp=2, ep=2, zero=3, microbatch_size=4, recompute="full"),
+    Layout(cp=2, tp=2, ep=2, microbatch_size=4, num_microbatches=2),
+    Layout(cp=2, tp=2, zero=2, microbatch_size=8),
+    Layout(cp=2, tp=2, ep=2, zero=3, microbatch_size=4, num_microbatches=2, recompute="selective"),
+    Layout(tp=2, pp=2, schedule="1f1b", microbatch_size=4, num_microbatches=2),
+]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_whole_experts_on_different_tp_ranks_train_as_the_oracle_does(check, name):
+    every = [
+        msgspec.structs.replace(layout, cuts=Cuts(stream=stream, experts="experts"))
+        for layout, stream in zip(WHOLE_EXPERTS, itertools.cycle(["seq", "seq", "batch"]))
+    ]
+    kinds = itertools.cycle(matrix.RECIPES)
+    cases = [matrix.Case(4, name, layout, kind) for layout, kind in zip(every, kinds, strict=False)]
+    check(cases, cases)
+
+
 def result(ranks, text):
     return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=TrainRequest)))
 

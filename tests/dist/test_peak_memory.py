@@ -18,6 +18,7 @@ from meshwise.search.predict import memory_of
 from meshwise.search.space import legal_layouts
 from meshwise.spec import (
     Cluster,
+    Cuts,
     Decoder,
     Device,
     Experts,
@@ -153,6 +154,7 @@ def test_predicted_peaks_are_those_of_the_ranks(gloo_ranks, plan_of, count):
     assert mean(sizes) <= 0.02, found
 
 
+WHOLE_EXPERTS = Cuts(stream="seq", experts="experts")
 SHARED = {
     "gpt": [
         Layout(cp=4, zero=3, microbatch_size=8),
@@ -163,10 +165,14 @@ SHARED = {
         Layout(cp=2, tp=2, sequence_parallel=True, microbatch_size=8, recompute="selective"),
     ],
     "qwen": [Layout(cp=2, pp=2, schedule="1f1b", microbatch_size=2, num_microbatches=4)],
-    "mixtral": [Layout(dp=2, cp=2, ep=4, zero=3, microbatch_size=4)],
+    "mixtral": [
+        Layout(dp=2, cp=2, ep=4, zero=3, microbatch_size=4),
+        Layout(dp=2, tp=2, ep=2, zero=3, cuts=WHOLE_EXPERTS, microbatch_size=4),
+    ],
     "deepseek": [
         Layout(cp=4, zero=3, microbatch_size=2, num_microbatches=4),
         Layout(dp=2, cp=2, ep=2, zero=2, microbatch_size=4),
+        Layout(cp=2, tp=2, cuts=WHOLE_EXPERTS, microbatch_size=4, num_microbatches=2),
     ],
 }
 

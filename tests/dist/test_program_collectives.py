@@ -71,6 +71,7 @@ EXPERTS = {
 }
 FAMILIES |= EXPERTS
 IMAGES = WideResNet(blocks=(2, 1), channels=8, width_factor=2, image_size=20, num_classes=6)
+WHOLE_EXPERTS = Cuts(stream="seq", experts="experts")
 UNEVEN = {  # few first dims divide by 4, and by 2
     "gpt": Model(hidden=30, layers=2, heads=3, ffn=54, vocab=101, max_seq_len=17),
     "llama": Decoder(
@@ -236,6 +237,10 @@ def test_ranks_that_hold_different_experts(gloo_ranks, plan_of, world_size, mode
             Layout(dp=4, ep=2, zero=1, replicas=2, microbatch_size=1),
             Layout(dp=2, tp=2, ep=2, zero=2, sequence_parallel=True, microbatch_size=2),
             Layout(dp=2, tp=2, ep=2, microbatch_size=1, num_microbatches=2),
+            Layout(dp=2, tp=2, ep=2, zero=3, cuts=WHOLE_EXPERTS, microbatch_size=2),
+            Layout(dp=2, tp=2, cuts=WHOLE_EXPERTS, microbatch_size=1, num_microbatches=2),
+            Layout(cp=2, tp=2, ep=2, zero=2, cuts=WHOLE_EXPERTS, microbatch_size=4),
+            Layout(tp=4, cuts=WHOLE_EXPERTS, microbatch_size=4, recompute="full"),
         ],
     }
     compare(gloo_ranks, plan_of, model, layouts[world_size], "bf16")
