@@ -176,7 +176,9 @@ class _Backward:
         self.add_node(node, "grad.less", "add", [saved, saved], each[:1])
         self.add_node(node, "grad.apart", "mul", [each[0], self.gradient_of[variance]], each[1:2])
         self.add_node(node, "grad.level", "copy", [self.gradient_of[mean]], each[2:])
+        at = len(self.nodes)
         self.emit(node, "grad", "add", each[1:], [x])
+        self.nodes[at] = self.nodes[at]._replace(holds=(saved,))
 
     def differentiate(self, node: Node) -> None:
         """Append the backward of a forward node; a constant has none."""
@@ -224,6 +226,8 @@ class _Backward:
             self.emit(node, "grad", "view", [dy], [x])
         elif node.kind in ("cast", "copy", "mean", "exchange", "average"):
             self.emit(node, "grad", node.kind, [dy], [x])
+            if x == "stage.in":  # whoever calls backward holds it
+                self.nodes[-1] = self.nodes[-1]._replace(holds=(x,))
         elif node.kind == "view" and self.tensors[x].dims == self.tensors[node.outputs[0]].dims:
             self.accumulate(node, x, dy)
         elif node.kind == "view":

@@ -36,7 +36,7 @@ from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.schedule import Name
-from meshwise.search.predict import in_transit, most_sent
+from meshwise.search.predict import images_bytes, in_transit, most_sent
 from meshwise.search.simulate import COPIES, ROLES, WAITING, WEIGHTS, Spent
 from meshwise.search.stage import StageKind, graph_of, stage_cost, stage_memory
 from meshwise.spec import (
@@ -195,7 +195,7 @@ def memory_between(
         if layout.schedule not in SPLIT:
             during = (early @ np.concatenate([held_least, single, gradients, backward])).max()
             lows.append(lasting.sum() + during - 3 * _ROUNDING * model.layers)
-    overhead = prices.costs.memory_overhead_bytes
+    overhead = prices.costs.memory_overhead_bytes + images_bytes(model, workload, layout)
     most = (most_sent(layout, prices.costs) + 1) * moving
     return max(lows) + overhead, max(highs) + most + overhead
 
@@ -426,13 +426,13 @@ def _ranks_of(
 @lru_cache(maxsize=4096)
 def _work(kind: StageKind, prices: Prices) -> Work:
     """Of a stage of one layer, on one device or its tp group, without data parallelism. A result
-    that it keeps is the next layer's input, and counted there."""
+    that it keeps is the next layer's input; that alone counts it as it arrived and as a copy."""
     cost = stage_cost(kind, prices)
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
     whole = graph_of(kind, prices.costs)
     *_, result = (node.outputs[0] for node in whole.nodes if node.phase == "forward")
     is_kept = any(result in node.inputs for node in whole.nodes if node.phase != "forward")
-    passed_on = num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
+    passed_on = 2 * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
 
     def own_s(spent: Spent) -> float:
         return spent.time_s - spent.parts.get(COPIES, 0.0) - spent.parts.get(WAITING, 0.0)

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
-from meshwise.models import step_flops, stream_shape
+from meshwise.models import families, step_flops, stream_shape
 from meshwise.models.decoder import weights
+from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.search.pipeline import BUBBLE, Timetable, peak_memory, step_time, timetable
@@ -40,7 +41,9 @@ from meshwise.spec import (
     Part,
     Prediction,
     StageTimes,
+    WideResNet,
     Workload,
+    layer_kinds,
 )
 from meshwise.spec.layout import rank_of
 
@@ -110,8 +113,26 @@ def memory_of(
     stages = [of_stage(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
     in_between = in_transit(model, workload, layout, costs)
     rank, peak = peak_memory(stages, _timetable(layout), *in_between, most_sent(layout, costs))
-    total = peak.total_bytes + costs.memory_overhead_bytes
-    return layout.devices_of(rank)[0], Peak(total, peak.parts)
+    images = images_bytes(model, workload, layout)
+    total = peak.total_bytes + costs.memory_overhead_bytes + images
+    return layout.devices_of(rank)[0], Peak(total, peak.parts | {"images": images})
+
+
+def images_bytes(model: AnyModel, workload: Workload, layout: Layout) -> int:
+    """Of a rank's images of a step, which it has from beginning to end; tokens are little."""
+    if not isinstance(model, WideResNet):
+        return 0
+    return (
+        _image_bytes(model)
+        * workload.global_batch_size
+        // min(layout.of_rank(r).dp for r in range(layout.pp))
+    )
+
+
+@lru_cache(maxsize=64)
+def _image_bytes(model: AnyModel) -> int:
+    first = families.forward(model, 1, 1, "fp32", layers=layer_kinds(model)[:1], last=False)
+    return num_bytes(first.tensors["images"], first.sizes)
 
 
 def in_transit(

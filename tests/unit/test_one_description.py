@@ -27,6 +27,7 @@ from meshwise.spec import (
     Recipe,
     Resharding,
     WeightLayout,
+    WideResNet,
     Workload,
     layer_kinds,
 )
@@ -57,6 +58,8 @@ def model_of(name):
 
 def wider(model):
     """Twice as wide in all that a graph has a size of; every degree that divided still does."""
+    if isinstance(model, WideResNet):
+        return replace(model, channels=2 * model.channels, num_classes=2 * model.num_classes)
     change = {name: 2 * getattr(model, name) for name in ("hidden", "heads", "ffn", "vocab")}
     if moe := model.experts:
         sizes = ("num_experts", "top_k", "ffn", "shared_ffn")
@@ -198,6 +201,12 @@ def test_every_answer_is_read_off_the_graph(name, as_wide):
 def test_models_that_are_only_listed_are_too(name, as_wide):
     asked = ("measure gemm", "measure attention", "measure collectives", "measure fsdp", "weights")
     assert elsewhere(asked, catalogue.find(name), as_wide) == []
+
+
+@pytest.mark.parametrize("name", ["wresnet-250m", "wresnet-6.8b"])
+def test_images_are_too(name, as_wide):
+    asked = ("weights", "parameters", "FSDP units", "FLOPs", "saved bytes", "stream")
+    assert elsewhere(asked, catalogue.find_any(name), as_wide) == []
 
 
 @pytest.mark.parametrize("name", ["gpt-125m", "llama-3-8b"])

@@ -23,6 +23,8 @@ def forward(
     x = _stem(build) if first else build.tensor("stage.in", _into(layers[0].form))
     for i, kind in enumerate(layers):
         build.part, build.layer = "layer", i
+        if x == "stage.in":  # it arrives with channels first
+            x = build.elementwise("layers.0.in", "copy", x)
         x = _bottleneck(build, x, f"layers.{i}", kind.form)
     if last:
         _head(build, x, f"features.{len(model.blocks) - 1}")
