@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from meshwise.nn import gpt
 from meshwise.parallel import apply, mesh
 from meshwise.reshard import live
-from meshwise.spec import Layout, Model
+from meshwise.spec import Cuts, Experts, Layout, Model
 
 MODEL = Model(hidden=24, layers=2, heads=4, ffn=40, vocab=101, max_seq_len=7)
 
@@ -101,6 +102,31 @@ def parallel_gpt(ranks, dp, tp, zero):
     head = again.pop("head.projection.weight")
     assert again == held and {piece.buffer for piece in head.layout} == {"embed.weight"}
     return sorted(map(str, placements))
+
+
+def whole_experts(ranks, ep, zero):
+    """Rank 2 * e + t of an ep group has the experts of block 2 * e + t, whole."""
+    sizes = msgspec.structs.replace(MODEL, experts=Experts(num_experts=8, top_k=2, ffn=12))
+    cuts = Cuts(stream="seq", experts="experts")
+    place = mesh.build(Layout(dp=2, tp=2, ep=ep, zero=zero, cuts=cuts), "cpu")
+    with torch.device("meta"):
+        model = gpt.GPT(sizes)
+    model = apply.parallelize(model, place, dtype="fp32", lowering="eager")
+    names = [name for name, _ in model.named_parameters()]
+    wholes = {name: model.initial_value(name, 0, ranks.device) for name in names}
+    tensors = live.tensors(model)
+    tensors.pop("head.projection.weight")
+    check(live.holdings(model, ranks), tensors, wholes, ranks.rank)
+    first = wholes["layers.1.moe.experts.first"]
+    mine = first.chunk(2 * ep)[ranks.rank % (2 * ep)]
+    if zero and ep == 1:  # each of two data ranks has a shard of what its tp rank holds
+        mine = mine.chunk(2)[ranks.rank // 2]
+    assert torch.equal(tensors["layers.1.moe.experts.first"], mine)
+
+
+@pytest.mark.parametrize(("ep", "zero"), [(2, 3), (1, 2), (1, 0)])
+def test_tp_ranks_hold_different_whole_experts(gloo_ranks, ep, zero):
+    gloo_ranks(4, whole_experts, ep=ep, zero=zero)
 
 
 @pytest.mark.parametrize(("dp", "tp", "zero"), [(2, 2, 3), (2, 2, 0), (4, 1, 2), (1, 4, 0)])

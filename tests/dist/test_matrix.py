@@ -206,7 +206,9 @@ WHOLE_EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "deepseek", pytest.param("gshard", marks=pytest.mark.whole)]
+)
 def test_whole_experts_on_different_tp_ranks_train_as_the_oracle_does(check, name):
     every = [
         msgspec.structs.replace(layout, cuts=Cuts(stream=stream, experts="experts"))
