@@ -26,7 +26,6 @@ import msgspec
 
 from meshwise.models import step_flops, wide_resnet
 from meshwise.models.counts import weights
-from meshwise.models.decoder import Weight
 from meshwise.spec import Layout, Model, WideResNet, Workload
 
 MARGIN = 1.5
@@ -178,37 +177,6 @@ def flops(
     """Of an iteration on all devices: forward, backward twice that, and forward again."""
     passes = 1 if inference else 4 if layout.recompute == "full" else 3
     return step_flops(model, workload) / 3 * passes
-
-
-def least_bytes(
-    model: Model | WideResNet, layout: Layout, element_bytes: int, *, inference: bool = False
-) -> float:
-    """What the fullest device holds whatever else it does: the weights, of ``element_bytes`` an
-    element, and in training their gradients in fp32, after ZeRO. Less than it is, by the norms that
-    tp does not divide and the tied copy in a pipeline's last stage."""
-    most = 0.0
-    for stage, layers in enumerate(layout.stage_layers(model.layers)):
-        inside = layout.of_rank(stage)
-        weight_shards = inside.shards if inside.zero == 3 else 1
-        gradient_shards = inside.shards if inside.zero >= 2 else 1
-        held = 0.0
-        for weight in weights(model):
-            if not _is_in(weight, layers, model.layers):
-                continue
-            ep = inside.ep if ".experts." in weight.name else 1
-            each = element_bytes / max(weight_shards, ep)
-            each += 0.0 if inference else 4 / max(gradient_shards, ep)
-            held += weight.num_elements / inside.tp * each
-        most = max(most, held)
-    return most
-
-
-def _is_in(weight: Weight, layers: range, count: int) -> bool:
-    """Whether the stage of these layers has it, of the model's ``count``."""
-    if weight.unit != "root":
-        return int(weight.unit.removeprefix("layers.")) in layers
-    comes_before = weight.name.startswith(("embed", "positions", "stem"))
-    return layers.start == 0 if comes_before else layers.stop == count
 
 
 def stage_bytes(
