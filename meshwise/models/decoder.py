@@ -85,6 +85,18 @@ def weights(model: AnyModel) -> list[Weight]:
     return [*found[:before], *stacked, *found[before:]]
 
 
+def stage_weights(model: AnyModel, layers: range) -> list[Weight]:
+    """The weights of the pipeline stage of these layers, with the ends of the model that it has."""
+
+    def is_in(weight: Weight) -> bool:
+        if weight.unit != "root":
+            return int(weight.unit.removeprefix("layers.")) in layers
+        at_start = weight.name.startswith(BEGIN)
+        return layers.start == 0 if at_start else layers.stop == model.layers
+
+    return list(filter(is_in, weights(model)))
+
+
 def num_parameters(model: LanguageModel) -> int:
     """As published: the routers' score biases included."""
     return sum(weight.num_elements for weight in weights(model))

@@ -1,17 +1,16 @@
 """What a layout takes at least, cheaply: so that ``find`` need not price every one in full.
 
 One layer, the embedding and the head are priced by themselves for each way to cut them (tp,
-sequence parallelism, microbatch size, recomputation); ranks of equal stages are sums of them.
+sequence parallelism, microbatch size, recomputation); stages and ranks are sums of them.
 
 Mathematics: whatever the schedule, a rank does its work on all microbatches after the forwards of
 the stages before its first, and before their backwards:
 
     T >= sum over stages s < p of (F_s + B_s) + microbatches * (F + B of rank p)
 
-without B_s where backward is split, since a W may come last. Of the stages before the last rank
-the shortest stands for each; of the ranks the first or the last bounds. Traffic, of the first rank:
-no schedule hides the root's gather before all else and its reduction behind; nor can all traffic in
-a row end sooner than itself.
+without B_s where backward is split, since a W may come last. Traffic, of the first rank: no
+schedule hides the root's gather before all else and its reduction behind; nor can all traffic in a
+row end sooner than itself.
 
 Memory, of the first rank, which holds most microbatches: parameters, optimizer, the copies that
 all actions compute with, and what microbatches in flight have saved.
@@ -23,8 +22,8 @@ is most before or after an action.
 
 import math
 from collections import Counter, defaultdict
-from functools import cache, lru_cache
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -33,7 +32,6 @@ import numpy as np
 from meshwise import schedule
 from meshwise.models import apply, graph
 from meshwise.models.graph import num_bytes
-from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.schedule import Name
 from meshwise.search.predict import images_bytes, in_transit, most_sent
@@ -86,8 +84,14 @@ class Holding(NamedTuple):
     backward: float
 
 
+class Of(NamedTuple):
+    """A layer: its kind, and what backward computes again of it."""
+
+    kind: LayerKind
+    word: Recompute
+
+
 State = tuple[int, ...]
-Of = tuple[LayerKind, Recompute]  # a layer: its kind and what backward computes again of it
 End = tuple[tuple[LayerKind, ...], bool, bool]  # a stage: its layers, whether first, whether last
 Again = tuple[Recompute, int | None]  # what backward computes again, in how many layers
 
@@ -103,26 +107,25 @@ class Sharing(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Work of the least of all stages' layers, as often as a rank has stages; of the first and the
-    last rank with their ends."""
+    """``first``: the first rank's work with its ends, and in each respect the ``least`` of one of
+    its stages without them. ``times``: pairs of seconds before and after the work of a rank, and of
+    its work for a microbatch; none of which another exceeds in both."""
 
-    layers: Work
     first: Work
-    last: Work
+    least: Work
+    times: tuple[tuple[float, float], ...]
 
 
 def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter."""
     ranks, count = _ranks(model, seq_len, layout, prices), layout.num_microbatches
-    before_s = ranks.layers.forward_s if layout.schedule in SPLIT else ranks.layers.both_s
-    before_s *= (layout.pp - 1) / layout.stages_per_rank
-    return max(count * ranks.first.both_s, before_s + count * ranks.last.both_s)
+    return max([around_s + count * both_s for around_s, both_s in ranks.times])
 
 
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter either."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
-    stages = _stages(model, seq_len, layout.num_stages)
+    stages = _stages(model, seq_len, layout.num_stages, layout.layers)
     mine = [
         kind
         for stage, (kinds, _, _) in enumerate(stages)
@@ -153,16 +156,13 @@ def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> 
 
 def memory_bytes(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` needs less."""
-    ranks, stages = _ranks(model, seq_len, layout, prices), layout.stages_per_rank
+    ranks = _ranks(model, seq_len, layout, prices)
     state = 3 * ranks.first.parameter_bytes / layout.shards
     copies = ranks.first.copy_bytes if layout.zero < 3 else 0.0
     whole = layout.zero < 2 and layout.num_microbatches > 1  # added up before they are reduced
-    gradients = ranks.layers.parameter_bytes / (1 if whole else layout.shards)
-    moments = _moments(layout.schedule, layout.pp, stages, layout.num_microbatches)
-    held = max(
-        (alive * ranks.layers.saved_bytes + reduced * gradients) / stages
-        for alive, reduced in moments
-    )
+    gradients = ranks.least.parameter_bytes / (1 if whole else layout.shards)
+    moments = _moments(layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches)
+    held = max(alive * ranks.least.saved_bytes + reduced * gradients for alive, reduced in moments)
     return state + copies + held + prices.costs.memory_overhead_bytes
 
 
@@ -178,7 +178,7 @@ def memory_between(
         split=layout.schedule in SPLIT,
     )
     again = (layout.recompute, layout.recompute_layers)
-    about = (model, workload.seq_len, _cut_of(layout), again, sharing)
+    about = (model, workload.seq_len, cut_of(layout), again, sharing)
     moving, exchanged = in_transit(model, workload, layout, prices.costs)
     lows, highs = [0.0], [0.0]
     for ends, states, early in _states(
@@ -186,7 +186,7 @@ def memory_between(
         layout.pp,
         layout.stages_per_rank,
         layout.num_microbatches,
-        _stages(model, workload.seq_len, layout.num_stages),
+        _stages(model, workload.seq_len, layout.num_stages, layout.layers),
     ):
         of = np.asarray([_holding(*about, *end, prices) for end in ends])
         lasting, held, held_least, single, gradients, action, backward = of.T
@@ -295,16 +295,12 @@ def _weights(
 
 
 @lru_cache(maxsize=4096)
-def _stages(model: AnyModel, seq_len: int, count: int) -> tuple[End, ...]:
-    """Each of so many equal stages."""
-    size = model.layers // count
+def _stages(model: AnyModel, seq_len: int, count: int, layers: tuple[int, ...]) -> tuple[End, ...]:
+    """Each of so many stages, of equal size or with these ``layers``."""
+    ends = [*accumulate(layers or (model.layers // count,) * count, initial=0)]
+    kinds = layer_kinds(model, seq_len)
     return tuple(
-        (
-            layer_kinds(model, seq_len, range(size * stage, size * (stage + 1))),
-            stage == 0,
-            stage + 1 == count,
-        )
-        for stage in range(count)
+        (kinds[start:stop], start == 0, stop == model.layers) for start, stop in pairwise(ends)
     )
 
 
@@ -345,7 +341,7 @@ def _layers(kinds: tuple[LayerKind, ...], again: Again) -> tuple[Of, ...]:
     """A stage's layers; what is recomputed as ``Layout.recomputed`` has it."""
     word, some = again
     count = min(len(kinds), some or len(kinds))
-    return tuple((kind, word if layer < count else "none") for layer, kind in enumerate(kinds))
+    return tuple(Of(kind, word if layer < count else "none") for layer, kind in enumerate(kinds))
 
 
 @lru_cache(maxsize=4096)
@@ -365,15 +361,17 @@ def _cut(
     )
 
 
-def _cut_of(layout: Layout) -> Layout:
+def cut_of(layout: Layout) -> Layout:
+    """What the work of a layer depends on."""
     shape = (layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
     return _cut(*shape, layout.cuts)
 
 
 def _ranks(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
-    kind = (layout.pp, layout.stages_per_rank, layout.schedule in V_SHAPED)
+    stages = _stages(model, seq_len, layout.num_stages, layout.layers)
+    kind = (layout.pp, layout.schedule in V_SHAPED, layout.schedule in SPLIT)
     again = (layout.recompute, layout.recompute_layers)
-    return _ranks_of(model, seq_len, _cut_of(layout), kind, again, prices)
+    return _ranks_of(model, seq_len, cut_of(layout), stages, kind, again, prices)
 
 
 @lru_cache(maxsize=65536)
@@ -381,46 +379,69 @@ def _ranks_of(
     model: AnyModel,
     seq_len: int,
     cut: Layout,
-    kind: tuple[int, int, bool],
+    stages: tuple[End, ...],
+    kind: tuple[int, bool, bool],
     again: Again,
     prices: Prices,
 ) -> Ranks:
-    """Of pipelines of a ``kind``: ranks, stages of each, whether in a V."""
-    pp, count, v_shaped = kind
+    """Of pipelines of a ``kind``: ranks, whether in a V, whether backward is split."""
+    pp, v_shaped, split = kind
     schedule: Name = "zbv" if v_shaped else "1f1b"  # any in a V, or in loops
-
-    def one_layer(of: Of, first: bool = False, last: bool = False) -> Work:
-        layer, word = of
-        return _work(StageKind(model, seq_len, (layer,), first, last, (word,), cut, False), prices)
-
-    def end(kind: LayerKind, first: bool = False, last: bool = False) -> Work:
-        return one_layer((kind, "none"), first, last).plus(one_layer((kind, "none")), -1)
-
-    @cache
-    def work_of(kinds: tuple[LayerKind, ...]) -> Work:
+    about = (model, seq_len, cut, prices)
+    bare, whole = dict[End, Work](), dict[End, Work]()
+    for end in {*stages}:
+        kinds, first, last = end
         work = Work()
         for of, number in Counter(_layers(kinds, again)).items():
-            work = work.plus(one_layer(of), number)
-        return work
-
-    stages = _stages(model, seq_len, pp * count)
+            work = work.plus(layer_work(*about, of), number)
+        bare[end] = work
+        if first and last and is_tied(model):  # both ends hold one weight
+            work = work.plus(end_work(*about, kinds[0], first=True, last=True))
+        else:
+            work = work.plus(end_work(*about, kinds[0], first=True)) if first else work
+            work = work.plus(end_work(*about, kinds[-1], last=True)) if last else work
+        whole[end] = work
     ranks = [Work()] * pp
-    for stage, (kinds, _, _) in enumerate(stages):
+    for stage, end in enumerate(stages):
         rank = rank_of(schedule, stage, pp)
-        ranks[rank] = ranks[rank].plus(work_of(kinds))
-    begin, finish = ranks[0], ranks[-1]
-    works = map(work_of, {kinds for kinds, _, _ in stages})
-    least = Work().plus(Work(*map(min, zip(*works, strict=True))), count)
-    kind_of = layer_kinds(model, seq_len)
-    if pp == 1 and is_tied(model):  # both ends hold one weight
-        whole = begin.plus(end(kind_of[0], first=True, last=True))
-        return Ranks(least, whole, whole)
-    first, head = begin.plus(end(kind_of[0], first=True)), end(kind_of[-1], last=True)
-    if pp == 1:
-        return Ranks(least, first.plus(head), first.plus(head))
-    if v_shaped:
-        return Ranks(least, first.plus(head), finish)
-    return Ranks(least, first, finish.plus(head))
+        ranks[rank] = ranks[rank].plus(whole[end])
+    around_s, times = 0.0, list[tuple[float, float]]()
+    for rank, work in enumerate(ranks):
+        times = [time for time in times if time[1] > work.both_s]  # what comes later begins later
+        times.append((around_s, work.both_s))
+        around_s += whole[stages[rank]].forward_s if split else whole[stages[rank]].both_s
+    mine = {end for stage, end in enumerate(stages) if rank_of(schedule, stage, pp) == 0}
+    least = Work(*map(min, zip(*[bare[end] for end in mine], strict=True)))
+    return Ranks(ranks[0], least, tuple(times))
+
+
+def layer_work(
+    model: AnyModel,
+    seq_len: int,
+    cut: Layout,
+    prices: Prices,
+    of: Of,
+    first: bool = False,
+    last: bool = False,
+) -> Work:
+    """The work of one layer, with these ends of the model."""
+    kind, word = of
+    return _work(StageKind(model, seq_len, (kind,), first, last, (word,), cut, False), prices)
+
+
+def end_work(
+    model: AnyModel,
+    seq_len: int,
+    cut: Layout,
+    prices: Prices,
+    kind: LayerKind,
+    *,
+    first: bool = False,
+    last: bool = False,
+) -> Work:
+    """The work of the embedding, of the head, or of both, beside a layer of this kind."""
+    about, of = (model, seq_len, cut, prices), Of(kind, "none")
+    return layer_work(*about, of, first, last).plus(layer_work(*about, of), -1)
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 import msgspec
 
 from meshwise.prices import Prices
-from meshwise.search import bound
+from meshwise.search import balance, bound
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.simulate import Peak
 from meshwise.search.space import check, legal_layouts
@@ -71,7 +71,9 @@ def find(
         raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.device.memory_bytes - cluster.reserved_bytes
-    ladders = [_ladder(layout, model) for layout in layouts]
+    ladders = [
+        ladder for layout in layouts for ladder in _ladders(layout, model, workload.seq_len, prices)
+    ]
     ranked, passed_over = _best_first(model, workload, prices, ladders, limit, top)
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
     rungs = [layout for ladder in ladders for layout in ladder]
@@ -130,6 +132,24 @@ def _plan(model: AnyModel, workload: Workload, costs: Costs, chosen: Candidate) 
         num_considered=1,
         runs=costs.runs,
     )
+
+
+def _ladders(
+    layout: Layout, model: AnyModel, seq_len: int, prices: Prices
+) -> Iterator[tuple[Layout, ...]]:
+    """``layout`` as it is, and as its stages take equally long; each with more and more recomputed,
+    the fastest first."""
+    ladder = _ladder(layout, model)
+    yield ladder
+    if layout.pp == 1:
+        return
+    equal = layout.layers or (model.layers // layout.num_stages,) * layout.num_stages
+    dealt = [(rung, balance.counts(model, seq_len, rung, prices)) for rung in ladder]
+    other = [
+        msgspec.structs.replace(rung, layers=counts) for rung, counts in dealt if counts != equal
+    ]
+    if other:
+        yield tuple(other)
 
 
 def _ladder(layout: Layout, model: AnyModel) -> tuple[Layout, ...]:

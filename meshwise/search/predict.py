@@ -131,7 +131,7 @@ def images_bytes(model: AnyModel, workload: Workload, layout: Layout) -> int:
 
 @lru_cache(maxsize=64)
 def _image_bytes(model: AnyModel) -> int:
-    first = families.forward(model, 1, 1, "fp32", layers=layer_kinds(model)[:1], last=False)
+    first = families.forward(model, 1, 1, "fp32", layers=layer_kinds(model, 1)[:1], last=False)
     return num_bytes(first.tensors["images"], first.sizes)
 
 

@@ -1,12 +1,13 @@
-"""Every legal layout of a model on N devices with equal stages, and why the others are not legal.
+"""Every legal layout of a model on N devices with like stages, and why the others are not legal.
 
 pp * dp * cp * tp = N, the pipeline outermost; every schedule; cp where it leaves each rank 8,192
 tokens of a sequence or more; ZeRO 0 to 3 over dp * cp, over several hosts
 also with replicas; experts over any share of the ranks that hold one copy; sequence parallelism
 over tp, there also with other experts on each tp rank; the batch of a dp rank cut into equal
 microbatches, of every size that divides it: most of the cuts cost nothing to list, since ``find``
-prices only what can be among the best. Layouts that would run the same program as another, or the
-same with nothing gained, are dropped by name.
+prices only what can be among the best. Stages get as many layers as each other, or one more;
+``balance`` deals them by price. Layouts that would run the same program as another, or the same
+with nothing gained, are dropped by name.
 
 What is recomputed is no axis of this space. It costs time to save memory, so ``find`` asks for it
 where a layout does not fit without.
@@ -51,10 +52,20 @@ def legal_layouts(
             or _cannot_run(layout, model, costs)
         )
         if reason is None:
-            layouts.append(layout)
+            stages = layout.num_stages
+            counts = equal_counts(model.layers, stages) if model.layers % stages else ()
+            layouts.append(msgspec.structs.replace(layout, layers=counts) if counts else layout)
         else:
             removed[reason] += 1
     return layouts, [Removal(constraint=name, count=n) for name, n in sorted(removed.items())]
+
+
+def equal_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as equal as can be. The stages before the last get what is over: the
+    last has the head, and the first holds most microbatches."""
+    count, over = divmod(num_layers, num_stages)
+    last = num_stages - 1
+    return tuple(count + (last - over <= stage < last) for stage in range(num_stages))
 
 
 def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
@@ -140,8 +151,8 @@ def _cannot_run(layout: Layout, model: AnyModel, costs: Costs) -> str | None:
     name, pp, stages = layout.schedule, layout.pp, layout.stages_per_rank
     if name in SPLIT and costs.lowering == "compiled":
         return f"{name} splits the backward, which compiled code cannot"
-    if model.layers % (pp * stages):
-        return f"{pp * stages} stages do not divide layers = {model.layers}"
+    if pp * stages > model.layers:
+        return f"{pp * stages} stages are more than layers = {model.layers}"
     if schedule.check(name, pp, stages, layout.num_microbatches):
         return f"{name} needs another number of microbatches"
     return None

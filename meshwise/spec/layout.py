@@ -5,7 +5,7 @@ pipeline outermost: every pipeline rank is a range of neighbouring ranks. Its pp
 ``Layout.of_rank``, is all that data and tensor parallelism within it need to know.
 """
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -72,6 +72,14 @@ class Cuts(Record, kw_only=True):
 
 
 _CUTS = Cuts()
+
+
+def _in_words(counts: tuple[int, ...]) -> str:
+    """``7,8x14,7``: four or more of a number in a row by how many."""
+    runs = [(count, len(list(run))) for count, run in groupby(counts)]
+    return ",".join(
+        f"{n}x{times}" if times > 3 else ",".join([str(n)] * times) for n, times in runs
+    )
 
 
 class Way(Record, kw_only=True):
@@ -321,7 +329,7 @@ class Layout(Record, kw_only=True):
         if self.ways:
             parts.append("ways " + "/".join(way.name for way in self.ways))
         if self.layers:
-            parts.append("layers " + ",".join(map(str, self.layers)))
+            parts.append("layers " + _in_words(self.layers))
         if self.zero:
             parts.append(f"zero{self.zero}")
         parts.append(f"mb{self.microbatch_size}x{self.num_microbatches}")

@@ -18,7 +18,6 @@ most ``device_flops`` a device, or to its end.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import lru_cache
 from math import gcd, inf, lcm
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from meshwise.models import apply, graph, step_flops
-from meshwise.models.decoder import BEGIN, Weight, weights
+from meshwise.models.decoder import stage_weights
 from meshwise.spec import LayerKind, Layout, Model, WideResNet, Workload, layer_kinds
 from meshwise.spec.layout import Recompute
 
@@ -181,26 +180,6 @@ def flops(
     return step_flops(model, workload) / 3 * passes
 
 
-def least_bytes(
-    model: Model | WideResNet, layout: Layout, element_bytes: int, *, inference: bool = False
-) -> float:
-    """What the fullest device holds whatever else it does: the weights, of ``element_bytes`` an
-    element, and in training their gradients in fp32, after ZeRO. Less than it is, by the norms that
-    tp does not divide and the tied copy in a pipeline's last stage."""
-    most = 0.0
-    for stage, layers in enumerate(layout.stage_layers(model.layers)):
-        inside = layout.of_rank(stage)
-        weight_shards = inside.shards if inside.zero == 3 else 1
-        gradient_shards = inside.shards if inside.zero >= 2 else 1
-        held = 0.0
-        for weight, ep in _weights_of(model, layers, inside):
-            each = element_bytes / max(weight_shards, ep)
-            each += 0.0 if inference else 4 / max(gradient_shards, ep)
-            held += weight.num_elements / inside.tp * each
-        most = max(most, held)
-    return most
-
-
 def stage_bytes(
     model: Model | WideResNet, workload: Workload, layout: Layout, *, inference: bool = False
 ) -> float:
@@ -219,24 +198,13 @@ def stage_bytes(
             for kind, count in Counter(kinds).items()
         )
         held += max(_kept_bytes(*about, kind, "none", *ends) for kind in set(kinds))
-        for weight, ep in _weights_of(model, layers, inside):
+        for weight in stage_weights(model, layers):
+            ep = inside.ep if ".experts." in weight.name else 1
             shards = max(1, inside.shards // ep)
             each = _state_bytes(inside, shards, inference)
             held += weight.num_elements / (inside.tp * ep) * each
         most = max(most, held)
     return MARGIN * most
-
-
-def _weights_of(
-    model: Model | WideResNet, layers: range, inside: Layout
-) -> Iterator[tuple[Weight, int]]:
-    """The weights of the stage of these layers, and over how many ranks ep divides each."""
-    for weight in weights(model):
-        is_in = layers.start == 0 if weight.name.startswith(BEGIN) else layers.stop == model.layers
-        if weight.unit != "root":
-            is_in = int(weight.unit.removeprefix("layers.")) in layers
-        if is_in:
-            yield weight, inside.ep if ".experts." in weight.name else 1
 
 
 def _state_bytes(inside: Layout, shards: int, inference: bool) -> float:

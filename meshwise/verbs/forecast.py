@@ -240,6 +240,16 @@ def _held_bytes(held: Holdings, rank: int, placement: tuple[int, ...] = ()) -> i
     return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in found)
 
 
+def held_bytes(op: Resharding, num_ranks: int) -> list[int]:
+    """Weights of each rank before and after, which it holds at once; afterwards twice if ``atomic``
+    lets nobody see them half moved."""
+    source, destination = sides(op)
+    return [
+        _held_bytes(source, rank) + (1 + op.atomic) * _held_bytes(destination, rank)
+        for rank in range(num_ranks)
+    ]
+
+
 def _placed(source: Holdings, destination: Holdings, given: Links) -> int:
     """The bytes on the wire once the destination's ranks are renumbered."""
     order = transfer.place(source, destination)

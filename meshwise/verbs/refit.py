@@ -28,7 +28,7 @@ from meshwise.spec.op import Dtype
 from meshwise.spec.refit import Forecast, Mode, Order, Scenario, Verify
 from meshwise.text import plain
 from meshwise.units import parse_bytes
-from meshwise.verbs import files, forecast, job, measure
+from meshwise.verbs import files, forecast, job, measure, memory
 
 log = logging.getLogger("meshwise")
 
@@ -275,6 +275,8 @@ def _cases(
         lacks = f"needs {size} ranks, and here are {limit}" if too_few else ""
         if too_few:
             forecast.sides(op)  # refuses what cannot be laid out
+        else:
+            lacks = memory.missing(machine, forecast.held_bytes(op, size))
         known = {} if too_few else forecast.known(op, size, given)
         for each in cases.methods(method, machine.device.kind, one.methods):
             no_gpu = machine.device.kind == "cpu" and each not in ("auto", "gloo")

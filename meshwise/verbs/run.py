@@ -11,7 +11,7 @@ import msgspec
 from meshwise.models import catalogue
 from meshwise.patience import Limit, parsed
 from meshwise.spec import AnyModel, Candidate, Layout, Plan, WideResNet, stages_of
-from meshwise.verbs import files, given, job, order, trace
+from meshwise.verbs import files, given, job, memory, order, trace
 from meshwise.verbs.measure import DEFAULT_CLUSTER
 
 USUAL_STEPS = {"cuda": (20, 3), "cpu": (5, 1)}  # timed, and warm-up before them
@@ -105,6 +105,8 @@ def _check_mode(mode: str, new_tokens: int | None, in_flight: int | None) -> Non
 def _all_carried_out(
     plans: list[Plan], ordered: order.Order, runs: Path | str, nccl_trace: bool
 ) -> list[Path]:
+    for one in plans:
+        memory.check(one, ordered)
     job.check_machine(plans[0].cluster, plans[0].layout.num_devices)
     run_dirs: list[Path] = []
     for one in plans:

@@ -84,7 +84,7 @@ def listed(name: str, settings: Settings) -> list[Listed]:
         if isinstance(one, ValueError):
             found.append((case, None, str(one)))
         else:
-            doubt = too_large(one, inference=suites.is_inference(name))
+            doubt = too_large(one, _order(name, settings))
             found.append((case, one.plan, ", ".join([*one.changes, *([doubt] if doubt else [])])))
     return found
 
@@ -196,13 +196,9 @@ def _run_case(name: str, one: Prepared, settings: Settings) -> CaseResult:
     say(f"Working on case: {one.case}")
     if one.changes:
         say(f" - Changed: {', '.join(one.changes)}")
-    ordered = order.Order(
-        steps=settings.niter - 1,
-        warmup=1,
-        mode="infer" if suites.is_inference(name) else "train",
-        driver_time=settings.profile_driver_time,
-        patience=settings.patience,
-    )
+    ordered = _order(name, settings)
+    if doubt := too_large(one, ordered):
+        return failed(name, one.case, size, "skipped", doubt, counts=one.counts)
     slug = f"{name}-{plan.model.name}-{plan.layout.name}"
     run_dir = job.created(settings.runs, "run", slug, plan.cluster, size, plan, suite=name)
     status, reason, samples = "skipped", "rank 0 has it", []
@@ -219,6 +215,17 @@ def _run_case(name: str, one: Prepared, settings: Settings) -> CaseResult:
     if status != "ok":
         return failed(name, one.case, size, status, reason, run_dir, one.counts, one.changes)
     return _finished(name, one, samples[0], run_dir, settings)
+
+
+def _order(name: str, settings: Settings) -> order.Order:
+    """What is asked of each case."""
+    return order.Order(
+        steps=settings.niter - 1,
+        warmup=1,
+        mode="infer" if suites.is_inference(name) else "train",
+        driver_time=settings.profile_driver_time,
+        patience=settings.patience,
+    )
 
 
 def _finished(

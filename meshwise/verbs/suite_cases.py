@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models.counts import forward_flops, num_parameters
-from meshwise.spec import Cluster, Decoder, Plan, WideResNet
+from meshwise.models import num_parameters
+from meshwise.models.counts import forward_flops
+from meshwise.spec import Cluster, Plan, WideResNet
 from meshwise.suites import formulas, layouts, scale
 from meshwise.suites.case import BenchmarkCase, MoEModelConfig, WResNetModelConfig
 from meshwise.suites.formulas import Counts
-from meshwise.units import format_bytes
-from meshwise.verbs import given
+from meshwise.verbs import given, memory, order
 
 _VOCAB = 128  # of the layers alone: so little that embedding and head hardly take time
 _CPU_FLOPS = 2e11  # of an iteration on each: seconds, where what fits its memory takes minutes
@@ -49,9 +49,9 @@ def prepared(
         if kind == "gpt_no_embedding_inference":
             whole = _layers_alone(whole)
         if scale_to_fit:
-            memory = cluster.device.memory_bytes
+            room = cluster.device.memory_bytes
             most = inf if cluster.device.kind == "cuda" else _CPU_FLOPS
-            scaled = scale.scaled(*whole[:3], memory, inference=inference, device_flops=most)
+            scaled = scale.scaled(*whole[:3], room, inference=inference, device_flops=most)
             whole = scaled._replace(changes=(*whole.changes, *scaled.changes))
         if whole.changes:
             case = _of_size(case, whole)
@@ -72,18 +72,10 @@ def prepared(
     return Prepared(case, plan, _counts(case, plan, kind), changes)
 
 
-def too_large(one: Prepared, *, inference: bool) -> str:
-    """That the weights alone are more than a device holds, in words; "" if they are not."""
-    plan = one.plan
-    memory = plan.cluster.device.memory_bytes
-    element_bytes = 2 if inference and plan.dtype == "bf16" else 4
-    assert not isinstance(plan.model, Decoder)  # no suite has one
-    least = scale.least_bytes(plan.model, plan.layout, element_bytes, inference=inference)
-    if least <= memory:
-        return ""
-    what = "weights" if inference else "weights and gradients"
-    here = format_bytes(memory)
-    return f"does not fit: {format_bytes(least)} of {what}, {here} a device; use --scale-to-fit"
+def too_large(one: Prepared, ordered: order.Order) -> str:
+    """That a case needs more memory than there is, in words; "" if that is not known."""
+    lacks = memory.shortage(one.plan, ordered)
+    return f"does not fit: {lacks}; use --scale-to-fit" if lacks else ""
 
 
 def _layers_alone(whole: scale.Scaled) -> scale.Scaled:

@@ -269,16 +269,16 @@ class TestSuites:
         assert set(Path().iterdir()) == before
 
     def test_what_cannot_fit_is_marked(self):
-        """Of 4 devices of 1 GiB: 1.3B in fp32 over tp 4 needs 1.3 GB; over 4 stages more."""
+        """4 CPU ranks share 4 GiB: 1.3B in fp32 needs 5.2 GB, and to train 16 bytes each."""
         found = listed("gpt_inference.profile", Settings())
-        assert all("does not fit: " in note and "1.0 GiB a device" in note for _, _, note in found)
-        assert "1.2 GiB of weights" in found[0][2]
+        assert all("does not fit: " in note for _, _, note in found)
+        assert "4.9 GiB of its memory, and here are 4.0 GiB" in found[0][2]
         store.write("cluster.toml", machine(4, memory_bytes=2**31))
         found = listed("gpt_inference.profile", Settings())
         fits = {plan.model.name for _, plan, note in found if not note}
         assert fits == {"gpt-1.3b"}
         ((_, _, trained),) = listed("gpt.perf_test_manual", Settings())
-        assert "of weights and gradients, 2.0 GiB a device" in trained  # 8 x 1.3B / 4 = 2.6 GB
+        assert "19.6 GiB of its memory, and here are 8.0 GiB" in trained
         scaled = listed("gpt_inference.profile", Settings(scale_to_fit=True))
         assert not any("does not fit" in note for _, _, note in scaled)
 

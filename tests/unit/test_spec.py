@@ -530,6 +530,8 @@ def test_an_uneven_pipeline():
     assert (
         layout.num_devices == 4 and layout.name == "pp3 1f1b meshes 1x1,1x1,1x2 layers 1,2,1 mb2x1"
     )
+    deep = Layout(pp=6, schedule="1f1b", layers=(2, 3, 3, 3, 3, 2), num_microbatches=6)
+    assert deep.name == "pp6 1f1b layers 2,3x4,2 mb1x6"
     stages = stages_of(layout, known.MODEL)
     assert [stage.devices for stage in stages] == [(0,), (1,), (2, 3)]
     cut = [stage.placements["feed_forward"] for stage in stages]
