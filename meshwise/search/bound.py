@@ -32,6 +32,7 @@ import numpy as np
 from meshwise import schedule
 from meshwise.models import apply, graph
 from meshwise.models.graph import num_bytes
+from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.schedule import Name
 from meshwise.search.predict import images_bytes, in_transit, most_sent
