@@ -13,6 +13,7 @@ weight that is whole on all, and the weight's gradients are added up.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from meshwise.models.graph import Graph, Tensor
 from meshwise.spec import (
@@ -38,6 +39,7 @@ DIMS = {  # what a part of the model divides: the first that a tensor has
     "vocab": ("vocab",),
     CHANNELS: tuple(f"inner.{resolution}" for resolution in range(MOST_RESOLUTIONS)),
 }
+PLACEMENTS = (WHOLE, PARTIAL, *ROWS, *chain.from_iterable(DIMS.values()))
 
 
 class Cut:

@@ -33,7 +33,16 @@ from meshwise.models.graph import (
     num_elements,
     operation,
 )
-from meshwise.models.placement import DIMS, PARTIAL, ROWS, WHOLE, Cut, collective, has
+from meshwise.models.placement import (
+    DIMS,
+    PARTIAL,
+    PLACEMENTS,
+    ROWS,
+    WHOLE,
+    Cut,
+    collective,
+    has,
+)
 from meshwise.spec import Attention, Collective, Cuts, Op
 
 OVER_DATA = "over_data"  # an all-reduce over data ranks, which are not known here
@@ -260,9 +269,9 @@ class _Walk:
             self.placement[x] = wanted
         for name in node.outputs:
             self.placement[name] = self.placement[x]
-            for (of, placement), buffer in list(self.version.items()):
-                if of == x:
-                    self.version[name, placement] = buffer
+            for placement in PLACEMENTS:
+                if (x, placement) in self.version:
+                    self.version[name, placement] = self.version[x, placement]
 
     def _exchange(
         self,
