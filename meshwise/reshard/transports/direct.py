@@ -28,7 +28,15 @@ from torch import Tensor
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Buffer, Table
 from meshwise.reshard.transports.copies import Addresses, Lines, copier
-from meshwise.reshard.transports.job import Job, by_sender, ends, in_place, num_bytes, straight
+from meshwise.reshard.transports.job import (
+    Job,
+    by_sender,
+    differing,
+    ends,
+    in_place,
+    num_bytes,
+    straight,
+)
 from meshwise.reshard.transports.lanes import Lanes, Launch
 from meshwise.reshard.transports.peers import Meeting, Peers, Share, share
 from meshwise.reshard.transports.staged import PROGRAMS
@@ -272,9 +280,7 @@ class _Stage:
         lanes.join(*ends)
 
     def wrong_tiles(self) -> Table:
-        wrong = torch.ne(self.theirs, self.received).nonzero()[:, 0].cpu().numpy()
-        kept = torch.ne(*self.kept).nonzero()[:, 0].cpu().numpy()  # empty unless full
-        return np.concatenate([self.ends.receives[wrong], self.ends.local[kept]])
+        return differing(self.ends, self.theirs, self.received, *self.kept)
 
 
 def _once(lines: Lines, sums: Tensor, hashed: Callable[[Lines, Tensor], Launch]) -> Launch:

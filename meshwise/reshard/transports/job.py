@@ -105,6 +105,14 @@ def written(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines:
     return straight(job, table, read, write)
 
 
+def differing(found: Ends, theirs: Tensor, received: Tensor, *kept: Tensor) -> Table:
+    """The tiles that came or stayed here and whose two hashes differ."""
+    wrong, stayed = (
+        torch.ne(*pair).nonzero()[:, 0].cpu().numpy() for pair in ((theirs, received), kept)
+    )
+    return np.concatenate([found.receives[wrong], found.local[stayed]])
+
+
 def num_bytes(table: Table) -> int:
     return int(tiles.nbytes(table).sum())
 
