@@ -28,15 +28,7 @@ from torch import Tensor
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Buffer, Table
 from meshwise.reshard.transports.copies import Addresses, Lines, copier
-from meshwise.reshard.transports.job import (
-    Job,
-    by_sender,
-    differing,
-    ends,
-    in_place,
-    num_bytes,
-    straight,
-)
+from meshwise.reshard.transports.job import Job, by_sender, ends, in_place, num_bytes, straight
 from meshwise.reshard.transports.lanes import Lanes, Launch
 from meshwise.reshard.transports.peers import Meeting, Peers, Share, share
 from meshwise.reshard.transports.staged import PROGRAMS
@@ -280,7 +272,7 @@ class _Stage:
         lanes.join(*ends)
 
     def wrong_tiles(self) -> Table:
-        return differing(self.ends, self.theirs, self.received, *self.kept)
+        return self.ends.differing(self.theirs, self.received, *self.kept)
 
 
 def _once(lines: Lines, sums: Tensor, hashed: Callable[[Lines, Tensor], Launch]) -> Launch:

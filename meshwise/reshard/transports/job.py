@@ -51,6 +51,13 @@ class Ends(NamedTuple):
     send_spans: dict[int, slice]
     receive_spans: dict[int, slice]
 
+    def differing(self, theirs: Tensor, received: Tensor, *kept: Tensor) -> Table:
+        """The tiles that came or stayed here and whose two hashes differ."""
+        wrong, stayed = (
+            torch.ne(*pair).nonzero()[:, 0].cpu().numpy() for pair in ((theirs, received), kept)
+        )
+        return np.concatenate([self.receives[wrong], self.local[stayed]])
+
 
 def ends(table: Table, here: int) -> Ends:
     out, into = table["source"] == here, table["destination"] == here
@@ -103,14 +110,6 @@ def written(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines:
     converted = table["word"] == 0
     table["word"][converted] = [job.pairs[i][1].itemsize for i in table["tensor"][converted]]
     return straight(job, table, read, write)
-
-
-def differing(found: Ends, theirs: Tensor, received: Tensor, *kept: Tensor) -> Table:
-    """The tiles that came or stayed here and whose two hashes differ."""
-    wrong, stayed = (
-        torch.ne(*pair).nonzero()[:, 0].cpu().numpy() for pair in ((theirs, received), kept)
-    )
-    return np.concatenate([found.receives[wrong], found.local[stayed]])
 
 
 def num_bytes(table: Table) -> int:

@@ -18,16 +18,7 @@ from torch import Tensor
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Table
 from meshwise.reshard.transports.copies import copier, lines
-from meshwise.reshard.transports.job import (
-    Ends,
-    Job,
-    at,
-    by_sender,
-    differing,
-    ends,
-    in_place,
-    straight,
-)
+from meshwise.reshard.transports.job import Ends, Job, at, by_sender, ends, in_place, straight
 from meshwise.reshard.transports.lanes import Lanes, Launch
 
 SLOTS = 2
@@ -314,7 +305,7 @@ class _Stage:
             self.slots.packed(number % SLOTS)
 
     def wrong_tiles(self) -> Table:
-        return differing(self.ends, self.theirs, self.received, *self.kept)
+        return self.ends.differing(self.theirs, self.received, *self.kept)
 
 
 def _num_steps(job: Job, found: Ends, cap_bytes: int, tables_bytes: int) -> int:
