@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Environment(TypedDict):
-    """What a launcher says about this process; ``host`` and ``port`` are the store's."""
+    """A process's place as its launcher says it; ``host`` and ``port`` are the store's."""
 
     rank: int
     local_rank: int
@@ -406,16 +406,16 @@ open_store = functools.cache(connect)  # kept open for the life of the process
 
 
 def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
-    """What ``ask`` learns from the store, or None. The store's client cannot be interrupted, and
-    waits without end when the process that holds the store has stopped."""
+    """Ask the store; None if it does not answer. Its client cannot be interrupted, and waits
+    without end when the process that holds the store has stopped."""
     with contextlib.suppress(dist.DistError, TimeoutError):
         return within(ask, waits_s + 2 * grace_s())
     return None
 
 
 def within(call: Callable[[], T], limit_s: float) -> T:
-    """What ``call`` returns or raises; TimeoutError where that takes longer. Its thread is left to
-    itself then, and does not keep the process from ending."""
+    """Call in a thread; TimeoutError where that takes longer. The thread is left to itself then,
+    and does not keep the process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -429,7 +429,7 @@ def within(call: Callable[[], T], limit_s: float) -> T:
 
 
 def plain(told: str | bytes) -> str:
-    """What another process said, fit for a line of an error: printable, 300 characters at most."""
+    """Make another process's text fit for a line of an error: printable, 300 characters at most."""
     return one_line(told.decode(errors="replace") if isinstance(told, bytes) else told)
 
 

@@ -23,6 +23,10 @@ def numbered(*shape):
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
+def holdings(model, ranks):
+    return live.held(live.gathered(model, ranks))
+
+
 def check(held, tensors, wholes, rank):
     """This rank's pieces say, of every element of its tensors, once, where it is in the whole."""
     written = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
@@ -45,7 +49,7 @@ def placed_in_every_way(ranks):
     for shape in ((8, 6), (7, 5), (3, 2), (1, 9)):
         for placements in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
             tensor = distribute_tensor(numbered(*shape), grid, placements)
-            held = live.holdings({"a": tensor}, ranks)
+            held = holdings({"a": tensor}, ranks)
             check(held, live.tensors({"a": tensor}), {"a": numbered(*shape)}, ranks.rank)
             assert sorted({p.rank for p in held["a"].layout}) == [
                 r for r, numel in enumerate(ranks.gather(tensor.to_local().numel())) if numel
@@ -71,7 +75,7 @@ def strided(ranks):
             shape=whole.shape,
             stride=whole.stride(),
         )
-        held = live.holdings({"a": tensor}, ranks)
+        held = holdings({"a": tensor}, ranks)
         check(held, live.tensors({"a": tensor}), {"a": whole}, ranks.rank)
 
 
@@ -91,14 +95,14 @@ def parallel_gpt(ranks, dp, tp, zero):
     model = made(ranks, dp, tp, zero)
     placements = {p for parameter in model.parameters() for p in parameter.placements}
     model(torch.zeros(1, 3, dtype=torch.int64))  # FSDP2 leaves the root gathered after it
-    held, tensors = live.holdings(model, ranks), live.tensors(model)
+    held, tensors = holdings(model, ranks), live.tensors(model)
     assert tensors.pop("head.projection.weight").data_ptr() == tensors["embed.weight"].data_ptr()
     assert set(tensors) == set(held)
     wholes = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
     check(held, tensors, wholes, ranks.rank)
     first = model.initial_value("layers.1.mlp.down.weight", 0, ranks.device)
     assert torch.equal(wholes["layers.1.mlp.down.weight"], first)
-    again = live.holdings(model, ranks, as_source=True)
+    again = live.held(live.gathered(model, ranks), as_source=True)
     head = again.pop("head.projection.weight")
     assert again == held and {piece.buffer for piece in head.layout} == {"embed.weight"}
     return sorted(map(str, placements))
@@ -138,7 +142,7 @@ def test_a_gpt_is_where_fsdp_and_tp_put_it(gloo_ranks, dp, tp, zero):
 def part_of_a_mesh(ranks):
     pair = DeviceMesh("cpu", [1, 3])
     tensor = distribute_tensor(numbered(5, 2), pair, [Shard(0)])
-    held = live.holdings({"a": tensor}, ranks)
+    held = holdings({"a": tensor}, ranks)
     return [[piece.rank, piece.box.low[0], piece.box.high[0]] for piece in held["a"].layout]
 
 
@@ -179,10 +183,10 @@ def in_any_order(ranks):
                 assert all(ranks.gather(same)) or axes & set(crossed)
                 if axes & set(crossed):
                     with pytest.raises(ValueError) as caught:
-                        live.holdings({"a": cut}, ranks)
+                        holdings({"a": cut}, ranks)
                     told.append(f"{number} {caught.value}")
                 else:
-                    check(live.holdings({"a": cut}, ranks), {"a": cut.to_local()}, {"a": whole},
+                    check(holdings({"a": cut}, ranks), {"a": cut.to_local()}, {"a": whole},
                           ranks.rank)  # fmt: skip
     return told
 
@@ -206,15 +210,15 @@ def of_parts_of_meshes(ranks):
         grid = DeviceMesh("cpu", order, mesh_dim_names=("a", "b"))
         for part in (grid["a"], grid["b"]):
             tensor = distribute_tensor(whole, part, [Shard(0)])
-            check(live.holdings({"a": tensor}, ranks), {"a": tensor.to_local()}, {"a": whole},
+            check(holdings({"a": tensor}, ranks), {"a": tensor.to_local()}, {"a": whole},
                   ranks.rank)  # fmt: skip
         tensor = distribute_tensor(whole, grid._flatten(), [Shard(0)], src_data_rank=None)
         if order[0] == [0, 1]:
-            check(live.holdings({"a": tensor}, ranks), {"a": tensor.to_local()}, {"a": whole},
+            check(holdings({"a": tensor}, ranks), {"a": tensor.to_local()}, {"a": whole},
                   ranks.rank)  # fmt: skip
         else:
             with pytest.raises(ValueError, match=r"a is sharded over ranks \[0, 2, 1, 3\]"):
-                live.holdings({"a": tensor}, ranks)
+                holdings({"a": tensor}, ranks)
 
 
 def test_slices_of_a_mesh_and_axes_made_one(gloo_ranks):
@@ -250,7 +254,7 @@ def unknown(ranks):
     said = []
     for model in models:
         with pytest.raises(ValueError) as caught:
-            live.holdings(model if ranks.rank == 1 else {"a": torch.ones(3)}, ranks)
+            holdings(model if ranks.rank == 1 else {"a": torch.ones(3)}, ranks)
         said.append(str(caught.value))
     return said
 
@@ -287,7 +291,7 @@ def refused(ranks):
     said = []
     for model in models:
         with pytest.raises(ValueError) as caught:
-            live.holdings(model, ranks)
+            holdings(model, ranks)
         said.append(str(caught.value))
     return said
 
@@ -320,8 +324,8 @@ def alone(ranks):
     assert list(found) == ["first.weight", "first.bias", "second.weight", "kept"]
     assert found["second.weight"].data_ptr() == model.first.weight.data_ptr()
     assert not any(tensor.requires_grad for tensor in found.values())
-    assert live.tensors(None) == {} == live.holdings(None, ranks)
-    held = live.holdings(model if ranks.rank else None, ranks)
+    assert live.tensors(None) == {} == holdings(None, ranks)
+    held = holdings(model if ranks.rank else None, ranks)
     assert list(held) == ["first.weight", "first.bias", "kept"]
     assert [piece.rank for piece in held["kept"].layout] == [1]
     both = {"wide": numbered(6, 4).T, "odd": numbered(9)[1:], "none": numbered(0, 3)}
