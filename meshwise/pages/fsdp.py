@@ -8,25 +8,26 @@ mean, as in nccl-tests.
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from statistics import mean
 from typing import NamedTuple
 
 from meshwise.models.fsdp import nccl_tests_command
-from meshwise.pages.table import Table, listed
-from meshwise.pages.tables import ABSENT, shown
+from meshwise.pages.spread import Reading, reading
+from meshwise.pages.table import ABSENT, Table, columns, listed
 from meshwise.spec import DTYPE_BYTES, Case, Collective, Derived, Sample
 
 _ORDER = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 class Message(NamedTuple):
-    """A message of all units of equal size, and its sample."""
+    """A message of all units of equal size. ``status``: that of its sample; ``read``: its figures,
+    if it has times."""
 
     model: str
     units: str
     op: Collective
     case: Case
-    sample: Sample | None
+    status: str | None
+    read: Reading | None
 
     @property
     def shard(self) -> int:
@@ -39,14 +40,6 @@ class Message(NamedTuple):
         return self.op.size_bytes // DTYPE_BYTES[self.op.dtype] // parts
 
     @property
-    def mean_s(self) -> float | None:
-        return mean(self.sample.times_s) if self.sample and self.sample.times_s else None
-
-    @property
-    def status(self) -> str:
-        return ABSENT if self.sample is None else self.sample.status
-
-    @property
     def arrangement(self) -> tuple[str, int, int]:
         return self.model, self.shard, self.case.world_size
 
@@ -56,12 +49,12 @@ def tables(rows: Iterable[Derived], samples: Sequence[Sample]) -> list[Table]:
     nothing, so it is left out."""
     known = {sample.case_id: sample for sample in samples}
     named = [(row.model, row.name, row.case) for row in rows]
-    named = named or [("", ABSENT, sample.case) for sample in samples]
-    found = [
-        Message(model, units, case.op, case, known.get(case.id))
-        for model, units, case in named
-        if isinstance(case.op, Collective) and case.op.kind in _ORDER and case.op.group_size > 1
-    ]
+    found = []
+    for model, units, case in named or [("", ABSENT, sample.case) for sample in samples]:
+        op, sample = case.op, known.get(case.id)
+        if isinstance(op, Collective) and op.kind in _ORDER and op.group_size > 1:
+            status, read = (sample.status, reading(sample)) if sample else (None, None)
+            found.append(Message(model, units, op, case, status, read))
     found.sort(key=lambda one: (one.arrangement, one.elements_per_rank, _ORDER.index(one.op.kind)))
     shown = []
     for (model, shard, world_size), same in groupby(found, key=lambda one: one.arrangement):
@@ -80,19 +73,11 @@ def _measured(model: str, shard: int, world_size: int, messages: Iterable[Messag
     return listed(
         title,
         messages,
-        ("units", lambda one: one.units),
-        ("collective", lambda one: one.op.kind),
-        ("type", lambda one: one.op.dtype),
-        ("mode", lambda one: one.case.regime),
-        ("elements a rank", lambda one: str(one.elements_per_rank)),
-        ("total(B)", lambda one: str(one.op.size_bytes)),
-        ("time(us)", lambda one: f"{1e6 * one.mean_s:.1f}" if one.mean_s else one.status),
-        (
-            "busbw",
-            lambda one: shown(
-                one.mean_s, lambda s: f"{one.op.size_bytes * one.op.bus_factor / s / 1e9:.2f}"
-            ),
-        ),
+        *columns(str, "units"),
+        *columns(str, {"collective": "op.kind", "type": "op.dtype", "mode": "case.regime"}),
+        *columns(str, {"elements a rank": "elements_per_rank", "total(B)": "op.size_bytes"}),
+        *columns(str, {"time(us)": lambda m: f"{1e6 * m.read.mean_s:.1f}" if m.read else m.status}),
+        *columns("{:.2f}".format, {"busbw": lambda m: m.read and m.read.busbw / 1e9}),
         legend=(
             "Units of equal size are one row. elements a rank: count as NCCL's traces print it, "
             "each weight's dim 0 divided among ranks and rounded up; total: nccl-tests' size; "
@@ -105,5 +90,5 @@ def _measured(model: str, shard: int, world_size: int, messages: Iterable[Messag
 def _commands(messages: Iterable[Message]) -> Table:
     rows = dict.fromkeys((one.units, one.op.kind, nccl_tests_command(one.op)) for one in messages)
     legend = ("Of one group alone; -b and -e are the total of its ranks.",)
-    columns = ("units", "collective", "command")
-    return Table("The same with nccl-tests", columns, tuple(rows), legend, left=3)
+    heads = ("units", "collective", "command")
+    return Table("The same with nccl-tests", heads, tuple(rows), legend, left=3)

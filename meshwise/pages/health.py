@@ -7,8 +7,7 @@ from meshwise.pages import collectives, faults
 from meshwise.pages.faults import Finding, findings, verdict
 from meshwise.pages.measured import Measured, device, measured, where
 from meshwise.pages.samples import failed
-from meshwise.pages.table import Table
-from meshwise.pages.tables import ABSENT, percent
+from meshwise.pages.table import ABSENT, Table, percent
 from meshwise.spec import DeviceState, Gemm, RunInfo, Sample
 
 __all__ = ["Finding", "findings", "tables", "verdict"]

@@ -4,8 +4,7 @@ A ``Cover`` in. MB = 1e6 bytes, of memory too.
 """
 
 from meshwise.attention.cover import Cover
-from meshwise.pages.table import Table, filled
-from meshwise.pages.tables import ABSENT, share, size
+from meshwise.pages.table import ABSENT, Table, filled, share, size
 from meshwise.spec.long_attention import LongAttention
 from meshwise.units import format_rate
 

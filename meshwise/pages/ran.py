@@ -6,18 +6,10 @@ alone where not; what failed and why.
 
 from collections.abc import Callable, Sequence
 
-from meshwise.pages.metrics import each
-from meshwise.pages.steps import CONVENTION, Outcome, StepResult
-from meshwise.pages.table import Table, filled
-from meshwise.pages.tables import (
-    ABSENT,
-    INTERVAL,
-    MFU_LEGEND,
-    headline,
-    interval,
-    percent,
-    shown,
-)
+from meshwise.pages.spread import each
+from meshwise.pages.steps import Outcome, StepResult
+from meshwise.pages.table import ABSENT, Table, filled, interval, listed, percent, shown
+from meshwise.pages.tables import CONVENTION, INTERVAL, MFU_LEGEND, headline
 from meshwise.spec import WideResNet
 from meshwise.spec.phases import ADDENDS
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
@@ -76,19 +68,14 @@ def steps(results: Sequence[StepResult]) -> list[Table]:
     return [*shown, *failures(results)]
 
 
+def _layout(result: StepResult) -> str:
+    return result.plan.layout.name
+
+
 def _training(done: Sequence[StepResult]) -> list[Table]:
     """Predicted beside measured, time then memory; how fast that is."""
     kinds = " and ".join(sorted({result.memory_kind for result in done}))
     priced = any(result.plan.prediction is not None for result in done)
-    names = [result.plan.layout.name for result in done]
-    times = tuple(
-        (name, *_outcome(result.time, format_seconds, priced), *_spread(result))
-        for name, result in zip(names, done, strict=True)
-    )
-    memory = tuple(
-        (name, *_outcome(result.memory, format_bytes, priced))
-        for name, result in zip(names, done, strict=True)
-    )
     compared = ("layout", "predicted", "interval", "measured", "error")
     columns = compared if priced else ("layout", "measured")
     beside = "predicted beside measured" if priced else "measured"
@@ -104,13 +91,15 @@ def _training(done: Sequence[StepResult]) -> list[Table]:
         Table(
             f"Step time, {beside}: {headline(done[0].plan)}",
             (*columns, "interval", "mean", "std", "steps"),
-            times,
+            tuple(
+                (_layout(r), *_outcome(r.time, format_seconds, priced), *_spread(r)) for r in done
+            ),
             legend,
         ),
         Table(
             f"Peak memory, {beside}",
             columns,
-            memory,
+            tuple((_layout(r), *_outcome(r.memory, format_bytes, priced)) for r in done),
             (f"Measured: largest over ranks, {kinds}.",),
         ),
         _speed(done),
@@ -122,7 +111,7 @@ def _phases(done: Sequence[StepResult]) -> list[Table]:
     """The parts of a step, of the runs that were profiled."""
     rows = tuple(
         (
-            result.plan.layout.name,
+            _layout(result),
             said,
             *(format_seconds(_number(result, of + name)) for name in ADDENDS),
             format_seconds(_number(result, "phases_step_s")) if not of else "",
@@ -142,24 +131,32 @@ def _speed(done: Sequence[StepResult]) -> Table:
     unit = _unit(done[0])
     if done[0].mode == "infer":
         unit += ", streamed" if _is_one_loop(done) else ", one by one"
-    columns = ["layout", unit, "FLOP/s a device", "MFU", "parameters"]
-    columns += ["first loss", "last loss"] * learned + ["loss error"] * checked
-    legend = [flop_legend(done[0])]
-    legend += [LOSS_LEGEND] * learned + [CHECK_LEGEND] * checked
-    rows = tuple(
-        (
-            *_rates(result),
-            *(_first_and_last(result) if learned else ()),
-            *([shown(result.check_loss_error, "{:.1e}".format)] * checked),
-        )
-        for result in done
+    losses = (("first loss", _loss(0)), ("last loss", _loss(-1))) * learned
+    check = (("loss error", lambda r: shown(r.check_loss_error, "{:.1e}".format)),) * checked
+    return listed(
+        "As it ran",
+        done,
+        ("layout", _layout),
+        (unit, lambda r: shown(r.tokens_per_s, format_count)),
+        ("FLOP/s a device", lambda r: shown(r.flops_per_device_per_s, _flops)),
+        ("MFU", lambda r: percent(r.mfu)),
+        ("parameters", lambda r: format_count(r.num_parameters)),
+        *losses,
+        *check,
+        legend=(flop_legend(done[0]), *(LOSS_LEGEND,) * learned, *(CHECK_LEGEND,) * checked),
     )
-    return Table("As it ran", tuple(columns), rows, tuple(legend))
 
 
-def _first_and_last(result: StepResult) -> tuple[str, str]:
-    losses = each(result.metrics, "losses")
-    return (f"{losses[0]:.4f}", f"{losses[-1]:.4f}") if losses else (ABSENT, ABSENT)
+def _flops(rate: float) -> str:
+    return format_rate(rate, "FLOP/s")
+
+
+def _loss(index: int) -> Callable[[StepResult], str]:
+    def show(result: StepResult) -> str:
+        losses = each(result.metrics, "losses")
+        return f"{losses[index]:.4f}" if losses else ABSENT
+
+    return show
 
 
 def _unit(result: StepResult) -> str:
@@ -201,22 +198,11 @@ def _spread(result: StepResult) -> tuple[str, str, str, str]:
     return spread, *means, str(result.num_steps)
 
 
-def _rates(result: StepResult) -> tuple[str, ...]:
-    assert result.tokens_per_s is not None and result.flops_per_device_per_s is not None
-    return (
-        result.plan.layout.name,
-        format_count(result.tokens_per_s),
-        format_rate(result.flops_per_device_per_s, "FLOP/s"),
-        percent(result.mfu),
-        format_count(result.num_parameters),
-    )
-
-
 def _inference(done: Sequence[StepResult]) -> list[Table]:
-    slower = [_is_slower_streamed(result) for result in done]
+    slower = [_number(r, "streamed_s") > r.time.measured for r in done if r.time]
     rows = tuple(
         (
-            result.plan.layout.name,
+            _layout(result),
             *_outcome(result.time, format_seconds, False),
             *_spread(result),
             format_seconds(_number(result, "streamed_s")) + " *" * marked,
@@ -250,49 +236,46 @@ def _is_one_loop(done: Sequence[StepResult]) -> bool:
     return all(r.time is not None and r.time.measured == r.metrics["streamed_s"] for r in done)
 
 
-def _is_slower_streamed(result: StepResult) -> bool:
-    assert result.time is not None
-    return _number(result, "streamed_s") > result.time.measured
-
-
 def _stages(result: StepResult) -> list[tuple[str, ...]]:
     names = ("stage_s", "stage_weight_bytes", "stage_peak_bytes")
     columns = (each(result.metrics, name) for name in names)
     return [
-        (result.plan.layout.name, str(stage), format_seconds(own_s), *map(format_bytes, held))
+        (_layout(result), str(stage), format_seconds(own_s), *map(format_bytes, held))
         for stage, (own_s, *held) in enumerate(zip(*columns, strict=True))
     ]
 
 
 def _decoding(done: Sequence[StepResult]) -> list[Table]:
-    rows = tuple(
-        (
-            result.plan.layout.name,
-            format_seconds(_number(result, "time_to_first_token_s")),
-            *_outcome(result.time, format_seconds, False),
-            *_spread(result)[:1],
-            format_count(_number(result, "tokens_per_s")),
-            format_bytes(_number(result, "weight_bytes")),
-            format_bytes(_number(result, "cache_bytes")),
+    return [
+        listed(
+            f"Decoding: {headline(done[0].plan)}",
+            done,
+            ("layout", _layout),
+            ("first token", lambda r: format_seconds(_number(r, "time_to_first_token_s"))),
+            ("token", lambda r: _outcome(r.time, format_seconds, False)[0]),
+            ("interval", lambda r: _spread(r)[0]),
+            ("tokens/s", lambda r: format_count(_number(r, "tokens_per_s"))),
+            ("weights", lambda r: format_bytes(_number(r, "weight_bytes"))),
+            ("cache", lambda r: format_bytes(_number(r, "cache_bytes"))),
+            legend=(DECODE_LEGEND, f"{INTERVAL}."),
         )
-        for result in done
-    )
-    columns = ("layout", "first token", "token", "interval", "tokens/s", "weights", "cache")
-    plan = done[0].plan
-    return [Table(f"Decoding: {headline(plan)}", columns, rows, (DECODE_LEGEND, f"{INTERVAL}."))]
+    ]
 
 
 def _number(result: StepResult, name: str) -> float:
-    value = result.metrics[name]
-    assert not isinstance(value, tuple)
-    return value
+    return each(result.metrics, name)[0]
 
 
 def failures(results: Sequence[StepResult]) -> list[Table]:
     """Runs without a measured step, with what ended them."""
-    rows = tuple(
-        (result.plan.layout.name, result.status, result.reason, result.run_id)
-        for result in results
-        if result.time is None
+    return filled(
+        listed(
+            "Not measured",
+            [result for result in results if result.time is None],
+            ("layout", _layout),
+            ("status", lambda result: result.status),
+            ("reason", lambda result: result.reason),
+            ("run", lambda result: result.run_id),
+            left=4,
+        )
     )
-    return filled(Table("Not measured", ("layout", "status", "reason", "run"), rows, left=4))

@@ -1,4 +1,4 @@
-"""Read what ``measure ring`` wrote, as rows: how time and memory change with the size of the ring.
+"""Read what ``measure ring`` wrote: how time and memory change with the size of the ring.
 
 In: a folder of ``ring_v2_collective_benchmark_*.json``. Out: one ``Row`` for each sequence length
 and ring size. With t(P, N) the time of a ring of P ranks over N tokens, the slowest rank's median:
@@ -73,7 +73,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.peak_memory_gb if self.status == "ok" else None
 
 
-_NONE = Result(seq_length=0, ring_size=1, world_size=1, status="skipped")
+NONE = Result(seq_length=0, ring_size=1, world_size=1, status="skipped")
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,12 +133,21 @@ class Scaling(NamedTuple):
     left_out: tuple[str, ...]
 
     @property
+    def measured(self) -> list[Row]:
+        """The rows that have a time."""
+        return [row for row in self.rows if row.result.time_ms is not None]
+
+    @property
     def lengths(self) -> list[int]:
         return sorted({row.result.seq_length for row in self.rows})
 
     @property
     def ring_sizes(self) -> list[int]:
         return sorted({row.result.ring_size for row in self.rows})
+
+    @property
+    def measured_rings(self) -> list[int]:
+        return sorted({row.result.ring_size for row in self.measured})
 
     @property
     def is_dense(self) -> bool:
@@ -155,7 +164,8 @@ def read(folder: Path | str) -> Scaling:
     ValueError where there is nothing to show."""
     folder = Path(folder)
     paths = sorted(folder.glob(PATTERN)) or [p for p in (folder / LATEST,) if p.exists()]
-    runs = sorted(((_load(path), path.name) for path in paths), key=_age, reverse=True)
+    runs = [(_load(path), path.name) for path in paths]
+    runs.sort(key=lambda run: (run[0].timestamp, run[1]), reverse=True)
     if not any(run.results for run, _ in runs):
         raise ValueError(
             f"{folder}: holds no results of a scaling benchmark; write some with "
@@ -169,10 +179,16 @@ def read(folder: Path | str) -> Scaling:
             left_out.append(f"{name}: older than {kept[run.world_size][1]}")
         else:
             kept[run.world_size] = run, name
-    results, batch = _merged([run for run, _ in kept.values()]), newest.config.batch_size
+    results: dict[tuple[int, int], Result] = {}
+    for result in (result for run, _ in kept.values() for result in run.results):
+        key = result.seq_length, result.ring_size
+        if key not in results or (results[key].status == "skipped" != result.status):
+            results[key] = result
+    batch, device = newest.config.batch_size, newest.device
     rows = tuple(_row(result, results, batch) for _, result in sorted(results.items()))
     files = tuple(name for _, name in kept.values())
-    return Scaling(newest.told, _device(newest.device), rows, files, tuple(left_out))
+    told = device.get("name") if isinstance(device, dict) else device
+    return Scaling(newest.told, str(told or "unknown device"), rows, files, tuple(left_out))
 
 
 def _load(path: Path) -> _Run:
@@ -190,10 +206,6 @@ def _load(path: Path) -> _Run:
     return run
 
 
-def _age(run: tuple[_Run, str]) -> tuple[str, str]:
-    return run[0].timestamp, run[1]
-
-
 def _differs(run: _Run, newest: _Run) -> str | None:
     """The first thing in which two runs are not comparable."""
     if run.device != newest.device:
@@ -203,25 +215,10 @@ def _differs(run: _Run, newest: _Run) -> str | None:
     return next(changed, None)
 
 
-def _device(told: Any) -> str:
-    if isinstance(told, dict):
-        return str(told.get("name", "unknown device"))
-    return str(told or "unknown device")
-
-
-def _merged(runs: list[_Run]) -> dict[tuple[int, int], Result]:
-    found: dict[tuple[int, int], Result] = {}
-    for result in (result for run in runs for result in run.results):
-        key = result.seq_length, result.ring_size
-        if key not in found or (found[key].status == "skipped" != result.status):
-            found[key] = result
-    return found
-
-
 def _row(result: Result, results: dict[tuple[int, int], Result], batch_size: int) -> Row:
     length, ring = result.seq_length, result.ring_size
-    alone = results.get((length, 1), _NONE)
-    smaller = _NONE if length % ring else results.get((length // ring, 1), _NONE)
+    alone = results.get((length, 1), NONE)
+    smaller = NONE if length % ring else results.get((length // ring, 1), NONE)
     speedup = _ratio(alone.time_ms, result.time_ms)
     batch = result.effective_batch_size or batch_size
     return Row(
@@ -257,8 +254,3 @@ def subject(scaling: Scaling) -> str:
         said.append(f"{heads} heads × {width // heads}{shared}")
     said.append(f"batch {config.get('batch_size', 1)}")
     return ", ".join([*said, *filter(None, [config.get("dtype")]), scaling.device])
-
-
-def length(tokens: int) -> str:
-    """``65,536``."""
-    return f"{tokens:,}"

@@ -16,10 +16,10 @@ from typing import Literal
 
 from meshwise import stats, store
 from meshwise.models import num_parameters, step_flops
-from meshwise.pages.metrics import number
+from meshwise.pages.spread import number
+from meshwise.pages.tables import CONVENTION
 from meshwise.spec import Plan, Record, RunInfo, Sample, Step, Workload
 
-CONVENTION = "torchtitan"
 UNFINISHED = "it has not finished"
 
 

@@ -50,6 +50,9 @@ STYLE: dict[str, Any] = {
 }
 
 
+DASHED: dict[str, Any] = {"color": MUTED, "linestyle": (0, (4, 3)), "linewidth": 1}
+
+
 class Figure(NamedTuple):
     """An SVG element and what it says in one sentence; ``wide`` ones take a row of the page."""
 

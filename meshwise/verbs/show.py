@@ -16,8 +16,7 @@ import msgspec
 from meshwise import store
 from meshwise.files import write_whole
 from meshwise.pages.show import Run, Shown
-from meshwise.pages.table import Table
-from meshwise.pages.tables import percent
+from meshwise.pages.table import Table, percent
 from meshwise.spec import Case, Cluster, Costs, Plan
 from meshwise.spec.checkpoint import Verified
 from meshwise.spec.label import label

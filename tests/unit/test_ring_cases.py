@@ -9,7 +9,6 @@ from meshwise import store
 from meshwise.attention.shards import contiguous
 from meshwise.cli import app
 from meshwise.pages import ring as page
-from meshwise.pages import ring_rows
 from meshwise.probe.cases import ring as cases
 from meshwise.spec import Case, Cluster, Device, Dilation, LongAttention, RunInfo, Sample, Tier
 from meshwise.spec.label import label
@@ -176,7 +175,7 @@ def document(*samples: Sample) -> dict:
         run_id="r", verb="measure", command=("meshwise",), started="2026-02-03T04:05:06Z",
         world_size=2, cluster=CLUSTER, provenance={"ring": store.msgspec.to_builtins(config)},
     )  # fmt: skip
-    return ring_rows.document("runs/r", info, samples)
+    return page.document("runs/r", info, samples)
 
 
 MOVED = {
@@ -198,7 +197,7 @@ def test_every_field_of_the_source_and_ours_is_in_every_row():
             "reason": "rank 0: out of memory"}  # fmt: skip
     assert {name: value for name, value in found["results"][2].items() if value is not None} == kept
     json.dumps(found, allow_nan=False)
-    assert ring_rows.file_name(found) == "ring_v2_collective_benchmark_20260203_040506_world2.json"
+    assert page.file_name(found) == "ring_v2_collective_benchmark_20260203_040506_world2.json"
 
 
 def test_figures_of_a_row_are_those_of_their_formulas():

@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from meshwise.cli import app
-from meshwise.pages import scaling, scaling_axes, scaling_figures, scaling_report, svg
+from meshwise.pages import scaling, scaling_figures, scaling_report, svg
 from meshwise.verbs.report import scaling as report_scaling
 
 CONFIG = {
@@ -346,11 +346,11 @@ def test_one_ring_size_draws_no_line_of_scaling(tmp_path):
 
 def test_names_of_lines_never_overlap_and_keep_their_order():
     for heights in ([0.5, 0.5, 0.5], [0.9, 0.1, 0.11, 0.5], [0.2], [0.3, 0.31, 0.36, 0.42, 0.9]):
-        placed = scaling_axes.apart(heights)
+        placed = scaling_figures.apart(heights)
         order = sorted(range(len(heights)), key=lambda index: (heights[index], index))
         gaps = [placed[b] - placed[a] for a, b in itertools.pairwise(order)]
-        assert all(gap >= scaling_axes.APART - 1e-12 for gap in gaps)
-    assert scaling_axes.apart([0.1, 0.9]) == [0.1, 0.9]
+        assert all(gap >= scaling_figures.APART - 1e-12 for gap in gaps)
+    assert scaling_figures.apart([0.1, 0.9]) == [0.1, 0.9]
 
 
 def test_colours_of_files_are_those_of_the_page():
