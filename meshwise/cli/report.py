@@ -55,7 +55,7 @@ def report(
 
 def _scaling(results_dir: str, output_dir: str | None, json: bool) -> int:
     from meshwise.pages import scaling_report
-    from meshwise.pages.scaling import read
+    from meshwise.pages.scaling import read, tables
     from meshwise.verbs.report import write_scaling
 
     found = read(results_dir)
@@ -63,7 +63,7 @@ def _scaling(results_dir: str, output_dir: str | None, json: bool) -> int:
     said = scaling_report.conclusions(found)
     rows = [row._asdict() for row in found.rows]
     document = {"paths": paths, "conclusions": said, "rows": rows}
-    emit(document, scaling_report.tables(found), json)
+    emit(document, tables(found), json)
     if not json:
         say(*(f"- {line}" for line in said), *paths)
     return DONE

@@ -1,4 +1,4 @@
-"""The JSON document of ``measure ring`` and its tables: what was measured, what would be, checks.
+"""The JSON document of ``measure ring``, and the check list of --verify.
 
 In: a run directory's info and samples. Out: the document that ``report --scaling`` reads, one row a
 length and ring size; the names of the benchmark of RingDilatedAttentionV2Collective, and ours. t(P)
@@ -25,18 +25,11 @@ from typing import Any
 import numpy as np
 
 from meshwise.pages.spread import each, number
-from meshwise.pages.table import Table, columns, filled, listed, percent, size
+from meshwise.pages.table import Table
 from meshwise.spec import LongAttention, RunInfo, Sample
-from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
 NOISY = "noisy: the forward alone took as long as forward and backward; measure again"
 CONVENTION = "attended pairs, 2 FLOPs a multiply-add, backward 2.5 x forward"
-LEGEND = (
-    "Times: median over iterations of the slowest rank. Speedup and efficiency: against a ring of "
-    "one at the same length.",
-    "Received and memory: of the rank with most. Exposed: what the step takes "
-    "longer than without its transfers.",
-)
 _FIGURES = (
     "forward_time_ms", "backward_time_ms", "total_time_ms", "memory_allocated_gb",
     "memory_reserved_gb", "throughput_tokens_per_sec", "effective_batch_size",
@@ -184,79 +177,10 @@ def _total_s(sample: Sample) -> float:
     return median(sample.times_s)
 
 
-_SHAPE = columns(str, {"tokens": "seq_length", "ring": "ring_size"})
-
-
-def tables(found: Mapping[str, Any]) -> list[Table]:
-    """The rows of a document: first those that were measured, then the others."""
-    done = [row for row in found["results"] if row["status"] == "ok"]
-    rest = [row for row in found["results"] if row["status"] != "ok"]
-    noisy = (f"({NOISY[:5]}){NOISY[5:]}.",) * any(row["reason"] for row in done)
-    measured = listed(
-        f"{headline(found['config'])}, {found['device']}, {found['world_size']} ranks",
-        done,
-        *_SHAPE,
-        *columns(ways, {"by": "strategy"}),
-        ("forward", lambda row: _ms(row["forward_time_ms"]) + " (noisy)" * bool(row["reason"])),
-        *columns(_ms, {"total": "total_time_ms"}),
-        *columns("{:.2f} x".format, {"speedup": _speedup}),
-        *columns(percent, {"efficiency": "strong_efficiency"}),
-        *columns(format_count, {"tokens/s": "throughput_tokens_per_sec"}),
-        *columns(size, {"received": "bytes_received"}),
-        *columns(_ms, {"exposed": "exposed_comm_ms"}),
-        *columns(lambda gb: format_bytes(1e9 * gb), {"memory": "peak_memory_gb"}),
-        legend=(*LEGEND, *noisy),
-        left=3,
-    )
-    others = listed("Not measured", rest, *_SHAPE, *columns(str, "status reason"), left=4)
-    return filled(measured, others)
-
-
-def _ms(time_ms: float) -> str:
-    return format_seconds(time_ms / 1e3) if time_ms else "0"
-
-
-def _speedup(row: Mapping[str, Any]) -> float | None:
-    efficiency: float | None = row["strong_efficiency"]
-    return efficiency and efficiency * row["ring_size"]
-
-
-def headline(config: Mapping[str, Any]) -> str:
-    """``Dilated attention, batch 2, 12 x 64 heads, float16, w 2048/4096 r 1/2``."""
-    heads = f"{config['num_heads']} x {config['embed_dim'] // config['num_heads']} heads"
-    if config["num_kv_heads"] not in (None, config["num_heads"]):
-        heads += f" over {config['num_kv_heads']}"
-    words = ["Dense attention" if config["dense"] else "Dilated attention"]
-    words += [f"batch {config['batch_size']}", heads, config["dtype"]]
-    if not config["dense"]:
-        widths, rates = (
-            "/".join(map(str, config[n])) for n in ("segment_lengths", "dilation_rates")
-        )
-        words.append(f"w {widths} r {rates}")
-    words += [name.replace("_", " ") for name in ("causal", "forward_only") if config[name]]
-    return ", ".join(words)
-
-
 def ways(strategy: str) -> str:
     """``local local gather`` of the branches as ``local x2, gather``."""
     each = ((way, len(list(same))) for way, same in groupby(strategy.split()))
     return ", ".join(way if count == 1 else f"{way} x{count}" for way, count in each)
-
-
-def listing(
-    config: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], str]]
-) -> list[Table]:
-    """The rows that ``--dry-run`` lists: their figures, or why they would be skipped."""
-    cells = []
-    for one, reason in rows:
-        figures = (f"skipped: {reason}", "", "")
-        if not reason:
-            flops = format_rate(one["flops_per_rank"], "FLOP")
-            figures = (ways(one["strategy"]), flops, size(one["planned_bytes"]))
-        cells.append((str(one["seq_length"]), str(one["ring_size"]), *figures))
-    heads = ("tokens", "ring", "by", "a rank computes", "and receives")
-    legend = ("Of an iteration, the rank that receives most. Nothing was measured.",)
-    return [Table(headline(config), heads, tuple(cells), legend, left=3)]
 
 
 def checks(found: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> list[Table]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshwise import store
-from meshwise.pages import collectives, compute, fsdp, refit, ring
+from meshwise.pages import collectives, compute, fsdp, refit, ring, scaling
 from meshwise.pages.spread import Reading, reading, readings
 from meshwise.pages.table import ABSENT, Table, columns, filled, listed
 from meshwise.pages.tables import INTERVAL
@@ -90,7 +90,8 @@ def run(
     FSDP's units the cases are of.
     """
     if "ring" in info.provenance:
-        return [state(info, samples), *ring.tables(ring.document(info.run_id, info, samples))]
+        document = ring.document(info.run_id, info, samples)
+        return [state(info, samples), *scaling.of_run(document)]
     done = [sample for sample in samples if sample.status == "ok"]
     return [
         state(info, samples),

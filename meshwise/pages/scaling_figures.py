@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwise.pages import svg
-from meshwise.pages.scaling import Row, Scaling
-from meshwise.pages.scaling_report import TITLE, percent, rate, subtitle
+from meshwise.pages.scaling import Row, Scaling, percent, rate
+from meshwise.pages.scaling_report import TITLE, subtitle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

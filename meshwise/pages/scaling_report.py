@@ -1,4 +1,4 @@
-"""A scaling benchmark in words: tables, what falls short and why, the text file, the page.
+"""A scaling benchmark in words: what falls short and why, the text file, the page.
 
 Every sentence is made from rows of ``scaling.read``; a row without a time says why and is left out
 of all that is compared.
@@ -11,113 +11,23 @@ from typing import Any
 
 from meshwise.pages import html, table
 from meshwise.pages.ring import ways
-from meshwise.pages.scaling import Row, Scaling, subject
+from meshwise.pages.scaling import (
+    FAIR,
+    NOTED,
+    WAITING,
+    Row,
+    Scaling,
+    ms,
+    percent,
+    subject,
+    tables,
+    times,
+)
 from meshwise.pages.svg import Figure
-from meshwise.pages.table import ABSENT, Table, columns, filled, listed, shown, size
+from meshwise.pages.table import Table, shown, size
 from meshwise.text import plain
-from meshwise.units import format_rate, format_seconds
 
-FAIR = 0.95  # of linear; a row below it is explained
 TITLE = "Ring attention: scaling"
-WAITING = "Waiting in what is lost: exposed, but at most isolated; what is more is noise."
-_NOTED = {
-    "speedup": "time of one rank at the same length / time; strong is speedup / ring size",
-    "weak": "time of one rank at length / ring size over this time",
-    "exposed": "time that goes when nothing is sent; isolated: the transfers alone",
-    "planned": "bytes into the busiest rank by the plan; of it: planned / received",
-    "imbalance": "most / mean attended pairs that a rank computes",
-}
-
-
-_KEY = columns("{:,}".format, {"tokens": "result.seq_length"})
-_KEY += columns(str, {"ring": "result.ring_size"})
-
-
-def tables(scaling: Scaling) -> list[Table]:
-    """All that the report shows, in its order; the last two only where they have rows."""
-    grows = "; dense work a rank grows with the length, so that 1 / ring size is ideal"
-    conventions = dict.fromkeys(filter(None, (r.result.flop_convention for r in scaling.rows)))
-    time = listed(
-        "Time and scaling",
-        scaling.rows,
-        *_KEY,
-        ("time", lambda row: ms(row.result.time_ms) if row.result.time_ms else row.result.status),
-        *columns(ms, {"forward": "result.forward_time_ms"}),
-        (
-            "backward",
-            lambda row: "noisy" if row.result.is_noisy else ms(row.result.backward_time_ms),
-        ),
-        *columns(ms, {"p95": "result.time_p95_ms"}),
-        *columns(rate, {"tokens/s": "result.throughput_tokens_per_sec"}),
-        *columns(_number, {"TFLOP/s a rank": "result.achieved_tflops"}),
-        *columns(times, "speedup"),
-        *columns(percent, "strong weak"),
-        legend=(
-            f"time: of the slowest rank, median. speedup: {_NOTED['speedup']}.",
-            "p95: over the iterations of all ranks, each rank's own.",
-            f"weak: {_NOTED['weak']}{grows if scaling.is_dense else ''}.",
-            *(f"FLOPs: {said}." for said in conventions),
-        ),
-    )
-    communication = listed(
-        "Communication",
-        [row for row in scaling.measured if row.result.ring_size > 1],
-        *_KEY,
-        ("strategy", lambda row: ways(row.result.strategy or ABSENT)),
-        *columns(size, {"received": "result.bytes_received"}),
-        *columns(size, {"planned": "result.comm_lower_bound_bytes"}),
-        *columns(percent, {"of it": "result.comm_efficiency"}),
-        *columns(_number, {"calls": "result.collectives"}),
-        *columns(ms, {"isolated": "result.communication_time_ms"}),
-        *columns(ms, {"exposed": "result.exposed_comm_ms"}),
-        *columns(percent, {"of step": "exposed_share", "hidden": "result.overlap_fraction"}),
-        *columns(_number, {"imbalance": "result.load_imbalance"}),
-        legend=(
-            "received: bytes into the busiest rank, of a step.",
-            f"planned: {_NOTED['planned']}.",
-            f"exposed: {_NOTED['exposed']}; hidden: 1 - exposed / isolated, at least 0.",
-            WAITING,
-            f"imbalance: {_NOTED['imbalance']}.",
-        ),
-    )
-    memory = listed(
-        "Memory",
-        [row for row in scaling.measured if row.result.peak_gb is not None],
-        *_KEY,
-        *columns(size, {"peak of a rank": lambda row: 1e9 * row.result.peak_gb}),
-        *columns(percent, {"of one rank's": "memory_share"}),
-        *columns(percent, {"ideal": lambda row: 1 / row.result.ring_size}),
-        *columns(rate, {"tokens/GB": "tokens_per_gb"}),
-        legend=("tokens/GB: tokens of the batch over the peak of one rank. GB = 1e9 bytes.",),
-    )
-    failures = listed(
-        "Not measured",
-        [row for row in scaling.rows if row.result.time_ms is None],
-        *_KEY,
-        *columns(str, {"status": "result.status", "reason": lambda row: row.result.reason or None}),
-        left=4,
-    )
-    return filled(time, _best(scaling), communication, memory, failures)
-
-
-def _backward(row: Row) -> str:
-    return "noisy" if row.result.is_noisy else ms(row.result.backward_time_ms)
-
-
-def _best(scaling: Scaling) -> Table:
-    rows = []
-    for tokens in scaling.lengths:
-        of_length = [row for row in scaling.measured if row.result.seq_length == tokens]
-        fair = [row.result.ring_size for row in of_length if (row.strong or 0) >= FAIR]
-        cells = [ABSENT] * 4
-        if of_length:
-            fastest = min(of_length, key=lambda row: row.result.time_ms or 0)
-            cells = [str(fastest.result.ring_size), ms(fastest.result.time_ms)]
-            cells += [times(fastest.speedup), percent(fastest.strong)]
-        rows.append((f"{tokens:,}", *cells, shown(max(fair, default=None), str)))
-    heads = ("tokens", "fastest ring", "time", "speedup", "strong", "largest efficient ring")
-    legend = (f"efficient: at least {percent(FAIR)} of linear.",)
-    return Table("Best ring size for each length", heads, tuple(rows), legend)
 
 
 def conclusions(scaling: Scaling) -> list[str]:
@@ -219,7 +129,7 @@ def page(scaling: Scaling, figures: Sequence[Figure]) -> str:
         html.Section("The numbers", tables=(time, *rest)),
         html.Section(html.SOURCES, tuple(_sources(scaling)), folded=(_config(scaling),)),
     ]
-    legend = (*(f"{name}: {said}." for name, said in _NOTED.items()), WAITING, "GB = 1e9 bytes.")
+    legend = (*(f"{name}: {said}." for name, said in NOTED.items()), WAITING, "GB = 1e9 bytes.")
     return html.render(TITLE, subtitle(scaling), sections, legend)
 
 
@@ -229,7 +139,7 @@ def subtitle(scaling: Scaling) -> str:
     rings = ", ".join(map(str, scaling.measured_rings or scaling.ring_sizes))
     used = [row.result.strategy for row in scaling.measured if row.result.ring_size > 1]
     went = " or ".join(dict.fromkeys(ways(each) for each in used if each))
-    said = [subject(scaling)]
+    said = [subject(config), scaling.device]
     said += ["forward only"] if config.get("forward_only") else []
     said += ["CUDA graphs"] if config.get("graph") else []
     said.append(f"rings of {rings} ranks" if rings != "1" else "one rank")
@@ -254,24 +164,3 @@ def _sources(scaling: Scaling) -> list[str]:
 
 def _where(row: Row) -> str:
     return f"{row.result.seq_length:,} tokens on ring {row.result.ring_size}"
-
-
-def ms(time_ms: float | None) -> str:
-    return shown(time_ms, lambda ms_: format_seconds(ms_ / 1e3) if ms_ else "0")
-
-
-def percent(part: float | None) -> str:
-    return shown(part, lambda x: f"{100 * x:.{0 if x >= 0.1 else 1}f} %")
-
-
-def times(factor: float | None) -> str:
-    return shown(factor, "{:.2f}x".format)
-
-
-def rate(per: float | None) -> str:
-    """``1.50 M``."""
-    return shown(per, lambda number: format_rate(number, "").strip())
-
-
-def _number(value: float | None) -> str:
-    return shown(value, "{:.4g}".format)

@@ -9,6 +9,7 @@ from meshwise import store
 from meshwise.attention.shards import contiguous
 from meshwise.cli import app
 from meshwise.pages import ring as page
+from meshwise.pages import scaling
 from meshwise.probe.cases import ring as cases
 from meshwise.spec import Case, Cluster, Device, Dilation, LongAttention, RunInfo, Sample, Tier
 from meshwise.spec.label import label
@@ -229,10 +230,9 @@ def test_a_forward_as_long_as_its_total_is_noisy_and_leaves_no_backward():
     assert (noisy["status"], noisy["backward_time_ms"]) == ("ok", None)
     assert noisy["reason"].startswith("noisy: the forward alone took as long as")
     assert (quiet["reason"], quiet["backward_time_ms"]) == ("", pytest.approx(7.5 - 5 / 3))
-    table, *_ = page.tables(found)
-    assert [row[3] for row in table.rows] == ["8.00 ms (noisy)", "1.67 ms"]
-    assert "(noisy): " in table.legend[-1]
-    assert "(noisy)" not in str(page.tables(document(sample(2, 64, (5e-3,) * 3))))
+    table, *_ = scaling.of_run(found)
+    assert [row[3:5] for row in table.rows] == [("8.00 ms", "noisy"), ("1.67 ms", "5.83 ms")]
+    assert "noisy" not in str(scaling.of_run(document(sample(2, 64, (5e-3,) * 3)))[0].rows)
 
 
 def test_without_a_baseline_or_anything_to_move_figures_are_null():
@@ -251,11 +251,13 @@ def test_a_hung_case_is_an_error_row():
 def test_the_table_shows_speedup_and_what_failed():
     failed = sample(4, 64, (), status="skipped", reason="here are 2")
     found = document(sample(1, 64, (8e-3,)), sample(2, 64, (5e-3,), metrics=MOVED), failed)
-    measured, rest = page.tables(found)
-    (alone, both) = (dict(zip(measured.columns, row, strict=True)) for row in measured.rows)
-    assert (alone["speedup"], alone["received"], alone["memory"]) == ("1.00 x", "0", "–")
-    assert (both["speedup"], both["efficiency"]) == ("1.60 x", "80.0 %")
-    assert both["received"] == "1.00 kB" and both["memory"] == "3.7 GiB"
+    time, _, moved, memory, rest = scaling.of_run(found)
+    assert "dilated attention" in time.title and "2 ranks" in time.title
+    alone, both, _ = (dict(zip(time.columns, row, strict=True)) for row in time.rows)
+    assert (alone["speedup"], both["speedup"], both["strong"]) == ("1.00x", "1.60x", "80 %")
+    (received,) = (dict(zip(moved.columns, row, strict=True)) for row in moved.rows)
+    assert received["received"] == "1.00 kB"
+    assert [row[:3] for row in memory.rows] == [("64", "2", "4.00 GB")]
     assert rest.rows == (("64", "4", "skipped", "here are 2"),)
 
 
