@@ -42,12 +42,12 @@ def report(
         return _scaling(scaling, output_dir, json)
     if output_dir is not None:
         raise ValueError(f"output_dir = {output_dir!r}: is of --scaling; otherwise give --out")
-    from meshwise.pages import ran
+    from meshwise.pages import steps
     from meshwise.verbs.report import gather, write
 
     contents = gather(runs, costs, plan, run)
     path = write(contents, out)
-    emit({"path": str(path), "results": contents.results}, ran.steps(contents.results), json)
+    emit({"path": str(path), "results": contents.results}, steps.tables(contents.results), json)
     if not json:
         say(str(path))
     return DONE

@@ -206,8 +206,7 @@ def _refuse_beside_suites(options: dict[str, Any], benchmark: Benchmark) -> None
 
 def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
     """Print what became of the plans, or the plans themselves."""
-    from meshwise.pages import ran, tables
-    from meshwise.pages.steps import results
+    from meshwise.pages import steps, tables
 
     run_dirs = [path for path in done if isinstance(path, Path)]
     if len(run_dirs) < len(done):
@@ -215,17 +214,17 @@ def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
         return DONE
     if not job.leads():
         return DONE
-    found = results(run_dirs)
+    found = steps.results(run_dirs)
     good = all(result.status == "ok" for result in found)
     if not nccl_trace:
-        emit(found, ran.steps(found), json)
+        emit(found, steps.tables(found), json)
         return DONE if good else SOME_FAILED
     from meshwise.pages import show
     from meshwise.verbs import trace
 
     checks = {path.name: trace.read_check(path) for path in run_dirs}
     shown = [show.trace(check, f"Plan against trace: {name}") for name, check in checks.items()]
-    emit({"steps": found, "nccl_checks": checks}, [*ran.steps(found), *shown], json)
+    emit({"steps": found, "nccl_checks": checks}, [*steps.tables(found), *shown], json)
     agree = all(check.agrees is not False for check in checks.values())
     return DONE if good and agree else SOME_FAILED
 

@@ -1,4 +1,4 @@
-"""Tables of measured collectives: nccl-tests' columns, where the time goes, pairs.
+"""Tables of measured collectives: nccl-tests' columns, where the time goes, pairs, FSDP's units.
 
 ``time``, ``algbw``, ``busbw``, ``count``, ``type``, ``redop`` and ``root`` as nccl-tests defines
 them (doc/PERFORMANCE.md); ``time`` is the mean over iterations of the largest time over ranks, or
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwise.pages.spread import Reading, readings, split
+from meshwise.models.fsdp import nccl_tests_command
+from meshwise.pages.spread import Reading, reading, readings, split
 from meshwise.pages.table import ABSENT, Table, columns, filled, listed, shown
-from meshwise.spec import DTYPE_BYTES, Case, Collective, RunInfo, Sample
+from meshwise.spec import DTYPE_BYTES, Case, Collective, Derived, RunInfo, Sample
 from meshwise.spec.label import uneven
 from meshwise.spec.op import ROOTED
 from meshwise.units import format_bytes
@@ -42,6 +43,7 @@ _NCCL_TYPES = {
 }
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 _PER_RANK = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_FSDP = ("all_gather", "reduce_scatter", "all_reduce")  # in this order
 _FLOOR_BYTES = 64 * 2**10  # a larger smallest message has no launch floor to speak of
 
 
@@ -115,7 +117,7 @@ def _nccl_tests(one: Series) -> Table:
         *redop,
         *root,
         *columns(_us, {"time(us)": "mean_s"}),
-        *columns(_giga, {"algbw": "algbw", "busbw": "busbw"}),
+        *columns(lambda per_s: f"{per_s / 1e9:.2f}", {"algbw": "algbw", "busbw": "busbw"}),
         ("#wrong", _wrong),
         ("p50(us)", lambda each: _quantile(each, 0.5)),
         ("p95(us)", lambda each: _quantile(each, 0.95)),
@@ -138,10 +140,6 @@ def _wrong(one: Reading) -> str:
 def _quantile(one: Reading, share: float) -> str:
     times_s = one.sample.times_s
     return _us(float(np.quantile(times_s, share))) if len(times_s) > 1 else ABSENT
-
-
-def _giga(per_s: float) -> str:
-    return f"{per_s / 1e9:.2f}"
 
 
 def _us(time_s: float) -> str:
@@ -233,3 +231,84 @@ def _matrix(mode: str, size_bytes: int, rates: dict[tuple[int, int], float]) -> 
     title = f"Sends of {format_bytes(size_bytes)} between pairs of ranks, {mode}: GB/s"
     legend = ("From the rank of the row to that of the column, no other pair at work; medians.",)
     return Table(title, ("from, to", *map(str, ranks)), rows, legend)
+
+
+class Message(NamedTuple):
+    """A message of all units of equal size. ``status``: that of its sample; ``read``: its figures,
+    if it has times."""
+
+    model: str
+    units: str
+    op: Collective
+    case: Case
+    status: str | None
+    read: Reading | None
+
+    @property
+    def shard(self) -> int:
+        """Ranks among which a unit is cut; replicas of a part are that far apart."""
+        return self.op.group_stride if self.op.kind == "all_reduce" else self.op.group_size
+
+    @property
+    def elements_per_rank(self) -> int:
+        parts = 1 if self.op.kind == "all_reduce" else self.op.group_size
+        return self.op.size_bytes // DTYPE_BYTES[self.op.dtype] // parts
+
+    @property
+    def arrangement(self) -> tuple[str, int, int]:
+        return self.model, self.shard, self.case.world_size
+
+
+def fsdp_tables(rows: Iterable[Derived], samples: Sequence[Sample]) -> list[Table]:
+    """Tables of ``measure fsdp``, two for each model: the messages of its units, and nccl-tests'
+    commands. ``rows``: which units each case is of, as a run directory does not keep it; without
+    them the units have no names. A group of one rank moves nothing, so it is left out.
+
+    ``elements a rank`` is the count that NCCL prints in its traces, ``total`` what nccl-tests calls
+    size: of all ranks of a group together, of one message for all_reduce.
+    """
+    known = {sample.case_id: sample for sample in samples}
+    named = [(row.model, row.name, row.case) for row in rows]
+    found = []
+    for model, units, case in named or [("", ABSENT, sample.case) for sample in samples]:
+        op, sample = case.op, known.get(case.id)
+        if isinstance(op, Collective) and op.kind in _FSDP and op.group_size > 1:
+            status, read = (sample.status, reading(sample)) if sample else (None, None)
+            found.append(Message(model, units, op, case, status, read))
+    found.sort(key=lambda one: (one.arrangement, one.elements_per_rank, _FSDP.index(one.op.kind)))
+    shown = []
+    for (model, shard, world_size), same in groupby(found, key=lambda one: one.arrangement):
+        members = list(same)
+        shown += [_units(model, shard, world_size, members), _commands(members)]
+    return shown
+
+
+def _units(model: str, shard: int, world_size: int, messages: Iterable[Message]) -> Table:
+    groups = world_size // shard
+    title = "FSDP units" + (f" of {model}" if model else "")
+    if shard == 1:
+        title += f", {groups} replicas"
+    else:
+        title += f", {groups} groups of {shard} ranks" if groups > 1 else f", {shard} ranks"
+    return listed(
+        title,
+        messages,
+        *columns(str, "units"),
+        *columns(str, {"collective": "op.kind", "type": "op.dtype", "mode": "case.regime"}),
+        *columns(str, {"elements a rank": "elements_per_rank", "total(B)": "op.size_bytes"}),
+        *columns(str, {"time(us)": lambda m: f"{1e6 * m.read.mean_s:.1f}" if m.read else m.status}),
+        *columns("{:.2f}".format, {"busbw": lambda m: m.read and m.read.busbw / 1e9}),
+        legend=(
+            "Units of equal size are one row. elements a rank: count as NCCL's traces print it, "
+            "each weight's dim 0 divided among ranks and rounded up; total: nccl-tests' size; "
+            "time: mean over iterations of the largest over ranks; busbw in GB/s.",
+        ),
+        left=4,
+    )
+
+
+def _commands(messages: Iterable[Message]) -> Table:
+    rows = dict.fromkeys((one.units, one.op.kind, nccl_tests_command(one.op)) for one in messages)
+    legend = ("Of one group alone; -b and -e are the total of its ranks.",)
+    heads = ("units", "collective", "command")
+    return Table("The same with nccl-tests", heads, tuple(rows), legend, left=3)

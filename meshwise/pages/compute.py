@@ -10,7 +10,17 @@ from typing import NamedTuple
 import msgspec
 
 from meshwise.pages.spread import Reading, each, readings
-from meshwise.pages.table import ABSENT, Column, Table, columns, filled, listed, percent, shown
+from meshwise.pages.table import (
+    ABSENT,
+    Column,
+    Table,
+    columns,
+    filled,
+    flops,
+    listed,
+    percent,
+    shown,
+)
 from meshwise.pages.tables import INTERVAL
 from meshwise.spec import Attention, Case, Cluster, Gemm, Overlap, Sample
 from meshwise.spec.label import label, number_format, shape, storage
@@ -23,10 +33,6 @@ CONVENTION = {
     True: "FLOPs: two products over exactly the pairs of query and key that the mask leaves; "
     "backward 2.5 x forward.",
 }
-
-
-def flops(per_s: float) -> str:
-    return format_rate(per_s, "FLOP/s")
 
 
 def mode(case: Case, *, backend: bool = True) -> str:

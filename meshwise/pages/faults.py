@@ -44,8 +44,9 @@ Kind = Literal["gpu", "host", "link", "group"]
 Key = tuple[int, ...]  # (rank,), (from, to), or () for all ranks together
 _SMALL_BYTES = 2**16  # of smaller messages the time is told, not the rate
 _FLOOR: dict[Kind, float] = {"gpu": 0.08, "host": 0.60, "link": 0.15}
-# Of the specification: sustained products reach 0.5 to 0.8, copies 0.85, links 0.7 to 0.9 through
-# a switch (in a mesh of n a pair has but 1/(n-1) of a GPU's links), collectives on PCIe half.
+# Shares of the specification. Sustained products reach 0.5 to 0.8, copies 0.85, links 0.7 to 0.9
+# through a switch (in a mesh of n a pair has but 1/(n-1) of a GPU's links), collectives on PCIe
+# half.
 _LEAST: dict[Kind, float] = {"gpu": 0.4, "link": 0.5, "group": 0.33}
 _PAST_FLOOR: dict[Kind, float] = {"gpu": 0.03, "host": 0.25, "link": 0.08, "group": 0.03}
 _LAUNCH_PAST_FLOOR, _CPU_PAST_FLOOR = 0.25, 1.0
@@ -167,7 +168,7 @@ def findings(
             alike = one.kind != "host"  # there are near and far sockets
             slow = outliers.than_peers(one.times_s, _FLOOR[one.kind], alike=alike)
             found += (_links if one.kind == "link" else _devices)(info, one, slow)
-            # of more than two, peers have named the culprit: once is enough
+            # where there are more than two, peers have named the culprit: once is enough
             accused |= {(one.kind, key) for key in slow if len(one.times_s) > 2}
     past = [measured(info, run) for run in runs(samples, baseline)] if baseline else []
     for one in ours:

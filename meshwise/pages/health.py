@@ -76,7 +76,7 @@ def _state(state: DeviceState | None) -> tuple[str, ...]:
 def _specification(
     info: RunInfo, ours: Sequence[Measured], past: Sequence[Sequence[Measured]]
 ) -> Table:
-    """Without the specification's columns where it is known of nothing."""
+    """Compare rates; where no specification is known its columns are left out."""
     judged = [one for one in ours if one.times_s]
     known = any(one.spec for one in judged)
     rows = []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwise.pages import collectives, figures, operators, ran, samples, show, tables
+from meshwise.pages import collectives, figures, operators, samples, show, steps, tables
 from meshwise.pages.steps import StepResult
 from meshwise.pages.svg import Figure
 from meshwise.pages.table import Table, interval, percent
@@ -94,7 +94,7 @@ def _is_priced(contents: Contents) -> bool:
 
 def _legend(contents: Contents) -> list[str]:
     """Explain the words and units of the page."""
-    counted = {ran.flop_legend(result): None for result in contents.results if result.time}
+    counted = {steps.flop_legend(result): None for result in contents.results if result.time}
     return [
         *(ERRORS if _is_priced(contents) else ()),
         collectives.BUS_LEGEND,
@@ -186,7 +186,7 @@ def _outcome(contents: Contents) -> Section:
     if not contents.results:
         return Section(title, ("No plan has been run yet; `meshwise run` does.",))
     against = (figures.against(contents.results, quantity) for quantity in ("time", "memory"))
-    return Section(title, figures=_drawn(*against), tables=tuple(ran.steps(contents.results)))
+    return Section(title, figures=_drawn(*against), tables=tuple(steps.tables(contents.results)))
 
 
 def _plan(contents: Contents) -> Section:

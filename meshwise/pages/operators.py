@@ -12,10 +12,11 @@ import numpy as np
 from meshwise.pages import collectives, compute, svg
 from meshwise.pages.collectives import Series
 from meshwise.pages.spread import Reading, readings
+from meshwise.pages.table import flops
 from meshwise.spec import DTYPE_BYTES, Cluster, Gemm, Overlap, RunInfo, Sample
 from meshwise.spec.label import label, number_format, shape, storage
 from meshwise.spec.op import Dtype
-from meshwise.units import format_bytes, format_count, format_rate, format_seconds
+from meshwise.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,7 +158,7 @@ def _roofline(
         for dtype, peak in roofs.items():
             roof = np.minimum(wide * bandwidth, peak) if bandwidth else np.full(100, peak)
             axes.plot(wide, roof, **svg.DASHED)
-            name, at = f"{dtype} {format_rate(peak, 'FLOP/s')}", (wide[-1], peak)
+            name, at = f"{dtype} {flops(peak)}", (wide[-1], peak)
             axes.annotate(name, at, ha="right", va="bottom", color=svg.MUTED, fontsize=8)
         axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte")
         svg.rate_ticks(axes.xaxis, x_low, x_high, "")
@@ -190,7 +191,7 @@ def _attention(samples: Sequence[Sample], exact: bool) -> Iterable[Named]:
                         of_shape = rates.setdefault(shape(one.op), {})
                         of_shape[backend or compute.DEFAULT] = rate
             if rates:
-                bars = _bars(f"Attention {direction}, {mode}", rates, compute.flops)
+                bars = _bars(f"Attention {direction}, {mode}", rates, flops)
                 yield f"attention-{direction}-{mode.replace(', ', '-')}", bars
 
 

@@ -1,4 +1,4 @@
-"""What a ``refit`` would move, what was measured, which way is best: tables, lines, a figure.
+"""Show a ``refit``: what would move, what was measured, which way is best; lines and a figure.
 
 Decimal units for what crosses links (GB = 1e9, as their rates), binary ones for memory.
 

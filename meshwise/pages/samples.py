@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshwise import store
-from meshwise.pages import collectives, compute, fsdp, refit, ring, scaling
+from meshwise.pages import collectives, compute, refit, ring, scaling
 from meshwise.pages.spread import Reading, reading, readings
 from meshwise.pages.table import ABSENT, Table, columns, filled, listed
 from meshwise.pages.tables import INTERVAL
@@ -103,7 +103,7 @@ def run(
             _timed("Steps", done, Step),
         ),
         *compute.overlaps(done),
-        *(fsdp.tables(rows, samples) if collectives.are_fsdp_units(info) else []),
+        *(collectives.fsdp_tables(rows, samples) if collectives.are_fsdp_units(info) else []),
         *collectives.tables(done, info),
         *refit.tables(done),
         *failed(samples),

@@ -289,7 +289,7 @@ def tables(scaling: Scaling) -> list[Table]:
         *_KEY,
         ("time", lambda row: ms(row.result.time_ms) if row.result.time_ms else row.result.status),
         *columns(ms, {"forward": "result.forward_time_ms"}),
-        ("backward", lambda row: _backward(row.result)),
+        ("backward", _backward),
         *columns(ms, {"p95": "result.time_p95_ms"}),
         *columns(rate, {"tokens/s": "result.throughput_tokens_per_sec"}),
         *columns(_number, {"TFLOP/s a rank": "result.achieved_tflops"}),

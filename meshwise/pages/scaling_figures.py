@@ -9,7 +9,6 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwise.pages import svg
@@ -378,9 +377,7 @@ def figure(panel: Panel, scaling: Scaling) -> svg.Figure:
 
 def paper() -> Palette:
     """The page's colours on white."""
-    page = (Path(__file__).parent / "report.html.j2").read_text()
-    found = re.findall(r"--(\w+): (#\w+);", page.partition("@media")[0])
-    colours = dict(found)
+    colours = dict(re.findall(r"--(\w+): (#\w+);", svg.sheet()))
     series = tuple(colours[f"s{index}"] for index in range(10))
     return Palette(colours["ink"], colours["muted"], colours["grid"], series)
 

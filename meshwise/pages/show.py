@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from meshwise.pages import health, ran, samples, tables
-from meshwise.pages.steps import result
+from meshwise.pages import health, samples, steps, tables
 from meshwise.pages.table import Table, filled, listed, span
 from meshwise.spec import Cluster, Costs, Plan, Record, RunInfo, Sample
 from meshwise.spec.checkpoint import Damage, Verified
@@ -53,8 +52,8 @@ def of(record: Shown) -> list[Table]:
         return [state, *health.tables(record.info, record.samples)]
     if record.info.plan is None:
         return samples.run(record.info, record.samples)
-    found = result(record.info, list(record.samples))
-    return [samples.state(record.info, record.samples), *ran.steps([found])]
+    found = steps.result(record.info, list(record.samples))
+    return [samples.state(record.info, record.samples), *steps.tables([found])]
 
 
 def phases(found: Phases) -> Table:
@@ -66,9 +65,9 @@ def phases(found: Phases) -> Table:
     step, slower = format_seconds(found.step_s), format_seconds(found.profiled_step_s)
     return Table(
         f"Where the time of a step of {step} goes ({slower} under the profiler)",
-        ("rank", *ran.PHASE_NAMES, "communication"),
+        ("rank", *steps.PHASE_NAMES, "communication"),
         tuple((said, *map(format_seconds, row)) for said, row in rows),
-        (PHASES_LEGEND, ran.SCALED_LEGEND),
+        (PHASES_LEGEND, steps.SCALED_LEGEND),
     )
 
 

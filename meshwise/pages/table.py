@@ -55,7 +55,7 @@ def _at(item: Any, path: str) -> Any:
     """Follow attributes and keys; the first of several values."""
     for name in path.split("."):
         item = item.get(name) if isinstance(item, Mapping) else getattr(item, name)
-    return item[0] if isinstance(item, tuple) else item
+    return item[0] if type(item) is tuple else item
 
 
 def filled(*tables: Table) -> list[Table]:
@@ -80,6 +80,11 @@ def share(value: float | None) -> str:
 def size(num_bytes: float | None) -> str:
     """Bytes in decimal units, as links count them: ``14.7 MB``."""
     return shown(num_bytes, lambda bytes_: format_rate(bytes_, "B") if bytes_ else "0")
+
+
+def flops(per_s: float | None) -> str:
+    """``794 TFLOP/s``."""
+    return shown(per_s, lambda rate: format_rate(rate, "FLOP/s"))
 
 
 def interval(low: float, high: float, show: Callable[[float], str] = format_seconds) -> str:

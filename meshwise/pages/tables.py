@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from meshwise.models import num_parameters
-from meshwise.pages.table import Table, filled, interval, listed, percent, shown, span
+from meshwise.pages.table import Table, filled, flops, interval, listed, percent, shown, span
 from meshwise.prices import name_of
 from meshwise.spec import AnyModel, Candidate, Cluster, Costs, HeldOut, Plan, WideResNet, Workload
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
@@ -37,9 +37,7 @@ PEAK_NOTE = "memory peaks on "
 def cluster(described: Cluster) -> list[Table]:
     """The machine, its links, and what is not known of it."""
     device = described.device
-    peaks = ", ".join(
-        f"{dtype} {format_rate(rate, 'FLOP/s')}" for dtype, rate in device.peak_flops.items()
-    )
+    peaks = ", ".join(f"{dtype} {flops(rate)}" for dtype, rate in device.peak_flops.items())
     memory_rate = device.peak_memory_bytes_per_s
     rows = [
         ("devices", f"{described.num_hosts} x {described.num_devices_per_host} {device.name}"),
@@ -95,7 +93,7 @@ def costs(prices: Costs) -> list[Table]:
         ("price", lambda surface: name_of(surface, prices.cluster)),
         ("shapes", lambda surface: str(len(surface.shapes))),
         ("floor", lambda surface: format_seconds(surface.floor_s)),
-        ("best rate", lambda surface: format_rate(surface.flops_per_s, "FLOP/s")),
+        ("best rate", lambda surface: flops(surface.flops_per_s)),
         ("median error", lambda surface: _error(surface.held_out, "median")),
         ("p90 error", lambda surface: _error(surface.held_out, "p90")),
         legend=("A shape that was not measured takes the utilisation of its nearest neighbours.",),
@@ -278,7 +276,7 @@ def _ranked(title: str, candidates: Sequence[Candidate], legend: tuple[str, ...]
         ("step", lambda row: format_seconds(row[2].step_time_s)),
         ("interval", lambda row: interval(row[2].low_s, row[2].high_s)),
         ("tokens/s", lambda row: format_count(row[2].tokens_per_s)),
-        ("FLOP/s a device", lambda row: format_rate(row[2].flops_per_device_per_s, "FLOP/s")),
+        ("FLOP/s a device", lambda row: flops(row[2].flops_per_device_per_s)),
         ("MFU", lambda row: percent(row[2].mfu)),
         ("memory", lambda row: format_bytes(row[2].peak_memory_bytes)),
         legend=legend,
