@@ -1,4 +1,4 @@
-"""Is something wrong with this machine, and where? A health run in, findings out.
+"""Find what is wrong with a machine, and where. A health run in, findings out.
 
 A GPU or a link is slow when all quarters of its times exceed those of its peers by more than a
 limit, the larger of six robust sigma of the peers' quarters (``pages.outliers``) and a floor:
@@ -354,7 +354,7 @@ def _places(info: RunInfo, keys: Sequence[Key], one: Measured) -> str:
 
 
 def runs(samples: Sequence[Sample], baseline: Iterable[Sample]) -> list[list[Sample]]:
-    """The baseline's samples apart by run: in one run a case comes once."""
+    """Part the baseline's samples by run: in one run a case comes once."""
     methods = {s.case_id: s.method_version for s in samples if s.status == "ok"}
     runs: list[list[Sample]] = []
     count: dict[str, int] = defaultdict(int)
@@ -373,7 +373,7 @@ def runs(samples: Sequence[Sample], baseline: Iterable[Sample]) -> list[list[Sam
 
 
 def _joined(found: Iterable[Finding]) -> list[Finding]:
-    """One finding a fault: the evidence of several cases in a row."""
+    """Join the findings of one fault: their evidence stands in a row."""
     joined: dict[tuple[str, str, str], Finding] = {}
     for finding in found:
         key = finding.what, finding.where, finding.severity

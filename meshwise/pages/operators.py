@@ -86,7 +86,7 @@ class _Curve(NamedTuple):
 
 
 def _curve(name: str, one: Series, look: str, marker: int) -> _Curve:
-    """Messages of no bytes have no place on the axis."""
+    """Read a series; messages of no bytes have no place on the axis."""
     known = [(each.op.size_bytes, each.op.bus_factor, each.median_s) for each in one.readings]
     known = [point for point in known if point[0]]
     times_s = [time_s for _, _, time_s in known]
@@ -209,7 +209,7 @@ def _overlap(samples: Sequence[Sample]) -> Iterable[Named]:
 
 
 def _fsdp(found: Sequence[Series]) -> Iterable[Named]:
-    """Two bars for each unit, which a rank has so many elements of: to gather and to reduce it."""
+    """Two bars for each unit, named by the elements that a rank holds: to gather, to reduce."""
     units: dict[tuple[str, str, int], dict[str, float]] = {}
     for one in found:
         if one.op.kind in ("all_gather", "reduce_scatter"):

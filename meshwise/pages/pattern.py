@@ -347,7 +347,7 @@ def _panel(panel: Panel, shards: Shards) -> str:
 
 
 def _runs(cells: npt.NDArray[np.bool_]) -> str:
-    """Cells of a row that touch are one rectangle."""
+    """Draw cells as rectangles; those of a row that touch are one."""
     found = []
     for y, row in enumerate(cells):
         edges = np.flatnonzero(np.diff(np.concatenate([[0], row.astype(int), [0]])))

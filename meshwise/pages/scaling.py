@@ -184,7 +184,7 @@ def read(folder: Path | str) -> Scaling:
 
 
 def _together(runs: Sequence[tuple[_Run, str]]) -> Scaling:
-    """One row a length and ring size, of runs whose newest is the first."""
+    """Make one row for each length and ring size; the newest run comes first."""
     newest, kept, left_out = runs[0][0], dict[int, tuple[_Run, str]](), []
     for run, name in runs:
         if other := _differs(run, newest):

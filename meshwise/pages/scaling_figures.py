@@ -337,7 +337,7 @@ def panels_of(name: str, scaling: Scaling) -> tuple[Panel, ...]:
 
 
 def png(name: str, scaling: Scaling) -> bytes:
-    """One of ``FILES``."""
+    """Draw one of ``FILES``."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

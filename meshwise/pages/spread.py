@@ -66,7 +66,7 @@ class Reading(NamedTuple):
 
 
 def reading(sample: Sample) -> Reading | None:
-    """None where there are no times."""
+    """Read a sample; None where it has no times."""
     times_s = sample.times_s
     return Reading(sample, sample.case.op, *median_interval(times_s)) if times_s else None
 
@@ -104,7 +104,7 @@ def members(case: Case) -> list[tuple[int, ...]]:
 
 
 def split(sample: Sample) -> Split | None:
-    """None without the times of single ranks."""
+    """Split the time of a collective; None without the times of single ranks."""
     ends = []  # of each group: its smallest and its largest time, iteration by iteration
     for group in members(sample.case):
         if max(group) < len(sample.rank_times_s):

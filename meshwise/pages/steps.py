@@ -91,7 +91,7 @@ class Outcome(Record, kw_only=True):
 
 
 def outcome(measured: float, predicted: float, low: float, high: float) -> Outcome:
-    """The two side by side."""
+    """Put the two side by side."""
     return Outcome(
         predicted=predicted,
         low=low,

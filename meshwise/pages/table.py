@@ -1,4 +1,4 @@
-"""Tables as plain data, so that the terminal and the page show the same ones; and their cells.
+"""Tables as plain data, which the terminal and the page show alike; their columns and cells.
 
 Cells are text already; the first ``left`` columns are words, the rest numbers.
 """
