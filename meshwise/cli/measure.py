@@ -435,7 +435,7 @@ def _measure(
 def _list(
     what: str, cases: "list[tuple[Case, float]]", sweep: Sweep, size: Size, options: dict[str, Any],
 ) -> int:  # fmt: skip
-    from meshwise.pages import fsdp, samples
+    from meshwise.pages import collectives, samples
 
     document = [{"id": case.id, "case": case, "about_s": about_s} for case, about_s in cases]
     tables = [samples.listing(cases)]
@@ -445,7 +445,7 @@ def _list(
 
         there = place(sweep.cluster, size.ranks, keep=False)
         rows = reports.derived(what, *there, dtype=sweep.dtype, **options)
-        tables = [*fsdp.tables(rows, []), *tables]
+        tables = [*collectives.fsdp_tables(rows, []), *tables]
     emit(document, tables, sweep.json)
     return DONE
 

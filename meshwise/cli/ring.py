@@ -158,12 +158,12 @@ def _given(shape: Shape, manner: Manner) -> dict[str, Any]:
 def _forecast(what: Any, json: bool) -> int:
     import msgspec
 
-    from meshwise.pages import ring as page
+    from meshwise.pages import scaling
     from meshwise.verbs.ring import forecast
 
     found = forecast(what)
     config = msgspec.to_builtins(what.chosen)
-    emit(found, page.listing(config, [(one, one["reason"]) for one in found]), json)
+    emit(found, scaling.dry_run(config, [(one, one["reason"]) for one in found]), json)
     return DONE
 
 
@@ -179,10 +179,10 @@ def _verify(what: Any, waits: Waits, json: bool) -> int:
 
 
 def _results(found: Any, json: bool) -> int:
-    from meshwise.pages import ring as page
+    from meshwise.pages import scaling
     from meshwise.pages.table import Table
 
     places = [str(path) for path in (found.run_dir, *found.files) if path is not None]
     written = [Table("Written", ("",), tuple((place,) for place in places))] if places else []
-    emit(found.document, [*page.tables(found.document), *written], json)
+    emit(found.document, [*scaling.of_run(found.document), *written], json)
     return code_of(row["status"] for row in found.document["results"])

@@ -206,26 +206,25 @@ def _refuse_beside_suites(options: dict[str, Any], benchmark: Benchmark) -> None
 
 def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
     """Print what became of the plans, or the plans themselves."""
-    from meshwise.pages import planned, ran
-    from meshwise.pages.steps import results
+    from meshwise.pages import steps, tables
 
     run_dirs = [path for path in done if isinstance(path, Path)]
     if len(run_dirs) < len(done):
-        emit(done, [planned.table(done)], json)
+        emit(done, [tables.dry_run(done)], json)
         return DONE
     if not job.leads():
         return DONE
-    found = results(run_dirs)
+    found = steps.results(run_dirs)
     good = all(result.status == "ok" for result in found)
     if not nccl_trace:
-        emit(found, ran.steps(found), json)
+        emit(found, steps.tables(found), json)
         return DONE if good else SOME_FAILED
-    from meshwise.pages import trace as page
+    from meshwise.pages import show
     from meshwise.verbs import trace
 
     checks = {path.name: trace.read_check(path) for path in run_dirs}
-    shown = [page.table(check, f"Plan against trace: {name}") for name, check in checks.items()]
-    emit({"steps": found, "nccl_checks": checks}, [*ran.steps(found), *shown], json)
+    shown = [show.trace(check, f"Plan against trace: {name}") for name, check in checks.items()]
+    emit({"steps": found, "nccl_checks": checks}, [*steps.tables(found), *shown], json)
     agree = all(check.agrees is not False for check in checks.values())
     return DONE if good and agree else SOME_FAILED
 

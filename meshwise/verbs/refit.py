@@ -19,7 +19,7 @@ from meshwise.files import append_line, write_whole
 from meshwise.models import catalogue
 from meshwise.models.decoder import num_parameters
 from meshwise.pages import refit as page
-from meshwise.pages import refit_figure, svg
+from meshwise.pages import svg
 from meshwise.patience import Limit, Patience, parsed
 from meshwise.probe.cases import refit as cases
 from meshwise.spec import DTYPE_BYTES, Case, Cluster, Resharding, Sample, ending
@@ -186,9 +186,9 @@ def _check_sizes(asked: "Sequence[_Asked]", nproc: int | None, figure: Path | st
         if size > MOST_RANKS:
             said = f"nproc = {nproc}" if nproc else f"{one.scenario.name} {one.mode}: {size} ranks"
             raise ValueError(f"{said}: must be at most {MOST_RANKS} ranks")
-        if figure is not None and number == 0 and size > refit_figure.MOST_RANKS:
+        if figure is not None and number == 0 and size > page.MOST_RANKS:
             raise ValueError(
-                f"figure = {str(figure)!r}: draws at most {refit_figure.MOST_RANKS} ranks, and "
+                f"figure = {str(figure)!r}: draws at most {page.MOST_RANKS} ranks, and "
                 f"here are {size}; leave it out"
             )
 
@@ -201,7 +201,7 @@ def _cap_bytes(cap: str | int) -> int:
 
 
 def _draw(found: Forecast, figure: Path | str) -> None:
-    write_whole(figure, svg.standalone(refit_figure.figure(found)))
+    write_whole(figure, svg.standalone(page.figure(found)))
 
 
 def _timing(warmup: int, iterations: int, check: bool, patience: Patience) -> _Timing:

@@ -21,7 +21,7 @@ import msgspec
 from meshwise import store
 from meshwise.files import parse_json, read_bytes, write_whole
 from meshwise.launch import scratch
-from meshwise.pages import ring_rows
+from meshwise.pages import ring as page
 from meshwise.patience import Limit, Patience, parsed
 from meshwise.prices import Prices
 from meshwise.probe.cases import ring as cases
@@ -284,7 +284,7 @@ def _document(run_dir: Path) -> dict[str, Any]:
     if not job.leads():
         return {"results": []}
     info, samples = files.load(run_dir)
-    found = ring_rows.document(str(run_dir), info, samples)
+    found = page.document(str(run_dir), info, samples)
     found["results"].sort(key=lambda row: (row["seq_length"], row["ring_size"]))
     return found
 
@@ -303,5 +303,5 @@ def _check_writable(folder: Path) -> None:
 def _write(folder: Path, found: dict[str, Any]) -> list[Path]:
     """The JSON and its copy latest.json."""
     text = json.dumps(found, indent=1, allow_nan=False) + "\n"
-    paths = [folder / ring_rows.file_name(found), folder / "latest.json"]
+    paths = [folder / page.file_name(found), folder / "latest.json"]
     return [write_whole(path, text) for path in paths]

@@ -16,8 +16,7 @@ import msgspec
 from meshwise import store
 from meshwise.files import write_whole
 from meshwise.pages.show import Run, Shown
-from meshwise.pages.table import Table
-from meshwise.pages.tables import percent
+from meshwise.pages.table import Table, percent
 from meshwise.spec import Case, Cluster, Costs, Plan
 from meshwise.spec.checkpoint import Verified
 from meshwise.spec.label import label
@@ -182,8 +181,9 @@ def pattern(
     where = (shards.zigzag if zigzag else shards.contiguous)(seq_len, ranks)
     found = cover.of(op, where)
     if figure is not None:
-        from meshwise.pages import pattern_figure, svg
+        from meshwise.pages import pattern as page
+        from meshwise.pages import svg
 
-        write_whole(figure, svg.standalone(pattern_figure.figure(op, where)))
+        write_whole(figure, svg.standalone(page.figure(op, where)))
         log.info("wrote %s", figure)
     return found

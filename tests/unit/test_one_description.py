@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from meshwise import models, search
 from meshwise.models import catalogue, counts, decoder, families, fsdp, hugging_face
-from meshwise.pages import planned
+from meshwise.pages import tables
 from meshwise.prices import Prices, unmeasured
 from meshwise.probe.cases import attention, collectives, gemm, overlap
 from meshwise.probe.cases import fsdp as fsdp_cases
@@ -101,7 +101,7 @@ def dry_run(model):
     plan = given.build(model, workload, layout, CLUSTER, dtype="bf16", lowering="eager",
         recipe=Recipe(),
     )  # fmt: skip
-    return planned.table([plan])
+    return tables.dry_run([plan])
 
 
 def refit_bytes(model):

@@ -23,7 +23,6 @@ from meshwise.pages import (
     svg,
     table,
 )
-from meshwise.pages import fsdp as fsdp_page
 from meshwise.spec import (
     Attention,
     Case,
@@ -324,7 +323,7 @@ def test_a_group_of_one_rank_moves_nothing_and_is_left_out():
     assert len(collectives.tables([alone, exchanges()[-1]])) == 1
     gather = measured(Collective(kind="all_gather", size_bytes=64, group_size=1), [1e-6])
     reduce = measured(Collective(kind="all_reduce", size_bytes=64, group_size=4), [1e-6])
-    units, commands = fsdp_page.tables([], [gather, reduce])
+    units, commands = collectives.fsdp_tables([], [gather, reduce])
     assert units.title == "FSDP units, 4 replicas"
     assert len(units.rows) == len(commands.rows) == 1
 
@@ -420,7 +419,7 @@ def test_fsdp_replicas_are_a_row_of_their_own_and_a_failure_is_said():
     hung = Sample(case_id="", case=Case(op=gather, world_size=8), status="hung", reason="rank 1")
     hung = replaced(hung, case_id=hung.case.id)
     both = [row("m", one, name="root") for one in (hung.case, Case(op=reduce, world_size=8))]
-    shown = fsdp_page.tables(both, [hung, measured(reduce, [1e-3], world_size=8)])
+    shown = collectives.fsdp_tables(both, [hung, measured(reduce, [1e-3], world_size=8)])
     assert shown[0].title == "FSDP units of m, 2 groups of 4 ranks"
     assert shown[0].rows == (
         ("root", "all_gather", "bf16", "warm", "524288", "4194304", "hung", "–"),

@@ -12,7 +12,7 @@ import meshwise
 from meshwise import store
 from meshwise.cli.app import main
 from meshwise.models import catalogue, num_parameters, placement
-from meshwise.pages import html, ran, table, tables
+from meshwise.pages import html, steps, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
 from meshwise.spec import Cluster, Device, Layout, Recipe, Step, Tier, WideResNet, Workload
@@ -382,13 +382,15 @@ def all_results():
 
 def test_what_was_measured_is_shown_alone(golden):
     stream = io.StringIO()
-    table.write([*ran.steps(all_results()), *ran.steps([ran_once(IMAGES, SHARDED)])], stream)
+    table.write([*steps.tables(all_results()), *steps.tables([ran_once(IMAGES, SHARDED)])], stream)
     golden("unpriced.txt", stream.getvalue())
     assert "predicted" not in stream.getvalue()
 
 
 def test_runs_of_different_models_are_in_tables_of_their_own():
-    shown = ran.steps([ran_once(LLAMA, SHARDED), ran_once(IMAGES, SHARDED), ran_once(LLAMA, PIPED)])
+    shown = steps.tables(
+        [ran_once(LLAMA, SHARDED), ran_once(IMAGES, SHARDED), ran_once(LLAMA, PIPED)]
+    )
     times = [one for one in shown if one.title.startswith("Step time")]
     assert [len(one.rows) for one in times] == [2, 1]
     for one, model in zip(times, (LLAMA, IMAGES), strict=True):
@@ -406,14 +408,14 @@ def test_a_report_of_a_map_says_which_layers_are_cut_how():
 
 def test_streamed_batches_that_are_slower_are_marked_and_explained():
     slow = ran_once(LLAMA, PIPED, "infer", **(STAGES | {"streamed_s": 0.0115}))
-    forward, *_ = ran.steps([ran_once(LLAMA, PIPED, "infer", **STAGES), slow])
+    forward, *_ = steps.tables([ran_once(LLAMA, PIPED, "infer", **STAGES), slow])
     assert [row[-2] for row in forward.rows] == ["4.00 ms", "11.5 ms *"]
     assert "slower than one by one" in " ".join(forward.legend)
 
 
 def test_a_loop_timed_alone_is_not_called_one_by_one():
     looped = ran_once(LLAMA, PIPED, "infer", **(STAGES | {"streamed_s": 0.011}))
-    *_, speed = ran.steps([looped])
+    *_, speed = steps.tables([looped])
     assert speed.columns[1] == "tokens/s, streamed"
 
 
