@@ -175,7 +175,7 @@ def _text(value: object) -> str:
 def flops(
     model: Model | WideResNet, workload: Workload, layout: Layout, *, inference: bool = False
 ) -> float:
-    """Of an iteration on all devices: forward, backward twice that, and forward again."""
+    """FLOPs of an iteration on all devices: forward, backward twice that, and forward again."""
     passes = 1 if inference else 4 if layout.recompute == "full" else 3
     return step_flops(model, workload) / 3 * passes
 
@@ -183,7 +183,7 @@ def flops(
 def least_bytes(
     model: Model | WideResNet, layout: Layout, element_bytes: int, *, inference: bool = False
 ) -> float:
-    """What the fullest device holds whatever else it does: the weights, of ``element_bytes`` an
+    """Bytes that the fullest device holds whatever else it does: weights of ``element_bytes`` an
     element, and in training their gradients in fp32, after ZeRO. Less than it is, by the norms that
     tp does not divide and the tied copy in a pipeline's last stage."""
     most = 0.0

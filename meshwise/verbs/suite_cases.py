@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from meshwise.models import num_parameters, wide_resnet
+from meshwise.options.run import Suite
 from meshwise.spec import Cluster, Decoder, Plan, WideResNet
 from meshwise.suites import formulas, layouts, scale
 from meshwise.suites.case import BenchmarkCase, MoEModelConfig, WResNetModelConfig
@@ -35,20 +36,17 @@ def prepared(
     case: BenchmarkCase,
     cluster: Cluster,
     size: int,
-    *,
-    shard_only: bool,
-    scale_to_fit: bool,
-    lowering: str | None,
+    asked: Suite,
 ) -> Prepared | ValueError:
     """The plan of a case, smaller if it has to fit; or why there is none."""
     inference = kind.endswith("_inference")
     try:
-        layout = layouts.layout(case, size, inference=inference, shard_only=shard_only)
+        layout = layouts.layout(case, size, inference=inference, shard_only=asked.shard_only)
         model, workload = layouts.model(case), layouts.workload(case)
         whole = scale.Scaled(model, workload, layout, ())
         if kind == "gpt_no_embedding_inference":
             whole = _layers_alone(whole)
-        if scale_to_fit:
+        if asked.scale_to_fit:
             memory = cluster.device.memory_bytes
             most = inf if cluster.device.kind == "cuda" else _CPU_FLOPS
             scaled = scale.scaled(*whole[:3], memory, inference=inference, device_flops=most)
@@ -63,7 +61,7 @@ def prepared(
             layout,
             cluster,
             dtype=layouts.dtype(case) if on_gpu else "fp32",
-            lowering=lowering or ("compiled" if on_gpu else "eager"),
+            lowering=asked.lowering or ("compiled" if on_gpu else "eager"),
             recipe=layouts.recipe(case),
         )
         given.check(plan)
@@ -73,7 +71,7 @@ def prepared(
 
 
 def too_large(one: Prepared, *, inference: bool) -> str:
-    """That the weights alone are more than a device holds, in words; "" if they are not."""
+    """Say that the weights alone are more than a device holds; "" if they are not."""
     plan = one.plan
     memory = plan.cluster.device.memory_bytes
     element_bytes = 2 if inference and plan.dtype == "bf16" else 4
@@ -87,7 +85,7 @@ def too_large(one: Prepared, *, inference: bool) -> str:
 
 
 def _layers_alone(whole: scale.Scaled) -> scale.Scaled:
-    """Tokens go in and logits come out, but of so few words that it takes no time."""
+    """Give the model so few words that embedding and head take no time."""
     model = whole.model
     assert not isinstance(model, WideResNet)
     change = f"vocab {model.vocab} -> {_VOCAB}"
