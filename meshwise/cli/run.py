@@ -108,26 +108,24 @@ def _list_suites(json: bool) -> int:
     from meshwise import suites
     from meshwise.pages.table import Table
 
-    found = [(name, _sizes_of(name), suites.missing(name)) for name in suites.names()]
-    swept = [(one.name, one.suite, one.niter, suites.missing(one.suite)) for one in suites.sweeps()]
-    of_suites = tuple(
-        (name, ", ".join(map(str, sizes)) or "–", lacks) for name, sizes, lacks in found
+    found: list[dict[str, Any]] = [
+        {"suite": name, "devices": _sizes_of(name), "lacks": suites.missing(name)}
+        for name in suites.names()
+    ]
+    swept = [
+        {"sweep": one.name, "suite": one.suite, "niter": one.niter,
+         "lacks": suites.missing(one.suite)}
+        for one in suites.sweeps()
+    ]  # fmt: skip
+    shown = [one | {"devices": ", ".join(map(str, one["devices"])) or "–"} for one in found]
+    of_suites, of_sweeps = (
+        tuple(tuple(map(str, one.values())) for one in rows) for rows in (shown, swept)
     )
-    of_sweeps = tuple((name, suite, str(niter), lacks) for name, suite, niter, lacks in swept)
-    emit(
-        {
-            "suites": [{"suite": n, "devices": sizes, "lacks": lacks} for n, sizes, lacks in found],
-            "sweeps": [
-                {"sweep": n, "suite": suite, "niter": niter, "lacks": lacks}
-                for n, suite, niter, lacks in swept
-            ],
-        },
-        [
-            Table("Suites", ("suite", "devices", ""), of_suites, (_DEVICES_LEGEND,), left=3),
-            Table("Sweeps", ("sweep", "suite", "niter", ""), of_sweeps, left=4),
-        ],
-        json,
-    )
+    tables = [
+        Table("Suites", ("suite", "devices", ""), of_suites, (_DEVICES_LEGEND,), left=3),
+        Table("Sweeps", ("sweep", "suite", "niter", ""), of_sweeps, left=4),
+    ]
+    emit({"suites": found, "sweeps": swept}, tables, json)
     return DONE
 
 

@@ -28,6 +28,8 @@ from typing import (
     overload,
 )
 
+from meshwise.patience import Patience, parsed
+
 if TYPE_CHECKING:  # from Python also objects; on the command line all of it is text
     from meshwise.spec import AnyModel, LanguageModel, Layout, Recipe
 
@@ -206,3 +208,12 @@ class Started(Options):
     "Where run directories are."
     dry_run: bool = False
     "Say what would be done, do and write nothing."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.patience  # a limit that is no time is refused at once
+
+    @property
+    def patience(self) -> Patience:
+        """How long ranks wait for each other."""
+        return parsed(self.timeout, self.setup_timeout)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from meshwise import store
 from meshwise.options import described
 from meshwise.options.measure import KINDS, Collectives, Gemm, Sweep
-from meshwise.patience import Patience, parsed
 from meshwise.spec import Case, Cluster, Plan, RunInfo, digest
 from meshwise.units import some_seconds
 from meshwise.verbs import files, job
@@ -45,7 +44,6 @@ def measure(what: str | Sweep = "profile", **options: Any) -> Path | list[tuple[
     if asked.budget is not None:
         budget_s = some_seconds("budget", asked.budget)
     sustain_s = some_seconds("sustain", asked.sustain)
-    patience = parsed(asked.timeout, asked.setup_timeout)
     machine, size = place(asked.cluster, asked.nproc, keep=not asked.dry_run)
     cases: list[Case] = listing(scope_of(machine, size, asked.dtype), **chosen(asked, listing))
     if not cases:
@@ -68,7 +66,7 @@ def measure(what: str | Sweep = "profile", **options: Any) -> Path | list[tuple[
         follow=_follow(asked) if asked.follow else "nothing",
     )  # fmt: skip
     with job.locked(run_dir):
-        _sweep(run_dir, request, size, patience, resume=asked.resume)
+        _sweep(run_dir, request, size, asked)
     return run_dir
 
 
@@ -216,9 +214,7 @@ def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) 
     )
 
 
-def _sweep(
-    run_dir: Path, request: "SweepRequest", size: int, patience: Patience, *, resume: bool
-) -> None:
+def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: Sweep) -> None:
     """Measure what is not measured yet. A case that hangs is recorded, and ranks that we started
     are started again for the others."""
     import msgspec
@@ -227,7 +223,7 @@ def _sweep(
     from meshwise.probe.sweep import CURRENT
 
     kept = f"what was measured is in {run_dir}, --resume continues"
-    if resume and job.leads():
+    if asked.resume and job.leads():
         before = launch.RanksFailed(store.read(run_dir / "run.json", RunInfo).reason)
         if before.hung:  # ranks that a launcher started were not started again
             _record_hung(run_dir, str(before))
@@ -248,9 +244,8 @@ def _sweep(
             with job.recorded(run_dir, kept):
                 if job.leads():
                     store.finish(run_dir, "running")
-                launch.run(
-                    "meshwise.probe.sweep:measure_ranks", todo, nproc=size, patience=patience
-                )
+                target = "meshwise.probe.sweep:measure_ranks"
+                launch.run(target, todo, nproc=size, patience=asked.patience)
             return
         except launch.RanksFailed as failed:
             goes_on = failed.hung and job.starts() and _record_hung(run_dir, str(failed))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from meshwise import store
 from meshwise.options.run import Course, Run
-from meshwise.patience import parsed
 from meshwise.spec import Plan, RunInfo, Sample, case_of, ending
 from meshwise.verbs import files, job
 
@@ -82,7 +81,7 @@ def carry_out(
                 f"meshwise.engine.{asked.mode}:run_ranks",
                 Request(plan=plan, run_dir=str(run_dir), asked=asked),
                 nproc=size,
-                patience=parsed(asked.timeout, asked.setup_timeout),
+                patience=asked.patience,
                 environment=environment,
             )
     except BaseException:

@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -22,7 +22,6 @@ from meshwise.options import keywords
 from meshwise.options.refit import Refit
 from meshwise.pages import refit as page
 from meshwise.pages import refit_figure, svg
-from meshwise.patience import Patience, parsed
 from meshwise.probe.cases import refit as cases
 from meshwise.spec import DTYPE_BYTES, Case, Cluster, Resharding
 from meshwise.spec.label import label
@@ -46,13 +45,9 @@ def refit(asked: Refit) -> Path | list[Forecast]:
     of scenarios. A log like that of Megatron's suite goes to ``output_dir``/logs.
     """
     _check(asked)
-    patience = parsed(asked.timeout, asked.setup_timeout)
-    choices = {
-        "cap_bytes": _cap_bytes(asked.cap), "verify": asked.verify, "atomic": asked.atomic,
-        "changed": asked.changed,
-    }  # fmt: skip
+    cap_bytes = _cap_bytes(asked.cap)
     tasks = [
-        _Task(one, methods, each, asked.orders, choices)
+        _Task(one, methods, each, cap_bytes, asked)
         for one, methods in _scenarios(asked)
         for each in (get_args(Mode) if asked.mode == "all" else (asked.mode or one.mode,))
     ]
@@ -63,33 +58,36 @@ def refit(asked: Refit) -> Path | list[Forecast]:
             write_whole(asked.figure, svg.standalone(refit_figure.figure(found[0])))
         return found
     machine = measure.machine_of(asked.cluster, asked.nproc, keep=True)
-    return _measure_all(_cases(tasks, machine, asked), machine, asked, patience)
+    return _measure_all(_cases(tasks, machine, asked), machine, asked)
 
 
 class _Task(NamedTuple):
-    """A scenario in one mode. ``methods``: those that the menu names. ``choices``: fields of
-    ``Resharding``."""
+    """A scenario in one mode. ``methods``: those that the menu names."""
 
     scenario: Scenario
     methods: tuple[str, ...]
     mode: Mode
-    orders: tuple[Order, Order]
-    choices: Mapping[str, Any]
+    cap_bytes: int
+    asked: Refit
 
     @property
     def num_ranks(self) -> int:
         return cases.num_ranks(self.scenario, self.mode)
 
-    def op(self, num_ranks: int, *, place: bool) -> Resharding:
-        source, destination = cases.layouts(self.scenario, self.mode, num_ranks, self.orders)
+    def op(self, num_ranks: int) -> Resharding:
+        scenario, asked = self.scenario, self.asked
+        source, destination = cases.layouts(scenario, self.mode, num_ranks, asked.orders)
         op = Resharding(
-            model=self.scenario.model,
+            model=scenario.model,
             source=source,
             destination=destination,
-            scenario=self.scenario.name,
-            **self.choices,
+            scenario=scenario.name,
+            cap_bytes=self.cap_bytes,
+            verify=asked.verify,
+            atomic=asked.atomic,
+            changed=asked.changed,
         )
-        return msgspec.structs.replace(op, placement=forecast.placement(op)) if place else op
+        return msgspec.structs.replace(op, placement=forecast.placement(op)) if asked.place else op
 
 
 class _Todo(NamedTuple):
@@ -183,8 +181,8 @@ def _forecasts(tasks: Sequence[_Task], asked: Refit) -> list[Forecast]:
         log.info("%s names no rate of its links, so for this dry run:", cluster)
     given = given or forecast.links(files.take(LAPTOP, Cluster), rate)
     assert given is not None
-    sizes, place = [(one, asked.nproc or one.num_ranks) for one in tasks], asked.place
-    return [forecast.forecast(one.op(size, place=place), size, given) for one, size in sizes]
+    sizes = [(one, asked.nproc or one.num_ranks) for one in tasks]
+    return [forecast.forecast(one.op(size), size, given) for one, size in sizes]
 
 
 def _cases(tasks: Sequence[_Task], machine: Cluster, asked: Refit) -> list[_Todo]:
@@ -199,7 +197,7 @@ def _cases(tasks: Sequence[_Task], machine: Cluster, asked: Refit) -> list[_Todo
     for one in tasks:
         too_few = one.num_ranks > limit
         size = one.num_ranks if too_few or nproc is None else nproc
-        op = one.op(size, place=asked.place)
+        op = one.op(size)
         lacks = f"needs {size} ranks, and here are {limit}" if too_few else ""
         if too_few:
             forecast.sides(op)  # refuses what cannot be laid out
@@ -217,7 +215,7 @@ def _cases(tasks: Sequence[_Task], machine: Cluster, asked: Refit) -> list[_Todo
     return found
 
 
-def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: Refit, patience: Patience) -> Path:
+def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: Refit) -> Path:
     """Case after case into one run directory, and into the log."""
     possible = [one.case.world_size for one in todo if not one.reason]
     size = job.world_size(None, machine, default=max(possible, default=1))
@@ -232,7 +230,7 @@ def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: Refit, patience
         log.info("%s, into %s and %s", count, run_dir, text)
     with job.recorded(run_dir, f"what was measured is in {run_dir}"):
         for one in todo:
-            _measure(one, run_dir, asked, patience)
+            _measure(one, run_dir, asked)
             if leads:
                 sample = files.load(run_dir)[1][-1]
                 _write(text, page.log_lines(sample))
@@ -241,7 +239,7 @@ def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: Refit, patience
     return run_dir
 
 
-def _measure(todo: _Todo, run_dir: Path, asked: Refit, patience: Patience) -> None:
+def _measure(todo: _Todo, run_dir: Path, asked: Refit) -> None:
     """One sample. A rank that dies or hangs ends this case and not the others, if we started it."""
     from meshwise import launch
 
@@ -254,7 +252,7 @@ def _measure(todo: _Todo, run_dir: Path, asked: Refit, patience: Patience) -> No
     request = RefitRequest(case=case, run_dir=str(run_dir), asked=asked, metrics=todo.metrics)
     target, size = "meshwise.probe.refit:measure_ranks", case.world_size
     try:
-        launch.run(target, request, nproc=size, patience=patience)
+        launch.run(target, request, nproc=size, patience=asked.patience)
     except launch.RanksFailed as failed:
         if not job.starts():
             raise

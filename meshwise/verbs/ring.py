@@ -22,7 +22,7 @@ from meshwise.launch import scratch
 from meshwise.options import keywords
 from meshwise.options.ring import Ring
 from meshwise.pages import ring_rows
-from meshwise.patience import Patience, parsed
+from meshwise.patience import Patience
 from meshwise.prices import Prices
 from meshwise.probe.cases import ring as cases
 from meshwise.spec import Cluster, Costs, Sample
@@ -79,7 +79,6 @@ def measure_ring(what: Asked) -> Measured:
     """Measure every row. With ``profile`` each rank leaves a Chrome trace of the first one in
     ``output_dir`` (OUTPUT_DIR, else benchmark_results/ring_v2_collective)."""
     ring, save = what.options, not what.options.no_save
-    patience = parsed(ring.timeout, ring.setup_timeout)
     job.check_machine(what.machine, what.world_size)
     if not job.starts() and what.chosen.own_world:
         raise ValueError("mode = 'all': starts jobs of its own; leave it out under a launcher")
@@ -93,7 +92,7 @@ def measure_ring(what: Asked) -> Measured:
             what.world_size, ring=msgspec.to_builtins(what.chosen),
         )  # fmt: skip
         try:
-            _measure_all(what, run_dir, trace, patience)
+            _measure_all(what, run_dir, trace)
         finally:
             found, written = _document(run_dir), list[Path]()
             if save and found["results"]:
@@ -131,7 +130,6 @@ def verify_ring(what: Asked) -> tuple[list[dict[str, Any]], list[str]]:
     from meshwise import launch
     from meshwise.probe.ring_verify import VerifyRequest
 
-    patience = parsed(what.options.timeout, what.options.setup_timeout)
     sizes, unfit = _formed(what)
     job.check_machine(what.machine, what.world_size)
     small, factor = cases.scaled(what.chosen, MOST_TOKENS)
@@ -151,7 +149,7 @@ def verify_ring(what: Asked) -> tuple[list[dict[str, Any]], list[str]]:
         )  # fmt: skip
         launch.run(
             "meshwise.probe.ring_verify:verify_ranks", request,
-            nproc=what.world_size, patience=patience,
+            nproc=what.world_size, patience=what.options.patience,
         )  # fmt: skip
         found = parse_json(read_bytes(request.file), "the checks") if job.leads() else []
     return found, notes
@@ -173,7 +171,7 @@ def _op(row: cases.Row) -> Any:
     return row.case.op
 
 
-def _measure_all(what: Asked, run_dir: Path, trace: str, patience: Patience) -> None:
+def _measure_all(what: Asked, run_dir: Path, trace: str) -> None:
     """Rows that cannot be measured first, then one job for each world."""
     rows, prices = what.rows, what.prices
     for row in rows:
@@ -184,7 +182,7 @@ def _measure_all(what: Asked, run_dir: Path, trace: str, patience: Patience) -> 
         for world_size, group in groupby(todo, key=lambda row: row.world_size):
             log.info("rings in a world of %d, into %s", world_size, run_dir)
             for request in _requests(list(group), what, prices, run_dir, trace):
-                _launch(request, world_size, patience)
+                _launch(request, world_size, what.options.patience)
     job.finish(run_dir)
 
 
