@@ -11,17 +11,17 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 
 from meshwise import store
+from meshwise.options.run import Counts, Course
 from meshwise.parallel import mesh
 from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Plan, Record, Sample
-from meshwise.spec.record import NonNegative
 from meshwise.text import plain
 from meshwise.timing import METHOD_VERSION
 
@@ -29,19 +29,21 @@ Metrics = dict[str, float | tuple[float, ...]]
 
 
 class Request(Record, kw_only=True):
-    """The fields of every request."""
+    """A plan, what is ``asked`` of it, and where the sample goes."""
 
     plan: Plan
     run_dir: str
-    seed: NonNegative = 0
+    asked: Course = Course()
+
+    @property
+    def counts(self) -> Counts:
+        """How much is timed."""
+        return self.asked.counts(self.plan.cluster.device.kind)
 
 
-R = TypeVar("R", bound=Request)
-
-
-def run(ranks: Ranks, request: bytes, kind: type[R], measure: Callable[[Ranks, R], Sample]) -> None:
-    """Measure what the JSON of a ``kind`` asks for; every rank calls it with the same."""
-    ordered = msgspec.json.decode(request, type=kind)
+def run(ranks: Ranks, request: bytes, measure: Callable[[Ranks, Request], Sample]) -> None:
+    """Measure what the JSON of a ``Request`` asks for; every rank calls it with the same."""
+    ordered = msgspec.json.decode(request, type=Request)
     measured = measure(ranks, ordered)
     if ranks.rank == 0:
         store.append(ordered.run_dir, measured)

@@ -1,7 +1,7 @@
 """Runs a plan forward only: how long a batch takes, how many a second go through.
 
-In: an InferRequest. Out: one Sample of op ``step``, mode ``infer``, in the run directory, beside a
-trace of the streamed batches (``trace-<case>.json``). Two loops:
+In: a ``frame.Request``. Out: one Sample of op ``step``, mode ``infer``, in the run directory,
+beside a trace of the streamed batches (``trace-<case>.json``). Two loops:
 
 - one batch at a time, all ranks starting together: ``times_s`` are from the start on the first
   stage to the end on the last (the largest over ranks);
@@ -31,25 +31,15 @@ from torch import Tensor
 from meshwise import models, timeline
 from meshwise.engine import data, frame, kernels, memory, step
 from meshwise.engine.agree import together
-from meshwise.engine.frame import Metrics, no_pauses, say, timed
+from meshwise.engine.frame import Metrics, Request, no_pauses, say, timed
 from meshwise.parallel import forward
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.ranks import Ranks
 from meshwise.spec import Plan, Sample, case_of, phases
-from meshwise.spec.record import Positive
 from meshwise.timing import clock, device_states
 
 NUM_BATCHES = 2  # different ones, that take turns
-
-
-class InferRequest(frame.Request, kw_only=True):
-    """A request. ``driver_time``: time the whole loop only, with no barrier between batches."""
-
-    steps: Positive = 20
-    warmup: Positive = 2
-    in_flight: Positive = 4
-    driver_time: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,11 +109,11 @@ def _forget(_: Tensor) -> Tensor:
 
 
 def run_ranks(ranks: Ranks, request: bytes) -> None:
-    """Every rank calls it with the JSON of the same InferRequest."""
-    frame.run(ranks, request, InferRequest, measure)
+    """Every rank calls it with the JSON of the same request."""
+    frame.run(ranks, request, measure)
 
 
-def measure(ranks: Ranks, request: InferRequest) -> Sample:
+def measure(ranks: Ranks, request: Request) -> Sample:
     """The run as a sample, the same on every rank; rank 0 writes the trace."""
     plan = request.plan
     case = case_of(plan, "infer")
@@ -174,17 +164,17 @@ class Measured(NamedTuple):
 
 
 def _measured(
-    ranks: Ranks, place: Place, request: InferRequest, spent: dict[str, float]
+    ranks: Ranks, place: Place, request: Request, spent: dict[str, float]
 ) -> tuple[Any, Measured, Any]:
     """Build, warm up, time and measure memory, with the devices' states before and after."""
-    plan = request.plan
+    plan, asked, counts = request.plan, request.asked, request.counts
     rows = step.rows(plan.layout, ranks.rank)
     with timed(spent, "data_s"):
         batches = data.batches(
-            plan.model, plan.workload, steps=NUM_BATCHES, seed=request.seed, file=None, rows=rows
+            plan.model, plan.workload, steps=NUM_BATCHES, seed=asked.seed, file=None, rows=rows
         )
     build = functools.partial(
-        prepare, plan, place, batches, ranks.device, dtype=plan.dtype, seed=request.seed
+        prepare, plan, place, batches, ranks.device, dtype=plan.dtype, seed=asked.seed
     )
     compiling = plan.lowering == "compiled"
     say(ranks, "building the model" + (", then compiling it" if compiling else ""))
@@ -192,7 +182,7 @@ def _measured(
         inference = together(ranks, place, "building the model", build)
 
     def warm_up() -> None:
-        for index in range(request.warmup):
+        for index in range(counts.warmup):
             ranks.at(f"batch {index} (warm-up)")
             run(inference, index)
 
@@ -204,12 +194,12 @@ def _measured(
     times_s: list[float] = []
     alone: list[Span] = []
     with timed(spent, "timed_s"):
-        if not request.driver_time:
-            say(ranks, f"timing {request.steps} batches one by one")
-            one_by_one = functools.partial(_one_by_one, ranks, inference, request.steps)
+        if not asked.driver_time:
+            say(ranks, f"timing {counts.steps} batches one by one")
+            one_by_one = functools.partial(_one_by_one, ranks, inference, counts.steps)
             times_s, alone = together(ranks, place, "batches one by one", one_by_one)
-        say(ranks, f"streaming {request.steps} batches")
-        stream = functools.partial(_streamed, ranks, inference, request.steps, request.in_flight)
+        say(ranks, f"streaming {counts.steps} batches")
+        stream = functools.partial(_streamed, ranks, inference, counts.steps, counts.in_flight)
         loop_s, spans = together(ranks, place, "streamed batches", stream)
     after = device_states(ranks)
     peaks = together(ranks, place, "memory", functools.partial(_peak, ranks, inference))
@@ -315,10 +305,10 @@ def _peak(ranks: Ranks, inference: Inference) -> dict[str, float]:
     return {"peak_bytes": memory.peak_tensor_bytes(work, inference.tensors())}
 
 
-def _fields(request: InferRequest, replies: list[Measured]) -> dict[str, Any]:
+def _fields(request: Request, replies: list[Measured]) -> dict[str, Any]:
     """Times and metrics of the sample from what every rank found."""
     workload = request.plan.workload
-    streamed_s = replies[0].loop_s / request.steps  # rank 0 is the driver
+    streamed_s = replies[0].loop_s / request.counts.steps  # rank 0 is the driver
     rank_times_s = tuple(tuple(reply.times_s) for reply in replies)
     times_s = tuple(max(batch) for batch in zip(*rank_times_s, strict=True)) or (streamed_s,)
     stages = [str(number) for number in range(request.plan.layout.num_stages)]
@@ -341,6 +331,6 @@ def _fields(request: InferRequest, replies: list[Measured]) -> dict[str, Any]:
     }
     return {
         "times_s": times_s,
-        "rank_times_s": () if request.driver_time else rank_times_s,
+        "rank_times_s": () if request.asked.driver_time else rank_times_s,
         "metrics": metrics,
     }

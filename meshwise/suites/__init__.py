@@ -56,7 +56,7 @@ def names() -> tuple[str, ...]:
 
 
 def kind(suite: str) -> str:
-    """What a suite runs: gpt, moe, wresnet, gpt_inference, moe_inference or
+    """Name what a suite runs: gpt, moe, wresnet, gpt_inference, moe_inference or
     gpt_no_embedding_inference (the layers alone)."""
     return suite.partition(".")[0]
 

@@ -24,7 +24,7 @@ _MOE_FFN = 8  # feed-forward to hidden
 
 
 class Counts(NamedTuple):
-    """Of a case: ``flops`` of an iteration, and the model's ``parameters``."""
+    """FLOPs of an iteration of a case, and the parameters of its model."""
 
     flops: float
     parameters: int

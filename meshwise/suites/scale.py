@@ -175,7 +175,7 @@ def _text(value: object) -> str:
 def flops(
     model: Model | WideResNet, workload: Workload, layout: Layout, *, inference: bool = False
 ) -> float:
-    """Of an iteration on all devices: forward, backward twice that, and forward again."""
+    """FLOPs of an iteration on all devices: forward, backward twice that, and forward again."""
     passes = 1 if inference else 4 if layout.recompute == "full" else 3
     return step_flops(model, workload) / 3 * passes
 

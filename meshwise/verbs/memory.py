@@ -15,10 +15,10 @@ from math import prod
 from meshwise import machine
 from meshwise.models import stream_shape
 from meshwise.models.decoder import Weight, attention, stage_weights, weights
+from meshwise.options.run import Run
 from meshwise.spec import DTYPE_BYTES, Cluster, Layout, Plan, WideResNet
 from meshwise.spec.layout import rank_of
 from meshwise.units import format_bytes
-from meshwise.verbs.order import Order
 
 FIX = {
     "train": "shard with zero 3, tp or pp over more devices, or take a smaller model; `meshwise "
@@ -29,15 +29,15 @@ FIX = {
 }
 
 
-def check(plan: Plan, ordered: Order) -> None:
+def check(plan: Plan, asked: Run) -> None:
     """ValueError where a plan needs more than its devices or their hosts have."""
-    if lacks := shortage(plan, ordered):
-        raise ValueError(f"{plan.model.name} {plan.layout.name}: {lacks}; {FIX[ordered.mode]}")
+    if lacks := shortage(plan, asked):
+        raise ValueError(f"{plan.model.name} {plan.layout.name}: {lacks}; {FIX[asked.mode]}")
 
 
-def shortage(plan: Plan, ordered: Order) -> str:
+def shortage(plan: Plan, asked: Run) -> str:
     """What is missing of the memory for a plan; "" if nothing is known to be."""
-    devices, hosts = needed(plan, ordered)
+    devices, hosts = needed(plan, asked)
     return missing(plan.cluster, devices, hosts)
 
 
@@ -70,35 +70,37 @@ def _host_bytes(cluster: Cluster) -> int:
     return min(machine.host_memory_bytes(), said or sys.maxsize)
 
 
-def needed(plan: Plan, ordered: Order) -> tuple[list[float], list[float]]:
+def needed(plan: Plan, asked: Run) -> tuple[list[float], list[float]]:
     """Bytes of each rank, of its device and of its host besides."""
     layout, model = plan.layout, plan.model
     devices, hosts = [0.0] * layout.pp, [0.0] * layout.pp
     for stage, layers in enumerate(layout.stage_layers(model.layers)):
         inside, rank = layout.of_stage(stage), rank_of(layout.schedule, stage, layout.pp)
         for weight in stage_weights(model, layers):
-            devices[rank] += weight.num_elements * _each_bytes(plan, inside, weight, ordered)
-        if ordered.mode == "decode":
-            devices[rank] += len(layers) * _cache_bytes(plan, inside, ordered.new_tokens)
-        if ordered.mode == "train" and plan.recipe.offload:
+            devices[rank] += weight.num_elements * _each_bytes(plan, inside, weight, asked)
+        if asked.mode == "decode":
+            devices[rank] += len(layers) * _cache_bytes(
+                plan, inside, asked.counts(plan.cluster.device.kind).new_tokens
+            )
+        if asked.mode == "train" and plan.recipe.offload:
             hosts[rank] += _offloaded_bytes(plan, inside, layers)
     of_ranks = [layout.pipeline_rank_of(rank) for rank in range(layout.num_devices)]
     each = [devices[rank] for rank in of_ranks]
-    if ordered.checked:
+    if asked.check:
         wide = 8 if isinstance(model, WideResNet) else 4
         numbers = 2 + _moments(plan)
         each[0] = max(each[0], wide * numbers * sum(w.num_elements for w in weights(model)))
     return each, [hosts[rank] for rank in of_ranks]
 
 
-def _each_bytes(plan: Plan, inside: Layout, weight: Weight, ordered: Order) -> float:
+def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: Run) -> float:
     """Of an element of a weight, on one device of its stage; tp divides each, or would."""
     ep = inside.ep if ".experts." in weight.name else 1
     compute = DTYPE_BYTES[plan.dtype]
-    if ordered.mode == "decode":
+    if asked.mode == "decode":
         return compute / inside.tp / ep
     shards = max(inside.shards, ep)
-    if ordered.mode == "infer":
+    if asked.mode == "infer":
         return compute / inside.tp / shards
     kept = DTYPE_BYTES[plan.recipe.weights]
     copied = inside.zero < 3 and (shards > ep or compute != kept)

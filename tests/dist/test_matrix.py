@@ -10,8 +10,10 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
-from meshwise.engine.train import TrainRequest, train
+from meshwise.engine.frame import Request
+from meshwise.engine.train import train
 from meshwise.models import placement
+from meshwise.options.run import Course
 from meshwise.spec import Cuts, Decoder, Experts, Layout, Mla, WideResNet
 from tests.dist import matrix, oracle
 from tests.errors import largest, loss_error
@@ -220,7 +222,7 @@ def test_whole_experts_on_different_tp_ranks_train_as_the_oracle_does(check, nam
 
 
 def result(ranks, text):
-    return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=TrainRequest)))
+    return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=Request)))
 
 
 @pytest.mark.parametrize("optimizer", matrix.RECIPES)
@@ -231,10 +233,10 @@ def test_a_run_from_a_checkpoint_to_a_checkpoint_trains_as_the_oracle_does(
     layout = Layout(dp=2, microbatch_size=4)
     plan = matrix.plan_of(matrix.FAMILIES["mixtral"], layout, optimizer)
     start, file = matrix.expected(tmp_path, plan, gloo_ranks, double=False)
-    ordered = TrainRequest(
-        plan=plan, run_dir=str(tmp_path), seed=matrix.SEED, steps=matrix.STEPS - 2, warmup=1,
-        resume_from=start, save=str(tmp_path / "end"),
-    )  # fmt: skip
+    asked = Course(
+        seed=matrix.SEED, steps=matrix.STEPS - 2, warmup=1, resume_from=start, save=tmp_path / "end"
+    )
+    ordered = Request(plan=plan, run_dir=str(tmp_path), asked=asked)
     sample, _ = gloo_ranks(2, result, text=msgspec.json.encode(ordered).decode())
     due = load_file(file)
     assert loss_error(sample["metrics"]["losses"], due["losses"].tolist()) <= SINGLE_LOSS

@@ -10,6 +10,7 @@ import torch
 import meshwise
 from meshwise import launch, store
 from meshwise.cli import app
+from meshwise.options.refit import Moving
 from meshwise.probe import elements, refit
 from meshwise.probe.cases import refit as cases
 from meshwise.ranks import Ranks
@@ -112,7 +113,7 @@ def request(run_dir: Path, **rest) -> refit.RefitRequest:
     source, destination = cases.layouts(scenario, "collocated", 2)
     op = Resharding(model=scenario.model, source=source, destination=destination)
     case = Case(op=op, regime="blocking", backend="gloo", world_size=2)
-    return refit.RefitRequest(case=case, run_dir=str(run_dir), iterations=3, **rest)
+    return refit.RefitRequest(case=case, run_dir=str(run_dir), asked=Moving(iterations=3), **rest)
 
 
 def measured(ranks: Ranks, payload: str) -> None:

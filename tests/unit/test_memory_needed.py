@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from meshwise import machine
+from meshwise.options.run import Run, Suite
 from meshwise.spec import (
     Cluster,
     Device,
@@ -17,7 +18,6 @@ from meshwise.spec import (
     stages_of,
 )
 from meshwise.verbs import memory, refit, run, suite
-from meshwise.verbs.order import Order
 
 GiB = 2**30
 H2 = 1024**2
@@ -50,7 +50,7 @@ def planned(layout, there=None, dtype="fp32", model=MODEL, **recipe):
 
 def needed(mode="train", dtype="fp32", recipe=None, checked=False, **layout):
     plan = planned(Layout(**layout), dtype=dtype, **(recipe or {}))
-    return memory.needed(plan, Order(1, 1, mode=mode, checked=checked, new_tokens=36))
+    return memory.needed(plan, Run(mode=mode, check=checked, new_tokens=36))
 
 
 def near(count):
@@ -97,26 +97,26 @@ def test_a_run_is_refused_before_any_process_starts(tmp_path, monkeypatch):
 
     def refused(match, there, **recipe):
         with pytest.raises(ValueError, match=match):
-            memory.check(planned(layout, there, **recipe), Order(1, 1))
+            memory.check(planned(layout, there, **recipe), Run())
 
-    each = memory.needed(planned(layout), Order(1, 1))[0][0]
+    each = memory.needed(planned(layout), Run())[0][0]
     enough = cluster(memory_bytes=int(each) + 1)
-    memory.check(planned(layout, enough), Order(1, 1))
+    memory.check(planned(layout, enough), Run())
     reserved = msgspec.structs.replace(enough, reserved_bytes=2)
     said = r"moe-x dp2 zero1 mb1x1: rank 0 needs at least .* of device memory, and some cuda has"
     refused(rf"{said} .*; shard with zero 3", reserved)
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: int(2 * each) + 1)
     cpus = cluster("cpu")
-    memory.check(planned(layout, cpus), Order(1, 1))
+    memory.check(planned(layout, cpus), Run())
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: int(2 * each) - 1)
     said = "the ranks of a host together need at least .* of its memory, and here are"
     refused(said, cpus)
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: 2**50)
     refused(said, cluster("cpu", memory_bytes=int(each / 4) - 1))
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: int(2 * each) - 1)
-    memory.check(planned(layout, cluster("cpu", per_host=1, num_hosts=2)), Order(1, 1))
+    memory.check(planned(layout, cluster("cpu", per_host=1, num_hosts=2)), Run())
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: 1)
-    memory.check(planned(layout, enough), Order(1, 1))
+    memory.check(planned(layout, enough), Run())
     refused(said, enough, offload=True)
     for mode in ("train", "infer", "decode"):
         with pytest.raises(ValueError, match=said):
@@ -145,6 +145,6 @@ def test_refits_and_suites_pass_over_what_does_not_fit(tmp_path, monkeypatch):
     (sample,) = store.load(run_dir)[1]
     assert sample.status == "skipped"
     assert "of a host together need at least" in sample.reason and "1000 B" in sample.reason
-    settings = suite.Settings(cluster=there, num_hosts=1, num_devices_per_host=1)
+    settings = Suite(cluster=there, num_hosts=1, num_devices_per_host=1)
     for result in suite.run_suite("gpt.perf_test_fast_2d", settings):
         assert "use --scale-to-fit" in result.row["Metadata"]
