@@ -145,6 +145,6 @@ def test_refits_and_suites_pass_over_what_does_not_fit(tmp_path, monkeypatch):
     (sample,) = store.load(run_dir)[1]
     assert sample.status == "skipped"
     assert "of a host together need at least" in sample.reason and "1000 B" in sample.reason
-    settings = Suite(cluster=there, num_hosts=1, num_devices_per_host=1)
+    settings = Suite(cluster=there, nproc=1)
     for result in suite.run_suite("gpt.perf_test_fast_2d", settings):
         assert "use --scale-to-fit" in result.row["Metadata"]

@@ -386,7 +386,6 @@ class TestMeasureOptions:
             ("gemm", {"dtype": "int8"}, "dtype = 'int8': must be one of fp64, fp32, tf32"),
             ("gemm", {"model": "llama-3-8"}, "did you mean llama-3-8b"),
             ("gemm", {"model": "no/config.json"}, "no/config.json"),
-            ("profile", {"model": "llama-3-8b"}, "plans are made for GPTs so far"),
             ("gemm", {"timeout": "0s"}, "timeout = '0s': must be some time, as 60s"),
             ("gemm", {"budget": 0}, "budget = 0: must be some time"),
             ("gemm", {"sustain": "soon"}, "sustain = 'soon': is not understood"),
