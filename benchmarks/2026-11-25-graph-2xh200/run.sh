@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Plan and run four models on two GPUs, three layouts each: OUT=DIR bash run.sh MODEL...
-# Packs each model's prices, plans, runs and what was printed into $OUT/MODEL.tgz.
+# BUDGET: of measuring, for each model. Packs each model's prices, plans, runs and what was printed into $OUT/MODEL.tgz.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PATH=$PWD/.venv/bin:$PATH
@@ -12,6 +12,7 @@ declare -A WORKLOAD=(
 	[moe-2.4b]="--global-batch-size 64 --seq-len 1024"
 	[wresnet-1b]="--global-batch-size 64"
 )
+declare -A PROFILE=([llama-3-8b]="--seq-len 8192")
 declare -A LAYOUTS=( # beside the best that the search finds, one a word
 	[llama-3-8b]='{"tp":2,"sequence_parallel":true,"num_microbatches":4} {"cp":2,"zero":3,"num_microbatches":4,"recompute":"selective"}'
 	[gpt-6.7b]='{"tp":2,"sequence_parallel":true,"microbatch_size":16,"num_microbatches":2} {"pp":2,"schedule":"1f1b","microbatch_size":4,"num_microbatches":8}'
@@ -21,7 +22,7 @@ declare -A LAYOUTS=( # beside the best that the search finds, one a word
 
 chain() {
 	meshwise detect
-	meshwise measure profile --model "$1" --budget "${BUDGET:-70s}"
+	meshwise measure profile --model "$1" ${PROFILE[$1]-} --budget "${BUDGET:-70s}"
 	meshwise calibrate
 	meshwise plan "$1" ${WORKLOAD[$1]} --out plan-0.json
 	local number=1 layout

@@ -174,6 +174,8 @@ def _round_1(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
     yield from _beside_blocks(profile, models, slice(1))
     yield from map(_adamw, profile.scale.coarse_copies)
     yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[:2])
+    if any(not isinstance(model, WideResNet) and model.experts for model in models):
+        yield from _collectives(profile, ("all_to_all",), profile.scale.coarse_bytes)
     yield from _pairs(profile)
     yield from blocks
     yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[2:])
