@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2048)
 def graph(
     model: AnyModel,
     batch: int,

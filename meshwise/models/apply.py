@@ -158,8 +158,9 @@ def _note(loops: list[Loop], loop: Loop) -> None:
 
 
 def _of_microbatch(task: Task, renamed: Mapping[str, str], weights: tuple[str, ...]) -> Task:
-    reads, writes = ([renamed[name] for name in names] for names in (task.reads, task.writes))
-    return task._replace(reads=(*reads, *weights), writes=tuple(writes))
+    name, op, stream, part, phase, reads, writes = task
+    reads = (*[renamed[read] for read in reads], *weights)
+    return Task(name, op, stream, part, phase, reads, tuple([renamed[it] for it in writes]))
 
 
 def _reading(task: Task, renamed: Mapping[str, str], names: tuple[str, ...]) -> Task:

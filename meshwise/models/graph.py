@@ -91,7 +91,7 @@ OPTIMIZER_BYTES = {"adamw": (16, 12), "grad_norm": (8, 4)}
 
 
 def num_elements(tensor: Tensor, sizes: Mapping[str, int]) -> int:
-    return prod(sizes[dim] for dim in tensor.dims)
+    return prod([sizes[dim] for dim in tensor.dims])
 
 
 FUSED = frozenset(

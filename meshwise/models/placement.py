@@ -13,7 +13,6 @@ weight that is whole on all, and the weight's gradients are added up.
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 
 from meshwise.models.graph import Graph, Tensor
 from meshwise.spec import (
@@ -39,7 +38,6 @@ DIMS = {  # what a part of the model divides: the first that a tensor has
     "vocab": ("vocab",),
     CHANNELS: tuple(f"inner.{resolution}" for resolution in range(MOST_RESOLUTIONS)),
 }
-PLACEMENTS = (WHOLE, PARTIAL, *ROWS, *chain.from_iterable(DIMS.values()))
 
 
 class Cut:
@@ -68,9 +66,12 @@ class Cut:
     def dim(self, room: str, tensors: list[Tensor]) -> str:
         """The dim that an operation on these tensors divides, or ``whole``."""
         word = self.of(room)
+        if word == WHOLE:
+            return WHOLE
         for dim in DIMS.get(word, (word,)):
-            if any(has(tensor, dim) for tensor in tensors):
-                return dim
+            for tensor in tensors:
+                if has(tensor, dim):
+                    return dim
         return WHOLE
 
     def repeats(self, tensor: Tensor, dim: str) -> bool:

@@ -14,6 +14,7 @@ Ranks that share sequences (cp) have some rows of everything, and weights whole;
 attention sends to whom is ``context``'s. tp divides what cp leaves.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
@@ -36,7 +37,6 @@ from meshwise.models.graph import (
 from meshwise.models.placement import (
     DIMS,
     PARTIAL,
-    PLACEMENTS,
     ROWS,
     WHOLE,
     Cut,
@@ -83,7 +83,7 @@ class Sharded(NamedTuple):
     apart: frozenset[str] = frozenset()
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2048)
 def shard(
     graph: Graph,
     tp: int,
@@ -133,7 +133,7 @@ class _Walk:
         self.placement: dict[str, str] = {}
         self.parameters: dict[str, str] = {}  # the dim that cuts each
         self.buffers: dict[str, Buffer] = {}
-        self.version: dict[tuple[str, str], str] = {}  # (tensor, placement) -> buffer
+        self.version: dict[str, dict[str, str]] = defaultdict(dict)  # tensor: placement: buffer
         produced = {name for node in graph.nodes for name in node.outputs}
         for tensor in graph.tensors.values():
             if tensor.role == "activation" and tensor.name not in produced:
@@ -154,11 +154,11 @@ class _Walk:
             if tensor.name in self.placement:  # it was written
                 wanted = self._wanted(tensor, dim)
                 yield from self._redistribute(node, tensor.name, wanted)
-                reads.append(self.version[tensor.name, wanted])
+                reads.append(self.version[tensor.name][wanted])
             elif tensor.role == "parameter" and has(tensor, dim):
                 self.parameters[tensor.name] = WHOLE if self.cut.repeats(tensor, dim) else dim
         held = [name for name in node.holds if name in self.placement]
-        reads += [self.version[name, self.placement[name]] for name in held]
+        reads += [self.version[name][self.placement[name]] for name in held]
         inputs, outputs = tensors[: len(node.inputs)], tensors[len(node.inputs) :]
         for tensor in outputs:
             self._define(tensor, tensor.name, self._lies(node, tensor, inputs, dim))
@@ -256,7 +256,7 @@ class _Walk:
             dtype=tensor.dtype,  # type: ignore[arg-type]
             in_place=True,
         )
-        read = (self.version[name, lies],)
+        read = (self.version[name][lies],)
         yield Task(f"{node.name}.{OVER_DATA}", op, "compute", node.part, node.phase, read, ())
 
     def _view(self, node: Node) -> Iterator[Task]:
@@ -269,9 +269,7 @@ class _Walk:
             self.placement[x] = wanted
         for name in node.outputs:
             self.placement[name] = self.placement[x]
-            for placement in PLACEMENTS:
-                if (x, placement) in self.version:
-                    self.version[name, placement] = self.version[x, placement]
+            self.version[name] |= self.version[x]
 
     def _exchange(
         self,
@@ -345,25 +343,24 @@ class _Walk:
         if role == "gradient" and self.cut.repeats(tensor, placement):
             local, placement = num_bytes(tensor, self.sizes), PARTIAL
         self.buffers[buffer] = Buffer(local, role)
-        self.version[tensor.name, placement] = buffer
+        self.version[tensor.name][placement] = buffer
         self.placement[tensor.name] = placement
 
     def _moved_again(self, node: Node, name: str) -> Iterator[Task]:
         """What forward moved for a product that is not redone is moved here, too."""
-        before = name.removesuffix(".again")
-        for of, wanted in list(self.version):
-            if of == before:
-                yield from self._redistribute(node, name, wanted)
+        for wanted in list(self.version[name.removesuffix(".again")]):
+            yield from self._redistribute(node, name, wanted)
 
     def _redistribute(self, node: Node, name: str, wanted: str) -> Iterator[Task]:
-        if (name, wanted) in self.version:
+        versions = self.version[name]
+        if wanted in versions:
             return
         tensor, have = self.graph.tensors[name], self.placement[name]
         kind = collective(have, wanted)
         if kind is None:  # a slice of what is there already
-            self.version[name, wanted] = self.version[name, have]
+            versions[wanted] = versions[have]
             return
-        source, result = self.version[name, have], f"{name}@{wanted}"
+        source, result = versions[have], f"{name}@{wanted}"
         size = num_bytes(tensor, self.cut.local(have) if kind == "all_to_all" else self.sizes)
         self._define(tensor, result, wanted)
         op = Collective(

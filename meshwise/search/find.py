@@ -242,12 +242,12 @@ def _nearest(
     heapify(waiting)
     found: tuple[Layout, int, Peak] | None = None
     while waiting and (found is None or waiting[0][0] < found[2].total_bytes):
-        _, sharp, number = heappop(waiting)
+        floor, sharp, number = heappop(waiting)
         layout = layouts[number]
         if not sharp:
             least, most = bound.memory_between(model, workload, layout, prices)
             if most > limit:
-                heappush(waiting, (least, True, number))
+                heappush(waiting, (max(floor, least), True, number))
             continue
         rank, peak = memory_of(model, workload, layout, prices)
         if limit < peak.total_bytes and (found is None or peak.total_bytes < found[2].total_bytes):

@@ -71,7 +71,7 @@ class Step(NamedTuple):
     errors: Amounts
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 def timetable(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> Timetable:
     """The table of a schedule with its actions told apart."""
     table = schedule.table(name, pp, stages_per_rank, num_microbatches)

@@ -1,6 +1,6 @@
 """Layouts of Wide-ResNets: bounds hold for stages of unequal layers, and the plan is the fastest.
 
-Priced by data sheets, convolutions as the products that they are.
+Priced by data sheets.
 """
 
 import random
@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from meshwise import plan, search
-from meshwise.prices import Prices, datasheet, unmeasured
+from meshwise.prices import Prices, unmeasured
 from meshwise.search import bound
 from meshwise.search.predict import memory_of
 from meshwise.search.space import legal_layouts
-from meshwise.spec import Cluster, Convolution, Gemm, WideResNet, Workload
+from meshwise.spec import Cluster, WideResNet, Workload
 from meshwise.verbs import files
 from tests.unit.test_search import ladder
 
@@ -21,19 +21,6 @@ MODEL = WideResNet(
     name="small", blocks=(2, 1, 1), channels=64, width_factor=2, image_size=96, num_classes=64
 )
 WORKLOAD = Workload(global_batch_size=64, seq_len=1)
-
-
-@pytest.fixture(autouse=True)
-def products(monkeypatch):
-    plain = datasheet.Datasheet.time_s
-
-    def time_s(self, op):
-        if isinstance(op, Convolution):
-            depth = op.weight_elements // op.out_channels
-            op = Gemm(m=op.batch * op.out_pixels, n=op.out_channels, k=depth, dtype=op.dtype)
-        return plain(self, op)
-
-    monkeypatch.setattr(datasheet.Datasheet, "time_s", time_s)
 
 
 def costs(**changes):
