@@ -5,7 +5,6 @@ list: one microbatch and dp = 1; every pipeline, operator degree and batch size 
 """
 
 import functools
-import importlib.resources
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, pairwise, product
 from typing import Any
@@ -61,8 +60,7 @@ def _config(name: str) -> ModelConfig:
 @functools.cache
 def suites() -> dict[str, Suite]:
     """Every suite by name, but those of UNet."""
-    file = importlib.resources.files("meshwise") / "data" / "suites.toml"
-    data = files.parse_toml(file.read_bytes(), file.name)
+    data = files.own_data("suites.toml")
     found: dict[str, Suite] = {}
     for name, listed in data["cases"].items():
         option = data["search"]["images" if name.startswith("wresnet") else "tokens"]

@@ -108,7 +108,7 @@ def test_changes_are_the_same_in_every_layout():
 
 
 def request(run_dir: Path, **rest) -> refit.RefitRequest:
-    scenario = cases.changed(cases.SCENARIOS["tp2-tp1"], sizes=SMALL)
+    scenario = cases.changed(cases.scenarios()["tp2-tp1"], sizes=SMALL)
     source, destination = cases.layouts(scenario, "collocated", 2)
     op = Resharding(model=scenario.model, source=source, destination=destination)
     case = Case(op=op, regime="blocking", backend="gloo", world_size=2)
