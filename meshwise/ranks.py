@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 import msgspec
 import torch
@@ -171,6 +171,25 @@ class Ranks:
             self.control.allgather([parts], [mine]).wait()
         said = (part.numpy().tobytes() for part in parts)
         return [parse_json(text, f"{self.name(r)}: what it gathers") for r, text in enumerate(said)]
+
+    def together(
+        self, work: Callable[[], T], told: Callable[[Exception], Any], waits: str = ""
+    ) -> tuple[T, list[Any]]:
+        """This rank's result of ``work``, and what failed on each rank, None where nothing did.
+
+        ``told`` makes of an error what all ranks learn of it, or None: then it is raised here.
+        ``waits`` names work that takes ranks very different times: they meet at the set-up barrier.
+        """
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = told(error)
+            if failure is None:
+                raise
+        if waits:
+            self.arrive(waits)
+        return cast(T, result), self.gather(failure)
 
     def start_together(self) -> None:
         """A barrier that the ranks of one host leave within microseconds, by their common clock;

@@ -26,7 +26,7 @@ import re
 import time
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -166,6 +166,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def free(device: torch.device) -> None:
+    """Give what dropped tensors held back to the device. Call it where no error holds on to frames
+    and their tensors."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
     """(mark, elapsed_s): the time between two marks. On a GPU wait for the device in between."""
     return (_event, _between) if device.type == "cuda" else (time.perf_counter, _minus)
@@ -176,17 +184,16 @@ def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
 
     The exchange is also what brings the ranks together before the next chunk.
     """
-    lacking, result = "", None
-    try:
-        result = work()
-    except (RuntimeError, MemoryError) as error:
+
+    def told(error: Exception) -> str | None:
         if not is_out_of_memory(error):
-            raise
-        lacking = f"rank {ranks.rank}: {str(error).splitlines()[0]}"
-    found = [text for text in ranks.gather(lacking) if text]
-    if found:
-        raise torch.OutOfMemoryError("; ".join(found))
-    return cast(T, result)
+            return None
+        return f"rank {ranks.rank}: {str(error).splitlines()[0]}"
+
+    result, failures = ranks.together(work, told)
+    if lacking := [text for text in failures if text]:
+        raise torch.OutOfMemoryError("; ".join(lacking))
+    return result
 
 
 def _timed(

@@ -294,18 +294,16 @@ def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
     """The results of ``work`` on all ranks; ValueError on all if it cannot be done on one."""
     from safetensors import SafetensorError
 
-    result, error = None, ""
-    try:
-        result = work()
-    except (OSError, SafetensorError, ValueError) as caught:
-        error = str(caught) or type(caught).__name__
-    ranks.arrive(f"the end of {phase}")
-    replies = ranks.gather((result, error))
-    errors = list(dict.fromkeys(error for _, error in replies if error))
+    def told(error: Exception) -> str | None:
+        known = isinstance(error, OSError | SafetensorError | ValueError)
+        return (str(error) or type(error).__name__) if known else None
+
+    result, failures = ranks.together(work, told, f"the end of {phase}")
+    errors = list(dict.fromkeys(filter(None, failures)))
     if errors:
         more = f" (and {len(errors) - 1} more errors)" if len(errors) > 1 else ""
         raise ValueError(f"{phase}: {errors[0]}{more}")
-    return [result for result, _ in replies]
+    return ranks.gather(result)
 
 
 def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:

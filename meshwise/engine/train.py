@@ -34,7 +34,7 @@ from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec import Sample, StepLine, case_of
 from meshwise.spec.record import Positive
-from meshwise.timing import clock, device_states
+from meshwise.timing import clock, device_states, free
 
 
 class TrainRequest(frame.Request, kw_only=True):
@@ -84,7 +84,7 @@ def train(ranks: Ranks, request: TrainRequest) -> Sample:
         with kernels.choose(plan.recipe, ranks.device, plan.dtype), saving as save:
             job = _Job(ranks, place, request, spent, save)
             found = _measure(job)
-            check.free(ranks.device)
+            free(ranks.device)
             if "reason" in found and request.find_nonfinite:
                 found["reason"] += f"; {_first_nonfinite(job, len(found['metrics']['losses']))}"
         if request.checked and "reason" not in found:

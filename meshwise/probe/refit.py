@@ -13,8 +13,9 @@ two models), ``device_bytes`` (what the device lacks besides, libraries' buffers
 ``compared`` elements; and what the request knows already.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,17 +23,16 @@ from torch import Tensor
 
 from meshwise import store, timing
 from meshwise.probe import elements
-from meshwise.probe.work import Unavailable, torch_dtype
+from meshwise.probe.loop import Failed, Metrics, outcome, together
+from meshwise.probe.work import torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.reshard.holdings import Holdings, buffers, holdings
 from meshwise.reshard.transfer import renumbered
 from meshwise.reshard.weights import Moved, Refit
-from meshwise.spec import Case, Record, Resharding, Sample
+from meshwise.spec import Case, Record, Resharding
 from meshwise.spec.label import label
 from meshwise.spec.record import NonNegative, Positive
 
-T = TypeVar("T")
-Metrics = dict[str, float | tuple[float, ...]]
 _FOREVER_S = 1e9  # the number of iterations decides
 
 
@@ -48,28 +48,15 @@ class RefitRequest(Record, kw_only=True):
     metrics: dict[str, float] = {}
 
 
-class Failed(Exception):
-    """The case cannot be measured, on all ranks alike."""
-
-    def __init__(self, status: Literal["oom", "skipped", "error"], reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
-
-
 def measure_ranks(ranks: Ranks, request: bytes) -> None:
     """Every rank calls this with the same request."""
     asked = msgspec.json.decode(request, type=RefitRequest)
     case = asked.case
     ranks.at(label(case))
-    try:
-        sample = _measure(asked, ranks)
-    except Failed as failed:
-        sample = Sample(
-            case_id=case.id, case=case, status=failed.status, reason=failed.reason,
-            metrics=dict(asked.metrics), method_version=timing.METHOD_VERSION,
-        )  # fmt: skip
+    known: Metrics = {**asked.metrics}
+    found = outcome(case, functools.partial(_measure, asked, ranks), known)
     if ranks.rank == 0:
-        store.append(asked.run_dir, sample)
+        store.append(asked.run_dir, found.sample)
 
 
 class _Models(NamedTuple):
@@ -81,31 +68,20 @@ class _Models(NamedTuple):
     destination: dict[str, Tensor] | None
 
 
-def _measure(asked: RefitRequest, ranks: Ranks) -> Sample:
+def _measure(asked: RefitRequest, ranks: Ranks) -> tuple[timing.Timed, Metrics, str]:
     op, case = asked.case.op, asked.case
     assert isinstance(op, Resharding)
-    models = _together(ranks, lambda: _allocated(op, ranks))
-    _together(ranks, lambda: _renew(models, ranks, version=1))
+    models = together(ranks, lambda: _allocated(op, ranks))
+    together(ranks, lambda: _renew(models, ranks, version=1))
     memory = _Memory(ranks.device)
-    refit = _together(ranks, lambda: _refit(case, op, models, ranks))
+    refit = together(ranks, lambda: _refit(case, op, models, ranks))
     try:
         timed, metrics = _timed(asked, refit, op, models, memory, ranks)
-    except Failed:  # on all ranks alike; after any other error nobody may answer
-        refit.close()
+    except (Failed, torch.OutOfMemoryError):  # on all ranks alike
+        refit.close()  # not after any other error: nobody may answer
         raise
     refit.close()
-    return Sample(
-        case_id=case.id,
-        case=case,
-        status="ok",
-        reason=f"auto chose {refit.method}" if case.backend == "auto" else "",
-        times_s=timed.times_s,
-        rank_times_s=timed.rank_times_s,
-        metrics=metrics,
-        before=timed.before,
-        after=timed.after,
-        method_version=timing.METHOD_VERSION,
-    )
+    return timed, metrics, f"auto chose {refit.method}" if case.backend == "auto" else ""
 
 
 def _timed(
@@ -123,20 +99,17 @@ def _timed(
 
     for _ in range(asked.warmup):
         move()
-    try:
-        timed = timing.measure(
-            [move],
-            ranks=ranks,
-            regime="blocking",
-            distributed=True,
-            max_iterations=asked.iterations,
-            min_iterations=asked.iterations,
-            max_seconds=_FOREVER_S,
-            prepare=_before(op, models, ranks),
-        )
-    except torch.OutOfMemoryError as error:  # on all ranks
-        raise Failed("oom", str(error).splitlines()[0]) from None
-    metrics = {**asked.metrics, **_totals(moved[-asked.iterations :], models, memory, ranks)}
+    timed = timing.measure(
+        [move],
+        ranks=ranks,
+        regime="blocking",
+        distributed=True,
+        max_iterations=asked.iterations,
+        min_iterations=asked.iterations,
+        max_seconds=_FOREVER_S,
+        prepare=_before(op, models, ranks),
+    )
+    metrics = _totals(moved[-asked.iterations :], models, memory, ranks)
     metrics |= {f"phase_{name}_s": seconds for name, seconds in refit.phases().items()}
     if asked.compare:
         metrics["compared"] = _checked(refit, models, ranks)
@@ -255,19 +228,3 @@ class _Memory:
         free, _ = torch.cuda.mem_get_info(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         return {"allocated_bytes": peak - self.allocated, "device_bytes": self.free - free}
-
-
-def _together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """This rank's result of ``work``; what fails on one rank is Failed on all."""
-    failure: tuple[str, str] | None = None
-    try:
-        result = work()
-    except Unavailable as error:
-        failure = "skipped", str(error)
-    except (RuntimeError, ValueError, MemoryError) as error:
-        status = "oom" if timing.is_out_of_memory(error) else "error"
-        failure = status, (str(error).strip() or type(error).__name__).splitlines()[0]
-    for rank, found in enumerate(ranks.gather(failure)):
-        if found is not None:
-            raise Failed(found[0], f"rank {rank}: {found[1]}")
-    return result

@@ -25,7 +25,8 @@ from meshwise import files, timing
 from meshwise.attention.reference import multiplicity, reference
 from meshwise.attention.shards import positions
 from meshwise.prices import Prices
-from meshwise.probe.ring import Failed, Ring, Rings, attention, kernel, together
+from meshwise.probe.loop import Failed
+from meshwise.probe.ring import Ring, Rings, agreed, attention, kernel
 from meshwise.probe.work import torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Costs, LongAttention, Record
@@ -104,7 +105,7 @@ def _verify(op: LongAttention, ring: Ring, prices: Prices | None) -> list[Check]
     found = []
     for name, check in checks.items():
         try:
-            found += together(ring, lambda check=check: check(case))  # type: ignore[misc]
+            found += agreed(ring, lambda check=check: check(case))  # type: ignore[misc]
         except Failed as failed:
             if failed.lost:
                 raise RuntimeError(f"{name}: {failed.reason}") from None

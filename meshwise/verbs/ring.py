@@ -239,6 +239,7 @@ def _requests(
 def _launch(request: "RingRequest", world_size: int, patience: Patience) -> None:
     """One job. If it dies, the row that it died in is an error, unless it is on disk already."""
     from meshwise import launch
+    from meshwise.probe.loop import CURRENT
 
     run_dir = Path(request.run_dir)
     before = _samples(run_dir)
@@ -248,6 +249,7 @@ def _launch(request: "RingRequest", world_size: int, patience: Patience) -> None
         )
     except launch.RanksFailed as failed:
         after = _samples(run_dir)
+        (run_dir / CURRENT).unlink(missing_ok=True)
         new = [sample for case_id, sample in after.items() if case_id not in before]
         left = [case for case in request.cases if case.id not in after]
         if left and not (new and _ended_job(new[-1], failed)):
