@@ -22,13 +22,12 @@ from meshwise.probe import pattern, symmetric
 from meshwise.probe.work import Check, Unavailable, Work, torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Collective
+from meshwise.spec.op import IN_PLACE_ONLY, WHOLE
 
 # torch 2.13 renamed these two and warns about the old names, 2.11 has only those.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-IN_PLACE_ONLY = ("all_reduce", "reduce", "broadcast")  # of torch.distributed
-WHOLE = (*IN_PLACE_ONLY, "send_recv", "send")  # kinds that need not divide among the ranks
 _BATCH = ((64 * 2**20, 20), (2**30, 10))  # calls in a graph up to these sizes
 _LARGE_BATCH = 4
 
