@@ -116,7 +116,7 @@ def _hold(host: str, port: int, word: bytes, address: str) -> None:
 
 
 def _listens(host: str, store: meeting.MeetingStore) -> str:
-    """Where gloo's sockets listen: at the address from which this process reached the store.
+    """The address where gloo's sockets listen: the one from which this process reached the store.
 
     Not where the user names an interface. Nor at a loopback address that only stands for the host's
     own name, which other hosts know by another.
@@ -130,7 +130,7 @@ def _listens(host: str, store: meeting.MeetingStore) -> str:
 
 
 def _place_in_job() -> Environment:
-    """What the default group or the launcher says; a process with neither is a job of one."""
+    """This process's place by its default group or launcher; one with neither is a job of one."""
     place = ranks.environment() or ranks.environment({"RANK": "0", "WORLD_SIZE": "1"})
     assert place is not None
     if dist.is_initialized():
@@ -184,7 +184,7 @@ def _meet_jobs(
 
 
 def _told(store: dist.Store, key: str, kind: type[T], told: bytes | None = None) -> T:
-    """What another process wrote under ``key``; ValueError where it is no such thing."""
+    """Read what another process wrote under ``key``; ValueError where it is no such thing."""
     told = store.get(key) if told is None else told
     try:
         return msgspec.json.decode(told, type=kind)

@@ -356,7 +356,7 @@ def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def _proved(connection: socket.socket, secret: bytes, limit: float) -> tuple[Frames, Frames]:
-    """What the client says and hears from now on; closed where it cannot be."""
+    """Prove both ends; the client's messages and the server's. Closes a connection that fails."""
     try:
         own = secrets.token_bytes(NONCE)
         connection.sendall(MAGIC + own)

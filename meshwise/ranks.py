@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Environment(TypedDict):
-    """What a launcher says about this process; ``host`` and ``port`` are the store's."""
+    """A launcher's account of this process; ``host`` and ``port`` are the store's."""
 
     rank: int
     local_rank: int
@@ -119,7 +119,7 @@ class Ranks:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def at(self, name: str) -> None:
-        """From now on this rank works on case ``name``; errors will say so."""
+        """Tell all that this rank works on case ``name`` from now on; errors will say so."""
         self.case = name
         if self.store is not None:
             self.store.set(f"case/{self.rank}", name)
@@ -391,8 +391,8 @@ _held_store = functools.cache(hold_store)  # kept open for the life of the proce
 
 
 def grace_s() -> float:
-    """How far apart ranks may fail in one collective, at the pace that this machine has now; well
-    below the 30 s after which launchers kill those that have not ended."""
+    """Seconds by which ranks may fail apart in one collective, at the pace that this machine has
+    now; well below the 30 s after which launchers kill those that have not ended."""
     return min(10.0, GRACE_S * patience.turns())
 
 
@@ -425,15 +425,15 @@ open_store = functools.cache(connect)  # kept open for the life of the process
 
 
 def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
-    """What ``ask`` learns from the store, or None. The store's client cannot be interrupted, and
-    waits without end when the process that holds the store has stopped."""
+    """Ask the store; None where it does not answer. Its client cannot be interrupted, and waits
+    without end when the process that holds the store has stopped."""
     with contextlib.suppress(dist.DistError, TimeoutError):
         return within(ask, waits_s + 2 * grace_s())
     return None
 
 
 def within(call: Callable[[], T], limit_s: float) -> T:
-    """What ``call`` returns or raises; TimeoutError where that takes longer. Its thread is left to
+    """Return or raise what ``call`` does; TimeoutError where it takes longer. Its thread is left to
     itself then, and does not keep the process from ending."""
     future: Future[T] = Future()
 
@@ -448,7 +448,7 @@ def within(call: Callable[[], T], limit_s: float) -> T:
 
 
 def plain(told: str | bytes) -> str:
-    """What another process said, fit for a line of an error: printable, 300 characters at most."""
+    """Cut what another process said to one printable line of 300 characters at most."""
     return one_line(told.decode(errors="replace") if isinstance(told, bytes) else told)
 
 

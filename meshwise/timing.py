@@ -65,7 +65,7 @@ class Stop(NamedTuple):
     min_iterations: int = 1
 
     def next_chunk(self, times_s: Sequence[float], elapsed_s: float, first: int = 2) -> int:
-        """How many iterations to time next, ``first`` at the start; 0 when it is enough."""
+        """Count the iterations to time next, ``first`` at the start; 0 when it is enough."""
         done = len(times_s)
         if done == 0:
             return min(first, self.max_iterations)
@@ -199,7 +199,7 @@ def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
 def _timed(
     calls: Sequence[Callable[[], object]], ranks: Ranks, regime: str, batch: int
 ) -> Sequence[Callable[[], object]]:
-    """What an iteration calls, in turn."""
+    """The calls that iterations make, in turn."""
     if regime == "cold":
         return calls
     if regime == "graph":
@@ -297,7 +297,7 @@ def _sustained(call: Callable[[], object], ranks: Ranks, seconds: float) -> Time
 
 
 def _extremes(states: list[Any]) -> dict[str, float | tuple[float, ...]]:
-    """Over time the lowest clock and the highest power of all ranks, where they are known."""
+    """The lowest clock and the highest power of all ranks, over time, where they are known."""
     found: dict[str, float | tuple[float, ...]] = {}
     for name, choose in (("sm_clock_mhz", min), ("power_w", max)):
         values = [[state[name] for state in chunk] for chunk in zip(*states, strict=True)]

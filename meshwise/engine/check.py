@@ -1,4 +1,4 @@
-"""Is the plan right? Three steps of it in fp32 against the same steps on one device.
+"""Compares three steps of a plan in fp32 with the same steps on one device.
 
 In: the plan, this rank's place, its data. Out: the largest relative difference of the losses. Both
 sides start from the same weights and see the same tokens; one device takes the whole global

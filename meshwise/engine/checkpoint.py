@@ -272,7 +272,7 @@ def _norms(everyone: Sequence[Sequence[Share]]) -> dict[str, float]:
 
 
 def _assigned(everyone: Sequence[Sequence[Share]]) -> list[list[str]]:
-    """Which tensors each rank writes its part of: one of those that hold it, the least loaded."""
+    """Share the writing: each part is written by the least loaded of the ranks that hold it."""
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     lacking: dict[str, int] = {}
     for rank, shares in enumerate(everyone):
@@ -409,7 +409,7 @@ def _filled(file: blocks.DataFile, name: str, targets: Sequence[tuple[Box, Tenso
 
 
 def _slices(part: Box, of: Box) -> tuple[slice, ...]:
-    """Where ``part`` lies in a tensor that holds ``of``."""
+    """The place of ``part`` in a tensor that holds ``of``."""
     return tuple(map(slice, *part.shifted([-low for low in of.low])))
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: forward, backward, optimizer, exposed communication, bubble.
+"""Divides the time of a step: forward, backward, optimizer, exposed communication, bubble.
 
 In: a rank's training. Out: a ``Phases`` of all ranks. Two steps: one with marks on the compute
 stream (on a CPU: on the clock) between everything a rank does, one with the same marks under

@@ -71,7 +71,7 @@ class Groups:
         self.heap = symmetric.Heap()
 
     def party(self, op: Collective, backend: str = "") -> Party | None:
-        """Where this rank works in ``op``; None if it stays idle. Every rank must ask."""
+        """The group where this rank works on ``op``; None if it is idle. Every rank must ask."""
         size, stride = op.group_size, op.group_stride
         tiles = [list(op.ranks)] if op.ranks else members(self.ranks.world_size, size, stride)
         if op.ranks and max(op.ranks) >= self.ranks.world_size:
@@ -201,7 +201,7 @@ def _lengths(op: Collective, here: int) -> tuple[int, int]:
 
 
 def allocate(op: Collective, here: int, device: torch.device) -> Buffers:
-    """What a rank of the group sends and where it receives."""
+    """Buffers that a rank of the group sends from and receives into."""
     dtype = torch_dtype(op.dtype)
     sent, received = _lengths(op, here)
     larger = torch.empty(max(sent, received), dtype=dtype, device=device)
@@ -278,7 +278,7 @@ def _direct(
 def _check(
     op: Collective, device: torch.device, party: Party | None, buffers: Buffers | None, calls: int
 ) -> Check | None:
-    """Of the result after so many calls; an idle rank has none, and so none that is wrong."""
+    """How to check the result after so many calls; an idle rank has none, so that none is wrong."""
     tolerance = pattern.tolerance(op, torch_dtype(op.dtype), calls)
     # gloo reduces in the buffers of all ranks: what the next call adds up is nobody's promise
     scratch = op.kind == "reduce" and calls > 1 and device.type == "cpu"

@@ -43,7 +43,7 @@ class Failed(Exception):
 
 
 class Outcome(NamedTuple):
-    """What one case came to. ``lost``: no other case can follow."""
+    """The sample of a case. ``lost``: no other case can follow."""
 
     sample: Sample
     lost: bool = False

@@ -1,4 +1,4 @@
-"""How far a sweep is and how long it still takes, as rank 0 sees it. No torch.
+"""Shows how far a sweep is and how long it still takes, as rank 0 sees it. No torch.
 
 On a terminal a bar with the case in hand; elsewhere one plain line a case. Standard error in both
 cases: standard output is for documents.
@@ -61,7 +61,7 @@ class Pace:
 
 
 def _kind(case: Case) -> tuple[str, ...]:
-    """What cases must share for one's duration to say something of another's."""
+    """The fields that cases must share for one's duration to tell another's."""
     fields = (getattr(case.op, field, "") for field in ("kind", "part", "direction"))
     return (type(case.op).__name__, *fields, case.lowering, case.regime, case.backend)
 

@@ -60,7 +60,7 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
 
 
 class _Models(NamedTuple):
-    """What this rank holds, and all ranks should; None where it holds nothing."""
+    """Both models as all ranks should hold them, and this rank's tensors; None if it has none."""
 
     source_plan: Holdings
     destination_plan: Holdings
@@ -162,7 +162,7 @@ def _held(plan: Holdings, own: Mapping[str, Tensor] | None) -> Holdings:
 
 
 def _before(op: Resharding, models: _Models, ranks: Ranks) -> Callable[[], None]:
-    """What comes before each refit, untimed: weights change if only changes are sent; all meet."""
+    """Make ready for a refit, untimed: weights change if only changes are sent; all ranks meet."""
     if op.changed is None:
         return ranks.start_together
     every, turn = max(1, round(1 / op.changed)), iter(range(2**62))
@@ -213,7 +213,7 @@ def _num_bytes(own: Mapping[str, Tensor] | None) -> int:
 
 
 class _Memory:
-    """How much more a device lacks than when this was made; on a CPU nobody counts."""
+    """Counts how much more a device lacks than when this was made; on a CPU nobody counts."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

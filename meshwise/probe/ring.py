@@ -124,7 +124,7 @@ def _flops(case: Case) -> float:
 
 
 class _Bench:
-    """What cases share."""
+    """Holds what cases share."""
 
     def __init__(self, ranks: Ranks, asked: RingRequest) -> None:
         self.ranks, self.asked, self.trace = ranks, asked, asked.trace
@@ -260,7 +260,7 @@ def _peak(ranks: Ranks) -> Metrics:
 def _transfers(
     bench: _Bench, case: Case, ring: Ring, log: list[tuple[list[int], list[int]]]
 ) -> tuple[float, ...] | None:
-    """What one iteration transferred, again, from empty memory; None where that lacks memory."""
+    """Times of one iteration's transfers, from empty memory; None where that lacks memory."""
     wire = Wire(ring.wire.group)
     try:
         most = max(sum(send) for send, _ in log)

@@ -146,7 +146,7 @@ def _against_reference(case: _Case) -> list[Check]:
 
 
 def _error(x: Tensor, exact: Tensor, mine: Tensor) -> float:
-    """Of this rank's rows; NaN counts as infinite."""
+    """The largest error of this rank's rows; NaN counts as infinite."""
     size = exact.norm(dim=-1)
     least = max(float(size.mean()), 1e-30)
     off = (x.double() - exact[:, mine]).norm(dim=-1) / size[:, mine].clamp(min=least)
@@ -162,7 +162,7 @@ def _lse_error(lse: Tensor, exact: Tensor) -> float:
 
 
 def _worst(case: _Case, errors: list[float]) -> list[float]:
-    """Over all ranks. JSON knows no infinity."""
+    """The largest errors over all ranks. JSON knows no infinity."""
     told = case.ring.ranks.gather([min(error, 1e300) for error in errors])
     return [max(each) for each in zip(*told, strict=True)]
 

@@ -55,7 +55,7 @@ def names() -> tuple[str, ...]:
 
 
 def kind(suite: str) -> str:
-    """What a suite runs: gpt, moe, wresnet, gpt_inference, moe_inference or
+    """Name what a suite runs: gpt, moe, wresnet, gpt_inference, moe_inference or
     gpt_no_embedding_inference (the layers alone)."""
     return suite.partition(".")[0]
 
@@ -66,7 +66,7 @@ def is_inference(suite: str) -> bool:
 
 
 def warmup_steps(niter: int) -> int:
-    """How many of ``niter`` iterations are run first and not counted."""
+    """Count those of ``niter`` iterations that are run first and not timed."""
     return 2 if niter >= 5 else 1
 
 
@@ -88,7 +88,7 @@ def device_counts(suite: str) -> tuple[int, ...]:
 
 
 def missing(suite: str) -> str:
-    """Why none of a suite's cases can run, in a word or two; "" if some can."""
+    """Say in a word or two why none of a suite's cases can run; "" if some can."""
     if kind(suite) == "unet":
         return "not built: UNet"
     every = [case for of_size in _suite(suite).values() for case in of_size]

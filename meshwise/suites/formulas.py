@@ -25,7 +25,7 @@ _MOE_FFN = 8  # feed-forward to hidden
 
 
 class Counts(NamedTuple):
-    """Of a case: ``flops`` of an iteration, and the model's ``parameters``."""
+    """Counts of a case: ``flops`` of an iteration, and the model's ``parameters``."""
 
     flops: float
     parameters: int

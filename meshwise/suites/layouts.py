@@ -66,14 +66,14 @@ def workload(case: BenchmarkCase) -> Workload:
 
 
 def dtype(case: BenchmarkCase) -> str:
-    """In what it computes: bf16 for the source's fp16."""
+    """The dtype of its computation: bf16 for the source's fp16."""
     config = case.model_config
     is_fp32 = isinstance(config, WResNetModelConfig) and config.dtype == "fp32"
     return "fp32" if is_fp32 else "bf16"
 
 
 def recipe(case: BenchmarkCase) -> Recipe:
-    """How the source trains it (benchmark_one_case_*.py): no clipping; Wide-ResNet at the rate
+    """The source's recipe (benchmark_one_case_*.py): no clipping; Wide-ResNet at the rate
     that its warm-up ends with."""
     if isinstance(case.model_config, WResNetModelConfig):
         return Recipe(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, max_grad_norm=0.0)

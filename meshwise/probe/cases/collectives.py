@@ -155,7 +155,7 @@ def _exchanged(
     scope: Scope, listed: list[Listed], microbatch_sizes: tuple[int, ...], seq_len: int | None,
     group: Group,
 ) -> Iterator[tuple[tuple[str, int, int, int, int], str, Collective]]:  # fmt: skip
-    """The exchanges of each model's layers, with what a ``Derived`` says about it and their names."""
+    """The exchanges of each model's layers: what a ``Derived`` says about it, their names."""
     for model, length, sent in listed:
         experts = None if isinstance(model, Model) else model.experts
         divides = experts is not None and experts.num_experts % group.size == 0

@@ -43,10 +43,8 @@ def read(text: str, separator: str = ",") -> Table:
 def rows_of(
     table: Table, reader: Callable[[Mapping[str, str], str], list[Row]], name: str
 ) -> tuple[list[Row], list[str]]:
-    """What ``reader`` makes of each line, and which lines cannot be read, and why.
-
-    ValueError if none can; ``name`` is the file's.
-    """
+    """The rows that ``reader`` makes of the lines, and the lines that cannot be read, and why.
+    ValueError if none can; ``name`` is the file's."""
     rows, unread = [], list(table.unread)
     for where, line in table.lines:
         try:
