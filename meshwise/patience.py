@@ -39,7 +39,7 @@ USUAL = Patience()
 
 
 def parsed(timeout: Limit, setup_timeout: Limit) -> Patience:
-    """The limits that a user wrote, as ``30s``; ValueError names an option that is no time above 0."""
+    """The limits that a user wrote, as ``30s``; ValueError names one that is no time above 0."""
     return Patience(
         None if timeout is None else some_seconds("timeout", timeout),
         None if setup_timeout is None else some_seconds("setup_timeout", setup_timeout),

@@ -44,7 +44,7 @@ def change(buffers: Mapping[str, Tensor], held: Holdings, rank: int, turn: int, 
 def wrong(
     buffers: Mapping[str, Tensor], held: Holdings, rank: int, version: int
 ) -> tuple[int, dict[str, int]]:
-    """Compare with ``version``: how many elements there are, and how many of each tensor are wrong."""
+    """Compare with ``version``: how many elements were, and how many of each tensor are wrong."""
     compared, counts = 0, dict[str, Tensor]()
     for name, box, shape, part in _parts(buffers, held, rank):
         differ = torch.count_nonzero(part != _expected(name, box, shape, version, part))

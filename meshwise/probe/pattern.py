@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 def pieces(op: Collective, here: int, calls: int = 1) -> list[Piece]:
-    """The result that the group's rank ``here`` must hold after so many calls; none if it only sends."""
+    """The result that the group's rank ``here`` must hold after so many calls, if it has any."""
     n, size = op.group_size, DTYPE_BYTES[op.dtype]
     total, everybody = op.size_bytes // size, tuple(range(op.group_size))
     part = total // n
