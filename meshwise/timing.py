@@ -203,7 +203,8 @@ def _timed(
     if regime == "cold":
         return calls
     if regime == "graph":
-        return [_capture(calls[0], batch).replay]
+        graph, _ = captured(functools.partial(_repeat, calls[0], batch), calls[0], times=3)
+        return [graph.replay]
     if regime == "pipelined":
         return [functools.partial(_repeat, calls[0], batch)]
     if regime == "blocking":
@@ -306,19 +307,21 @@ def _extremes(states: list[Any]) -> dict[str, float | tuple[float, ...]]:
     return found
 
 
-def _capture(call: Callable[[], object], batch: int) -> torch.cuda.CUDAGraph:
-    """Calls as a CUDA graph, after eager runs on a side stream as capture requires."""
+def captured(
+    work: Callable[[], T], call: Callable[[], object], times: int
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """``work`` as a CUDA graph, with the result that a replay fills; after eager runs of ``call``
+    on a side stream, so many times, as capture requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
+        _repeat(call, times)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # other threads (NCCL's watchdog) may call CUDA during capture
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        _repeat(call, batch)
-    return graph
+        result = work()
+    return graph, result
 
 
 def _cache_sized(device: torch.device) -> torch.Tensor:

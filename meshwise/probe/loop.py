@@ -120,11 +120,28 @@ def measure_all(
 ) -> str:
     """Measure the cases and those that ``follow`` them, round by round; which are left, or nothing.
     Of cases that did not fit the budget none follows. All ranks call this with the same cases."""
-    todo, missed = list(cases), 0
+    todo, missed, folder = list(cases), 0, Path(run_dir)
     pace = Pace(estimate_s, todo, budget_s) if ranks.rank == 0 else None  # it alone decides
     with Progress(len(todo), visible=pace is not None) as progress:
         while todo:
-            missed += _round(ranks, Path(run_dir), todo, measure, pace, progress)
+            for case in todo:
+                if not ranks.gather(pace.fits(case) if pace else None)[0]:
+                    missed += 1
+                    progress.pass_over()
+                    continue
+                ranks.at(label(case))
+                if pace:
+                    store.write(folder / CURRENT, case)
+                sample, lost = measure(case)
+                if pace:
+                    store.append(folder, sample)
+                    pace.done(case)
+                    progress.end(sample, pace.remaining_s())
+                if lost:
+                    ranks.barrier("the record of a failure")
+                    raise RuntimeError(f"{sample.reason}; the other ranks wait for it")
+            if pace:
+                (folder / CURRENT).unlink(missing_ok=True)
             more = follow() if pace and not missed else []
             replies = ranks.gather([msgspec.Raw(msgspec.json.encode(case)) for case in more])
             todo = msgspec.convert(replies[0], list[Case])
@@ -134,34 +151,3 @@ def measure_all(
     if not missed:
         return ""
     return f"budget: {missed} of {progress.total} cases not measured; --resume continues"
-
-
-def _round(
-    ranks: Ranks,
-    run_dir: Path,
-    todo: list[Case],
-    measure: Callable[[Case], Outcome],
-    pace: Pace | None,
-    progress: Progress,
-) -> int:
-    """Measure the cases that fit the budget; how many do not."""
-    missed = 0
-    for case in todo:
-        if not ranks.gather(pace.fits(case) if pace else None)[0]:
-            missed += 1
-            progress.pass_over()
-            continue
-        ranks.at(label(case))
-        if pace:
-            store.write(run_dir / CURRENT, case)
-        sample, lost = measure(case)
-        if pace:
-            store.append(run_dir, sample)
-            pace.done(case)
-            progress.end(sample, pace.remaining_s())
-        if lost:
-            ranks.barrier("the record of a failure")
-            raise RuntimeError(f"{sample.reason}; the other ranks wait for it")
-    if pace:
-        (run_dir / CURRENT).unlink(missing_ok=True)
-    return missed

@@ -60,12 +60,12 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
 
 
 class _Models(NamedTuple):
-    """Both models as all ranks should hold them, and this rank's tensors; None if it has none."""
+    """Both models as all ranks should hold them, and this rank's tensors."""
 
     source_plan: Holdings
     destination_plan: Holdings
-    source: dict[str, Tensor] | None
-    destination: dict[str, Tensor] | None
+    source: dict[str, Tensor]
+    destination: dict[str, Tensor]
 
 
 def _measure(asked: RefitRequest, ranks: Ranks) -> tuple[timing.Timed, Metrics, str]:
@@ -127,15 +127,15 @@ def _allocated(op: Resharding, ranks: Ranks) -> _Models:
         }
         for held in (source, destination)
     ]
-    return _Models(source, destination, own[0] or None, own[1] or None)
+    return _Models(source, destination, *own)
 
 
 def _refit(case: Case, op: Resharding, models: _Models, ranks: Ranks) -> Refit:
     more: dict[str, Any] = {} if op.changed is None else {"delta": True}
     return Refit(
-        models.source,
+        models.source or None,
         models.source_plan,
-        models.destination,
+        models.destination or None,
         models.destination_plan,
         ranks=ranks,
         method=case.backend,  # type: ignore[arg-type]  # the verb knows which there are
@@ -148,17 +148,11 @@ def _refit(case: Case, op: Resharding, models: _Models, ranks: Ranks) -> Refit:
 
 def _renew(models: _Models, ranks: Ranks, version: int) -> None:
     """Sources of a new version; a destination that holds none of any."""
-    elements.write(
-        models.source or {}, _held(models.source_plan, models.source), ranks.rank, version
-    )
-    elements.poison(models.destination or {})
+    elements.write(models.source, models.source_plan, ranks.rank, version)
+    elements.poison(models.destination)
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def _held(plan: Holdings, own: Mapping[str, Tensor] | None) -> Holdings:
-    return plan if own is not None else {}
 
 
 def _before(op: Resharding, models: _Models, ranks: Ranks) -> Callable[[], None]:
@@ -168,8 +162,7 @@ def _before(op: Resharding, models: _Models, ranks: Ranks) -> Callable[[], None]
     every, turn = max(1, round(1 / op.changed)), iter(range(2**62))
 
     def prepare() -> None:
-        plan = _held(models.source_plan, models.source)
-        elements.change(models.source or {}, plan, ranks.rank, next(turn), every)
+        elements.change(models.source, models.source_plan, ranks.rank, next(turn), every)
         ranks.synchronize("new weights")
         ranks.start_together()
 
@@ -181,8 +174,8 @@ def _checked(refit: Callable[[], object], models: _Models, ranks: Ranks) -> int:
     _renew(models, ranks, version=2)
     ranks.barrier("the check")
     refit()
-    plan = _held(models.destination_plan, models.destination)
-    found = ranks.gather(elements.wrong(models.destination or {}, plan, ranks.rank, 2))
+    own, plan = models.destination, models.destination_plan
+    found = ranks.gather(elements.wrong(own, plan, ranks.rank, version=2))
     for rank, (_, counts) in enumerate(found):
         if counts:
             name, number = next(iter(counts.items()))
@@ -208,8 +201,8 @@ def _totals(moved: list[Moved], models: _Models, memory: "_Memory", ranks: Ranks
     return {name: tuple(float(own[name]) for own in found) for name in mine}
 
 
-def _num_bytes(own: Mapping[str, Tensor] | None) -> int:
-    return sum(tensor.nbytes for tensor in (own or {}).values())
+def _num_bytes(own: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in own.values())
 
 
 class _Memory:
