@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from meshwise import nccl
 from meshwise.probe import pattern, symmetric
+from meshwise.probe.cases.collectives import BACKENDS, SYMMETRIC
 from meshwise.probe.work import Check, Unavailable, Work, torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Collective
@@ -123,7 +124,7 @@ def build(case: Case, groups: Groups) -> Work:
         idle = torch.zeros(1, device=device)
         check = functools.partial(_check, op, device, None, None)
         return Work(calls=(idle.zero_,), check=check, batch=batch(op), on_host=on_host)
-    make = functools.partial(_symmetric if backend in symmetric.BACKENDS else _plain, op, party)
+    make = functools.partial(_symmetric if backend in SYMMETRIC else _plain, op, party)
     buffers, call = make(backend, groups, device, communicator)
     check = functools.partial(_check, op, device, party, buffers)
     return Work(calls=(call,), check=check, batch=batch(op), on_host=on_host)
@@ -156,7 +157,7 @@ def batch(op: Collective) -> int:
 
 
 def _check_offered(op: Collective, backend: str) -> None:
-    kinds = symmetric.BACKENDS.get(backend)
+    kinds = SYMMETRIC.get(backend)
     if backend == "nccl":
         try:
             nccl.library()
@@ -171,8 +172,8 @@ def _check_offered(op: Collective, backend: str) -> None:
             raise Unavailable(
                 f"{backend} works {'in' if backend == 'two_shot' else 'out of'} place"
             )
-    elif backend not in ("", "gloo", "nccl"):
-        known = ", ".join(["gloo", "nccl", *symmetric.BACKENDS])
+    elif backend not in BACKENDS:
+        known = ", ".join(BACKENDS[1:])
         raise Unavailable(f"no back end {backend!r} for collectives; there are {known}")
     elif op.in_place and op.kind not in (*IN_PLACE_ONLY, "all_gather", "reduce_scatter"):
         raise Unavailable(f"{op.kind} has no form in place")

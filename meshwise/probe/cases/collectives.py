@@ -34,7 +34,12 @@ from meshwise.stats import median_interval
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv",
 )  # fmt: skip
-BACKENDS = ("", "gloo", "nccl", "one_shot", "two_shot", "peer_copy")  # probe.collectives
+SYMMETRIC = {  # back ends of symmetric memory, and what they do
+    "one_shot": ("all_reduce",),
+    "two_shot": ("all_reduce",),
+    "peer_copy": ("all_gather", "all_to_all", "send_recv"),
+}
+BACKENDS = ("", "gloo", "nccl", *SYMMETRIC)
 PLACES = {"out": (False,), "in": (True,), "both": (False, True)}
 _IN_PLACE = (*IN_PLACE_ONLY, "all_gather", "reduce_scatter")
 _BEND = 0.15  # off the line through its neighbours by this much, a point is a bend
