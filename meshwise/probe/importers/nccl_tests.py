@@ -296,15 +296,11 @@ def _pair(
                 backend="nccl",  # called by itself, without torch
                 world_size=len(section.ranks),
             ),
-            time_s=_time_us(half) * 1e-6,
+            time_s=float(half["time"]) * 1e-6,
             metrics=metrics,
             fault=fault,
             wrong=bool(fault),
         )
-
-
-def _time_us(half: dict[str, str]) -> float:
-    return float(half["time"] if "time" in half else half["cputime"])
 
 
 def _series(section: Section, kind: CollectiveKind) -> list[Series]:
@@ -317,8 +313,8 @@ def _series(section: Section, kind: CollectiveKind) -> list[Series]:
             Printed(
                 where=line.where,
                 size_bytes=line.size_bytes,
-                time=half["time"] if "time" in half else half["cputime"],
-                time_s=_time_us(half) * 1e-6,
+                time=half["time"],
+                time_s=float(half["time"]) * 1e-6,
                 busbw=half["busbw"],
                 bus_bytes=line.size_bytes * _factor(kind, size),
             )
