@@ -247,7 +247,7 @@ def _float(literal: str) -> float:
 
 
 def _out_of_range(value: int | float) -> str:
-    """What is wrong with a number; nothing if nothing is."""
+    """Say what is wrong with a number; empty if nothing is."""
     if isinstance(value, float):
         return "" if math.isfinite(value) else "is not a finite number"
     return "" if abs(value) <= _LARGEST_INT else "is not below 2^63"
@@ -367,8 +367,8 @@ def _mode_of(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _told(path: Path, temporary: str | None = None) -> Iterator[None]:
-    """What the system refuses as a ValueError that names the file. With ``temporary`` the errors
-    of other files pass."""
+    """Turn an OSError into a ValueError that names the file. With ``temporary`` the errors of other
+    files pass."""
     try:
         yield
     except OSError as error:

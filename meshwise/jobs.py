@@ -130,7 +130,7 @@ def _listens(host: str, store: meeting.MeetingStore) -> str:
 
 
 def _place_in_job() -> Environment:
-    """This process's place by its default group or launcher; one with neither is a job of one."""
+    """Ask the default group, else the launcher; a process with neither is a job of one."""
     place = ranks.environment() or ranks.environment({"RANK": "0", "WORLD_SIZE": "1"})
     assert place is not None
     if dist.is_initialized():
@@ -184,7 +184,7 @@ def _meet_jobs(
 
 
 def _told(store: dist.Store, key: str, kind: type[T], told: bytes | None = None) -> T:
-    """Read what another process wrote under ``key``; ValueError where it is no such thing."""
+    """Read another process's value under ``key``; ValueError where it is of another kind."""
     told = store.get(key) if told is None else told
     try:
         return msgspec.json.decode(told, type=kind)

@@ -359,7 +359,7 @@ def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def _proved(connection: socket.socket, secret: bytes, limit: float) -> tuple[Frames, Frames]:
-    """Prove both ends; the client's messages and the server's. Closes a connection that fails."""
+    """Prove both ends to each other: the client's two directions from now on, else closed."""
     try:
         own = secrets.token_bytes(NONCE)
         connection.sendall(MAGIC + own)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Environment(TypedDict):
-    """A launcher's account of this process; ``host`` and ``port`` are the store's."""
+    """A process's place as its launcher says it; ``host`` and ``port`` are the store's."""
 
     rank: int
     local_rank: int
@@ -425,7 +425,7 @@ open_store = functools.cache(connect)  # kept open for the life of the process
 
 
 def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
-    """Ask the store; None where it does not answer. Its client cannot be interrupted, and waits
+    """Ask the store; None if it does not answer. Its client cannot be interrupted, and waits
     without end when the process that holds the store has stopped."""
     with contextlib.suppress(dist.DistError, TimeoutError):
         return within(ask, waits_s + 2 * grace_s())
@@ -433,8 +433,8 @@ def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
 
 
 def within(call: Callable[[], T], limit_s: float) -> T:
-    """Return or raise what ``call`` does; TimeoutError where it takes longer. Its thread is left to
-    itself then, and does not keep the process from ending."""
+    """Call in a thread; TimeoutError where that takes longer. The thread is left to itself then,
+    and does not keep the process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -448,7 +448,7 @@ def within(call: Callable[[], T], limit_s: float) -> T:
 
 
 def plain(told: str | bytes) -> str:
-    """Cut what another process said to one printable line of 300 characters at most."""
+    """Make another process's text fit for a line of an error: printable, 300 characters at most."""
     return one_line(told.decode(errors="replace") if isinstance(told, bytes) else told)
 
 

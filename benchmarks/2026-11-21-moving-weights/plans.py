@@ -11,6 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwise.reshard import bounds, regions
+from meshwise.reshard.holdings import Tensor
 from meshwise.reshard.regions import Box, Layout
 from meshwise.reshard.transfer import transfer_list
 
@@ -108,10 +109,14 @@ def plan(pattern: Pattern) -> Job:
             slices = table.setdefault((move.source, move.destination), [])
             slices.append(Slice(number, move.read, move.write))
     local = [table.pop((rank, rank), []) for rank in range(WORLD)]
-    layouts = [(a, b, WORD) for a, b in zip(source, destination, strict=True)]
-    floor = bounds.lower_bounds(layouts, bytes_per_s_in=int(LINK), bytes_per_s_out=int(LINK))
+    held = [
+        {str(i): Tensor(w.shape, "int64", layout) for i, (w, layout) in enumerate(both)}
+        for both in (zip(pattern.weights, side, strict=True) for side in (source, destination))
+    ]
+    floor = bounds.limits(*held, bounds.Rates("pulls", LINK))
+    floor_s = max(floor.ingress_s, floor.egress_s)
     into = [sum(words(s) for (_, to), s in table.items() if to == rank) for rank in range(WORLD)]
-    return Job(pattern, source, destination, table, local, floor.time_s, max(into) * WORD)
+    return Job(pattern, source, destination, table, local, floor_s, max(into) * WORD)
 
 
 def senders(table: Table, rank: int, in_turns: bool) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise import ranks
+from meshwise.options.refit import Moving
 from meshwise.probe import refit
 from meshwise.probe.cases import refit as cases
 from meshwise.spec import Case, Resharding
@@ -43,7 +44,8 @@ def main(out: Path, *names: str) -> None:
         op = Resharding(model=scenario.model, source=source, destination=destination, scenario=name)
         method = "ipc" if here.device.type == "cuda" else "gloo"
         case = Case(op=op, regime="blocking", backend=method, world_size=here.world_size)
-        request = refit.RefitRequest(case=case, run_dir=str(out), warmup=1, iterations=2)
+        often = Moving(warmup=1, iterations=2)
+        request = refit.RefitRequest(case=case, run_dir=str(out), asked=often)
         refit.measure_ranks(here, msgspec.json.encode(request))
         torch.cuda.empty_cache()
     here.leave()

@@ -1,22 +1,24 @@
 """Check the arguments of dense and dilated attention before anything is sent.
 
-In: this rank's q [B, L, H, D], k and v [B, L, Hkv, D] and options. Out: them in one dtype, and what
-is wrong with them, in words; a rank tells the others and all raise alike.
+In: this rank's q [B, L, H, D], k and v [B, L, Hkv, D] and options. Out: a ``Call`` in one dtype; or
+a ValueError, since a rank tells the others what is wrong and all raise alike.
 """
 
 import contextlib
 import functools
 import hashlib
 import reprlib
-from typing import Annotated, Any, TypedDict, get_type_hints
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
 from msgspec import Meta
 from torch import Tensor
 
-from meshwise.attention.shards import Shards
+from meshwise.attention.shards import Shards, of_lengths
+from meshwise.attention.wire import Wire
 from meshwise.prices import Prices
-from meshwise.spec import Dilation
+from meshwise.spec import Dilation, LongAttention
 from meshwise.spec.op import Dtype
 from meshwise.spec.record import digest, mistyped
 
@@ -78,7 +80,7 @@ def misfit(**given: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in an error; of what may be long or lie on a GPU, the type."""
+    """A value as an error shows it; only its type where it may be long or lie on a GPU."""
     if value is None or isinstance(value, bool | int | float | str | list | tuple | dict | set):
         with contextlib.suppress(ValueError):  # an int of thousands of digits
             return reprlib.repr(value)
@@ -94,8 +96,8 @@ def starts_of(documents: Any) -> Any:
     return tuple(documents) if isinstance(documents, list | range) else documents
 
 
-def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast, where it is on, would have them."""
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does, where it is on."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -103,8 +105,8 @@ def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def problem(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Say what is wrong with them on this rank; empty if nothing is."""
+def _unlike(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Say why q, k and v do not fit together; empty if they do."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if any(x.dim() != 4 for x in (q, k, v)):
         return f"{shapes}: each must be [batch, length, heads, head_dim]"
@@ -123,30 +125,73 @@ def problem(q: Tensor, k: Tensor, v: Tensor) -> str:
     return ""
 
 
-def said(q: Tensor, k: Tensor, **options: object) -> dict[str, object]:
-    """The settings that ranks must have in common."""
-    heads = {"heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3]}
-    return {"batch": len(q), **heads, "dtype": q.dtype, **options}
+class Call(NamedTuple):
+    """Arguments that the ranks agree on; ``has_grad``: a backward may follow."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    shards: Shards
+    lengths: list[int]  # of every rank's q
+    scale: float
+    has_grad: bool
+
+    def op(self, **options: Any) -> LongAttention:
+        return LongAttention(
+            batch=len(self.q), seq_len=self.shards.seq_len, heads=self.q.shape[2],
+            kv_heads=self.k.shape[2], head_dim=self.q.shape[3], dtype=DTYPES[self.q.dtype],
+            **options,
+        )  # fmt: skip
 
 
-def short(what: object) -> str | None:
-    """A name of what may be long."""
+def agreed(
+    q: Tensor, k: Tensor, v: Tensor, wire: Wire, problem: Callable[[], str], return_lse: bool,
+    told: dict[str, object] | None = None, **options: Any,
+) -> Call:  # fmt: skip
+    """Check a call's arguments, and that all ranks were given the same; ValueError on all ranks.
+
+    ``problem`` says what is wrong with ``options`` of the right types. Ranks also compare what is
+    ``told`` besides. Without ``shards`` each rank holds one run of the sequence, as long as its q.
+    """
+    if not (wrong := misfit(q=q, k=k, v=v, return_lse=return_lse, **options)):
+        q, k, v = _cast(q, k, v)
+        wrong = _unlike(q, k, v) or problem()
+    if wrong:
+        wire.refuse(wrong)
+    has_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    said = {
+        "batch": len(q), "heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3],
+        "dtype": q.dtype, **options, **(told or {}), "gradients": has_grad,
+    }  # fmt: skip
+    said |= {name: brief(said[name]) for name, brief in _BRIEF.items() if name in said}
+    shards, scale = options["shards"], options["scale"]
+    lengths = wire.agree(said, q.shape[1], known=shards is not None)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Call(q, k, v, shards or of_lengths(lengths), lengths, scale, has_grad)
+
+
+def _short(what: object) -> str | None:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:8] if what else None
 
 
-@functools.lru_cache(8)
-def named(prices: Prices | None) -> str:
-    """Prices by their digest, which is slow to make."""
+@functools.lru_cache(8)  # a digest is slow to make
+def _named(prices: Prices | None) -> str:
     return "none" if prices is None else digest(prices.costs)
 
 
+# How ranks tell each other what may be long.
+_BRIEF: dict[str, Callable[[Any], str | None]] = {
+    "documents": _short, "shards": _short, "prices": _named, "dilation": digest,
+}  # fmt: skip
+
+
 def no_view(x: Tensor) -> Tensor:
-    """The same memory, but no view: into one that a Function returns nobody may write."""
+    """The same memory, but no view: nobody may write into a view that a Function returns."""
     return x.new_empty(0).set_(x)  # type: ignore[call-overload, no-any-return]
 
 
 def refuse_second_derivatives() -> None:
-    """In a backward by hand, which autograd would take for a constant."""
+    """Refuse to differentiate a backward by hand, which autograd would take for a constant."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "attention over ranks has no second derivative; leave out create_graph=True"

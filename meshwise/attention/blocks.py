@@ -130,7 +130,7 @@ def _stacked(x: Tensor, places: Places) -> Tensor:
 
 
 def _put_back(x: Tensor, places: Places, rows: Tensor) -> None:
-    """What was written to ``_rows``, where that was no view."""
+    """Write ``rows`` back where ``_rows`` gave no view."""
     starts, _ = places
     if len(starts) > 1 and _step(starts) is None:
         x.index_copy_(2, _index(places, x.device), rows.transpose(1, 2).flatten(2, 3))

@@ -30,7 +30,6 @@ from meshwise.attention.pattern import Branch, Ints, branches
 from meshwise.attention.reach import Path, Rows, Seen, path_of, rows_of, seen_of
 from meshwise.attention.shards import Shards
 from meshwise.spec.long_attention import LongAttention
-from meshwise.spec.op import DTYPE_BYTES
 from meshwise.spec.record import Record
 
 MOST_ROUND = 256  # ranks of a ring whose messages are counted
@@ -92,7 +91,7 @@ def of(op: LongAttention, shards: Shards) -> Cover:
     else:
         found = tuple(_branch(op, each, shards) for each in branches(op))
         target_bytes = sum(min(max(b.gather_bytes), max(b.heads_bytes)) for b in found)
-    rank_pairs, rows, row = pairs_of_ranks(op, shards), rows_of(op), _row_bytes(op)
+    rank_pairs, rows, row = pairs_of_ranks(op, shards), rows_of(op), op.row_bytes
     return Cover(
         op=op,
         lengths=shards.lengths,
@@ -164,13 +163,19 @@ def pairs_of_ranks(op: LongAttention, shards: Shards) -> tuple[int, ...]:
     total = np.zeros(len(shards.intervals), dtype=np.int64)
     for branch in branches(op):
         pieces = cuts(branch.width, shards)
-        for offset, num_heads in Counter(branch.offsets).items():
-            if offset is not None:
-                before, to, whole = pieces.kept(offset, branch.rate)
-                causal = to * (to + 1) // 2 - before * (before + 1) // 2
-                found = causal if op.causal else (to - before) * whole
-                np.add.at(total, pieces.rank, num_heads * found)
+        np.add.at(total, pieces.rank, _pairs(op, branch, pieces))
     return tuple(total.tolist())
+
+
+def _pairs(op: LongAttention, branch: Branch, pieces: Cuts) -> Ints:
+    """Attended pairs of each piece's queries in all heads."""
+    found = np.zeros(len(pieces.rank), dtype=np.int64)
+    for offset, num_heads in Counter(branch.offsets).items():
+        if offset is not None:
+            before, to, whole = pieces.kept(offset, branch.rate)
+            causal = (to * (to + 1) - before * (before + 1)) // 2
+            found += num_heads * (causal if op.causal else (to - before) * whole)
+    return found
 
 
 def _window_pairs(window: int, stop: int) -> int:
@@ -182,23 +187,19 @@ def _window_pairs(window: int, stop: int) -> int:
 def _branch(op: LongAttention, branch: Branch, shards: Shards) -> BranchCover:
     """A dilated branch by itself; shards are contiguous."""
     pieces, ranks = cuts(branch.width, shards), len(shards.intervals)
-    phases = {(h * op.kv_heads // op.heads, s) for h, s in enumerate(branch.offsets)}
-    num_kv = Counter(s for _, s in phases)
-    kept, pairs = np.zeros(ranks, dtype=np.int64), 0  # rows of K
-    for offset, num_heads in Counter(branch.offsets).items():
+    kept = np.zeros(ranks, dtype=np.int64)  # rows of K
+    for _, offset in {(h * op.kv_heads // op.heads, s) for h, s in enumerate(branch.offsets)}:
         if offset is not None:
-            before, to, whole = pieces.kept(offset, branch.rate)
-            np.add.at(kept, pieces.rank, num_kv[offset] * (to - before))
-            own = (to * (to + 1) - before * (before + 1)) // 2
-            pairs += num_heads * int((own if op.causal else (to - before) * whole).sum())
+            before, to, _ = pieces.kept(offset, branch.rate)
+            np.add.at(kept, pieces.rank, to - before)
     sharers = pieces.num_ranks
     local = int(sharers.max()) == 1
     gather, heads = _moved(op, branch, Cuts(*(each[sharers > 1] for each in pieces)), ranks)
-    world = (0 if local else 2 * _row_bytes(op)) * (kept.sum() - kept)
+    world = (0 if local else 2 * op.row_bytes) * (kept.sum() - kept)
     return BranchCover(
         segment_length=branch.width,
         dilation_rate=branch.rate,
-        pairs=pairs,
+        pairs=int(_pairs(op, branch, pieces).sum()),
         local=local,
         ranks=int(sharers.max()),
         gather_bytes=tuple(gather.tolist()),
@@ -209,7 +210,7 @@ def _branch(op: LongAttention, branch: Branch, shards: Shards) -> BranchCover:
 
 def _moved(op: LongAttention, branch: Branch, shared: Cuts, ranks: int) -> tuple[Ints, Ints]:
     """Bytes into each rank by gather and by heads. ``shared``: pieces of segments of many ranks."""
-    row, lse = _row_bytes(op), op.batch * max(4, DTYPE_BYTES[op.dtype])
+    row, lse = op.row_bytes, op.lse_bytes
     low, segment = np.unique(shared.low, return_inverse=True)
     first, last = np.full(len(low), ranks), np.zeros(len(low), dtype=np.int64)
     np.minimum.at(first, segment, shared.rank)
@@ -248,11 +249,6 @@ def _dense_branch(op: LongAttention, moved: dict[str, tuple[int, ...]]) -> Branc
     )  # fmt: skip
 
 
-def _row_bytes(op: LongAttention) -> int:
-    """One token of one head, all sequences."""
-    return op.batch * op.head_dim * DTYPE_BYTES[op.dtype]
-
-
 # ---- the lower bound
 
 
@@ -279,7 +275,7 @@ def bound_bytes(op: LongAttention, shards: Shards) -> tuple[int, ...]:
                 needed[start:stop] = False
             rows += num_kv_heads * int(np.count_nonzero(needed))
             needed[:] = False
-        total.append(2 * op.batch * op.head_dim * DTYPE_BYTES[op.dtype] * rows)
+        total.append(2 * op.row_bytes * rows)
     return tuple(total)
 
 

@@ -21,20 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.attention import volume
-from meshwise.attention.arguments import (
-    DTYPES,
-    cast,
-    misfit,
-    named,
-    problem,
-    said,
-    short,
-    shown,
-    starts_of,
-)
+from meshwise.attention.arguments import agreed, shown, starts_of
 from meshwise.attention.passes import attend_dense, run_of
 from meshwise.attention.pieces import Mask
-from meshwise.attention.shards import Shards, of_lengths
+from meshwise.attention.shards import Shards
 from meshwise.attention.wire import Wire, wire_of
 from meshwise.prices import Prices
 from meshwise.spec.long_attention import WAYS, LongAttention
@@ -79,24 +69,14 @@ def _attention(
 ) -> Any:  # fmt: skip
     wire, starts = wire_of(group, wire), starts_of(documents)
     mask = Mask(causal, window, starts)
-    if not (wrong := misfit(
-        q=q, k=k, v=v, causal=causal, window=window, documents=starts, shards=shards, way=way,
-        scale=scale, prices=prices, return_lse=return_lse,
-    )):  # fmt: skip
-        q, k, v = cast(q, k, v)
-        wrong = problem(q, k, v) or _problem(mask, way)
-    if wrong:
-        wire.refuse(wrong)
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    options = said(
-        q, k, causal=causal, window=window, documents=short(starts), shards=short(shards),
-        way=way, scale=scale, lse=return_lse, gradients=grad, prices=named(prices),
+    call = agreed(
+        q, k, v, wire, lambda: _problem(mask, way), return_lse, {"lse": return_lse}, causal=causal,
+        window=window, documents=starts, shards=shards, way=way, scale=scale, prices=prices,
     )  # fmt: skip
-    lengths = wire.agree(options, q.shape[1], known=shards is not None)
-    shards = shards or of_lengths(lengths)
-    if shards.lengths != tuple(lengths):
+    shards, lengths = call.shards, tuple(call.lengths)
+    if shards.lengths != lengths:
         raise ValueError(
-            f"shards = {shards.lengths} tokens by rank: q has {tuple(lengths)}; give the same"
+            f"shards = {shards.lengths} tokens by rank: q has {lengths}; give the same"
         )
     if not _covers(shards):
         raise ValueError(
@@ -107,18 +87,13 @@ def _attention(
             f"documents = {shown(starts)}: {starts[-1]} lies behind the last of {shards.seq_len} "
             "tokens; give positions where documents start"
         )
-    op = LongAttention(
-        batch=len(q), seq_len=shards.seq_len, heads=q.shape[2], kv_heads=k.shape[2],
-        head_dim=q.shape[3], causal=causal, window=window, dtype=DTYPES[q.dtype],
-        direction="backward" if grad else "forward",
-    )  # fmt: skip
+    op = call.op(causal=causal, window=window, direction="backward" if call.has_grad else "forward")
     if way == "auto":
         way = _chosen(op, shards, prices, mask.documents)
     else:
         volume.check_way(op, wire.size, way)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    run = run_of(op, mask, shards, way, wire, scale)
-    out, lse = attend_dense(q, k, v, run, return_lse)
+    run = run_of(op, mask, shards, way, wire, call.scale)
+    out, lse = attend_dense(call.q, call.k, call.v, run, return_lse)
     return (out, lse) if return_lse else out
 
 

@@ -24,17 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.attention import fetch, rows
-from meshwise.attention.arguments import (
-    DTYPES,
-    cast,
-    misfit,
-    named,
-    no_view,
-    problem,
-    refuse_second_derivatives,
-    said,
-    short,
-)
+from meshwise.attention.arguments import agreed, no_view, refuse_second_derivatives
 from meshwise.attention.kernels import attend, attend_backward
 from meshwise.attention.merge import wide
 from meshwise.attention.plan import SPARSE_WAYS, plan
@@ -45,7 +35,6 @@ from meshwise.attention.wire import Wire, wire_of
 from meshwise.prices import Prices
 from meshwise.spec import Dilation, LongAttention
 from meshwise.spec.long_attention import Way
-from meshwise.spec.record import digest
 
 WAYS = ("auto", *SPARSE_WAYS)
 Rows = Sequence[Tensor]  # q, k and v, each [B, rows, heads, D]
@@ -94,35 +83,27 @@ def _attention(
     shards: Shards | None, scale: float | None, prices: Prices | None, way: Way,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if not (wrong := misfit(
-        q=q, k=k, v=v, dilation=dilation, causal=causal, shards=shards, scale=scale, prices=prices,
-        way=way, return_lse=return_lse,
-    )):  # fmt: skip
-        q, k, v = cast(q, k, v)
-        wrong = problem(q, k, v)
-    if not wrong and way not in WAYS:
-        wrong = f"way = {way!r}: must be one of {', '.join(WAYS)}"
-    if wrong:
-        wire.refuse(wrong)
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    options = said(
-        q, k, dilation=digest(dilation), causal=causal, way=way, scale=scale, gradients=grad,
-        shards=short(shards), prices=named(prices),
+    call = agreed(
+        q, k, v, wire, lambda: wrong_way(way), return_lse, dilation=dilation, causal=causal,
+        shards=shards, scale=scale, prices=prices, way=way,
     )  # fmt: skip
-    lengths = wire.agree(options, q.shape[1], known=shards is not None)
-    shards = shards or of_lengths(lengths)
-    if shards != of_lengths(lengths):
+    if call.shards != of_lengths(call.lengths):
         raise ValueError(
-            f"shards = {shards.intervals}: ranks hold {lengths} tokens; give contiguous shards"
+            f"shards = {call.shards.intervals}: ranks hold {call.lengths} tokens; give contiguous "
+            "shards"
         )
-    op = LongAttention(
-        batch=q.shape[0], seq_len=sum(lengths), heads=q.shape[2], kv_heads=k.shape[2],
-        head_dim=q.shape[3], causal=causal, dilation=dilation, dtype=DTYPES[q.dtype], way=way,
-    )  # fmt: skip
-    planned = schedule(op, shards, _ways(op, shards, prices), wire.rank, q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    found: tuple[Tensor, Tensor] = _Dilated.apply(q, k, v, planned, wire, scale)  # type: ignore[no-untyped-call]
+    op = call.op(causal=causal, dilation=dilation, way=way)
+    ways = _ways(op, call.shards, prices)
+    planned = schedule(op, call.shards, ways, wire.rank, call.q.device)
+    found: tuple[Tensor, Tensor] = _Dilated.apply(  # type: ignore[no-untyped-call]
+        call.q, call.k, call.v, planned, wire, call.scale
+    )
     return found
+
+
+def wrong_way(way: str) -> str:
+    """Say that a way does not exist; empty if it does."""
+    return "" if way in WAYS else f"way = {way!r}: must be one of {', '.join(WAYS)}"
 
 
 @functools.lru_cache(64)
@@ -317,7 +298,7 @@ class _Run(NamedTuple):
         query_parts: list[Part],
         key_parts: list[list[Part]],
     ) -> None:
-        """Of what arrived in the forward; gradients of rows of others return to them."""
+        """Backward of what arrived in the forward; gradients of others' rows return to them."""
         came, made = iter(pending()), []
         for number in range(self.planned.num_rounds):
             for branch in self._remote(number):

@@ -55,7 +55,7 @@ def give_back(wire: Wire, made: Sequence[tuple[Fetch, Tensor]]) -> Callable[[], 
 
 
 def parts(each: Fetch, arrived: Tensor) -> list[Part]:
-    """What came back, for ``rows.total``: a row may have been with several ranks."""
+    """Cut what came back into parts for ``rows.total``: several ranks may have had a row."""
     pieces = arrived.split(list(each.sent), dim=1)
     return [Part(x, at) for x, at in zip(pieces, each.places, strict=True) if x.shape[1]]
 

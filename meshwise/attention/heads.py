@@ -6,7 +6,7 @@ rank is [heads, B, rows, D]. Where heads and rows divide evenly a tensor is pack
 one copy; else rank by rank. Heads that several ranks had come back as their sum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,21 +69,10 @@ def to_heads(
     """``tensors`` [B, L, H_t, D], ``ranges[t]`` the heads that each member shall have. Call what is
     returned for [B, h_t, N, D]."""
     batch, length, _, width = tensors[0].shape
-    counts, size = _counts(ranges), len(group.lengths)
+    counts = _counts(ranges)
     buffer = tensors[0].new_empty(sum(counts), batch, length, width)
-    every = [_even(r, x.shape[2]) for r, x in zip(ranges, tensors, strict=True)]
-    if all(every):
-        blocks, at = buffer.view(size, counts[0], batch, length, width), 0
-        for x, (first, count) in zip(tensors, filter(None, every), strict=True):
-            blocks[:, at : at + count].copy_(_by_member(x, size)[:, first : first + count])
-            at += count
-    else:
-        at = 0
-        for member in range(size):
-            for x, r in zip(tensors, ranges, strict=True):
-                first, last = r[member]
-                buffer[at : at + last - first].copy_(x[:, :, first:last].permute(2, 0, 1, 3))
-                at += last - first
+    for block, heads in _parts(buffer, tensors, ranges):
+        block.copy_(heads)
     mine, unit = counts[group.me], batch * length
     arrived = group.exchange(
         buffer, [n * unit for n in counts], [mine * batch * n for n in group.lengths]
@@ -111,20 +100,10 @@ def to_rows(
     )
 
     def unpack(into: Sequence[Tensor]) -> None:
-        flat, size = arrived(), len(counts)
-        every = [_even(r, x.shape[2]) for r, x in zip(ranges, into, strict=True)]
-        if all(every):
-            blocks, at = flat.view(size, counts[0], batch, length, width), 0
-            for x, (first, count) in zip(into, filter(None, every), strict=True):
-                _by_member(x, size)[:, first : first + count].copy_(blocks[:, at : at + count])
-                at += count
-            return
-        blocks, at = flat.view(sum(counts), batch, length, width), 0
-        for member in range(size):
-            for x, r in zip(into, ranges, strict=True):
-                first, last = r[member]
-                x[:, :, first:last].add_(blocks[at : at + last - first].permute(1, 2, 0, 3))
-                at += last - first
+        blocks = arrived().view(sum(counts), batch, length, width)
+        adds = not _divides(into, ranges)
+        for block, heads in _parts(blocks, into, ranges):
+            heads.add_(block) if adds else heads.copy_(block)
 
     return unpack
 
@@ -132,7 +111,7 @@ def to_rows(
 def like_rows(
     group: Members, tensors: Sequence[Tensor], ranges: Sequence[Ranges], heads: Sequence[int]
 ) -> list[Tensor]:
-    """What ``to_rows`` may write these tensors of this rank's heads into, with all ``heads``."""
+    """Make the tensors of all ``heads`` into which ``to_rows`` writes these of this rank's."""
     every = all(_even(r, n) for r, n in zip(ranges, heads, strict=True))
     found = []
     for x, n in zip(tensors, heads, strict=True):
@@ -202,20 +181,33 @@ def _counts(ranges: Sequence[Ranges]) -> list[int]:
     return [sum(last - first for first, last in each) for each in zip(*ranges, strict=True)]
 
 
-def _even(ranges: Ranges, heads: int) -> tuple[int, int] | None:
-    """(first, count) where each member has ``count`` heads, ``first`` on in its equal part."""
-    size = len(ranges)
-    first, count = ranges[0][0], ranges[0][1] - ranges[0][0]
-    step = heads // size
-    regular = heads % size == 0 and first + count <= step
-    if regular and all(
-        r == (first + i * step, first + i * step + count) for i, r in enumerate(ranges)
-    ):
-        return first, count
-    return None
+def _parts(
+    blocks: Tensor, tensors: Sequence[Tensor], ranges: Sequence[Ranges]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a part of the members' blocks [heads, B, L, D] and of the heads of a tensor
+    [B, L, H_t, D] that belong there: one pair a tensor where heads divide, else one a member."""
+    size, at = len(ranges[0]), 0
+    if _divides(tensors, ranges):
+        by_member = blocks.unflatten(0, (size, len(blocks) // size))
+        for x, r in zip(tensors, ranges, strict=True):
+            (first, last), parts = r[0], x.unflatten(2, (size, -1)).permute(2, 3, 0, 1, 4)
+            yield by_member[:, at : at + last - first], parts[:, first:last]
+            at += last - first
+        return
+    for member in range(size):
+        for x, r in zip(tensors, ranges, strict=True):
+            first, last = r[member]
+            yield blocks[at : at + last - first], x[:, :, first:last].permute(2, 0, 1, 3)
+            at += last - first
 
 
-def _by_member(x: Tensor, size: int) -> Tensor:
-    """[B, L, H, D] as a view [size, H / size, B, L, D]."""
-    parts: Tensor = x.unflatten(2, (size, -1))
-    return parts.permute(2, 3, 0, 1, 4)
+def _divides(tensors: Sequence[Tensor], ranges: Sequence[Ranges]) -> bool:
+    return all(_even(r, x.shape[2]) for x, r in zip(tensors, ranges, strict=True))
+
+
+def _even(ranges: Ranges, heads: int) -> bool:
+    """Whether each member has equally many heads, at the same place in its equal part of them."""
+    step, rest = divmod(heads, len(ranges))
+    first, last = ranges[0]
+    moved = [(first + i * step, last + i * step) for i in range(len(ranges))]
+    return not rest and last <= step and list(ranges) == moved

@@ -19,6 +19,8 @@ k and v alone, so that gradients must come in the layout that goes with q's.
 import functools
 import math
 import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +28,16 @@ from torch import Tensor
 aten = torch.ops.aten
 KERNELS = ("cudnn", "flash", "efficient", "cpu", "plain")
 MOST_ELEMENTS = 2**31  # from a tensor's first to its last: more make cuDNN's backward wrong
+
+
+class Block(NamedTuple):
+    """The arguments of a kernel, with as many key heads as query heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float
 
 
 @functools.cache
@@ -60,14 +72,14 @@ def attend(
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))
         return torch.zeros_like(q), lse
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    name = choose(q, k)
-    k, v = (_shared(x, q, name) for x in (k, v))
+    name, k, v = choose(q, k), _shared(k, q), _shared(v, q)
     if name != "cudnn" and max(_extent(q), _extent(k)) > MOST_ELEMENTS:
         parts = [attend(*cut, causal=causal, scale=scale) for cut in _halves(q, k, v)]
         axis = 0 if q.shape[0] > 1 else 1
         out, lse = (torch.cat(each, axis) for each in zip(*parts, strict=True))
         return out, lse
-    return _FORWARD[name](q, k, v, causal, scale)
+    out, lse = _FORWARD[name](Block(q, k, v, causal, scale))
+    return out, lse
 
 
 def attend_backward(
@@ -81,7 +93,7 @@ def attend_backward(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     name = choose(q, k)
     groups = q.shape[1] // k.shape[1]
-    shared_k, shared_v = (_shared(x, q, name) for x in (k, v))
+    shared_k, shared_v = _shared(k, q), _shared(v, q)
     if max(_extent(q), _extent(shared_k)) > MOST_ELEMENTS:
         axis = 0 if q.shape[0] > 1 else 1
         parts = [
@@ -92,8 +104,8 @@ def attend_backward(
     else:
         # exp(a - lse) of a query that saw nothing must be 0, not exp(a + inf)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        grads = _BACKWARD[name](grad, q, shared_k, shared_v, out, lse, causal, scale)
-        dq, dk, dv = grads
+        block = Block(q, shared_k, shared_v, causal, scale)
+        dq, dk, dv = _BACKWARD[name](block, grad, out, lse)
     if dk.shape[1] != k.shape[1]:
         dk, dv = (x.unflatten(1, (k.shape[1], groups)).sum(2) for x in (dk, dv))
     return dq, dk, dv
@@ -107,12 +119,10 @@ def _extent(x: Tensor) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
-def _shared(x: Tensor, q: Tensor, name: str) -> Tensor:
-    """Keys or values for every query head, where the kernel cannot share them itself."""
+def _shared(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values for every query head: no kernel shares them itself."""
     groups = q.shape[1] // x.shape[1]
-    if groups == 1 or name in _SHARES:
-        return x
-    return x.repeat_interleave(groups, dim=1)
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
 def _halves(*tensors: Tensor, q_at: int = 0) -> list[tuple[Tensor, ...]]:
@@ -133,10 +143,11 @@ def _halves(*tensors: Tensor, q_at: int = 0) -> list[tuple[Tensor, ...]]:
     return [tuple(part(x, first) for x in tensors) for first in (True, False)]
 
 
-# ---- the kernels: forward -> out, lse; backward -> dq, dk, dv, for as many heads as k had
+# ---- the kernels: forward -> out, lse; backward -> dq, dk, dv. torch has no types for them.
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cudnn(block: Block) -> Any:
+    q, k, v, causal, scale = block
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal,
         return_debug_mask=False, scale=scale,
@@ -144,113 +155,94 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
     return out, lse.reshape(q.shape[:-1])
 
 
-def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _cudnn_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+    q, k, v, causal, scale = block
     grad, out = (_laid_out_as(q, x) for x in (grad, out))
     unused = torch.empty((), dtype=torch.int64, device=q.device)
-    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+    return aten._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, logsumexp=lse.contiguous().unsqueeze(-1), philox_seed=unused,
         philox_offset=unused, attn_bias=None, cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2],
         max_k=k.shape[2], dropout_p=0.0, is_causal=causal, scale=scale,
     )  # fmt: skip
-    return dq, dk, dv
 
 
 def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
     return x if x.stride() == q.stride() else torch.empty_like(q).copy_(x)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(
+def _flash(block: Block) -> Any:
+    q, k, v, causal, scale = block
+    return aten._scaled_dot_product_flash_attention(
         q, k, v, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale
-    )
-    return out, lse
+    )[:2]
 
 
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _flash_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+    q, k, v, causal, scale = block
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+    return aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused,
         scale=scale,
     )  # fmt: skip
-    return dq, dk, dv
 
 
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _efficient(block: Block) -> Any:
+    q, k, v, causal, scale = block
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal, scale=scale
     )
     return out, lse[..., : q.shape[2]]
 
 
-def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _efficient_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+    q, k, v, causal, scale = block
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
     unused = torch.empty((), dtype=torch.int64, device=q.device)
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+    return aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, None, out, padded, unused, unused, 0.0, [True, True, True, False], causal,
         scale=scale,
-    )  # fmt: skip
-    return dq, dk, dv
+    )[:3]  # fmt: skip
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, is_causal=causal, scale=scale
-    )
-    return out, lse
+def _cpu(block: Block) -> Any:
+    q, k, v, causal, scale = block
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal, scale=scale)
 
 
-def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+def _cpu_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+    q, k, v, causal, scale = block
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale
     )
-    return dq, dk, dv
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, causal, scale)
+def _plain(block: Block) -> Any:
+    scores = _scores(block)
     lse = scores.logsumexp(-1)
-    return ((scores - lse.unsqueeze(-1)).exp() @ v.to(lse.dtype)).to(q.dtype), lse
+    shares = (scores - lse.unsqueeze(-1)).exp()
+    return (shares @ block.v.to(lse.dtype)).to(block.q.dtype), lse
 
 
-def _plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shares = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
-    grad, wide_q, wide_k, wide_v, out = (x.to(lse.dtype) for x in (grad, q, k, v, out))
-    slopes = shares * (grad @ wide_v.mT - (grad * out).sum(-1, keepdim=True)) * scale
-    grads = slopes @ wide_k, slopes.mT @ wide_q, shares.mT @ grad
-    dq, dk, dv = (x.to(q.dtype) for x in grads)
-    return dq, dk, dv
+def _plain_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+    shares = (_scores(block) - lse.unsqueeze(-1)).exp()
+    grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, *block[:3], out))
+    slopes = shares * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * block.scale
+    return [x.to(block.q.dtype) for x in (slopes @ k, slopes.mT @ q, shares.mT @ grad)]
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = q.to(_lse_dtype(q)) @ k.to(_lse_dtype(q)).mT * scale
-    if causal:
+def _scores(block: Block) -> Tensor:
+    q, k = (x.to(_lse_dtype(x)) for x in (block.q, block.k))
+    scores = q @ k.mT * block.scale
+    if block.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     return scores
 
 
-_FORWARD = {
+_FORWARD: dict[str, Callable[[Block], Any]] = {
     "cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "cpu": _cpu, "plain": _plain,
 }  # fmt: skip
-_BACKWARD = {
+_BACKWARD: dict[str, Callable[[Block, Tensor, Tensor, Tensor], Any]] = {
     "cudnn": _cudnn_backward, "flash": _flash_backward, "efficient": _efficient_backward,
     "cpu": _cpu_backward, "plain": _plain_backward,
 }  # fmt: skip
-_SHARES: frozenset[str] = frozenset()  # kernels that take fewer key than query heads

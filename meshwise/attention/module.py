@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwise.attention.arguments import DTYPES, misfit
-from meshwise.attention.dilated import WAYS, dilated_attention
+from meshwise.attention.dilated import dilated_attention, wrong_way
 from meshwise.attention.shards import Shards
 from meshwise.attention.wire import Wire, wire_of
 from meshwise.prices import Prices
@@ -48,10 +48,8 @@ class RingDilatedAttention(nn.Module):
         return_lse: bool = False,
     ) -> None:
         super().__init__()
-        ranks, place = (
-            wire_of(group).size,
-            str(device) if isinstance(device, torch.device) else device,
-        )
+        ranks = wire_of(group).size
+        place = str(device) if isinstance(device, torch.device) else device
         wrong = misfit(
             dropout=dropout, ring_size=ring_size, dtype=dtype, shards=shards,
             causal=False if causal is None else causal, way=way, prices=prices,
@@ -59,8 +57,7 @@ class RingDilatedAttention(nn.Module):
         )  # fmt: skip
         if not wrong and dtype not in (None, *DTYPES):
             wrong = f"dtype = {dtype}: give one of {', '.join(DTYPES.values())}"
-        if not wrong and way not in WAYS:
-            wrong = f"way = {way!r}: must be one of {', '.join(WAYS)}"
+        wrong = wrong or wrong_way(way)
         if not wrong and ranks % (ring_size or 1):
             wrong = f"ring_size = {ring_size}: must divide the {ranks} ranks"
         try:

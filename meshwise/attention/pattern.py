@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Branch(NamedTuple):
-    """``offsets``: of each query head, None where it has no part. ``width``: at most seq_len."""
+    """``offsets`` of the query heads, None where one has no part. ``width``: at most seq_len."""
 
     number: int
     width: int
@@ -46,7 +46,7 @@ def branches(op: LongAttention) -> tuple[Branch, ...]:
 
 
 def tasks(branch: Branch, seq_len: int, start: int = 0, stop: int | None = None) -> Iterator[Tasks]:
-    """Those whose segment begins in [start, stop), the last segment maybe short."""
+    """Cut a branch into tasks whose segments begin in [start, stop); the last may be short."""
     width, rate = branch.width, branch.rate
     begins = np.arange(-(-start // width) * width, seq_len if stop is None else stop, width)
     short = begins + width > seq_len

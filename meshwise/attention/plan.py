@@ -15,7 +15,7 @@ import numpy as np
 from meshwise.attention import pattern, sparse, volume
 from meshwise.attention.shards import Shards, contiguous, zigzag
 from meshwise.prices import Prices
-from meshwise.spec import DTYPE_BYTES, Collective, LongAttention
+from meshwise.spec import Collective, LongAttention
 
 SPARSE_WAYS = ("gather", "heads", "ring")
 ROUND_BYTES = 2**20  # what a further message costs besides its bytes, where nothing was measured
@@ -135,9 +135,7 @@ def _branch(
     Backward: by ``heads`` the gradient, out and lse come again and gradients of q, k and v return;
     else those of k and v do, in fp32."""
     keys, queries = (_messages(op, branch, shards, way, of) for of in ("keys", "queries"))
-    row = op.batch * op.head_dim * DTYPE_BYTES[op.dtype]
-    wide = op.batch * op.head_dim * max(4, DTYPE_BYTES[op.dtype])
-    lse = op.batch * max(4, DTYPE_BYTES[op.dtype] if op.dtype == "fp64" else 4)
+    row, wide, lse = op.row_bytes, op.wide_row_bytes, op.lse_bytes
     there = 2 * row * keys + row * queries, 2 * row * queries + lse * queries
     back = (row + lse) * queries, row * queries + (2 * row if way == "heads" else 2 * wide) * keys
     sent = [a.sum(1) + b.sum(0) for a, b in zip(there, back, strict=True)]

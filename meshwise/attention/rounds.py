@@ -19,7 +19,7 @@ from meshwise.attention.heads import by_rows, heads_first, in_order, members
 from meshwise.attention.merge import Softmax
 from meshwise.attention.pieces import Mask, Piece, local_pieces
 from meshwise.attention.shards import Interval, Shards
-from meshwise.attention.volume import NONE, hops, hull, step_pieces
+from meshwise.attention.volume import NONE, Hops, hops, hull, step_pieces
 from meshwise.attention.wire import Arrived, Wire
 
 Grads = tuple[Tensor, ...]
@@ -41,6 +41,16 @@ class Ring(NamedTuple):
     @property
     def me(self) -> int:
         return self.wire.rank // self.stride
+
+    @property
+    def hops(self) -> Hops:
+        return hops(self.mask, self.shards)
+
+    def held(self, step: int) -> Interval:
+        return self.hops.held(self.me, step)
+
+    def made(self, step: int) -> Interval:
+        return self.hops.made(self.me, step)
 
     def pieces(self, step: int) -> tuple[Piece, ...]:
         return step_pieces(self.mask, self.shards, self.me, step)
@@ -83,12 +93,12 @@ def attend_ring_backward(
     coming = None
     for step in range(ring.size):
         pending = _pass_keys(ring, held, step + 1)
-        made = own if step == 0 else _zeros_of_rows(held, _made(ring, step))
+        made = own if step == 0 else _zeros_of_rows(held, ring.made(step))
         need = hull(ring.pieces(step))
         if need != NONE:
             pieces = tuple(p.shift(0, -need[0]) for p in ring.pieces(step))
-            keys = _cut(held, _held(ring, step), need)
-            into = _cut(made, _made(ring, step), need)
+            keys = _cut(held, ring.held(step), need)
+            into = _cut(made, ring.made(step), need)
             add_gradients(grad, q, *_split(keys), out, lse, pieces, ring.scale, (dq, *_split(into)))
         if coming is not None:
             _take_in(ring, coming(), step - 1, made, own)
@@ -154,16 +164,8 @@ def _zeros_of_rows(like: Tensor, rows: Interval) -> Tensor:
 # ---- what goes round
 
 
-def _held(ring: Ring, step: int) -> Interval:
-    return hops(ring.mask, ring.shards).held(ring.me, step)
-
-
-def _made(ring: Ring, step: int) -> Interval:
-    return hops(ring.mask, ring.shards).made(ring.me, step)
-
-
 def _attend_step(ring: Ring, q: Tensor, held: Tensor, step: int, so_far: Softmax | None) -> Softmax:
-    first = _held(ring, step)[0]
+    first = ring.held(step)[0]
     pieces = tuple(p.shift(0, -first) for p in ring.pieces(step))
     if so_far is not None and not pieces:
         return so_far
@@ -172,45 +174,42 @@ def _attend_step(ring: Ring, q: Tensor, held: Tensor, step: int, so_far: Softmax
 
 def _pass_keys(ring: Ring, held: Tensor, step: int) -> Arrived | None:
     """Send on what is held, as far as it is needed from ``step`` on; None if nobody needs any."""
-    if step > max(hops(ring.mask, ring.shards).last):
+    if step > max(ring.hops.last):
         return None
-    rows, come = hops(ring.mask, ring.shards).keys[step][ring.me - step + 1], _held(ring, step)
-    sent = _cut(held, _held(ring, step - 1), rows)
+    rows, come = ring.hops.keys[step][ring.me - step + 1], ring.held(step)
+    sent = _cut(held, ring.held(step - 1), rows)
     return ring.exchange(sent, ring.me + 1, {ring.me - 1: come[1] - come[0]})
 
 
 def _unpacked(flat: Tensor, like: Tensor, ring: Ring, step: int) -> Tensor:
-    first, last = _held(ring, step)
+    first, last = ring.held(step)
     return flat.view(*like.shape[:2], last - first, like.shape[3])
 
 
 def _pass_gradients(ring: Ring, made: Tensor, step: int) -> Arrived:
     """Send on what was made of the shard that is held, or home; its owner may be one's own."""
-    last = hops(ring.mask, ring.shards).last
+    last = ring.hops.last
     shard = (ring.me - step) % ring.size
     to = None if step > last[shard] else shard if step == last[shard] else ring.me + 1
-    return ring.exchange(
-        made if to is not None else made[:, :, :0],
-        to,
-        hops(ring.mask, ring.shards).expected(ring.me, step),
-    )
+    sent = made if to is not None else made[:, :, :0]
+    return ring.exchange(sent, to, ring.hops.expected(ring.me, step))
 
 
 def _take_in(ring: Ring, flat: Tensor, step: int, made: Tensor | None, own: Tensor) -> None:
     """Add the gradients that came after ``step``: to those of the shard now held or its own."""
-    expected, at = hops(ring.mask, ring.shards).expected(ring.me, step), 0
-    grads = hops(ring.mask, ring.shards).grads[step]
+    expected, at = ring.hops.expected(ring.me, step), 0
+    grads = ring.hops.grads[step]
     before = (ring.me - step - 1) % ring.size
     for source in sorted(expected):
         size = expected[source] * own.shape[0] * own.shape[1]
         part = flat[at : at + size].view(*own.shape[:2], expected[source], own.shape[3])
         at += size
-        last = hops(ring.mask, ring.shards).last[ring.me]
+        last = ring.hops.last[ring.me]
         if step == last and source == (ring.me + step) % ring.size:
             _cut(own, (0, own.shape[2]), grads[ring.me]).add_(part)
         else:
             assert made is not None
-            _cut(made, _made(ring, step + 1), grads[before]).add_(part)
+            _cut(made, ring.made(step + 1), grads[before]).add_(part)
 
 
 # ---- all at once

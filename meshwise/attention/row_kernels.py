@@ -10,16 +10,13 @@ from out, where e, the error of the hardware's exp(x), is below 4 + 2|x|.
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwise.attention.merge import SoFar
-from meshwise.attention.rows import Part, View
-
+Tensors = tuple[Tensor, ...]
 _ELEMENTS = 4096  # of a block
-_VIEW = tl.constexpr(len(View._fields))
+_VIEW = tl.constexpr(9)  # numbers that tell a view, as in ``rows.View``
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -39,7 +36,7 @@ def _take(  # type: ignore[no-untyped-def]
 def _row(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, part: tl.constexpr, inverses, views, at, inside, heads
 ):
-    """Which row of the part belongs ``at`` these rows; -1: none."""
+    """Find the row of the part that belongs ``at`` each of these rows; -1: none."""
     row = at
     if KIND == 1:
         row = tl.load(inverses[part] + at, mask=inside, other=-1).to(tl.int64)
@@ -160,7 +157,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def merge(so_far: SoFar, part: Tensor, lse: Tensor) -> None:
+def merge(so_far: Sequence[Tensor], part: Tensor, lse: Tensor) -> None:
     """All [batch, starts, heads, rows] or [batch, rows]; out and part with a last dim D."""
     if part.stride(-1) != 1:
         part = part.contiguous()
@@ -175,47 +172,26 @@ def merge(so_far: SoFar, part: Tensor, lse: Tensor) -> None:
         )  # fmt: skip
 
 
-def combine(parts: Sequence[Part], like: Tensor) -> tuple[Tensor, Tensor]:
-    lse = like.new_empty(like.shape[:-1], dtype=torch.float32)
-    return _mixed(parts, like, lse), lse
-
-
-def total(parts: Sequence[Part], like: Tensor) -> Tensor:
-    return _mixed(parts, like, None)
-
-
-def _mixed(parts: Sequence[Part], like: Tensor, lse: Tensor | None) -> Tensor:
-    if not parts:
-        if lse is not None:
-            lse.fill_(-torch.inf)
-        return like.new_zeros(like.shape)
-    shape, out = like.shape, like.new_empty(like.shape)
-    values = tuple(part.values.contiguous() for part in parts)
-    lses = values if lse is None else tuple(_lse(part) for part in parts)
-    inverses = tuple(
-        held if part.places.inverse is None else part.places.inverse
-        for part, held in zip(parts, values, strict=True)
+def mix(
+    out: Tensor, lse: Tensor | None, values: Tensors, lses: Tensors,
+    inverses: Sequence[Tensor | None], views: Sequence[Sequence[int] | None], heads: int,
+) -> None:  # fmt: skip
+    """Write into ``out`` [B, size, D], and into ``lse`` [B, size], the mix of contiguous parts
+    [B, k, D] and [B, k]; without ``lse`` their sum. A part's rows belong where its inverse map
+    says, or its view of tokens * ``heads``; with neither they are all rows, in order."""
+    kinds = tuple(
+        1 if inverse is not None else 2 if view is not None else 0
+        for inverse, view in zip(inverses, views, strict=True)
     )
-    views = [part.places.view or View(*[1] * len(View._fields)) for part in parts]
-    block, padded = _block(shape[-1])
-    grid = (triton.cdiv(shape[1], block), shape[0])
-    _mix[grid](
-        values, lses, inverses, tuple(number for view in views for number in view),
-        tuple(held.shape[1] for held in values), out, out if lse is None else lse, shape[1],
-        max(part.places.heads for part in parts), len(parts), tuple(map(_kind, parts)),
-        lse is not None, shape[-1], padded, block,
+    unused = values[0]
+    block, padded = _block(out.shape[-1])
+    _mix[triton.cdiv(out.shape[1], block), len(out)](
+        values, values if lse is None else lses,
+        tuple(unused if inverse is None else inverse for inverse in inverses),
+        tuple(number for view in views for number in view or [1] * _VIEW.value),
+        tuple(part.shape[1] for part in values), out, out if lse is None else lse, out.shape[1],
+        heads, len(values), kinds, lse is not None, out.shape[-1], padded, block,
     )  # fmt: skip
-    return out
-
-
-def _kind(part: Part) -> int:
-    """0: all rows in order; 1: by a map; 2: by a view."""
-    return 1 if part.places.inverse is not None else 2 if part.places.view is not None else 0
-
-
-def _lse(part: Part) -> Tensor:
-    assert part.lse is not None
-    return part.lse.contiguous()
 
 
 def _block(width: int) -> tuple[int, int]:

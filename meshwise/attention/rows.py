@@ -17,9 +17,9 @@ MOST_PARTS = 32  # of one kernel, which is compiled for their number
 
 
 class View(NamedTuple):
-    """Of tokens * heads: in each of ``segments`` segments of ``width`` tokens from ``start`` on,
-    ``rows`` tokens ``rate`` apart from ``phase`` on; and ``heads`` heads ``step`` apart from
-    ``first`` on."""
+    """Some rows of tokens * heads: in each of ``segments`` segments of ``width`` tokens from
+    ``start`` on, ``rows`` tokens ``rate`` apart from ``phase`` on; and ``heads`` heads ``step``
+    apart from ``first`` on."""
 
     start: int
     segments: int
@@ -87,9 +87,9 @@ def unselect(x: Tensor, at: Tensor | View, batch: int) -> Tensor:
 def take(x: Tensor, index: Tensor) -> Tensor:
     """x [B, rows, ...], index of any shape: [B, *index.shape, ...]."""
     if _fused(x) and x.dim() == 3:
-        from meshwise.attention.row_kernels import take as fused
+        from meshwise.attention import row_kernels
 
-        return fused(x.contiguous(), index)
+        return row_kernels.take(x.contiguous(), index)
     found: Tensor = x.index_select(1, index.flatten()).unflatten(1, index.shape)
     return found
 
@@ -97,10 +97,9 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 def combine(parts: Sequence[Part], like: Tensor) -> tuple[Tensor, Tensor]:
     """Mixes parts by their log-sum-exp (``merge``): out as ``like`` [B, size, D], lse [B, size].
     Rows that no part has are 0 and -inf."""
-    if _fused(like, parts):
-        from meshwise.attention.row_kernels import combine as fused
-
-        return fused(parts, like)
+    if _fused(like, len(parts)):
+        lse = like.new_empty(like.shape[:-1], dtype=torch.float32)
+        return _mixed(parts, like, lse), lse
     so_far = nothing(like.shape, like.device)
     for part in parts:
         assert part.lse is not None
@@ -116,10 +115,8 @@ def combine(parts: Sequence[Part], like: Tensor) -> tuple[Tensor, Tensor]:
 
 def total(parts: Sequence[Part], like: Tensor) -> Tensor:
     """Adds parts up, in fp32 or fp64: as ``like`` [B, size, D]."""
-    if _fused(like, parts):
-        from meshwise.attention.row_kernels import total as fused
-
-        return fused(parts, like)
+    if _fused(like, len(parts)):
+        return _mixed(parts, like, None)
     out = torch.zeros(like.shape, dtype=wide(like.dtype), device=like.device)
     for part in parts:
         values = part.values.to(out.dtype)
@@ -130,8 +127,19 @@ def total(parts: Sequence[Part], like: Tensor) -> Tensor:
     return out.to(like.dtype)
 
 
-def _fused(x: Tensor, parts: Sequence[Part] = ()) -> bool:
-    return x.is_cuda and x.dtype != torch.float64 and len(parts) <= MOST_PARTS
+def _fused(x: Tensor, parts: int = 1) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and 0 < parts <= MOST_PARTS
+
+
+def _mixed(parts: Sequence[Part], like: Tensor, lse: Tensor | None) -> Tensor:
+    from meshwise.attention import row_kernels
+
+    values = tuple(part.values.contiguous() for part in parts)
+    lses = tuple(part.lse.contiguous() for part in parts if part.lse is not None)
+    _, heads, views, _, inverses = zip(*(part.places for part in parts), strict=True)
+    out = like.new_empty(like.shape)
+    row_kernels.mix(out, lse, values, lses, inverses, views, max(heads))
+    return out
 
 
 def _where(part: Part) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds, and what goes with them.
+"""Share the tokens of a sequence among ranks, with their positions, labels and weights.
 
 A ``Shards`` is, for each rank, the intervals [start, stop) of global positions that it holds, in
 the order of its local rows. Torch-free.
@@ -18,7 +18,7 @@ Interval = tuple[int, int]
 
 
 class Shards(NamedTuple):
-    """``intervals[rank]``: what it holds, in local order. All together cover [0, seq_len) once."""
+    """``intervals[rank]``: its tokens, in local order. All together cover [0, seq_len) once."""
 
     intervals: tuple[tuple[Interval, ...], ...]
 
@@ -32,7 +32,7 @@ class Shards(NamedTuple):
 
 
 class _Told(TypedDict, total=False):
-    """Types of what the helpers are told."""
+    """Types of the helpers' arguments."""
 
     seq_len: int
     ranks: int
@@ -92,6 +92,6 @@ def next_tokens(shards: Shards, rank: int) -> npt.NDArray[np.int64]:
 
 
 def loss_weight(shards: Shards, rank: int) -> float:
-    """What this rank's mean loss counts in the mean over all tokens that have a label."""
+    """The weight of this rank's mean loss in the mean over all tokens that have a label."""
     labels = int((next_tokens(shards, rank) >= 0).sum())
     return labels / max(1, shards.seq_len - 1)

@@ -1,4 +1,4 @@
-"""Which rows of a dilated branch go where when its segments span ranks, and which tasks run there.
+"""Share out a dilated branch whose segments span ranks: which rows go where, which tasks run there.
 
 In: a branch, the shards, a way. ``gather`` and ``ring``: a query stays, and the keys and values of
 its segment come, all at once or from one rank after another. ``heads``: a rank takes whole tasks of
@@ -44,42 +44,40 @@ def needs(op: LongAttention, branch: Branch, shards: Shards, way: str) -> Needs:
             owner = owners(branch, every, shards)
             for rank in np.unique(owner):
                 mine = owner == rank
-                queries[rank].append(_ids(op, every, "query")[mine].ravel())
-                keys[rank].append(_ids(op, every, "key")[mine].ravel())
+                for found, ids in zip((queries, keys), _ids(op, every), strict=True):
+                    found[rank].append(ids[mine].ravel())
         return Needs([[_sorted(of) for of in keys]], [_sorted(of) for of in queries])
-    rounds = ranks - 1 if way == "ring" else 1
-    found: list[list[list[Ints]]] = [[[] for _ in range(ranks)] for _ in range(rounds)]
+    rounds: list[list[list[Ints]]] = [
+        [[] for _ in range(ranks)] for _ in range(ranks - 1 if way == "ring" else 1)
+    ]
     for every in tasks(branch, op.seq_len):
-        holder, ids = holders(shards, every.position), _ids(op, every, "key")
+        holder, (_, ids) = holders(shards, every.position), _ids(op, every)
         for rank in range(ranks):
-            remote = _remote(op, holder, rank)
-            for i in range(rounds):
-                at = remote & ((rank - holder) % ranks == i + 1) if way == "ring" else remote
-                found[i][rank].append(ids[at])
-    return Needs([[_sorted(of) for of in each] for each in found], [none] * ranks)
+            for each, remote in zip(rounds, _remote(op, holder, rank, ranks, way), strict=True):
+                each[rank].append(ids[remote])
+    return Needs([[_sorted(of) for of in each] for each in rounds], [none] * ranks)
 
 
 def calls(
     op: LongAttention, branch: Branch, shards: Shards, way: str, rank: int
 ) -> list[list[Call]]:
-    """What ``rank`` computes, round by round; the first round needs nothing from others, but by
+    """List what ``rank`` computes, round by round. The first round needs nothing from others; by
     ``heads`` it is the only one and needs all."""
     if way == "heads":
         own = []
         for every in tasks(branch, op.seq_len):
             mine = owners(branch, every, shards) == rank
-            query, key = _both(op, every)
+            query, key = _ids(op, every)
             own.append(Call(_heads(every)[mine], query[mine], key[mine], op.causal))
         return [[call for call in own if len(call.head)]]
     ranks = len(shards.lengths)
     rounds: list[list[Call]] = [[] for _ in range(ranks if way == "ring" else 2)]
     for every in tasks(branch, op.seq_len):
         holder = holders(shards, every.position)
-        here, remote = holder == rank, _remote(op, holder, rank)
+        here = holder == rank
         rounds[0] += _grouped(op, every, here, here, op.causal)
-        for i in range(1, len(rounds)):
-            there = remote & ((rank - holder) % ranks == i) if way == "ring" else remote
-            rounds[i] += _grouped(op, every, here, there, False)
+        for each, there in zip(rounds[1:], _remote(op, holder, rank, ranks, way), strict=True):
+            each += _grouped(op, every, here, there, False)
     return rounds
 
 
@@ -101,19 +99,23 @@ def owners(branch: Branch, every: Tasks, shards: Shards) -> Ints:
     return found
 
 
-def _remote(op: LongAttention, holder: Ints, rank: int) -> Ints:
-    """Rows [segments, heads, rows] that others hold and tasks of this rank's queries attend."""
+def _remote(op: LongAttention, holder: Ints, rank: int, ranks: int, way: str) -> Iterator[Ints]:
+    """Rows [segments, heads, rows] that others hold and tasks of this rank's queries attend, by
+    the round in which they come: one round, or a rank after another of the ring."""
     concerned = (holder == rank).any(-1, keepdims=True)
-    elsewhere = holder < rank if op.causal else holder != rank
-    remote: Ints = concerned & elsewhere
-    return remote
+    remote: Ints = concerned & (holder < rank if op.causal else holder != rank)
+    if way != "ring":
+        yield remote
+        return
+    for i in range(1, ranks):
+        yield remote & ((rank - holder) % ranks == i)
 
 
 def _grouped(
     op: LongAttention, every: Tasks, here: Ints, there: Ints, causal: bool
 ) -> Iterator[Call]:
     """Tasks with equally many rows ``here`` and ``there`` [segments, heads, rows] together."""
-    queries, keys = _both(op, every)
+    queries, keys = _ids(op, every)
     num_here, num_there = here.sum(-1), there.sum(-1)
     sizes = np.stack([num_here, num_there], -1).reshape(-1, 2)
     for count_here, count_there in np.unique(sizes, axis=0).tolist():
@@ -127,16 +129,11 @@ def _grouped(
             )
 
 
-def _both(op: LongAttention, every: Tasks) -> tuple[Ints, Ints]:
-    return _ids(op, every, "query"), _ids(op, every, "key")
-
-
-def _ids(op: LongAttention, every: Tasks, of: str) -> Ints:
-    if of == "query":
-        ids: Ints = every.position * op.heads + every.head[:, None]
-    else:
-        ids = every.position * op.kv_heads + (every.head * op.kv_heads // op.heads)[:, None]
-    return ids
+def _ids(op: LongAttention, every: Tasks) -> tuple[Ints, Ints]:
+    """Ids of the tasks' rows, as queries and as keys."""
+    key_head = every.head * op.kv_heads // op.heads
+    queries = every.position * op.heads + every.head[:, None]
+    return queries, every.position * op.kv_heads + key_head[:, None]
 
 
 def _heads(every: Tasks) -> Ints:

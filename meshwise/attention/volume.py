@@ -1,5 +1,6 @@
-"""Which heads and rows dense attention moves between ranks, how many bytes that is, and what way to
-go. Torch-free.
+"""Count the heads and rows that dense attention moves between ranks, in bytes, and choose its way.
+
+Torch-free.
 
 With L rows a rank, widths in bytes of one row of all heads (q, k) in the tensors' dtype and in the
 accumulators' (wide), a rank receives, at most, forward | backward:
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from meshwise.attention.pieces import Mask, Piece, local_pieces
 from meshwise.attention.shards import Interval, Shards
 from meshwise.prices import Prices
-from meshwise.spec import DTYPE_BYTES, Attention, Collective
+from meshwise.spec import Attention, Collective
 from meshwise.spec.long_attention import LongAttention
 
 NONE: Interval = (0, 0)
@@ -101,9 +102,9 @@ def slices(op: LongAttention, degree: int, ranks: int) -> tuple[Slice, ...]:
     """The heads of ``degree`` ranks in one exchange, or in several where there is much to send."""
     each, count = shares(op.heads, op.kv_heads, degree), 1
     q_heads, key_heads = op.heads // degree, op.kv_heads // degree
-    size = op.batch * op.seq_len * (op.heads + 2 * op.kv_heads) * op.head_dim // ranks
+    size = op.seq_len * (op.heads + 2 * op.kv_heads) * op.row_bytes
     divides = op.kv_heads % ranks == 0 and degree == ranks
-    if divides and size * DTYPE_BYTES[op.dtype] >= SLICE_BYTES:
+    if divides and size >= SLICE_BYTES * ranks:
         count = next((n for n in range(2, key_heads + 1) if key_heads % n == 0), 1)
     if count == 1:
         return (Slice([s[:2] for s in each], [s[2:] for s in each]),)
@@ -309,8 +310,7 @@ def _transfers(
     degree = degree_of(way, op.kv_heads, ranks)
     if ranks == 1:
         return [], []
-    row = op.batch * op.head_dim * DTYPE_BYTES[op.dtype]
-    wide_row = op.batch * op.head_dim * max(4, DTYPE_BYTES[op.dtype])
+    row, wide_row = op.row_bytes, op.wide_row_bytes
     mask = Mask(op.causal, op.window, documents)
     if way == "gather":
         return _for_gather(shards, mask, 2 * op.kv_heads * row, 2 * op.kv_heads * wide_row)

@@ -7,7 +7,7 @@ Exit codes: 0 done, 2 bad input, 3 a comparison gate failed, 4 some cases failed
 import logging
 import sys
 from os.path import exists
-from typing import NoReturn, get_origin
+from typing import NoReturn, get_args, get_origin
 
 import cyclopts
 
@@ -57,7 +57,7 @@ def _app() -> cyclopts.App:
 def _commas(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentCollection) -> None:
     """Take 128,256 for 128 256 in every list; the name of a file that is there stays whole."""
     for argument in arguments:
-        if get_origin(argument.hint) is tuple:
+        if get_origin(argument.hint) is tuple and bool not in get_args(argument.hint):
             argument.tokens[:] = [
                 token.evolve(value=part)
                 for token in argument.tokens
@@ -122,7 +122,7 @@ def _done(arguments: list[str] | None) -> int:
             raise
         return _say(str(error), SOME_FAILED)
     except (ValueError, OSError) as error:
-        return _say(str(error), BAD_INPUT)
+        return _say(getattr(error, "typed", str(error)), BAD_INPUT)
 
 
 def _say(message: str, code: int) -> int:
@@ -138,7 +138,7 @@ class _Plain(logging.Formatter):
 
 
 def _log_to_stderr() -> None:
-    """What verbs tell: which files they took, what they wrote. Rank 0 alone."""
+    """Show which files verbs took and what they wrote. Rank 0 alone."""
     from meshwise.verbs import job
 
     log = logging.getLogger("meshwise")

@@ -5,16 +5,14 @@ In: ``RingSettings.seq_lengths = (0,): ...``. Out: ``--seq-lengths = (0,): ...``
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 _FIELD = re.compile(r"(?:[A-Z]\w*\.)?(\w+)(?= = )")
 
 
 @contextlib.contextmanager
-def as_typed(fields: Iterable[str], **others: str) -> Iterator[None]:
-    """``fields``: those with a flag of their name; ``others``: fields with another flag. Of any
-    other field the record's name is left out."""
-    flags = {field: field for field in fields} | others
+def as_typed(flags: Mapping[str, str]) -> Iterator[None]:
+    """``flags``: by field. Of any other field the record's name is left out."""
     try:
         yield
     except ValueError as error:

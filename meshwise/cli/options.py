@@ -1,26 +1,30 @@
-"""Options that several verbs share."""
+"""Flags of the records in ``meshwise.options``, and those that only the command line has."""
 
+import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, default_name_transform
+
+from meshwise import options
 
 Json = Annotated[bool, Parameter(help="Print one JSON document on standard output.")]
-DryRun = Annotated[bool, Parameter(help="Say what would be done, do and write nothing.")]
-Numbers = Annotated[tuple[int, ...], Parameter(consume_multiple=(1, None))]
 Runs = Annotated[str, Parameter(help="Where run directories are.")]
 
-# models.catalogue.names(), spelt out since --help imports no room; a test compares them
-MODELS = (
-    "gpt-30m", "gpt-125m", "gpt-350m", "gpt-760m", "gpt-1.3b", "gpt-2.6b", "gpt-6.7b", "gpt-15b",
-    "gpt-39b", "gpt-76b",
-)  # fmt: skip
 
-DECODERS = (  # models.catalogue.decoder_names(), likewise
-    "llama-2-7b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b",
-    "llama-3.1-405b", "mixtral-8x7b", "mixtral-8x22b", "deepseek-v2-lite", "deepseek-v2",
-    "deepseek-v3", "qwen3-235b-a22b", "gpt-oss-120b", "llama-4-maverick",
-)  # fmt: skip
+def flags(record: Any, *hidden: str, lists: bool = False) -> Parameter:
+    """A flag for every field of the record but the ``hidden`` and those for Python alone; those of
+    all verbs come last. ``lists``: values follow a flag without its being repeated."""
+    fields, shared = record.__dataclass_fields__.items(), vars(options.Started())
+    record.__dataclass_fields__ = dict(sorted(fields, key=lambda one: one[0] in shared))
+    called = {name: rule.name for name, rule in options.rules(record).items()}
+    none = "|".join([*hidden, *(name for name, flag in called.items() if not flag)])
+    return Parameter(
+        name="*",
+        name_transform=lambda name: default_name_transform(called.get(name, name)),
+        consume_multiple=(1, None) if lists else None,
+        parse=re.compile(f"^(?!({none})$)"),
+    )
 
 
 @Parameter(name="*")
@@ -51,17 +55,3 @@ class Size:
 
 
 ANY = Size()
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class Waits:
-    """How long ranks wait for each other. Longer by default where processes share cores."""
-
-    timeout: str | None = None
-    "In a collective or at a barrier; 30s by default."
-    setup_timeout: str | None = None
-    "At the start, and while ranks compile, load or save; 10m by default."
-
-
-WAITS = Waits()

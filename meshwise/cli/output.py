@@ -1,4 +1,4 @@
-"""What a verb prints: tables for people, or one JSON document for programs. Rank 0 alone."""
+"""Print what a verb found: tables for people, or one JSON document for programs. Rank 0 alone."""
 
 import sys
 from collections.abc import Iterable

@@ -1,171 +1,67 @@
 """``meshwise refit``: Megatron's refit benchmark under its flags, and more."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 import meshwise
-from meshwise.cli.options import ANY, WAITS, Json, Runs, Size, Waits
+from meshwise.cli.options import ANY, Json, Size, flags
 from meshwise.cli.output import DONE, code_of, emit, say
+from meshwise.options.refit import Inference, Order, Refit, Sizes, Training
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
     from meshwise.spec.refit import Forecast
 
-Order = Literal["plain", "megatron", "engine"]
+CHANGED = 0.02  # as a step of reinforcement learning changes bf16 weights, or fewer
+_OF_MEGATRON = ("--seq-length", "--max-position-embeddings", "--micro-batch-size",
+                "--transformer-impl", "--normalization", "--position-embedding-type",
+                "--tokenizer-type", "--num-workers", "--distributed-timeout-minutes")  # fmt: skip
+_SWITCHES = ("--group-query-attention", "--untie-embeddings-and-output-weights",
+             "--disable-bias-linear", "--no-load-checkpoint")  # fmt: skip
+_TAKEN = "Of Megatron's command lines, taken and left aside: weights do not depend on it."
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """How training and inference are laid out; inference as training unless given."""
+class Typed:
+    """Flags that only the command line has."""
 
-    tensor_model_parallel_size: int | None = None
-    "Of training."
-    pipeline_model_parallel_size: int | None = None
-    "Of training."
-    expert_model_parallel_size: int | None = None
-    "Of training; it multiplies the ranks, as in Megatron's benchmark."
-    expert_tensor_parallel_size: int | None = None
-    "Of training's experts; by default the tensor-model-parallel size."
-    fsdp_size: int | None = None
-    "Shards of training by FSDP2."
-    rl_inference_tensor_model_parallel_size: int | None = None
-    "Of inference."
-    rl_inference_pipeline_model_parallel_size: int | None = None
-    "Of inference."
-    rl_inference_expert_model_parallel_size: int | None = None
-    "Of inference."
-    rl_inference_expert_tensor_model_parallel_size: int | None = None
-    "Of inference's experts."
-    train_order: Order = "megatron"
-    "Names and order within fused tensors of training."
-    inference_order: Order = "engine"
-    "The same of inference; engine is vLLM's."
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The model; a scenario's own unless given."""
-
-    model: str | None = None
-    "A name of the catalogue, as llama-3-8b, or a Hugging Face config.json or its folder."
-    num_layers: int | None = None
-    "Layers."
-    hidden_size: int | None = None
-    "Width."
-    ffn_hidden_size: int | None = None
-    "Width of the feed-forward; by default 4 x hidden, with --swiglu 8/3 x."
-    num_attention_heads: int | None = None
-    "Heads."
-    num_query_groups: int | None = None
-    "Heads of k and v; by default as many as heads."
-    num_experts: int | None = None
-    "Experts in place of each feed-forward."
-    moe_ffn_hidden_size: int | None = None
-    "Width of an expert; by default the feed-forward's."
-    vocab_size: int | None = None
-    "Tokens; padded as Megatron and vLLM do."
-    seq_length: int | None = None
-    "Accepted and of no effect: weights do not depend on it."
-    max_position_embeddings: int | None = None
-    "Accepted and of no effect: positions are rotary."
-    micro_batch_size: int | None = None
-    "Accepted and of no effect: nothing is trained."
-    group_query_attention: bool = False
-    "Accepted and of no effect: --num-query-groups says it."
-    transformer_impl: str | None = None
-    "Accepted and of no effect: nothing is computed."
-    normalization: str | None = None
-    "Accepted and of no effect: norms have a weight each."
-    position_embedding_type: str | None = None
-    "Accepted and of no effect: positions are rotary."
-    tokenizer_type: str | None = None
-    "Accepted and of no effect: --vocab-size says it."
-    num_workers: int | None = None
-    "Accepted and of no effect: no data is read."
-    distributed_timeout_minutes: int | None = None
-    "Accepted and of no effect: --timeout says it."
     bf16: bool = False
     "Weights in bf16; of --model the default. Megatron's scenarios are fp32, others bf16."
     fp16: bool = False
     "Weights in fp16."
     fp32: bool = False
     "Weights in fp32."
-    swiglu: bool = False
-    "Gated feed-forwards."
-    untie_embeddings_and_output_weights: bool = False
-    "Accepted and of no effect: they are untied here."
-    disable_bias_linear: bool = False
-    "Accepted and of no effect: there are no biases here."
-    no_load_checkpoint: bool = False
-    "Accepted and of no effect: weights are synthetic."
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class Manner:
-    """How weights are moved."""
-
-    cap: str = "512MiB"
-    "Extra memory that a GPU may use."
-    verify: Literal["hash", "full", "off"] = "hash"
-    "In every refit: hash what was sent against what was received, read memory again (full), or no."
-    atomic: bool = False
-    "Keep the old weights whole until the new ones are verified."
+    train_order: Order = "megatron"
+    "Names and order within fused tensors of training."
+    inference_order: Order = "engine"
+    "The same of inference; engine is vLLM's."
     delta: bool = False
-    "Send only what changed."
-    changed: float | None = None
-    "With --delta: the share of the weights that changes before each refit, by default 0.02."
-    place: bool = False
-    "Renumber the inference ranks so that the fewest bytes travel."
+    "Send only what changed: --changed, by default 0.02, of the weights."
+    check: Annotated[bool, Parameter(negative="--no-check")] = True
+    "Compare every destination element once, outside the timing."
+    megatron: Annotated[tuple[str, ...], Parameter(name=_OF_MEGATRON, help=_TAKEN)] = ()
+    switches: Annotated[tuple[bool, ...], Parameter(name=_SWITCHES, help=_TAKEN)] = ()
 
 
-_SIZES = {
-    "layers": "num_layers", "hidden": "hidden_size", "ffn": "ffn_hidden_size",
-    "heads": "num_attention_heads", "kv_heads": "num_query_groups", "num_experts": "num_experts",
-    "expert_ffn": "moe_ffn_hidden_size", "vocab": "vocab_size",
-}  # fmt: skip
-_TRAIN = {
-    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size", "fsdp": "fsdp_size",
-}  # fmt: skip
-_INFER = {
-    "tp": "rl_inference_tensor_model_parallel_size",
-    "pp": "rl_inference_pipeline_model_parallel_size",
-    "ep": "rl_inference_expert_model_parallel_size",
-    "etp": "rl_inference_expert_tensor_model_parallel_size",
-}
-CHANGED = 0.02  # as a step of reinforcement learning changes bf16 weights, or fewer
-_LARGEST = 2**24  # of a size or a degree
-
-AS_SCENARIO, AS_MODEL, USUAL = Degrees(), Sizes(), Manner()
+AS_SCENARIO, AS_TRAINED, AS_MODEL, AS_TYPED, USUAL = (
+    Training(), Inference(), Sizes(), Typed(), Refit()
+)  # fmt: skip
 
 
 def refit(
     *,
-    scenario: tuple[str, ...] = (),
-    refit_mode: Literal["collocated", "non-collocated", "all"] | None = None,
-    refit_method: Literal["nccl", "nvshmem", "gloo", "ipc", "auto", "all"] = "auto",
-    num_benchmark_warmup: int = 2,
-    num_benchmark_iterations: int = 10,
-    degrees: Degrees = AS_SCENARIO,
-    sizes: Sizes = AS_MODEL,
-    manner: Manner = USUAL,
-    check: Annotated[bool, Parameter(negative="--no-check")] = True,
+    asked: Annotated[Refit, flags(Refit)] = USUAL,
+    train: Annotated[Training, flags(Training)] = AS_SCENARIO,
+    infer: Annotated[Inference, flags(Inference)] = AS_TRAINED,
+    sizes: Annotated[Sizes, flags(Sizes)] = AS_MODEL,
+    typed: Typed = AS_TYPED,
     step_time: str | None = None,
-    rate: str | None = None,
-    figure: str | None = None,
     list_: Annotated[bool, Parameter(name="--list")] = False,
-    dry_run: bool = False,
-    cluster: str = "cluster.toml",
     size: Size = ANY,
-    waits: Waits = WAITS,
-    output_dir: str | None = None,
-    runs: Runs = "runs",
     json: Json = False,
 ) -> int:
     """Move a model's weights from a training to an inference layout; time and check it.
@@ -175,50 +71,44 @@ def refit(
 
     Parameters
     ----------
-    scenario
-        A name or a number of the menu (--list); may be repeated. Options change it. By default the
-        degrees given, of a small GPT.
-    refit_mode
-        The two models on the same GPUs, or on different ones, or both measured. By default the
-        scenario's.
-    refit_method
-        How weights travel; auto is the fastest that works here, all measures each.
-    num_benchmark_warmup
-        Untimed refits.
-    num_benchmark_iterations
-        Timed refits.
-    check
-        Compare every destination element once, outside the timing.
     step_time
         Of a training step, as 2s: shows which share of it a refit takes.
-    rate
-        Of a GPU's links, as 373GB/s, for the bounds; by default the cluster's.
-    figure
-        With --dry-run: draw the (first) transfer into this SVG file.
     list_
         Name the scenarios and do nothing.
-    dry_run
-        Say what would move, how fast it could be and what binds; needs no GPU.
-    cluster
-        The machine. Of a dry run the hosts and links, by default h200-hgx.
-    output_dir
-        Where logs/RUN_ID.log goes; by default OUTPUT_DIR, else benchmark_results.
     """
     if list_:
         return _list(json)
     step_s = _step_s(step_time)
     found = meshwise.refit(
-        *scenario, **_model(sizes), **_layouts(degrees),
-        mode=refit_mode, method=refit_method, cap=manner.cap, verify=manner.verify,
-        atomic=manner.atomic, changed=_changed(manner),
-        place=manner.place, check=check,
-        warmup=num_benchmark_warmup, iterations=num_benchmark_iterations, rate=rate,
-        cluster=cluster, nproc=size.ranks, **asdict(waits), runs=runs, output_dir=output_dir,
-        dry_run=dry_run, figure=figure,
-    )  # fmt: skip
+        replace(
+            asked,
+            train=train.said(),
+            infer=infer.said(),
+            sizes=sizes.said(),
+            dtype=_dtype(typed),
+            orders=(typed.train_order, typed.inference_order),
+            changed=_changed(asked, typed),
+            check=typed.check,
+            nproc=size.ranks,
+        )
+    )
     if isinstance(found, list):
         return _forecasts(found, step_s, json)
     return _results(found, step_s, json) if job.leads() else DONE
+
+
+def _dtype(typed: Typed) -> str | None:
+    dtypes = [dtype for dtype in ("bf16", "fp16", "fp32") if getattr(typed, dtype)]
+    if len(dtypes) > 1:
+        raise ValueError(f"--{' and --'.join(dtypes)}: give one of them")
+    return dtypes[0] if dtypes else None
+
+
+def _changed(asked: Refit, typed: Typed) -> float | None:
+    """The share that changes; None where all is sent."""
+    if not typed.delta and asked.changed is not None:
+        raise ValueError(f"changed = {asked.changed}: is of what --delta sends; add --delta")
+    return CHANGED if typed.delta and asked.changed is None else asked.changed
 
 
 def _step_s(text: str | None) -> float | None:
@@ -228,41 +118,6 @@ def _step_s(text: str | None) -> float | None:
     if step_s is not None and not 1e-9 <= step_s < 1e9:
         raise ValueError(f"step_time = {text!r}: must be some time, as 2s")
     return step_s
-
-
-def _changed(manner: Manner) -> float | None:
-    """The share that changes; None where all is sent."""
-    if manner.delta:
-        return CHANGED if manner.changed is None else manner.changed
-    if manner.changed is not None:
-        raise ValueError(f"changed = {manner.changed}: is of what --delta sends; add --delta")
-    return None
-
-
-def _given(options: object, names: dict[str, str]) -> dict[str, int]:
-    found = {field: getattr(options, name) for field, name in names.items()}
-    for field, value in found.items():
-        if value is not None and not 1 <= value <= _LARGEST:
-            raise ValueError(f"{names[field]} = {value}: must be >= 1 and <= {_LARGEST}")
-    return {field: value for field, value in found.items() if value is not None}
-
-
-def _model(sizes: Sizes) -> dict[str, Any]:
-    dtypes = [dtype for dtype in ("bf16", "fp16", "fp32") if getattr(sizes, dtype)]
-    if len(dtypes) > 1:
-        raise ValueError(f"--{' and --'.join(dtypes)}: give one of them")
-    given: dict[str, Any] = _given(sizes, _SIZES)
-    if sizes.swiglu:
-        given["gated"] = True
-    return {"model": sizes.model, "sizes": given, "dtype": dtypes[0] if dtypes else None}
-
-
-def _layouts(degrees: Degrees) -> dict[str, Any]:
-    return {
-        "train": _given(degrees, _TRAIN),
-        "infer": _given(degrees, _INFER),
-        "orders": (degrees.train_order, degrees.inference_order),
-    }
 
 
 def _list(json: bool) -> int:

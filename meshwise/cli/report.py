@@ -42,12 +42,12 @@ def report(
         return _scaling(scaling, output_dir, json)
     if output_dir is not None:
         raise ValueError(f"output_dir = {output_dir!r}: is of --scaling; otherwise give --out")
-    from meshwise.pages import ran
+    from meshwise.pages import steps
     from meshwise.verbs.report import gather, write
 
     contents = gather(runs, costs, plan, run)
     path = write(contents, out)
-    emit({"path": str(path), "results": contents.results}, ran.steps(contents.results), json)
+    emit({"path": str(path), "results": contents.results}, steps.tables(contents.results), json)
     if not json:
         say(str(path))
     return DONE
@@ -55,7 +55,7 @@ def report(
 
 def _scaling(results_dir: str, output_dir: str | None, json: bool) -> int:
     from meshwise.pages import scaling_report
-    from meshwise.pages.scaling import read
+    from meshwise.pages.scaling import read, tables
     from meshwise.verbs.report import write_scaling
 
     found = read(results_dir)
@@ -63,7 +63,7 @@ def _scaling(results_dir: str, output_dir: str | None, json: bool) -> int:
     said = scaling_report.conclusions(found)
     rows = [row._asdict() for row in found.rows]
     document = {"paths": paths, "conclusions": said, "rows": rows}
-    emit(document, scaling_report.tables(found), json)
+    emit(document, tables(found), json)
     if not json:
         say(*(f"- {line}" for line in said), *paths)
     return DONE

@@ -1,15 +1,18 @@
 """``meshwise show``: files of ours, or a pattern of attention."""
 
-import inspect
-from typing import Literal
+from typing import Annotated
 
 import cyclopts
 from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.flags import as_typed
-from meshwise.cli.options import Json, Numbers
+from meshwise.cli.options import Json, flags
 from meshwise.cli.output import DONE, SOME_FAILED, emit
+from meshwise.options.ring import Pattern
+
+USUAL = Pattern()
+Flags = Annotated[Pattern, flags(Pattern, lists=True)]
 
 show = cyclopts.App(
     name="show",
@@ -52,71 +55,16 @@ def file(
 
 @show.command(sort_key=0)
 def pattern(
-    *,
-    segment_lengths: Numbers = (),
-    dilation_rates: Numbers = (),
-    seq_len: int = 65536,
-    heads: int = 12,
-    kv_heads: int | None = None,
-    head_dim: int = 64,
-    batch: int = 1,
-    dtype: Literal["fp32", "bf16", "fp16"] = "bf16",
-    offsets: Literal["mod", "block", "group"] = "mod",
-    offset_heads: Literal["query", "kv"] = "query",
-    causal: bool = False,
-    window: int | None = None,
-    zigzag: bool = False,
-    ranks: int = 8,
-    figure: str | None = None,
-    json: Json = False,
+    *, asked: Annotated[Pattern, flags(Pattern, lists=True)] = USUAL, json: Json = False
 ) -> int:
-    """What a pattern of attention covers, costs and moves, before any GPU is touched.
+    """Say what a pattern of attention covers, costs and moves, before any GPU is touched.
 
     Dilated as LongNet's where --segment-lengths and --dilation-rates are given, else dense.
-
-    Parameters
-    ----------
-    segment_lengths
-        Of each branch, as 2048,4096,8192.
-    dilation_rates
-        Of each branch, as 1,2,4.
-    seq_len
-        Tokens in all.
-    heads
-        Of queries.
-    kv_heads
-        Of keys and values; by default as many.
-    head_dim
-        Width of a head.
-    batch
-        Sequences.
-    dtype
-        Of queries, keys and values.
-    offsets
-        Which rows a head keeps: head mod rate (LongNet), blocks of heads (torchscale), or each
-        branch its own group of heads.
-    offset_heads
-        Whether query heads or key-value heads are counted for that.
-    causal
-        A query sees keys up to itself.
-    window
-        Of dense causal attention: keys a query sees at most.
-    zigzag
-        Of dense attention: rank r holds chunks r and 2n-1-r of 2n.
-    ranks
-        That share the sequence.
-    figure
-        Draw who attends whom into this SVG file.
     """
     from meshwise.pages import pattern as page
     from meshwise.verbs import show as verb
 
-    with as_typed(inspect.signature(pattern).parameters):
-        found = verb.pattern(
-            segment_lengths=segment_lengths, dilation_rates=dilation_rates,
-            seq_len=seq_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=batch,
-            dtype=dtype, offsets=offsets, offset_heads=offset_heads, causal=causal, window=window,
-            zigzag=zigzag, ranks=ranks, figure=figure,
-        )  # fmt: skip
+    with as_typed({name: name for name in vars(asked)}):
+        found = verb.pattern(asked)
     emit(found, page.of(found), json)
     return DONE

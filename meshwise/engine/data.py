@@ -41,7 +41,7 @@ def batches(
     *,
     steps: int,
     seed: int,
-    file: str | None,
+    file: Path | str | None,
     rows: Rows,
     first: int = 0,
 ) -> Batches:
@@ -79,7 +79,7 @@ def _images(model: WideResNet, workload: Workload, steps: range, seed: int, rows
     return Batches(inputs, targets)
 
 
-def open_tokens(file: str, seq_len: int) -> npt.NDArray[np.integer]:
+def open_tokens(file: Path | str, seq_len: int) -> npt.NDArray[np.integer]:
     """Map a token file that holds at least one window."""
     path = Path(file)
     if not path.is_file():

@@ -1,8 +1,9 @@
 """Greedy decoding, token by token, with keys and values kept, under tensor and pipeline
 parallelism.
 
-In: a DecodeRequest. Out: one Sample of op ``step``, mode ``decode``: ``times_s`` between tokens of
-a sequence (the largest over the ranks that choose them), metrics ``time_to_first_token_s`` (from
+In: a ``frame.Request`` whose plan's ``seq_len`` is the prompt's. Out: one Sample of op ``step``,
+mode ``decode``: ``times_s`` between tokens of a sequence (the largest over the ranks that choose
+them), metrics ``time_to_first_token_s`` (from
 the common start until all sequences have theirs), ``tokens_per_s`` (of all sequences, at the median
 time), ``weight_bytes``, ``cache_bytes`` and on GPUs ``peak_bytes`` (largest over ranks),
 ``num_parameters``.
@@ -23,44 +24,28 @@ from torch import Tensor
 
 from meshwise import models
 from meshwise.engine import data, frame, greedy, memory, step
-from meshwise.engine.frame import Metrics, no_pauses
+from meshwise.engine.frame import Metrics, Request, no_pauses
 from meshwise.ranks import Ranks
-from meshwise.spec import Plan, Sample, WideResNet, Workload, case_of
-from meshwise.spec.record import Positive
+from meshwise.spec import Plan, Sample, WideResNet, case_of
 from meshwise.timing import clock, device_states
 
 
-class DecodeRequest(frame.Request, kw_only=True):
-    """A request for ``new_tokens`` behind each of ``batch`` random prompts."""
-
-    prompt_len: Positive = 128
-    new_tokens: Positive = 64
-    batch: Positive = 1
-
-    def check(self) -> None:
-        if self.new_tokens < 2:
-            self.fail("new_tokens", "there is no time between fewer than 2")
-
-
-def plan_for(request: DecodeRequest) -> Plan:
-    """The plan with the request's rows; each group of them is a microbatch of its layout."""
-    plan = request.plan
-    model, layout = plan.model, plan.layout
+def plan_for(request: Request) -> Plan:
+    """The plan with its batch cut for decoding: each group of rows is a microbatch."""
+    plan, new_tokens = request.plan, request.counts.new_tokens
+    model, layout, batch = plan.model, plan.layout, plan.workload.global_batch_size
     if isinstance(model, WideResNet):
         raise ValueError(f"model = {model.name!r}: images have no next token; use a language model")
     for name, most in (("stages_per_rank", layout.stages_per_rank), ("cp", layout.cp)):
         if most > 1:
             raise ValueError(f"Layout.{name} = {most}: decoding has one token a step; use 1")
-    needed = request.prompt_len + request.new_tokens
-    if needed > model.max_seq_len:
+    if plan.workload.seq_len + new_tokens > model.max_seq_len:
         raise ValueError(
-            f"new_tokens = {request.new_tokens} behind a prompt of {request.prompt_len} (seq_len): "
+            f"new_tokens = {new_tokens} behind a prompt of {plan.workload.seq_len} (seq_len): "
             f"must together be <= max_seq_len = {model.max_seq_len} of the model"
         )
     dp = math.lcm(layout.dp, *(dp for dp, _ in layout.meshes))
-    if request.batch % dp:
-        raise ValueError(f"DecodeRequest.batch = {request.batch}: dp must divide it; use {dp}")
-    groups = max(n for n in range(1, layout.pp + 1) if request.batch // dp % n == 0)
+    groups = max(n for n in range(1, layout.pp + 1) if batch // dp % n == 0)
     ours = msgspec.structs.replace(
         layout,
         zero=0,
@@ -68,22 +53,21 @@ def plan_for(request: DecodeRequest) -> Plan:
         sequence_parallel=False,
         recompute="none",
         recompute_layers=None,
-        microbatch_size=request.batch // groups // layout.dp,
+        microbatch_size=batch // groups // layout.dp,
         num_microbatches=groups,
     )
-    workload = Workload(global_batch_size=request.batch, seq_len=request.prompt_len)
-    return msgspec.structs.replace(plan, layout=ours, workload=workload, prediction=None)
+    return msgspec.structs.replace(plan, layout=ours, prediction=None)
 
 
 def run_ranks(ranks: Ranks, request: bytes) -> None:
-    """Every rank calls it with the JSON of the same DecodeRequest."""
-    frame.run(ranks, request, DecodeRequest, measure)
+    """Every rank calls it with the JSON of the same request."""
+    frame.run(ranks, request, measure)
 
 
-def measure(ranks: Ranks, request: DecodeRequest) -> Sample:
+def measure(ranks: Ranks, request: Request) -> Sample:
     """The run as a sample, the same on every rank."""
     plan = plan_for(request)
-    case = case_of(plan, "decode", new_tokens=request.new_tokens)
+    case = case_of(plan, "decode", new_tokens=request.counts.new_tokens)
     return frame.sample(ranks, request, plan, case, _measured)
 
 
@@ -95,7 +79,7 @@ def prompts_of(plan: Plan, rank: int, seed: int) -> Tensor:
     return mine.view(plan.layout.num_microbatches, -1, mine.shape[-1])
 
 
-def _measured(job: frame.Job[DecodeRequest]) -> dict[str, Any]:
+def _measured(job: frame.Job) -> dict[str, Any]:
     """Decode once untimed, which captures and compiles, and once timed."""
     ranks, request, plan = job.ranks, job.request, job.plan
     build = functools.partial(
@@ -103,13 +87,13 @@ def _measured(job: frame.Job[DecodeRequest]) -> dict[str, Any]:
         plan,
         job.place,
         ranks.device,
-        new_tokens=request.new_tokens,
+        new_tokens=request.counts.new_tokens,
         dtype=plan.dtype,
-        seed=request.seed,
+        seed=request.asked.seed,
     )
     job.say("building the model")
     decoding = job.together("building the model", build)
-    prompts = prompts_of(plan, ranks.rank, request.seed).to(ranks.device)
+    prompts = prompts_of(plan, ranks.rank, request.asked.seed).to(ranks.device)
     mark, elapsed_s = clock(ranks.device)
 
     def wait(mark: Any) -> None:
@@ -127,7 +111,7 @@ def _measured(job: frame.Job[DecodeRequest]) -> dict[str, Any]:
     job.together("warm-up", decode, compiling=True)
     if job.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    job.say(f"warmed up; timing {request.new_tokens} tokens")
+    job.say(f"warmed up; timing {request.counts.new_tokens} tokens")
     ranks.at("tokens")
     before = device_states(ranks)
     mine = job.together("timed tokens", decode)
@@ -141,7 +125,7 @@ def _measured(job: frame.Job[DecodeRequest]) -> dict[str, Any]:
     metrics: Metrics = {
         **{name: max(sizes[name] for _, sizes in replies) for name in sizes},
         "time_to_first_token_s": first_s,
-        "tokens_per_s": request.batch / statistics.median(times_s),
+        "tokens_per_s": plan.workload.global_batch_size / statistics.median(times_s),
         "num_parameters": models.num_parameters(plan.model),
     }
     return {"times_s": tuple(times_s), "metrics": metrics, "before": before, "after": after}

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from meshwise import store
 from meshwise.engine import agree, memory
+from meshwise.options.run import Counts, Course
 from meshwise.parallel import mesh
 from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Plan, Record, Sample
-from meshwise.spec.record import NonNegative
 from meshwise.text import plain
 from meshwise.timing import METHOD_VERSION
 
@@ -32,33 +32,37 @@ Metrics = dict[str, float | tuple[float, ...]]
 
 
 class Request(Record, kw_only=True):
-    """The fields of every request."""
+    """A plan, what is ``asked`` of it, and where the sample goes."""
 
     plan: Plan
     run_dir: str
-    seed: NonNegative = 0
+    asked: Course = Course()
+
+    @property
+    def counts(self) -> Counts:
+        """How much is timed."""
+        return self.asked.counts(self.plan.cluster.device.kind)
 
 
-R = TypeVar("R", bound=Request)
 T = TypeVar("T")
 
 
-def run(ranks: Ranks, request: bytes, kind: type[R], measure: Callable[[Ranks, R], Sample]) -> None:
-    """Measure what the JSON of a ``kind`` asks for; every rank calls it with the same."""
-    ordered = msgspec.json.decode(request, type=kind)
+def run(ranks: Ranks, request: bytes, measure: Callable[[Ranks, Request], Sample]) -> None:
+    """Measure what the JSON of a ``Request`` asks for; every rank calls it with the same."""
+    ordered = msgspec.json.decode(request, type=Request)
     measured = measure(ranks, ordered)
     if ranks.rank == 0:
         store.append(ordered.run_dir, measured)
 
 
 @dataclass(frozen=True)
-class Job(Generic[R]):
+class Job:
     """One rank's part of a run. ``plan``: the request's, or what was made of it. ``spent``: the
     seconds of its phases, by name."""
 
     ranks: Ranks
     place: Place
-    request: R
+    request: Request
     plan: Plan
     spent: dict[str, float]
 
@@ -89,7 +93,7 @@ class Job(Generic[R]):
 
 
 def sample(
-    ranks: Ranks, request: R, plan: Plan, case: Case, work: Callable[[Job[R]], dict[str, Any]]
+    ranks: Ranks, request: Request, plan: Plan, case: Case, work: Callable[[Job], dict[str, Any]]
 ) -> Sample:
     """Do ``work``; its result as a sample, the same on every rank.
 

@@ -1,7 +1,7 @@
 """Runs a plan forward only: how long a batch takes, how many a second go through.
 
-In: an InferRequest. Out: one Sample of op ``step``, mode ``infer``, in the run directory, beside a
-trace of the streamed batches (``trace-<case>.json``). Two loops:
+In: a ``frame.Request``. Out: one Sample of op ``step``, mode ``infer``, in the run directory,
+beside a trace of the streamed batches (``trace-<case>.json``). Two loops:
 
 - one batch at a time, all ranks starting together: ``times_s`` are from the start on the first
   stage to the end on the last (the largest over ranks);
@@ -30,25 +30,15 @@ from torch import Tensor
 
 from meshwise import models, timeline
 from meshwise.engine import data, frame, kernels, memory, step
-from meshwise.engine.frame import Metrics, no_pauses, timed
+from meshwise.engine.frame import Metrics, Request, no_pauses, timed
 from meshwise.parallel import forward
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.ranks import Ranks
 from meshwise.spec import Plan, Sample, case_of, phases
-from meshwise.spec.record import Positive
 from meshwise.timing import clock, device_states
 
 NUM_BATCHES = 2  # different ones, that take turns
-
-
-class InferRequest(frame.Request, kw_only=True):
-    """A request. ``driver_time``: time the whole loop only, with no barrier between batches."""
-
-    steps: Positive = 20
-    warmup: Positive = 2
-    in_flight: Positive = 4
-    driver_time: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,16 +108,16 @@ def _forget(_: Tensor) -> Tensor:
 
 
 def run_ranks(ranks: Ranks, request: bytes) -> None:
-    """Every rank calls it with the JSON of the same InferRequest."""
-    frame.run(ranks, request, InferRequest, measure)
+    """Every rank calls it with the JSON of the same request."""
+    frame.run(ranks, request, measure)
 
 
-def measure(ranks: Ranks, request: InferRequest) -> Sample:
+def measure(ranks: Ranks, request: Request) -> Sample:
     """The run as a sample, the same on every rank; rank 0 writes the trace."""
     plan = request.plan
     case = case_of(plan, "infer")
 
-    def work(job: frame.Job[InferRequest]) -> dict[str, Any]:
+    def work(job: frame.Job) -> dict[str, Any]:
         with kernels.choose(plan.recipe, ranks.device, plan.dtype):
             before, measured, after = _measured(job)
         replies = [msgspec.convert(reply, Measured) for reply in ranks.gather(measured)]
@@ -172,23 +162,24 @@ class Measured(NamedTuple):
     peaks: dict[str, float]
 
 
-def _measured(job: frame.Job[InferRequest]) -> tuple[Any, Measured, Any]:
+def _measured(job: frame.Job) -> tuple[Any, Measured, Any]:
     """Build, warm up, time and measure memory, with the devices' states before and after."""
-    ranks, request, plan, spent = job.ranks, job.request, job.plan, job.spent
+    ranks, plan, spent = job.ranks, job.plan, job.spent
+    asked, counts = job.request.asked, job.request.counts
     rows = step.rows(plan.layout, ranks.rank)
     with timed(spent, "data_s"):
         batches = data.batches(
-            plan.model, plan.workload, steps=NUM_BATCHES, seed=request.seed, file=None, rows=rows
+            plan.model, plan.workload, steps=NUM_BATCHES, seed=asked.seed, file=None, rows=rows
         )
     build = functools.partial(
-        prepare, plan, job.place, batches, ranks.device, dtype=plan.dtype, seed=request.seed
+        prepare, plan, job.place, batches, ranks.device, dtype=plan.dtype, seed=asked.seed
     )
     job.say_building()
     with timed(spent, "build_s"):
         inference = job.together("building the model", build)
 
     def warm_up() -> None:
-        for index in range(request.warmup):
+        for index in range(counts.warmup):
             ranks.at(f"batch {index} (warm-up)")
             run(inference, index)
 
@@ -200,12 +191,12 @@ def _measured(job: frame.Job[InferRequest]) -> tuple[Any, Measured, Any]:
     times_s: list[float] = []
     alone: list[Span] = []
     with timed(spent, "timed_s"):
-        if not request.driver_time:
-            job.say(f"timing {request.steps} batches one by one")
-            one_by_one = functools.partial(_one_by_one, ranks, inference, request.steps)
+        if not asked.driver_time:
+            job.say(f"timing {counts.steps} batches one by one")
+            one_by_one = functools.partial(_one_by_one, ranks, inference, counts.steps)
             times_s, alone = job.together("batches one by one", one_by_one)
-        job.say(f"streaming {request.steps} batches")
-        stream = functools.partial(_streamed, ranks, inference, request.steps, request.in_flight)
+        job.say(f"streaming {counts.steps} batches")
+        stream = functools.partial(_streamed, ranks, inference, counts.steps, counts.in_flight)
         loop_s, spans = job.together("streamed batches", stream)
     after = device_states(ranks)
     peaks = job.together("memory", functools.partial(_peak, job, inference))
@@ -297,7 +288,7 @@ def _of_stages(spans: list[Span]) -> dict[str, list[float]]:
     return {stage: list(batches.values()) for stage, batches in taken.items()}
 
 
-def _peak(job: frame.Job[InferRequest], inference: Inference) -> dict[str, int]:
+def _peak(job: frame.Job, inference: Inference) -> dict[str, int]:
     one = functools.partial(start, inference, 0, finish=_forget)
 
     def work() -> None:
@@ -307,10 +298,10 @@ def _peak(job: frame.Job[InferRequest], inference: Inference) -> dict[str, int]:
     return job.peak("a batch traced for its memory", work, inference.tensors())
 
 
-def _fields(request: InferRequest, replies: list[Measured]) -> dict[str, Any]:
+def _fields(request: Request, replies: list[Measured]) -> dict[str, Any]:
     """Times and metrics of the sample from what every rank found."""
     workload = request.plan.workload
-    streamed_s = replies[0].loop_s / request.steps  # rank 0 is the driver
+    streamed_s = replies[0].loop_s / request.counts.steps  # rank 0 is the driver
     rank_times_s = tuple(tuple(reply.times_s) for reply in replies)
     times_s = frame.slowest(rank_times_s) or (streamed_s,)
     stages = [str(number) for number in range(request.plan.layout.num_stages)]
@@ -333,6 +324,6 @@ def _fields(request: InferRequest, replies: list[Measured]) -> dict[str, Any]:
     }
     return {
         "times_s": times_s,
-        "rank_times_s": () if request.driver_time else rank_times_s,
+        "rank_times_s": () if request.asked.driver_time else rank_times_s,
         "metrics": metrics,
     }

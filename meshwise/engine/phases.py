@@ -84,7 +84,7 @@ class Marked(NamedTuple):
         return [Named(name, a, b) for name, (a, b) in zip(self.names, times, strict=False)]
 
 
-def record(job: Job[Any], training: step.Training, run_dir: Path) -> dict[str, float]:
+def record(job: Job, training: step.Training, run_dir: Path) -> dict[str, float]:
     """Measure on the last batch; rank 0 writes all into ``run_dir``. Its metrics."""
     job.say("two steps to see where the time goes")
     work = functools.partial(measure, job.ranks, training, len(training.inputs) - 1)

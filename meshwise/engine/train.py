@@ -1,12 +1,14 @@
 """Runs a plan on the joined ranks: training steps timed one by one, their losses and peak memory.
 
-In: a TrainRequest. Out: one Sample of op ``step`` in the run directory, written by rank 0:
+In: a ``frame.Request``. Out: one Sample of op ``step`` in the run directory, written by rank 0:
 ``times_s`` per step (the largest over ranks), metrics ``losses`` (every step since the first,
 mean over the global batch), ``peak_bytes`` and on GPUs ``reserved_bytes`` (largest over ranks),
 ``tokens_per_s`` (at the median step), ``num_parameters``, ``check_loss_error``; and the seconds of
 the phases (largest over ranks): ``setup_s`` (meshes and communicators), ``data_s``, ``build_s``
 (model and optimizer), ``compile_s`` (the warm-up steps, the first of which compile), ``timed_s``.
-With ``profile`` those of ``Phases.metrics``.
+With ``profile`` two more steps say where the time goes: ``phases.json``, metrics of
+``Phases.metrics``. With ``find_nonfinite``, if a loss is not finite, the run trains up to that step
+anew and names the module where it begins.
 
 Steps are timed back to back: on a GPU the host waits for nothing within a step and stays at most
 one step ahead. Memory that ran out on one rank ends the run on all of them with status ``oom``.
@@ -28,67 +30,47 @@ from torch import Tensor
 from meshwise import models, store
 from meshwise.engine import check, checkpoint, frame, kernels, nonfinite, phases, step
 from meshwise.engine.data import Batches, Rows, batches
-from meshwise.engine.frame import Metrics, no_pauses, timed
+from meshwise.engine.frame import Metrics, Request, no_pauses, timed
 from meshwise.parallel import apply
 from meshwise.ranks import Ranks
 from meshwise.spec import Sample, StepLine, case_of
-from meshwise.spec.record import Positive
 from meshwise.timing import clock, device_states, free
 
 
-class TrainRequest(frame.Request, kw_only=True):
-    """A request. ``warmup`` steps are set-up; one more untimed step precedes the timed ones.
-
-    ``driver_time``: one time, the mean over the whole loop on rank 0's clock. ``save``: write a
-    checkpoint into this folder at the end, and after each ``save_every`` steps. ``resume_from``:
-    begin with the step and the state of the checkpoint in this folder. ``profile``: two more steps
-    that say where the time goes (``engine.phases``), into ``phases.json``. ``find_nonfinite``: if a
-    loss is not finite, train up to that step anew and name the module where it begins.
-    """
-
-    steps: Positive = 20
-    warmup: Positive = 2
-    data: str | None = None
-    checked: bool = False  # compare with one device afterwards
-    driver_time: bool = False
-    save: str | None = None
-    save_every: Positive | None = None
-    resume_from: str | None = None
-    profile: bool = False
-    find_nonfinite: bool = False
-
-    @property
-    def total_steps(self) -> int:
-        return self.warmup + 1 + self.steps
-
-    def batches(self, steps: int, rows: Rows, first: int = 0) -> Batches:
-        """Rows of the global batches from step ``first`` on."""
-        model, workload, seed = self.plan.model, self.plan.workload, self.seed
-        return batches(
-            model, workload, steps=steps, seed=seed, file=self.data, rows=rows, first=first
-        )
+def total_steps(request: Request) -> int:
+    """Warm-up, one more untimed step, and the timed ones."""
+    return request.counts.warmup + 1 + request.counts.steps
 
 
-Job = frame.Job[TrainRequest]
+def _batches(request: Request, steps: int, rows: Rows, first: int = 0) -> Batches:
+    """Rows of the global batches from step ``first`` on."""
+    plan, asked = request.plan, request.asked
+    return batches(
+        plan.model, plan.workload, steps=steps, seed=asked.seed, file=asked.data, rows=rows,
+        first=first,
+    )  # fmt: skip
+
+
+Job = frame.Job
 
 
 def run_ranks(ranks: Ranks, request: bytes) -> None:
-    """Every rank calls it with the JSON of the same TrainRequest."""
-    frame.run(ranks, request, TrainRequest, train)
+    """Every rank calls it with the JSON of the same request."""
+    frame.run(ranks, request, train)
 
 
-def train(ranks: Ranks, request: TrainRequest) -> Sample:
+def train(ranks: Ranks, request: Request) -> Sample:
     """The run as a sample; the same on every rank."""
-    plan = request.plan
+    plan, asked = request.plan, request.asked
 
     def work(job: Job) -> dict[str, Any]:
-        saving = checkpoint.saving(ranks, request.save) if request.save else nullcontext()
+        saving = checkpoint.saving(ranks, asked.save) if asked.save else nullcontext()
         with kernels.choose(plan.recipe, ranks.device, plan.dtype), saving as save:
             found = _measure(job, save)
             free(ranks.device)
-            if "reason" in found and request.find_nonfinite:
+            if "reason" in found and asked.find_nonfinite:
                 found["reason"] += f"; {_first_nonfinite(job, len(found['metrics']['losses']))}"
-        if request.checked and "reason" not in found:
+        if asked.check and "reason" not in found:
             job.say("checking three steps against one device")
             found |= _check(job, found["metrics"])
         return found
@@ -143,21 +125,21 @@ def _measure(job: Job, save: checkpoint.Save | None) -> dict[str, Any]:
     run = _prepared(job, save)
     course = _Course(ranks, run)
     with timed(spent, "compile_s"):
-        warm_up = functools.partial(_warm_up, job, course, request.warmup)
+        warm_up = functools.partial(_warm_up, job, course, request.counts.warmup)
         job.together("warm-up", warm_up, compiling=True)
     found: dict[str, Any] = {}
     times_s: list[float] = []
     profiled: dict[str, float] = {}
     peaks: dict[str, int] = {}
     if not course.is_lost():
-        job.say(f"warmed up by {request.warmup} steps; timing {request.steps}")
+        job.say(f"warmed up by {request.counts.warmup} steps; timing {request.counts.steps}")
         found["before"] = device_states(ranks)
         with timed(spent, "timed_s"), _unasked(run.training, request.plan.lowering):
             work = functools.partial(_timed_steps, job, course)
             times_s = job.together("timed steps", work)
         found["after"] = device_states(ranks)
     if not course.is_lost():
-        if request.profile:
+        if request.asked.profile:
             profiled = phases.record(job, run.training, Path(request.run_dir))
         job.say(f"{statistics.median(times_s):.3g} s a step; measuring memory")
         peaks = job.together("memory", functools.partial(_peak, job, run.training))
@@ -189,22 +171,22 @@ def _first_nonfinite(job: Job, index: int) -> str:
 def _prepared(job: Job, save: checkpoint.Save | None) -> _Run:
     """The data and the model, from the seed or from a checkpoint."""
     ranks, request, plan = job.ranks, job.request, job.plan
-    first, folder, note = 0, request.resume_from, ""
+    first, folder, note = 0, request.asked.resume_from, ""
     if folder is not None:
-        saved = checkpoint.checked(folder, plan, request.seed)
+        saved = checkpoint.checked(folder, plan, request.asked.seed)
         first, note = saved.step, f" ({saved.note})" if saved.note else ""
     with timed(job.spent, "data_s"):
         rows = step.rows(plan.layout, ranks.rank)
-        mine = request.batches(request.total_steps, rows, first)
+        mine = _batches(request, total_steps(request), rows, first)
     build = functools.partial(
-        step.prepare, plan, job.place, mine, ranks.device, dtype=plan.dtype, seed=request.seed
+        step.prepare, plan, job.place, mine, ranks.device, dtype=plan.dtype, seed=request.asked.seed
     )
     job.say_building()
     with timed(job.spent, "build_s"):
         training = job.together("building the model", build)
         if folder is not None:
             job.say(f"going on with step {first} of {folder}{note}")
-            checkpoint.load(ranks, training, folder, plan, seed=request.seed)
+            checkpoint.load(ranks, training, folder, plan, seed=request.asked.seed)
     return _Run(training, first, functools.partial(_save, job, save, training, first))
 
 
@@ -217,24 +199,24 @@ def _save(
 ) -> bool:
     """Save behind the last step and where it is due; whether that was done."""
     request, number = job.request, first + index + 1
-    is_due = request.save_every is not None and number % request.save_every == 0
-    if save is None or not (is_due or index + 1 == request.total_steps):
+    is_due = request.asked.save_every is not None and number % request.asked.save_every == 0
+    if save is None or not (is_due or index + 1 == total_steps(request)):
         return False
     if training.norm.isnan():  # what was saved before is worth more
         return False
     job.ranks.at(f"saving before step {number}")
-    save(training, request.plan, step=number, seed=request.seed)
+    save(training, request.plan, step=number, seed=request.asked.seed)
     return True
 
 
 def _fields(
-    request: TrainRequest, first: int, replies: list[dict[str, Any]], *, lost: bool
+    request: Request, first: int, replies: list[dict[str, Any]], *, lost: bool
 ) -> dict[str, Any]:
     """The fields of the sample from what every rank found; ``reason`` among them is a failure."""
     plan = request.plan
     rank_times_s = tuple(tuple(reply["times_s"]) for reply in replies)
     times_s = frame.slowest(rank_times_s)
-    if request.driver_time and times_s:
+    if request.asked.driver_time and times_s:
         times_s = (statistics.fmean(rank_times_s[0]),)
     losses = _mean_losses([reply["losses"] for reply in replies])
     finite = tuple(itertools.takewhile(math.isfinite, losses))
@@ -286,7 +268,7 @@ def _timed_steps(job: Job, course: _Course) -> list[float]:
     request, run, spans, begin = job.request, course.run, list[tuple[Any, Any]](), None
     told = _Told(job, course)
     with no_pauses():
-        for index in range(request.warmup, len(run.training.inputs)):
+        for index in range(request.counts.warmup, len(run.training.inputs)):
             if not course.step(index):
                 break
             if begin is not None:
@@ -309,7 +291,7 @@ class _Told:
         self.stream = torch.cuda.Stream() if job.on_gpu else None
 
     def up_to(self, count: int, spans: list[tuple[Any, Any]]) -> None:
-        losses = self.course.losses[self.request.warmup + 1 :]
+        losses = self.course.losses[self.request.counts.warmup + 1 :]
         for index in range(self.count, count if self.job.ranks.rank == 0 else 0):
             self._tell(index, self.course.elapsed_s(*spans[index]), losses[index])
         self.count = max(self.count, count)
@@ -319,7 +301,7 @@ class _Told:
         if self.run.training.reports:
             with torch.cuda.stream(self.stream):
                 known = float(loss)
-        number = self.run.first + self.request.warmup + 1 + index
+        number = self.run.first + self.request.counts.warmup + 1 + index
         finite = known if known is not None and math.isfinite(known) else None
         store.append_step(self.request.run_dir, StepLine(step=number, time_s=time_s, loss=finite))
         if self.stream is None:
@@ -334,9 +316,9 @@ def _peak(job: Job, training: step.Training) -> dict[str, int]:
 
 def _check(job: Job, metrics: Metrics) -> dict[str, Any]:
     """Compare with one device; a difference beyond the tolerance makes the sample an error."""
-    batches, seed = job.request.batches, job.request.seed
+    rows_of, seed = functools.partial(_batches, job.request), job.request.asked.seed
     try:
-        error = check.loss_error(job.ranks, job.plan, job.place, batches, seed=seed)
+        error = check.loss_error(job.ranks, job.plan, job.place, rows_of, seed=seed)
     except torch.OutOfMemoryError as lacking:
         return {"reason": f"the check could not run: {lacking}"}
     tolerance = check.TOLERANCE[job.ranks.device.type]

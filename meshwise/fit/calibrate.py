@@ -19,7 +19,6 @@ from meshwise.spec import (
     Collective,
     Costs,
     Curve,
-    Gemm,
     RunInfo,
     Sample,
     Shaped,
@@ -61,7 +60,7 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
         )
     shaped = [each for each in groups if isinstance(each.about["like"], Shaped)]
     blocks = [each for each in groups if isinstance(each.about["like"], Block)]
-    products = [sample.case.op.dtype for sample, _ in timed if isinstance(sample.case.op, Gemm)]
+    products = [sample.case.op.dtype for sample, _ in timed if isinstance(sample.case.op, Shaped)]
     costs = Costs(
         cluster=info.cluster,
         dtype=_most_common(products, "fp32"),

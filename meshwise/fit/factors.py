@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshwise.fit.curves import held_out
-from meshwise.models import block_ops, saved_block_bytes
+from meshwise.models import block_ops, device_of, saved_block_bytes
 from meshwise.prices import Prices
 from meshwise.spec import Block, Factor, Sample
 
@@ -23,10 +23,10 @@ def fit_factor(
     its ``Price``."""
     sizes: dict[float, list[tuple[float, float]]] = {}
     for sample, time_s in samples:
-        block = sample.case.op
+        block, device = sample.case.op, device_of(prices.costs.cluster, sample.case.lowering)
         assert isinstance(block, Block)
-        composed = sum(prices.estimate(op).time_s for op in block_ops(block))
-        kept, counted = sample.metrics.get("saved_bytes"), saved_block_bytes(block)
+        composed = sum(prices.estimate(op).time_s for op in block_ops(block, device))
+        kept, counted = sample.metrics.get("saved_bytes"), saved_block_bytes(block, device)
         saved_ratio = kept / counted if isinstance(kept, float | int) and kept else 1.0
         at = sizes.setdefault(float(block.activation_elements), [])
         at.append((time_s / composed, saved_ratio))

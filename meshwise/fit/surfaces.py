@@ -1,4 +1,4 @@
-"""GEMM and attention: utilisation of a roofline at every measured shape.
+"""GEMM, attention and convolution: utilisation of a roofline at every measured shape.
 
 The roofline's rates are the best that any shape of the surface reached, its floor the shortest
 time of any single-rank operation (the launch). Each shape is left out once and predicted from

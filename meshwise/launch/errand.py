@@ -1,4 +1,4 @@
-"""What every rank of a job is told, and one rank doing it: join, call the target, leave."""
+"""Tell every rank of a job what to do, and let one do it: join, call the target, leave."""
 
 import importlib
 import os

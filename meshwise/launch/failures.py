@@ -1,4 +1,4 @@
-"""What became of each rank: a small file per rank while it lives, one sentence when it died.
+"""Keep how each rank ended: a small file per rank while it lives, one sentence when it died.
 
 ``Fate`` is what a rank writes beside its request: its case, and the error that ended it.
 It outlives the rank, so the launcher can say what a killed rank was doing.
@@ -56,7 +56,7 @@ def finished(fates: Mapping[int, Fate]) -> set[int]:
 def explain(
     fates: Mapping[int, Fate], codes: Mapping[int, int], killed: Collection[int]
 ) -> RanksFailed:
-    """Who died of what: an own error, else a death, else what the survivors said, else a stop.
+    """Say who died of what: an own error, else a death, else what the survivors said, else a stop.
 
     ``codes`` as subprocess gives them (-9 is SIGKILL), in the order in which ranks ended; not of
     those that the launcher told to end. ``killed``: that it ended because they did not answer.

@@ -72,8 +72,7 @@ def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
 
 
 def variables(errand: Errand, rank: int, nproc: int, port: int) -> dict[str, str]:
-    """What a rank's environment has beyond ours. ``usual`` is left to the user, who may have set
-    it."""
+    """A rank's environment beyond ours. ``usual`` is left to the user, who may have set it."""
     from meshwise import ranks
 
     usual = {

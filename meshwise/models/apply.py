@@ -3,7 +3,7 @@
 ``shard`` cuts the graph over tp and cp; here the microbatches are repeated and data parallelism is
 woven in. It works on units (a layer, or the root: embedding, final norm, head), as FSDP2 does:
 gather the unit's weights ahead of its use, reduce its gradients behind it, on a stream of their
-own. Experts that ep divides are units of their own, over the ranks that hold the same ones.
+own. Experts that ranks divide are units of their own, over the ranks that hold the same ones.
 ZeRO-3 gathers for each forward and backward, 1 and 2 once a step; 0 and 1 reduce on the last
 microbatch only, 2 and 3 on each. ZeRO-0 all-reduces. With replicas (HSDP) shards are gathered
 and reduced within one replica, then all-reduced over the replicas.
@@ -19,12 +19,12 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from meshwise.models.graph import BYTES, Device, Graph, Node, Tensor, elementwise, operation
-from meshwise.models.shard import LOADS, Buffer, Sharded, Task, shard
+from meshwise.models.shard import OVER_DATA, Buffer, Sharded, Task, shard
 from meshwise.spec import Collective, Layout, Op
 
 Runs = list[tuple[str, list[Task]]]
 Kind = Literal["F", "B", "I", "W"]
-EXPERTS = ".experts"  # of a layer's unit, where ep divides them
+EXPERTS = ".experts"  # of a layer's unit, where ranks hold different ones
 
 
 class Span(NamedTuple):
@@ -40,8 +40,8 @@ class Span(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """``tasks[start:stop]``, of one layer, stand for those of ``times`` equal layers in a row. Each
-    finds as ``here`` the gathered weights that the one before it left as ``there``."""
+    """``tasks[start:stop]``, of a layer or of a few in a row, stand for ``times`` as many in a row.
+    Each turn finds as ``here`` the gathered weights that the one before it left as ``there``."""
 
     start: int
     stop: int
@@ -81,7 +81,7 @@ def apply(
 
     Of a stage, ``layout`` is that within its pipeline rank (``Layout.of_rank``). ``actions`` cover
     all tasks but the optimizer's; ``split`` halves backwards. ``times``: layers, by index, that
-    stand for so many, with equal neighbours. ``cp_rank``: by default the busiest."""
+    stand for so many; neighbours do so in turns. ``cp_rank``: by default the busiest."""
     sharded = shard(graph, layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
     members = _members(sharded)
     data = _DataParallel(layout, members, dtype, sharded, device)
@@ -95,7 +95,7 @@ def apply(
         layer = _layer_of(unit)
         if layer in repeated and start < len(tasks):
             names = (data.gathered(layer), data.gathered(following or layer))
-            loops.append(Loop(start, len(tasks), repeated[layer], *names))
+            _note(loops, Loop(start, len(tasks), repeated[layer], *names))
 
     buffers: dict[str, Buffer] = {}
     for microbatch in range(layout.num_microbatches):
@@ -149,6 +149,14 @@ def apply(
     )
 
 
+def _note(loops: list[Loop], loop: Loop) -> None:
+    """Append a loop; where the last one ends at its start, both are one turn of a pattern."""
+    if loops and loops[-1].stop == loop.start:
+        before = loops.pop()
+        loop = loop._replace(start=before.start, here=before.here)
+    loops.append(loop)
+
+
 def _of_microbatch(task: Task, renamed: Mapping[str, str], weights: tuple[str, ...]) -> Task:
     reads, writes = ([renamed[name] for name in names] for names in (task.reads, task.writes))
     return task._replace(reads=(*reads, *weights), writes=tuple(writes))
@@ -183,7 +191,7 @@ def _runs(graph: Graph, sharded: Sharded, split: bool) -> dict[Kind, Runs]:
     """Each action's tasks. A first stage has no gradient to send on: all its backward is W."""
     if not split:
         return {kind: _runs_of_units(graph, sharded, kind) for kind in ("F", "B")}
-    if "tokens" in graph.tensors:
+    if "stage.in" not in graph.tensors:
         forward, backward = (_runs_of_units(graph, sharded, kind) for kind in ("F", "B"))
         return {"F": forward, "I": [], "W": backward}
     return {kind: _runs_of_units(graph, sharded, kind) for kind in ("F", "I", "W")}
@@ -316,11 +324,12 @@ class _DataParallel:
             self.current = {unit: name for unit, name in stays if unit == "root"}
 
     def summed(self, tasks: list[Task]) -> Iterator[Task]:
-        """The same with the loads of experts added up over all data ranks, group by group."""
+        """The same with what is added up over all data ranks (loads of experts, statistics of
+        norms), group by group."""
         whole = _groups(self.layout, "")
         sums = ((whole.copies, whole.copy_stride), (whole.shards, whole.stride))
         for task in tasks:
-            if not task.name.endswith(f".{LOADS}"):
+            if not task.name.endswith(f".{OVER_DATA}"):
                 yield task
                 continue
             for ranks, stride in sums:
@@ -333,7 +342,7 @@ class _DataParallel:
         backward (``parallel.data.may_rest``); other data ranks need it in the first and the last.
         """
         layout, last = self.layout, self.layout.num_microbatches - 1
-        may = self.copies and layout.zero < 2 and layout.ep == 1 and last > 0
+        may = self.copies and layout.zero < 2 and layout.expert_ranks == 1 and last > 0
         return may and (layout.data_ranks == 1 or microbatch not in (0, last))
 
     def weights(self, unit: str) -> tuple[str, ...]:

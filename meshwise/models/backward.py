@@ -6,8 +6,11 @@ Rules, for a result's gradient dy:
     rms_norm            dx, dw from dy, x, rstd and w
     rms                 dx from drstd, x and rstd
     attention           dq, dk, dv from dy, q, k, v, y and the log-sum-exp
-    gelu, silu          dx from dy and x
-    softmax, sigmoid    dx from dy and y
+    convolution         dx from dy and w (dgrad), dw from dy and x (wgrad)
+    gelu, silu, clamp, square   dx from dy and x
+    softmax, sigmoid, relu, rsqrt   dx from dy and y
+    max_pool            dx from dy, x and which was picked
+    var_mean            dx = (x - mean) dvar, each image's share of dmean added to it
     normalize y = x/s   dx from dy, x and s
     cast, copy, mean    dx from dy
     mul z = x y         dx from dz and y, dy from dz and x, summed where it was repeated; of a
@@ -15,7 +18,7 @@ Rules, for a result's gradient dy:
     add                 both gradients are dy: no operation
     sum                 dy is the gradient of each part
     gather, move        dy back to where it was picked, copies of one row added up
-    exchange            dy the way back
+    exchange, average   dy the way back
     balance             the gradient of the mean scores is the experts' loads
     view                dx joins the gradients of the parts that x was split into
     concat              views of dy, summed over the heads that an input lacks
@@ -78,10 +81,12 @@ class _Backward:
     def add_node(
         self, of: Node, suffix: str, kind: str, inputs: list[str], outputs: list[str]
     ) -> None:
-        name, read, written = f"{of.name}.{suffix}", tuple(inputs), tuple(outputs)
         self.nodes.append(
-            Node(name, kind, read, written, of.part, of.layer, "backward", room=of.room)
-        )
+            of._replace(
+                name=f"{of.name}.{suffix}", kind=kind, inputs=tuple(inputs),
+                outputs=tuple(outputs), phase="backward", cheap=False,
+            )
+        )  # fmt: skip
 
     def emit(self, of: Node, suffix: str, kind: str, inputs: list[str], to: list[str]) -> None:
         """A node that computes the gradients of ``to``."""
@@ -131,18 +136,49 @@ class _Backward:
 
     def reduced(self, node: Node, kind: str, inputs: list[str], to: str) -> None:
         """A node that computes the gradient of ``to``, and one that adds it up where the forward
-        node repeated ``to``: for all heads, for the copies of a token, a factor along any dim."""
+        node repeated ``to``: for all heads, for the copies of a token, a factor along any dim. A
+        factor narrower than the product gets its gradient by a cast."""
         source, result = self.tensors[to], self.tensors[node.outputs[0]]
         more = [dim for dim in result.dims if dim not in source.dims]
         if kind != "mul":
             more = [dim for dim in more if dim in REPEATED and "room" not in source.dims]
-        if not more:
+        narrow = kind == "mul" and source.dtype != result.dtype
+        if not (more or narrow):
             self.emit(node, f"grad.{to}", kind, inputs, [to])
             return
         every = f"d.{to}.every.{node.name}"
         self.tensors[every] = Tensor(every, (*source.dims, *more), result.dtype)
         self.add_node(node, f"grad.{to}.every", kind, inputs, [every])
-        self.emit(node, f"grad.{to}", "add", [every], [to])
+        self.emit(node, f"grad.{to}", "add" if more else "cast", [every], [to])
+
+    def product(self, node: Node, dy: str) -> None:
+        """Of a matrix product or a convolution: of its input, its weight, and what it adds."""
+        x = node.inputs[0]
+        weight, *others = node.inputs[1:]
+        saved = self.saved(x, node)  # one operator in torch: it is redone before either product
+        roles = {name: self.tensors[name].role for name in node.inputs}
+        ends = [self.saved(name, node) for name in others if roles[name] == "constant"]
+        kept = self.saved(weight, node)  # a parameter, or one cast
+        if roles[x] == "activation":
+            self.emit(node, "dgrad", node.kind, [dy, kept, *ends], [x])
+        self.emit(node, "wgrad", node.kind, [dy, saved, *ends], [weight])
+        for name in others:
+            if roles[name] == "parameter":
+                self.emit(node, "bgrad", "add", [dy], [name])
+            elif roles[name] == "activation":
+                self.accumulate(node, name, dy)
+
+    def moments(self, node: Node) -> None:
+        """Of variance and mean: each kernel of torch's."""
+        x = node.inputs[0]
+        saved, (variance, mean) = self.saved(x, node), node.outputs
+        each = [self.declare(x, f".{word}.{node.name}") for word in ("less", "apart", "level")]
+        self.add_node(node, "grad.less", "add", [saved, saved], each[:1])
+        self.add_node(node, "grad.apart", "mul", [each[0], self.gradient_of[variance]], each[1:2])
+        self.add_node(node, "grad.level", "copy", [self.gradient_of[mean]], each[2:])
+        at = len(self.nodes)
+        self.emit(node, "grad", "add", each[1:], [x])
+        self.nodes[at] = self.nodes[at]._replace(holds=(saved,))
 
     def differentiate(self, node: Node) -> None:
         """Append the backward of a forward node; a constant has none."""
@@ -157,20 +193,8 @@ class _Backward:
             return
         dy = self.gradient_of[node.outputs[0]]
         x = node.inputs[0]
-        if node.kind == "gemm":
-            weight, *others = node.inputs[1:]
-            saved = self.saved(x, node)  # one operator in torch: it is redone before either product
-            roles = {name: self.tensors[name].role for name in node.inputs}
-            ends = [self.saved(name, node) for name in others if roles[name] == "constant"]
-            kept = self.saved(weight, node)  # a parameter, or one cast
-            if roles[x] == "activation":
-                self.emit(node, "dgrad", "gemm", [dy, kept, *ends], [x])
-            self.emit(node, "wgrad", "gemm", [dy, saved, *ends], [weight])
-            for name in others:
-                if roles[name] == "parameter":
-                    self.emit(node, "bgrad", "add", [dy], [name])
-                elif roles[name] == "activation":
-                    self.accumulate(node, name, dy)
+        if node.kind in ("gemm", "convolution"):
+            self.product(node, dy)
         elif node.kind in ("layer_norm", "rms_norm"):
             saved, stats = self.saved(x, node), self.saved(node.outputs[1], node)
             self.emit(
@@ -181,13 +205,18 @@ class _Backward:
                 [self.saved(name, node) for name in names] for names in (node.inputs, node.outputs)
             )
             self.emit(node, "grad", node.kind, [*inputs, dy, *results], list(node.inputs))
-        elif node.kind in ("gelu", "silu"):
+        elif node.kind in ("gelu", "silu", "clamp", "square"):
             self.emit(node, "grad", node.kind, [dy, self.saved(x, node)], [x])
-        elif node.kind in ("softmax", "sigmoid"):
+        elif node.kind in ("softmax", "sigmoid", "relu", "rsqrt"):
             self.emit(node, "grad", node.kind, [dy, self.saved(node.outputs[0], node)], [x])
         elif node.kind in ("rms", "normalize"):
             both = [self.saved(x, node), self.saved(node.outputs[-1], node)]
             self.emit(node, "grad", node.kind, [dy, *both], [x])
+        elif node.kind == "max_pool":
+            both = [self.saved(x, node), self.saved(node.outputs[1], node)]
+            self.emit(node, "grad", node.kind, [dy, *both], [x])
+        elif node.kind == "var_mean":
+            self.moments(node)
         elif node.kind == "gather":
             saved, index = self.saved(x, node), self.saved(node.inputs[1], node)
             self.emit(node, "grad", node.kind, [dy, saved, index], [x])
@@ -195,8 +224,10 @@ class _Backward:
             self.reduced(node, "move", [dy, self.saved(node.inputs[2], node)], x)
         elif node.kind == "sum":
             self.emit(node, "grad", "view", [dy], [x])
-        elif node.kind in ("cast", "copy", "mean", "exchange"):
+        elif node.kind in ("cast", "copy", "mean", "exchange", "average"):
             self.emit(node, "grad", node.kind, [dy], [x])
+            if x == "stage.in":  # whoever calls backward holds it
+                self.nodes[-1] = self.nodes[-1]._replace(holds=(x,))
         elif node.kind == "view" and self.tensors[x].dims == self.tensors[node.outputs[0]].dims:
             self.accumulate(node, x, dy)
         elif node.kind == "view":
@@ -217,7 +248,9 @@ class _Backward:
             self.emit(node, "grad", node.kind, [dy, node.outputs[0]], [x])
         elif node.kind == "add":
             for name in node.inputs:
-                if self.tensors[name].role == "parameter":  # positions: summed over the batch
+                dims, role = self.tensors[name].dims, self.tensors[name].role
+                if role == "parameter" or dims != self.tensors[node.outputs[0]].dims:
+                    # positions, or a number a channel: summed over the batch
                     self.emit(node, f"grad.{name}", "add", [dy], [name])
                 else:
                     self.accumulate(node, name, dy)

@@ -1,13 +1,23 @@
 """Counts that need no device: parameters, FLOPs by convention, activations saved for backward."""
 
+from collections import Counter
 from typing import Literal
 
-from meshwise.models import decoder, families, wide_resnet
+from meshwise.models import decoder, families
 from meshwise.models.backward import training_step
-from meshwise.models.decoder import ROUTER_BIAS, Weight
+from meshwise.models.decoder import ROUTER_BIAS, weights
 from meshwise.models.eager_cpu import on_cpu
-from meshwise.models.graph import Device, num_bytes
-from meshwise.spec import AnyModel, Decoder, LanguageModel, Model, WideResNet, Workload
+from meshwise.models.graph import Device, num_bytes, operation
+from meshwise.spec import (
+    AnyModel,
+    Convolution,
+    Gemm,
+    LanguageModel,
+    Model,
+    WideResNet,
+    Workload,
+    layer_kinds,
+)
 from meshwise.spec.layout import Recompute
 
 Convention = Literal["torchtitan", "megatron", "alpa"]
@@ -20,11 +30,6 @@ def num_parameters(model: AnyModel) -> int:
     )
 
 
-def weights(model: AnyModel) -> list[Weight]:
-    """Every weight in module order, a tied one once."""
-    return wide_resnet.weights(model) if isinstance(model, WideResNet) else decoder.weights(model)
-
-
 def step_flops(model: AnyModel, workload: Workload, convention: Convention = "torchtitan") -> float:
     """FLOPs of one training step (forward and backward), as each project counts them.
 
@@ -32,19 +37,29 @@ def step_flops(model: AnyModel, workload: Workload, convention: Convention = "to
     layer has a shorter one, of the experts those that a token goes through; a tied head is a
     product and stays in N, tables of embeddings and positions are lookups and leave it. megatron:
     the same with causal attention halved. alpa: 72 B s h^2 L (1 + s/6h) + 6 B s h V (Alpa's
-    util.py; no biases, no norms; a feed-forward of 4h assumed). Of images: 6 a multiplication of
-    convolutions and the head, whatever the convention.
+    util.py; no biases, no norms; a feed-forward of 4h assumed). Of images: three times the forward
+    products, that of the images' gradient, which nobody needs, included, whatever the convention.
     """
     if isinstance(model, WideResNet):
-        return float(wide_resnet.step_flops(model, workload.global_batch_size))
-    h, s, layers = model.hidden, workload.seq_len, model.layers
+        return 3.0 * forward_flops(model, workload.global_batch_size)
+    h, s = model.hidden, workload.seq_len
     if convention == "alpa":
         b = workload.global_batch_size
-        return 72 * b * s * h**2 * layers * (1 + s / (6 * h)) + 6 * b * s * h * model.vocab
-    windows = model.windows(s) if isinstance(model, Decoder) else {None: layers}
+        return 72 * b * s * h**2 * model.layers * (1 + s / (6 * h)) + 6 * b * s * h * model.vocab
+    windows = Counter(kind.window for kind in layer_kinds(model, s))
     share = 0.5 if convention == "megatron" else 1
     keys = sum(n * (share * s if w is None else min(share * s, w)) for w, n in windows.items())
     return workload.tokens * (6 * active_parameters(model) + 6 * keys * attention_width(model))
+
+
+def forward_flops(model: WideResNet, images: int) -> int:
+    """Convolutions and head, a multiplication and an addition as two."""
+    graph, flops = families.forward(model, 1, 1, "fp32"), 0
+    for node in graph.nodes:
+        read, written = ([graph.tensors[x] for x in of] for of in (node.inputs, node.outputs))
+        op = operation(node, read, written, graph.sizes)
+        flops += op.flops if isinstance(op, Gemm | Convolution) else 0
+    return images * flops
 
 
 def attention_width(model: LanguageModel) -> int:
@@ -70,7 +85,7 @@ def active_parameters(model: LanguageModel) -> int:
 
 
 def saved_activation_bytes(
-    model: LanguageModel,
+    model: AnyModel,
     batch: int,
     seq: int,
     dtype: str,

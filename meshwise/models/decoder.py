@@ -1,6 +1,6 @@
 """What a model asks of a device: its weights, matrix products, attention and messages.
 
-In: a ``Decoder`` or a GPT (``Model``) and the microbatch. Out: the records that are measured, read
+In: a model and the microbatch. Out: the records that are measured, read
 off the graph; messages off its tasks on one rank. A weight W[n,k] multiplies m = microbatch_size *
 seq_len rows, 2mnk FLOPs. Experts are one grouped product over all m * top_k rows.
 """
@@ -17,6 +17,7 @@ from meshwise.models.graph import Graph, Node, module_shape, operation
 from meshwise.models.shard import shard
 from meshwise.spec import (
     DTYPE_BYTES,
+    AnyModel,
     Attention,
     Collective,
     Decoder,
@@ -32,6 +33,7 @@ from meshwise.spec.op import Direction, Dtype
 # No gradient reaches it (training nudges it from the load of the experts), so it is state beside
 # the parameters to FSDP2 and a buffer to transformers; published counts include it.
 ROUTER_BIAS = "router.bias"
+BEGIN = ("embed.", "positions.", "stem")  # what weights before the layers are called
 _AXES = ("tp", "sp", "pp", "ep")
 
 
@@ -62,11 +64,11 @@ class Exchange(NamedTuple):
     collective: Collective
 
 
-def weights(model: LanguageModel) -> list[Weight]:
+def weights(model: AnyModel) -> list[Weight]:
     """Every weight in module order, a tied one once. Experts are stacked, [experts, n, k]."""
     graph, kinds = _one_of_each(model)
-    units: dict[str, list[tuple[str, tuple[int, ...]]]] = {kind: [] for kind in kinds}
-    found, layers = [], ((index, kind) for index, kind in enumerate(layer_kinds(model)))
+    units: dict[LayerKind, list[tuple[str, tuple[int, ...]]]] = {kind: [] for kind in kinds}
+    found, layers = [], ((index, kind) for index, kind in enumerate(layer_kinds(model, 1)))
     for tensor in graph.tensors.values():
         if tensor.role in ("parameter", "state"):
             parts, shape = tensor.name.split(".", 2), module_shape(tensor, graph.sizes)
@@ -79,8 +81,20 @@ def weights(model: LanguageModel) -> list[Weight]:
         for index, kind in layers
         for name, shape in units[kind]
     ]
-    before = sum(weight.name.startswith(("embed.", "positions.")) for weight in found)
+    before = sum(weight.name.startswith(BEGIN) for weight in found)
     return [*found[:before], *stacked, *found[before:]]
+
+
+def stage_weights(model: AnyModel, layers: range) -> list[Weight]:
+    """The weights of the pipeline stage of these layers, with the ends of the model that it has."""
+
+    def is_in(weight: Weight) -> bool:
+        if weight.unit != "root":
+            return int(weight.unit.removeprefix("layers.")) in layers
+        at_start = weight.name.startswith(BEGIN)
+        return layers.start == 0 if at_start else layers.stop == model.layers
+
+    return list(filter(is_in, weights(model)))
 
 
 def num_parameters(model: LanguageModel) -> int:
@@ -88,20 +102,26 @@ def num_parameters(model: LanguageModel) -> int:
     return sum(weight.num_elements for weight in weights(model))
 
 
-def stream_shape(model: LanguageModel, rows: int, seq_len: int) -> tuple[int, ...]:
-    """Of what a layer reads and writes of ``rows`` sequences."""
-    graph, _ = _one_of_each(model, between=True)
+def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[int, ...]:
+    """Of the activation that enters layer ``layer``, or leaves the last, of ``rows`` sequences or
+    images."""
+    graph = _alone(model, min(layer, model.layers - 1))
+    name = "stage.in" if layer < model.layers else graph.nodes[-1].outputs[0]
     sizes = {**graph.sizes, "batch": rows, "seq": seq_len}
-    return tuple(sizes[dim] for dim in graph.tensors["stage.in"].dims)
+    return tuple(sizes[dim] for dim in graph.tensors[name].dims)
 
 
 @lru_cache(maxsize=256)
-def _one_of_each(
-    model: LanguageModel, *, between: bool = False
-) -> tuple[Graph, tuple[LayerKind, ...]]:
+def _alone(model: AnyModel, layer: int) -> Graph:
+    kinds = layer_kinds(model, 1, range(layer, layer + 1))
+    return families.forward(model, 1, 1, "fp32", layers=kinds, first=False, last=False)
+
+
+@lru_cache(maxsize=256)
+def _one_of_each(model: AnyModel, *, between: bool = False) -> tuple[Graph, tuple[LayerKind, ...]]:
     """The graph of one layer of each kind that the model has, for one token, with both ends or
     ``between`` other stages; and these kinds."""
-    kinds, ends = tuple(sorted(set(layer_kinds(model)))), not between
+    kinds, ends = tuple(sorted(set(layer_kinds(model, 1)))), not between
     return families.forward(model, 1, 1, "fp32", layers=kinds, first=ends, last=ends), kinds
 
 
@@ -125,7 +145,7 @@ def products(
     What reads one input is one product. fp8 is scaled by tensor.
     """
     tokens, (graph, kinds) = _tokens(microbatch_size, seq_len), _one_of_each(model)
-    layers = Counter(layer_kinds(model))
+    layers = Counter(layer_kinds(model, 1))
     sizes = {**graph.sizes, "room": graph.sizes.get("top_k", 0)}  # no padding between experts
     scaling: Any = "tensor" if dtype == "fp8" else "none"
     by_layer: dict[tuple[int, str], Gemm] = {}
@@ -189,7 +209,7 @@ def attentions(
 ) -> list[Attention]:
     """What differs of the layers' attention: those with a window see fewer keys."""
     whole = attention(model, microbatch_size, seq_len, dtype=dtype)
-    windows = model.windows(seq_len) if isinstance(model, Decoder) else [None]
+    windows = dict.fromkeys(kind.window for kind in layer_kinds(model, seq_len))
     return [replace(whole, window=window) for window in windows]
 
 
@@ -212,7 +232,7 @@ def exchanges(
     plain = Layout(tp=tp, dp=ep, ep=ep, microbatch_size=microbatch_size)
     workload = Workload(global_batch_size=plain.microbatch_rows, seq_len=seq_len)
     graph, _ = _one_of_each(model, between=True)
-    elements = {"pp.send_recv": (prod(stream_shape(model, 1, 1)), 2)}  # of a token
+    elements = {"pp.send_recv": (prod(stream_shape(model, 1, 1, 0)), 2)}  # of a token
     for axis in ("tp", "sp") if tp > 1 else ("tp",):
         layout = replace(plain, sequence_parallel=axis == "sp")
         placement.check(listed, workload, layout)

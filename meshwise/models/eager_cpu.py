@@ -6,8 +6,15 @@ LayerNorm keeps mean and rstd in x's dtype, where CUDA has them in fp32.
 """
 
 from dataclasses import replace
+from typing import Literal
 
-from meshwise.models.graph import Graph, Node, Tensor
+from meshwise.models.graph import Device, Graph, Node, Tensor
+from meshwise.spec import Cluster
+
+
+def device_of(cluster: Cluster, lowering: Literal["eager", "compiled"]) -> Device:
+    """Whose kernels a step runs there; compiled code fuses its own on either."""
+    return "cpu" if cluster.device.kind == "cpu" and lowering == "eager" else "cuda"
 
 
 def on_cpu(graph: Graph) -> Graph:

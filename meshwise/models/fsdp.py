@@ -15,7 +15,7 @@ from meshwise.models import families
 from meshwise.models.apply import apply, padded_shard
 from meshwise.models.backward import training_step
 from meshwise.models.decoder import ROUTER_BIAS, Weight, weights
-from meshwise.spec import DTYPE_BYTES, Collective, Decoder, Layout, Model
+from meshwise.spec import DTYPE_BYTES, AnyModel, Collective, Layout
 from meshwise.spec.op import Dtype
 
 
@@ -35,7 +35,7 @@ class Planned(NamedTuple):
     count: int  # type: ignore[assignment]  # not tuple's method
 
 
-def units(model: Decoder | Model) -> list[Unit]:
+def units(model: AnyModel) -> list[Unit]:
     """Layer by layer, then the root. A router's score bias is not cut: it is no parameter here."""
     members: dict[str, list[Weight]] = {}
     for weight in weights(model):
@@ -57,7 +57,7 @@ def shard_elements(unit: Unit, ranks: int) -> int:
 
 
 def planned(
-    model: Decoder | Model,
+    model: AnyModel,
     *,
     shard: int,
     replicas: int = 1,

@@ -5,7 +5,8 @@ A graph is written once for the whole, unsharded problem. ``sizes`` gives every 
 the operations of one rank follow from the same nodes: ``operation`` below builds the record that
 is measured and priced. A matrix product is an einsum of named tensors: dims that only the left
 operand has are its rows m, dims that only the right has are n, dims that both have and the result
-lacks are contracted, k.
+lacks are contracted, k. A convolution has images [batch, channels, height, width] and a weight
+[out, in, kernel, kernel].
 """
 
 import functools
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple, get_args
 
-from meshwise.spec import DTYPE_BYTES, Attention, Elementwise, Gemm, Op
+from meshwise.spec import DTYPE_BYTES, Attention, Convolution, Elementwise, Gemm, Op
 from meshwise.spec.op import ElementwiseKind
 
 Device = Literal["cuda", "cpu"]
@@ -33,13 +34,14 @@ class Tensor(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One operation. ``kind`` is gemm, attention, an elementwise kind, or one that is priced as a
-    copy (softmax, sort, move); ``part`` is where it belongs (embed, layer, head, optimizer) and
-    ``layer`` its index there. A ``view`` is no kernel: its outputs lie in its input's memory; nor
-    is an ``exchange`` where no other ranks hold experts. ``cheap``: selective recomputation
-    computes it again rather than keep its result. ``room``: the part of the model whose dims tp
-    divides in one way, a field of ``Cuts``. ``holds``: what it does not read, but another kernel of
-    the same autograd node did, which lets go of it at its end."""
+    """One operation. ``kind`` is gemm, attention, convolution, an elementwise kind, or one that is
+    priced as a copy (softmax, sort, move, relu); ``part`` is where it belongs (embed, layer, head,
+    optimizer) and ``layer`` its index there. A ``view`` is no kernel: its outputs lie in its
+    input's memory; nor is an ``exchange`` where no other ranks hold experts, nor the ``average`` of
+    one data rank. ``cheap``: selective recomputation computes it again rather than keep its result.
+    ``room``: the part of the model whose dims tp divides in one way, convolutions or a field of
+    ``Cuts``. ``holds``: what it does not read, but another kernel of the same autograd node did,
+    which lets go of it at its end. ``window``: of an attention."""
 
     name: str
     kind: str
@@ -51,6 +53,7 @@ class Node(NamedTuple):
     cheap: bool = False
     room: str = "stream"
     holds: tuple[str, ...] = ()
+    window: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +73,7 @@ class Graph:
         """The tensor in whose memory each view lies."""
         found: dict[str, str] = {}
         for node in self.nodes:
-            if node.kind in ("view", "exchange"):
+            if node.kind in ("view", "exchange", "average"):
                 base = found.get(node.inputs[0], node.inputs[0])
                 found |= dict.fromkeys(node.outputs, base)
         return found
@@ -125,6 +128,7 @@ def elementwise(kind: str, read_bytes: int, write_bytes: int, direction: str) ->
 
 
 attention = functools.lru_cache(maxsize=4096)(Attention)
+convolution = functools.lru_cache(maxsize=65536)(Convolution)
 
 
 def operation(
@@ -145,6 +149,8 @@ def operation(
             return gemm(m, n, k, left.dtype, False, True, groups)
         wgrad = node.name.endswith(".wgrad")  # dw = dy^T x contracts the rows; dx = dy w does not
         return gemm(m, n, k, left.dtype, wgrad, False, groups)
+    if node.kind == "convolution":
+        return _convolution(node, inputs, outputs[0], sizes)
     if node.kind in OPTIMIZER_BYTES:  # float32 masters, whatever the compute dtype
         elements = sum(num_elements(tensor, sizes) for tensor in inputs)
         read, written = (per_element * elements for per_element in OPTIMIZER_BYTES[node.kind])
@@ -161,10 +167,28 @@ def operation(
         return attention(
             batch=sizes["batch"], q_len=seq, kv_len=seq, kv_heads=kv_heads,
             heads=kv_heads * sizes.get("queries", 1), head_dim=width,
-            head_dim_v=None if width_v == width else width_v, window=sizes.get("window"),
+            head_dim_v=None if width_v == width else width_v, window=node.window,
             direction=direction, dtype=q.dtype,
         )  # fmt: skip
     read = sum(num_bytes(tensor, sizes) for tensor in inputs)
     written = sum(num_bytes(tensor, sizes) for tensor in outputs)
     kind = node.kind if node.kind in ELEMENTWISE else "copy"
     return elementwise(kind, read, written, direction)
+
+
+def _convolution(
+    node: Node, inputs: list[Tensor], result: Tensor, sizes: Mapping[str, int]
+) -> Convolution:
+    left, right = inputs
+    if node.phase != "backward":
+        x, y, weight, product = left, result, right, "forward"
+    elif node.name.endswith(".wgrad"):
+        x, y, weight, product = right, left, result, "wgrad"
+    else:
+        x, y, weight, product = result, left, right, "dgrad"
+    batch, channels, height, width = (sizes[dim] for dim in x.dims)
+    return convolution(
+        batch=batch, in_channels=channels, out_channels=sizes[y.dims[1]], height=height,
+        width=width, kernel=sizes[weight.dims[2]], stride=-(-height // sizes[y.dims[2]]),
+        product=product, dtype=x.dtype,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ weight that is whole on all, and the weight's gradients are added up.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from meshwise.models.graph import Graph, Tensor
 from meshwise.spec import (
@@ -22,10 +23,13 @@ from meshwise.spec import (
     Decoder,
     LanguageModel,
     Layout,
+    Model,
     WideResNet,
     Workload,
 )
 from meshwise.spec.op import CollectiveKind
+from meshwise.spec.plan import CHANNELS
+from meshwise.spec.vision import MOST_RESOLUTIONS
 
 WHOLE, PARTIAL = "whole", "partial"
 ROWS = ("batch", "seq")
@@ -33,7 +37,9 @@ DIMS = {  # what a part of the model divides: the first that a tensor has
     "heads": ("heads", "kv_heads"),
     "ffn": ("ffn", "expert_ffn", "shared_ffn"),
     "vocab": ("vocab",),
+    CHANNELS: tuple(f"inner.{resolution}" for resolution in range(MOST_RESOLUTIONS)),
 }
+PLACEMENTS = (WHOLE, PARTIAL, *ROWS, *chain.from_iterable(DIMS.values()))
 
 
 class Cut:
@@ -42,11 +48,12 @@ class Cut:
 
     def __init__(self, graph: Graph, tp: int, cuts: Cuts, ep: int, cp: int = 1) -> None:
         self.tp, self.cuts, self.sizes = tp, cuts, dict(graph.sizes)
+        self.expert_ranks = cuts.expert_ranks(ep, tp)
         self.sizes["seq"] //= cp
         if "room" in self.sizes:
             self.sizes["room"] -= (cp - 1) * _copies(self.sizes)
         if "experts" in self.sizes:  # a rank has so many less, and less room between their rows
-            self.sizes["experts"] //= ep
+            self.sizes["experts"] //= self.expert_ranks
             gone = graph.sizes["experts"] - self.sizes["experts"]
             self.sizes["room"] -= EXPERT_ALIGNMENT * gone
         self.copies = max(1, tp // self.sizes.get("kv_heads", tp))  # ranks of one kv head
@@ -54,8 +61,9 @@ class Cut:
 
     def of(self, room: str) -> str:
         """What a part of the model divides."""
-        word: str = getattr(self.cuts, room)
-        return word if self.tp > 1 else WHOLE
+        if self.tp == 1:
+            return WHOLE
+        return CHANNELS if room == "convolutions" else self.cuts.of(room)
 
     def dim(self, room: str, tensors: list[Tensor]) -> str:
         """The dim that an operation on these tensors divides, or ``whole``."""
@@ -138,7 +146,9 @@ def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[st
     if moe is None and layout.ep > 1:
         yield f"ep = {layout.ep}: the model has no experts; use 1"
     if moe is not None:
-        yield from _indivisible("ep", layout.ep, {"experts.num_experts": moe.num_experts})
+        axes = "ep" if layout.expert_ranks == layout.ep else "ep * tp"
+        sizes = {"experts.num_experts": moe.num_experts}
+        yield from _indivisible(axes, layout.expert_ranks, sizes)
     if seq_len > model.max_seq_len:
         raise ValueError(
             f"Workload.seq_len = {seq_len}: must be <= max_seq_len = {model.max_seq_len} of the "
@@ -157,6 +167,13 @@ def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[st
     if moe is not None and cuts.experts == "ffn":
         sizes = {"experts.ffn": moe.ffn, "experts.shared_ffn": moe.shared_ffn}
         yield from _indivisible("tp", tp, sizes)
+    if moe is None and cuts.experts == "experts":
+        yield f"cuts = {cuts.name}: the model has no experts; leave experts out"
+    if cuts.experts == "experts" and cuts.stream == WHOLE:
+        yield (
+            f"cuts = {cuts.name}: ranks with different experts need tokens of their own; cut the "
+            "stream by seq (sequence_parallel) or batch"
+        )
     words = {getattr(cuts, room) for room in Cuts.__struct_fields__}
     if "seq" in words:
         yield from _indivisible("tp", tp, {"seq_len / cp": seq_len // layout.cp})
@@ -172,8 +189,8 @@ def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[st
         )
 
 
-def is_tied(model: LanguageModel) -> bool:
-    return not isinstance(model, Decoder) or model.tied
+def is_tied(model: AnyModel) -> bool:
+    return model.tied if isinstance(model, Decoder) else isinstance(model, Model)
 
 
 def _heads(model: LanguageModel, tp: int) -> Iterator[str]:

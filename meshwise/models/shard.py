@@ -33,10 +33,19 @@ from meshwise.models.graph import (
     num_elements,
     operation,
 )
-from meshwise.models.placement import DIMS, PARTIAL, ROWS, WHOLE, Cut, collective, has
+from meshwise.models.placement import (
+    DIMS,
+    PARTIAL,
+    PLACEMENTS,
+    ROWS,
+    WHOLE,
+    Cut,
+    collective,
+    has,
+)
 from meshwise.spec import Attention, Collective, Cuts, Op
 
-LOADS = "loads"  # an all-reduce of each expert's rows, over ranks that are not known here
+OVER_DATA = "over_data"  # an all-reduce over data ranks, which are not known here
 
 # One kernel on one device; split by vocabulary, they leave a result between two kernels.
 SPLIT_LOSS = {"loss.softmax": "shifted", "loss.softmax.grad": "exp"}
@@ -64,7 +73,7 @@ class Sharded(NamedTuple):
 
     ``shapes``: of this rank's part of each parameter, as in the module. ``partial``: the parameters
     whose gradients are parts of a sum over tp, which is taken when data parallelism reduces them.
-    ``apart``: the parameters that ep divides.
+    ``apart``: the experts' parameters, where ranks hold different ones.
     """
 
     tasks: tuple[tuple[Node, tuple[Task, ...]], ...]
@@ -98,7 +107,8 @@ def shard(
         for name, gradient in graph.gradients.items()
         if walk.placement.get(gradient) == PARTIAL
     )
-    apart = frozenset(t.name for t in graph.parameters() if "experts" in t.dims and ep > 1)
+    divided = walk.cut.expert_ranks > 1
+    apart = frozenset(t.name for t in graph.parameters() if "experts" in t.dims and divided)
     return Sharded(tasks, walk.buffers, shapes, partial, apart)
 
 
@@ -130,8 +140,12 @@ class _Walk:
                 self._define(tensor, tensor.name, self.cut.of("stream"))
 
     def tasks(self, node: Node) -> Iterator[Task]:
-        if node.kind == "view" or (node.kind == "exchange" and self.ep == 1):
+        if node.kind == "view" or (node.kind == "exchange" and self.cut.expert_ranks == 1):
             yield from self._view(node)
+            return
+        if node.kind == "average":
+            yield from self._view(node)
+            yield from self._averaged(node)
             return
         tensors = [self.graph.tensors[name] for name in (*node.inputs, *node.outputs)]
         dim = PARTIAL if self._is_part(node, tensors) else self.cut.dim(node.room, tensors)
@@ -169,7 +183,8 @@ class _Walk:
             return PARTIAL if dim == PARTIAL else WHOLE
         if dim in ROWS and (tensor.role == "constant" or node.kind == "mean"):
             return dim if tensor.role == "constant" else WHOLE  # of each rank's own tokens
-        return PARTIAL
+        own = "experts" in tensor.dims and self.cut.expert_ranks > self.ep
+        return WHOLE if own else PARTIAL  # rows of other ranks came here
 
     def _computed(
         self, node: Node, inputs: list[Tensor], outputs: list[Tensor], dim: str, reads: list[str]
@@ -221,7 +236,7 @@ class _Walk:
 
     def _loads(self, node: Node, counts: Tensor, read: str) -> Iterator[Task]:
         """Rows of each expert over all ranks that see other tokens."""
-        size, at = num_bytes(counts, self.sizes), f"{node.name}.{LOADS}"
+        size, at = num_bytes(counts, self.sizes), f"{node.name}.{OVER_DATA}"
         loads = Collective(
             kind="all_reduce", size_bytes=size, group_size=1, dtype="fp64", in_place=True
         )
@@ -229,6 +244,20 @@ class _Walk:
         for name, op in ((at, loads), (f"{at}.tp", replace(loads, group_size=self.tp))):
             if name == at or over_tp:
                 yield Task(name, op, "compute", node.part, node.phase, (read,), ())
+
+    def _averaged(self, node: Node) -> Iterator[Task]:
+        """A tensor becomes the mean over all ranks that see other images."""
+        (name,), tensor = node.outputs, self.graph.tensors[node.outputs[0]]
+        lies = self.placement[name]
+        op = Collective(
+            kind="all_reduce",
+            size_bytes=num_bytes(tensor, self.cut.local(lies)),
+            group_size=1,
+            dtype=tensor.dtype,  # type: ignore[arg-type]
+            in_place=True,
+        )
+        read = (self.version[name, lies],)
+        yield Task(f"{node.name}.{OVER_DATA}", op, "compute", node.part, node.phase, read, ())
 
     def _view(self, node: Node) -> Iterator[Task]:
         """Its outputs lie where its input does, in the same buffers."""
@@ -240,9 +269,9 @@ class _Walk:
             self.placement[x] = wanted
         for name in node.outputs:
             self.placement[name] = self.placement[x]
-            for (of, placement), buffer in list(self.version.items()):
-                if of == x:
-                    self.version[name, placement] = buffer
+            for placement in PLACEMENTS:
+                if (x, placement) in self.version:
+                    self.version[name, placement] = self.version[x, placement]
 
     def _exchange(
         self,
@@ -279,8 +308,8 @@ class _Walk:
         return Collective(
             kind="all_to_all",
             size_bytes=size_bytes,
-            group_size=self.ep,
-            group_stride=self.tp,
+            group_size=self.cut.expert_ranks,
+            group_stride=self.tp if self.cut.expert_ranks == self.ep else 1,
             dtype=dtype,  # type: ignore[arg-type]
         )
 

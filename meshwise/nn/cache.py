@@ -23,7 +23,7 @@ from meshwise.nn.stage import causal
 
 @dataclass
 class Now:
-    """Which tokens the coming forward pass is about; the layers of a stage share it.
+    """The tokens of the coming forward pass; the layers of a stage share it.
 
     ``at`` [s]: their positions, on the device. ``length``: larger than all of them. ``fresh``: no
     token came before them.

@@ -38,7 +38,7 @@ def convolution(outputs: int, kernel: int) -> Start:
 
 
 def start(module: nn.Module, name: str) -> Start:
-    """What the module's own parameter ``name`` begins with."""
+    """The start of the module's own parameter ``name``."""
     of_torch = (starts for kind, starts in TORCH.items() if isinstance(module, kind))
     starts: Starts = getattr(module, "starts", None) or next(of_torch, {})
     assert name in starts, f"{type(module).__name__}.{name}: say in `starts` how it begins"

@@ -1,4 +1,4 @@
-"""What every model shares: layers that a pipeline can be cut at, and pieces to compute again.
+"""The parts that all models share: layers where a pipeline can be cut, pieces to compute again.
 
 A model is cut into units: ``begin`` (tokens to a stream of activations), layers, ``end`` (the
 stream to a result). A pipeline stage is the same module with fewer of them; its parameters are
@@ -111,8 +111,7 @@ class Stage(nn.Module):
                 module.reset_buffers()  # type: ignore[operator]
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the first stage begins with, or what the stage before made of it; the result, or
-        what the next stage needs."""
+        """Take tokens, or the stream of the stage before; return a result, or the stream so far."""
         if self.first:
             x = self.begin(x)
         for layer in self.layers.values():

@@ -5,7 +5,7 @@ In: images [batch, 3, height, width]. Out: logits [batch, num_classes]. Bottlene
 wide_resnet.py): the stride is in the 3x3 convolution, no convolution has a bias. Padding is torch's
 (k - 1) / 2 on both sides; flax's "SAME" pads one side of an even image, at equal shapes.
 
-Parameters and FLOPs: ``models/wide_resnet.py``.
+Operations and tensors: ``models/families/wide_resnet.py``.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from meshwise.nn import initial
 from meshwise.nn.stage import Layer, Stage, wide
+from meshwise.spec.vision import EXPANSION
 from meshwise.spec.vision import WideResNet as Model
 
 EPSILON = 1e-5
 MOMENTUM = 0.9  # of the running statistics, as flax defines it; torch's is 1 - this
-EXPANSION = 4
 
 
 def identity(x: Tensor) -> Tensor:

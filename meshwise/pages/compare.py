@@ -124,7 +124,7 @@ def _key(sample: Sample, any_regime: bool) -> str:
 def _two_layouts(
     before: dict[str, Sample], after: dict[str, Sample], any_regime: bool
 ) -> list[tuple[Sample, Sample]]:
-    """Steps of one model, workload, dtype, regime, lowering and number of ranks."""
+    """Pair steps of one model, workload, dtype, regime, lowering and number of ranks."""
     a, b = (
         {_key(_without_layout(s), any_regime): s for s in side.values() if _layout(s)}
         for side in (before, after)

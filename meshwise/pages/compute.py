@@ -1,22 +1,45 @@
-"""Tables of measured products and attention, alone and beside a collective.
+"""Tables of measured products, convolutions and attention, alone and beside a collective.
 
 Samples in, tables out. Rates are FLOPs of the operation (``spec.op``) over the median time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
 
-from meshwise.pages.metrics import each
-from meshwise.pages.spread import slowest
-from meshwise.pages.table import Table, filled
-from meshwise.pages.tables import ABSENT, INTERVAL, percent, shown
-from meshwise.spec import Attention, Case, Cluster, Gemm, Overlap, Sample
-from meshwise.spec.label import label, number_format, shape, storage
-from meshwise.stats import median_interval
+from meshwise.pages.spread import Reading, each, readings
+from meshwise.pages.table import (
+    ABSENT,
+    Column,
+    Table,
+    columns,
+    filled,
+    flops,
+    listed,
+    percent,
+    shown,
+)
+from meshwise.pages.tables import INTERVAL
+from meshwise.spec import Attention, Case, Cluster, Convolution, Gemm, Overlap, Sample
+from meshwise.spec.label import label, number_format, shape, variant
 from meshwise.units import format_rate, format_seconds
 
+Product = Gemm | Convolution
+WORDS: dict[type[Product], tuple[str, str, str]] = {  # title, a column, what a row's shape is
+    Gemm: (
+        "Matrix products",
+        "layout",
+        "shape: m x n x k, 2mnk FLOPs; layout: t for an operand stored transposed",
+    ),
+    Convolution: (
+        "Convolutions",
+        "product",
+        "shape: batch, channels x height x width -> channels, kernel /stride; a multiply-add is 2"
+        " FLOPs",
+    ),
+}
 DEFAULT = "torch's choice"
 CONVENTION = {
     False: "FLOPs: two products over pairs of query and key, causal counted half, a window by the "
@@ -32,75 +55,69 @@ def mode(case: Case, *, backend: bool = True) -> str:
     return ", ".join(filter(None, (case.regime, compiled, case.backend if backend else "")))
 
 
-def products(samples: Iterable[Sample], cluster: Cluster) -> list[Table]:
+def products(
+    samples: Iterable[Sample], cluster: Cluster, kind: type[Product] = Gemm
+) -> list[Table]:
     """One table a mode, in the order measured; the best shape of each dtype below it."""
-    by_mode: dict[str, list[tuple[Gemm, Sample]]] = {}
-    for sample in samples:
-        if isinstance(sample.case.op, Gemm):
-            by_mode.setdefault(mode(sample.case), []).append((sample.case.op, sample))
+    by_mode: dict[str, list[Reading]] = {}
+    for one in readings(samples, kind):
+        by_mode.setdefault(mode(one.case), []).append(one)
     return [_products(name, found, cluster) for name, found in by_mode.items()]
 
 
-def _products(name: str, found: Sequence[tuple[Gemm, Sample]], cluster: Cluster) -> Table:
-    sustained = found[0][1].case.regime == "sustained"
-    rows = tuple(_product(op, sample, cluster, sustained) for op, sample in found)
-    spread = ("MHz (min)", "W (max)") if sustained else ("±", "slowest")
-    columns = ("shape", "dtype", "layout", "median", "rate", "of peak", "bandwidth", "times")
-    legend = [*_best(found, cluster)]
-    legend.append(
-        "MHz, W: medians over time of the slowest rank's clock and of the highest power."
-        if sustained
-        else f"±: half of the {INTERVAL}, relative."
+def _products(name: str, found: Sequence[Reading], cluster: Cluster) -> Table:
+    def of_peak(one: Reading) -> float | None:
+        peak = cluster.device.peak_flops.get(one.op.dtype)
+        return one.flops_per_s / peak if peak else None
+
+    best = []
+    for dtype in dict.fromkeys(number_format(one.op) for one in found):
+        same = (one for one in found if number_format(one.op) == dtype)
+        one = max(same, key=lambda one: one.flops_per_s)
+        of = "" if of_peak(one) is None else f", {percent(of_peak(one))} of peak"
+        named = f"{shape(one.op)} {variant(one.op)}"
+        best.append(f"Best {dtype}: {named}, {flops(one.flops_per_s)}{of}.")
+    noted = f"±: half of the {INTERVAL}, relative."
+    last: tuple[Column, ...] = (("±", _half_interval), ("slowest", lambda one: one.slowest))
+    if found[0].case.regime == "sustained":
+        noted = "MHz, W: medians over time of the slowest rank's clock and of the highest power."
+        clock, power = _over_time("sm_clock_mhz", min), _over_time("power_w", max)
+        last = ("MHz (min)", clock), ("W (max)", power)
+    title, way, words = WORDS[type(found[0].op)]
+    return listed(
+        f"{title}, {name}",
+        found,
+        ("shape", lambda one: shape(one.op)),
+        ("dtype", lambda one: number_format(one.op)),
+        (way, lambda one: variant(one.op)),
+        *columns(format_seconds, {"median": "median_s"}),
+        *columns(flops, {"rate": "flops_per_s"}),
+        *columns(percent, {"of peak": of_peak}),
+        ("bandwidth", lambda one: format_rate(one.bytes_per_s, "B/s")),
+        ("times", lambda one: str(len(one.sample.times_s))),
+        *last,
+        legend=(
+            *best,
+            noted,
+            f"{words}; bandwidth: operands and result once, over the median; of peak: of the "
+            "datasheet's dense rate for the dtype, where it is known.",
+        ),
+        left=3,
     )
-    legend.append(
-        "shape: m x n x k, 2mnk FLOPs; layout: t for an operand stored transposed; bandwidth: "
-        "operands and result once, over the median; of peak: of the datasheet's dense rate for the "
-        "dtype, where it is known."
-    )
-    return Table(f"Matrix products, {name}", (*columns, *spread), rows, tuple(legend), left=3)
 
 
-def _product(op: Gemm, sample: Sample, cluster: Cluster, sustained: bool) -> tuple[str, ...]:
-    middle_s, low_s, high_s = median_interval(sample.times_s)
-    rate = op.flops / middle_s
-    cells = (
-        shape(op),
-        number_format(op),
-        storage(op),
-        format_seconds(middle_s),
-        format_rate(rate, "FLOP/s"),
-        percent(_of_peak(rate, op, cluster)),
-        format_rate(op.bytes / middle_s, "B/s"),
-        str(len(sample.times_s)),
-    )
-    if not sustained:
-        return (*cells, f"{100 * (high_s - low_s) / 2 / middle_s:.1f} %", slowest(sample))
-    clocks_mhz, power_w = (sorted(each(sample.metrics, x)) for x in ("sm_clock_mhz", "power_w"))
-    clock = f"{_middle(clocks_mhz):.0f} ({clocks_mhz[0]:.0f})" if clocks_mhz else ABSENT
-    power = f"{_middle(power_w):.0f} ({power_w[-1]:.0f})" if power_w else ABSENT
-    return (*cells, clock, power)
+def _half_interval(one: Reading) -> str:
+    return f"{100 * (one.high_s - one.low_s) / 2 / one.median_s:.1f} %"
 
 
-def _middle(values: Sequence[float]) -> float:
-    return median_interval(values)[0]
+def _over_time(metric: str, end: Callable[[Sequence[float]], float]) -> Callable[[Reading], str]:
+    """Show the median of a metric, and in brackets its least or largest value."""
 
+    def show(one: Reading) -> str:
+        values = each(one.sample.metrics, metric)
+        return f"{median(values):.0f} ({end(values):.0f})" if values else ABSENT
 
-def _of_peak(rate: float, op: Gemm, cluster: Cluster) -> float | None:
-    peak = cluster.device.peak_flops.get(op.dtype)
-    return rate / peak if peak else None
-
-
-def _best(found: Sequence[tuple[Gemm, Sample]], cluster: Cluster) -> Iterable[str]:
-    """A line a dtype: its fastest shape."""
-    best: dict[str, tuple[float, Gemm]] = {}
-    for op, sample in found:
-        rate = op.flops / _middle(sample.times_s)
-        if rate > best.get(number_format(op), (0.0, op))[0]:
-            best[number_format(op)] = rate, op
-    for name, (rate, op) in best.items():
-        share = _of_peak(rate, op, cluster)
-        of_peak = "" if share is None else f", {percent(share)} of peak"
-        yield f"Best {name}: {shape(op)} {storage(op)}, {format_rate(rate, 'FLOP/s')}{of_peak}."
+    return show
 
 
 class Contest(NamedTuple):
@@ -108,21 +125,18 @@ class Contest(NamedTuple):
 
     op: Attention
     mode: str
-    samples: dict[str, dict[str, Sample]]
+    readings: dict[str, dict[str, Reading]]
     exact: bool
 
     def rate(self, backend: str, direction: str) -> float | None:
-        sample = self.samples[backend].get(direction)
-        if sample is None:
+        one = self.readings[backend].get(direction)
+        if one is None:
             return None
-        op = sample.case.op
-        assert isinstance(op, Attention)
-        flops = op.exact_flops if self.exact else op.flops
-        return flops / median_interval(sample.times_s)[0]
+        return one.op.exact_flops / one.median_s if self.exact else one.flops_per_s
 
     def fastest(self, direction: str) -> str | None:
         """The fastest back end that was asked for by name; None when fewer than two were."""
-        rates = {name: self.rate(name, direction) for name in self.samples if name}
+        rates = {name: self.rate(name, direction) for name in self.readings if name}
         known = {name: rate for name, rate in rates.items() if rate is not None}
         return max(known, key=lambda name: known[name]) if len(known) > 1 else None
 
@@ -130,13 +144,11 @@ class Contest(NamedTuple):
 def contests(samples: Iterable[Sample], *, exact: bool = False) -> list[Contest]:
     """Every shape and mode with the back ends that were measured on it."""
     found: dict[tuple[Attention, str], Contest] = {}
-    for sample in samples:
-        op = sample.case.op
-        if isinstance(op, Attention) and sample.times_s:
-            of_shape = msgspec.structs.replace(op, direction="forward")
-            name = mode(sample.case, backend=False)
-            contest = found.setdefault((of_shape, name), Contest(of_shape, name, {}, exact))
-            contest.samples.setdefault(sample.case.backend, {})[op.direction] = sample
+    for one in readings(samples, Attention):
+        of_shape = msgspec.structs.replace(one.op, direction="forward")
+        name = mode(one.case, backend=False)
+        contest = found.setdefault((of_shape, name), Contest(of_shape, name, {}, exact))
+        contest.readings.setdefault(one.case.backend, {})[one.op.direction] = one
     return list(found.values())
 
 
@@ -148,33 +160,26 @@ def attention(samples: Iterable[Sample], *, exact: bool = False) -> list[Table]:
     by_mode: dict[str, list[tuple[str, ...]]] = {}
     for contest in contests(samples, exact=exact):
         by_mode.setdefault(contest.mode, []).extend(_contest(contest))
-    columns = ("shape", "back end", "forward", "rate", "backward", "rate", "fastest")
+    heads = ("shape", "back end", "forward", "rate", "backward", "rate", "fastest")
     legend = (f"Times: medians. {CONVENTION[exact]}",)
     return [
-        Table(f"Attention, {name}", columns, tuple(rows), legend, left=2)
+        Table(f"Attention, {name}", heads, tuple(rows), legend, left=2)
         for name, rows in by_mode.items()
     ]
 
 
 def _contest(contest: Contest) -> list[tuple[str, ...]]:
-    directions = ("forward", "backward")
-    winners = {direction: contest.fastest(direction) for direction in directions}
+    winners = {direction: contest.fastest(direction) for direction in ("forward", "backward")}
     rows: list[tuple[str, ...]] = []
-    for backend, measured in contest.samples.items():
+    for backend, measured in contest.readings.items():
         cells = [shape(contest.op) if not rows else "", backend or DEFAULT]
-        for direction in directions:
+        for direction in winners:
             rate = contest.rate(backend, direction)
-            if rate is None:
-                cells += [ABSENT] * 2
-                continue
-            time_s = median_interval(measured[direction].times_s)[0]
-            cells += [format_seconds(time_s), format_rate(rate, "FLOP/s")]
-        won = [direction for direction in directions if winners[direction] == backend]
+            time_s = None if rate is None else measured[direction].median_s
+            cells += [shown(time_s, format_seconds), shown(rate, flops)]
+        won = [direction for direction, winner in winners.items() if winner == backend]
         rows.append((*cells, "both" if len(won) == 2 else "".join(won)))
     return rows
-
-
-_COVERED = ("compute_covered", "collective_covered")
 
 
 class Slowdown(NamedTuple):
@@ -200,49 +205,47 @@ class Slowdown(NamedTuple):
         return self.collective_beside_s / self.collective_alone_s
 
 
-def slowdown(sample: Sample) -> Slowdown:
+def slowdown(one: Reading) -> Slowdown:
     """Read a sample of ``Overlap``: its times are the compute's beside collectives."""
 
     def metric(name: str) -> float | None:
-        values = each(sample.metrics, name)
-        return _middle(values) if values else None
+        values = each(one.sample.metrics, name)
+        return median(values) if values else None
 
+    covered = map(metric, ("compute_covered", "collective_covered"))
     return Slowdown(
         metric("compute_alone_s"),
-        _middle(sample.times_s),
+        one.median_s,
         metric("collective_alone_s"),
         metric("collective_beside_s"),
-        any(covered is not None and covered < 1 for covered in map(metric, _COVERED)),
+        any(share is not None and share < 1 for share in covered),
     )
 
 
 def overlaps(samples: Iterable[Sample]) -> list[Table]:
     """Each side alone, beside the other, and the ratio."""
-    rows, alone = [], False
-    for sample in samples:
-        op = sample.case.op
-        if isinstance(op, Overlap):
-            sides = (label(Case(op=side)) for side in (op.compute, op.collective))
-            times = slowdown(sample)
-            compute = _side(times.compute_alone_s, times.compute_beside_s, times.of_compute)
-            collective = _side(
-                times.collective_alone_s, times.collective_beside_s, times.of_collective
-            )
-            alone |= times.ended_alone
-            mark = " *" if times.ended_alone else ""
-            rows.append((*sides, *compute, *collective[:2], collective[2] + mark))
-    columns = (
-        "compute", "collective",
-        "compute:\nalone", "beside", "slowdown", "collective:\nalone", "beside", "slowdown",
-    )  # fmt: skip
-    legend = (
-        "Medians. slowdown = beside/alone, both measured in turns: 1.00 x would be overlap for "
-        "nothing.",
-        *(("* some timed calls ended alone: slowdowns are at least these.",) * alone),
+    found = [(one.op, slowdown(one)) for one in readings(samples, Overlap)]
+    ratio = "{:.2f} x".format
+    marked = ("* some timed calls ended alone: slowdowns are at least these.",)
+    table = listed(
+        "Compute beside collectives",
+        found,
+        ("compute", lambda row: label(Case(op=row[0].compute))),
+        ("collective", lambda row: label(Case(op=row[0].collective))),
+        *columns(format_seconds, {"compute:\nalone": lambda row: row[1].compute_alone_s}),
+        *columns(format_seconds, {"beside": lambda row: row[1].compute_beside_s}),
+        *columns(ratio, {"slowdown": lambda row: row[1].of_compute}),
+        *columns(format_seconds, {"collective:\nalone": lambda row: row[1].collective_alone_s}),
+        *columns(format_seconds, {"beside": lambda row: row[1].collective_beside_s}),
+        (
+            "slowdown",
+            lambda row: shown(row[1].of_collective, "{:.2f} x".format) + " *" * row[1].ended_alone,
+        ),
+        legend=(
+            "Medians. slowdown = beside/alone, both measured in turns: 1.00 x would be overlap for "
+            "nothing.",
+            *(marked if any(times.ended_alone for _, times in found) else ()),
+        ),
+        left=2,
     )
-    return filled(Table("Compute beside collectives", columns, tuple(rows), legend, left=2))
-
-
-def _side(alone_s: float | None, beside_s: float | None, ratio: float | None) -> tuple[str, ...]:
-    times = (shown(time_s, format_seconds) for time_s in (alone_s, beside_s))
-    return (*times, shown(ratio, "{:.2f} x".format))
+    return filled(table)

@@ -1,4 +1,4 @@
-"""Is something wrong with this machine, and where? A health run in, findings out.
+"""Find what is wrong with a machine, and where. A health run in, findings out.
 
 A GPU or a link is slow when all quarters of its times exceed those of its peers by more than a
 limit, the larger of six robust sigma of the peers' quarters (``pages.outliers``) and a floor:
@@ -19,25 +19,119 @@ double.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from meshwise.pages import outliers
-from meshwise.pages.measured import Key, Kind, Measured, device, measured, where
 from meshwise.pages.outliers import Slow
-from meshwise.spec import Collective, DeviceState, Gemm, RunInfo, Sample
+from meshwise.spec import (
+    Cluster,
+    Collective,
+    DeviceState,
+    Elementwise,
+    Gemm,
+    Regime,
+    RunInfo,
+    Sample,
+    Tier,
+)
 from meshwise.spec.label import label
 from meshwise.spec.run import FAILED
+from meshwise.units import format_bytes, format_rate, format_seconds
 
+Kind = Literal["gpu", "host", "link", "group"]
+Key = tuple[int, ...]  # (rank,), (from, to), or () for all ranks together
+_SMALL_BYTES = 2**16  # of smaller messages the time is told, not the rate
 _FLOOR: dict[Kind, float] = {"gpu": 0.08, "host": 0.60, "link": 0.15}
-# Of the specification: sustained products reach 0.5 to 0.8, copies 0.85, links 0.7 to 0.9 through
-# a switch (in a mesh of n a pair has but 1/(n-1) of a GPU's links), collectives on PCIe half.
+# Shares of the specification. Sustained products reach 0.5 to 0.8, copies 0.85, links 0.7 to 0.9
+# through a switch (in a mesh of n a pair has but 1/(n-1) of a GPU's links), collectives on PCIe
+# half.
 _LEAST: dict[Kind, float] = {"gpu": 0.4, "link": 0.5, "group": 0.33}
 _PAST_FLOOR: dict[Kind, float] = {"gpu": 0.03, "host": 0.25, "link": 0.08, "group": 0.03}
 _LAUNCH_PAST_FLOOR, _CPU_PAST_FLOOR = 0.25, 1.0
 _LAUNCH_S = 50e-6
 _MOST_NAMES = 3
+
+
+class Measured(NamedTuple):
+    """One operation: on every GPU, from every rank to others by one tier, or of all together.
+
+    ``spec`` is its rate on the datasheet, ``reach`` the devices among which its links are.
+    """
+
+    name: str
+    kind: Kind
+    op: Gemm | Elementwise | Collective
+    spec: float | None
+    reach: int
+    regime: Regime
+    times_s: dict[Key, tuple[float, ...]]
+    states: tuple[DeviceState, ...]
+
+    def rate(self, time_s: float) -> float | None:
+        """FLOP/s, bytes/s, of a collective busbw; None where the launch is all that counts."""
+        op = self.op
+        if isinstance(op, Collective) and op.size_bytes < _SMALL_BYTES:
+            return None
+        if isinstance(op, Elementwise) and op.kind != "copy":
+            return op.read_bytes / time_s  # what crosses the host's link, once
+        return (op.flops or op.bytes) / time_s
+
+    def show(self, time_s: float) -> str:
+        rate = self.rate(time_s)
+        return format_seconds(time_s) if rate is None else self.show_rate(rate)
+
+    def show_rate(self, rate: float) -> str:
+        return format_rate(rate, "FLOP/s" if isinstance(self.op, Gemm) else "B/s")
+
+
+def measured(info: RunInfo, samples: Iterable[Sample]) -> list[Measured]:
+    """The finished cases of a health run: devices, copies from the host, links, collectives."""
+    found: dict[str, Measured] = {}
+    for sample in samples:
+        if sample.status == "ok" and (one := _measured(info.cluster, sample)):
+            found.setdefault(one.name, one).times_s.update(one.times_s)
+    return sorted(found.values(), key=lambda one: get_args(Kind).index(one.kind))
+
+
+def _measured(cluster: Cluster, sample: Sample) -> Measured | None:
+    op, reach = sample.case.op, 1
+    kind: Kind = "gpu"
+    times: dict[Key, tuple[float, ...]] = {(r,): t for r, t in enumerate(sample.rank_times_s)}
+    if isinstance(op, Gemm):
+        name, spec = label(sample.case), cluster.device.peak_flops.get(op.dtype)
+    elif isinstance(op, Elementwise):
+        name = label(sample.case)
+        kind = "host" if op.kind in ("h2d", "d2h") else "gpu"
+        spec = cluster.device.peak_memory_bytes_per_s if op.kind == "copy" else None
+    elif isinstance(op, Collective):
+        kind = "link" if op.kind == "send" and len(op.ranks) == 2 else "group"
+        tier = _tier(cluster, op.ranks or range(op.group_size))
+        name = f"{op.kind} {format_bytes(op.size_bytes)}"
+        name += f" by {tier.name}" if kind == "link" else ""
+        times = {op.ranks if kind == "link" else (): sample.times_s}
+        spec = tier.bytes_per_s if op.size_bytes >= _SMALL_BYTES else None
+        reach = tier.num_devices
+    else:
+        return None
+    return Measured(name, kind, op, spec, reach, sample.case.regime, times, sample.after)
+
+
+def _tier(cluster: Cluster, ranks: Iterable[int]) -> Tier:
+    """The innermost tier that ``ranks`` lie within; tiers reach all devices, so there is one."""
+    each = list(ranks)
+    inside = (t for t in cluster.tiers if len({r // t.num_devices for r in each}) == 1)
+    return next(inside, cluster.tiers[-1])
+
+
+def device(info: RunInfo) -> str:
+    """The word for a rank."""
+    return "GPU" if info.cluster.device.kind == "cuda" else "rank"
+
+
+def where(info: RunInfo, key: Key) -> str:
+    return " -> ".join(f"{device(info)} {rank}" for rank in key) or f"all {device(info)}s"
 
 
 class Finding(NamedTuple):
@@ -65,7 +159,8 @@ def findings(
 
     Raises ValueError if the baseline shares no case with this run.
     """
-    ours = [one for one in measured(info, samples) if _is_judged(one, info)]
+    on_gpus = info.cluster.device.kind == "cuda"
+    ours = [one for one in measured(info, samples) if on_gpus or one.kind == "gpu"]
     found = [*_failed(info, samples), *_throttling(info, samples)]
     accused: set[tuple[Kind, Key]] = set()
     for one in ours:
@@ -73,7 +168,7 @@ def findings(
             alike = one.kind != "host"  # there are near and far sockets
             slow = outliers.than_peers(one.times_s, _FLOOR[one.kind], alike=alike)
             found += (_links if one.kind == "link" else _devices)(info, one, slow)
-            # of more than two, peers have named the culprit: once is enough
+            # where there are more than two, peers have named the culprit: once is enough
             accused |= {(one.kind, key) for key in slow if len(one.times_s) > 2}
     past = [measured(info, run) for run in runs(samples, baseline)] if baseline else []
     for one in ours:
@@ -85,10 +180,6 @@ def findings(
     return sorted(_joined(found), key=lambda finding: finding.severity)
 
 
-def _is_judged(one: Measured, info: RunInfo) -> bool:
-    return info.cluster.device.kind == "cuda" or one.kind == "gpu"
-
-
 def _failed(info: RunInfo, samples: Sequence[Sample]) -> list[Finding]:
     found = []
     for sample in samples:
@@ -97,12 +188,12 @@ def _failed(info: RunInfo, samples: Sequence[Sample]) -> list[Finding]:
             place = where(info, op.ranks if isinstance(op, Collective) else ())
             text = f"{label(sample.case)}: {sample.status}: {sample.reason}"
             found.append(Finding("wrong result" if sample.num_wrong else "failed", place, text))
+    everywhere = where(info, ())
     if not any(sample.status == "ok" for sample in samples):
-        found.append(Finding("failed", where(info, ()), "nothing was measured"))
+        found.append(Finding("failed", everywhere, "nothing was measured"))
     if info.status in ("partial", "interrupted", "failed"):
-        found.append(
-            Finding("incomplete", where(info, ()), f"{info.status}: {info.reason}", "note")
-        )
+        text = f"{info.status}: {info.reason}"
+        found.append(Finding("incomplete", everywhere, text, "note"))
     return found
 
 
@@ -263,7 +354,7 @@ def _places(info: RunInfo, keys: Sequence[Key], one: Measured) -> str:
 
 
 def runs(samples: Sequence[Sample], baseline: Iterable[Sample]) -> list[list[Sample]]:
-    """The baseline's samples apart by run: in one run a case comes once."""
+    """Part the baseline's samples by run: in one run a case comes once."""
     methods = {s.case_id: s.method_version for s in samples if s.status == "ok"}
     runs: list[list[Sample]] = []
     count: dict[str, int] = defaultdict(int)
@@ -282,7 +373,7 @@ def runs(samples: Sequence[Sample], baseline: Iterable[Sample]) -> list[list[Sam
 
 
 def _joined(found: Iterable[Finding]) -> list[Finding]:
-    """One finding a fault: the evidence of several cases in a row."""
+    """Join the findings of one fault: their evidence stands in a row."""
     joined: dict[tuple[str, str, str], Finding] = {}
     for finding in found:
         key = finding.what, finding.where, finding.severity

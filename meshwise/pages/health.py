@@ -1,14 +1,13 @@
 """Tables of ``measure health``: the verdict, every GPU, every pair, all against the datasheet."""
 
 from collections.abc import Sequence
+from itertools import chain
 from statistics import median
 
 from meshwise.pages import collectives, faults
-from meshwise.pages.faults import Finding, findings, verdict
-from meshwise.pages.measured import Measured, device, measured, where
+from meshwise.pages.faults import Finding, Measured, device, findings, measured, verdict, where
 from meshwise.pages.samples import failed
-from meshwise.pages.table import Table
-from meshwise.pages.tables import ABSENT, percent
+from meshwise.pages.table import ABSENT, Table, columns, listed, percent, shown
 from meshwise.spec import DeviceState, Gemm, RunInfo, Sample
 
 __all__ = ["Finding", "findings", "tables", "verdict"]
@@ -28,15 +27,22 @@ def tables(
     found = findings(info, samples, baseline)
     ours = measured(info, samples)
     done = [sample for sample in samples if sample.status == "ok"]
-    pairs = [one for one in collectives.series(done) if one.op.kind == "send"]
-    rows = tuple((f.severity, f.what, f.where, f.evidence) for f in found)
-    title = f"Health of {info.cluster.name}: {verdict(found)}"
-    shown = [Table(title, ("", "finding", "where", "evidence"), rows, _LEGEND if rows else (), 4)]
-    shown.append(_devices(info, ours))
-    shown += collectives.pair_matrices(pairs)
     past = [measured(info, run) for run in faults.runs(samples, baseline)] if baseline else []
-    shown.append(_specification(info, ours, past))
-    return shown + failed(samples)
+    verdicts = listed(
+        f"Health of {info.cluster.name}: {verdict(found)}",
+        found,
+        *columns(str, {"": "severity", "finding": "what"}),
+        *columns(str, "where evidence"),
+        legend=_LEGEND if found else (),
+        left=4,
+    )
+    return [
+        verdicts,
+        _devices(info, ours),
+        *collectives.pair_matrices(collectives.series(done)),
+        _specification(info, ours, past),
+        *failed(samples),
+    ]
 
 
 def _devices(info: RunInfo, ours: Sequence[Measured]) -> Table:
@@ -49,12 +55,12 @@ def _devices(info: RunInfo, ours: Sequence[Measured]) -> Table:
         rates = [one.show(median(t)) if t else ABSENT for one, t in zip(each, times, strict=True)]
         rows.append((where(info, (rank,)), *rates, *_state(states.get(rank))))
     heads = [f"{one.name.split()[0]} {one.regime}".removesuffix(" warm") for one in each]
-    columns = ("", *heads, "SM clock", "power", "temp.", "throttled")
+    titles = ("", *heads, "SM clock", "power", "temp.", "throttled")
     legend = (
         f"All {device(info)}s at once; medians. Clock, power and temperature are those right after "
         "the last matrix product. At its power cap a GPU works as intended.",
     )
-    return Table("Each by itself", columns, tuple(rows), legend)
+    return Table("Each by itself", titles, tuple(rows), legend)
 
 
 def _state(state: DeviceState | None) -> tuple[str, ...]:
@@ -63,38 +69,34 @@ def _state(state: DeviceState | None) -> tuple[str, ...]:
     known = (
         (state.sm_clock_mhz, "MHz"), (state.power_w, "W"), (state.temperature_c, "°C")
     )  # fmt: skip
-    shown = (ABSENT if value is None else f"{value:.0f} {unit}" for value, unit in known)
-    return (*shown, ", ".join(state.throttle) or ABSENT)
+    cells = (ABSENT if value is None else f"{value:.0f} {unit}" for value, unit in known)
+    return (*cells, ", ".join(state.throttle) or ABSENT)
 
 
 def _specification(
     info: RunInfo, ours: Sequence[Measured], past: Sequence[Sequence[Measured]]
 ) -> Table:
-    """Without the specification's columns where it is known of nothing."""
+    """Compare rates; where no specification is known its columns are left out."""
     judged = [one for one in ours if one.times_s]
     known = any(one.spec for one in judged)
     rows = []
     for one in judged:
         middle = {key: median(series) for key, series in one.times_s.items()}
         middle_s, worst = median(middle.values()), max(middle, key=lambda key: middle[key])
-        rate = one.rate(middle_s)
         before = [
-            median(median(series) for series in earlier.times_s.values())
-            for run in past for earlier in run if earlier.name == one.name
-        ]  # fmt: skip
-        rows.append(
-            (
-                one.name,
-                one.show(middle[worst]),
-                where(info, worst),
-                one.show(middle_s),
-                *(_of_specification(one, rate) if known else ()),
-                one.show(median(before)) if before else ABSENT,
-                percent(middle_s / median(before) - 1 if before else None, sign=True),
-            )
-        )
-    spec = ("specification", "of it") if known else ()
-    columns = ("", "slowest", "at", "median", *spec, "baseline", "time")
+            median(map(median, earlier.times_s.values()))
+            for earlier in chain(*past)
+            if earlier.name == one.name
+        ]
+        before_s = median(before) if before else None
+        spec: tuple[str, ...] = ()
+        if known:
+            rate = one.rate(middle_s) if one.spec else None
+            spec = shown(one.spec, one.show_rate), percent(rate and one.spec and rate / one.spec)
+        cells = (one.name, one.show(middle[worst]), where(info, worst), one.show(middle_s), *spec)
+        change = percent(before_s and middle_s / before_s - 1, sign=True)
+        rows.append((*cells, shown(before_s, one.show), change))
+    compared = ("specification", "of it") if known else ()
     legend = (
         f"Medians over iterations, then over {device(info)}s or pairs; of collectives busbw, of a "
         "copy the bytes read and written.",
@@ -102,10 +104,5 @@ def _specification(
         "time: against the median of the baselines.",
     )
     title = "Against the specification" if known else "Rates"
-    return Table(title, columns, tuple(rows), legend)
-
-
-def _of_specification(one: Measured, rate: float | None) -> tuple[str, str]:
-    if not one.spec:
-        return ABSENT, ABSENT
-    return one.show_rate(one.spec), percent(rate / one.spec if rate else None)
+    heads = ("", "slowest", "at", "median", *compared, "baseline", "time")
+    return Table(title, heads, tuple(rows), legend)

@@ -1,4 +1,4 @@
-"""The report: what was planned, run and measured in, one self-contained page out.
+"""The report: what was run and measured in, one self-contained page out.
 
 No script and no address in it: tables, inline SVG and one style sheet. Names from files are
 escaped. What is missing becomes a sentence that names the verb to run.
@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwise.pages import collectives, figures, operators, planned, ran, samples, show, tables
+from meshwise.pages import collectives, figures, operators, samples, show, steps, tables
 from meshwise.pages.steps import StepResult
 from meshwise.pages.svg import Figure
-from meshwise.pages.table import Table
+from meshwise.pages.table import Table, interval, percent
 from meshwise.spec import Costs, Plan, RunInfo, Sample
 from meshwise.text import plain
 from meshwise.units import format_bytes, format_seconds
+
+SOURCES = "Where the numbers come from"
 
 
 class Contents(NamedTuple):
@@ -92,7 +94,7 @@ def _is_priced(contents: Contents) -> bool:
 
 def _legend(contents: Contents) -> list[str]:
     """Explain the words and units of the page."""
-    counted = {ran.flop_legend(result): None for result in contents.results if result.time}
+    counted = {steps.flop_legend(result): None for result in contents.results if result.time}
     return [
         *(ERRORS if _is_priced(contents) else ()),
         collectives.BUS_LEGEND,
@@ -137,7 +139,7 @@ def _headlines(contents: Contents) -> list[Headline]:
         Headline(
             "predicted step",
             format_seconds(prediction.step_time_s),
-            tables.interval(prediction.low_s, prediction.high_s),
+            interval(prediction.low_s, prediction.high_s),
         ),
     ]
     mine = [r for r in contents.results if r.plan.layout == plan.layout and r.time is not None]
@@ -145,10 +147,10 @@ def _headlines(contents: Contents) -> list[Headline]:
     if result is None or result.time is None:
         memory = format_bytes(prediction.peak_memory_bytes)
         return [*shown, Headline("predicted memory", memory, "peak of one device")]
-    error = tables.percent(result.time.error, sign=True)
+    error = percent(result.time.error, sign=True)
     shown.append(Headline("measured step", format_seconds(result.time.measured), f"error {error}"))
     if result.memory is not None:
-        error = tables.percent(result.memory.error, sign=True)
+        error = percent(result.memory.error, sign=True)
         measured = format_bytes(result.memory.measured)
         shown.append(Headline("measured memory", measured, f"error {error}"))
     return shown
@@ -160,7 +162,7 @@ def _alone(contents: Contents) -> list[Headline]:
     if result is None or result.time is None:
         return []
     assert result.measured_low_s is not None and result.measured_high_s is not None
-    spread = tables.interval(result.measured_low_s, result.measured_high_s)
+    spread = interval(result.measured_low_s, result.measured_high_s)
     one = {"train": "measured step", "infer": "latency of a batch", "decode": "time of a token"}
     shown = [Headline(one[result.mode], format_seconds(result.time.measured), spread)]
     if result.memory is not None:
@@ -184,7 +186,7 @@ def _outcome(contents: Contents) -> Section:
     if not contents.results:
         return Section(title, ("No plan has been run yet; `meshwise run` does.",))
     against = (figures.against(contents.results, quantity) for quantity in ("time", "memory"))
-    return Section(title, figures=_drawn(*against), tables=tuple(ran.steps(contents.results)))
+    return Section(title, figures=_drawn(*against), tables=tuple(steps.tables(contents.results)))
 
 
 def _plan(contents: Contents) -> Section:
@@ -194,12 +196,12 @@ def _plan(contents: Contents) -> Section:
         figures.pipeline(contents.plan),
     )
     if contents.plan is None and contents.results:
-        ran_ = tuple(planned.of(contents.results))
-        return Section("The plan that ran", figures=shown, tables=ran_)
+        once = dict.fromkeys(tables.in_full(each.plan, each.mode) for each in contents.results)
+        return Section("The plan that ran", figures=shown, tables=tuple(once))
     if contents.plan is None:
         return Section(title, ("There is no plan; `meshwise plan` makes one.",), shown)
     if contents.plan.prediction is None:
-        return Section(title, figures=shown, tables=(planned.in_full(contents.plan),))
+        return Section(title, figures=shown, tables=(tables.in_full(contents.plan),))
     *candidates, parts = tables.plan(contents.plan)
     return Section(title, figures=shown, tables=tuple(candidates), folded=(parts,))
 
@@ -231,7 +233,7 @@ def _measured(contents: Contents) -> list[Section]:
 
 
 def _provenance(contents: Contents) -> Section:
-    title = "Where the numbers come from"
+    title = SOURCES
     if not contents.runs:
         return Section(title, ("The run directories are not here, so only the prices are shown.",))
     facts = []

@@ -5,24 +5,24 @@ Times are medians over iterations of the largest over ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from meshwise.pages import collectives, compute, svg
 from meshwise.pages.collectives import Series
-from meshwise.spec import Cluster, Collective, Gemm, Overlap, RunInfo, Sample
-from meshwise.spec.label import label, number_format, shape, storage
+from meshwise.pages.spread import Reading, readings
+from meshwise.pages.table import flops
+from meshwise.spec import DTYPE_BYTES, Cluster, Convolution, Gemm, Overlap, RunInfo, Sample
+from meshwise.spec.label import label, number_format, shape, variant
 from meshwise.spec.op import Dtype
-from meshwise.stats import median_interval
-from meshwise.units import format_bytes, format_count, format_rate, format_seconds
+from meshwise.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Named = tuple[str, svg.Figure]
 
-_DASHES = (0, (4, 3))
 _MOST_GROUPS = 12  # of bars, in one figure
 
 
@@ -42,7 +42,8 @@ def figures(
     if collectives.are_fsdp_units(info):
         return list(_fsdp(found))
     return [
-        *_products(done, info.cluster),
+        *_products(done, info.cluster, Gemm),
+        *_products(done, info.cluster, Convolution),
         *_attention(done, exact),
         *_overlap(done),
         *_collectives(found, others, reference_name),
@@ -55,54 +56,56 @@ def _collectives(
 ) -> Iterable[Named]:
     """Time and busbw over size, two figures a kind and group; a line a mode."""
     for kind, group in dict.fromkeys((one.op.kind, one.group) for one in found):
-        lines = [("", one) for one in found if (one.op.kind, one.group) == (kind, group)]
-        lines += [(f"{reference_name}, ", one) for one in others if _same(one, lines[0][1])]
-        curves = [(f"{name}{one.mode}", *_curve(one)) for name, one in lines]
-        curves = [curve for curve in curves if len(curve[1]) > 1]
+        ours = [one for one in found if (one.op.kind, one.group) == (kind, group)]
+        theirs = [one for one in others if _where(one) == _where(ours[0])]
+        curves = [_curve(one.mode, one, "o-", 4) for one in ours]
+        curves += [_curve(f"{reference_name}, {one.mode}", one, "x", 7) for one in theirs]
+        curves = [curve for curve in curves if len(curve.sizes) > 1]
         if not curves or kind == "send":
             continue
         place = group.replace(" ", "_").replace(",", "")
         for quantity in ("time", "busbw"):
             caption = f"{kind}, {group}: {quantity} over size."
-            paint = _lines(curves, quantity, sum(not name for name, _ in lines))
-            yield f"collectives-{kind}-{place}-{quantity}", svg.draw(caption, paint)
+            drawn = svg.draw(caption, _lines(curves, quantity))
+            yield f"collectives-{kind}-{place}-{quantity}", drawn
 
 
-def _same(one: Series, other: Series) -> bool:
-    """Whether both are the same kind over as many neighbouring ranks."""
-    key = (one.op.kind, one.op.group_size, one.op.group_stride, one.op.ranks)
-    return key == (other.op.kind, other.op.group_size, other.op.group_stride, other.op.ranks)
+def _where(one: Series) -> tuple[object, ...]:
+    """The kind and its ranks: what a reference must share."""
+    return one.op.kind, one.op.group_size, one.op.group_stride, one.op.ranks
 
 
-def _curve(one: Series) -> tuple[list[int], list[float], list[float]]:
-    """Sizes, median times, bus bandwidths; messages of no bytes have no place on the axis."""
-    points = []
-    for sample in one.samples:
-        op = sample.case.op
-        assert isinstance(op, Collective)
-        if op.size_bytes:
-            time_s = median_interval(sample.times_s)[0]
-            points.append((op.size_bytes, time_s, op.size_bytes * op.bus_factor / time_s))
-    sizes, times_s, rates = (list(values) for values in zip(*points, strict=True) or ((),) * 3)
-    return sizes, times_s, rates
+class _Curve(NamedTuple):
+    """Median times and bus bandwidths over sizes, and how they are drawn."""
+
+    name: str
+    look: str
+    marker: int
+    sizes: list[int]
+    time: list[float]
+    busbw: list[float]
 
 
-def _lines(
-    curves: Sequence[tuple[str, list[int], list[float], list[float]]], quantity: str, ours: int
-) -> Callable[["Axes"], None]:
-    """Ours as lines, the reference's as crosses."""
+def _curve(name: str, one: Series, look: str, marker: int) -> _Curve:
+    """Read a series; messages of no bytes have no place on the axis."""
+    known = [(each.op.size_bytes, each.op.bus_factor, each.median_s) for each in one.readings]
+    known = [point for point in known if point[0]]
+    times_s = [time_s for _, _, time_s in known]
+    rates = [size * factor / time_s for size, factor, time_s in known]
+    return _Curve(name, look, marker, [size for size, _, _ in known], times_s, rates)
 
+
+def _lines(curves: Sequence[_Curve], quantity: str) -> Callable[["Axes"], None]:
     def paint(axes: "Axes") -> None:
         everything: list[float] = []
-        for index, (name, sizes, times_s, rates) in enumerate(curves):
-            y = times_s if quantity == "time" else rates
-            style, size = ("o-", 4) if index < ours else ("x", 7)
-            axes.plot(sizes, y, style, label=name, color=svg.colour(index), markersize=size)
+        for index, one in enumerate(curves):
+            y = one.time if quantity == "time" else one.busbw
+            look: Any = {"label": one.name, "color": svg.colour(index), "markersize": one.marker}
+            axes.plot(one.sizes, y, one.look, **look)
             everything += y
         axes.set(xscale="log", yscale="log", xlabel="size", ylabel=quantity)
-        ends = [size for _, sizes, _, _ in curves for size in sizes]
-        svg.byte_ticks(axes.xaxis, min(ends), max(ends))
-        low, high = _widened(min(everything), max(everything))
+        svg.byte_ticks(axes.xaxis, *_ends(size for one in curves for size in one.sizes))
+        low, high = _widened(*_ends(everything))
         if quantity == "busbw":
             svg.rate_ticks(axes.yaxis, low, high, "B/s")
         else:
@@ -121,59 +124,45 @@ def _widened(low: float, high: float) -> tuple[float, float]:
     return low / factor, high * factor
 
 
-class _Product(NamedTuple):
-    """A point of the roofline: FLOPs a byte, FLOP/s."""
-
-    intensity: float
-    rate: float
-    op: Gemm
-
-
-def _products(samples: Sequence[Sample], cluster: Cluster) -> Iterable[Named]:
+def _products(
+    samples: Sequence[Sample], cluster: Cluster, kind: type[compute.Product]
+) -> Iterable[Named]:
     """FLOP/s over FLOPs a byte, a series for each dtype and mode, under the datasheet's roofs."""
-    points: dict[str, list[_Product]] = {}
-    for sample in samples:
-        op = sample.case.op
-        if isinstance(op, Gemm):
-            name = f"{number_format(op)}, {compute.mode(sample.case)}"
-            rate = op.flops / median_interval(sample.times_s)[0]
-            points.setdefault(name, []).append(_Product(op.flops / op.bytes, rate, op))
-    if not points:
+    found = readings(samples, kind)
+    if not found:
         return
     known = cluster.device.peak_flops
-    dtypes = dict.fromkeys(point.op.dtype for series in points.values() for point in series)
-    roofs = {dtype: known[dtype] for dtype in dtypes if dtype in known}
+    roofs = {one.op.dtype: known[one.op.dtype] for one in found if one.op.dtype in known}
     dashed = " Dashed: datasheet." if roofs else ""
-    caption = f"Matrix products: rate over arithmetic intensity; ringed: the best.{dashed}"
-    paint = _roofline(points, roofs, cluster.device.peak_memory_bytes_per_s)
-    yield "gemm", svg.draw(caption, paint, width=8.8)
+    caption = f"{compute.WORDS[kind][0]}: rate over arithmetic intensity; ringed: the best.{dashed}"
+    paint = _roofline(found, roofs, cluster.device.peak_memory_bytes_per_s)
+    yield kind.__name__.lower(), svg.draw(caption, paint, width=8.8)
 
 
 def _roofline(
-    points: dict[str, list[_Product]], roofs: dict[Dtype, float], bandwidth: float | None
+    found: Sequence[Reading], roofs: dict[Dtype, float], bandwidth: float | None
 ) -> Callable[["Axes"], None]:
-    every = [point for series in points.values() for point in series]
-    x_low, x_high = _widened(*_ends(point.intensity for point in every))
-    y_low, y_high = _widened(*_ends([*(point.rate for point in every), *roofs.values()]))
+    series: dict[str, list[Reading]] = {}
+    for one in found:
+        name = f"{number_format(one.op)}, {compute.mode(one.case)}"
+        series.setdefault(name, []).append(one)
+    x_low, x_high = _widened(*_ends(map(_intensity, found)))
+    y_low, y_high = _widened(*_ends([*(one.flops_per_s for one in found), *roofs.values()]))
 
     def paint(axes: "Axes") -> None:
-        for index, (name, series) in enumerate(points.items()):
-            best = max(series, key=lambda point: point.rate)
-            x, y, _ = zip(*series, strict=True)
-            text = f"{name}\nbest {shape(best.op)} {storage(best.op)}"
-            axes.plot(x, y, "o", color=svg.colour(index), label=text)
-            axes.plot(
-                best.intensity, best.rate, "o", color=svg.colour(index), markersize=9,
-                fillstyle="none",
-            )  # fmt: skip
+        for index, (name, same) in enumerate(series.items()):
+            best = max(same, key=lambda one: one.flops_per_s)
+            rates, text = [one.flops_per_s for one in same], f"{shape(best.op)} {variant(best.op)}"
+            look: Any = {"color": svg.colour(index)}
+            axes.plot(list(map(_intensity, same)), rates, "o", label=f"{name}\nbest {text}", **look)
+            ring: Any = {"markersize": 9, "fillstyle": "none", **look}
+            axes.plot(_intensity(best), best.flops_per_s, "o", **ring)
         wide = np.geomspace(x_low / 1.5, x_high * 1.5, 100)
         for dtype, peak in roofs.items():
             roof = np.minimum(wide * bandwidth, peak) if bandwidth else np.full(100, peak)
-            axes.plot(wide, roof, color=svg.MUTED, linestyle=_DASHES, linewidth=1)
-            axes.annotate(
-                f"{dtype} {format_rate(peak, 'FLOP/s')}", (wide[-1], peak), ha="right",
-                va="bottom", color=svg.MUTED, fontsize=8,
-            )  # fmt: skip
+            axes.plot(wide, roof, **svg.DASHED)
+            name, at = f"{dtype} {flops(peak)}", (wide[-1], peak)
+            axes.annotate(name, at, ha="right", va="bottom", color=svg.MUTED, fontsize=8)
         axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte")
         svg.rate_ticks(axes.xaxis, x_low, x_high, "")
         svg.rate_ticks(axes.yaxis, y_low, y_high, "FLOP/s")
@@ -181,6 +170,10 @@ def _roofline(
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
     return paint
+
+
+def _intensity(one: Reading) -> float:
+    return float(one.op.flops / one.op.bytes)
 
 
 def _ends(values: Iterable[float]) -> tuple[float, float]:
@@ -191,53 +184,48 @@ def _ends(values: Iterable[float]) -> tuple[float, float]:
 def _attention(samples: Sequence[Sample], exact: bool) -> Iterable[Named]:
     """A group of bars for each shape, a bar for each back end; a figure for each direction."""
     found = compute.contests(samples, exact=exact)
-    modes = dict.fromkeys(contest.mode for contest in found)
-    for mode in modes:
+    for mode in dict.fromkeys(contest.mode for contest in found):
         for direction in ("forward", "backward"):
-            rates = {
-                shape(one.op): {
-                    backend or compute.DEFAULT: rate
-                    for backend in one.samples
-                    if (rate := one.rate(backend, direction)) is not None
-                }
-                for one in found
-                if one.mode == mode
-            }
-            rates = {name: of_shape for name, of_shape in rates.items() if of_shape}
+            rates: dict[str, dict[str, float]] = {}
+            for one in (contest for contest in found if contest.mode == mode):
+                for backend in one.readings:
+                    rate = one.rate(backend, direction)
+                    if rate is not None:
+                        of_shape = rates.setdefault(shape(one.op), {})
+                        of_shape[backend or compute.DEFAULT] = rate
             if rates:
-                what = f"Attention {direction}, {mode}"
-                name = f"attention-{direction}-{mode.replace(', ', '-')}"
-                bars = _bars(what, rates, lambda rate: format_rate(rate, "FLOP/s"))
-                yield name, bars
+                bars = _bars(f"Attention {direction}, {mode}", rates, flops)
+                yield f"attention-{direction}-{mode.replace(', ', '-')}", bars
 
 
 def _overlap(samples: Sequence[Sample]) -> Iterable[Named]:
     """Two bars for each pair: the compute's slowdown, and the collective's."""
     rates: dict[str, dict[str, float]] = {}
-    for sample in samples:
-        if isinstance(sample.case.op, Overlap):
-            times = compute.slowdown(sample)
-            sides = {"compute": times.of_compute, "collective": times.of_collective}
-            name = label(sample.case).replace(" beside ", "\nbeside ")
-            rates[name] = {side: ratio for side, ratio in sides.items() if ratio is not None}
+    for one in readings(samples, Overlap):
+        times = compute.slowdown(one)
+        sides = {"compute": times.of_compute, "collective": times.of_collective}
+        name = label(one.case).replace(" beside ", "\nbeside ")
+        rates[name] = {side: ratio for side, ratio in sides.items() if ratio is not None}
     if rates:
         what = "Slowdown of compute and collective beside each other"
-        yield "overlap", _bars(what, rates, lambda ratio: f"{ratio:.2f} x", mark=1.0)
+        yield "overlap", _bars(what, rates, "{:.2f} x".format, mark=1.0)
 
 
 def _fsdp(found: Sequence[Series]) -> Iterable[Named]:
-    """Two bars for each unit: its all-gather and its reduce-scatter."""
-    rates: dict[str, dict[str, float]] = {}
-    for unit in collectives.fsdp_units(found):
-        name = f"{format_count(unit.elements_per_rank)} elements a rank\n{unit.group}, {unit.mode}"
-        sides = {"all_gather": unit.gather, "reduce_scatter": unit.reduce}
-        rates[name] = {
-            kind: median_interval(sample.times_s)[0]
-            for kind, sample in sides.items()
-            if sample is not None
-        }
-    if rates:
-        yield "fsdp", _bars("FSDP units: time to gather and to reduce", rates, format_seconds)
+    """Two bars for each unit, named by the elements that a rank holds: to gather, to reduce."""
+    units: dict[tuple[str, str, int], dict[str, float]] = {}
+    for one in found:
+        if one.op.kind in ("all_gather", "reduce_scatter"):
+            rank_bytes = DTYPE_BYTES[one.op.dtype] * one.op.group_size
+            for each in one.readings:
+                unit = one.group, one.mode, each.op.size_bytes // rank_bytes
+                units.setdefault(unit, {})[one.op.kind] = each.median_s
+    times_s = {
+        f"{format_count(elements)} elements a rank\n{group}, {mode}": of_unit
+        for (group, mode, elements), of_unit in sorted(units.items(), key=lambda unit: unit[0])
+    }
+    if times_s:
+        yield "fsdp", _bars("FSDP units: time to gather and to reduce", times_s, format_seconds)
 
 
 def _bars(
@@ -261,7 +249,7 @@ def _bars(
             for at, value in zip(y, x, strict=True):
                 axes.annotate(f" {show(value)}", (value, at), va="center", fontsize=7)
         if mark is not None:
-            axes.axvline(mark, color=svg.MUTED, linestyle=_DASHES, linewidth=1)
+            axes.axvline(mark, **svg.DASHED)
         axes.set_yticks(range(len(shown)), list(shown))
         axes.set(xlim=(0, 1.18 * top), ylim=(len(shown) - 0.5, -0.5))
         axes.set_xticks([])
@@ -291,13 +279,15 @@ def _cells(rates: dict[tuple[int, int], float], ranks: Sequence[int]) -> Callabl
         best = max(rates.values())
         for (first, last), rate in rates.items():
             x, y = ranks.index(last), ranks.index(first)
-            axes.broken_barh(
-                [(x - 0.48, 0.96)], (y - 0.48, 0.96), facecolor=svg.colour(0),
-                alpha=0.1 + 0.6 * rate / best, linewidth=0,
-            )  # fmt: skip
+            look: Any = {
+                "facecolor": svg.colour(0),
+                "alpha": 0.1 + 0.6 * rate / best,
+                "linewidth": 0,
+            }
+            axes.broken_barh([(x - 0.48, 0.96)], (y - 0.48, 0.96), **look)
             axes.annotate(f"{rate / 1e9:.0f}", (x, y), ha="center", va="center", fontsize=8)
-        axes.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
-        axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(range(len(ranks)), labels=list(map(str, ranks)))
         axes.set(xlabel="to", ylabel="from")
         axes.invert_yaxis()
         axes.set_aspect("equal")

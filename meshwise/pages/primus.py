@@ -9,18 +9,18 @@ reason: a case without a time has empty cells, never zeros, and its reason stays
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
 from meshwise import files
+from meshwise.pages.spread import reading
 from meshwise.spec import DTYPE_BYTES, Attention, Case, Collective, Derived, Gemm, Sample
-from meshwise.stats import median_interval
 
 Cells = dict[str, Any]
-Kind = TypeVar("Kind")
+Samples = Mapping[str, Sample]
 
 _DTYPES = {
     "fp64": "torch.float64",
@@ -45,24 +45,42 @@ _FILES = {
 }
 
 
-def gemm(rows: Iterable[Derived], samples: Mapping[str, Sample], folder: Path | str) -> list[Path]:
+class _Row(NamedTuple):
+    """A row of the file; ``time_s``: None where the case has no time."""
+
+    of: Derived
+    op: Any
+    time_s: float | None
+
+    def per_s(self, amount: float) -> float | None:
+        return None if self.time_s is None else amount / self.time_s
+
+
+def _rows(rows: Iterable[Derived], samples: Samples, kind: type) -> Iterable[_Row]:
+    """The rows of one kind of operation, with the medians of their samples."""
+    for row in rows:
+        if isinstance(row.case.op, kind):
+            sample = samples.get(row.case.id)
+            read = reading(sample) if sample else None
+            yield _Row(row, row.case.op, read.median_s if read else None)
+
+
+def gemm(rows: Iterable[Derived], samples: Samples, folder: Path | str) -> list[Path]:
     """``benchmark_gemm_<model>.csv`` and ``.json`` of every model in ``rows``."""
     by_model: dict[str, list[Cells]] = {}
-    for row, op in _with_op(rows, Gemm):
-        time_s = _time_s(row.case, samples)
+    for row in _rows(rows, samples, Gemm):
+        op = row.op
         cells = {
-            "model": row.model,
-            "m": op.m,
-            "n": op.n,
-            "k": op.k,
+            "model": row.of.model,
+            **{size: getattr(op, size) for size in "mnk"},
             "transA": "T" if op.trans_a else "N",
             "transB": "T" if op.trans_b else "N",
             "dtype": _DTYPES[op.dtype],
-            "Time(s)": time_s,
-            "TFLOPS": _per(op.flops / 1e12, time_s),
-            "Bandwidth(GB/s)": _per(op.bytes / 1e9, time_s),
+            "Time(s)": row.time_s,
+            "TFLOPS": row.per_s(op.flops / 1e12),
+            "Bandwidth(GB/s)": row.per_s(op.bytes / 1e9),
         }
-        by_model.setdefault(row.model, []).append(cells)
+        by_model.setdefault(row.of.model, []).append(cells)
     paths = []
     for model, found in by_model.items():
         path = Path(folder) / f"benchmark_gemm_{model.replace('/', '_')}.csv"
@@ -72,93 +90,62 @@ def gemm(rows: Iterable[Derived], samples: Mapping[str, Sample], folder: Path | 
     return paths
 
 
-def attention(rows: Iterable[Derived], samples: Mapping[str, Sample], path: Path | str) -> Path:
+def attention(rows: Iterable[Derived], samples: Samples, path: Path | str) -> Path:
     """One file; forward and backward of a shape and back end share a row."""
     found: dict[tuple[str, int, Case], Cells] = {}
-    for row, op in _with_op(rows, Attention):
+    for row in _rows(rows, samples, Attention):
+        op, case = row.op, row.of.case
         forward = msgspec.structs.replace(op, direction="forward")
-        key = (row.model, op.batch, msgspec.structs.replace(row.case, op=forward))
-        usual = {
-            "model": row.model,
-            **{column: getattr(op, field) for column, field in _ATTENTION.items()},
-            **dict.fromkeys(("fwd_tflops", "fwd_time", "bwd_tflops", "bwd_time")),
-            "backend": row.case.backend or "default",
-        }
-        time_s = _time_s(row.case, samples)
-        short = "fwd" if op.direction == "forward" else "bwd"
-        found.setdefault(key, usual).update(
-            {f"{short}_tflops": _per(op.flops / 1e12, time_s), f"{short}_time": time_s}
+        cells = found.setdefault(
+            (row.of.model, op.batch, msgspec.structs.replace(case, op=forward)),
+            {
+                "model": row.of.model,
+                **{column: getattr(op, field) for column, field in _ATTENTION.items()},
+                **dict.fromkeys(("fwd_tflops", "fwd_time", "bwd_tflops", "bwd_time")),
+                "backend": case.backend or "default",
+            },
         )
+        way = "fwd" if op.direction == "forward" else "bwd"
+        cells |= {f"{way}_tflops": row.per_s(op.flops / 1e12), f"{way}_time": row.time_s}
     return _write(Path(path), list(found.values()))
 
 
-def collectives(
-    rows: Iterable[Derived], samples: Mapping[str, Sample], folder: Path | str
-) -> list[Path]:
+def collectives(rows: Iterable[Derived], samples: Samples, folder: Path | str) -> list[Path]:
     """One file for each kind of collective among ``rows`` that Primus has."""
     found: dict[str, list[Cells]] = {}
-    for row, op in _with_op(rows, Collective):
+    for row in _rows(rows, samples, Collective):
+        of, op = row.of, row.op
         if op.kind not in _FILES:
             continue
         # of two ranks by definition; with experts the group is theirs
-        ranks: Cells = {"WorldSize": op.group_size}
+        ranks: Cells = {} if op.kind in ("send", "send_recv") else {"WorldSize": op.group_size}
         if op.kind == "all_to_all":
-            ranks = {"EP-Size": op.group_size, "TopK": row.top_k}
-        elif op.kind in ("send", "send_recv"):
-            ranks = {}
-        cells = {
-            "Model": row.model,
-            "MBS": row.microbatch_size,
-            "Seq": row.seq_len,
-            "HiddenSize": row.hidden,
-            **_sent(row, op, samples, ranks),
-        }
-        found.setdefault(_FILES[op.kind], []).append(cells)
+            ranks = {"EP-Size": op.group_size, "TopK": of.top_k}
+        cells = {"Model": of.model, "MBS": of.microbatch_size, "Seq": of.seq_len}
+        cells["HiddenSize"] = of.hidden
+        found.setdefault(_FILES[op.kind], []).append(cells | _sent(row, ranks))
     return [_write(Path(folder) / name, cells) for name, cells in found.items()]
 
 
-def fsdp(
-    rows: Iterable[Derived], samples: Mapping[str, Sample], kind: str, path: Path | str
-) -> Path:
+def fsdp(rows: Iterable[Derived], samples: Samples, kind: str, path: Path | str) -> Path:
     """The units of ``kind`` (all_gather or reduce_scatter), a row each.
 
     ``Layer Weight`` is the elements of the whole unit, padding included.
     """
-    found = [
-        {
-            "Model": row.model,
-            "Layer Weight": op.size_bytes // DTYPE_BYTES[op.dtype],
-            **_sent(row, op, samples, {"WorldSize": op.group_size}),
-        }
-        for row, op in _with_op(rows, Collective)
-        if op.kind == kind
-    ]
+    found = []
+    for row in _rows(rows, samples, Collective):
+        if row.op.kind == kind:
+            elements = row.op.size_bytes // DTYPE_BYTES[row.op.dtype]
+            cells = {"Model": row.of.model, "Layer Weight": elements}
+            found.append(cells | _sent(row, {"WorldSize": row.op.group_size}))
     return _write(Path(path), found)
 
 
-def _with_op(rows: Iterable[Derived], kind: type[Kind]) -> Iterator[tuple[Derived, Kind]]:
-    """The rows of one kind of operation."""
-    return ((row, row.case.op) for row in rows if isinstance(row.case.op, kind))
-
-
-def _sent(row: Derived, op: Collective, samples: Mapping[str, Sample], ranks: Cells) -> Cells:
+def _sent(row: _Row, ranks: Cells) -> Cells:
     """The columns that all collectives share, ``ranks`` among them; busbw is of the median."""
-    time_s = _time_s(row.case, samples)
-    return {
-        "DataType": _DTYPES[op.dtype],
-        **ranks,
-        "Time(s)": time_s,
-        "Bandwidth(GB/s)": _per(op.size_bytes * op.bus_factor / 1e9, time_s),
-    }
-
-
-def _time_s(case: Case, samples: Mapping[str, Sample]) -> float | None:
-    sample = samples.get(case.id)
-    return median_interval(sample.times_s)[0] if sample is not None and sample.times_s else None
-
-
-def _per(amount: float, time_s: float | None) -> float | None:
-    return None if time_s is None else amount / time_s
+    bandwidth = row.per_s(row.op.size_bytes * row.op.bus_factor / 1e9)
+    times = {"Time(s)": row.time_s, "Bandwidth(GB/s)": bandwidth}
+    return {"DataType": _DTYPES[row.op.dtype], **ranks, **times}
 
 
 def _write(path: Path, rows: Sequence[Cells]) -> Path:

@@ -1,4 +1,4 @@
-"""Tables, log lines and figure of ``refit``: what would move, what was measured, which way is best.
+"""Show a ``refit``: what would move, what was measured, which way is best; lines and a figure.
 
 Decimal units for what crosses links (GB = 1e9, as their rates), binary ones for memory.
 
@@ -11,23 +11,28 @@ The recommended row is the fastest; of those within 5 % of it, the one with the 
 
 from collections.abc import Sequence
 from itertools import groupby
+from statistics import median
+from typing import TYPE_CHECKING
 
 from meshwise.models.decoder import num_parameters
-from meshwise.pages.metrics import each, number
-from meshwise.pages.table import Table, filled, listed
-from meshwise.pages.tables import ABSENT, interval, share, shown
+from meshwise.pages import svg
+from meshwise.pages.spread import each, number, reading
+from meshwise.pages.table import Column, Table, columns, filled, listed, share, size
 from meshwise.spec import DTYPE_BYTES, Resharding, Sample, WeightLayout
 from meshwise.spec.label import label
 from meshwise.spec.refit import Forecast, Scenario
-from meshwise.stats import median_interval
 from meshwise.units import format_bytes, format_rate, format_seconds
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_RANKS = 16  # of a figure
+LABELLED_RANKS = 8  # above, the bytes at the lines would hide each other
+_LABEL_AT = 0.8  # of the way: lines to one rank come from different sides
 CLOSE = 1.05
 _MB = 2**20  # what Megatron's suite prints as MB
 BOUND_NAMES = ("ingress", "relayed", "hosts", "memory")  # egress binds only if nobody passes on
-
 PHASES = ("copy_within", "pack", "move", "unpack", "hash", "compare", "meet")  # as they follow
-
 LEGEND = (
     "Time: median over the refits of the slowest rank. Extra memory: of the rank with most. Moved: "
     "between ranks, all together."
@@ -41,11 +46,6 @@ _WHY = {
     "hosts": "bytes between hosts",
     "memory": "memory read and written",
 }
-
-
-def size(num_bytes: float) -> str:
-    """``8.03 GB``."""
-    return format_rate(num_bytes, "B")
 
 
 def arrangement(layout: WeightLayout) -> str:
@@ -67,28 +67,31 @@ def command(scenario: Scenario) -> str:
 
 def listing(scenarios: Sequence[tuple[Scenario, int, str]]) -> list[Table]:
     """Scenarios with the ranks they take and their number in the menu, by where they come from."""
-    found = []
-    for about in dict.fromkeys(one.about for one, _, _ in scenarios):
-        rows = tuple(
-            (
-                one.name,
-                menu,
-                str(num_ranks),
-                one.mode,
-                f"{one.train.name} -> {one.infer.name}",
-                f"{one.model.name} {one.dtype}",
-                size(num_parameters(one.model) * DTYPE_BYTES[one.dtype]),
-            )
-            for one, num_ranks, menu in scenarios
-            if one.about == about
-        )
-        columns = ("scenario", "menu", "GPUs", "mode", "layouts", "model", "weights")
-        found.append(Table(f"Scenarios: {about}", columns, rows, left=6))
-    legend = (
+    run = (
         "Run one: meshwise refit --scenario NAME, or a menu number: 8 is tp2-tp1 by nccl and "
-        "nvshmem, 10 is 1 to 7. --refit-mode all measures both modes, --refit-method all all ways.",
+        "nvshmem, 10 is 1 to 7. --refit-mode all measures both modes, --refit-method all all ways."
     )
-    return [*found[:-1], found[-1]._replace(legend=legend)] if found else []
+    abouts = list(dict.fromkeys(one.about for one, _, _ in scenarios))
+    return [
+        listed(
+            f"Scenarios: {about}",
+            [row for row in scenarios if row[0].about == about],
+            ("scenario", lambda row: row[0].name),
+            ("menu", lambda row: row[2]),
+            ("GPUs", lambda row: str(row[1])),
+            ("mode", lambda row: row[0].mode),
+            ("layouts", lambda row: f"{row[0].train.name} -> {row[0].infer.name}"),
+            ("model", lambda row: f"{row[0].model.name} {row[0].dtype}"),
+            *columns(size, {"weights": lambda row: _weight_bytes(row[0])}),
+            legend=(run,) if about == abouts[-1] else (),
+            left=6,
+        )
+        for about in abouts
+    ]
+
+
+def _weight_bytes(one: Scenario) -> int:
+    return num_parameters(one.model) * DTYPE_BYTES[one.dtype]
 
 
 def forecasts(found: Sequence[Forecast], step_s: float | None = None) -> list[Table]:
@@ -127,9 +130,8 @@ def _summary(one: Forecast, step_s: float | None) -> Table:
         part = share(one.predicted_s / step_s)
         rows.append(("of a step", f"{part} of {format_seconds(step_s)}, as predicted"))
     if op.changed:
-        rows.append(
-            ("with --delta", "all above is of a whole refit; what changes is not known yet")
-        )
+        unknown = "all above is of a whole refit; what changes is not known yet"
+        rows.append(("with --delta", unknown))
     if op.placement:
         rows.append(("placed", _placed(op)))
     elif one.placed_wire_bytes is not None:
@@ -137,9 +139,11 @@ def _summary(one: Forecast, step_s: float | None) -> Table:
         told = f"{size(one.placed_wire_bytes)} between ranks, {size(saved)} less"
         rows.append(("with --place", told if saved else "no less between ranks"))
     title = f"Dry run: {label_of(op)}, {one.num_ranks} ranks"
-    legend = f"Planned in {format_seconds(one.plan_took_s)}, the same for every method. Predicted: "
-    legend += "the plan's busiest link or memory; launches, packing and verification come on top. "
-    legend += "Nothing was moved."
+    legend = (
+        f"Planned in {format_seconds(one.plan_took_s)}, the same for every method. Predicted: "
+        "the plan's busiest link or memory; launches, packing and verification come on top. "
+        "Nothing was moved."
+    )
     return Table(title, ("", ""), tuple(rows), (legend,), left=2)
 
 
@@ -155,11 +159,11 @@ def _bounds(one: Forecast) -> Table:
     return listed(
         "Bounds",
         [bound for bound in one.bounds if bound.seconds],
-        ("bound", lambda it: it.name + (" (binds)" if it.name == one.binding else "")),
-        ("", lambda it: _WHY[it.name]),
-        ("time", lambda it: format_seconds(it.seconds)),
-        ("at", lambda it: format_rate(it.bytes_per_s, "B/s") if it.bytes_per_s else "not known"),
-        ("ranks or hosts", lambda it: _few(it.ranks)),
+        ("bound", lambda bound: bound.name + (" (binds)" if bound.name == one.binding else "")),
+        ("", lambda bound: _WHY[bound.name]),
+        *columns(format_seconds, {"time": "seconds"}),
+        ("at", lambda b: format_rate(b.bytes_per_s, "B/s") if b.bytes_per_s else "not known"),
+        ("ranks or hosts", lambda bound: _few(bound.ranks)),
         legend=(f"Links of a rank: {said}, each way.",),
         left=2,
     )
@@ -171,19 +175,14 @@ def _few(ranks: Sequence[int]) -> str:
 
 def _matrix(one: Forecast) -> Table:
     unit, factor = ("GB", 1e9) if max(map(max, one.loads)) >= 1e10 else ("MB", 1e6)
-    names = tuple(map(str, range(one.num_ranks)))
-    rows = tuple(
-        (name, *(_cell(num_bytes / factor) for num_bytes in row))
-        for name, row in zip(names, one.loads, strict=True)
-    )
+
+    def cell(num_bytes: float) -> str:
+        value = num_bytes / factor
+        return f"{value:.{int(value < 100)}f}" if value else "."
+
+    rows = tuple((str(rank), *map(cell, row)) for rank, row in enumerate(one.loads))
     title = f"{unit} from each rank (rows) to each rank; what stays on a rank is on the diagonal"
-    return Table(title, ("", *names), rows)
-
-
-def _cell(value: float) -> str:
-    if not value:
-        return "."
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return Table(title, ("", *map(str, range(one.num_ranks))), rows)
 
 
 def figures_of(sample: Sample) -> dict[str, float | str]:
@@ -199,7 +198,7 @@ def figures_of(sample: Sample) -> dict[str, float | str]:
         found |= {"bound_s": bound_s, "binding": max(bounds, key=lambda name: bounds[name])}
         found["plan_efficiency"] = bound_s / predicted_s if predicted_s else 1.0
         if sample.times_s:
-            middle_s = median_interval(sample.times_s)[0]
+            middle_s = median(sample.times_s)
             found["execution_efficiency"] = predicted_s / middle_s
             found["of_bound"] = bound_s / middle_s
     return found
@@ -207,7 +206,7 @@ def figures_of(sample: Sample) -> dict[str, float | str]:
 
 def recommended(samples: Sequence[Sample]) -> Sample | None:
     """The fastest, within 5 % of it the one with the least extra memory."""
-    done = [(median_interval(s.times_s)[0], s) for s in samples if s.status == "ok"]
+    done = [(median(s.times_s), s) for s in samples if s.status == "ok"]
     if not done:
         return None
     fastest_s = min(time_s for time_s, _ in done)
@@ -235,39 +234,47 @@ def _scenario(sample: Sample) -> tuple[str, str, str]:
     return _op(sample).scenario, _op(sample).model.name, _manner(_op(sample))
 
 
+def _mode(sample: Sample) -> str:
+    return _op(sample).mode
+
+
 def _results(samples: Sequence[Sample], step_s: float | None) -> Table:
     best, op = recommended(samples) if len(samples) > 1 else None, _op(samples[0])
-    rows = tuple((">" if one is best else "", *_row(one, step_s)) for one in samples)
-    columns: tuple[str, ...] = ("", "mode", "method", "ranks", "time", "interval")
-    columns += ("extra memory", "moved", *(("of a step",) if step_s else ()))
-    legend = (LEGEND + (f" {COPY}" if op.atomic else ""), *((BEST,) if best else ()))
+    legend = [LEGEND + (f" {COPY}" if op.atomic else ""), *([BEST] if best else [])]
+    of_step: tuple[Column, ...] = ()
     if step_s:
-        legend += (f"A step takes {format_seconds(step_s)}.",)
+        legend.append(f"A step takes {format_seconds(step_s)}.")
+        of_step = columns(share, {"of a step": lambda row: row[1] and row[1].median_s / step_s})
     title = f"Refit {op.scenario or 'custom'}: {op.model.name or 'custom'}, {op.source.dtype}"
-    return Table(title + _manner(op), columns, rows, legend, left=3)
+    return listed(
+        title + _manner(op),
+        [(one, reading(one) if one.status == "ok" else None) for one in samples],
+        ("", lambda row: ">" if row[0] is best else ""),
+        ("mode", lambda row: _mode(row[0])),
+        ("method", lambda row: _method(row[0])),
+        ("ranks", lambda row: str(row[0].case.world_size)),
+        ("time", lambda row: format_seconds(row[1].median_s) if row[1] else row[0].status),
+        *columns(str, {"interval": lambda row: row[1] and row[1].interval}),
+        *columns(str, {"extra memory": lambda row: row[1] and _extra(row[0])}),
+        *columns(size, {"moved": lambda row: row[1] and _moved_bytes(row[0])}),
+        *of_step,
+        legend=tuple(legend),
+        left=3,
+    )
 
 
-def _row(sample: Sample, step_s: float | None) -> tuple[str, ...]:
-    cells: tuple[str, ...] = (sample.status, *[ABSENT] * 3)
-    middle_s = None
-    if sample.status == "ok":
-        middle_s, low_s, high_s = median_interval(sample.times_s)
-        received = each(sample.metrics, "received_bytes")
-        moved = size(sum(received)) if received else ABSENT
-        cells = format_seconds(middle_s), interval(low_s, high_s), _extra(sample), moved
-    if step_s:
-        cells += (share(middle_s and middle_s / step_s),)
-    return (_op(sample).mode, _method(sample), str(sample.case.world_size), *cells)
+def _moved_bytes(sample: Sample) -> float | None:
+    received = each(sample.metrics, "received_bytes")
+    return sum(received) if received else None
 
 
-def _extra(sample: Sample) -> str:
+def _extra(sample: Sample) -> str | None:
     """``12.3 MiB``; with the second copy of an atomic refit ``12.3 + 307.2 MiB``."""
     extra = figures_of(sample).get("extra_bytes")
     if extra is None:
-        return ABSENT
-    copy = (
-        max(each(sample.metrics, "destination_bytes"), default=0.0) if _op(sample).atomic else 0.0
-    )
+        return None
+    held = each(sample.metrics, "destination_bytes") if _op(sample).atomic else ()
+    copy = max(held, default=0.0)
     if not 0 < copy <= float(extra):
         return format_bytes(float(extra))
     return f"{format_bytes(float(extra) - copy)} + {format_bytes(copy)}"
@@ -297,14 +304,14 @@ def _against(samples: Sequence[Sample]) -> list[Table]:
         listed(
             "Against the bound",
             [(sample, known) for sample, known in done if "of_bound" in known],
-            ("mode", lambda one: _op(one[0]).mode),
+            ("mode", lambda one: _mode(one[0])),
             ("method", lambda one: _method(one[0])),
-            ("most in", lambda one: size(number(one[0].metrics, "max_in_bytes") or 0.0)),
-            ("binds", lambda one: str(one[1]["binding"])),
-            ("bound", lambda one: format_seconds(float(one[1]["bound_s"]))),
-            ("of bound", lambda one: share(float(one[1]["of_bound"]))),
-            ("plan", lambda one: share(float(one[1]["plan_efficiency"]))),
-            ("execution", lambda one: share(float(one[1]["execution_efficiency"]))),
+            ("most in", lambda one: size(number(one[0].metrics, "max_in_bytes") or 0)),
+            ("binds", lambda one: one[1]["binding"]),
+            ("bound", lambda one: format_seconds(one[1]["bound_s"])),
+            ("of bound", lambda one: share(one[1]["of_bound"])),
+            ("plan", lambda one: share(one[1]["plan_efficiency"])),
+            ("execution", lambda one: share(one[1]["execution_efficiency"])),
             legend=legend,
             left=2,
         )
@@ -327,21 +334,24 @@ def _phases(samples: Sequence[Sample]) -> list[Table]:
         if name.startswith("phase_")
     }
     names = [*(name for name in PHASES if name in found), *sorted(found.difference(PHASES))]
-    rows = []
-    for sample in samples:
-        times = [number(sample.metrics, f"phase_{name}_s") for name in names]
-        if any(time_s is not None for time_s in times):
-            cells = (shown(time_s, format_seconds) for time_s in times)
-            rows.append((_op(sample).mode, _method(sample), *cells))
-    legend = "Each phase by itself, of the slowest rank; in a refit they overlap."
-    columns = ("mode", "method", *(name.replace("_", " ") for name in names))
-    return filled(Table("Phases", columns, tuple(rows), (legend,), left=2))
+    heads = {name.replace("_", " "): f"metrics.phase_{name}_s" for name in names}
+    return filled(
+        listed(
+            "Phases",
+            [one for one in samples if any(f"phase_{name}_s" in one.metrics for name in names)],
+            ("mode", _mode),
+            ("method", _method),
+            *columns(format_seconds, heads),
+            legend=("Each phase by itself, of the slowest rank; in a refit they overlap.",),
+            left=2,
+        )
+    )
 
 
 def outcome(sample: Sample) -> str:
     """``12.3 ms``, ``oom: rank 0: ...``."""
     if sample.status == "ok":
-        return format_seconds(median_interval(sample.times_s)[0])
+        return format_seconds(median(sample.times_s))
     return f"{sample.status}: {sample.reason}"
 
 
@@ -369,3 +379,59 @@ def log_lines(sample: Sample) -> list[str]:
     found = {"Mean": sum(times_ms) / count, "Min": min(times_ms), "Max": max(times_ms)}
     lines += [f"{name} refit time: {time_ms:.3f} ms" for name, time_ms in found.items()]
     return lines + [f"{name}: {time_ms:.3f} ms" for name, time_ms in found.items()]
+
+
+def figure(one: Forecast) -> svg.Figure:
+    """Links as lines, as thick as they carry bytes; what stays on its rank is pale."""
+    if not one.loads:
+        raise ValueError(f"figure: draws at most {MOST_RANKS} ranks, and here are {one.num_ranks}")
+    heights = range(one.num_ranks)
+    most = max(map(max, one.loads)) or 1
+
+    def paint(axes: "Axes") -> None:
+        for source, row in enumerate(one.loads):
+            for destination, num_bytes in enumerate(row):
+                if num_bytes:
+                    _link(axes, source, destination, num_bytes / most)
+                if num_bytes > 0.02 * most and one.num_ranks <= LABELLED_RANKS:
+                    _label(axes, source, destination, num_bytes)
+        for rank in heights:
+            own = one.loads[rank][rank]
+            out, into = sum(one.loads[rank]) - own, sum(row[rank] for row in one.loads) - own
+            axes.text(-0.04, rank, _told(rank, "sends", out), ha="right", va="center", fontsize=8)
+            axes.text(1.04, rank, _told(rank, "receives", into), va="center", fontsize=8)
+        for side in (0, 1):
+            axes.plot([side] * one.num_ranks, heights, "o", color=svg.INK, markersize=7, zorder=3)
+        axes.set(xlim=(-0.35, 1.35), ylim=(one.num_ranks - 0.2, -0.8))
+        legend = "pale: stays on its rank"
+        axes.text(0.5, one.num_ranks - 0.4, legend, ha="center", fontsize=8, color=svg.MUTED)
+        axes.text(0, -0.6, "training", ha="center", fontweight="bold")
+        axes.text(1, -0.6, "inference", ha="center", fontweight="bold")
+        axes.set_axis_off()
+
+    return svg.draw(
+        f"{label_of(one.op)}: bytes from each training rank to each inference rank; pale lines "
+        f"stay on their GPU. {size(one.wire_bytes)} travel, {size(one.local_bytes)} do not.",
+        paint,
+        width=6.0,
+        height=0.9 + 0.62 * one.num_ranks,
+    )
+
+
+def _told(rank: int, verb: str, num_bytes: int) -> str:
+    return f"rank {rank}" + (f"\n{verb} {size(num_bytes)}" if num_bytes else "")
+
+
+def _link(axes: "Axes", source: int, destination: int, share: float) -> None:
+    is_own = source == destination
+    colour = svg.MUTED if is_own else svg.colour(source)
+    axes.plot(
+        [0, 1], [source, destination], color=colour, linewidth=0.6 + 7 * share,
+        alpha=0.35 if is_own else 0.75, solid_capstyle="butt",
+    )  # fmt: skip
+
+
+def _label(axes: "Axes", source: int, destination: int, num_bytes: int) -> None:
+    height = source + _LABEL_AT * (destination - source)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    axes.text(_LABEL_AT, height, size(num_bytes), fontsize=7, ha="center", va="center", bbox=box)

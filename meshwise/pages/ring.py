@@ -1,86 +1,169 @@
-"""Tables of ``measure ring``: what was measured, what would be, and the check list of --verify.
+"""The JSON document of ``measure ring``, and the check list of --verify.
 
-In: the document of ``pages.ring_rows``, or plain data.
+In: a run directory's info and samples. Out: the document that ``report --scaling`` reads, one
+``RingRow`` a length and ring size. t(P) is the median over iterations of the slowest rank of rings
+of P ranks, N the length:
+
+    throughput_tokens_per_sec   batch N / t(P), of one ring
+    strong_efficiency           t(1) / (P t(P)) at one N
+    weak_efficiency             t(1) at N/P / t(P) at N
+    distributed_overhead_ms     t(P) - t(1) / P
+    exposed_comm_ms             t(P) - t(P) of the same computation without its transfers
+    overlap_fraction            1 - exposed / communication_time_ms, the transfers by themselves
+    comm_efficiency             comm_lower_bound_bytes / bytes_received, 1 as planned
+    load_imbalance              most / mean of the pairs that a rank computes
+
+time_* and forward_*: over all ranks' own times of all iterations. GB = 1e9. What could not be
+measured, or has no baseline among the rows, is null.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from statistics import median
 from typing import Any
 
-from meshwise.pages.table import Table, filled, listed
-from meshwise.pages.tables import percent, shown, size
-from meshwise.units import format_bytes, format_count, format_rate, format_seconds
+import msgspec
+import numpy as np
 
-LEGEND = (
-    "Times: median over iterations of the slowest rank. Speedup and efficiency: against a ring of "
-    "one at the same length.",
-    "Received and memory: of the rank with most. Exposed: what the step takes "
-    "longer than without its transfers.",
-)
+from meshwise.pages.spread import each, number
+from meshwise.pages.table import Table
+from meshwise.spec import LongAttention, RunInfo, Sample
+from meshwise.spec.ring import RingRow
 
-_NOISY = ("(noisy): the forward alone took as long as forward and backward; measure again.",)
+NOISY = "noisy: the forward alone took as long as forward and backward; measure again"
+CONVENTION = "attended pairs, 2 FLOPs a multiply-add, backward 2.5 x forward"
+_SOURCE_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
-def tables(found: Mapping[str, Any]) -> list[Table]:
-    """The rows of a document: first those that were measured, then the others."""
-    done = [row for row in found["results"] if row["status"] == "ok"]
-    rest = [row for row in found["results"] if row["status"] != "ok"]
-    measured = listed(
-        f"{headline(found['config'])}, {found['device']}, {found['world_size']} ranks",
-        done,
-        *_SHAPE,
-        ("by", lambda row: ways(row["strategy"])),
-        ("forward", lambda row: _ms(row["forward_time_ms"]) + " (noisy)" * bool(row["reason"])),
-        ("total", lambda row: _ms(row["total_time_ms"])),
-        ("speedup", lambda row: shown(row["strong_efficiency"], _times(row["ring_size"]))),
-        ("efficiency", lambda row: percent(row["strong_efficiency"])),
-        ("tokens/s", lambda row: format_count(row["throughput_tokens_per_sec"])),
-        ("received", lambda row: size(row["bytes_received"])),
-        ("exposed", lambda row: _ms(row["exposed_comm_ms"]) if row["exposed_comm_ms"] else "0"),
-        ("memory", lambda row: shown(row["peak_memory_gb"], lambda gb: format_bytes(1e9 * gb))),
-        legend=(*LEGEND, *_NOISY * any(row["reason"] for row in done)),
-        left=3,
+def document(run_dir: str, info: RunInfo, samples: Sequence[Sample]) -> dict[str, Any]:
+    """The JSON of a run; its settings stand in the run's provenance."""
+    config = dict(info.provenance["ring"])
+    dtype = config.pop("dtype")
+    config["dtype"] = _SOURCE_DTYPES[dtype]
+    config["num_kv_heads"] = config["num_kv_heads"] or config["num_heads"]
+    done = {_key(sample): sample for sample in samples if sample.status == "ok"}
+    stamp = info.started.rstrip("Z").replace("-", "").replace(":", "").replace("T", "_")
+    return {
+        "schema_version": 1,
+        "config": config,
+        "world_size": info.world_size,
+        "timestamp": stamp,
+        "run_dir": run_dir,
+        "device": info.cluster.device.name,
+        "results": [_row(sample, info.world_size, done) for sample in samples],
+    }
+
+
+def file_name(found: Mapping[str, Any]) -> str:
+    return f"ring_v2_collective_benchmark_{found['timestamp']}_world{found['world_size']}.json"
+
+
+def _op(sample: Sample) -> LongAttention:
+    assert isinstance(sample.case.op, LongAttention)
+    return sample.case.op
+
+
+def _key(sample: Sample) -> tuple[int, int]:
+    return _op(sample).seq_len, sample.case.world_size
+
+
+def _row(sample: Sample, world_size: int, done: Mapping[tuple[int, int], Sample]) -> dict[str, Any]:
+    seq_len, ring_size = _key(sample)
+    figures: dict[str, Any] = {"reason": sample.reason}
+    if sample.status == "ok":
+        figures = _times(sample) | _scaling(sample, done) | _transfers(sample) | _work(sample)
+    row = RingRow(
+        seq_length=seq_len,
+        ring_size=ring_size,
+        world_size=int(number(sample.metrics, "world_size") or world_size),
+        status="error" if sample.status == "hung" else sample.status,
+        **figures,
     )
-    others = listed(
-        "Not measured",
-        rest,
-        *_SHAPE,
-        ("status", lambda row: row["status"]),
-        ("reason", lambda row: row["reason"]),
-        left=4,
-    )
-    return filled(measured, others)
+    return msgspec.to_builtins(row)  # type: ignore[no-any-return]
 
 
-_SHAPE = (
-    ("tokens", lambda row: str(row["seq_length"])),
-    ("ring", lambda row: str(row["ring_size"])),
-)
+def _times(sample: Sample) -> dict[str, Any]:
+    op, total_s = _op(sample), _total_s(sample)
+    forward_all = each(sample.metrics, "forward_rank_times_s")
+    count = len(forward_all) // len(sample.rank_times_s)  # iterations; the slowest rank of each
+    forward_s = median([max(forward_all[i::count]) for i in range(count)])
+    all_times = [time_s for own in sample.rank_times_s for time_s in own]
+    backward = op.direction == "backward"
+    noisy = backward and forward_s >= total_s  # then their difference says nothing
+    return {
+        "reason": NOISY if noisy else "",
+        "forward_time_ms": 1e3 * forward_s,
+        "backward_time_ms": 1e3 * (total_s - forward_s) if backward and not noisy else None,
+        "total_time_ms": 1e3 * total_s,
+        "throughput_tokens_per_sec": op.batch * op.seq_len / total_s,
+        "effective_batch_size": op.batch,
+        **_spread("time", all_times),
+        **_spread("forward", forward_all),
+    }
 
 
-def _ms(time_ms: float) -> str:
-    return format_seconds(time_ms / 1e3)
+def _spread(name: str, times_s: Sequence[float]) -> dict[str, float]:
+    shares = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
+    quantiles = (1e3 * float(np.quantile(times_s, share)) for share in shares.values())
+    return {f"{name}_{word}_ms": ms for word, ms in zip(shares, quantiles, strict=True)}
 
 
-def _times(ring_size: int) -> Callable[[float], str]:
-    return lambda efficiency: f"{efficiency * ring_size:.2f} x"
+def _scaling(sample: Sample, done: Mapping[tuple[int, int], Sample]) -> dict[str, Any]:
+    (seq_len, ring_size), total_s = _key(sample), _total_s(sample)
+    found: dict[str, Any] = {}
+    if alone := done.get((seq_len, 1)):
+        share_s = _total_s(alone) / ring_size
+        found |= {
+            "distributed_overhead_ms": 1e3 * (total_s - share_s),
+            "strong_efficiency": share_s / total_s,
+            "baseline_id": alone.case_id,
+        }
+    short = done.get((seq_len // ring_size, 1)) if seq_len % ring_size == 0 else None
+    return found | ({"weak_efficiency": _total_s(short) / total_s} if short else {})
 
 
-def headline(config: Mapping[str, Any]) -> str:
-    """``Dilated attention, batch 2, 12 x 64 heads, float16, w 2048/4096 r 1/2``."""
-    heads = f"{config['num_heads']} x {config['embed_dim'] // config['num_heads']} heads"
-    if config["num_kv_heads"] not in (None, config["num_heads"]):
-        heads += f" over {config['num_kv_heads']}"
-    words = ["Dense attention" if config["dense"] else "Dilated attention"]
-    words += [f"batch {config['batch_size']}", heads, config["dtype"]]
-    if not config["dense"]:
-        names = {"segment_lengths": "w", "dilation_rates": "r"}
-        words.append(
-            " ".join(f"{w} {'/'.join(map(str, config[name]))}" for name, w in names.items())
-        )
-    words += ["causal"] if config["causal"] else []
-    words += ["forward only"] if config["forward_only"] else []
-    return ", ".join(words)
+def _transfers(sample: Sample) -> dict[str, Any]:
+    sent, received = (max(each(sample.metrics, name)) for name in ("sent_bytes", "received_bytes"))
+    bound = max(each(sample.metrics, "planned_bytes"))
+    found: dict[str, Any] = {
+        "bytes_sent": int(sent),
+        "bytes_received": int(received),
+        "comm_lower_bound_bytes": int(bound),
+        "comm_lower_bound": "planned",
+        "owner_bound_bytes": int(max(each(sample.metrics, "owner_bound_bytes"))),
+        "comm_efficiency": bound / received if bound and received else None,
+        "collectives": int(max(each(sample.metrics, "collectives"))),
+    }
+    if not found["collectives"]:
+        return found | {"communication_time_ms": 0.0, "exposed_comm_ms": 0.0}
+    exposed_s = max(0.0, _total_s(sample) - median(each(sample.metrics, "muted_times_s")))
+    found["exposed_comm_ms"] = 1e3 * exposed_s
+    if transfers := each(sample.metrics, "transfer_times_s"):
+        transfer_s = median(transfers)
+        found["communication_time_ms"] = 1e3 * transfer_s
+        found["overlap_fraction"] = max(0.0, 1 - exposed_s / transfer_s)
+    return found
+
+
+def _work(sample: Sample) -> dict[str, Any]:
+    op, pairs = _op(sample), each(sample.metrics, "rank_pairs")
+    names = ("peak_bytes", "reserved_bytes")
+    peak, reserved = (max(each(sample.metrics, name), default=None) for name in names)
+    each_s = _total_s(sample) * sample.case.world_size
+    return {
+        "layout": op.order,
+        "strategy": sample.reason,
+        "peak_memory_gb": peak and peak / 1e9,
+        "memory_allocated_gb": peak and peak / 1e9,
+        "memory_reserved_gb": reserved and reserved / 1e9,
+        "achieved_tflops": op.flops / each_s / 1e12,
+        "flop_convention": CONVENTION,
+        "load_imbalance": max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0,
+    }
+
+
+def _total_s(sample: Sample) -> float:
+    return median(sample.times_s)
 
 
 def ways(strategy: str) -> str:
@@ -89,35 +172,11 @@ def ways(strategy: str) -> str:
     return ", ".join(way if count == 1 else f"{way} x{count}" for way, count in each)
 
 
-def listing(
-    config: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], str]]
-) -> list[Table]:
-    """The rows that ``--dry-run`` lists: their figures, or why they would be skipped."""
-    cells = tuple(
-        (
-            str(one["seq_length"]),
-            str(one["ring_size"]),
-            (reason and f"skipped: {reason}") or ways(one["strategy"]),
-            *(("", "") if reason else (
-                format_rate(one["flops_per_rank"], "FLOP"), size(one["planned_bytes"]),
-            )),
-        )
-        for one, reason in rows
-    )  # fmt: skip
-    columns = ("tokens", "ring", "by", "a rank computes", "and receives")
-    legend = ("Of an iteration, the rank that receives most. Nothing was measured.",)
-    return [Table(headline(config), columns, cells, legend, left=3)]
-
-
 def checks(found: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> list[Table]:
     """The check list of ``--verify``."""
     words = {True: "passed", False: "FAILED", None: "not done"}
-    rows = tuple(
-        (str(one["ring_size"]), one["name"], words[one["passed"]], one["found"]) for one in found
-    )
+    rows = tuple((str(c["ring_size"]), c["name"], words[c["passed"]], c["found"]) for c in found)
     failed = sum(one["passed"] is False for one in found)
     verdict = f"{failed} of {len(rows)} tests FAILED" if failed else "All tests passed"
-    columns = ("ring", "test", "", "found")
-    return [
-        Table("Ring attention against its definition", columns, rows, (*notes, verdict), left=4)
-    ]
+    title, heads = "Ring attention against its definition", ("ring", "test", "", "found")
+    return [Table(title, heads, rows, (*notes, verdict), left=4)]

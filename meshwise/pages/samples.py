@@ -4,20 +4,20 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
 
 from meshwise import store
-from meshwise.pages import collectives, compute, fsdp, refit, ring, ring_rows
-from meshwise.pages.spread import slowest
-from meshwise.pages.table import Table, filled, listed
-from meshwise.pages.tables import ABSENT, INTERVAL, interval
+from meshwise.pages import collectives, compute, refit, ring, scaling
+from meshwise.pages.spread import Reading, reading, readings
+from meshwise.pages.table import ABSENT, Table, columns, filled, listed
+from meshwise.pages.tables import INTERVAL
 from meshwise.spec import (
     Block,
     Case,
     Collective,
+    Convolution,
     Derived,
     Elementwise,
     Resharding,
@@ -26,19 +26,22 @@ from meshwise.spec import (
     Step,
 )
 from meshwise.spec.label import label
-from meshwise.stats import median_interval
 from meshwise.units import format_rate, format_seconds
 
 
 def listing(cases: Sequence[tuple[Case, float]]) -> Table:
     """The cases that ``measure --dry-run`` lists, and about how long each takes."""
-    rows = tuple(
-        (str(number), label(case), case.regime, format_seconds(about_s))
-        for number, (case, about_s) in enumerate(cases, 1)
+    all_s = format_seconds(sum(about_s for _, about_s in cases))
+    return listed(
+        "Cases, most useful first",
+        [(number, *case) for number, case in enumerate(cases, 1)],
+        ("", lambda row: str(row[0])),
+        ("case", lambda row: label(row[1])),
+        ("regime", lambda row: row[1].regime),
+        ("about", lambda row: format_seconds(row[2])),
+        legend=(f"{len(cases)} cases, about {all_s} in all; nothing was measured.",),
+        left=3,
     )
-    all_s = sum(about_s for _, about_s in cases)
-    legend = f"{len(cases)} cases, about {format_seconds(all_s)} in all; nothing was measured."
-    return Table("Cases, most useful first", ("", "case", "regime", "about"), rows, (legend,), 3)
 
 
 def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -47,8 +50,8 @@ def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[st
     results: list[dict[str, Any]] = []
     for sample in samples:
         one: dict[str, Any] = {"id": sample.case_id, "case": sample.case, "status": sample.status}
-        if sample.times_s:
-            one |= _figures(sample)
+        if read := reading(sample):
+            one |= _figures(read)
         results.append(one | {"reason": sample.reason, "metrics": sample.metrics})
     return {
         "run_dir": str(run_dir),
@@ -59,30 +62,24 @@ def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[st
     }
 
 
-def _figures(sample: Sample) -> dict[str, float | str]:
-    """A sample's figures in SI units. Bandwidths of collectives are of the mean, as
-    nccl-tests has them, other rates of the median."""
-    op, times_s = sample.case.op, sample.times_s
-    middle_s, low_s, high_s = median_interval(times_s)
-    mean_s = mean(times_s)
-    shown: dict[str, float | str] = {
-        "median_s": middle_s,
-        "low_s": low_s,
-        "high_s": high_s,
-        "mean_s": mean_s,
-        "p95_s": float(np.quantile(times_s, 0.95)),
-        "slowest_rank": slowest(sample),
+def _figures(one: Reading) -> dict[str, float | str]:
+    """A sample's figures in SI units."""
+    found: dict[str, float | str] = {
+        "median_s": one.median_s,
+        "low_s": one.low_s,
+        "high_s": one.high_s,
+        "mean_s": one.mean_s,
+        "p95_s": float(np.quantile(one.sample.times_s, 0.95)),
+        "slowest_rank": one.slowest,
     }
-    if isinstance(op, Collective):
-        shown["size_bytes"] = op.size_bytes
-        shown["algbw_bytes_per_s"] = op.size_bytes / mean_s
-        shown["busbw_bytes_per_s"] = op.bytes / mean_s
-    elif isinstance(op, Resharding):
-        shown |= refit.figures_of(sample)
-    elif not isinstance(op, Step | Block):
-        shown["flops_per_s"] = op.flops / middle_s
-        shown["bytes_per_s"] = op.bytes / middle_s
-    return shown
+    if isinstance(one.op, Collective):
+        found["size_bytes"] = one.op.size_bytes
+        found |= {"algbw_bytes_per_s": one.algbw, "busbw_bytes_per_s": one.op.bytes / one.mean_s}
+    elif isinstance(one.op, Resharding):
+        found |= refit.figures_of(one.sample)
+    elif not isinstance(one.op, Step | Block):
+        found |= {"flops_per_s": one.flops_per_s, "bytes_per_s": one.bytes_per_s}
+    return found
 
 
 def run(
@@ -94,22 +91,25 @@ def run(
     FSDP's units the cases are of.
     """
     if "ring" in info.provenance:
-        return [state(info, samples), *ring.tables(ring_rows.document(info.run_id, info, samples))]
+        document = ring.document(info.run_id, info, samples)
+        return [state(info, samples), *scaling.of_run(document)]
     done = [sample for sample in samples if sample.status == "ok"]
-    tables = [state(info, samples)]
-    tables += compute.products(done, info.cluster)
-    tables += compute.attention(done, exact=exact)
-    tables += filled(
-        _timed("Memory-bound operations", done, Elementwise),
-        _timed("Blocks", done, Block),
-        _timed("Steps", done, Step),
-    )
-    tables += compute.overlaps(done)
-    if collectives.are_fsdp_units(info):
-        tables += fsdp.tables(rows, samples)
-    tables += collectives.tables(done, info)
-    tables += refit.tables(done)
-    return tables + failed(samples)
+    return [
+        state(info, samples),
+        *compute.products(done, info.cluster),
+        *compute.products(done, info.cluster, Convolution),
+        *compute.attention(done, exact=exact),
+        *filled(
+            _timed("Memory-bound operations", done, Elementwise),
+            _timed("Blocks", done, Block),
+            _timed("Steps", done, Step),
+        ),
+        *compute.overlaps(done),
+        *(collectives.fsdp_tables(rows, samples) if collectives.are_fsdp_units(info) else []),
+        *collectives.tables(done, info),
+        *refit.tables(done),
+        *failed(samples),
+    ]
 
 
 def state(info: RunInfo, samples: Sequence[Sample]) -> Table:
@@ -156,18 +156,17 @@ def facts(info: RunInfo) -> list[tuple[str, str]]:
 
 def imported(run_dirs: Sequence[Path]) -> list[Table]:
     """The samples of each imported file, and what looked suspicious in it."""
-    rows, doubts, places = [], [], []
-    wrong: list[Sample] = []
-    for run_dir in run_dirs:
-        info, samples, _ = store.load(run_dir)
-        source = info.provenance["imported"]
-        rows.append((source["file"], source["tool"], str(len(samples))))
-        places.append(f"into {run_dir}")
-        doubts += [(source["file"], warning) for warning in source["warnings"]]
-        wrong += [sample for sample in samples if sample.status == "error"]
-    files = Table("Imported", ("file", "of", "samples"), tuple(rows), tuple(places), left=2)
-    suspicious = Table("Suspicious", ("file", "what"), tuple(doubts), left=2)
-    return [files, *filled(suspicious), *failed(wrong)]
+    loaded = [store.load(run_dir)[:2] for run_dir in run_dirs]
+    sources = [(info.provenance["imported"], samples) for info, samples in loaded]
+    rows = tuple((told["file"], told["tool"], str(len(samples))) for told, samples in sources)
+    doubts = tuple((told["file"], doubt) for told, _ in sources for doubt in told["warnings"])
+    places = tuple(f"into {run_dir}" for run_dir in run_dirs)
+    wrong = [sample for _, samples in sources for sample in samples if sample.status == "error"]
+    return [
+        Table("Imported", ("file", "of", "samples"), rows, places, left=2),
+        *filled(Table("Suspicious", ("file", "what"), doubts, left=2)),
+        *failed(wrong),
+    ]
 
 
 def throttled(samples: Sequence[Sample]) -> str:
@@ -183,12 +182,8 @@ def throttled(samples: Sequence[Sample]) -> str:
 
 def clocks(samples: Sequence[Sample]) -> str:
     """The range of the devices' clocks while cases ran."""
-    seen = [
-        device.sm_clock_mhz
-        for sample in samples
-        for device in sample.after
-        if device.sm_clock_mhz is not None
-    ]
+    states = (device for sample in samples for device in sample.after)
+    seen = [state.sm_clock_mhz for state in states if state.sm_clock_mhz is not None]
     return f"{min(seen)} – {max(seen)} MHz" if seen else "not recorded"
 
 
@@ -196,25 +191,24 @@ def _timed(title: str, samples: Sequence[Sample], kind: type) -> Table:
     """A row for each sample of a kind of operation, with its median and the interval."""
     return listed(
         title,
-        [(s, *median_interval(s.times_s)) for s in samples if isinstance(s.case.op, kind)],
-        ("case", lambda row: label(row[0].case)),
-        ("regime", lambda row: row[0].case.regime),
-        ("median", lambda row: format_seconds(row[1])),
-        ("interval", lambda row: interval(row[2], row[3])),
-        ("times", lambda row: str(len(row[0].times_s))),
-        ("rate", lambda row: _rate(row[0], row[1])),
-        ("slowest rank", lambda row: slowest(row[0])),
+        readings(samples, kind),
+        ("case", lambda one: label(one.case)),
+        *columns(str, {"regime": "case.regime"}),
+        *columns(format_seconds, {"median": "median_s"}),
+        *columns(str, "interval"),
+        ("times", lambda one: str(len(one.sample.times_s))),
+        ("rate", _rate),
+        *columns(str, {"slowest rank": "slowest"}),
         legend=(f"Interval: {INTERVAL}.",),
         left=2,
     )
 
 
-def _rate(sample: Sample, time_s: float) -> str:
-    op = sample.case.op
-    if isinstance(op, Elementwise):
-        return format_rate(op.bytes / time_s, "B/s")
-    if isinstance(op, Step):
-        return format_rate(op.workload.tokens / time_s, "token/s")
+def _rate(one: Reading) -> str:
+    if isinstance(one.op, Elementwise):
+        return format_rate(one.bytes_per_s, "B/s")
+    if isinstance(one.op, Step):
+        return format_rate(one.op.workload.tokens / one.median_s, "token/s")
     return ABSENT
 
 

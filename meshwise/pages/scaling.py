@@ -1,4 +1,4 @@
-"""Read what ``measure ring`` wrote, as rows: how time and memory change with the size of the ring.
+"""Read what ``measure ring`` wrote, as tables: how time and memory change with the ring's size.
 
 In: a folder of ``ring_v2_collective_benchmark_*.json``. Out: one ``Row`` for each sequence length
 and ring size. With t(P, N) the time of a ring of P ranks over N tokens, the slowest rank's median:
@@ -13,18 +13,31 @@ They are made here, not read, because each ring size may come from a run of its 
 """
 
 import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from meshwise import store
+from meshwise.pages.ring import ways
+from meshwise.pages.table import ABSENT, Table, columns, filled, listed, shown, size
 from meshwise.spec.ring import RingRow, Whole
+from meshwise.units import format_rate, format_seconds
 
 SCHEMA_VERSION = 1
+FAIR = 0.95  # of linear; a row below it is explained
+WAITING = "Waiting in what is lost: exposed, but at most isolated; what is more is noise."
+NOTED = {
+    "speedup": "time of one rank at the same length / time; strong is speedup / ring size",
+    "weak": "time of one rank at length / ring size over this time",
+    "exposed": "time that goes when nothing is sent; isolated: the transfers alone",
+    "planned": "bytes into the busiest rank by the plan; of it: planned / received",
+    "imbalance": "most / mean attended pairs that a rank computes",
+}
 PATTERN, LATEST = "ring_v2_collective_benchmark_*.json", "latest.json"
 
-_NONE = RingRow(seq_length=0, ring_size=1, world_size=1, status="skipped")
+NONE = RingRow(seq_length=0, ring_size=1, world_size=1, status="skipped")
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +97,11 @@ class Scaling(NamedTuple):
     left_out: tuple[str, ...]
 
     @property
+    def measured(self) -> list[Row]:
+        """The rows that have a time."""
+        return [row for row in self.rows if row.result.time_ms is not None]
+
+    @property
     def lengths(self) -> list[int]:
         return sorted({row.result.seq_length for row in self.rows})
 
@@ -92,8 +110,8 @@ class Scaling(NamedTuple):
         return sorted({row.result.ring_size for row in self.rows})
 
     @property
-    def is_dense(self) -> bool:
-        return bool(self.config.get("dense")) or not self.config.get("segment_lengths")
+    def measured_rings(self) -> list[int]:
+        return sorted({row.result.ring_size for row in self.measured})
 
     def at(self, seq_length: int, ring_size: int) -> Row | None:
         wanted = (seq_length, ring_size)
@@ -106,12 +124,18 @@ def read(folder: Path | str) -> Scaling:
     ValueError where there is nothing to show."""
     folder = Path(folder)
     paths = sorted(folder.glob(PATTERN)) or [p for p in (folder / LATEST,) if p.exists()]
-    runs = sorted(((_load(path), path.name) for path in paths), key=_age, reverse=True)
+    runs = [(_load(path), path.name) for path in paths]
+    runs.sort(key=lambda run: (run[0].timestamp, run[1]), reverse=True)
     if not any(run.results for run, _ in runs):
         raise ValueError(
             f"{folder}: holds no results of a scaling benchmark; write some with "
             f"`meshwise measure ring --output_dir {folder}`"
         )
+    return _together(runs)
+
+
+def _together(runs: Sequence[tuple[_Run, str]]) -> Scaling:
+    """Make one row for each length and ring size; the newest run comes first."""
     newest, kept, left_out = runs[0][0], dict[int, tuple[_Run, str]](), []
     for run, name in runs:
         if other := _differs(run, newest):
@@ -120,16 +144,25 @@ def read(folder: Path | str) -> Scaling:
             left_out.append(f"{name}: older than {kept[run.world_size][1]}")
         else:
             kept[run.world_size] = run, name
-    results, batch = _merged([run for run, _ in kept.values()]), newest.config.batch_size
+    results: dict[tuple[int, int], RingRow] = {}
+    for result in (result for run, _ in kept.values() for result in run.results):
+        key = result.seq_length, result.ring_size
+        if key not in results or (results[key].status == "skipped" != result.status):
+            results[key] = result
+    batch, device = newest.config.batch_size, newest.device
     rows = tuple(_row(result, results, batch) for _, result in sorted(results.items()))
     files = tuple(name for _, name in kept.values())
-    return Scaling(newest.told, _device(newest.device), rows, files, tuple(left_out))
+    told = device.get("name") if isinstance(device, dict) else device
+    return Scaling(newest.told, str(told or "unknown device"), rows, files, tuple(left_out))
+
+
+def _run(found: Mapping[str, Any], source: str) -> _Run:
+    return store.convert({**found, "told": found.get("config", {})}, _Run, source)
 
 
 def _load(path: Path) -> _Run:
     try:
-        found = store.read(path, dict)
-        run = store.convert(found | {"told": found.get("config", {})}, _Run, str(path))
+        run = _run(store.read(path, dict), str(path))
     except ValueError as error:
         raise ValueError(
             f"{error}; only files that `meshwise measure ring` wrote can be read"
@@ -141,10 +174,6 @@ def _load(path: Path) -> _Run:
     return run
 
 
-def _age(run: tuple[_Run, str]) -> tuple[str, str]:
-    return run[0].timestamp, run[1]
-
-
 def _differs(run: _Run, newest: _Run) -> str | None:
     """The first thing in which two runs are not comparable."""
     if run.device != newest.device:
@@ -154,25 +183,10 @@ def _differs(run: _Run, newest: _Run) -> str | None:
     return next(changed, None)
 
 
-def _device(told: Any) -> str:
-    if isinstance(told, dict):
-        return str(told.get("name", "unknown device"))
-    return str(told or "unknown device")
-
-
-def _merged(runs: list[_Run]) -> dict[tuple[int, int], RingRow]:
-    found: dict[tuple[int, int], RingRow] = {}
-    for result in (result for run in runs for result in run.results):
-        key = result.seq_length, result.ring_size
-        if key not in found or (found[key].status == "skipped" != result.status):
-            found[key] = result
-    return found
-
-
 def _row(result: RingRow, results: dict[tuple[int, int], RingRow], batch_size: int) -> Row:
     length, ring = result.seq_length, result.ring_size
-    alone = results.get((length, 1), _NONE)
-    smaller = _NONE if length % ring else results.get((length // ring, 1), _NONE)
+    alone = results.get((length, 1), NONE)
+    smaller = NONE if length % ring else results.get((length // ring, 1), NONE)
     speedup = _ratio(alone.time_ms, result.time_ms)
     batch = result.effective_batch_size or batch_size
     return Row(
@@ -190,15 +204,13 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
 
 
-def subject(scaling: Scaling) -> str:
-    """Name what was measured: ``dilated 2048/1 4096/2, causal, 12 heads x 64, fp16, ...``."""
-    config, said = scaling.config, []
-    if scaling.is_dense:
-        said.append("dense attention")
-    else:
+def subject(config: Mapping[str, Any]) -> str:
+    """Name what is measured: ``dilated attention 2048/1 4096/2, causal, 12 heads x 64, fp16``."""
+    said = ["dense attention"]
+    if not _is_dense(config):
         rates = config.get("dilation_rates", [])
         pairs = itertools.zip_longest(config["segment_lengths"], rates, fillvalue="?")
-        said.append("dilated attention " + " ".join(f"{w}/{r}" for w, r in pairs))
+        said = ["dilated attention " + " ".join(f"{w}/{r}" for w, r in pairs)]
     if config.get("causal"):
         said.append("causal")
     heads, width = config.get("num_heads"), config.get("embed_dim")
@@ -207,9 +219,141 @@ def subject(scaling: Scaling) -> str:
         shared = "" if kv_heads == heads else f" ({kv_heads} of k and v)"
         said.append(f"{heads} heads × {width // heads}{shared}")
     said.append(f"batch {config.get('batch_size', 1)}")
-    return ", ".join([*said, *filter(None, [config.get("dtype")]), scaling.device])
+    return ", ".join([*said, *filter(None, [config.get("dtype")])])
 
 
-def length(tokens: int) -> str:
-    """``65,536``."""
-    return f"{tokens:,}"
+def _is_dense(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("dense")) or not config.get("segment_lengths")
+
+
+_KEY = columns("{:,}".format, {"tokens": "result.seq_length"})
+_KEY += columns(str, {"ring": "result.ring_size"})
+
+
+def tables(scaling: Scaling) -> list[Table]:
+    """All that the report shows, in its order; the last two only where they have rows."""
+    grows = "; dense work a rank grows with the length, so that 1 / ring size is ideal"
+    conventions = dict.fromkeys(filter(None, (r.result.flop_convention for r in scaling.rows)))
+    time = listed(
+        "Time and scaling",
+        scaling.rows,
+        *_KEY,
+        ("time", lambda row: ms(row.result.time_ms) if row.result.time_ms else row.result.status),
+        *columns(ms, {"forward": "result.forward_time_ms"}),
+        ("backward", _backward),
+        *columns(ms, {"p95": "result.time_p95_ms"}),
+        *columns(rate, {"tokens/s": "result.throughput_tokens_per_sec"}),
+        *columns(_number, {"TFLOP/s a rank": "result.achieved_tflops"}),
+        *columns(times, "speedup"),
+        *columns(percent, "strong weak"),
+        legend=(
+            f"time: of the slowest rank, median. speedup: {NOTED['speedup']}.",
+            "p95: over the iterations of all ranks, each rank's own.",
+            f"weak: {NOTED['weak']}{grows if _is_dense(scaling.config) else ''}.",
+            *(f"FLOPs: {said}." for said in conventions),
+        ),
+    )
+    communication = listed(
+        "Communication",
+        [row for row in scaling.measured if row.result.ring_size > 1],
+        *_KEY,
+        ("strategy", lambda row: ways(row.result.strategy or ABSENT)),
+        *columns(size, {"received": "result.bytes_received"}),
+        *columns(size, {"planned": "result.comm_lower_bound_bytes"}),
+        *columns(percent, {"of it": "result.comm_efficiency"}),
+        *columns(_number, {"calls": "result.collectives"}),
+        *columns(ms, {"isolated": "result.communication_time_ms"}),
+        *columns(ms, {"exposed": "result.exposed_comm_ms"}),
+        *columns(percent, {"of step": "exposed_share", "hidden": "result.overlap_fraction"}),
+        *columns(_number, {"imbalance": "result.load_imbalance"}),
+        legend=(
+            "received: bytes into the busiest rank, of a step.",
+            f"planned: {NOTED['planned']}.",
+            f"exposed: {NOTED['exposed']}; hidden: 1 - exposed / isolated, at least 0.",
+            WAITING,
+            f"imbalance: {NOTED['imbalance']}.",
+        ),
+    )
+    memory = listed(
+        "Memory",
+        [row for row in scaling.measured if row.result.peak_gb is not None],
+        *_KEY,
+        *columns(size, {"peak of a rank": lambda row: 1e9 * row.result.peak_gb}),
+        *columns(percent, {"of one rank's": "memory_share"}),
+        *columns(percent, {"ideal": lambda row: 1 / row.result.ring_size}),
+        *columns(rate, {"tokens/GB": "tokens_per_gb"}),
+        legend=("tokens/GB: tokens of the batch over the peak of one rank. GB = 1e9 bytes.",),
+    )
+    failures = listed(
+        "Not measured",
+        [row for row in scaling.rows if row.result.time_ms is None],
+        *_KEY,
+        *columns(str, {"status": "result.status", "reason": lambda row: row.result.reason or None}),
+        left=4,
+    )
+    return filled(time, _best(scaling), communication, memory, failures)
+
+
+def of_run(document: Mapping[str, Any]) -> list[Table]:
+    """The same tables of a document of ``measure ring`` as it was made."""
+    found = _together([(_run(document, "results"), "this run")])
+    first, *others = tables(found)
+    name = f"{subject(found.config)}, {found.device}, {document['world_size']} ranks"
+    return [first._replace(title=f"{first.title}: {name}"), *others]
+
+
+def _backward(row: Row) -> str:
+    return "noisy" if row.result.is_noisy else ms(row.result.backward_time_ms)
+
+
+def _best(scaling: Scaling) -> Table:
+    rows = []
+    for tokens in scaling.lengths:
+        of_length = [row for row in scaling.measured if row.result.seq_length == tokens]
+        fair = [row.result.ring_size for row in of_length if (row.strong or 0) >= FAIR]
+        cells = [ABSENT] * 4
+        if of_length:
+            fastest = min(of_length, key=lambda row: row.result.time_ms or 0)
+            cells = [str(fastest.result.ring_size), ms(fastest.result.time_ms)]
+            cells += [times(fastest.speedup), percent(fastest.strong)]
+        rows.append((f"{tokens:,}", *cells, shown(max(fair, default=None), str)))
+    heads = ("tokens", "fastest ring", "time", "speedup", "strong", "largest efficient ring")
+    legend = (f"efficient: at least {percent(FAIR)} of linear.",)
+    return Table("Best ring size for each length", heads, tuple(rows), legend)
+
+
+def dry_run(
+    config: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], str]]
+) -> list[Table]:
+    """The rows of ``measure ring --dry-run``: their figures, or why they would be skipped."""
+    cells = []
+    for one, reason in rows:
+        figures = (f"skipped: {reason}", "", "")
+        if not reason:
+            flops = format_rate(one["flops_per_rank"], "FLOP")
+            figures = (ways(one["strategy"]), flops, size(one["planned_bytes"]))
+        cells.append((str(one["seq_length"]), str(one["ring_size"]), *figures))
+    heads = ("tokens", "ring", "by", "a rank computes", "and receives")
+    legend = ("Of an iteration, the rank that receives most. Nothing was measured.",)
+    return [Table(subject(config), heads, tuple(cells), legend, left=3)]
+
+
+def ms(time_ms: float | None) -> str:
+    return shown(time_ms, lambda ms_: format_seconds(ms_ / 1e3) if ms_ else "0")
+
+
+def percent(part: float | None) -> str:
+    return shown(part, lambda x: f"{100 * x:.{0 if x >= 0.1 else 1}f} %")
+
+
+def times(factor: float | None) -> str:
+    return shown(factor, "{:.2f}x".format)
+
+
+def rate(per: float | None) -> str:
+    """``1.50 M``."""
+    return shown(per, lambda number: format_rate(number, "").strip())
+
+
+def _number(value: float | None) -> str:
+    return shown(value, "{:.4g}".format)

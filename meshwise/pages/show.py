@@ -1,12 +1,26 @@
 """Any of our records as tables."""
 
-from meshwise.pages import health, kept, ran, samples, tables, trace
-from meshwise.pages.steps import result
-from meshwise.pages.table import Table
+from collections.abc import Sequence
+from math import prod
+
+from meshwise.pages import health, samples, steps, tables
+from meshwise.pages.table import Table, filled, listed, span
 from meshwise.spec import Cluster, Costs, Plan, Record, RunInfo, Sample
-from meshwise.spec.checkpoint import Verified
-from meshwise.spec.phases import Phases
+from meshwise.spec.checkpoint import Damage, Verified
+from meshwise.spec.phases import ADDENDS, Phases
 from meshwise.spec.trace import TraceCheck
+from meshwise.units import format_bytes, format_count, format_seconds
+
+MOST_DAMAGE = 20  # lines
+PHASES_LEGEND = (
+    "The parts of a rank add up to the step. Exposed: moments when a collective runs and no "
+    "computation does; communication: all of it, beside computation too; bubble: waiting for a "
+    "neighbour in the pipeline."
+)
+TRACE_LEGEND = (
+    "Elements: what a rank sends to a gather or keeps of a scatter, else the whole message. Calls "
+    "a step: of each rank; where ranks differ, the fewest and the most."
+)
 
 
 class Run(Record, kw_only=True):
@@ -22,11 +36,11 @@ Shown = Cluster | Costs | Plan | Run | Phases | TraceCheck | Verified
 def of(record: Shown) -> list[Table]:
     """The tables that tell what the record holds."""
     if isinstance(record, Verified):
-        return kept.checkpoint(record)
+        return checkpoint(record)
     if isinstance(record, Phases):
-        return [kept.phases(record)]
+        return [phases(record)]
     if isinstance(record, TraceCheck):
-        return [trace.table(record, "Plan against trace")]
+        return [trace(record)]
     if isinstance(record, Cluster):
         return tables.cluster(record)
     if isinstance(record, Costs):
@@ -38,5 +52,93 @@ def of(record: Shown) -> list[Table]:
         return [state, *health.tables(record.info, record.samples)]
     if record.info.plan is None:
         return samples.run(record.info, record.samples)
-    found = result(record.info, list(record.samples))
-    return [samples.state(record.info, record.samples), *ran.steps([found])]
+    found = steps.result(record.info, list(record.samples))
+    return [samples.state(record.info, record.samples), *steps.tables([found])]
+
+
+def phases(found: Phases) -> Table:
+    """A row for each rank, then the least and the most of them."""
+    names = (*ADDENDS, "communication_s")
+    rows = [(str(r.rank), [float(getattr(r, name)) for name in names]) for r in found.ranks]
+    columns = list(zip(*(times for _, times in rows), strict=True))
+    rows += [("least", list(map(min, columns))), ("most", list(map(max, columns)))]
+    step, slower = format_seconds(found.step_s), format_seconds(found.profiled_step_s)
+    return Table(
+        f"Where the time of a step of {step} goes ({slower} under the profiler)",
+        ("rank", *steps.PHASE_NAMES, "communication"),
+        tuple((said, *map(format_seconds, row)) for said, row in rows),
+        (PHASES_LEGEND, steps.SCALED_LEGEND),
+    )
+
+
+def checkpoint(found: Verified) -> list[Table]:
+    """Describe a checkpoint; then list what is damaged, if anything is."""
+    saved = found.checkpoint
+    weights = {n: whole for n, whole in saved.tensors.items() if not n.startswith("optimizer.")}
+    elements = sum(prod(whole.shape) for whole in weights.values())
+    workload, family = saved.workload, type(saved.model).__struct_config__.tag
+    size = format_bytes(sum(stored.bytes for stored in saved.files.values()))
+    legend = "It can be resumed under any layout."
+    if found.damage:
+        state, legend = "damaged", "A run that reads what is damaged is refused."
+    elif found.verified_bytes:
+        state = f"all {format_bytes(found.verified_bytes)} as saved"
+    else:
+        state = saved.note or "data not compared; show the folder to verify them"
+    rows = (
+        ("next step", str(saved.step)),
+        ("model", f"{saved.model.name or 'model'} ({family})"),
+        ("batch", f"{workload.global_batch_size} x {workload.seq_len}, seed {saved.seed}"),
+        ("saved under", f"{saved.layout}, {saved.optimizer}"),
+        ("weights", f"{format_count(elements)} elements in {len(weights)} tensors"),
+        ("optimizer state", f"{len(saved.tensors) - len(weights)} tensors"),
+        ("files", f"{len(saved.files)} in {saved.data}/, {size}"),
+        ("state", state),
+    )
+    table = Table("Checkpoint", ("", ""), rows, (legend,), left=2)
+    return [table, *filled(_damage(found.damage))]
+
+
+def _damage(found: Sequence[Damage]) -> Table:
+    fix = "Copy these files again, or resume from the folder of an earlier checkpoint."
+    more = len(found) - MOST_DAMAGE
+    return listed(
+        "Damaged",
+        found[:MOST_DAMAGE],
+        ("file", lambda one: one.file),
+        ("is", lambda one: one.reason),
+        ("bytes", lambda one: f"{one.offset} to {one.offset + one.bytes}" if one.bytes else ""),
+        ("tensors", lambda one: _first_of(one.tensors)),
+        legend=(fix, f"And {more} more; --json has all.") if more > 0 else (fix,),
+        left=4,
+    )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return " and ".join([*names[:1], *([f"{len(names) - 1} more"] if len(names) > 1 else [])])
+
+
+def trace(check: TraceCheck, title: str = "Plan against trace") -> Table:
+    """A row for each kind and size of message, those of the plan first."""
+    outcome = {
+        True: f"The trace of {check.steps} steps is as planned.",
+        False: f"The trace of {check.steps} steps is NOT as planned.",
+        None: f"{check.steps} steps were traced.",
+    }[check.agrees]
+    return listed(
+        title,
+        check.lines,
+        ("unit", lambda line: line.units or "?"),
+        ("collective", lambda line: line.kind),
+        ("dtype", lambda line: line.dtype),
+        ("ranks", lambda line: str(line.num_ranks or "?")),
+        ("elements", lambda line: f"{line.elements:,}"),
+        ("planned a step", lambda line: str(line.planned)),
+        (
+            "traced a step",
+            lambda line: span(line.traced or (0,), lambda n: f"{n / check.steps:.4g}"),
+        ),
+        ("verdict", lambda line: line.verdict),
+        legend=(outcome, *check.notes, TRACE_LEGEND),
+        left=3,
+    )

@@ -1,11 +1,80 @@
-"""Compare the times of a sample's ranks: who is slowest, and who waits for whom."""
+"""Read one sample: its figures and metrics; which rank is slowest, and who waits for whom."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from statistics import mean, median
+from typing import Any, NamedTuple
 
-from meshwise.pages.tables import ABSENT
+from meshwise.pages.table import ABSENT, interval
 from meshwise.spec import Case, Collective, Overlap, Sample
 from meshwise.stats import median_interval
+
+Metrics = Mapping[str, float | tuple[float, ...]]
+
+
+def each(metrics: Metrics, name: str) -> tuple[float, ...]:
+    """All values of a metric, none where it is missing."""
+    value = metrics.get(name, ())
+    return value if isinstance(value, tuple) else (value,)
+
+
+def number(metrics: Metrics, name: str) -> float | None:
+    """The first value of a metric."""
+    return next(iter(each(metrics, name)), None)
+
+
+class Reading(NamedTuple):
+    """A sample that has times, with the figures that its tables show. Rates are those of the
+    median; of collectives those of the mean, as nccl-tests has them."""
+
+    sample: Sample
+    op: Any
+    median_s: float
+    low_s: float
+    high_s: float
+
+    @property
+    def case(self) -> Case:
+        return self.sample.case
+
+    @property
+    def interval(self) -> str:
+        return interval(self.low_s, self.high_s)
+
+    @property
+    def mean_s(self) -> float:
+        return mean(self.sample.times_s)
+
+    @property
+    def flops_per_s(self) -> float:
+        return float(self.op.flops / self.median_s)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return float(self.op.bytes / self.median_s)
+
+    @property
+    def algbw(self) -> float:
+        return float(self.op.size_bytes / self.mean_s)
+
+    @property
+    def busbw(self) -> float:
+        return float(self.op.size_bytes * self.op.bus_factor / self.mean_s)
+
+    @property
+    def slowest(self) -> str:
+        return slowest(self.sample)
+
+
+def reading(sample: Sample) -> Reading | None:
+    """Read a sample; None where it has no times."""
+    times_s = sample.times_s
+    return Reading(sample, sample.case.op, *median_interval(times_s)) if times_s else None
+
+
+def readings(samples: Iterable[Sample], kind: type) -> list[Reading]:
+    """The samples of a kind of operation that have times."""
+    found = (reading(sample) for sample in samples if isinstance(sample.case.op, kind))
+    return [one for one in found if one is not None]
 
 
 class Split(NamedTuple):
@@ -35,24 +104,20 @@ def members(case: Case) -> list[tuple[int, ...]]:
 
 
 def split(sample: Sample) -> Split | None:
-    """None without the times of single ranks."""
+    """Split the time of a collective; None without the times of single ranks."""
     ends = []  # of each group: its smallest and its largest time, iteration by iteration
     for group in members(sample.case):
         if max(group) < len(sample.rank_times_s):
-            each = list(zip(*(sample.rank_times_s[rank] for rank in group), strict=True))
-            ends.append(([min(times_s) for times_s in each], [max(times_s) for times_s in each]))
+            times = list(zip(*(sample.rank_times_s[rank] for rank in group), strict=True))
+            ends.append((list(map(min, times)), list(map(max, times))))
     if not ends or not ends[0][0]:
         return None
-    whole_s = _median(sample.times_s)
-    least_s = _median([min(smallest) for smallest in zip(*(end[0] for end in ends), strict=True)])
+    whole_s = median(sample.times_s)
+    least_s = median(map(min, zip(*(smallest for smallest, _ in ends), strict=True)))
     if len(ends) == 1:
         return Split(least_s, whole_s - least_s, None)
-    first_s, last_s = max(((_median(a), _median(b)) for a, b in ends), key=lambda pair: pair[1])
+    first_s, last_s = max(((median(a), median(b)) for a, b in ends), key=lambda pair: pair[1])
     return Split(least_s, last_s - first_s, whole_s - least_s - (last_s - first_s))
-
-
-def _median(values: Sequence[float]) -> float:
-    return median_interval(values)[0]
 
 
 def slowest(sample: Sample) -> str:
@@ -62,7 +127,7 @@ def slowest(sample: Sample) -> str:
     if all(len(group) == 1 for group in groups):
         groups = [tuple(rank for group in groups for rank in group)]
     medians = {
-        rank: _median(times_s)
+        rank: median(times_s)
         for rank, times_s in enumerate(sample.rank_times_s)
         if times_s and any(rank in group for group in groups)
     }

@@ -50,6 +50,9 @@ STYLE: dict[str, Any] = {
 }
 
 
+DASHED: dict[str, Any] = {"color": MUTED, "linestyle": (0, (4, 3)), "linewidth": 1}
+
+
 class Figure(NamedTuple):
     """An SVG element and what it says in one sentence; ``wide`` ones take a row of the page."""
 
@@ -95,15 +98,20 @@ def _inline(svg: str, caption: str) -> str:
     return svg
 
 
+def sheet() -> str:
+    """The page's colours on white, as it declares them."""
+    page = (Path(__file__).parent / "report.html.j2").read_text()
+    found = re.search(r":root\s*{[^}]*}", page)
+    assert found is not None
+    return found[0]
+
+
 def standalone(figure: Figure) -> str:
     """The figure as a file of its own, on white, in the colours of the page."""
-    page = (Path(__file__).parent / "report.html.j2").read_text()
-    colours = re.search(r":root\s*{[^}]*}", page)
-    assert colours is not None
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     head, rest = figure.svg.replace("<svg", f"<svg {names}", 1).split(">", 1)
-    paper = '<rect width="100%" height="100%" fill="white"/>'
-    return plain(f"{head}><style>{colours[0]}</style>{paper}{rest}", keep="\n")
+    white = '<rect width="100%" height="100%" fill="white"/>'
+    return plain(f"{head}><style>{sheet()}</style>{white}{rest}", keep="\n")
 
 
 def colour(index: int) -> str:

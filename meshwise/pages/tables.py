@@ -1,24 +1,15 @@
 """Tables of what stages hand on: clusters, prices, plans, steps, comparisons. Records in."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from meshwise.pages.steps import CONVENTION
-from meshwise.pages.table import Table, filled, listed
+from meshwise.models import num_parameters
+from meshwise.pages.table import Table, filled, flops, interval, listed, percent, shown, span
 from meshwise.prices import name_of
-from meshwise.spec import (
-    AnyModel,
-    Candidate,
-    Cluster,
-    Costs,
-    HeldOut,
-    Plan,
-    WideResNet,
-    Workload,
-)
+from meshwise.spec import AnyModel, Candidate, Cluster, Costs, HeldOut, Plan, WideResNet, Workload
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
 
-ABSENT = "–"
+CONVENTION = "torchtitan"
 INTERVAL = "95 % interval of the median, were times independent; of fewer than 6 values the range"
 MFU_LEGEND = (
     f"FLOP/s and MFU count FLOPs as {CONVENTION} does: 6 per parameter and token without embedding "
@@ -35,43 +26,18 @@ PARTS_LEGEND = (
     "Memory: parts are what is alive at the peak; zero 0 runs as FSDP2 on a (dp, 1) mesh, so it "
     "holds a gathered copy too."
 )
+DRY_RUN_LEGEND = (
+    "Batch: microbatches x the sequences or images of one on all data ranks. "
+    "Stages: layers of each."
+)
+NOTHING = "Nothing was run."
 PEAK_NOTE = "memory peaks on "
-
-
-def shown(value: float | None, show: Callable[[float], str]) -> str:
-    """The value as ``show`` prints it; ``ABSENT`` for None."""
-    return ABSENT if value is None else show(value)
-
-
-def percent(value: float | None, sign: bool = False) -> str:
-    return shown(value, lambda share: f"{100 * share:{'+' if sign else ''}.1f} %")
-
-
-def size(num_bytes: float | None) -> str:
-    """Bytes in decimal units, as links count them: ``14.7 MB``."""
-    return shown(num_bytes, lambda bytes_: format_rate(bytes_, "B") if bytes_ else "0")
-
-
-def share(value: float | None) -> str:
-    """A share in three digits, however small: ``0.0123 %``."""
-    return shown(value, lambda part: f"{100 * part:.3g} %")
-
-
-def interval(low: float, high: float, show: Callable[[float], str] = format_seconds) -> str:
-    """``1.20 – 1.31 ms``: the unit once where both ends share it, one number where they agree."""
-    first, last = show(low), show(high)
-    if first == last:
-        return last
-    (number, unit), (_, last_unit) = first.split(), last.split()
-    return f"{number if unit == last_unit else first} – {last}"
 
 
 def cluster(described: Cluster) -> list[Table]:
     """The machine, its links, and what is not known of it."""
     device = described.device
-    peaks = ", ".join(
-        f"{dtype} {format_rate(rate, 'FLOP/s')}" for dtype, rate in device.peak_flops.items()
-    )
+    peaks = ", ".join(f"{dtype} {flops(rate)}" for dtype, rate in device.peak_flops.items())
     memory_rate = device.peak_memory_bytes_per_s
     rows = [
         ("devices", f"{described.num_hosts} x {described.num_devices_per_host} {device.name}"),
@@ -103,11 +69,16 @@ def costs(prices: Costs) -> list[Table]:
         ("price", lambda curve: name_of(curve, prices.cluster)),
         ("law", lambda curve: {"loglog": "log-log", "alpha_beta": "alpha-beta"}[curve.law]),
         ("points", lambda curve: str(len(curve.x_bytes))),
-        ("measured sizes", lambda curve: _range(curve.x_bytes, format_bytes)),
+        ("measured sizes", lambda curve: span(curve.x_bytes, format_bytes)),
         ("alpha", lambda curve: shown(curve.alpha_s or None, format_seconds)),
-        ("1/beta", lambda curve: shown(curve.beta_s_per_byte or None, _inverse)),
-        ("median error", lambda curve: _median(curve.held_out[curve.law])),
-        ("p90 error", lambda curve: _p90(curve.held_out[curve.law])),
+        (
+            "1/beta",
+            lambda curve: shown(
+                curve.beta_s_per_byte or None, lambda beta: format_rate(1 / beta, "B/s")
+            ),
+        ),
+        ("median error", lambda curve: _error(curve.held_out[curve.law], "median")),
+        ("p90 error", lambda curve: _error(curve.held_out[curve.law], "p90")),
         legend=(
             "Errors are |predicted/measured - 1| on points left out of the fit, one at a time.",
             "t = alpha + bytes x beta, bent through the measured points; log-log interpolates "
@@ -122,9 +93,9 @@ def costs(prices: Costs) -> list[Table]:
         ("price", lambda surface: name_of(surface, prices.cluster)),
         ("shapes", lambda surface: str(len(surface.shapes))),
         ("floor", lambda surface: format_seconds(surface.floor_s)),
-        ("best rate", lambda surface: format_rate(surface.flops_per_s, "FLOP/s")),
-        ("median error", lambda surface: _median(surface.held_out)),
-        ("p90 error", lambda surface: _p90(surface.held_out)),
+        ("best rate", lambda surface: flops(surface.flops_per_s)),
+        ("median error", lambda surface: _error(surface.held_out, "median")),
+        ("p90 error", lambda surface: _error(surface.held_out, "p90")),
         legend=("A shape that was not measured takes the utilisation of its nearest neighbours.",),
     )
     factors = listed(
@@ -132,36 +103,18 @@ def costs(prices: Costs) -> list[Table]:
         prices.factors,
         ("block", lambda factor: name_of(factor, prices.cluster)),
         ("sizes", lambda factor: str(len(factor.ratio))),
-        ("time ratio", lambda factor: _range(factor.ratio, _ratio)),
-        ("saved bytes ratio", lambda factor: _range(factor.saved_ratio, _ratio)),
-        ("median error", lambda factor: _median(factor.held_out)),
-        ("p90 error", lambda factor: _p90(factor.held_out)),
+        ("time ratio", lambda factor: span(factor.ratio, "{:.2f}".format)),
+        ("saved bytes ratio", lambda factor: span(factor.saved_ratio, "{:.2f}".format)),
+        ("median error", lambda factor: _error(factor.held_out, "median")),
+        ("p90 error", lambda factor: _error(factor.held_out, "p90")),
         legend=("The ratio corrects every plan that holds the block.",),
     )
     none = Table("No block was measured; plans add operations up as they are.", (), ())
     return [curves, surfaces, factors if prices.factors else none]
 
 
-def _inverse(s_per_byte: float) -> str:
-    return format_rate(1 / s_per_byte, "B/s")
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """The least and the largest, or the one that all are."""
-    ends = dict.fromkeys(show(end(values)) for end in (min, max)) if values else (ABSENT,)
-    return " – ".join(ends)
-
-
-def _median(error: HeldOut) -> str:
-    return percent(error.median if error.num_points else None)
-
-
-def _p90(error: HeldOut) -> str:
-    return percent(error.p90 if error.num_points else None)
+def _error(held_out: HeldOut, which: str) -> str:
+    return percent(getattr(held_out, which) if held_out.num_points else None)
 
 
 def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
@@ -181,13 +134,12 @@ def plan(chosen: Plan) -> list[Table]:
     if chosen.prediction is None:
         alone = (chosen.layout.name, str(chosen.layout.num_devices), chosen.recipe.optimizer)
         columns, said = ("layout", "devices", "optimizer"), "It was given, not priced."
-        return [Table(headline(chosen), columns, (alone,), (said, LAYOUT_LEGEND), left=1)]
+        return [Table(headline(chosen), columns, (alone,), (said, LAYOUT_LEGEND))]
     best = Candidate(layout=chosen.layout, prediction=chosen.prediction)
     candidates = (best, *chosen.runners_up)
     legend = (*_last_row(candidates), LAYOUT_LEGEND, MFU_LEGEND)
-    ranked = _ranked(f"{headline(chosen)}{_tier(chosen)}", candidates, legend)
     return [
-        ranked,
+        _ranked(f"{headline(chosen)}{_tier(chosen)}", candidates, legend),
         *warnings(chosen.prediction.notes),
         *filled(_removed(chosen)),
         parts(chosen),
@@ -239,6 +191,65 @@ def _tier(chosen: Plan) -> str:
     return f"; {_TIERS[chosen.prediction.tier]}"
 
 
+def dry_run(plans: Sequence[Plan]) -> Table:
+    """Show the step of each plan; for plans with prices, what they predict."""
+    if all(plan.prediction is not None for plan in plans):
+        return layouts(plans, (NOTHING,))
+    return listed(
+        headline(plans[0]),
+        plans,
+        ("layout", lambda plan: plan.layout.name),
+        ("devices", lambda plan: str(plan.layout.num_devices)),
+        ("parameters", lambda plan: format_count(num_parameters(plan.model))),
+        ("batch", _microbatches),
+        ("each", _sample),
+        ("stages", _layers),
+        ("optimizer", lambda plan: plan.recipe.optimizer),
+        legend=(DRY_RUN_LEGEND, NOTHING),
+    )
+
+
+def _microbatches(plan: Plan) -> str:
+    count, rows = plan.layout.num_microbatches, plan.layout.microbatch_rows
+    return f"{count} x {rows} = {plan.workload.global_batch_size}"
+
+
+def _sample(plan: Plan) -> str:
+    if isinstance(plan.model, WideResNet):
+        return f"{plan.model.image_size} x {plan.model.image_size}"
+    return f"{plan.workload.seq_len} tokens"
+
+
+def _layers(plan: Plan) -> str:
+    """``3 x 8`` or ``8 + 8 + 16``; of one stage the number alone."""
+    counts = [len(stage) for stage in plan.layout.stage_layers(plan.model.layers)]
+    equal = len(set(counts)) == 1 and len(counts) > 2
+    return f"{len(counts)} x {counts[0]}" if equal else " + ".join(map(str, counts))
+
+
+def in_full(plan: Plan, mode: str = "train") -> Table:
+    """Workload, layout, stages and, of training, the recipe."""
+    size, is_image = plan.workload, isinstance(plan.model, WideResNet)
+    of = "images" if is_image else f"sequences of {size.seq_len} tokens"
+    rows = [
+        ("workload", f"{size.global_batch_size} {of} in a batch"),
+        ("layout", plan.layout.name),
+    ]
+    for number, stage in enumerate(plan.stages):
+        held = f"layers {stage.first_layer} to {stage.last_layer - 1}"
+        mesh = f"dp{stage.dp} cp{stage.cp} tp{stage.tp} ep{stage.ep}"
+        rows.append((f"stage {number}", f"{held} on pipeline rank {stage.pipeline_rank}: {mesh}"))
+    if mode == "train":
+        said = {name: getattr(plan.recipe, name) for name in plan.recipe.__struct_fields__}
+        words = (f"{name} {_switch(value)}" for name, value in said.items())
+        rows.append(("recipe", ", ".join(words)))
+    return Table(headline(plan), ("", ""), tuple(rows), (LAYOUT_LEGEND,), left=2)
+
+
+def _switch(value: object) -> str:
+    return str(value) if not isinstance(value, bool) else "on" if value else "off"
+
+
 def headline(chosen: Plan) -> str:
     """Name model, machine and batch in a line."""
     return (
@@ -257,35 +268,36 @@ def batch(model: AnyModel, workload: Workload) -> str:
 
 
 def _ranked(title: str, candidates: Sequence[Candidate], legend: tuple[str, ...]) -> Table:
-    rows = tuple(
-        (
-            str(rank),
-            candidate.layout.name,
-            format_seconds(candidate.prediction.step_time_s),
-            interval(candidate.prediction.low_s, candidate.prediction.high_s),
-            format_count(candidate.prediction.tokens_per_s),
-            format_rate(candidate.prediction.flops_per_device_per_s, "FLOP/s"),
-            percent(candidate.prediction.mfu),
-            format_bytes(candidate.prediction.peak_memory_bytes),
-        )
-        for rank, candidate in enumerate(candidates, 1)
+    return listed(
+        title,
+        [(str(rank), c.layout.name, c.prediction) for rank, c in enumerate(candidates, 1)],
+        ("", lambda row: row[0]),
+        ("layout", lambda row: row[1]),
+        ("step", lambda row: format_seconds(row[2].step_time_s)),
+        ("interval", lambda row: interval(row[2].low_s, row[2].high_s)),
+        ("tokens/s", lambda row: format_count(row[2].tokens_per_s)),
+        ("FLOP/s a device", lambda row: flops(row[2].flops_per_device_per_s)),
+        ("MFU", lambda row: percent(row[2].mfu)),
+        ("memory", lambda row: format_bytes(row[2].peak_memory_bytes)),
+        legend=legend,
+        left=2,
     )
-    columns = ("", "layout", "step", "interval", "tokens/s", "FLOP/s a device", "MFU", "memory")
-    return Table(title, columns, rows, legend, left=2)
 
 
 def _removed(chosen: Plan) -> Table:
-    rows = tuple((str(removal.count), _why(removal.constraint)) for removal in chosen.removed)
     kept = chosen.num_considered - sum(removal.count for removal in chosen.removed)
     near = chosen.nearest_infeasible
-    legend = (
-        f"{kept} layouts were left and ranked.",
-        f"Nearest that does not fit: {near.layout.name}; {near.reason}."
-        if near
-        else "All fit in memory.",
+    misses = "All fit in memory."
+    if near:
+        misses = f"Nearest that does not fit: {near.layout.name}; {near.reason}."
+    return listed(
+        f"Of {chosen.num_considered} layouts, removed by",
+        chosen.removed,
+        ("layouts", lambda removal: str(removal.count)),
+        ("constraint", lambda removal: _why(removal.constraint)),
+        legend=(f"{kept} layouts were left and ranked.", misses),
+        left=2,
     )
-    title = f"Of {chosen.num_considered} layouts, removed by"
-    return Table(title, ("layouts", "constraint"), rows, legend, left=2)
 
 
 def _why(constraint: str) -> str:
@@ -327,18 +339,17 @@ def stages(chosen: Plan) -> list[Table]:
 
 def parts(chosen: Plan) -> Table:
     """Show the parts of the best layout's step and memory."""
-    prediction = chosen.prediction
-    assert prediction is not None
-    step_s, peak_bytes = prediction.step_time_s, prediction.peak_memory_bytes
+    told = chosen.prediction
+    assert told is not None
     rows = [
-        ("time", part.name, format_seconds(part.value), percent(part.value / step_s))
-        for part in prediction.time_parts
-    ]
-    rows += [
-        ("memory", part.name, format_bytes(part.value), percent(part.value / peak_bytes))
-        for part in prediction.memory_parts
+        (of, part.name, show(part.value), percent(part.value / whole))
+        for of, found, show, whole in (
+            ("time", told.time_parts, format_seconds, told.step_time_s),
+            ("memory", told.memory_parts, format_bytes, told.peak_memory_bytes),
+        )
+        for part in found
     ]
     title = f"Predicted parts of {chosen.layout.name}"
-    peak = [f"The {note}." for note in prediction.notes if note.startswith(PEAK_NOTE)]
+    peak = [f"The {note}." for note in told.notes if note.startswith(PEAK_NOTE)]
     columns = ("of", "part", "amount", "share")
     return Table(title, columns, tuple(rows), (*peak, PARTS_LEGEND), left=2)

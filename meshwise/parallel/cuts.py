@@ -323,7 +323,7 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh) -> None:
 def _send_tokens(module: nn.Module, place: Place) -> None:
     """Rows go to the ranks of their experts and back; there each has one expert, of weight 1."""
     assert place.experts is not None
-    exchange = AllToAll(place.experts["ep"].get_group())
+    exchange = AllToAll(place.experts["ep"].get_group(), place.layout.ep)
     compute, n = module.forward, int(module.num_experts)  # type: ignore[arg-type]
     module.num_experts = n // place.layout.ep  # type: ignore[assignment]
 

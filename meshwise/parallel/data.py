@@ -98,7 +98,7 @@ def may_rest(layout: Layout) -> bool:
     """Whether FSDP2 has nothing to do between the first and the last microbatch of a step: weights
     stay gathered and gradients whole. Its hooks took a fifth of a small one's host time; without
     them a microbatch's gradients, in the compute dtype, wait for the end of its backward."""
-    return layout.zero <= 1 and layout.ep == 1 and layout.num_microbatches > 1
+    return layout.zero <= 1 and layout.expert_ranks == 1 and layout.num_microbatches > 1
 
 
 def gather(model: Stage) -> None:

@@ -1,6 +1,7 @@
 """Expert parallelism: ranks of an ep group hold different experts and send each other tokens.
 
-In: a mixture of experts whose weights are DTensors, divided by expert over ep and by ffn over tp.
+In: a mixture of experts whose weights are DTensors, divided by expert over ep and by ffn over tp,
+or by expert over both, whose ranks are then those of the experts' axis ``ep``.
 Afterwards rows travel to the rank of their expert and back by two all-to-alls with the splits that
 the routers chose: none is dropped, none padded, and an expert without rows is no special case.
 
@@ -36,13 +37,13 @@ FFN_DIMS = {"first": 2, "down": 2, "first_bias": 2, "down_bias": None}
 
 
 def divide(moe: MoE, place: Place) -> None:
-    """Divide the experts over ep, and over tp by ffn or by tokens."""
-    tp, word = place.layout.tp, place.layout.placed.experts
+    """Divide the experts over ep, and over tp by ffn, by tokens or by expert."""
+    tp, word = place.layout.tp, place.layout.placed.of("experts")
     over_tokens = tp > 1 and word in ROWS
     if place.experts is not None:
         mesh, over_experts = place.experts["ep", "tp"], [Shard(0)]
         group = place.experts["ep"].get_group()
-        moe.exchange = AllToAll(group)
+        moe.exchange = AllToAll(group, place.layout.ep)
         # Splits are known on the host alone: compiled, these would be seven graphs and guards.
         moe.forward = torch.compiler.disable(moe.forward)  # type: ignore[method-assign]
     else:
@@ -110,10 +111,11 @@ class Ticket(NamedTuple):
 
 
 class AllToAll:
-    """Rows, sorted by expert, to the ranks that hold them in equal runs, and back."""
+    """Rows, sorted by expert, to the ranks that hold them in equal runs, and back. ``ep`` of these
+    are data ranks."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.ranks = group, dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup, ep: int) -> None:
+        self.group, self.ranks, self.ep = group, dist.get_world_size(group), ep
 
     def out(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Ticket]:
         theirs = torch.empty_like(counts)
@@ -123,7 +125,7 @@ class AllToAll:
             [counts.view(self.ranks, -1).sum(1), theirs.sum(1)]
         ).tolist()  # the one wait for the device
         arrived: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-            rows, sent, received, self.group, float(self.ranks)
+            rows, sent, received, self.group, float(self.ep)
         )
         expert = torch.arange(theirs.shape[1], device=rows.device).repeat(self.ranks)
         order = expert.repeat_interleave(theirs.flatten(), output_size=len(arrived))
@@ -135,7 +137,7 @@ class AllToAll:
     def back(self, rows: Tensor, ticket: Ticket) -> Tensor:
         rows = move(rows, ticket.place, ticket.order)
         returned: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-            rows, ticket.received, ticket.sent, self.group, 1 / self.ranks
+            rows, ticket.received, ticket.sent, self.group, 1 / self.ep
         )
         return returned
 

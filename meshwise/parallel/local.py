@@ -272,5 +272,5 @@ def _experts(moe: MoE, name: str, cut: _Cut) -> MoE | Summed:
         if part is not None:
             part.added = partial(experts.added, ranks=cut.place.layout.tp, summed=False)
     if cut.place.experts is not None:
-        moe.exchange = experts.AllToAll(cut.place.experts["ep"].get_group())
+        moe.exchange = experts.AllToAll(cut.place.experts["ep"].get_group(), cut.place.layout.ep)
     return moe if cut.total is None else Summed(moe, cut.total)

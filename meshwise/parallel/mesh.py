@@ -4,6 +4,7 @@ In: a Layout whose degrees multiply to the number of joined ranks. Out: a ``Plac
 pipeline rank is number r % tp of its tp group, and tp groups are neighbours; then come the shards
 of one copy of the model, then the copies: axes ``replica``, ``shard``, ``tp``. Ranks that share a
 sequence (cp) are neighbouring data ranks, and so are those that divide a set of experts (ep).
+The experts' mesh has an axis ``ep`` more; where tp divides experts too, its ranks are on that one.
 
 Every rank makes all groups in the same order, its own or not. On GPUs each boundary between two
 stages has one communicator forward and one backward, so that neither direction and no other
@@ -93,8 +94,9 @@ def _meshes(
         device_type, devices.view(copies, shards, tp), mesh_dim_names=("replica", "shard", "tp")
     )
     experts = context = None
-    if ep > 1:
-        divided = (copies, shards // ep, ep, tp) if inside.zero else (copies // ep, 1, ep, tp)
+    if inside.expert_ranks > 1:
+        data = (copies, shards // ep) if inside.zero else (copies // ep, 1)
+        divided = (*data, inside.expert_ranks, -1)
         axes = ("replica", "shard", "ep", "tp")
         experts = DeviceMesh(device_type, devices.view(divided), mesh_dim_names=axes)
     if inside.cp > 1:

@@ -64,7 +64,7 @@ class Splitter:
         self.stream = self.room("stream").needs
 
     def room(self, name: str) -> Room:
-        word: str = getattr(self.cuts, name)
+        word = self.cuts.of(name)
         if word in DIM:
             return Room(DIM[word], DIM[word])
         return Room("whole", "whole" if word == "whole" else "partial")

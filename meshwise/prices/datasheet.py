@@ -1,6 +1,7 @@
 """Price operations that were never measured, by the data sheet of the cluster.
 
-    product, attention    launch + max(FLOPs / (share * peak), bytes / (share * memory rate))
+    product, attention,
+    convolution           launch + max(FLOPs / (share * peak), bytes / (share * memory rate))
     elementwise           launch + bytes / (share * memory rate)
     collective            min over protocols of  base + steps * hop + bytes / (share * rate)
 
@@ -29,11 +30,12 @@ from meshwise.spec import (
     Attention,
     Cluster,
     Collective,
+    Convolution,
     Costs,
     Elementwise,
-    Gemm,
     Op,
     Record,
+    Shaped,
     Tier,
 )
 from meshwise.spec.op import Dtype
@@ -92,6 +94,7 @@ class Attainable(Record, kw_only=True):
 
     launch: Launch
     gemm: Share
+    convolution: Share
     attention_forward: Share
     attention_backward: Share
     memory: Share
@@ -122,9 +125,11 @@ class Datasheet:
             if op.kind in ("h2d", "d2h"):
                 raise ValueError(f"a data sheet has no rate of {op.kind}")
             return self.known.launch.time_s + op.bytes / self._memory, self.known.memory.error
-        if not isinstance(op, Gemm | Attention):
+        if not isinstance(op, Shaped):
             raise ValueError(f"{type(op).__name__} has no price of its own")
         share, reached = self.known.gemm, 1.0
+        if isinstance(op, Convolution):
+            share = self.known.convolution
         if isinstance(op, Attention):
             forward = op.direction == "forward"
             share = self.known.attention_forward if forward else self.known.attention_backward

@@ -1,8 +1,9 @@
 """Blocks of a model as training runs them: one transformer layer, or the head with its loss.
 
-The module of ``nn`` in the case's dtype (plain weights, as FSDP2 shows them to compute), split
-over tp by ``parallel`` where the case says so, all tp groups at once; compiled as ``parallel``
-compiles it: the layer, and of the head the loss.
+The first layer or the head of the module of ``nn``, in the case's dtype (plain weights, as FSDP2
+shows them to compute), split over tp by ``parallel`` where the case says so, all tp groups at once;
+compiled as ``parallel`` compiles it: the layer, and of the head the loss. Every expert gets as many
+rows as another.
 
 Forward is timed saving for backward, its graph dropped untimed. Backward is timed alone, from
 gradients that are None, with an untimed forward before each.
@@ -20,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwise.nn.gpt import GPTLayer, Head
+from meshwise.nn import build
 from meshwise.parallel import mesh, tensor
-from meshwise.parallel.apply import Lowering, loss_context, loss_function
+from meshwise.parallel.apply import Lowering, fill, is_one_graph, loss_context, loss_function
 from meshwise.probe.work import Work, torch_dtype
 from meshwise.ranks import Ranks
-from meshwise.spec import Block, Case, Layout, Model
+from meshwise.spec import Block, Case, Layout
 from meshwise.timing import randn
 
 
@@ -80,7 +81,7 @@ class _Built:
         self.gradient: Tensor | None = None  # of a loss it is 1
         if op.part == "layer":
             if lowering == "compiled":
-                module.compile(fullgraph=True, dynamic=False)
+                module.compile(fullgraph=is_one_graph(module, self.layout), dynamic=False)
             self.compute: Callable[[Tensor], Tensor] = module
             self.gradient = randn(shape, dtype, device, seed=1)
         else:
@@ -132,17 +133,15 @@ class _Built:
 def _module(
     op: Block, layout: Layout, tp_mesh: DeviceMesh | None, device: torch.device
 ) -> nn.Module:
-    assert isinstance(op.model, Model), "blocks of other families are not measured yet"
-    with device:
-        made = GPTLayer(op.model, 0) if op.part == "layer" else Head(op.model)
-        module = made.to(torch_dtype(op.dtype))
-    if tp_mesh is None:
-        return module
-    splitter = tensor.Splitter(tp_mesh, layout.placed)
-    if isinstance(module, GPTLayer):
-        splitter.layer(module)
-    else:
-        splitter.head(module)
+    with torch.device("meta"):
+        model = build(op.model, routing="balanced")
+    name = "head" if op.part == "head" else "layers.0"
+    module = model.get_submodule(name)
+    if tp_mesh is not None:
+        splitter = tensor.Splitter(tp_mesh, layout.placed)
+        split = splitter.head if op.part == "head" else splitter.layer
+        split(module)  # type: ignore[arg-type]
+    fill(model, module, name, 0, device, torch_dtype(op.dtype))
     return module
 
 

@@ -11,13 +11,13 @@ result: torch has no way to give one.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from meshwise.parallel import torch_private
-from meshwise.probe.work import Unavailable, Work, num_buffers, torch_dtype, tried
+from meshwise.probe.work import Unavailable, Work, fp32_precision, num_buffers, torch_dtype, tried
 from meshwise.spec import Case, Gemm
 from meshwise.timing import randn
 
@@ -29,24 +29,11 @@ def build(case: Case, device: torch.device, settings: contextlib.ExitStack) -> W
     """``settings`` keeps torch's fp32 precision as the case needs it until the caller closes it."""
     op = case.op
     assert isinstance(op, Gemm)
-    if op.dtype == "tf32" and device.type != "cuda":
-        raise Unavailable("tf32 is a precision of GPUs; measure fp32")
-    if op.dtype in ("fp32", "tf32"):
-        settings.enter_context(_precision("tf32" if op.dtype == "tf32" else "ieee"))
+    settings.enter_context(fp32_precision(torch.backends.cuda.matmul, op.dtype, device))
     make = _grouped if op.groups > 1 else _scaled if op.dtype == "fp8" else _plain
     calls = [make(op, device, 2 * i) for i in range(num_buffers(case, op.bytes, device))]
     tried(calls[0])
     return Work(calls=tuple(calls))
-
-
-@contextlib.contextmanager
-def _precision(name: str) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = name
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def _plain(op: Gemm, device: torch.device, seed: int) -> Callable[[], torch.Tensor]:

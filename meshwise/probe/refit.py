@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwise import store, timing
+from meshwise.options.refit import Moving
 from meshwise.probe import elements
 from meshwise.probe.loop import Failed, Metrics, outcome, together
 from meshwise.probe.work import torch_dtype
@@ -31,20 +32,17 @@ from meshwise.reshard.transfer import renumbered
 from meshwise.reshard.weights import Moved, Refit
 from meshwise.spec import Case, Record, Resharding
 from meshwise.spec.label import label
-from meshwise.spec.record import NonNegative, Positive
 
 _FOREVER_S = 1e9  # the number of iterations decides
 
 
 class RefitRequest(Record, kw_only=True):
-    """``warmup`` untimed and ``iterations`` timed refits; ``compare`` every element afterwards.
+    """How often a case is to be refitted, and whether to compare every element afterwards.
     ``metrics``: known before it runs."""
 
     case: Case
     run_dir: str
-    warmup: NonNegative = 2
-    iterations: Positive = 10
-    compare: bool = True
+    asked: Moving = Moving()
     metrics: dict[str, float] = {}
 
 
@@ -97,21 +95,22 @@ def _timed(
     def move() -> None:
         moved.append(refit())
 
-    for _ in range(asked.warmup):
+    iterations = asked.asked.iterations
+    for _ in range(asked.asked.warmup):
         move()
     timed = timing.measure(
         [move],
         ranks=ranks,
         regime="blocking",
         distributed=True,
-        max_iterations=asked.iterations,
-        min_iterations=asked.iterations,
+        max_iterations=iterations,
+        min_iterations=iterations,
         max_seconds=_FOREVER_S,
         prepare=_before(op, models, ranks),
     )
-    metrics = _totals(moved[-asked.iterations :], models, memory, ranks)
+    metrics = _totals(moved[-iterations:], models, memory, ranks)
     metrics |= {f"phase_{name}_s": seconds for name, seconds in refit.phases().items()}
-    if asked.compare:
+    if asked.asked.check:
         metrics["compared"] = _checked(refit, models, ranks)
     return timed, metrics
 

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from meshwise import store, timing
-from meshwise.probe import attention, collectives, elementwise, gemm, overlap
+from meshwise.probe import attention, collectives, convolution, elementwise, gemm, overlap
 from meshwise.probe.block import Blocks
 from meshwise.probe.cases import effort
 from meshwise.probe.cases.follow import Follow, next_cases
@@ -41,6 +41,7 @@ from meshwise.spec import (
     Block,
     Case,
     Collective,
+    Convolution,
     Elementwise,
     Gemm,
     Overlap,
@@ -125,6 +126,8 @@ class Bench:
             return gemm.build(case, device, self.settings)
         if isinstance(case.op, Attention):
             return attention.build(case, device, self.settings)
+        if isinstance(case.op, Convolution):
+            return convolution.build(case, device, self.settings)
         assert isinstance(case.op, Elementwise), case.op
         return elementwise.build(case, device)
 

@@ -1,9 +1,10 @@
 """A case made ready to be timed: buffers allocated, nothing run yet."""
 
+import contextlib
 import re
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -89,6 +90,21 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise Unavailable(f"no probe for {name} yet; measure {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+@contextlib.contextmanager
+def fp32_precision(kernels: Any, dtype: str, device: torch.device) -> Iterator[None]:
+    """Hold torch's setting of these kernels, which says how they take fp32 tensors, to ``dtype``;
+    of other dtypes do nothing."""
+    if dtype == "tf32" and device.type != "cuda":
+        raise Unavailable("tf32 is a precision of GPUs; measure fp32")
+    before = kernels.fp32_precision
+    if dtype in ("fp32", "tf32"):
+        kernels.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        kernels.fp32_precision = before
 
 
 def num_buffers(case: Case, size_bytes: int, device: torch.device) -> int:

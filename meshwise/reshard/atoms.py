@@ -5,7 +5,8 @@ rank holds, or needs, entirely or not at all. Layers of a model are laid out ali
 whose layouts differ in nothing but the names of buffers are cut once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,6 +52,14 @@ def cuts(
             found.append(Cut(source, destination, atoms))
         kinds.append(known[key])
     return found, kinds
+
+
+def weighed(kinds: Iterable[int], itemsizes: Iterable[int]) -> Counter[int]:
+    """Bytes of one element in all tensors of a cut together, by cut."""
+    found = Counter[int]()
+    for kind, itemsize in zip(kinds, itemsizes, strict=True):
+        found[kind] += itemsize
+    return found
 
 
 def _unnamed(layout: Layout) -> object:

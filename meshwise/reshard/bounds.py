@@ -17,30 +17,16 @@ the largest of ingress, relayed, hosts and memory.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from meshwise.reshard.atoms import Cut, cuts
+from meshwise.reshard.atoms import Cut, cuts, weighed
 from meshwise.reshard.flow import Owners, balance
 from meshwise.reshard.holdings import ITEMSIZES, Holdings
-from meshwise.reshard.regions import Layout
-from meshwise.reshard.transfer import Move, Transfer, loads
-
-
-class Bounds(NamedTuple):
-    """Seconds; ``binding`` says which bound is the larger, ``ranks`` who sets it."""
-
-    ingress_s: float
-    egress_s: float
-    binding: str
-    ranks: tuple[int, ...]
-
-    @property
-    def time_s(self) -> float:
-        return max(self.ingress_s, self.egress_s)
+from meshwise.reshard.transfer import Transfer, loads
 
 
 class Rates(NamedTuple):
@@ -70,11 +56,6 @@ class Limits(NamedTuple):
     def time_s(self) -> float:
         return max(self.ingress_s, self.relayed_s, self.hosts_s, self.memory_s)
 
-    @property
-    def unicast_s(self) -> float:
-        """The bound of plans in which receivers pass nothing on."""
-        return max(self.time_s, self.egress_s)
-
 
 class _Need(NamedTuple):
     """Bytes by who needs or owns them; ``once``: whatever the number of needers; ``touched``: read
@@ -88,35 +69,15 @@ class _Need(NamedTuple):
     owned_hosts: Counter[Owners]
 
 
-def lower_bounds(
-    pairs: Iterable[tuple[Layout, Layout, int]],
-    *,
-    bytes_per_s_in: int,
-    bytes_per_s_out: int,
-) -> Bounds:
-    """Ingress and egress of many tensors at once, each (source, destination, bytes per element)."""
-    tensors = list(pairs)
-    found, kinds = cuts([(source, destination) for source, destination, _ in tensors])
-    need = _need(found, kinds, [itemsize for _, _, itemsize in tensors], lambda rank: 0)
-    if not need.needed:
-        return Bounds(0.0, 0.0, "nothing to move", ())
-    ingress_s, receiver = _largest(need.needed, bytes_per_s_in)
-    egress_s, senders = _balanced(need.owned, bytes_per_s_out)
-    if egress_s > ingress_s:
-        return Bounds(ingress_s, egress_s, "egress", senders)
-    return Bounds(ingress_s, egress_s, "ingress", receiver)
-
-
 def limits(
     source: Holdings,
     destination: Holdings,
     rates: Rates,
     *,
     host_of: Callable[[int], int] = lambda rank: 0,
-    names: Iterable[str] | None = None,
 ) -> Limits:
-    """The bounds of moving ``names`` (as ``Transfer.names``), or all that the destination holds."""
-    names = sorted(destination) if names is None else list(names)
+    """The bounds of moving all that the destination holds."""
+    names = sorted(destination)
     found, kinds = cuts([(source[name].layout, destination[name].layout) for name in names], names)
     itemsizes = [ITEMSIZES[destination[name].dtype] for name in names]
     need = _need(found, kinds, itemsizes, host_of)
@@ -145,15 +106,13 @@ def limits(
 def _need(
     found: list[Cut], kinds: list[int], itemsizes: list[int], host_of: Callable[[int], int]
 ) -> _Need:
-    weights = [0] * len(found)
-    for kind, itemsize in zip(kinds, itemsizes, strict=True):
-        weights[kind] += itemsize
+    weights = weighed(kinds, itemsizes)
     need = _Need(*(Counter() for _ in _Need._fields))
-    for cut, weight in zip(found, weights, strict=True):
+    for kind, cut in enumerate(found):
         for box, owners, needers in cut.atoms:
             held = frozenset(cut.source[number].rank for number in owners)
             wanted = [cut.destination[number].rank for number in needers]
-            _add(need, box.num_elements * weight, held, wanted, host_of)
+            _add(need, box.num_elements * weights[kind], held, wanted, host_of)
     return need
 
 
@@ -191,17 +150,6 @@ def _balanced(owned: dict[Owners, int], bytes_per_s: float) -> tuple[float, tupl
     return float(load) / bytes_per_s, tuple(sorted(tight))
 
 
-def planned(moves: Iterable[tuple[Move, int]]) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes that a plan sends out of and into every rank, from (move, bytes per element)."""
-    sent, received = Counter[int](), Counter[int]()
-    for move, itemsize in moves:
-        if not move.is_local:
-            size = move.box.num_elements * itemsize
-            sent[move.source] += size
-            received[move.destination] += size
-    return sent, received
-
-
 def busiest_s(
     transfer: Transfer, rates: Rates, host_of: Callable[[int], int] = lambda rank: 0
 ) -> float:
@@ -226,14 +174,3 @@ def busiest_s(
             (2 * local + out + into).max(initial=0) / rates.memory_bytes_per_s,
         )
     return total_s
-
-
-def efficiency(
-    bound: Limits,
-    transfer: Transfer,
-    rates: Rates,
-    host_of: Callable[[int], int] = lambda rank: 0,
-) -> float:
-    """The plan's: the bound over the time of its busiest links; 1 where nothing moves."""
-    time_s = busiest_s(transfer, rates, host_of)
-    return bound.time_s / time_s if time_s else 1.0

@@ -66,11 +66,6 @@ def tensors(model: Model) -> dict[str, Tensor]:
         return {name: _local(tensor).detach() for name, tensor in named(model).items()}
 
 
-def holdings(model: Model, ranks: Ranks, *, as_source: bool = False) -> Holdings:
-    """The holdings of all ranks; see ``held``. All of them call it together."""
-    return held(gathered(model, ranks), as_source=as_source)
-
-
 def gathered(model: Model, ranks: Ranks) -> Shares:
     """Every rank's shares, by one gather. ValueError on all ranks for what one cannot describe."""
     mine, error = [], ""
@@ -142,11 +137,7 @@ class Watch:
         for unit in self._units:
             unit.reshard()
         self._modules = list(_modules(model))
-        self._tensors = [
-            (of, key, name, *_described(of[key]))
-            for name, holder, key in _places(model)
-            for of in [_held_in(holder, key)]
-        ]
+        self._tensors = [(of, key, name, *_described(of[key])) for name, of, key in _places(model)]
 
     def replaced(self) -> str | None:
         """The first tensor, or module of tensors, that was replaced or removed."""
@@ -190,28 +181,21 @@ def _modules(model: Model) -> Iterator[tuple[Mapping[str, Any], str, str, nn.Mod
             yield modules[parent]._modules, key, path, modules[path]
 
 
-def _held_in(holder: Any, key: str) -> Mapping[str, Any]:
-    """The dict that a module keeps the tensor in: looking there is cheap."""
-    if not isinstance(holder, nn.Module):
-        return holder  # type: ignore[no-any-return]
-    return next(of for of in (holder._parameters, holder._buffers) if key in of)
-
-
 def _units(model: Model) -> list[FSDPModule]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return [module for module in modules if isinstance(module, FSDPModule)]
 
 
-def _places(model: Model) -> Iterator[tuple[str, Any, str]]:
-    """Every name with the module or mapping that holds the tensor, and its key there."""
-    if isinstance(model, nn.Module):
-        modules = dict(model.named_modules(remove_duplicate=False))
-        for name in named(model):
-            path, _, key = name.rpartition(".")
-            yield name, modules[path], key
-    else:
-        for name in model or ():
-            yield name, model, name
+def _places(model: Model) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Every name with the dict that keeps the tensor, where looking is cheap, and its key there."""
+    if not isinstance(model, nn.Module):
+        yield from ((name, model, name) for name in model or ())  # type: ignore[misc]
+        return
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in named(model):
+        path, _, key = name.rpartition(".")
+        kept: tuple[Any, ...] = modules[path]._parameters, modules[path]._buffers
+        yield name, next(of for of in kept if key in of), key
 
 
 def named(model: Model) -> dict[str, Tensor]:
@@ -236,7 +220,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shares(model: Model) -> Iterator[Share]:
-    """This rank's; what has no storage or cannot be described is refused by name."""
+    """This rank's shares; what has no storage or cannot be described is refused by name."""
     storages: dict[tuple[Any, ...], str] = {}
     local = tensors(model)
     for name, tensor in named(model).items():
@@ -281,7 +265,7 @@ def _check_plain(name: str, mine: Tensor) -> None:
 
 
 def _runs(name: str, tensor: Tensor) -> list[Runs]:
-    """Which indices of each dim this rank has."""
+    """The indices of each dim that this rank has."""
     box = whole(tensor.shape)
     runs: list[Runs] = [[edges] for edges in zip(box.low, box.high, strict=True)]
     if not isinstance(tensor, DTensor):

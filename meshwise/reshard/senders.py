@@ -15,11 +15,12 @@ needs the same bytes twice receives them once and copies them in the second step
 others pass on it receives twice.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from meshwise.reshard.atoms import Cut
+from meshwise.reshard.atoms import Cut, weighed
 from meshwise.reshard.flow import Owners, balance, shares
 from meshwise.reshard.regions import Box, narrowed
 
@@ -87,14 +88,11 @@ def choose(
 ) -> Hops:
     """Hops of all tensors; ``kinds`` says which cut each has."""
     routes = [_wants(cut, links.host_of, multicast != "never") for cut in cuts]
-    weights = [0] * len(cuts)
-    for kind, itemsize in zip(kinds, itemsizes, strict=True):
-        weights[kind] += itemsize
-    groups: dict[_Group, int] = {}
-    for (_, wants), weight in zip(routes, weights, strict=True):
+    weights = weighed(kinds, itemsizes)
+    groups = Counter[_Group]()
+    for kind, (_, wants) in enumerate(routes):
         for want in wants:
-            size = want.elements * weight
-            groups[want.group] = groups.get(want.group, 0) + size
+            groups[want.group] += want.elements * weights[kind]
     striped = _striped(groups, links, multicast)
     hops = Hops([own for own, _ in routes], [[] for _ in kinds], [[] for _ in cuts],
                 [[] for _ in kinds])  # fmt: skip
@@ -174,15 +172,14 @@ def _price(
     groups: dict[_Group, int], striped: frozenset[_Group], links: Links
 ) -> tuple[float, frozenset[_Group]]:
     """Seconds of both steps, and the groups that the first one waits for."""
-    received: dict[tuple[bool, int], float] = {}
-    passed: dict[int, float] = {}
+    received: dict[tuple[bool, int], float] = defaultdict(int)
+    passed: dict[int, float] = defaultdict(int)
     for group, size in groups.items():
         count = len(group.needers)
         for rank in group.needers:
-            key = group.is_apart, rank
-            received[key] = received.get(key, 0) + (size / count if group in striped else size)
+            received[group.is_apart, rank] += size / count if group in striped else size
             if group in striped:
-                passed[rank] = passed.get(rank, 0) + size - size / count
+                passed[rank] += size - size / count
     rates = {False: links.within, True: links.between}
     ingress = {key: size / rates[key[0]](key[1]) for key, size in received.items()}
     (is_slow, _), first_s = max(ingress.items(), key=lambda found: found[1])
@@ -203,10 +200,9 @@ def _owned(groups: dict[_Group, int], striped: frozenset[_Group]) -> dict[bool, 
     """Bytes that leave their owners in the first step, within hosts and between them."""
     owned: dict[bool, dict[Owners, int]] = {}
     for group, size in groups.items():
-        part = owned.setdefault(group.is_apart, {})
-        owners = frozenset(group.senders)
         copies = 1 if group in striped else len(group.needers)
-        part[owners] = part.get(owners, 0) + size * copies
+        part = owned.setdefault(group.is_apart, Counter())
+        part[frozenset(group.senders)] += size * copies
     return owned
 
 

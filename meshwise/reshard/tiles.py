@@ -74,6 +74,14 @@ class Buffer(NamedTuple):
     name: str
 
 
+def buffers_of(move: Move, name: str, side: int) -> tuple[Buffer, Buffer]:
+    """The buffers that a move of the tensor ``name`` reads and writes."""
+    return (
+        Buffer(side, move.source, move.taken or name),
+        Buffer(1, move.destination, move.put or name),
+    )
+
+
 def tiles(
     moves: Iterable[tuple[int, Move]],
     memory: Mapping[Buffer, Memory],
@@ -90,8 +98,7 @@ def tiles(
     """
     parts = [np.zeros(0, COLUMNS)]
     for tensor, move in moves:
-        read = Buffer(side, move.source, move.taken or names[tensor])
-        write = Buffer(1, move.destination, move.put or names[tensor])
+        read, write = buffers_of(move, names[tensor], side)
         ends = memory[read], memory[write]
         for window in _windows(move, *ends):
             part = _cut(window, ends[0].itemsize, ends[1].itemsize)
@@ -231,7 +238,7 @@ def hashes(words: npt.NDArray[np.unsignedinteger[Any]]) -> npt.NDArray[np.int64]
 
 @functools.lru_cache(maxsize=8)
 def _weights(count: int) -> tuple[npt.NDArray[np.uint64], np.uint64]:
-    """Those of the first ``count`` places, and their sum."""
+    """The weights of the first ``count`` places, and their sum."""
     mixed = np.arange(count, dtype=np.uint64) * np.uint64(A % 2**64)
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(B % 2**64)
     mixed = (mixed ^ (mixed >> np.uint64(29))) | np.uint64(1)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshwise.reshard.atoms import Cut, cuts
+from meshwise.reshard.atoms import Cut, cuts, weighed
 from meshwise.reshard.flow import assigned
 from meshwise.reshard.holdings import ITEMSIZES, Holdings, Tensor
 from meshwise.reshard.regions import Box, Layout, Piece, narrowed
@@ -375,22 +375,20 @@ def place(
     names = [name for name in destination if name in source]
     pairs = [(source[name].layout, destination[name].layout) for name in names]
     found, kinds = cuts(pairs, names)
-    weights = [0] * len(found)
-    for name, kind in zip(names, kinds, strict=True):
-        weights[kind] += ITEMSIZES[destination[name].dtype]
+    weights = weighed(kinds, (ITEMSIZES[destination[name].dtype] for name in names))
     own = sorted({piece.rank for cut in found for piece in cut.destination})
     groups = [own] if groups is None else groups
     members = [rank for group in groups for rank in group]
     if len(set(members)) < len(members):
         raise ValueError(f"groups = {groups}: a rank may be in one group only")
-    ranks = 1 + max((p.rank for cut in found for p in cut.source), default=-1)
-    ranks = max([ranks - 1, *own, *members], default=-1) + 1
+    holding = (piece.rank for cut in found for piece in cut.source)
+    ranks = 1 + max([*holding, *own, *members], default=-1)
     kept = np.zeros((ranks, ranks), np.int64)
-    for cut, weight in zip(found, weights, strict=True):
+    for kind, cut in enumerate(found):
         for box, owners, needers in cut.atoms:
             holders = sorted({cut.source[number].rank for number in owners})
             roles = sorted({cut.destination[number].rank for number in needers})
-            kept[np.ix_(holders, roles)] += box.num_elements * weight
+            kept[np.ix_(holders, roles)] += box.num_elements * weights[kind]
     permutation = list(range(ranks))
     for group in map(list, groups):
         costs = -kept[np.ix_(group, group)].T * (len(group) + 1) - np.eye(len(group), dtype=int)

@@ -24,12 +24,11 @@ from meshwise.jobs import attached
 from meshwise.ranks import Ranks
 from meshwise.reshard import against_torch, checks, holdings, live, tiles, transfer
 from meshwise.reshard.holdings import Holdings
-from meshwise.reshard.tiles import Buffer
 from meshwise.reshard.transports import carriers, peers
 from meshwise.reshard.transports.copies import DTYPES, copier
 from meshwise.reshard.transports.direct import Direct
 from meshwise.reshard.transports.job import Job, written
-from meshwise.reshard.transports.lanes import Launch
+from meshwise.reshard.transports.lanes import Launch, chained
 from meshwise.reshard.transports.staged import PROGRAMS, Staged
 from meshwise.spec import Plan
 
@@ -250,7 +249,7 @@ class Refit:
         return torch.cuda.current_stream().record_event() if self.graph else None
 
     def _replaced(self) -> str:
-        for side, watch in zip(("source", "destination"), self.watches, strict=True):
+        for side, watch in zip(checks.SIDES, self.watches, strict=True):
             if name := watch.replaced():
                 return f"{side} {name} was replaced since this Refit was made; make a new one"
         return ""
@@ -302,24 +301,14 @@ def _loads(job: Job) -> tuple[int, int, int]:
 def _between(job: Job, read: Mapping[str, Tensor], write: Mapping[str, Tensor]) -> Launch:
     """Copies what this rank received in one set of buffers into another."""
     here = job.ranks.rank
-    mine = [(n, b.name) for n, b in enumerate(job.buffers) if (b.side, b.rank) == (1, here)]
-    launches = []
+    mine = {n: b.name for n, b in enumerate(job.buffers) if (b.side, b.rank) == (1, here)}
+    bases = [
+        job._replace(own={n: tensors[name] for n, name in mine.items()}).addresses()
+        for tensors in (read, write)
+    ]
     go = torch.zeros(1, dtype=torch.int32, device=job.device)
-    for stage in job.stages:
-        table = stage[stage["destination"] == here]
-        bases = []
-        for tensors in (read, write):
-            found = np.zeros(len(job.buffers), np.int64)
-            for n, name in mine:
-                found[n] = tensors[name].data_ptr()
-            bases.append(found)
-        launches.append(copier(written(job, table, *bases), None, go, PROGRAMS))
-
-    def launch() -> None:
-        for each in launches:
-            each()
-
-    return launch
+    tables = (stage[stage["destination"] == here] for stage in job.stages)
+    return chained([copier(written(job, each, *bases), None, go, PROGRAMS) for each in tables])
 
 
 def _holdings(plan: Plan | Holdings) -> Holdings:
@@ -420,17 +409,13 @@ def _job(
     mine = [
         [(n, m) for n, m in stage if here in (m.source, m.destination)] for stage in planned.stages
     ]
-    known = live.memory(shares[0], 0) | live.memory(shares[1], 1)
-    memory = {
-        buffer: known[buffer]
+    memory = live.memory(shares[0], 0) | live.memory(shares[1], 1)
+    touched = (
+        tiles.buffers_of(move, planned.names[n], side)
         for side, stage in enumerate(mine)
         for n, move in stage
-        for buffer in (
-            Buffer(side, move.source, move.taken or planned.names[n]),
-            Buffer(1, move.destination, move.put or planned.names[n]),
-        )
-    }
-    buffers = sorted(memory)
+    )
+    buffers = sorted({buffer for both in touched for buffer in both})
     number = {buffer: i for i, buffer in enumerate(buffers)}
     pairs = [(DTYPES[a], DTYPES[b]) for a, b in planned.dtypes]
     converted = frozenset(i for i, (a, b) in enumerate(pairs) if a != b)

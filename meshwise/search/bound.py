@@ -1,16 +1,16 @@
 """What a layout takes at least, cheaply: so that ``find`` need not price every one in full.
 
 One layer, the embedding and the head are priced by themselves for each way to cut them (tp,
-sequence parallelism, microbatch size, recomputation); ranks of equal stages are sums of them.
+sequence parallelism, microbatch size, recomputation); stages and ranks are sums of them.
 
 Mathematics: whatever the schedule, a rank does its work on all microbatches after the forwards of
 the stages before its first, and before their backwards:
 
     T >= sum over stages s < p of (F_s + B_s) + microbatches * (F + B of rank p)
 
-without B_s where backward is split, since a W may come last. Middle stages are equal, so that the
-first or the last rank bounds. Traffic, of the first rank: no schedule hides the root's gather
-before all else and its reduction behind; nor can all traffic in a row end sooner than itself.
+without B_s where backward is split, since a W may come last. Traffic, of the first rank: no
+schedule hides the root's gather before all else and its reduction behind; nor can all traffic in a
+row end sooner than itself.
 
 Memory, of the first rank, which holds most microbatches: parameters, optimizer, the copies that
 all actions compute with, and what microbatches in flight have saved.
@@ -23,6 +23,7 @@ is most before or after an action.
 import math
 from collections import Counter, defaultdict
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -30,15 +31,18 @@ import numpy as np
 
 from meshwise import schedule
 from meshwise.models import apply, graph
+from meshwise.models.graph import num_bytes
+from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.schedule import Name
-from meshwise.search.predict import in_transit, most_sent
+from meshwise.search.predict import images_bytes, in_transit, most_sent
 from meshwise.search.simulate import COPIES, ROLES, WAITING, WEIGHTS, Spent
 from meshwise.search.stage import StageKind, graph_of, stage_cost, stage_memory
 from meshwise.spec import (
     DTYPE_BYTES,
+    AnyModel,
     Collective,
-    LanguageModel,
+    Cuts,
     LayerKind,
     Layout,
     Workload,
@@ -81,8 +85,14 @@ class Holding(NamedTuple):
     backward: float
 
 
+class Of(NamedTuple):
+    """A layer: its kind, and what backward computes again of it."""
+
+    kind: LayerKind
+    word: Recompute
+
+
 State = tuple[int, ...]
-Of = tuple[LayerKind, Recompute]  # a layer: its kind and what backward computes again of it
 End = tuple[tuple[LayerKind, ...], bool, bool]  # a stage: its layers, whether first, whether last
 Again = tuple[Recompute, int | None]  # what backward computes again, in how many layers
 
@@ -98,25 +108,25 @@ class Sharing(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Work of any pipeline rank's layers, and of the first and the last rank with their ends."""
+    """``first``: the first rank's work with its ends, and in each respect the ``least`` of one of
+    its stages without them. ``times``: pairs of seconds before and after the work of a rank, and of
+    its work for a microbatch; none of which another exceeds in both."""
 
-    layers: Work
     first: Work
-    last: Work
+    least: Work
+    times: tuple[tuple[float, float], ...]
 
 
-def mathematics_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
+def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter."""
     ranks, count = _ranks(model, seq_len, layout, prices), layout.num_microbatches
-    before_s = ranks.layers.forward_s if layout.schedule in SPLIT else ranks.layers.both_s
-    before_s *= (layout.pp - 1) / layout.stages_per_rank
-    return max(count * ranks.first.both_s, before_s + count * ranks.last.both_s)
+    return max([around_s + count * both_s for around_s, both_s in ranks.times])
 
 
-def traffic_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
+def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` is shorter either."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
-    stages = _stages(model, layout.num_stages)
+    stages = _stages(model, seq_len, layout.num_stages, layout.layers)
     mine = [
         kind
         for stage, (kinds, _, _) in enumerate(stages)
@@ -145,23 +155,20 @@ def traffic_s(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices
     return max(exposed_s, in_a_row_s)
 
 
-def memory_bytes(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> float:
+def memory_bytes(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
     """No prediction of ``layout`` needs less."""
-    ranks, stages = _ranks(model, seq_len, layout, prices), layout.stages_per_rank
+    ranks = _ranks(model, seq_len, layout, prices)
     state = 3 * ranks.first.parameter_bytes / layout.shards
     copies = ranks.first.copy_bytes if layout.zero < 3 else 0.0
     whole = layout.zero < 2 and layout.num_microbatches > 1  # added up before they are reduced
-    gradients = ranks.layers.parameter_bytes / (1 if whole else layout.shards)
-    moments = _moments(layout.schedule, layout.pp, stages, layout.num_microbatches)
-    held = max(
-        (alive * ranks.layers.saved_bytes + reduced * gradients) / stages
-        for alive, reduced in moments
-    )
+    gradients = ranks.least.parameter_bytes / (1 if whole else layout.shards)
+    moments = _moments(layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches)
+    held = max(alive * ranks.least.saved_bytes + reduced * gradients for alive, reduced in moments)
     return state + copies + held + prices.costs.memory_overhead_bytes
 
 
 def memory_between(
-    model: LanguageModel, workload: Workload, layout: Layout, prices: Prices
+    model: AnyModel, workload: Workload, layout: Layout, prices: Prices
 ) -> tuple[float, float]:
     """No prediction of ``layout`` needs less than the first, and none more than the second."""
     sharing = Sharing(
@@ -172,7 +179,7 @@ def memory_between(
         split=layout.schedule in SPLIT,
     )
     again = (layout.recompute, layout.recompute_layers)
-    about = (model, workload.seq_len, _cut_of(layout), again, sharing)
+    about = (model, workload.seq_len, cut_of(layout), again, sharing)
     moving, exchanged = in_transit(model, workload, layout, prices.costs)
     lows, highs = [0.0], [0.0]
     for ends, states, early in _states(
@@ -180,7 +187,7 @@ def memory_between(
         layout.pp,
         layout.stages_per_rank,
         layout.num_microbatches,
-        _stages(model, layout.num_stages),
+        _stages(model, workload.seq_len, layout.num_stages, layout.layers),
     ):
         of = np.asarray([_holding(*about, *end, prices) for end in ends])
         lasting, held, held_least, single, gradients, action, backward = of.T
@@ -189,14 +196,14 @@ def memory_between(
         if layout.schedule not in SPLIT:
             during = (early @ np.concatenate([held_least, single, gradients, backward])).max()
             lows.append(lasting.sum() + during - 3 * _ROUNDING * model.layers)
-    overhead = prices.costs.memory_overhead_bytes
+    overhead = prices.costs.memory_overhead_bytes + images_bytes(model, workload, layout)
     most = (most_sent(layout, prices.costs) + 1) * moving
     return max(lows) + overhead, max(highs) + most + overhead
 
 
 @lru_cache(maxsize=65536)
 def _holding(
-    model: LanguageModel,
+    model: AnyModel,
     seq_len: int,
     cut: Layout,
     again: Again,
@@ -211,12 +218,12 @@ def _holding(
     zero, shards, adds_up, alone, split = sharing
     dtype, layers = prices.costs.dtype, _layers(kinds, again)
 
-    def some(of: Of, first: bool, last: bool, count: int = 1) -> tuple[float, ...]:
-        """Parameters of so many layers with these ends, what they hold, and what actions add to
+    def some(of: tuple[Of, ...], first: bool, last: bool) -> tuple[float, ...]:
+        """Parameters of these layers with these ends, what they hold, and what actions add to
         that: at most, and in the backward no less."""
-        kind, word = of
-        stage = (model, seq_len, (kind,) * count, first, last, (word,) * count, cut, split)
-        cost = stage_memory(StageKind(*stage), prices)
+        kinds, words = zip(*of, strict=True)
+        stage = StageKind(model, seq_len, kinds, first, last, words, cut, split)
+        cost = stage_memory(stage, prices)
         live = {kind: of[0][1] for kind, of in cost.actions.items()}
         copies = live["F"].left.get(WEIGHTS, 0.0)
         left = {
@@ -228,12 +235,14 @@ def _holding(
         return cost.resident["parameters"], held, max(rises) - copies, max(0.0, least)
 
     def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
-        return _weights(model, kinds, first, last, cut.tp, cut.ep, shards if zero else 0)
+        over = (cut.tp, cut.ep, cut.cuts, shards if zero else 0)
+        return _weights(model, kinds, first, last, *over)
 
-    whole = {of: some(of, first, last) for of in set(layers)}
-    pairs = {of: (some(of, False, False), some(of, False, False, 2)) for of in set(layers)}
+    whole = {of: some((of,), first, last) for of in set(layers)}
+    single = {of: some((of,), False, False) for of in set(layers)}
+    pairs = {two: some(two, False, False)[1] for two in {*pairwise(layers), (layers[0],) * 2}}
     start, *others = layers
-    parameters = whole[start][0] + sum(pairs[of][0][0] for of in others)
+    parameters = whole[start][0] + sum(single[of][0] for of in others)
     here, gathered = weights(first, last, *kinds)
     widest = max(weights(False, False, kind)[1] for kind in set(kinds))
     root = (weights(first, last, kinds[0]) - weights(False, False, kinds[0]))[1]
@@ -243,10 +252,10 @@ def _holding(
     unit = max(widest, root)
     bare = dtype == "fp32" and cut.num_devices == 1  # it needs no copies: to reduce
     rounding = _ROUNDING * len(layers)
-    further = {of: two[1] - alone[1] for of, (alone, two) in pairs.items()}
-    held = whole[start][1] + sum(further[of] for of in others)
+    further = {two: held - single[two[0]][1] for two, held in pairs.items()}
+    held = whole[start][1] + sum(further[two] for two in pairwise(layers))
     # the first microbatch has its input in full, the others as much as is saved of it
-    unsaved = further[start] - pairs[start][0][1]
+    unsaved = further[start, start] - single[start][1]
     return Holding(
         lasting=3 * here + copied * copies + rounding,
         held=held + max(0.0, unsaved),
@@ -258,44 +267,41 @@ def _holding(
         + unit  # what the unit before it reduced
         + bare * unit
         + adds_up * DTYPE_BYTES[dtype] / 4 * parameters,  # gradients that wait for the others
-        backward=some(layers[-1], False, last)[3],  # its first layer has all others' beside it
+        backward=some(layers[-1:], False, last)[3],  # its first layer has all others' beside it
     )
 
 
 @lru_cache(maxsize=4096)
 def _weights(
-    model: LanguageModel,
+    model: AnyModel,
     kinds: tuple[LayerKind, ...],
     first: bool,
     last: bool,
     tp: int,
     ep: int,
+    cuts: Cuts,
     shards: int,
 ) -> np.ndarray:
     """Bytes of a stage's float32 parameters on one rank, and of those that it gathers to compute
     with, padded as FSDP2 pads them; of 0 shards each rank has its own."""
     if len(kinds) > 1:
-        found = _weights(model, kinds[:1], first, last, tp, ep, shards)
+        found = _weights(model, kinds[:1], first, last, tp, ep, cuts, shards)
         for kind, count in Counter(kinds[1:]).items():
-            found = found + count * _weights(model, (kind,), False, False, tp, ep, shards)
+            found = found + count * _weights(model, (kind,), False, False, tp, ep, cuts, shards)
         return found
     one = graph(model, 1, 1, "fp32", layers=kinds, first=first, last=last)
-    layout = Layout(dp=shards or ep, tp=tp, ep=ep, zero=3 if shards > 1 else 0)
+    layout = Layout(dp=shards or ep, tp=tp, ep=ep, zero=3 if shards > 1 else 0, cuts=cuts)
     program = apply(one, layout, "fp32")
     return np.asarray([program.resident_bytes["parameters"], 4 * program.gathered])
 
 
 @lru_cache(maxsize=4096)
-def _stages(model: LanguageModel, count: int) -> tuple[End, ...]:
-    """Each of so many equal stages."""
-    size = model.layers // count
+def _stages(model: AnyModel, seq_len: int, count: int, layers: tuple[int, ...]) -> tuple[End, ...]:
+    """Each of so many stages, of equal size or with these ``layers``."""
+    ends = [*accumulate(layers or (model.layers // count,) * count, initial=0)]
+    kinds = layer_kinds(model, seq_len)
     return tuple(
-        (
-            layer_kinds(model, range(size * stage, size * (stage + 1))),
-            stage == 0,
-            stage + 1 == count,
-        )
-        for stage in range(count)
+        (kinds[start:stop], start == 0, stop == model.layers) for start, stop in pairwise(ends)
     )
 
 
@@ -332,15 +338,17 @@ def _states(
     )
 
 
-def _layers(kinds: tuple[LayerKind, ...], again: Again) -> list[Of]:
+def _layers(kinds: tuple[LayerKind, ...], again: Again) -> tuple[Of, ...]:
     """A stage's layers; what is recomputed as ``Layout.recomputed`` has it."""
     word, some = again
     count = min(len(kinds), some or len(kinds))
-    return [(kind, word if layer < count else "none") for layer, kind in enumerate(kinds)]
+    return tuple(Of(kind, word if layer < count else "none") for layer, kind in enumerate(kinds))
 
 
 @lru_cache(maxsize=4096)
-def _cut(tp: int, cp: int, sequence_parallel: bool, microbatch_size: int, ep: int) -> Layout:
+def _cut(
+    tp: int, cp: int, sequence_parallel: bool, microbatch_size: int, ep: int, cuts: Cuts
+) -> Layout:
     """A device, or its tp group, and one microbatch; as many of these as share its sequences, and
     as hold all experts."""
     return Layout(
@@ -349,66 +357,104 @@ def _cut(tp: int, cp: int, sequence_parallel: bool, microbatch_size: int, ep: in
         ep=ep,
         tp=tp,
         sequence_parallel=sequence_parallel,
+        cuts=cuts,
         microbatch_size=microbatch_size,
     )
 
 
-def _cut_of(layout: Layout) -> Layout:
-    return _cut(layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
+def cut_of(layout: Layout) -> Layout:
+    """What the work of a layer depends on."""
+    shape = (layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
+    return _cut(*shape, layout.cuts)
 
 
-def _ranks(model: LanguageModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
-    kind = (layout.pp, layout.stages_per_rank, layout.schedule in V_SHAPED)
+def _ranks(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> Ranks:
+    stages = _stages(model, seq_len, layout.num_stages, layout.layers)
+    kind = (layout.pp, layout.schedule in V_SHAPED, layout.schedule in SPLIT)
     again = (layout.recompute, layout.recompute_layers)
-    return _ranks_of(model, seq_len, _cut_of(layout), kind, again, prices)
+    return _ranks_of(model, seq_len, cut_of(layout), stages, kind, again, prices)
 
 
 @lru_cache(maxsize=65536)
 def _ranks_of(
-    model: LanguageModel,
+    model: AnyModel,
     seq_len: int,
     cut: Layout,
-    kind: tuple[int, int, bool],
+    stages: tuple[End, ...],
+    kind: tuple[int, bool, bool],
     again: Again,
     prices: Prices,
 ) -> Ranks:
-    """Of pipelines of a ``kind``: ranks, stages of each, whether in a V."""
-    pp, count, v_shaped = kind
+    """Of pipelines of a ``kind``: ranks, whether in a V, whether backward is split."""
+    pp, v_shaped, split = kind
     schedule: Name = "zbv" if v_shaped else "1f1b"  # any in a V, or in loops
-
-    def one_layer(of: Of, first: bool = False, last: bool = False) -> Work:
-        layer, word = of
-        return _work(StageKind(model, seq_len, (layer,), first, last, (word,), cut, False), prices)
-
-    def end(kind: LayerKind, first: bool = False, last: bool = False) -> Work:
-        return one_layer((kind, "none"), first, last).plus(one_layer((kind, "none")), -1)
-
-    layers_of = [Counter[Of]() for _ in range(pp)]
-    for stage, (kinds, _, _) in enumerate(_stages(model, pp * count)):
-        layers_of[rank_of(schedule, stage, pp)].update(_layers(kinds, again))
-    works = {}
-    for counted in layers_of:
+    about = (model, seq_len, cut, prices)
+    bare, whole = dict[End, Work](), dict[End, Work]()
+    for end in {*stages}:
+        kinds, first, last = end
         work = Work()
-        for of, number in counted.items():
-            work = work.plus(one_layer(of), number)
-        works[tuple(counted.items())] = work
-    begin, finish = (works[tuple(layers_of[rank].items())] for rank in (0, -1))
-    least = Work(*map(min, zip(*works.values(), strict=True)))
-    kind_of = layer_kinds(model)
-    if pp == 1:  # both ends hold one weight
-        whole = begin.plus(end(kind_of[0], first=True, last=True))
-        return Ranks(least, whole, whole)
-    first, head = begin.plus(end(kind_of[0], first=True)), end(kind_of[-1], last=True)
-    if v_shaped:
-        return Ranks(least, first.plus(head), finish)
-    return Ranks(least, first, finish.plus(head))
+        for of, number in Counter(_layers(kinds, again)).items():
+            work = work.plus(layer_work(*about, of), number)
+        bare[end] = work
+        if first and last and is_tied(model):  # both ends hold one weight
+            work = work.plus(end_work(*about, kinds[0], first=True, last=True))
+        else:
+            work = work.plus(end_work(*about, kinds[0], first=True)) if first else work
+            work = work.plus(end_work(*about, kinds[-1], last=True)) if last else work
+        whole[end] = work
+    ranks = [Work()] * pp
+    for stage, end in enumerate(stages):
+        rank = rank_of(schedule, stage, pp)
+        ranks[rank] = ranks[rank].plus(whole[end])
+    around_s, times = 0.0, list[tuple[float, float]]()
+    for rank, work in enumerate(ranks):
+        times = [time for time in times if time[1] > work.both_s]  # what comes later begins later
+        times.append((around_s, work.both_s))
+        around_s += whole[stages[rank]].forward_s if split else whole[stages[rank]].both_s
+    mine = {end for stage, end in enumerate(stages) if rank_of(schedule, stage, pp) == 0}
+    least = Work(*map(min, zip(*[bare[end] for end in mine], strict=True)))
+    return Ranks(ranks[0], least, tuple(times))
+
+
+def layer_work(
+    model: AnyModel,
+    seq_len: int,
+    cut: Layout,
+    prices: Prices,
+    of: Of,
+    first: bool = False,
+    last: bool = False,
+) -> Work:
+    """The work of one layer, with these ends of the model."""
+    kind, word = of
+    return _work(StageKind(model, seq_len, (kind,), first, last, (word,), cut, False), prices)
+
+
+def end_work(
+    model: AnyModel,
+    seq_len: int,
+    cut: Layout,
+    prices: Prices,
+    kind: LayerKind,
+    *,
+    first: bool = False,
+    last: bool = False,
+) -> Work:
+    """The work of the embedding, of the head, or of both, beside a layer of this kind."""
+    about, of = (model, seq_len, cut, prices), Of(kind, "none")
+    return layer_work(*about, of, first, last).plus(layer_work(*about, of), -1)
 
 
 @lru_cache(maxsize=4096)
 def _work(kind: StageKind, prices: Prices) -> Work:
-    """Of a stage of one layer, on one device or its tp group, without data parallelism."""
+    """Of a stage of one layer, on one device or its tp group, without data parallelism. A result
+    that it keeps is the next layer's input; that alone counts it as it arrived and as a copy."""
     cost = stage_cost(kind, prices)
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
+    whole = graph_of(kind, prices.costs)
+    *_, result = (node.outputs[0] for node in whole.nodes if node.phase == "forward")
+    is_kept = any(result in node.inputs for node in whole.nodes if node.phase != "forward")
+    passed_on = 2 * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
 
     def own_s(spent: Spent) -> float:
         return spent.time_s - spent.parts.get(COPIES, 0.0) - spent.parts.get(WAITING, 0.0)
@@ -416,7 +462,7 @@ def _work(kind: StageKind, prices: Prices) -> Work:
     return Work(
         forward_s=own_s(forward),
         backward_s=own_s(backward),
-        saved_bytes=sum(kept.left.values()) - kept.left.get(WEIGHTS, 0.0),
+        saved_bytes=sum(kept.left.values()) - kept.left.get(WEIGHTS, 0.0) - passed_on,
         parameter_bytes=cost.resident["parameters"],
         copy_bytes=kept.left.get(WEIGHTS, 0.0),
     )
@@ -424,7 +470,7 @@ def _work(kind: StageKind, prices: Prices) -> Work:
 
 @lru_cache(maxsize=4096)
 def _traffic(
-    model: LanguageModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
+    model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
 ) -> tuple[float, float, float, float]:
     """Seconds of a layer's gathers and reductions for one microbatch, then of the root's."""
     stage = StageKind(model, seq_len, (kind,), True, last, (), inside, False)

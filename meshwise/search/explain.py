@@ -10,7 +10,7 @@ import msgspec
 from meshwise.models import apply
 from meshwise.prices import Estimate, Prices
 from meshwise.search.stage import StageKind, blocks_of, direction_of, graph_of, kinds_of
-from meshwise.spec import Costs, LanguageModel, Op, Plan, Record
+from meshwise.spec import Costs, Op, Plan, Record
 from meshwise.spec.record import NonNegativeFloat, Positive
 
 
@@ -30,9 +30,7 @@ class Explained(Record, kw_only=True):
 
 def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     """The tasks of ``node`` in ``plan``'s step; an unknown node is a ValueError that lists some."""
-    if not isinstance(plan.model, LanguageModel):
-        raise ValueError(f"model {plan.model.name!r}: layouts of images are not priced yet")
-    kind, local = _find(plan, node, plan.model)
+    kind, local = _find(plan, node)
     prices = Prices(costs, datasheet=True)
     blocks = blocks_of(plan.model, plan.workload.seq_len, kind.layout, plan.dtype)
     factors = {key: prices.factor(block)[0] for key, block in blocks.items()}
@@ -60,10 +58,10 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     return tuple(rows)
 
 
-def _find(plan: Plan, node: str, model: LanguageModel) -> tuple[StageKind, str]:
+def _find(plan: Plan, node: str) -> tuple[StageKind, str]:
     """The stage that ``node`` lies in, and its name there: stages count their layers from 0."""
     examples: list[str] = []
-    kinds = kinds_of(model, plan.workload.seq_len, plan.layout)
+    kinds = kinds_of(plan.model, plan.workload.seq_len, plan.layout)
     for kind, stage in zip(kinds, plan.stages, strict=True):
         for known in graph_of(kind, plan).nodes:
             if known.phase != "forward":

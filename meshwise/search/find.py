@@ -15,15 +15,15 @@ from heapq import heapify, heappop, heappush
 import msgspec
 
 from meshwise.prices import Prices
-from meshwise.search import bound
+from meshwise.search import balance, bound
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.simulate import Peak
 from meshwise.search.space import check, legal_layouts
 from meshwise.spec import (
+    AnyModel,
     Candidate,
     Costs,
     Infeasible,
-    LanguageModel,
     Layout,
     Plan,
     Removal,
@@ -49,7 +49,7 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def find(
-    model: LanguageModel,
+    model: AnyModel,
     workload: Workload,
     costs: Costs,
     *,
@@ -71,7 +71,9 @@ def find(
         raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.device.memory_bytes - cluster.reserved_bytes
-    ladders = [_ladder(layout, model) for layout in layouts]
+    ladders = [
+        ladder for layout in layouts for ladder in _ladders(layout, model, workload.seq_len, prices)
+    ]
     ranked, passed_over = _best_first(model, workload, prices, ladders, limit, top)
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
     rungs = [layout for ladder in ladders for layout in ladder]
@@ -103,7 +105,7 @@ def _reasons(removed: Sequence[Removal]) -> str:
 
 
 def given(
-    model: LanguageModel,
+    model: AnyModel,
     workload: Workload,
     costs: Costs,
     layout: Layout,
@@ -117,7 +119,7 @@ def given(
     return _plan(model, workload, costs, Candidate(layout=layout, prediction=prediction))
 
 
-def _plan(model: LanguageModel, workload: Workload, costs: Costs, chosen: Candidate) -> Plan:
+def _plan(model: AnyModel, workload: Workload, costs: Costs, chosen: Candidate) -> Plan:
     return Plan(
         model=model,
         workload=workload,
@@ -132,7 +134,25 @@ def _plan(model: LanguageModel, workload: Workload, costs: Costs, chosen: Candid
     )
 
 
-def _ladder(layout: Layout, model: LanguageModel) -> tuple[Layout, ...]:
+def _ladders(
+    layout: Layout, model: AnyModel, seq_len: int, prices: Prices
+) -> Iterator[tuple[Layout, ...]]:
+    """``layout`` as it is, and as its stages take equally long; each with more and more recomputed,
+    the fastest first."""
+    ladder = _ladder(layout, model)
+    yield ladder
+    if layout.pp == 1:
+        return
+    equal = layout.layers or (model.layers // layout.num_stages,) * layout.num_stages
+    dealt = [(rung, balance.counts(model, seq_len, rung, prices)) for rung in ladder]
+    other = [
+        msgspec.structs.replace(rung, layers=counts) for rung, counts in dealt if counts != equal
+    ]
+    if other:
+        yield tuple(other)
+
+
+def _ladder(layout: Layout, model: AnyModel) -> tuple[Layout, ...]:
     """``layout`` with more and more recomputed, the fastest first. Not with a split backward: for
     the weights torch then computes a layer again once for each of them."""
     if layout.schedule in SPLIT:
@@ -148,7 +168,7 @@ def _ladder(layout: Layout, model: LanguageModel) -> tuple[Layout, ...]:
 
 
 def _best_first(
-    model: LanguageModel,
+    model: AnyModel,
     workload: Workload,
     prices: Prices,
     ladders: Sequence[tuple[Layout, ...]],
@@ -194,9 +214,7 @@ def _best_first(
     return ranked, passed_over
 
 
-def _unmeasured(
-    model: LanguageModel, workload: Workload, layout: Layout, prices: Prices
-) -> str | None:
+def _unmeasured(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> str | None:
     """What has to be measured before this pipeline can be priced."""
     try:
         for op in moved(model, workload, layout, prices.costs):
@@ -208,7 +226,7 @@ def _unmeasured(
 
 
 def _nearest(
-    model: LanguageModel,
+    model: AnyModel,
     workload: Workload,
     prices: Prices,
     layouts: Sequence[Layout],

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
-from meshwise.models import step_flops, stream_shape
-from meshwise.models.counts import weights
+from meshwise.models import families, step_flops, stream_shape
+from meshwise.models.decoder import weights
+from meshwise.models.graph import num_bytes
+from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.search.pipeline import BUBBLE, Timetable, peak_memory, step_time, timetable
 from meshwise.search.simulate import SHARING, WAITING, Amounts, Charge, Peak
@@ -31,16 +33,17 @@ from meshwise.search.stage import (
 from meshwise.spec import (
     DTYPE_BYTES,
     TIERS,
+    AnyModel,
     Cluster,
     Collective,
     Costs,
-    Decoder,
-    LanguageModel,
     Layout,
     Part,
     Prediction,
     StageTimes,
+    WideResNet,
     Workload,
+    layer_kinds,
 )
 from meshwise.spec.layout import rank_of
 
@@ -48,7 +51,7 @@ TRANSFER, EXCHANGE = "pipeline transfer", "tied embedding exchange"
 _flops = lru_cache(step_flops)
 
 
-def predict(model: LanguageModel, workload: Workload, layout: Layout, prices: Prices) -> Prediction:
+def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> Prediction:
     """Predict a training step of ``workload`` under ``layout``."""
     costs = prices.costs
     stages = [stage_cost(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
@@ -99,7 +102,7 @@ def _of_microbatch(stage: StageCost) -> StageTimes:
 
 
 def memory_of(
-    model: LanguageModel,
+    model: AnyModel,
     workload: Workload,
     layout: Layout,
     prices: Prices,
@@ -110,17 +113,35 @@ def memory_of(
     stages = [of_stage(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
     in_between = in_transit(model, workload, layout, costs)
     rank, peak = peak_memory(stages, _timetable(layout), *in_between, most_sent(layout, costs))
-    total = peak.total_bytes + costs.memory_overhead_bytes
-    return layout.devices_of(rank)[0], Peak(total, peak.parts)
+    images = images_bytes(model, workload, layout)
+    total = peak.total_bytes + costs.memory_overhead_bytes + images
+    return layout.devices_of(rank)[0], Peak(total, peak.parts | {"images": images})
+
+
+def images_bytes(model: AnyModel, workload: Workload, layout: Layout) -> int:
+    """Of a rank's images of a step, which it has from beginning to end; tokens are little."""
+    if not isinstance(model, WideResNet):
+        return 0
+    return (
+        _image_bytes(model)
+        * workload.global_batch_size
+        // min(layout.of_rank(r).dp for r in range(layout.pp))
+    )
+
+
+@lru_cache(maxsize=64)
+def _image_bytes(model: AnyModel) -> int:
+    first = families.forward(model, 1, 1, "fp32", layers=layer_kinds(model, 1)[:1], last=False)
+    return num_bytes(first.tensors["images"], first.sizes)
 
 
 def in_transit(
-    model: LanguageModel, workload: Workload, layout: Layout, costs: Costs
+    model: AnyModel, workload: Workload, layout: Layout, costs: Costs
 ) -> tuple[float, float]:
     """Bytes besides what stages count: of a tensor on its way between ranks; at the end of the step
     the other gradient of a tied embedding."""
-    sizes = _stream_bytes(model, workload, layout, costs)
-    moving = [max(sizes[a], sizes[b]) for a, b in pairwise(_ranks(layout)) if a != b]
+    sizes, ends = _stream_bytes(model, workload, layout, costs), pairwise(_ranks(layout))
+    moving = [size for size, (here, there) in zip(sizes, ends, strict=True) if here != there]
     return max(moving, default=0), _exchanged_bytes(model, layout)
 
 
@@ -132,13 +153,13 @@ def most_sent(layout: Layout, costs: Costs) -> int:
 
 
 def moved(
-    model: LanguageModel, workload: Workload, layout: Layout, costs: Costs
+    model: AnyModel, workload: Workload, layout: Layout, costs: Costs
 ) -> list[Collective | None]:
     """What moves from each stage to the next; None within a rank, and behind the last stage."""
-    sizes = _stream_bytes(model, workload, layout, costs)
+    sizes, ends = _stream_bytes(model, workload, layout, costs), pairwise(_ranks(layout))
     ops = [
-        _between(layout, costs, here, there, max(sizes[here], sizes[there]))
-        for here, there in pairwise(_ranks(layout))
+        _between(layout, costs, here, there, size)
+        for size, (here, there) in zip(sizes, ends, strict=True)
     ]
     return [*ops, None]
 
@@ -148,28 +169,31 @@ def _ranks(layout: Layout) -> list[int]:
     return [rank_of(layout.schedule, stage, layout.pp) for stage in range(layout.num_stages)]
 
 
-def _stream_bytes(
-    model: LanguageModel, workload: Workload, layout: Layout, costs: Costs
-) -> list[int]:
-    """Of a microbatch's activations on a device of each pipeline rank."""
+def _stream_bytes(model: AnyModel, workload: Workload, layout: Layout, costs: Costs) -> list[int]:
+    """Of a microbatch's activations behind each stage but the last, on a device of the pipeline
+    rank that has more of them on each."""
     meshes = layout.meshes or ((layout.dp, layout.tp),) * layout.pp
+    layers = layout.stage_layers(model.layers)
     return [
-        math.prod(stream_shape(model, layout.microbatch_rows // dp, workload.seq_len, 0))
-        // (layout.cp * (tp if layout.sequence_parallel else 1)) * DTYPE_BYTES[costs.dtype]
-        for dp, tp in meshes
+        max(
+            math.prod(stream_shape(model, layout.microbatch_rows // dp, workload.seq_len, at.stop))
+            // (layout.cp * (tp if layout.sequence_parallel else 1)) * DTYPE_BYTES[costs.dtype]
+            for dp, tp in {meshes[here], meshes[there]}
+        )
+        for at, (here, there) in zip(layers, pairwise(_ranks(layout)), strict=False)
     ]  # fmt: skip
 
 
-def _exchanged(model: LanguageModel, layout: Layout, costs: Costs) -> Collective | None:
+def _exchanged(model: AnyModel, layout: Layout, costs: Costs) -> Collective | None:
     """The gradient of a tied embedding, float32, that the first and the last stage exchange."""
     size_bytes = _exchanged_bytes(model, layout)
     here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
     return _between(layout, costs, here, there, size_bytes) if size_bytes else None
 
 
-def _exchanged_bytes(model: LanguageModel, layout: Layout) -> int:
+def _exchanged_bytes(model: AnyModel, layout: Layout) -> int:
     here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
-    if here == there or (isinstance(model, Decoder) and not model.tied):
+    if here == there or not is_tied(model):
         return 0
     inside = [
         layout.of_rank(rank)
@@ -179,7 +203,7 @@ def _exchanged_bytes(model: LanguageModel, layout: Layout) -> int:
 
 
 @lru_cache(maxsize=64)
-def _embedding_elements(model: LanguageModel) -> int:
+def _embedding_elements(model: AnyModel) -> int:
     return next(w.num_elements for w in weights(model) if w.name == "embed.weight")
 
 

@@ -212,11 +212,11 @@ def _walk(
                 total += size
             changes += gone[turn]
         before = {role: size for role, size in live.items() if role != WEIGHTS}
+        for role, size in changes[:worst]:
+            live[role] = live.get(role, 0.0) + size
         best = dict(live)
-        for at, (role, size) in enumerate(changes):
-            if at < worst:
-                add(best, role, size)
-            add(live, role, size)
+        for role, size in changes[worst:]:
+            live[role] = live.get(role, 0.0) + size
         found.append(Live(_difference(best, before), _difference(live, before)))
     return tuple(found)
 

@@ -1,11 +1,13 @@
-"""Every legal layout of a model on N devices with equal stages, and why the others are not legal.
+"""Every legal layout of a model on N devices with like stages, and why the others are not legal.
 
 pp * dp * cp * tp = N, the pipeline outermost; every schedule; cp where it leaves each rank 8,192
 tokens of a sequence or more; ZeRO 0 to 3 over dp * cp, over several hosts
 also with replicas; experts over any share of the ranks that hold one copy; sequence parallelism
-over tp; the batch of a dp rank cut into equal microbatches, of every size that divides it: most of
-the cuts cost nothing to list, since ``find`` prices only what can be among the best. Layouts that
-would run the same program as another, or the same with nothing gained, are dropped by name.
+over tp, there also with other experts on each tp rank; the batch of a dp rank cut into equal
+microbatches, of every size that divides it: most of the cuts cost nothing to list, since ``find``
+prices only what can be among the best. Stages get as many layers as each other, or one more;
+``balance`` deals them by price. Layouts that would run the same program as another, or the same
+with nothing gained, are dropped by name.
 
 What is recomputed is no axis of this space. It costs time to save memory, so ``find`` asks for it
 where a layout does not fit without.
@@ -19,7 +21,7 @@ import msgspec
 
 from meshwise import schedule
 from meshwise.models import placement
-from meshwise.spec import Cluster, Costs, LanguageModel, Layout, Removal, Workload
+from meshwise.spec import AnyModel, Cluster, Costs, Cuts, Layout, Removal, Workload
 from meshwise.spec.layout import SPLIT, ScheduleName
 
 Reasons = Counter[str]
@@ -38,7 +40,7 @@ def divisors(n: int) -> list[int]:
 
 
 def legal_layouts(
-    model: LanguageModel, workload: Workload, costs: Costs, num_devices: int
+    model: AnyModel, workload: Workload, costs: Costs, num_devices: int
 ) -> tuple[list[Layout], list[Removal]]:
     """Layouts in a fixed order, and how many candidates each constraint removed."""
     removed = Reasons()
@@ -50,13 +52,23 @@ def legal_layouts(
             or _cannot_run(layout, model, costs)
         )
         if reason is None:
-            layouts.append(layout)
+            stages = layout.num_stages
+            counts = equal_counts(model.layers, stages) if model.layers % stages else ()
+            layouts.append(msgspec.structs.replace(layout, layers=counts) if counts else layout)
         else:
             removed[reason] += 1
     return layouts, [Removal(constraint=name, count=n) for name, n in sorted(removed.items())]
 
 
-def check(model: LanguageModel, workload: Workload, layout: Layout) -> None:
+def equal_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as equal as can be. The stages before the last get what is over: the
+    last has the head, and the first holds most microbatches."""
+    count, over = divmod(num_layers, num_stages)
+    last = num_stages - 1
+    return tuple(count + (last - over <= stage < last) for stage in range(num_stages))
+
+
+def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
     """Refuse, with the reason, a layout that cannot run; it may be uneven."""
     reason = schedule.check(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
@@ -70,7 +82,7 @@ def check(model: LanguageModel, workload: Workload, layout: Layout) -> None:
 
 
 def _candidates(
-    model: LanguageModel, workload: Workload, cluster: Cluster, num_devices: int, removed: Reasons
+    model: AnyModel, workload: Workload, cluster: Cluster, num_devices: int, removed: Reasons
 ) -> Iterator[Layout]:
     """Every cut of devices and batch; a cut of the devices that is none counts once."""
     batch, host = workload.global_batch_size, cluster.num_devices_per_host
@@ -90,7 +102,7 @@ def _candidates(
                 elif cp > 1 and workload.seq_len < FEWEST_TOKENS * cp:
                     removed[f"cp > 1 would leave a rank fewer than {FEWEST_TOKENS:,} tokens"] += 1
                 else:
-                    for layout in _shared(dp, cp, tp, model.experts is not None):
+                    for layout in _shared(dp, cp, tp, bool(getattr(model, "experts", None))):
                         yield from _cuts(layout, batch // dp, pp)
 
 
@@ -102,10 +114,11 @@ def _shared(dp: int, cp: int, tp: int, has_experts: bool) -> Iterator[Layout]:
             if replicas == ranks > 1:
                 continue
             for ep in divisors(ranks // replicas) if has_experts else (1,):
-                for sp in (False, True) if tp > 1 else (False,):
+                over_tp = [(False, Cuts()), (True, Cuts()), (True, Cuts(experts="experts"))]
+                for sp, cuts in over_tp[: 2 + has_experts] if tp > 1 else over_tp[:1]:
                     yield Layout(
                         dp=dp, cp=cp, tp=tp, zero=zero, replicas=replicas, ep=ep,
-                        sequence_parallel=sp,
+                        sequence_parallel=sp, cuts=cuts,
                     )  # fmt: skip
 
 
@@ -134,12 +147,12 @@ def _nothing_gained(layout: Layout, host: int) -> str | None:
     return None
 
 
-def _cannot_run(layout: Layout, model: LanguageModel, costs: Costs) -> str | None:
+def _cannot_run(layout: Layout, model: AnyModel, costs: Costs) -> str | None:
     name, pp, stages = layout.schedule, layout.pp, layout.stages_per_rank
     if name in SPLIT and costs.lowering == "compiled":
         return f"{name} splits the backward, which compiled code cannot"
-    if model.layers % (pp * stages):
-        return f"{pp * stages} stages do not divide layers = {model.layers}"
+    if pp * stages > model.layers:
+        return f"{pp * stages} stages are more than layers = {model.layers}"
     if schedule.check(name, pp, stages, layout.num_microbatches):
         return f"{name} needs another number of microbatches"
     return None

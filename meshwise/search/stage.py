@@ -13,12 +13,12 @@ what it did in forward.
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from itertools import groupby
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwise.models import Device, Graph, Program, Task, apply, graph, saved_activation_bytes
+from meshwise.models import Graph, Program, Task, apply, device_of, graph, saved_activation_bytes
+from meshwise.models.shard import OVER_DATA
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
 from meshwise.search.simulate import (
@@ -33,21 +33,24 @@ from meshwise.search.simulate import (
 )
 from meshwise.spec import (
     TIERS,
+    AnyModel,
     Block,
     Collective,
     Costs,
     Elementwise,
-    LanguageModel,
     LayerKind,
     Layout,
     Plan,
     PriceTier,
+    WideResNet,
     layer_kinds,
 )
 from meshwise.spec.layout import SPLIT, Recompute
 from meshwise.spec.op import Direction, Dtype
 
 _MOST = 8192  # stages whose costs are kept
+NO_BLOCKS = "no block of images is measured: their layers take the sum of their operations"
+Layer = tuple[LayerKind, Recompute]
 UNTIMED = Spent(0.0, {}, {}, 0.0, 0.0)
 PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -56,7 +59,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 class StageKind(NamedTuple):
     """``layout``: within the pipeline rank, for as many microbatches as have to be told apart."""
 
-    model: LanguageModel
+    model: AnyModel
     seq_len: int
     layers: tuple[LayerKind, ...]
     first: bool
@@ -86,7 +89,7 @@ def views(layout: Layout) -> list[Layout]:
     return [layout.of_rank(0)] * layout.num_stages
 
 
-def kinds_of(model: LanguageModel, seq_len: int, layout: Layout) -> list[StageKind]:
+def kinds_of(model: AnyModel, seq_len: int, layout: Layout) -> list[StageKind]:
     """The kind of every stage of ``layout``."""
     count = min(3, layout.num_microbatches)
     plain = {"num_microbatches": count, "recompute": "none", "recompute_layers": None}
@@ -96,7 +99,7 @@ def kinds_of(model: LanguageModel, seq_len: int, layout: Layout) -> list[StageKi
         StageKind(
             model=model,
             seq_len=seq_len,
-            layers=layer_kinds(model, layers),
+            layers=layer_kinds(model, seq_len, layers),
             first=stage == 0,
             last=stage == layout.num_stages - 1,
             recompute=view.recomputed(len(layers)) if view.recompute != "none" else (),
@@ -120,12 +123,8 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
         first=kind.first,
         last=kind.last,
         recompute=kind.recompute,
-        device=_device_of(by),
+        device=device_of(by.cluster, by.lowering),
     )
-
-
-def _device_of(by: Costs | Plan) -> Device:
-    return "cpu" if by.cluster.device.kind == "cpu" and by.lowering == "eager" else "cuda"
 
 
 _priced: dict[tuple[StageKind, Prices], StageCost] = {}
@@ -137,6 +136,8 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     prices.begin()
     program = _program(kind, prices)
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, prices.costs.dtype)
+    if not blocks:
+        prices.notes[NO_BLOCKS] = 1
     one_stream = prices.costs.cluster.device.kind == "cpu"
     times, optimizer = run_program(program, _charges(prices, blocks), one_stream)
     if len(_priced) >= _MOST:
@@ -155,26 +156,41 @@ def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
 
 
 def _program(kind: StageKind, prices: Prices) -> Program:
-    """Of the stage with at most three equal layers in a row: one stands for all between the first
-    and the last."""
-    dtype, short, times = prices.costs.dtype, list[tuple[LayerKind, Recompute]](), dict[int, int]()
+    """Of the stage with at most three equal layers, or repeats of a few, in a row: the second
+    stands for all between the first and the last."""
     none: Recompute = "none"
     words = kind.recompute or (none,) * len(kind.layers)
-    for layer, run in groupby(zip(kind.layers, words, strict=True)):
-        count = len(list(run))
-        if count > 3:
-            times[len(short) + 1] = count - 2
-        short += [layer] * min(count, 3)
+    short, times = _shortened([*zip(kind.layers, words, strict=True)])
     kinds, words = (tuple(of) for of in zip(*short, strict=True))
     shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
     return apply(
         graph_of(shorter, prices.costs),
         kind.layout,
-        dtype,
+        prices.costs.dtype,
         split=kind.split,
         times=times,
-        device=_device_of(prices.costs),
+        device=device_of(prices.costs.cluster, prices.costs.lowering),
     )
+
+
+def _shortened(layers: list[Layer]) -> tuple[list[Layer], dict[int, int]]:
+    """The layers that are left, and for how many some of them stand."""
+    short, times, at = list[Layer](), dict[int, int](), 0
+
+    def repeats(size: int) -> int:
+        count = 1
+        while layers[at : at + size] == layers[at + count * size : at + (count + 1) * size]:
+            count += 1
+        return count
+
+    while at < len(layers):
+        counts = [(size, repeats(size)) for size in range(1, (len(layers) - at) // 4 + 1)]
+        size, count = max(counts, key=lambda of: of[0] * (of[1] - 3), default=(1, 1))
+        if count > 3:
+            times |= dict.fromkeys(range(len(short) + size, len(short) + 2 * size), count - 2)
+        short += layers[at : at + min(count, 3) * size]
+        at += count * size
+    return short, times
 
 
 def _cost(
@@ -182,7 +198,9 @@ def _cost(
 ) -> StageCost:
     costs = prices.costs
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype)
-    saved: dict[str, float] = {part: prices.saved_ratio(blocks[part, "backward"]) for part in PARTS}
+    saved: dict[str, float] = dict.fromkeys(PARTS, 1.0)
+    if blocks:
+        saved = {part: prices.saved_ratio(blocks[part, "backward"]) for part in PARTS}
     if "selective" in kind.recompute:
         saved["layer"] = _of_selective(saved["layer"], kind, costs.dtype)
     memory = action_memory(program, _sizes(program, saved, costs.lowering == "compiled"))
@@ -200,10 +218,12 @@ def _cost(
 
 
 def blocks_of(
-    model: LanguageModel, seq_len: int, layout: Layout, dtype: Dtype
+    model: AnyModel, seq_len: int, layout: Layout, dtype: Dtype
 ) -> dict[tuple[str, str], Block]:
     """The blocks of a layout by (part, direction), as ``probe`` measures them: of as many tokens as
-    a rank has."""
+    a rank has. Of images it measures none."""
+    if isinstance(model, WideResNet):
+        return {}
     piece = msgspec.structs.replace(model, name="", layers=1)
     return {
         (part, direction): Block(
@@ -257,6 +277,8 @@ def _spent_on(task: Task) -> str:
         return WAITING if task.stream == "dp" else COPIES
     if task.stream == "cp":
         return SHARING
+    if task.name.endswith((OVER_DATA, f"{OVER_DATA}.tp")):
+        return "sums over data ranks"
     if isinstance(task.op, Collective):
         return "tensor-parallel communication"
     return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"

@@ -14,6 +14,7 @@ from meshwise.spec.layout import Cuts, Layout, Recompute, ScheduleName, Way, Wor
 from meshwise.spec.long_attention import Dilation, LongAttention
 from meshwise.spec.model import (
     EXPERT_ALIGNMENT,
+    AnyModel,
     Decoder,
     Experts,
     LanguageModel,
@@ -38,7 +39,6 @@ from meshwise.spec.op import (
     Sized,
 )
 from meshwise.spec.plan import (
-    AnyModel,
     Candidate,
     Infeasible,
     Part,
@@ -63,11 +63,12 @@ from meshwise.spec.run import (
     case_of,
     ending,
 )
-from meshwise.spec.vision import WideResNet
+from meshwise.spec.vision import EXPANSION, WideResNet
 from meshwise.spec.weights import WeightLayout
 
 __all__ = [
     "DTYPE_BYTES",
+    "EXPANSION",
     "EXPERT_ALIGNMENT",
     "TIERS",
     "AnyModel",

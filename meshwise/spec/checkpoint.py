@@ -3,7 +3,7 @@
 import msgspec
 
 from meshwise.spec.layout import Workload
-from meshwise.spec.plan import AnyModel
+from meshwise.spec.model import AnyModel
 from meshwise.spec.record import NonNegative, Positive, Record, digest
 
 SCHEMA_VERSION = 2

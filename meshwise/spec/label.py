@@ -14,6 +14,7 @@ from meshwise.spec.op import (
     Gemm,
     Op,
     Overlap,
+    Shaped,
 )
 from meshwise.spec.refit import Resharding
 from meshwise.spec.run import Case, Step
@@ -31,10 +32,14 @@ def label(case: Case) -> str:
     return " ".join(filter(None, (_of_op(case.op), ring, regime, case.backend)))
 
 
-def shape(op: Gemm | Attention) -> str:
-    """``4096x1024x2048``, ``4096x1024x2048 8 groups``, ``b1 s4096 h32/8x128 causal``."""
+def shape(op: Shaped) -> str:
+    """``4096x1024x2048``, ``4096x1024x2048 8 groups``, ``b1 s4096 h32/8x128 causal``, ``b8
+    256x56x56 -> 512 1x1``, and ``/2`` behind it for a stride of 2."""
     if isinstance(op, Gemm):
         return f"{op.m}x{op.n}x{op.k}" + (f" {op.groups} groups" if op.groups > 1 else "")
+    if isinstance(op, Convolution):
+        image = f"b{op.batch} {op.in_channels}x{op.height}x{op.width} -> {op.out_channels}"
+        return f"{image} {op.kernel}x{op.kernel}" + (f" /{op.stride}" if op.stride > 1 else "")
     width = f"{op.head_dim}" + ("" if op.value_dim == op.head_dim else f"/{op.value_dim}")
     length = f"{op.q_len}" + ("" if op.q_len == op.kv_len else f"/{op.kv_len}")
     heads = f"{op.heads}" + ("" if op.heads == op.kv_heads else f"/{op.kv_heads}")
@@ -48,9 +53,15 @@ def storage(op: Gemm) -> str:
     return ("t" if op.trans_a else "n") + ("t" if op.trans_b else "n")
 
 
-def number_format(op: Gemm) -> str:
+def variant(op: Gemm | Convolution) -> str:
+    """What sets products of one shape apart: ``nt`` (``storage``), ``wgrad``."""
+    return storage(op) if isinstance(op, Gemm) else op.product
+
+
+def number_format(op: Gemm | Convolution) -> str:
     """``bf16``, ``fp8 row``."""
-    return op.dtype + ("" if op.scaling == "none" else f" {op.scaling}")
+    scaling = op.scaling if isinstance(op, Gemm) else "none"
+    return op.dtype + ("" if scaling == "none" else f" {scaling}")
 
 
 def uneven(op: Collective) -> str:
@@ -71,9 +82,7 @@ def _of_op(op: Op | Step | Resharding | LongAttention) -> str:
     if isinstance(op, Attention):
         return f"attention {shape(op)} {op.direction}"
     if isinstance(op, Convolution):
-        image = f"b{op.batch} {op.in_channels}x{op.height}x{op.width} -> {op.out_channels}"
-        stride = f" stride {op.stride}" if op.stride > 1 else ""
-        return f"convolution {image} {op.kernel}x{op.kernel}{stride} {op.dtype} {op.product}"
+        return f"convolution {shape(op)} {op.dtype} {op.product}"
     if isinstance(op, LongAttention):
         return _of_long_attention(op)
     if isinstance(op, Elementwise):

@@ -5,7 +5,7 @@ pipeline outermost: every pipeline rank is a range of neighbouring ranks. Its pp
 ``Layout.of_rank``, is all that data and tensor parallelism within it need to know.
 """
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -39,14 +39,28 @@ class Cuts(Record, kw_only=True):
     ``whole`` every rank computes all. ``stream`` is what layers read and write, with its norms;
     ``seq`` there is sequence parallelism. ``attention`` goes from q, k, v to the projection of the
     result, ``experts`` from the router to the sum of what was chosen, shared experts included.
+
+    ``experts`` cut by ``experts``: tp ranks hold different whole experts, tp inside ep, so that
+    ep * tp ranks exchange rows (Megatron's etp = 1). A word of its own, not a larger ``ep``: ep
+    divides ranks whose gradients are a mean, tp those whose gradients are a sum. Tokens lie as in
+    the stream, so nothing is gathered; a stream that is whole has no rank's own tokens: refused.
     """
 
     stream: Literal["whole", "seq", "batch"] = "whole"
     embed: Literal["vocab", "whole", "seq", "batch"] = "vocab"
     attention: Literal["heads", "whole", "batch"] = "heads"
     feed_forward: Literal["ffn", "whole", "seq", "batch"] = "ffn"
-    experts: Literal["ffn", "whole", "seq", "batch"] = "ffn"
+    experts: Literal["ffn", "whole", "seq", "batch", "experts"] = "ffn"
     head: Literal["vocab", "whole", "seq", "batch"] = "vocab"
+
+    def of(self, part: str) -> str:
+        """What a part's operations divide; of different experts, the stream's tokens."""
+        word: str = getattr(self, part)
+        return self.stream if word == "experts" else word
+
+    def expert_ranks(self, ep: int, tp: int) -> int:
+        """Ranks that hold different experts and exchange rows."""
+        return ep * tp if self.experts == "experts" else ep
 
     @property
     def name(self) -> str:
@@ -58,6 +72,14 @@ class Cuts(Record, kw_only=True):
 
 
 _CUTS = Cuts()
+
+
+def _in_words(counts: tuple[int, ...]) -> str:
+    """``7,8x14,7``: four or more of a number in a row by how many."""
+    runs = [(count, len(list(run))) for count, run in groupby(counts)]
+    return ",".join(
+        f"{n}x{times}" if times > 3 else ",".join([str(n)] * times) for n, times in runs
+    )
 
 
 class Way(Record, kw_only=True):
@@ -215,6 +237,10 @@ class Layout(Record, kw_only=True):
         return msgspec.structs.replace(self.cuts, stream="seq")
 
     @property
+    def expert_ranks(self) -> int:
+        return self.cuts.expert_ranks(self.ep, self.tp)
+
+    @property
     def microbatch_rows(self) -> int:
         """Sequences of one microbatch over all dp ranks."""
         return self.dp * self.microbatch_size
@@ -303,7 +329,7 @@ class Layout(Record, kw_only=True):
         if self.ways:
             parts.append("ways " + "/".join(way.name for way in self.ways))
         if self.layers:
-            parts.append("layers " + ",".join(map(str, self.layers)))
+            parts.append("layers " + _in_words(self.layers))
         if self.zero:
             parts.append(f"zero{self.zero}")
         parts.append(f"mb{self.microbatch_size}x{self.num_microbatches}")

@@ -92,6 +92,21 @@ class LongAttention(Exact, kw_only=True, tag_field="op", tag="long_attention"):
         return forward if self.direction == "forward" else forward * 7 // 2
 
     @property
+    def row_bytes(self) -> int:
+        """One token of one head, in all sequences."""
+        return self.batch * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def wide_row_bytes(self) -> int:
+        """The same as gradients are summed, in fp32 at least."""
+        return self.batch * self.head_dim * max(4, DTYPE_BYTES[self.dtype])
+
+    @property
+    def lse_bytes(self) -> int:
+        """The log-sum-exp of such a row."""
+        return self.batch * max(4, DTYPE_BYTES[self.dtype])
+
+    @property
     def pairs(self) -> int:
         """Pairs of query and key over all heads, of one sequence; exact."""
         if self.dilation:
@@ -109,7 +124,7 @@ class LongAttention(Exact, kw_only=True, tag_field="op", tag="long_attention"):
         """q, k, v read and out written once; a backward reads and writes as much again."""
         rows = 2 * self.heads + 2 * self.kv_heads
         passes = 1 if self.direction == "forward" else 3
-        return passes * self.batch * self.seq_len * rows * self.head_dim * DTYPE_BYTES[self.dtype]
+        return passes * self.seq_len * rows * self.row_bytes
 
 
 def offsets(dilation: Dilation, branch: int, heads: int, kv_heads: int) -> list[int | None]:

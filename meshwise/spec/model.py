@@ -1,13 +1,22 @@
 """What a model is: sizes only. ``models/`` turns it into operations, ``nn/`` into a module."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
 from meshwise.spec.record import Count, Length, NonNegative, PositiveFloat, Record
+from meshwise.spec.vision import WideResNet
 
-LayerKind = Literal["dense", "experts"]  # of a layer's feed-forward
 EXPERT_ALIGNMENT = 8  # each expert's rows begin at a multiple of this, as grouped products demand
+
+
+class LayerKind(NamedTuple):
+    """In what the layers of a model differ. ``form``: dense or experts, by the feed-forward; of
+    images ``WideResNet.kind_of``. ``window``: how many keys a query sees at most; None: all before
+    it."""
+
+    form: str = "dense"
+    window: int | None = None
 
 
 class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
@@ -198,15 +207,6 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
         """How many keys a query sees at most in layer ``layer``, from 0; None: all before it."""
         return None if layer in self.full_layers else self.window
 
-    def windows(self, seq_len: int) -> dict[int | None, int]:
-        """In how many layers a query of so many tokens sees how many keys at most."""
-        found: dict[int | None, int] = {}
-        for layer in range(self.layers):
-            window = self.window_of(layer)
-            window = window if window is not None and window < seq_len else None
-            found[window] = found.get(window, 0) + 1
-        return found
-
     def check_rotary(self) -> None:
         """ValueError where rotary positions, which turn pairs, cannot turn a head."""
         owner, field = (self, "head_dim") if self.mla is None else (self.mla, "rope_head_dim")
@@ -219,9 +219,21 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
 
 
 LanguageModel = Model | Decoder
+AnyModel = LanguageModel | WideResNet
 
 
-def layer_kinds(model: LanguageModel, layers: range | None = None) -> tuple[LayerKind, ...]:
-    """Return the kind of each of ``layers``, by default of all."""
-    chosen = range(model.layers) if layers is None else layers
-    return tuple("experts" if model.has_experts(layer) else "dense" for layer in chosen)
+def layer_kinds(
+    model: AnyModel, seq_len: int, layers: range | None = None
+) -> tuple[LayerKind, ...]:
+    """Return the kind of each of ``layers``, by default of all, for so many tokens: a window that
+    holds them all is none."""
+
+    def kind(layer: int) -> LayerKind:
+        if isinstance(model, WideResNet):
+            return LayerKind(model.kind_of(layer))
+        window = model.window_of(layer) if isinstance(model, Decoder) else None
+        binds = window is not None and window < seq_len
+        form = "experts" if model.has_experts(layer) else "dense"
+        return LayerKind(form, window if binds else None)
+
+    return tuple(map(kind, range(model.layers) if layers is None else layers))

@@ -150,6 +150,10 @@ class Convolution(Record, kw_only=True, tag_field="op", tag="convolution"):
     product: Literal["forward", "dgrad", "wgrad"] = "forward"
     dtype: Dtype = "bf16"
 
+    def check(self) -> None:
+        if self.kernel % 2 == 0:
+            self.fail("kernel", "must be odd: padding by kernel // 2 then keeps the size")
+
     @property
     def out_pixels(self) -> int:
         return -(-self.height // self.stride) * -(-self.width // self.stride)

@@ -9,7 +9,7 @@ import msgspec
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.costs import PriceTier
 from meshwise.spec.layout import SPLIT, Cuts, Layout, Recompute, Way, Workload, rank_of
-from meshwise.spec.model import Decoder, Model
+from meshwise.spec.model import AnyModel
 from meshwise.spec.op import Dtype
 from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
@@ -17,7 +17,6 @@ from meshwise.spec.vision import WideResNet
 
 SCHEMA_VERSION = 3  # 1 had no pipelines, 2 did not say where operations lie
 
-AnyModel = Model | Decoder | WideResNet
 CHANNELS = "channels"  # what tp divides of convolutions
 
 
@@ -124,8 +123,9 @@ def placements_of(inside: Layout, parts: Iterable[str]) -> dict[str, Placement]:
         axes: dict[str, list[Axis]] = {"batch": ["dp"], "seq": ["cp"]}
         if part == "experts":
             axes["experts"] = ["ep"]
-        word = CHANNELS if part == "convolutions" else getattr(inside.placed, part)
-        if word != "whole":
+        cuts, channels = inside.placed, part == "convolutions"
+        words = {CHANNELS} if channels else {getattr(cuts, part), cuts.of(part)} - {"whole"}
+        for word in words:
             axes.setdefault(word, []).append("tp")
         divided = {dim: tuple(a for a in of if getattr(inside, a) > 1) for dim, of in axes.items()}
         found[part] = {dim: of for dim, of in divided.items() if of}
@@ -192,8 +192,8 @@ def layout_of(stages: tuple[Stage, ...], layout: Layout) -> Layout:
 
 
 def _cut(placed: Placement) -> str:
-    """The dim of a part that tp divides."""
-    return next((dim for dim, axes in placed.items() if "tp" in axes), "whole")
+    """The dim of a part that tp divides; where that is two, the experts."""
+    return next((dim for dim, axes in reversed(placed.items()) if "tp" in axes), "whole")
 
 
 class Plan(Record, kw_only=True):

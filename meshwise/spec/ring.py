@@ -1,7 +1,7 @@
 """A row of ``measure ring``'s JSON, which ``report --scaling`` reads: a length and a ring size.
 
 The names are those of the benchmark of RingDilatedAttentionV2Collective, and ours.
-``pages.ring_rows`` has the formulas. None where a figure does not apply or could not be had.
+``pages.ring`` has the formulas. None where a figure does not apply or could not be had.
 """
 
 from typing import Annotated, Literal

@@ -10,8 +10,9 @@ import msgspec
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.layout import Layout, Workload
 from meshwise.spec.long_attention import LongAttention
+from meshwise.spec.model import AnyModel
 from meshwise.spec.op import Dtype, Lowering, Op, Regime
-from meshwise.spec.plan import AnyModel, Plan
+from meshwise.spec.plan import Plan
 from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import NonNegative, Positive, Record, digest
 from meshwise.spec.refit import Resharding

@@ -1,6 +1,12 @@
 """What an image classifier is: sizes only, as ``spec/model.py`` has them for language models."""
 
+from bisect import bisect
+from itertools import accumulate
+
 from meshwise.spec.record import Count, Length, Record
+
+MOST_RESOLUTIONS = 8
+EXPANSION = 4  # channels of a bottleneck's output to its filters
 
 
 class WideResNet(Record, kw_only=True, tag_field="family", tag="wide_resnet"):
@@ -23,13 +29,20 @@ class WideResNet(Record, kw_only=True, tag_field="family", tag="wide_resnet"):
     num_classes: Count = 1024
 
     def check(self) -> None:
-        if not 1 <= len(self.blocks) <= 8:
-            self.fail("blocks", "must be 1 to 8 numbers, one for each resolution")
+        if not 1 <= len(self.blocks) <= MOST_RESOLUTIONS:
+            self.fail("blocks", f"must be 1 to {MOST_RESOLUTIONS} numbers, one for each resolution")
 
     @property
     def layers(self) -> int:
         """Residual blocks: where a pipeline may cut."""
         return sum(self.blocks)
+
+    def kind_of(self, layer: int) -> str:
+        """Which layers are alike: those of a resolution (``0.rest``), besides its first, which
+        changes the shape (``0.first``)."""
+        starts = list(accumulate(self.blocks, initial=0))
+        resolution = bisect(starts, layer) - 1
+        return f"{resolution}.{'first' if layer == starts[resolution] else 'rest'}"
 
     @property
     def depth(self) -> int:

@@ -1,4 +1,4 @@
-"""A benchmark case: a batch, a model, and how it is laid out.
+"""Benchmark cases: a batch, a model, and how it is laid out.
 
 Names and fields are those of Alpa's benchmark (benchmark/alpa/benchmark_parallel_utils.py), so
 that ``str(case)`` is the text that its logs and tables hold. ``layouts`` translates a case into

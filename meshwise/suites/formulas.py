@@ -16,7 +16,7 @@ too, as in the source.
 
 from typing import NamedTuple
 
-from meshwise.models import wide_resnet
+from meshwise.models import counts as of_graph
 from meshwise.spec import WideResNet
 from meshwise.suites import layouts
 from meshwise.suites.case import BenchmarkCase, GPTModelConfig, MoEModelConfig
@@ -25,7 +25,7 @@ _MOE_FFN = 8  # feed-forward to hidden
 
 
 class Counts(NamedTuple):
-    """Counts of a case: ``flops`` of an iteration, and the model's ``parameters``."""
+    """FLOPs of an iteration of a case, and the parameters of its model."""
 
     flops: float
     parameters: int
@@ -50,8 +50,8 @@ def counts(case: BenchmarkCase, kind: str) -> Counts:
         return Counts(flops, moe_parameters(layers, hidden, vocab, experts))
     model = layouts.model(case)
     assert isinstance(model, WideResNet)
-    flops = wide_resnet.step_flops(model, batch, recomputed=remat)
-    return Counts(flops, wide_resnet.num_parameters(model))
+    flops = (4 if remat else 3) * of_graph.forward_flops(model, batch)
+    return Counts(flops, of_graph.num_parameters(model))
 
 
 def gpt_flops(batch: int, seq: int, layers: int, hidden: int, vocab: int, factor: int) -> float:

@@ -66,7 +66,7 @@ def workload(case: BenchmarkCase) -> Workload:
 
 
 def dtype(case: BenchmarkCase) -> str:
-    """The dtype of its computation: bf16 for the source's fp16."""
+    """The dtype of a case: bf16 for the source's fp16."""
     config = case.model_config
     is_fp32 = isinstance(config, WResNetModelConfig) and config.dtype == "fp32"
     return "fp32" if is_fp32 else "bf16"

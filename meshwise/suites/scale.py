@@ -10,24 +10,24 @@ divided by 2^r, with the smallest r that fits:
 - and microbatches: no more than two a pipeline stage.
 
 What fits is a rough bound, not a prediction: ``MARGIN`` times the states of weights (ZeRO as in
-the layout) and what a stage keeps of the microbatches in flight, all in fp32 and not divided by tp.
-A transformer layer keeps 10 hidden + 3 ffn numbers a token, ffn for every expert chosen, and
-3 seq^2 a head of attention scores; a convolution two outputs. Of recomputed layers only the inputs
-stay, besides all of one layer.
+the layout), what the graph says that a stage keeps of the microbatches in flight, and all that one
+layer keeps and both ends make, in fp32.
 
 CPUs have more memory than they can compute with: there the ladder goes on until an iteration has at
 most ``device_flops`` a device, or to its end.
 """
 
-from math import gcd, inf, lcm, prod
+from collections import Counter
+from functools import lru_cache
+from math import gcd, inf, lcm
 from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import step_flops, wide_resnet
-from meshwise.models.counts import weights
-from meshwise.models.decoder import Weight
-from meshwise.spec import Layout, Model, WideResNet, Workload
+from meshwise.models import apply, graph, step_flops
+from meshwise.models.decoder import stage_weights
+from meshwise.spec import LayerKind, Layout, Model, WideResNet, Workload, layer_kinds
+from meshwise.spec.layout import Recompute
 
 MARGIN = 1.5
 _RUNGS = 24  # by then every size is its smallest
@@ -175,40 +175,9 @@ def _text(value: object) -> str:
 def flops(
     model: Model | WideResNet, workload: Workload, layout: Layout, *, inference: bool = False
 ) -> float:
-    """Of an iteration on all devices: forward, backward twice that, and forward again."""
+    """FLOPs of an iteration on all devices: forward, backward twice that, and forward again."""
     passes = 1 if inference else 4 if layout.recompute == "full" else 3
     return step_flops(model, workload) / 3 * passes
-
-
-def least_bytes(
-    model: Model | WideResNet, layout: Layout, element_bytes: int, *, inference: bool = False
-) -> float:
-    """What the fullest device holds whatever else it does: the weights, of ``element_bytes`` an
-    element, and in training their gradients in fp32, after ZeRO. Less than it is, by the norms that
-    tp does not divide and the tied copy in a pipeline's last stage."""
-    most = 0.0
-    for stage, layers in enumerate(layout.stage_layers(model.layers)):
-        inside = layout.of_rank(stage)
-        weight_shards = inside.shards if inside.zero == 3 else 1
-        gradient_shards = inside.shards if inside.zero >= 2 else 1
-        held = 0.0
-        for weight in weights(model):
-            if not _is_in(weight, layers, model.layers):
-                continue
-            ep = inside.ep if ".experts." in weight.name else 1
-            each = element_bytes / max(weight_shards, ep)
-            each += 0.0 if inference else 4 / max(gradient_shards, ep)
-            held += weight.num_elements / inside.tp * each
-        most = max(most, held)
-    return most
-
-
-def _is_in(weight: Weight, layers: range, count: int) -> bool:
-    """Whether the stage of these layers has it, of the model's ``count``."""
-    if weight.unit != "root":
-        return int(weight.unit.removeprefix("layers.")) in layers
-    comes_before = weight.name.startswith(("embed", "positions", "stem"))
-    return layers.start == 0 if comes_before else layers.stop == count
 
 
 def stage_bytes(
@@ -218,67 +187,66 @@ def stage_bytes(
     most = 0.0
     for stage, layers in enumerate(layout.stage_layers(model.layers)):
         inside = layout.of_rank(stage)
-        kept = 1 if inference else min(layout.pp - stage, layout.num_microbatches)
-        if isinstance(model, WideResNet):
-            held = _images_of_stage(model, layers, inside, kept, inference)
-        else:
-            held = _text_of_stage(model, workload.seq_len, layers, inside, kept, inference)
-        state = _state_bytes(held.dense, inside, inside.shards, inference)
-        state += _state_bytes(held.experts, inside, max(1, inside.shards // inside.ep), inference)
-        most = max(most, state + 4 * held.activations)
+        in_flight = 0 if inference else min(layout.pp - stage, layout.num_microbatches)
+        kinds, about = (
+            layer_kinds(model, workload.seq_len, layers),
+            (model, workload.seq_len, _alike(inside)),
+        )
+        ends = layers.start == 0, layers.stop == model.layers
+        held: float = sum(
+            count * in_flight * _kept_bytes(*about, kind, inside.recompute)
+            for kind, count in Counter(kinds).items()
+        )
+        held += max(_kept_bytes(*about, kind, "none", *ends) for kind in set(kinds))
+        for weight in stage_weights(model, layers):
+            ep = inside.ep if ".experts." in weight.name else 1
+            shards = max(1, inside.shards // ep)
+            each = _state_bytes(inside, shards, inference)
+            held += weight.num_elements / (inside.tp * ep) * each
+        most = max(most, held)
     return MARGIN * most
 
 
-class _Held(NamedTuple):
-    """Numbers on one device: parameters of both kinds, before ZeRO, and activations."""
-
-    dense: float
-    experts: float
-    activations: float
-
-
-def _state_bytes(parameters: float, inside: Layout, shards: int, inference: bool) -> float:
-    """Masters of 4 bytes and copies of 2, gradients of 4 and moments of 8."""
+def _state_bytes(inside: Layout, shards: int, inference: bool) -> float:
+    """Of a parameter: masters of 4 bytes and copies of 2, gradients of 4 and moments of 8."""
     if inference:
-        return 6 * parameters
+        return 6.0
     moments = 8 / shards if inside.zero >= 1 else 8
     gradients = 4 / shards if inside.zero >= 2 else 4
-    weights = 6 / shards if inside.zero == 3 else 6
-    return parameters * (moments + gradients + weights)
+    return moments + gradients + (6 / shards if inside.zero == 3 else 6)
 
 
-def _text_of_stage(
-    model: Model, seq: int, layers: range, inside: Layout, kept: int, inference: bool
-) -> _Held:
-    h, rows, experts = model.hidden, inside.microbatch_size, model.experts
-    with_experts = sum(model.has_experts(layer) for layer in layers)
-    ends = (layers.start == 0) + (layers.stop == model.layers)
-    divided = len(layers) * 4 * h**2 + (len(layers) - with_experts) * 2 * h * model.ffn
-    dense = divided / inside.tp + ends * (model.vocab / inside.tp + seq) * h
-    routed = 0.0
-    if experts:
-        routed = with_experts * experts.num_experts * 2 * h * experts.ffn / (inside.ep * inside.tp)
-
-    tokens = rows * seq
-    chosen = experts.top_k if experts else 1
-    whole = tokens * (10 * h + 3 * chosen * model.ffn) + 3 * rows * model.heads * seq**2
-    stays = 0 if inference else tokens * h if inside.recompute == "full" else whole
-    logits = 3 * tokens * model.vocab / inside.tp if layers.stop == model.layers else 0.0
-    return _Held(dense, routed, kept * len(layers) * stays + whole + logits)
+def _alike(inside: Layout) -> Layout:
+    """What of a layout decides what a layer keeps of a microbatch."""
+    return Layout(
+        dp=inside.ep,
+        ep=inside.ep,
+        tp=inside.tp,
+        sequence_parallel=inside.sequence_parallel,
+        microbatch_size=inside.microbatch_size,
+    )
 
 
-def _images_of_stage(
-    model: WideResNet, layers: range, inside: Layout, kept: int, inference: bool
-) -> _Held:
-    units = {f"layers.{layer}" for layer in layers}
-    if layers.start == 0 or layers.stop == model.layers:
-        units.add("root")
-    parameters = sum(weight.num_elements for weight in weights(model) if weight.unit in units)
-    outputs = dict.fromkeys(units, 0)
-    for conv in wide_resnet.convolutions(model):
-        if conv.unit in units:
-            outputs[conv.unit] += 2 * conv.out_channels * conv.size**2  # and their norm's
-    inputs = sum(prod(wide_resnet.activation_shape(model, 1, layer)) for layer in layers)
-    every = inputs if inside.recompute == "full" else sum(outputs.values())
-    stays = 0 if inference else kept * every
-    return _Held(parameters, 0.0, inside.microbatch_size * (stays + max(outputs.values())))
+@lru_cache(maxsize=4096)
+def _kept_bytes(
+    model: Model | WideResNet,
+    seq_len: int,
+    layout: Layout,
+    kind: LayerKind,
+    word: Recompute,
+    first: bool = False,
+    last: bool = False,
+) -> int:
+    """What a layer keeps of a microbatch for its backward, its input included, and all that is made
+    before the first layer and behind the last."""
+    whole = graph(
+        model, layout.microbatch_size, seq_len, "fp32", layers=(kind,), first=first, last=last,
+        recompute=(word,),
+    )  # fmt: skip
+    program = apply(whole, layout, "fp32")
+    tasks = [task for task in program.tasks if task.stream == "compute" and task.part != "dp"]
+    written = {name for task in tasks if task.phase == "forward" for name in task.writes}
+    kept = written & {name for task in tasks if task.phase != "forward" for name in task.reads}
+    kept |= {name for task in tasks if task.part in ("embed", "head") for name in task.writes}
+    buffers = (program.buffers[name] for name in kept)
+    return sum(buffer.num_bytes for buffer in buffers if buffer.role == "activation")

@@ -72,8 +72,8 @@ class Applied:
         data.before_backward(self.model, self.layout, last=last)
 
     def clip_gradients(self, max_norm: float) -> "Tensor":
-        """As torch.nn.utils.clip_grad_norm_, and on experts that are divided too: scale gradients
-        to a norm of at most ``max_norm``; the norm before, on the device."""
+        """Scale gradients to a norm of at most ``max_norm``, those of divided experts too, as
+        torch.nn.utils.clip_grad_norm_ does; the norm before, on the device."""
         from meshwise.engine import optimizer
 
         moved = [p for p in self.model.parameters() if p.grad is not None]
@@ -100,7 +100,7 @@ class Applied:
 
 
 def _data_parallel(layout: Layout) -> str:
-    """What the data ranks do with the weights."""
+    """Say what the data ranks do with the weights."""
     count = layout.data_ranks
     if count == 1:
         return "One data rank has the whole batch."
@@ -240,11 +240,12 @@ def _uncut(
 
 
 def _refuse(layout: Layout, recipe: Recipe, dtype: str) -> None:
-    """What the parts of a module that is not ours cannot do."""
+    """Refuse what the parts of a module that is not ours cannot do."""
     unfit = {
         "Layout.pp": (layout.pp > 1, "a pipeline needs to know a model's layers; use 1"),
         "Layout.cp": (layout.cp > 1, "attention is the module's own; use 1"),
         "Layout.sequence_parallel": (layout.sequence_parallel, "use false"),
+        "Layout.cuts": (bool(layout.cuts.name), "strategies say what tp divides; leave them out"),
         "Layout.recompute": (layout.recompute == "selective", "use full or none"),
         "Recipe.fp8": (recipe.fp8, "products are the module's own; use false"),
         "Recipe.offload": (recipe.offload, "use false"),
@@ -263,7 +264,7 @@ def _wishes(
     units: Sequence[str] | None,
     divided: Sequence[str] | None,
 ) -> Known:
-    """What the user gave, else what is known of the class, else a guess of the units."""
+    """Take what the user gave, else what is known of the class, else a guess of the units."""
     known = known_strategies.known(kind.__name__ for kind in type(model).__mro__)
     known = known or Known({}, _lists(model))
     return Known(

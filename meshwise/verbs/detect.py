@@ -32,7 +32,7 @@ def write(out: Path | str, cluster: Cluster) -> None:
 def look(
     nproc: int | None = None, peak: tuple[str, ...] = (), *, at_least: int | None = None
 ) -> Cluster:
-    """The same without writing a file; ``at_least``: see ``machine.detect_cluster``."""
+    """Detect without writing a file; ``at_least``: see ``machine.detect_cluster``."""
     from meshwise.machine import detect_cluster
 
     return detect_cluster(nproc=nproc, peaks=dict(map(_peak, peak)), at_least=at_least)

@@ -1,6 +1,8 @@
 """The files between verbs: taken by default from the working directory, and always announced."""
 
 import logging
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +35,7 @@ def take(path: Path | str, kind: type[T]) -> T:
 
 
 def several(value: T2 | tuple[T2, ...]) -> tuple[T2, ...]:
-    """One of something, or some of them."""
+    """Make a tuple of one thing or of several."""
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -41,6 +43,21 @@ def announce(path: Path | str, what: str = "") -> None:
     """``using ./cluster.toml``, ``using the newest run runs/...``."""
     shown = Path(path) if Path(path).is_absolute() else f"./{Path(path)}"
     log.info("using %s%s", f"{what} " if what else "", shown)
+
+
+def check_writable(paths: Iterable[Path | str], field: str = "") -> None:
+    """Refuse beforehand what could not be written afterwards: folders, and CSV files in theirs.
+    ``field``: the option that names it."""
+    for path in map(Path, paths):
+        folder = path.parent if path.suffix == ".csv" else path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            reason = f"cannot be written: {error.strerror}"
+            if field:
+                raise ValueError(f"{field} = {str(path)!r}: {reason}; name another") from None
+            raise ValueError(f"{path} {reason}") from None
 
 
 def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample]]:

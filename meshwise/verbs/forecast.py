@@ -1,4 +1,4 @@
-"""What a refit will move and how fast it could be, before anything runs. Pure, no torch.
+"""Forecast what a refit moves and how fast it could be, before anything runs. Pure, no torch.
 
 In: a ``Resharding`` and the rates of links and memory. Out: a ``Forecast``. The predicted time is
 that of the plan's busiest link, stage after stage, or of its busiest memory (``bounds.busiest_s``);
@@ -116,7 +116,7 @@ def forecast(op: Resharding, num_ranks: int, given: Links, *, place: bool = Fals
 
 
 def sides(op: Resharding) -> tuple[Holdings, Holdings]:
-    """What ranks hold before and after."""
+    """The holdings of ranks before and after."""
     destination = holdings(op.model, op.destination)
     if op.placement:
         destination = transfer.renumbered(destination, op.placement)
@@ -124,8 +124,8 @@ def sides(op: Resharding) -> tuple[Holdings, Holdings]:
 
 
 def known(op: Resharding, num_ranks: int, given: Links | None) -> dict[str, float]:
-    """What a sample tells of its plan, and of time where rates are known; ValueError where the
-    model cannot be laid out so, or not be moved under the cap."""
+    """Figures of a sample's plan, and of its time where rates are known; ValueError where the model
+    cannot be laid out so, or not be moved under the cap."""
     if given is not None:
         return metrics(forecast(op, num_ranks, given))
     plan = transfer.plan(*sides(op))
@@ -139,7 +139,7 @@ def placement(op: Resharding) -> tuple[int, ...]:
 
 
 def metrics(found: Forecast) -> dict[str, float]:
-    """What a sample keeps of a forecast."""
+    """The figures of a forecast that a sample keeps."""
     kept = (
         *("wire_bytes", "max_in_bytes", "max_out_bytes", "num_slices", "num_messages"),
         *("bound_s", "predicted_s"),
@@ -229,7 +229,7 @@ def _bounds(limits: bounds.Limits, rates: bounds.Rates) -> tuple[Bound, ...]:
 
 
 def _whole(load: Loads, num_ranks: int) -> Loads:
-    """With a row and a column for idle ranks too."""
+    """Add rows and columns for idle ranks."""
     whole = np.zeros((num_ranks, num_ranks), np.int64)
     whole[: load.shape[0], : load.shape[1]] = load
     return whole
@@ -238,6 +238,16 @@ def _whole(load: Loads, num_ranks: int) -> Loads:
 def _held_bytes(held: Holdings, rank: int, placement: tuple[int, ...] = ()) -> int:
     found = buffers(held, placement[rank] if placement else rank).values()
     return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in found)
+
+
+def held_bytes(op: Resharding, num_ranks: int) -> list[int]:
+    """Weights of each rank before and after, which it holds at once; afterwards twice if ``atomic``
+    lets nobody see them half moved."""
+    source, destination = sides(op)
+    return [
+        _held_bytes(source, rank) + (1 + op.atomic) * _held_bytes(destination, rank)
+        for rank in range(num_ranks)
+    ]
 
 
 def _placed(source: Holdings, destination: Holdings, given: Links) -> int:

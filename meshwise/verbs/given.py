@@ -5,12 +5,13 @@ that names what does not fit, before any process starts.
 """
 
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from meshwise import schedule, store
 from meshwise.models import catalogue, placement
+from meshwise.options.run import Run
 from meshwise.spec import AnyModel, Cluster, Layout, Model, Plan, Recipe, Workload, stages_of
 from meshwise.spec.layout import SPLIT
 from meshwise.verbs import measure
@@ -28,58 +29,37 @@ def record(given: T | Path | str, kind: type[T]) -> T:
     return store.parse(text, kind, kind.__name__.lower())
 
 
-class Options(TypedDict, total=False):
-    """What may be said of a model beside its name; see ``plan``."""
-
-    layout: Layout | Path | str | None
-    recipe: Recipe | Path | str | None
-    global_batch_size: int | None
-    seq_len: int | None
-    dtype: str | None
-    lowering: str | None
-
-
-def plan(
-    model: AnyModel | str,
-    *,
-    layout: Layout | Path | str | None = None,
-    recipe: Recipe | Path | str | None = None,
-    global_batch_size: int | None = None,
-    seq_len: int | None = None,
-    dtype: str | None = None,
-    lowering: str | None = None,
-    cluster: Path | str = measure.DEFAULT_CLUSTER,
-    nproc: int | None = None,
-    training: bool = True,
-) -> Plan:
-    """How to run ``model`` on this machine. Without a layout its batch is divided over all devices,
+def plan(asked: Run) -> Plan:
+    """How to run a model on this machine. Without a layout its batch is divided over all devices,
     and the state of a training with it; without a batch size that of the layout counts."""
+    model, nproc = asked.model, asked.nproc
     chosen = catalogue.find_any(model) if isinstance(model, str) else model
-    given = None if layout is None else record(layout, Layout)
-    wanted = nproc if given is None else given.num_devices
-    machine, size = measure.place(cluster, wanted, keep=False)
-    if given is not None and nproc not in (None, size):
+    assert chosen is not None
+    layout = None if asked.layout is None else record(asked.layout, Layout)
+    wanted = nproc if layout is None else layout.num_devices
+    machine, size = measure.place(asked.cluster, wanted, keep=False)
+    if layout is not None and nproc not in (None, size):
         raise ValueError(
-            f"nproc = {nproc}: the layout {given.name} is of {size} ranks; give one of {nproc}, or "
-            "leave nproc out"
+            f"nproc = {nproc}: the layout {layout.name} is of {size} ranks; give one of {nproc}, "
+            "or leave nproc out"
         )
-    usual = catalogue.default_workload(machine, chosen)
-    if given is not None:
-        rows = given.microbatch_rows * given.num_microbatches
-        batch = rows if global_batch_size is None else global_batch_size
-    else:
-        batch = usual.global_batch_size if global_batch_size is None else global_batch_size
-        given = _data_parallel(size, batch, sharded=training)
+    usual, batch = catalogue.default_workload(machine, chosen), asked.global_batch_size
+    if batch is None:
+        batch = usual.global_batch_size
+        if layout is not None:
+            batch = layout.microbatch_rows * layout.num_microbatches
+    layout = layout or _data_parallel(size, batch, sharded=asked.mode == "train")
+    seq_len = usual.seq_len if asked.seq_len is None else asked.seq_len
     on_gpu = machine.device.kind == "cuda"
-    compiled = on_gpu and given.schedule not in SPLIT
+    compiled = on_gpu and layout.schedule not in SPLIT
     return build(
         chosen,
-        Workload(global_batch_size=batch, seq_len=usual.seq_len if seq_len is None else seq_len),
-        given,
+        Workload(global_batch_size=batch, seq_len=seq_len),
+        layout,
         machine,
-        dtype=dtype or ("bf16" if on_gpu else "fp32"),
-        lowering=lowering or ("compiled" if compiled else "eager"),
-        recipe=Recipe() if recipe is None else record(recipe, Recipe),
+        dtype=asked.dtype or ("bf16" if on_gpu else "fp32"),
+        lowering=asked.lowering or ("compiled" if compiled else "eager"),
+        recipe=Recipe() if asked.recipe is None else record(asked.recipe, Recipe),
     )
 
 

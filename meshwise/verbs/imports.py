@@ -49,7 +49,7 @@ def import_files(
 
 
 def _read(path: Path, machine: Cluster | None) -> tuple[importers.Found, Cluster]:
-    """What the file holds and where it was measured."""
+    """Read what the file holds and where it was measured."""
     found = importers.read(path, machine)
     place = machine or _cluster(found, path)
     size = found.world_size or 1
@@ -76,7 +76,7 @@ def _refusal(refused: dict[str, str], num_stored: int) -> str:
 
 
 def _command(given: Path | str, several: tuple[Path | str, ...]) -> tuple[str, ...]:
-    """What the user typed, without the other files."""
+    """The words that the user typed, without the other files."""
     typed = job.command("import_files")
     others = {str(path) for path in several} - {str(given)}
     return (*typed[:3], *(word for word in typed[3:] if word not in others))
@@ -167,7 +167,7 @@ def _unknown(size: int, path: Path) -> Cluster:
 
 
 def _memory_bytes(name: str) -> int | None:
-    """Of the same device, perhaps by another of its names, in a cluster file that is shipped."""
+    """Look the device up, by any of its names, in the cluster files that are shipped."""
     from meshwise import machine
 
     entry = machine.known_device(name)

@@ -1,4 +1,4 @@
-"""What the verbs that start ranks share: how many, which of them speaks, and how it ended.
+"""Shared by the verbs that start ranks: how many, which of them speaks, and how it ended.
 
 Under torchrun or srun every rank runs the verb, rank 0 alone writes and prints, and the request
 that rank 0 makes is the one that counts.
@@ -12,13 +12,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from meshwise import signals
 from meshwise.text import masked_words
 
 if TYPE_CHECKING:
-    from meshwise.spec import Cluster, Plan
+    from meshwise.spec import Case, Cluster, Plan, Sample
 
 log = logging.getLogger("meshwise")
 
@@ -123,7 +123,7 @@ def check_machine(cluster: "Cluster", size: int) -> None:
 
 
 def command(verb: str) -> tuple[str, ...]:
-    """What the user typed, less what logs in; or the verb when it was called from Python."""
+    """The words that the user typed, credentials masked; the verb if called from Python."""
     program = Path(sys.argv[0])
     typed = program.name == "meshwise" or program.parts[-2:] == ("meshwise", "__main__.py")
     return ("meshwise", *masked_words(sys.argv[1:])) if typed else (f"meshwise.{verb}(...)",)
@@ -167,6 +167,44 @@ def _close(run_dir: Path, reason: str) -> None:
 
     if store.read(run_dir / "run.json", RunInfo).status == "running":
         store.finish(run_dir, "interrupted", reason)
+
+
+def append_failed(
+    run_dir: Path,
+    case: "Case",
+    status: Literal["skipped", "hung", "error"],
+    reason: str,
+    **metrics: float,
+) -> None:
+    """Append a case without times, from the rank that leads."""
+    from meshwise import store
+    from meshwise.spec import Sample
+
+    if leads():
+        sample = Sample(
+            case_id=case.id, case=case, status=status, reason=reason, metrics={**metrics}
+        )
+        store.append(run_dir, sample)
+
+
+def samples(run_dir: Path) -> dict[str, "Sample"]:
+    """The samples so far by case; none on a rank that does not lead and cannot see them."""
+    from meshwise.verbs import files
+
+    if not leads() and not (run_dir / "run.json").exists():
+        return {}
+    return {sample.case_id: sample for sample in files.load(run_dir)[1]}
+
+
+def finish(run_dir: Path) -> None:
+    """Say in run.json how the run ended, by its samples."""
+    from meshwise import store
+    from meshwise.spec import ending
+
+    if leads():
+        info, found, _ = store.load(run_dir)
+        if (info.status, info.reason) != ending(found):
+            store.finish(run_dir, *ending(found))
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from meshwise import store
-from meshwise.patience import Limit, Patience, parsed
-from meshwise.spec import Case, Cluster, Plan, RunInfo, Sample, digest, ending
+from meshwise.options import described
+from meshwise.options.measure import KINDS, Collectives, Gemm, Sweep
+from meshwise.spec import Case, Cluster, Plan, RunInfo, digest
 from meshwise.units import some_seconds
 from meshwise.verbs import files, job
 from meshwise.verbs.detect import look, write
@@ -25,75 +26,76 @@ if TYPE_CHECKING:
 log = logging.getLogger("meshwise")
 
 DEFAULT_CLUSTER = "cluster.toml"
-KINDS = ("profile", "gemm", "attention", "collectives", "fsdp", "overlap", "health")
 QUICK_S = 65.0  # of measuring: starting ranks and the last case take the rest of 90 s
 MOST_HUNG = 3  # cases in a row, then the machine is at fault and not a case
 
 
-def measure(
-    what: str = "profile",
-    *,
-    cluster: Path | str = DEFAULT_CLUSTER,
-    model: str | tuple[str, ...] = (),
-    dtype: str | None = None,
-    budget: str | float | None = None,
-    quick: bool = False,
-    follow: bool = True,
-    sustain: str | float = 10.0,
-    timeout: Limit = None,
-    setup_timeout: Limit = None,
-    resume: bool = False,
-    nproc: int | None = None,
-    runs: Path | str = "runs",
-    dry_run: bool = False,
-    **options: Any,
-) -> Path | list[tuple[Case, float]]:
+def measure(what: str | Sweep = "profile", **options: Any) -> Path | list[tuple[Case, float]]:
     """Measure into a run directory whose path is returned. With ``dry_run`` nothing is written, and
     the cases are returned with about how many seconds each would take.
 
-    ``what``: profile (what prices rest on), gemm, attention, collectives, fsdp, overlap or health.
-    ``model``: names of the catalogue or paths of Hugging Face configs whose operations are
-    measured. ``dtype``: bf16 on GPUs and fp32 on CPUs unless given. ``budget``: seconds to spend
-    (``120s``, ``2m``), all cases by default; ``quick`` is a budget of 65 s, of health fewer cases.
-    ``follow``: add sizes where a collective's curve bends, and shapes near the best where a best
-    one is searched. ``sustain``: how long a sustained case lasts. ``timeout``,
-    ``setup_timeout``: how long ranks wait for each other before a case counts as hung.
-    ``resume`` continues the newest run of the same cases on this cluster. ``options``: see
-    ``help(meshwise.probe.cases.gemm.cases)`` and its neighbours; where they take records, file
-    names do. A missing cluster.toml is detected first.
+    ``what``: profile (what prices rest on), gemm, attention, collectives, fsdp, overlap or health;
+    or one of their records, with its options. Where options take records, file names do. A missing
+    cluster.toml is detected first.
     """
-    if what not in KINDS:
-        logs = "; meshwise.verbs.imports.import_files reads logs" if what == "import" else ""
-        raise ValueError(f"what = {what!r}: must be one of {', '.join(KINDS)}{logs}")
-    listing = importlib.import_module(f"meshwise.probe.cases.{what}").cases
-    if quick and "quick" in inspect.signature(listing).parameters:  # it knows what to leave out
-        options, quick = options | {"quick": True}, False
-    budget_s = QUICK_S if quick else None
-    if budget is not None:
-        budget_s = some_seconds("budget", budget)
-    sustain_s, patience = some_seconds("sustain", sustain), parsed(timeout, setup_timeout)
-    machine, size = place(cluster, nproc, keep=not dry_run)
-    asked = chosen(listing, what, files.several(model), options)
-    cases: list[Case] = listing(scope_of(machine, size, dtype), **asked)
+    asked = what if isinstance(what, Sweep) else _asked(what, options)
+    listing = _listing(asked.what)
+    budget_s = QUICK_S if asked.quick and asked.what != "health" else None
+    if asked.budget is not None:
+        budget_s = some_seconds("budget", asked.budget)
+    sustain_s = some_seconds("sustain", asked.sustain)
+    machine, size = place(asked.cluster, asked.nproc, keep=not asked.dry_run)
+    cases: list[Case] = listing(scope_of(machine, size, asked.dtype), **chosen(asked, listing))
     if not cases:
         raise ValueError(f"measure {what}: these options leave no case; ask for more")
     from meshwise.probe.cases import effort
 
-    if dry_run:
+    if asked.dry_run:
         return [(case, effort.estimate_s(case, machine, sustain_s)) for case in cases]
     job.check_machine(machine, size)
     key = digest(tuple(case.id for case in cases))
-    choose = _newest if resume else _created
-    run_dir = choose(runs, what, machine, size, key)
+    if asked.resume:
+        run_dir = _newest(asked.runs, asked.what, machine, size, key)
+    else:
+        slug = f"{asked.what}-{machine.name}"
+        run_dir = job.created(asked.runs, "measure", slug, machine, size, cases=key)
     from meshwise.probe.sweep import SweepRequest
 
     request = SweepRequest(
         cases=tuple(cases), run_dir=str(run_dir), budget_s=budget_s, sustain_s=sustain_s,
-        follow=_follow(what, options) if follow else "nothing",
+        follow=_follow(asked) if asked.follow else "nothing",
     )  # fmt: skip
     with job.locked(run_dir):
-        _sweep(run_dir, request, size, patience, resume=resume)
+        _sweep(run_dir, request, size, asked)
     return run_dir
+
+
+measure.__doc__ = "\n\n".join(
+    [f"{inspect.getdoc(measure)}\n\n{described(Sweep)}"]
+    + [f"{what}:\n{described(kind, but=Sweep)}" for what, kind in KINDS.items()]
+)
+
+
+def _asked(what: str, options: dict[str, Any]) -> Sweep:
+    """The record of a kind of measurement; an option that it does not have is refused by name."""
+    if what not in KINDS:
+        logs = "; meshwise.verbs.imports.import_files reads logs" if what == "import" else ""
+        raise ValueError(f"what = {what!r}: must be one of {', '.join(KINDS)}{logs}")
+    for name in options:
+        if name not in vars(KINDS[what]()):
+            raise _no_such(name, what)
+    return KINDS[what](**options)
+
+
+def _listing(what: str) -> Callable[..., list[Case]]:
+    found: Callable[..., list[Case]] = importlib.import_module(f"meshwise.probe.cases.{what}").cases
+    return found
+
+
+def _no_such(name: str, what: str) -> ValueError:
+    known = list(inspect.signature(_listing(what)).parameters)[1:]
+    said = ", ".join("model" if option == "models" else option for option in known)
+    return ValueError(f"{name}: measure {what} has no such option; it has {said}")
 
 
 def place(cluster: Path | str, nproc: int | None, *, keep: bool) -> tuple[Cluster, int]:
@@ -125,11 +127,8 @@ def scope_of(cluster: Cluster, size: int, dtype: str | None) -> "Scope":
     return Scope(cluster, size, dtype or usual)  # type: ignore[arg-type]
 
 
-def chosen(
-    listing: Callable[..., Any], what: str, names: tuple[str, ...], options: dict[str, Any]
-) -> dict[str, Any]:
-    """The keyword arguments of ``listing``, read from the files that options name; an option that
-    this kind of measurement does not have is refused by name."""
+def chosen(asked: Sweep, listing: Callable[..., Any]) -> dict[str, Any]:
+    """The keyword arguments of ``listing``, read from the files that options name."""
     from meshwise.models import catalogue, primus
 
     read: dict[str, Callable[[Any], Any]] = {
@@ -138,17 +137,20 @@ def chosen(
         "plan": lambda path: files.take(path, Plan),
         "splits": _read_splits,
         "ranks": _read_ranks,
-        "kinds": _read_kinds,
     }
-    given = options | ({"models": tuple(map(catalogue.find, names))} if names else {})
-    known = list(inspect.signature(listing).parameters)[1:]
+    given, known = asked.of_kind(), inspect.signature(listing).parameters
+    if asked.model:
+        if "models" not in known:
+            raise _no_such("model", asked.what)
+        find = catalogue.find_any if asked.what == "profile" else catalogue.find
+        given["models"] = tuple(map(find, asked.model))
+    if asked.quick and "quick" in known:
+        given["quick"] = True
     for name, value in list(given.items()):
-        if name not in known:
-            shown = "model" if name == "models" else name
-            said = ", ".join("model" if option == "models" else option for option in known)
-            raise ValueError(f"{shown}: measure {what} has no such option; it has {said}")
-        if name in read and (name == "kinds" or isinstance(value, str | Path)):
+        if name in read and isinstance(value, str):
             given[name] = read[name](value)
+        if name == "kinds":
+            given[name] = _read_kinds(value)
         if name == "backends":
             given[name] = tuple("" if backend == "torch" else backend for backend in value)
     if {"configs", "shapes"} & given.keys():
@@ -188,14 +190,10 @@ def _read_ranks(text: str) -> tuple[int, ...]:
         raise ValueError(f"ranks = {text!r}: must be numbers, as 0,2") from None
 
 
-def _follow(what: str, options: dict[str, Any]) -> "Follow":
-    if what == "collectives":
+def _follow(asked: Sweep) -> "Follow":
+    if isinstance(asked, Collectives):
         return "bends"
-    return "best_shape" if what == "gemm" and options.get("search") else "nothing"
-
-
-def _created(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Path:
-    return job.created(runs, "measure", f"{what}-{cluster.name}", cluster, size, cases=key)
+    return "best_shape" if isinstance(asked, Gemm) and asked.search else "nothing"
 
 
 def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Path:
@@ -217,9 +215,7 @@ def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) 
     )
 
 
-def _sweep(
-    run_dir: Path, request: "SweepRequest", size: int, patience: Patience, *, resume: bool
-) -> None:
+def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: Sweep) -> None:
     """Measure what is not measured yet. A case that hangs is recorded, and ranks that we started
     are started again for the others."""
     import msgspec
@@ -228,7 +224,7 @@ def _sweep(
     from meshwise.probe.sweep import CURRENT
 
     kept = f"what was measured is in {run_dir}, --resume continues"
-    if resume and job.leads():
+    if asked.resume and job.leads():
         before = launch.RanksFailed(store.read(run_dir / "run.json", RunInfo).reason)
         if before.hung:  # ranks that a launcher started were not started again
             _record_hung(run_dir, str(before))
@@ -239,11 +235,7 @@ def _sweep(
         done = all(case.id in skip for case in request.cases) and request.follow == "nothing"
         if done and job.starts():  # ranks of a launcher meet: rank 0's list is the one that counts
             log.info("all %d cases are measured already", len(request.cases))
-            info, samples, _ = store.load(run_dir)
-            if job.leads() and (info.status, info.reason) != ending(samples):
-                store.finish(
-                    run_dir, *ending(samples)
-                )  # the last case hung, or the end was cut off
+            job.finish(run_dir)  # the last case hung, or the end was cut off
             (run_dir / CURRENT).unlink(missing_ok=True)
             return
         left = sum(case.id not in skip for case in request.cases)
@@ -253,9 +245,8 @@ def _sweep(
             with job.recorded(run_dir, kept):
                 if job.leads():
                     store.finish(run_dir, "running")
-                launch.run(
-                    "meshwise.probe.sweep:measure_ranks", todo, nproc=size, patience=patience
-                )
+                target = "meshwise.probe.sweep:measure_ranks"
+                launch.run(target, todo, nproc=size, patience=asked.patience)
             return
         except launch.RanksFailed as failed:
             goes_on = failed.hung and job.starts() and _record_hung(run_dir, str(failed))
@@ -282,14 +273,12 @@ def _record_hung(run_dir: Path, reason: str) -> bool:
     finally:
         current.unlink()
     if case.id not in _measured(run_dir):
-        store.append(run_dir, Sample(case_id=case.id, case=case, status="hung", reason=reason))
+        job.append_failed(run_dir, case, "hung", reason)
     last = [sample.status for sample in store.load(run_dir)[1][-MOST_HUNG:]]
     return last != ["hung"] * MOST_HUNG
 
 
 def _measured(run_dir: Path) -> frozenset[str]:
     """The cases that need not be measured again."""
-    if not job.leads() and not (run_dir / "run.json").exists():
-        return frozenset()  # rank 0's list counts
-    _, samples = files.load(run_dir)
-    return frozenset(sample.case_id for sample in samples if sample.status != "error")
+    samples = job.samples(run_dir).items()
+    return frozenset(case_id for case_id, sample in samples if sample.status != "error")

@@ -1,164 +1,91 @@
-"""What the ranks are asked to do with a plan, and doing it: training, inference or decoding.
+"""Do what was asked of a plan on its ranks: training, inference or decoding.
 
-In: a plan and an ``Order``. Out: a run directory that holds one sample of op ``step``, or says why
+In: a plan and a ``Course``. Out: a run directory that holds one sample of op ``step``, or says why
 there is none.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from meshwise import store
-from meshwise.patience import USUAL, Patience
-from meshwise.spec import Plan, Record, RunInfo, Sample, case_of, ending
-from meshwise.verbs import job
-from meshwise.verbs.reports import check_writable
+from meshwise.options.run import Course, Run
+from meshwise.spec import Plan, RunInfo, Sample, case_of, ending
+from meshwise.verbs import files, job
 
 log = logging.getLogger("meshwise")
 
-Mode = Literal["train", "infer", "decode"]
 
+def check(plan: Plan, asked: Course) -> None:
+    """Refuse, before any process starts, what the ranks could not do."""
+    if asked.mode == "decode":
+        from meshwise.engine import decode, frame
 
-class Order(NamedTuple):
-    """How often, and what besides; ``engine.train``, ``infer`` and ``decode`` have the meanings.
+        decode.plan_for(frame.Request(plan=plan, run_dir="", asked=asked))
+    first = 0
+    if asked.resume_from is not None:
+        from meshwise.engine import checkpoint
 
-    Of inference a step is a batch; decoding has ``new_tokens`` instead of steps, behind prompts of
-    the plan's sequence length.
-    """
+        first = checkpoint.checked(asked.resume_from, plan, asked.seed).step
+    if asked.save is not None:
+        files.check_writable([asked.save])
+    if asked.data is not None:
+        from meshwise.engine.data import batches
 
-    steps: int
-    warmup: int
-    mode: Mode = "train"
-    seed: int = 0
-    data: str | None = None
-    checked: bool = False
-    driver_time: bool = False
-    save: str | None = None
-    save_every: int | None = None
-    resume_from: str | None = None
-    in_flight: int = 4
-    new_tokens: int = 64
-    profile: bool = False
-    find_nonfinite: bool = False
-    patience: Patience = USUAL
-
-    @property
-    def target(self) -> str:
-        """The function that every rank calls."""
-        return f"meshwise.engine.{self.mode}:run_ranks"
-
-    def request(self, plan: Plan, run_dir: Path) -> Record:
-        """What that function is told."""
-        if self.mode == "decode":
-            return self._decoding(plan, run_dir)
-        if self.mode == "infer":
-            from meshwise.engine.infer import InferRequest
-
-            return InferRequest(
-                plan=plan,
-                run_dir=str(run_dir),
-                steps=self.steps,
-                warmup=self.warmup,
-                seed=self.seed,
-                in_flight=self.in_flight,
-                driver_time=self.driver_time,
-            )
-        from meshwise.engine.train import TrainRequest
-
-        return TrainRequest(
-            plan=plan,
-            run_dir=str(run_dir),
-            steps=self.steps,
-            warmup=self.warmup,
-            seed=self.seed,
-            data=self.data,
-            checked=self.checked,
-            driver_time=self.driver_time,
-            save=self.save,
-            save_every=self.save_every,
-            resume_from=self.resume_from,
-            profile=self.profile,
-            find_nonfinite=self.find_nonfinite,
+        counts = asked.counts(plan.cluster.device.kind)
+        batches(
+            plan.model,
+            plan.workload,
+            steps=counts.steps + counts.warmup + 1,
+            seed=asked.seed,
+            file=asked.data,
+            rows=slice(0, 0),
+            first=first,
         )
+    if plan.recipe.attention != "auto" and asked.mode != "decode":
+        import torch
 
-    def _decoding(self, plan: Plan, run_dir: Path) -> Record:
-        from meshwise.engine.decode import DecodeRequest
+        from meshwise.engine import kernels
 
-        return DecodeRequest(
-            plan=plan,
-            run_dir=str(run_dir),
-            prompt_len=plan.workload.seq_len,
-            new_tokens=self.new_tokens,
-            batch=plan.workload.global_batch_size,
-            seed=self.seed,
-        )
+        kernels.choose(plan.recipe, torch.device(plan.cluster.device.kind), plan.dtype)
 
-    def check(self, plan: Plan) -> None:
-        """Refuse, before any process starts, what the ranks could not do."""
-        if self.mode == "decode":
-            from meshwise.engine.decode import DecodeRequest, plan_for
 
-            request = self.request(plan, Path())
-            assert isinstance(request, DecodeRequest)
-            plan_for(request)
-        first = 0
-        if self.resume_from is not None:
-            from meshwise.engine import checkpoint
-
-            first = checkpoint.checked(self.resume_from, plan, self.seed).step
-        if self.save is not None:
-            check_writable([self.save])
-        if self.data is not None:
-            from meshwise.engine.data import batches
-
-            batches(
-                plan.model,
-                plan.workload,
-                steps=self.steps + self.warmup + 1,
-                seed=self.seed,
-                file=self.data,
-                rows=slice(0, 0),
-                first=first,
-            )
-        if plan.recipe.attention != "auto" and self.mode != "decode":
-            import torch
-
-            from meshwise.engine import kernels
-
-            kernels.choose(plan.recipe, torch.device(plan.cluster.device.kind), plan.dtype)
+def new_run(plan: Plan, asked: Run, suite: str = "") -> Path:
+    """Make the run directory of a plan, or of a case of a ``suite``."""
+    slug = "-".join(filter(None, (suite, plan.model.name, plan.layout.name)))
+    size, facts = plan.layout.num_devices, {"suite": suite} if suite else {}
+    return job.created(asked.runs, "run", slug, plan.cluster, size, plan, **facts)
 
 
 def carry_out(
     plan: Plan,
-    order: Order,
-    runs: Path | str,
+    asked: Run,
+    run_dir: Path,
     *,
-    slug: str = "",
     environment: Mapping[str, str] | None = None,
-    run_dir: Path | None = None,
     finished: Sequence[Path] = (),
-) -> Path:
+) -> None:
     """Start the ranks, or join those that a launcher started, and wait for their end.
 
-    Returns the run directory (of a rank that does not lead ``runs``). However it ends, run.json
-    says so; ``finished`` is what to tell after Ctrl-C.
+    However it ends, run.json says so; ``finished`` is what to tell after Ctrl-C.
     """
     from meshwise import launch
+    from meshwise.engine.frame import Request
 
     size = plan.layout.num_devices
-    slug = slug or f"{plan.model.name}-{plan.layout.name}"
-    run_dir = run_dir or job.created(runs, "run", slug, plan.cluster, size, plan)
     log.info("%s %s on %d ranks, into %s", plan.model.name, plan.layout.name, size, run_dir)
     kept = f"finished: {', '.join(map(str, finished)) or 'no layout'}"
-    request = order.request(plan, run_dir)
     try:
         with job.recorded(run_dir, kept):
             launch.run(
-                order.target, request, nproc=size, patience=order.patience, environment=environment
+                f"meshwise.engine.{asked.mode}:run_ranks",
+                Request(plan=plan, run_dir=str(run_dir), asked=asked),
+                nproc=size,
+                patience=asked.patience,
+                environment=environment,
             )
     except BaseException:
-        if job.leads() and order.mode == "train":
+        if job.leads() and asked.mode == "train":
             _keep_steps(plan, run_dir)
         raise
     if job.leads():
@@ -167,11 +94,10 @@ def carry_out(
             samples = store.load(run_dir)[1]
             wrong = [one.reason for one in samples if one.status == "error"]
             store.finish(run_dir, *(("failed", wrong[0]) if wrong else ending(samples)))
-    return run_dir
 
 
 def _keep_steps(plan: Plan, run_dir: Path) -> None:
-    """Of a training that broke off: the steps until then, as a sample that says why."""
+    """Keep the steps of a training that broke off as a sample that says why."""
     from meshwise.timing import METHOD_VERSION
 
     if not (steps := store.steps(run_dir)):
@@ -192,7 +118,7 @@ def _keep_steps(plan: Plan, run_dir: Path) -> None:
 
 
 def _draw_timelines(plan: Plan, run_dir: Path) -> None:
-    """Of a profiled step, and of what was predicted, in one form."""
+    """Draw a profiled step, and the predicted one, in one form."""
     if not (run_dir / "phases.json").exists():
         return
     from meshwise import timeline

@@ -10,63 +10,47 @@ from pathlib import Path
 import msgspec
 
 from meshwise import store
+from meshwise.options import keywords
+from meshwise.options.plan import Search
 from meshwise.prices import on_hosts, unmeasured
-from meshwise.spec import Cluster, Costs, LanguageModel, Layout, Model, Plan, Workload
+from meshwise.spec import AnyModel, Cluster, Costs, Layout, Model, Plan, WideResNet, Workload
 from meshwise.verbs import files
 
 DEFAULT_COSTS = "costs.json"
 log = logging.getLogger("meshwise")
 
 
-def plan(
-    model: str | LanguageModel | None = None,
-    *,
-    gpus: int | None = None,
-    cluster: Path | str | None = None,
-    hosts: int | None = None,
-    costs: Path | str | None = None,
-    measured_only: bool = False,
-    global_batch_size: int | None = None,
-    seq_len: int | None = None,
-    top: int = 10,
-    layout: Layout | Path | str | None = None,
-    out: Path | str = "plan.json",
-) -> Plan:
-    """Search the legal layouts of ``model`` on ``gpus`` devices for the ``top`` fastest that fit,
-    and the fastest pipeline to compare them with if none of them is one.
-
-    ``model``: a name of the catalogue or a record, by default the one that fills the cluster.
-    ``gpus``: all devices of the cluster by default (CPU ranks count as devices). ``costs``: by
-    default costs.json; with ``cluster``, a name or a file, prices are its data sheet's instead, or
-    with both the measured host's and between hosts the cluster's. ``hosts``: so many of it.
-    ``measured_only``: what was not measured is an error. ``layout``: price this one, a record, JSON
-    or a file of it, instead of searching; a pipeline may be uneven.
+@keywords(Search)
+def plan(asked: Search) -> Plan:
+    """Search the legal layouts of a model on ``gpus`` devices for the ``top`` fastest that fit,
+    and the fastest pipeline to compare them with if none of them is one. Prices are those of
+    costs.json; with ``cluster`` its data sheet's instead, or with both the measured host's, and
+    between hosts the cluster's. Models and layouts may be records.
     """
     from meshwise import search
     from meshwise.models import catalogue
 
-    if top < 1:
-        raise ValueError(f"top = {top}: must be >= 1")
-    chosen = catalogue.find(model) if isinstance(model, str) else model
-    prices = _prices(cluster, hosts, costs, measured_only=measured_only)
+    model, measured_only = asked.model, asked.measured_only
+    chosen = catalogue.find_any(model) if isinstance(model, str) else model
+    prices = _prices(asked.cluster, asked.hosts, asked.costs, measured_only=measured_only)
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
-    if seq_len is not None:
-        chosen = _long_enough(chosen, seq_len)
-    workload = _workload(prices, chosen, global_batch_size, seq_len)
-    if layout is not None:
+    if asked.seq_len is not None:
+        chosen = _long_enough(chosen, asked.seq_len)
+    workload = _workload(prices, chosen, asked.global_batch_size, asked.seq_len)
+    if asked.layout is not None:
         from meshwise.verbs import given
 
-        asked = given.record(layout, Layout)
-        found = search.given(chosen, workload, prices, asked, measured_only=measured_only)
+        layout = given.record(asked.layout, Layout)
+        found = search.given(chosen, workload, prices, layout, measured_only=measured_only)
     else:
-        size = prices.cluster.num_devices if gpus is None else gpus
+        size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
         found = search.find(
-            chosen, workload, prices, num_devices=size, top=top, measured_only=measured_only
+            chosen, workload, prices, num_devices=size, top=asked.top, measured_only=measured_only
         )
-    store.write(out, found)
-    log.info("wrote %s", out)
+    store.write(asked.out, found)
+    log.info("wrote %s", asked.out)
     return found
 
 
@@ -77,7 +61,7 @@ def _prices(
     *,
     measured_only: bool,
 ) -> Costs:
-    """Of costs, a cluster or both."""
+    """Take the prices of costs, of a cluster, or of both."""
     described = None if cluster is None else files.take(cluster, Cluster)
     if costs is None and described is not None:
         if measured_only:
@@ -115,9 +99,9 @@ def _check_alike(measured: Cluster, described: Cluster) -> None:
             )
 
 
-def _long_enough(model: LanguageModel, seq_len: int) -> LanguageModel:
+def _long_enough(model: AnyModel, seq_len: int) -> AnyModel:
     """The model with positions for ``seq_len`` tokens: a GPT's table grows, others have none."""
-    if seq_len <= model.max_seq_len:
+    if isinstance(model, WideResNet) or seq_len <= model.max_seq_len:
         return model
     if not isinstance(model, Model):
         raise ValueError(
@@ -132,7 +116,7 @@ def _long_enough(model: LanguageModel, seq_len: int) -> LanguageModel:
 
 
 def _workload(
-    costs: Costs, model: LanguageModel, global_batch_size: int | None, seq_len: int | None
+    costs: Costs, model: AnyModel, global_batch_size: int | None, seq_len: int | None
 ) -> Workload:
     from meshwise.models import catalogue
 

@@ -5,30 +5,31 @@ freshly started ranks, since a process cannot change its back end of symmetric m
 thing, for a training loop, is ``meshwise.Refit``.
 """
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from meshwise import store
 from meshwise.files import append_line, write_whole
 from meshwise.models import catalogue
 from meshwise.models.decoder import num_parameters
+from meshwise.options import keywords
+from meshwise.options.refit import Refit
 from meshwise.pages import refit as page
-from meshwise.pages import refit_figure, svg
-from meshwise.patience import Limit, Patience, parsed
+from meshwise.pages import svg
 from meshwise.probe.cases import refit as cases
-from meshwise.spec import DTYPE_BYTES, Case, Cluster, Resharding, Sample, ending
+from meshwise.spec import DTYPE_BYTES, Case, Cluster, Resharding
 from meshwise.spec.label import label
 from meshwise.spec.op import Dtype
-from meshwise.spec.refit import Forecast, Mode, Order, Scenario, Verify
+from meshwise.spec.refit import Forecast, Mode, Order, Scenario
 from meshwise.text import plain
 from meshwise.units import parse_bytes
-from meshwise.verbs import files, forecast, job, measure
+from meshwise.verbs import files, forecast, job, measure, memory
 
 log = logging.getLogger("meshwise")
 
@@ -37,102 +38,56 @@ MOST_BYTES = 2**50  # of a cap, and of a model
 LAPTOP = "h200-hgx"  # of a dry run, where no cluster is named or cluster.toml has no links
 
 
-def refit(
-    *scenario: str,
-    model: str | None = None,
-    sizes: Mapping[str, Any] | None = None,
-    train: Mapping[str, int] | None = None,
-    infer: Mapping[str, int] | None = None,
-    dtype: str | None = None,
-    orders: tuple[str, str] = ("megatron", "engine"),
-    mode: str | None = None,
-    method: str = "auto",
-    cap: str | int = "512MiB",
-    verify: str = "hash",
-    atomic: bool = False,
-    changed: float | None = None,
-    place: bool = False,
-    check: bool = True,
-    warmup: int = 2,
-    iterations: int = 10,
-    rate: str | float | None = None,
-    cluster: Path | str = measure.DEFAULT_CLUSTER,
-    nproc: int | None = None,
-    timeout: Limit = None,
-    setup_timeout: Limit = None,
-    runs: Path | str = "runs",
-    output_dir: Path | str | None = None,
-    dry_run: bool = False,
-    figure: Path | str | None = None,
-) -> Path | list[Forecast]:
+@keywords(Refit)
+def refit(asked: Refit) -> Path | list[Forecast]:
     """Measure into a run directory whose path is returned; with ``dry_run`` only say what would
-    move: a ``Forecast`` for each scenario and mode, without torch.
-
-    ``scenario``: names, or numbers of the menu; without one ``train`` and ``infer`` give the
-    degrees (tp, pp, ep, etp, fsdp, replicas) of a small GPT or of ``model`` (a name of the
-    catalogue or a Hugging Face config.json), whose ``sizes`` may be changed. ``dtype``: of the
-    weights, by default the scenario's, of a ``model`` bf16. ``mode``: collocated,
-    non-collocated or all; the scenario's own by default. ``method``: nccl, nvshmem, gloo, ipc, auto
-    or all. ``cap``: extra memory of a rank. ``changed``: send only what changed, and change that
-    share of the weights before each refit. ``place``: let destination ranks be renumbered so that
-    the fewest bytes travel. ``check``: compare every destination element once, untimed. ``rate``:
-    of the links, for the bounds. ``nproc``: ranks, as many as needed by default. A log like that of
-    Megatron's suite goes to ``output_dir``/logs (OUTPUT_DIR, else benchmark_results) as RUN_ID.
-    ``figure``: the SVG file that a dry run draws its first transfer into.
+    move: a ``Forecast`` for each scenario and mode, without torch. Positional arguments are names
+    of scenarios. A log like that of Megatron's suite goes to ``output_dir``/logs.
     """
-    _check_choices(dtype, mode, method, verify, orders)
-    _check_delta(changed, verify, atomic)
-    if figure is not None and not dry_run:
-        raise ValueError(f"figure = {str(figure)!r}: is drawn of a dry run; add --dry-run")
-    timing = _timing(warmup, iterations, check, parsed(timeout, setup_timeout))
-    changes = {
-        "model": None if model is None else catalogue.find(model),
-        "sizes": sizes, "train": train, "infer": infer,
-        "dtype": dtype or (None if model is None else "bf16"),
-    }  # fmt: skip
-    choices = {
-        "cap_bytes": _cap_bytes(cap), "verify": verify, "atomic": atomic, "changed": changed,
-    }  # fmt: skip
-    asked = [
-        _Asked(one, methods, each, orders, choices)  # type: ignore[arg-type]
-        for one, methods in _scenarios(scenario, changes)
-        for each in (get_args(Mode) if mode == "all" else (mode or one.mode,))
+    _check(asked)
+    cap_bytes = _cap_bytes(asked.cap)
+    tasks = [
+        _Task(one, methods, each, cap_bytes, asked)
+        for one, methods in _scenarios(asked)
+        for each in (get_args(Mode) if asked.mode == "all" else (asked.mode or one.mode,))
     ]
-    _check_sizes(asked, nproc, figure)
-    if dry_run:
-        found = _forecasts(asked, cluster, nproc, rate, place)
-        if figure is not None and job.leads():
-            _draw(found[0], figure)
+    _check_sizes(tasks, asked)
+    if asked.dry_run:
+        found = _forecasts(tasks, asked)
+        if asked.figure is not None and job.leads():
+            write_whole(asked.figure, svg.standalone(page.figure(found[0])))
         return found
-    machine = measure.machine_of(cluster, nproc, keep=True)
-    todo = _cases(asked, method, machine, nproc, place, forecast.links(machine, rate))
-    return _measure_all(todo, machine, timing, runs, output_dir)
+    machine = measure.machine_of(asked.cluster, asked.nproc, keep=True)
+    return _measure_all(_cases(tasks, machine, asked), machine, asked)
 
 
-class _Asked(NamedTuple):
-    """A scenario in one mode. ``methods``: those that the menu names. ``choices``: fields of
-    ``Resharding``."""
+class _Task(NamedTuple):
+    """A scenario in one mode. ``methods``: those that the menu names."""
 
     scenario: Scenario
     methods: tuple[str, ...]
     mode: Mode
-    orders: tuple[Order, Order]
-    choices: Mapping[str, Any]
+    cap_bytes: int
+    asked: Refit
 
     @property
     def num_ranks(self) -> int:
         return cases.num_ranks(self.scenario, self.mode)
 
-    def op(self, num_ranks: int, *, place: bool) -> Resharding:
-        source, destination = cases.layouts(self.scenario, self.mode, num_ranks, self.orders)
+    def op(self, num_ranks: int) -> Resharding:
+        scenario, asked = self.scenario, self.asked
+        source, destination = cases.layouts(scenario, self.mode, num_ranks, asked.orders)
         op = Resharding(
-            model=self.scenario.model,
+            model=scenario.model,
             source=source,
             destination=destination,
-            scenario=self.scenario.name,
-            **self.choices,
+            scenario=scenario.name,
+            cap_bytes=self.cap_bytes,
+            verify=asked.verify,
+            atomic=asked.atomic,
+            changed=asked.changed,
         )
-        return msgspec.structs.replace(op, placement=forecast.placement(op)) if place else op
+        return msgspec.structs.replace(op, placement=forecast.placement(op)) if asked.place else op
 
 
 class _Todo(NamedTuple):
@@ -143,42 +98,30 @@ class _Todo(NamedTuple):
     metrics: dict[str, float]
 
 
-class _Timing(NamedTuple):
-    warmup: int
-    iterations: int
-    check: bool
-    patience: Patience
-
-
-def _check_choices(dtype: Any, mode: Any, method: Any, verify: Any, orders: Any) -> None:
-    known = {
-        "dtype": (dtype, (None, *get_args(Dtype))),
-        "mode": (mode, (None, *get_args(Mode), "all")),
-        "method": (method, (*cases.METHODS, "auto", "all")),
-        "verify": (verify, get_args(Verify)),
-        "train_order": (orders[0], get_args(Order)),
-        "inference_order": (orders[1], get_args(Order)),
-    }
-    for name, (value, choices) in known.items():
-        if value not in choices:
-            said = ", ".join(str(choice) for choice in choices if choice)
-            raise ValueError(f"{name} = {value!r}: must be one of {said}")
-
-
-def _check_delta(changed: float | None, verify: str, atomic: bool) -> None:
+def _check(asked: Refit) -> None:
+    """Refuse options that do not go together."""
+    changed, known = asked.changed, get_args(Dtype)
+    if asked.dtype not in (None, *known):
+        raise ValueError(f"dtype = {asked.dtype!r}: must be one of {', '.join(known)}")
+    for name, order in zip(("train_order", "inference_order"), asked.orders, strict=True):
+        if order not in get_args(Order):
+            raise ValueError(f"{name} = {order!r}: must be one of {', '.join(get_args(Order))}")
+    if asked.figure is not None and not asked.dry_run:
+        raise ValueError(f"figure = {str(asked.figure)!r}: is drawn of a dry run; add --dry-run")
     if changed is None:
         return
     if not 0 < changed <= 1:
         raise ValueError(f"changed = {changed}: must be a share, > 0 and <= 1")
-    if verify == "off":
+    if asked.verify == "off":
         raise ValueError("verify = 'off': --delta finds changes by hashes; use hash or full")
-    if atomic:
+    if asked.atomic:
         raise ValueError("atomic = True: does not go with --delta; give one of them")
 
 
-def _check_sizes(asked: "Sequence[_Asked]", nproc: int | None, figure: Path | str | None) -> None:
-    """Before anything is planned: too many would take for ever, or cannot be drawn."""
-    for number, one in enumerate(asked):
+def _check_sizes(tasks: Sequence[_Task], asked: Refit) -> None:
+    """Refuse models and ranks so large that planning takes for ever, or cannot be drawn."""
+    nproc, figure = asked.nproc, asked.figure
+    for number, one in enumerate(tasks):
         size = nproc or one.num_ranks
         model = one.scenario.model
         if num_parameters(model) * DTYPE_BYTES[one.scenario.dtype] > MOST_BYTES:
@@ -186,9 +129,9 @@ def _check_sizes(asked: "Sequence[_Asked]", nproc: int | None, figure: Path | st
         if size > MOST_RANKS:
             said = f"nproc = {nproc}" if nproc else f"{one.scenario.name} {one.mode}: {size} ranks"
             raise ValueError(f"{said}: must be at most {MOST_RANKS} ranks")
-        if figure is not None and number == 0 and size > refit_figure.MOST_RANKS:
+        if figure is not None and number == 0 and size > page.MOST_RANKS:
             raise ValueError(
-                f"figure = {str(figure)!r}: draws at most {refit_figure.MOST_RANKS} ranks, and "
+                f"figure = {str(figure)!r}: draws at most {page.MOST_RANKS} ranks, and "
                 f"here are {size}; leave it out"
             )
 
@@ -200,45 +143,34 @@ def _cap_bytes(cap: str | int) -> int:
     return found
 
 
-def _draw(found: Forecast, figure: Path | str) -> None:
-    write_whole(figure, svg.standalone(refit_figure.figure(found)))
-
-
-def _timing(warmup: int, iterations: int, check: bool, patience: Patience) -> _Timing:
-    numbers = ("num_benchmark_warmup", warmup, 0), ("num_benchmark_iterations", iterations, 1)
-    for name, number, least in numbers:
-        if number < least:
-            raise ValueError(f"{name} = {number}: must be >= {least}")
-    return _Timing(warmup, iterations, check, patience)
-
-
-def _scenarios(
-    names: Sequence[str], changes: Mapping[str, Any]
-) -> Iterator[tuple[Scenario, tuple[str, ...]]]:
-    """What is asked for, with the user's changes, and the methods that the menu names."""
-    if not names:
-        if not (changes["train"] or changes["infer"]):
+def _scenarios(asked: Refit) -> Iterator[tuple[Scenario, tuple[str, ...]]]:
+    """Yield what is asked for, with the user's changes, and the methods that the menu names."""
+    usual_dtype: Any = asked.dtype or (None if asked.model is None else "bf16")
+    changed = functools.partial(
+        cases.changed,
+        model=None if asked.model is None else catalogue.find(asked.model),
+        sizes=asked.sizes,
+        train=asked.train,
+        infer=asked.infer,
+        dtype=usual_dtype,
+    )
+    if not asked.scenario:
+        if not (asked.train or asked.infer):
             raise ValueError(
                 "nothing to refit: give --scenario (`meshwise refit --list` names them) or both "
                 "layouts, as --tensor-model-parallel-size 2 "
                 "--rl-inference-tensor-model-parallel-size 4"
             )
-        yield cases.changed(cases.custom(), **changes), ()
-    for name in names:
+        yield changed(cases.custom()), ()
+    for name in asked.scenario:
         found = cases.find(name)
         for one in found.scenarios:
-            yield cases.changed(one, **changes), found.methods
+            yield changed(one), found.methods
 
 
-def _forecasts(
-    asked: Sequence[_Asked],
-    cluster: Path | str,
-    nproc: int | None,
-    rate: str | float | None,
-    place: bool,
-) -> list[Forecast]:
+def _forecasts(tasks: Sequence[_Task], asked: Refit) -> list[Forecast]:
+    cluster, rate, given = asked.cluster, asked.rate, None
     usual = str(cluster) == measure.DEFAULT_CLUSTER
-    given = None
     if Path(cluster).exists() or not usual:
         given = forecast.links(files.take(cluster, Cluster), rate)
     if given is None and not usual:
@@ -249,32 +181,28 @@ def _forecasts(
         log.info("%s names no rate of its links, so for this dry run:", cluster)
     given = given or forecast.links(files.take(LAPTOP, Cluster), rate)
     assert given is not None
-    sizes = [(one, nproc or one.num_ranks) for one in asked]
-    return [forecast.forecast(one.op(size, place=place), size, given) for one, size in sizes]
+    sizes = [(one, asked.nproc or one.num_ranks) for one in tasks]
+    return [forecast.forecast(one.op(size), size, given) for one, size in sizes]
 
 
-def _cases(
-    asked: Sequence[_Asked],
-    method: str,
-    machine: Cluster,
-    nproc: int | None,
-    place: bool,
-    given: forecast.Links | None,
-) -> list[_Todo]:
+def _cases(tasks: Sequence[_Task], machine: Cluster, asked: Refit) -> list[_Todo]:
     """One for each scenario, mode and method; ranks that are too few, or a method without its
     device, are a reason and not an error, since the others can be measured. All are laid out and
     those with ranks enough are planned here, so that no run begins with what cannot be."""
-    found = []
+    found, nproc, method = [], asked.nproc, asked.method
+    given = forecast.links(machine, asked.rate)
     limit = machine.num_devices if nproc is None else job.world_size(nproc, machine, default=nproc)
     if not job.starts():
         limit = nproc = job.world_size(None, machine, default=1)
-    for one in asked:
+    for one in tasks:
         too_few = one.num_ranks > limit
         size = one.num_ranks if too_few or nproc is None else nproc
-        op = one.op(size, place=place)
+        op = one.op(size)
         lacks = f"needs {size} ranks, and here are {limit}" if too_few else ""
         if too_few:
             forecast.sides(op)  # refuses what cannot be laid out
+        else:
+            lacks = memory.missing(machine, forecast.held_bytes(op, size))
         known = {} if too_few else forecast.known(op, size, given)
         for each in cases.methods(method, machine.device.kind, one.methods):
             no_gpu = machine.device.kind == "cpu" and each not in ("auto", "gloo")
@@ -289,71 +217,48 @@ def _cases(
     return found
 
 
-def _measure_all(
-    todo: Sequence[_Todo],
-    machine: Cluster,
-    timing: _Timing,
-    runs: Path | str,
-    output_dir: Path | str | None,
-) -> Path:
+def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: Refit) -> Path:
     """Case after case into one run directory, and into the log."""
     possible = [one.case.world_size for one in todo if not one.reason]
     size = job.world_size(None, machine, default=max(possible, default=1))
     job.check_machine(machine, size)
     names = list(dict.fromkeys(one.case.op.scenario for one in todo))  # type: ignore[union-attr]
     slug = f"{'-'.join(names) if len(names) < 3 else 'suite'}-{machine.name}"
-    run_dir, leads = job.created(runs, "refit", slug, machine, size), job.leads()
-    text = _log_path(output_dir)
+    run_dir, leads = job.created(asked.runs, "refit", slug, machine, size), job.leads()
+    text = _log_path(asked.output_dir)
     if leads:
         _write(text, [f"run directory: {run_dir}"])
         count = f"{len(todo)} case{'s' * (len(todo) > 1)}"
         log.info("%s, into %s and %s", count, run_dir, text)
     with job.recorded(run_dir, f"what was measured is in {run_dir}"):
         for one in todo:
-            _measure(one, run_dir, timing)
+            _measure(one, run_dir, asked)
             if leads:
                 sample = files.load(run_dir)[1][-1]
                 _write(text, page.log_lines(sample))
                 log.info("%s: %s", label(one.case), page.outcome(sample))
-    if leads:
-        store.finish(run_dir, *ending(files.load(run_dir)[1]))
+    job.finish(run_dir)
     return run_dir
 
 
-def _measure(todo: _Todo, run_dir: Path, timing: _Timing) -> None:
+def _measure(todo: _Todo, run_dir: Path, asked: Refit) -> None:
     """One sample. A rank that dies or hangs ends this case and not the others, if we started it."""
     from meshwise import launch
 
     case = todo.case
     if todo.reason:
-        _append(run_dir, case, "skipped", todo.reason)
+        job.append_failed(run_dir, case, "skipped", todo.reason)
         return
     from meshwise.probe.refit import RefitRequest
 
-    request = RefitRequest(
-        case=case,
-        run_dir=str(run_dir),
-        warmup=timing.warmup,
-        iterations=timing.iterations,
-        compare=timing.check,
-        metrics=todo.metrics,
-    )
+    request = RefitRequest(case=case, run_dir=str(run_dir), asked=asked, metrics=todo.metrics)
+    target, size = "meshwise.probe.refit:measure_ranks", case.world_size
     try:
-        launch.run(
-            "meshwise.probe.refit:measure_ranks", request,
-            nproc=case.world_size, patience=timing.patience,
-        )  # fmt: skip
+        launch.run(target, request, nproc=size, patience=asked.patience)
     except launch.RanksFailed as failed:
         if not job.starts():
             raise
-        _append(run_dir, case, "hung" if failed.hung else "error", str(failed))
-
-
-def _append(
-    run_dir: Path, case: Case, status: Literal["skipped", "hung", "error"], reason: str
-) -> None:
-    if job.leads():
-        store.append(run_dir, Sample(case_id=case.id, case=case, status=status, reason=reason))
+        job.append_failed(run_dir, case, "hung" if failed.hung else "error", str(failed))
 
 
 def _log_path(output_dir: Path | str | None) -> Path:

@@ -76,15 +76,15 @@ def write(contents: Contents, out: Path | str) -> Path:
 
 
 def scaling(results_dir: Path | str, output_dir: Path | str | None = None) -> list[Path]:
-    """What `measure ring` left in a folder as pictures, a text and a page, which are returned;
-    in the same folder unless given. ValueError where there are no results."""
+    """Draw what `measure ring` left in a folder: pictures, a text and a page, whose paths are
+    returned; in the same folder unless given. ValueError where there are no results."""
     from meshwise.pages.scaling import read
 
     return write_scaling(read(results_dir), output_dir or results_dir)
 
 
 def write_scaling(found: "Scaling", output_dir: Path | str) -> list[Path]:
-    """The same of what was read."""
+    """Write pictures, text and page of results that were read."""
     from meshwise.pages import scaling_figures, scaling_report
 
     files = {name: scaling_figures.png(name, found) for name in scaling_figures.FILES}

@@ -3,11 +3,10 @@
 import importlib
 import inspect
 import logging
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from meshwise.options.measure import Sweep
 from meshwise.spec import Cluster, Derived
 from meshwise.verbs import files
 from meshwise.verbs.measure import chosen, scope_of
@@ -15,39 +14,18 @@ from meshwise.verbs.measure import chosen, scope_of
 log = logging.getLogger("meshwise")
 
 
-def derived(
-    what: str,
-    cluster: Cluster,
-    size: int,
-    *,
-    model: str | tuple[str, ...] = (),
-    dtype: str | None = None,
-    **options: Any,
-) -> list[Derived]:
+def derived(asked: Sweep, cluster: Cluster, size: int) -> list[Derived]:
     """The cases on ``size`` devices with the models that they are of, in the order of Primus'
-    files. ``what``, ``model``, ``dtype`` and ``options`` are those that ``measure`` was given."""
-    module = importlib.import_module(f"meshwise.probe.cases.{what}")
+    files."""
+    module = importlib.import_module(f"meshwise.probe.cases.{asked.what}")
     listing: Callable[..., list[Derived]] = module.derived
-    asked = chosen(module.cases, what, files.several(model), options)
-    known = inspect.signature(listing).parameters
-    given = {name: value for name, value in asked.items() if name in known}
+    options, known = chosen(asked, module.cases), inspect.signature(listing).parameters
+    given = {name: value for name, value in options.items() if name in known}
     return [
         row
-        for each in asked.get("dtypes") or (dtype,)
+        for each in options.get("dtypes") or (asked.dtype,)
         for row in listing(scope_of(cluster, size, each), **given)
     ]
-
-
-def check_writable(paths: Iterable[Path | str]) -> None:
-    """Refuse beforehand what could not be written afterwards."""
-    for path in map(Path, paths):
-        folder = path.parent if path.suffix == ".csv" else path
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def write(

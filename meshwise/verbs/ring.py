@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -18,14 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from meshwise import store
 from meshwise.files import parse_json, read_bytes, write_whole
 from meshwise.launch import scratch
-from meshwise.pages import ring_rows
-from meshwise.patience import Limit, Patience, parsed
+from meshwise.options import keywords
+from meshwise.options.ring import Ring
+from meshwise.pages import ring as page
+from meshwise.patience import Patience
 from meshwise.prices import Prices
 from meshwise.probe.cases import ring as cases
-from meshwise.spec import Cluster, Costs, Sample, ending
+from meshwise.spec import Cluster, Costs, Sample
 from meshwise.spec.label import label
 from meshwise.verbs import files, job, measure
 
@@ -39,8 +39,9 @@ MOST_TOKENS = 1024  # of a check: its oracle holds every pair of tokens
 
 
 class Asked(NamedTuple):
-    """What to measure, where."""
+    """Rows to measure, and where."""
 
+    options: Ring
     chosen: cases.RingSettings
     machine: Cluster
     world_size: int
@@ -49,6 +50,10 @@ class Asked(NamedTuple):
     @property
     def rows(self) -> list[cases.Row]:
         return cases.rows(self.chosen, self.world_size, self.machine.device.kind)
+
+    @property
+    def prices(self) -> Prices | None:
+        return None if self.costs is None else Prices(self.costs)
 
 
 class Measured(NamedTuple):
@@ -59,53 +64,35 @@ class Measured(NamedTuple):
     files: tuple[Path, ...]
 
 
-def asked(
-    *,
-    mode: cases.Mode = "",
-    nproc: int | None = None,
-    cluster: Path | str = measure.DEFAULT_CLUSTER,
-    costs: Path | str | None = None,
-    keep: bool = True,
-    **given: Any,
-) -> Asked:
-    """``given``: fields of ``RingSettings`` as the user gave them. ``mode``: all (each ring size in
-    a world of its own), quick, large, or "". ``costs``: prices by which branches choose their way.
-    ``keep``: write a cluster.toml that was missing."""
-    machine, size = measure.place(cluster, nproc, keep=keep)
-    if mode == "large" and nproc is None and job.starts():
+@keywords(Ring)
+def asked(ring: Ring) -> Asked:
+    """Complete the options by the environment and the machine."""
+    machine, size = measure.place(ring.cluster, ring.nproc, keep=not ring.dry_run)
+    if ring.mode == "large" and ring.nproc is None and job.starts():
         size = min(size, cases.LARGE_RANKS)
-    chosen = cases.settings(given, os.environ, mode, machine.device.kind)
-    prices = None if costs is None else files.take(costs, Costs)
-    return Asked(chosen, machine, size, prices)
+    chosen = cases.settings(ring.settings(), os.environ, ring.mode, machine.device.kind)
+    prices = None if ring.costs is None else files.take(ring.costs, Costs)
+    return Asked(ring, chosen, machine, size, prices)
 
 
-def measure_ring(
-    what: Asked,
-    *,
-    runs: Path | str = "runs",
-    output_dir: Path | str | None = None,
-    save: bool = True,
-    profile: bool = False,
-    timeout: Limit = None,
-    setup_timeout: Limit = None,
-) -> Measured:
-    """Measure every row. ``profile``: each rank leaves a Chrome trace of the first one in
+def measure_ring(what: Asked) -> Measured:
+    """Measure every row. With ``profile`` each rank leaves a Chrome trace of the first one in
     ``output_dir`` (OUTPUT_DIR, else benchmark_results/ring_v2_collective)."""
-    patience = parsed(timeout, setup_timeout)
+    ring, save = what.options, not what.options.no_save
     job.check_machine(what.machine, what.world_size)
     if not job.starts() and what.chosen.own_world:
         raise ValueError("mode = 'all': starts jobs of its own; leave it out under a launcher")
-    folder = Path(output_dir or os.environ.get("OUTPUT_DIR") or OUTPUT_DIR)
-    trace = str(folder / f"trace_{time.strftime('%Y%m%d_%H%M%S')}") if profile else ""
-    if profile or (save and job.leads()):
-        _check_writable(folder)
+    folder = Path(ring.output_dir or os.environ.get("OUTPUT_DIR") or OUTPUT_DIR)
+    trace = str(folder / f"trace_{time.strftime('%Y%m%d_%H%M%S')}") if ring.profile else ""
+    if ring.profile or (save and job.leads()):
+        files.check_writable([folder], "output_dir")
     with scratch.folder() as unsaved:
         run_dir = job.created(
-            runs if save else unsaved, "measure", f"ring-{what.machine.name}", what.machine,
+            ring.runs if save else unsaved, "measure", f"ring-{what.machine.name}", what.machine,
             what.world_size, ring=msgspec.to_builtins(what.chosen),
         )  # fmt: skip
         try:
-            _measure_all(what, run_dir, trace, patience)
+            _measure_all(what, run_dir, trace)
         finally:
             found, written = _document(run_dir), list[Path]()
             if save and found["results"]:
@@ -115,8 +102,8 @@ def measure_ring(
 
 
 def forecast(what: Asked) -> list[dict[str, Any]]:
-    """What would be measured, row by row, without torch: by which way, what moves."""
-    prices, found = _prices(what), []
+    """List what would be measured, row by row, without torch: by which way, what moves."""
+    prices, found = what.prices, []
     for row in what.rows:
         op, size = _op(row), row.case.world_size
         one: dict[str, Any] = {
@@ -137,15 +124,12 @@ def forecast(what: Asked) -> list[dict[str, Any]]:
     return found
 
 
-def verify_ring(
-    what: Asked, *, timeout: Limit = None, setup_timeout: Limit = None
-) -> tuple[list[dict[str, Any]], list[str]]:
+def verify_ring(what: Asked) -> tuple[list[dict[str, Any]], list[str]]:
     """Checks of every ring size that the ranks can form, and what to know of them; on CPUs in
     float64. Long sequences are scaled down, since the oracle holds every pair of tokens."""
     from meshwise import launch
     from meshwise.probe.ring_verify import VerifyRequest
 
-    patience = parsed(timeout, setup_timeout)
     sizes, unfit = _formed(what)
     job.check_machine(what.machine, what.world_size)
     small, factor = cases.scaled(what.chosen, MOST_TOKENS)
@@ -165,7 +149,7 @@ def verify_ring(
         )  # fmt: skip
         launch.run(
             "meshwise.probe.ring_verify:verify_ranks", request,
-            nproc=what.world_size, patience=patience,
+            nproc=what.world_size, patience=what.options.patience,
         )  # fmt: skip
         found = parse_json(read_bytes(request.file), "the checks") if job.leads() else []
     return found, notes
@@ -183,35 +167,30 @@ def _formed(what: Asked) -> tuple[tuple[int, ...], list[str]]:
     return tuple(size for size in sizes if not why[size]), unfit
 
 
-def _prices(what: Asked) -> Prices | None:
-    return None if what.costs is None else Prices(what.costs)
-
-
 def _op(row: cases.Row) -> Any:
     return row.case.op
 
 
-def _measure_all(what: Asked, run_dir: Path, trace: str, patience: Patience) -> None:
+def _measure_all(what: Asked, run_dir: Path, trace: str) -> None:
     """Rows that cannot be measured first, then one job for each world."""
-    rows, prices = what.rows, _prices(what)
+    rows, prices = what.rows, what.prices
     for row in rows:
         if row.reason:
-            _append(run_dir, row, "skipped", row.reason)
+            _fail(run_dir, row, "skipped", row.reason)
     todo = sorted((row for row in rows if not row.reason), key=lambda row: row.world_size)
     with job.recorded(run_dir, f"what was measured is in {run_dir}"):
         for world_size, group in groupby(todo, key=lambda row: row.world_size):
             log.info("rings in a world of %d, into %s", world_size, run_dir)
             for request in _requests(list(group), what, prices, run_dir, trace):
-                _launch(request, world_size, patience)
-    if job.leads():
-        store.finish(run_dir, *ending(files.load(run_dir)[1]))
+                _launch(request, world_size, what.options.patience)
+    job.finish(run_dir)
 
 
 def _requests(
     rows: Sequence[cases.Row], what: Asked, prices: Prices | None, run_dir: Path, trace: str
 ) -> Iterator["RingRequest"]:
-    """What is left to do, until nothing is: a job that dies is started anew for the rows after the
-    one that it died in, if the ranks are ours."""
+    """Yield what is left to do until nothing is: a job that dies is started anew for the rows
+    behind the one that it died in, if the ranks are ours."""
     from meshwise.probe.ring import RingRequest
 
     known = {
@@ -219,7 +198,7 @@ def _requests(
         for row in rows
     }
     while True:
-        done = _samples(run_dir)
+        done = job.samples(run_dir)
         left = [row for row in rows if row.case.id not in done]
         if not left:
             return
@@ -242,23 +221,27 @@ def _launch(request: "RingRequest", world_size: int, patience: Patience) -> None
     from meshwise.probe.loop import CURRENT
 
     run_dir = Path(request.run_dir)
-    before = _samples(run_dir)
+    before = job.samples(run_dir)
     try:
         launch.run(
             "meshwise.probe.ring:measure_ranks", request, nproc=world_size, patience=patience
         )
     except launch.RanksFailed as failed:
-        after = _samples(run_dir)
+        after = job.samples(run_dir)
         (run_dir / CURRENT).unlink(missing_ok=True)
         new = [sample for case_id, sample in after.items() if case_id not in before]
         left = [case for case in request.cases if case.id not in after]
         if left and not (new and _ended_job(new[-1], failed)):
             row = cases.Row(left.pop(0), world_size, "")
-            _append(run_dir, row, "hung" if failed.hung else "error", str(failed))
+            _fail(run_dir, row, "hung" if failed.hung else "error", str(failed))
         if not job.starts():
             raise
         then = "the ranks are started again for other cases" if left else "no case is left"
         log.warning("%s; %s", failed, then)
+
+
+def _fail(run_dir: Path, row: cases.Row, status: Any, reason: str) -> None:
+    job.append_failed(run_dir, row.case, status, reason, world_size=float(row.world_size))
 
 
 def _ended_job(last: Sample, failed: Exception) -> bool:
@@ -267,43 +250,17 @@ def _ended_job(last: Sample, failed: Exception) -> bool:
     return last.status in ("oom", "error") and named is not None
 
 
-def _append(run_dir: Path, row: cases.Row, status: Any, reason: str) -> None:
-    if job.leads():
-        metrics: dict[str, Any] = {"world_size": float(row.world_size)}
-        sample = Sample(
-            case_id=row.case.id, case=row.case, status=status, reason=reason, metrics=metrics
-        )
-        store.append(run_dir, sample)
-
-
-def _samples(run_dir: Path) -> dict[str, Sample]:
-    if not job.leads() and not (run_dir / "run.json").exists():
-        return {}  # rank 0's list counts
-    return {sample.case_id: sample for sample in files.load(run_dir)[1]}
-
-
 def _document(run_dir: Path) -> dict[str, Any]:
     if not job.leads():
         return {"results": []}
     info, samples = files.load(run_dir)
-    found = ring_rows.document(str(run_dir), info, samples)
+    found = page.document(str(run_dir), info, samples)
     found["results"].sort(key=lambda row: (row["seq_length"], row["ring_size"]))
     return found
-
-
-def _check_writable(folder: Path) -> None:
-    """Before anything is measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(
-            f"output_dir = {str(folder)!r}: cannot be written: {error.strerror}; name another"
-        ) from None
 
 
 def _write(folder: Path, found: dict[str, Any]) -> list[Path]:
     """The JSON and its copy latest.json."""
     text = json.dumps(found, indent=1, allow_nan=False) + "\n"
-    paths = [folder / ring_rows.file_name(found), folder / "latest.json"]
+    paths = [folder / page.file_name(found), folder / "latest.json"]
     return [write_whole(path, text) for path in paths]

@@ -7,7 +7,6 @@ pattern of attention explained (``pattern``).
 import difflib
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,10 @@ import msgspec
 
 from meshwise import store
 from meshwise.files import write_whole
+from meshwise.options import keywords
+from meshwise.options.ring import Pattern
 from meshwise.pages.show import Run, Shown
-from meshwise.pages.table import Table
-from meshwise.pages.tables import percent
+from meshwise.pages.table import Table, percent
 from meshwise.spec import Case, Cluster, Costs, Plan
 from meshwise.spec.checkpoint import Verified
 from meshwise.spec.label import label
@@ -101,7 +101,7 @@ def _verified(path: Path) -> Verified:
 def follow(
     path: Path | str, node: str, costs: Path | str = "costs.json"
 ) -> "tuple[Explained, ...]":
-    """What ``node`` of the model (``layers.0.up``) becomes in the plan at ``path``, and its price
+    """Follow ``node`` of the model (``layers.0.up``) into the plan at ``path``, with its price
     there by the costs that the plan was made from. Another file than a plan or an unknown node is a
     ValueError; the node's suggests the nearest name."""
     from meshwise import models, search
@@ -146,44 +146,34 @@ MOST_TOKENS = 2**24  # each is looked at, for each rank and head
 MOST_RANKS = 1024
 
 
-def pattern(
-    *,
-    segment_lengths: Sequence[int] = (),
-    dilation_rates: Sequence[int] = (),
-    seq_len: int,
-    heads: int,
-    kv_heads: int | None = None,
-    offsets: Any = "mod",
-    offset_heads: Any = "query",
-    zigzag: bool = False,
-    ranks: int = 8,
-    figure: Path | str | None = None,
-    **sizes: Any,
-) -> "Cover":
-    """What a pattern of attention covers, costs and moves on ``ranks`` ranks. ``sizes``: the other
-    fields of a ``LongAttention``. ``figure``: the SVG file to draw it into. Without segments dense.
-    """
+@keywords(Pattern)
+def pattern(asked: Pattern) -> "Cover":
+    """Explain what a pattern of attention covers, costs and moves; dense without segments."""
     from meshwise.attention import cover, shards
 
+    seq_len, ranks = asked.seq_len, asked.ranks
     if not 1 <= seq_len <= MOST_TOKENS:
         raise ValueError(f"seq_len = {seq_len}: must be 1 to {MOST_TOKENS}")
     if not 1 <= ranks <= min(seq_len, MOST_RANKS):
         raise ValueError(f"ranks = {ranks}: must be 1 to {min(seq_len, MOST_RANKS)}")
     dilation = None
-    if segment_lengths or dilation_rates:
+    if asked.segment_lengths or asked.dilation_rates:
         dilation = Dilation(
-            segment_lengths=tuple(segment_lengths), dilation_rates=tuple(dilation_rates),
-            offsets=offsets, offset_heads=offset_heads,
+            segment_lengths=asked.segment_lengths, dilation_rates=asked.dilation_rates,
+            offsets=asked.offsets, offset_heads=asked.offset_heads,
         )  # fmt: skip
     op = LongAttention(
-        seq_len=seq_len, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
-        dilation=dilation, order="zigzag" if zigzag else "contiguous", **sizes,
+        seq_len=seq_len, heads=asked.heads, head_dim=asked.head_dim, batch=asked.batch,
+        kv_heads=asked.heads if asked.kv_heads is None else asked.kv_heads, dtype=asked.dtype,
+        causal=asked.causal, window=asked.window, dilation=dilation,
+        order="zigzag" if asked.zigzag else "contiguous",
     )  # fmt: skip
-    where = (shards.zigzag if zigzag else shards.contiguous)(seq_len, ranks)
+    where = (shards.zigzag if asked.zigzag else shards.contiguous)(seq_len, ranks)
     found = cover.of(op, where)
-    if figure is not None:
-        from meshwise.pages import pattern_figure, svg
+    if asked.figure is not None:
+        from meshwise.pages import pattern as page
+        from meshwise.pages import svg
 
-        write_whole(figure, svg.standalone(pattern_figure.figure(op, where)))
-        log.info("wrote %s", figure)
+        write_whole(asked.figure, svg.standalone(page.figure(op, where)))
+        log.info("wrote %s", asked.figure)
     return found

@@ -5,12 +5,13 @@ In: a suite's name. Out: for each case a run directory, the source's console lin
 hangs or runs out of memory is such a row too, and the suite goes on.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from meshwise import store, suites
-from meshwise.patience import USUAL, Patience
+from meshwise.options.run import Suite
 from meshwise.spec import Cluster, Plan, Sample
 from meshwise.suites import tsv
 from meshwise.suites.case import BenchmarkCase
@@ -20,89 +21,74 @@ from meshwise.verbs.suite_results import (
     INFERENCE_TSV,
     CaseResult,
     add_inference,
-    failed,
-    finished,
     phases,
+    result,
 )
 
-Say = Callable[[str], None]
+Say = Callable[[str], None]  # gets the console lines
 Listed = tuple[BenchmarkCase, Plan | None, str]
 T = TypeVar("T")
+USUAL_ITERATIONS = 3
 
 
-class Settings(NamedTuple):
-    """The flags of the source's benchmark.py, and ours. ``say`` gets the console lines."""
-
-    num_hosts: int | None = None
-    num_devices_per_host: int | None = None
-    niter: int = 3
-    shard_only: bool = False
-    local: bool = False
-    profile_driver_time: bool = False
-    profile_stage_execution_time: bool = False
-    exp_name: str = "default"
-    scale_to_fit: bool = False
-    lowering: str | None = None
-    cluster: Path | str = measure.DEFAULT_CLUSTER
-    patience: Patience = USUAL
-    runs: Path | str = "runs"
-    say: Say = lambda _: None
+def silent(_: str) -> None:
+    """Print nothing."""
 
 
-def run_suite(name: str, settings: Settings) -> list[CaseResult]:
+def run_suite(name: str, asked: Suite, say: Say = silent) -> list[CaseResult]:
     """Run the cases of a suite for the number of devices that was asked for, by default all.
 
     A case that can never run so, as a pipeline with ``shard_only``, is recorded as skipped;
     ValueError if that is true of all, or before the first for whatever else is wrong.
     """
-    cluster, size = _place(settings)
-    _check(name, settings)
-    cases = _prepared(name, cluster, size, settings)
+    cluster, size = _place(asked)
+    _check(name, asked)
+    cases = _prepared(name, cluster, size, asked)
     job.check_machine(cluster, size)
-    path = Path(f"{settings.exp_name}.tsv")
+    path = Path(f"{asked.exp_name}.tsv")
     results = []
     for case, one in cases:
         if isinstance(one, ValueError):
-            settings.say(f"Working on case: {case}")
-            found = failed(name, case, size, "skipped", str(one))
+            say(f"Working on case: {case}")
+            found = result(name, case, size, status="skipped", reason=str(one))
         else:
-            found = _run_case(name, one, settings)
-        settings.say(tsv.line(tsv.COLUMNS, tuple(found.row.values())))
+            found = _run_case(name, one, asked, say)
+        say(tsv.line(tsv.COLUMNS, tuple(found.row.values())))
         if job.leads():
             tsv.append(path, tsv.COLUMNS, tuple(found.row.values()))
         results.append(found)
     return results
 
 
-def listed(name: str, settings: Settings) -> list[Listed]:
-    """What a suite would run: each case with its plan, and what was changed or why it cannot.
-    ValueError as of ``run_suite``."""
-    cluster, size = _place(settings)
-    _check(name, settings)
+def listed(name: str, asked: Suite, say: Say = silent) -> list[Listed]:
+    """List what a suite would run: each case with its plan, and what was changed or why it cannot
+    run. ValueError as of ``run_suite``."""
+    cluster, size = _place(asked)
+    _check(name, asked)
     found: list[Listed] = []
-    for case, one in _prepared(name, cluster, size, settings):
+    for case, one in _prepared(name, cluster, size, asked):
         if isinstance(one, ValueError):
             found.append((case, None, str(one)))
         else:
-            doubt = too_large(one, inference=suites.is_inference(name))
+            doubt = too_large(one, _timed(name, asked))
             found.append((case, one.plan, ", ".join([*one.changes, *([doubt] if doubt else [])])))
     return found
 
 
-def run_sweep(name: str, settings: Settings) -> list[CaseResult]:
+def run_sweep(name: str, asked: Suite, say: Say = silent) -> list[CaseResult]:
     """Run a sweep's suite on each of its cluster shapes that is here, as the source's run_exp;
     which are not is said. ValueError if none is."""
-    found = _on_each_shape(name, settings, run_suite)
+    found = _on_each_shape(name, asked, say, run_suite)
     return [result for of_shape in found.values() for result in of_shape]
 
 
-def listed_sweep(name: str, settings: Settings) -> dict[int, list[Listed]]:
-    """What a sweep would run, by number of devices; ValueError as of ``run_sweep``."""
-    return _on_each_shape(name, settings, listed)
+def listed_sweep(name: str, asked: Suite, say: Say = silent) -> dict[int, list[Listed]]:
+    """List what a sweep would run, by number of devices; ValueError as of ``run_sweep``."""
+    return _on_each_shape(name, asked, say, listed)
 
 
 def _on_each_shape(
-    name: str, settings: Settings, do: Callable[[str, Settings], list[T]]
+    name: str, asked: Suite, say: Say, do: Callable[[str, Suite, Say], list[T]]
 ) -> dict[int, list[T]]:
     sweep = next((sweep for sweep in suites.sweeps() if sweep.name == name), None)
     if sweep is None:
@@ -115,99 +101,84 @@ def _on_each_shape(
     results: dict[int, list[T]] = {}
     reasons: list[ValueError] = []
     for num_hosts, num_devices_per_host in suites.SHAPES:
-        shape = settings._replace(
+        size = num_hosts * num_devices_per_host
+        shape = dataclasses.replace(
+            asked,
+            nproc=size,
             num_hosts=num_hosts,
-            num_devices_per_host=num_devices_per_host,
             niter=sweep.niter,
-            profile_driver_time=sweep.profile_driver_time,
+            driver_time=sweep.profile_driver_time,
             profile_stage_execution_time=sweep.profile_stage_execution_time,
         )
         try:
-            results[num_hosts * num_devices_per_host] = do(sweep.suite, shape)
+            results[size] = do(sweep.suite, shape, say)
         except ValueError as error:
-            settings.say(f"{num_hosts} x {num_devices_per_host} devices: {error}")
+            say(f"{num_hosts} x {num_devices_per_host} devices: {error}")
             reasons.append(error)
     if not results:
         raise reasons[-1]
     return results
 
 
-def _place(settings: Settings) -> tuple[Cluster, int]:
+def _place(asked: Suite) -> tuple[Cluster, int]:
     """The machine, and how many of its devices take part."""
-    asked = job.num_ranks(
-        num_hosts=settings.num_hosts, num_devices_per_host=settings.num_devices_per_host
-    )
-    hosts = settings.num_hosts or 1
-    if settings.local and (hosts > 1 or not job.starts()):
+    hosts = asked.num_hosts
+    if asked.local and (hosts > 1 or not job.starts()):
         raise ValueError("local: starts the ranks on this host alone; leave it out")
     if hosts > 1 and job.starts():
         raise ValueError(
             f"num_hosts = {hosts}: start this command on every host with torchrun or srun"
         )
-    return measure.place(settings.cluster, asked, keep=False)
+    return measure.place(asked.cluster, asked.nproc, keep=False)
 
 
 def _prepared(
-    name: str, cluster: Cluster, size: int, settings: Settings
+    name: str, cluster: Cluster, size: int, asked: Suite
 ) -> list[tuple[BenchmarkCase, Prepared | ValueError]]:
     """Every case of a suite with its plan, or why it has none; ValueError if none has."""
-    found = [
-        (
-            case,
-            prepared(
-                suites.kind(name),
-                case,
-                cluster,
-                size,
-                shard_only=settings.shard_only,
-                scale_to_fit=settings.scale_to_fit,
-                lowering=settings.lowering,
-            ),
-        )
-        for case in suites.cases(name, size)
-    ]
+    kind, cases = suites.kind(name), suites.cases(name, size)
+    found = [(case, prepared(kind, case, cluster, size, asked)) for case in cases]
     refused = [one for _, one in found if isinstance(one, ValueError)]
     if len(refused) == len(found):
         raise refused[0]
     return found
 
 
-def _check(name: str, settings: Settings) -> None:
-    if settings.niter < 2:
-        raise ValueError(f"niter = {settings.niter}: must be >= 2, as the first is not counted")
-    if not settings.exp_name or "/" in settings.exp_name:
-        raise ValueError(f"exp_name = {settings.exp_name!r}: must be a file's name")
-    if settings.profile_stage_execution_time and not suites.is_inference(name):
+def _num_iterations(asked: Suite) -> int:
+    return USUAL_ITERATIONS if asked.niter is None else asked.niter
+
+
+def _check(name: str, asked: Suite) -> None:
+    if _num_iterations(asked) < 2:
+        raise ValueError(f"niter = {asked.niter}: must be >= 2, as the first is not counted")
+    if not asked.exp_name or "/" in asked.exp_name:
+        raise ValueError(f"exp_name = {asked.exp_name!r}: must be a file's name")
+    if asked.profile_stage_execution_time and not suites.is_inference(name):
         raise ValueError(
             f"profile_stage_execution_time: {name} trains; it is for the suites of inference"
         )
     if not job.leads():
         return
-    tsv.check(Path(f"{settings.exp_name}.tsv"), tsv.COLUMNS)
+    tsv.check(Path(f"{asked.exp_name}.tsv"), tsv.COLUMNS)
     if suites.is_inference(name):
         tsv.check(Path(INFERENCE_TSV), tsv.INFERENCE_COLUMNS)
 
 
-def _run_case(name: str, one: Prepared, settings: Settings) -> CaseResult:
+def _run_case(name: str, one: Prepared, asked: Suite, say: Say) -> CaseResult:
     """Run a case to its end, whatever that is, and say what the source says on the way."""
     from meshwise.launch import RanksFailed
 
-    plan, size, say = one.plan, one.plan.layout.num_devices, settings.say
+    plan, size, niter = one.plan, one.plan.layout.num_devices, _num_iterations(asked)
     say(f"Working on case: {one.case}")
     if one.changes:
         say(f" - Changed: {', '.join(one.changes)}")
-    ordered = order.Order(
-        steps=settings.niter - 1,
-        warmup=1,
-        mode="infer" if suites.is_inference(name) else "train",
-        driver_time=settings.profile_driver_time,
-        patience=settings.patience,
-    )
-    slug = f"{name}-{plan.model.name}-{plan.layout.name}"
-    run_dir = job.created(settings.runs, "run", slug, plan.cluster, size, plan, suite=name)
+    timed = _timed(name, asked)
+    if doubt := too_large(one, timed):
+        return result(name, one.case, size, one, status="skipped", reason=doubt)
+    run_dir = order.new_run(plan, timed, suite=name)
     status, reason, samples = "skipped", "rank 0 has it", []
     try:
-        order.carry_out(plan, ordered, settings.runs, run_dir=run_dir)
+        order.carry_out(plan, timed, run_dir)
     except RanksFailed as error:
         if not job.starts():
             raise  # the launcher ends all ranks
@@ -217,24 +188,30 @@ def _run_case(name: str, one: Prepared, settings: Settings) -> CaseResult:
     if samples:
         status, reason = samples[0].status, samples[0].reason
     if status != "ok":
-        return failed(name, one.case, size, status, reason, run_dir, one.counts, one.changes)
-    return _finished(name, one, samples[0], run_dir, settings)
+        return result(name, one.case, size, one, run_dir=run_dir, status=status, reason=reason)
+    for line in phases(samples[0], niter):
+        say(line)
+    return _finished(name, one, samples[0], run_dir, asked, say)
+
+
+def _timed(name: str, asked: Suite) -> Suite:
+    """What each case is asked for."""
+    mode: Any = "infer" if suites.is_inference(name) else "train"
+    return dataclasses.replace(asked, mode=mode, steps=_num_iterations(asked) - 1, warmup=1)
 
 
 def _finished(
-    name: str, one: Prepared, sample: Sample, run_dir: Path, settings: Settings
+    name: str, one: Prepared, sample: Sample, run_dir: Path, asked: Suite, say: Say
 ) -> CaseResult:
-    for line in phases(sample, settings.niter):
-        settings.say(line)
     times_s = sample.times_s
-    if (
-        not settings.profile_driver_time
-    ):  # the first iteration was not timed, nor may the second count
-        times_s = times_s[suites.warmup_steps(settings.niter) - 1 :]
+    if not asked.driver_time:  # the first iteration was not timed, nor may the second count
+        times_s = times_s[suites.warmup_steps(_num_iterations(asked)) - 1 :]
     if suites.is_inference(name):
         stages_s = add_inference(suites.kind(name), one, sample, times_s)
-        if settings.profile_stage_execution_time:
-            settings.say(f" - Stage latencies: {tsv.rounded(stages_s, 6)}")
+        if asked.profile_stage_execution_time:
+            say(f" - Stage latencies: {tsv.rounded(stages_s, 6)}")
             for trace in run_dir.glob("trace-*.json"):
-                settings.say(f" - Trace: {trace}")
-    return finished(name, one, sample, times_s, run_dir)
+                say(f" - Trace: {trace}")
+    peak: Any = sample.metrics.get("peak_bytes")
+    size = one.plan.layout.num_devices
+    return result(name, one.case, size, one, run_dir=run_dir, times_s=times_s, peak_bytes=peak)

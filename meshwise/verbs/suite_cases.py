@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import num_parameters, wide_resnet
-from meshwise.spec import Cluster, Decoder, Plan, WideResNet
+from meshwise.models import num_parameters
+from meshwise.models.counts import forward_flops
+from meshwise.options.run import Run, Suite
+from meshwise.spec import Cluster, Plan, WideResNet
 from meshwise.suites import formulas, layouts, scale
 from meshwise.suites.case import BenchmarkCase, MoEModelConfig, WResNetModelConfig
 from meshwise.suites.formulas import Counts
-from meshwise.units import format_bytes
-from meshwise.verbs import given
+from meshwise.verbs import given, memory
 
 _VOCAB = 128  # of the layers alone: so little that embedding and head hardly take time
 _CPU_FLOPS = 2e11  # of an iteration on each: seconds, where what fits its memory takes minutes
@@ -35,23 +36,20 @@ def prepared(
     case: BenchmarkCase,
     cluster: Cluster,
     size: int,
-    *,
-    shard_only: bool,
-    scale_to_fit: bool,
-    lowering: str | None,
+    asked: Suite,
 ) -> Prepared | ValueError:
     """The plan of a case, smaller if it has to fit; or why there is none."""
     inference = kind.endswith("_inference")
     try:
-        layout = layouts.layout(case, size, inference=inference, shard_only=shard_only)
+        layout = layouts.layout(case, size, inference=inference, shard_only=asked.shard_only)
         model, workload = layouts.model(case), layouts.workload(case)
         whole = scale.Scaled(model, workload, layout, ())
         if kind == "gpt_no_embedding_inference":
             whole = _layers_alone(whole)
-        if scale_to_fit:
-            memory = cluster.device.memory_bytes
+        if asked.scale_to_fit:
+            room = cluster.device.memory_bytes
             most = inf if cluster.device.kind == "cuda" else _CPU_FLOPS
-            scaled = scale.scaled(*whole[:3], memory, inference=inference, device_flops=most)
+            scaled = scale.scaled(*whole[:3], room, inference=inference, device_flops=most)
             whole = scaled._replace(changes=(*whole.changes, *scaled.changes))
         if whole.changes:
             case = _of_size(case, whole)
@@ -63,7 +61,7 @@ def prepared(
             layout,
             cluster,
             dtype=layouts.dtype(case) if on_gpu else "fp32",
-            lowering=lowering or ("compiled" if on_gpu else "eager"),
+            lowering=asked.lowering or ("compiled" if on_gpu else "eager"),
             recipe=layouts.recipe(case),
         )
         given.check(plan)
@@ -72,22 +70,14 @@ def prepared(
     return Prepared(case, plan, _counts(case, plan, kind), changes)
 
 
-def too_large(one: Prepared, *, inference: bool) -> str:
-    """That the weights alone are more than a device holds, in words; "" if they are not."""
-    plan = one.plan
-    memory = plan.cluster.device.memory_bytes
-    element_bytes = 2 if inference and plan.dtype == "bf16" else 4
-    assert not isinstance(plan.model, Decoder)  # no suite has one
-    least = scale.least_bytes(plan.model, plan.layout, element_bytes, inference=inference)
-    if least <= memory:
-        return ""
-    what = "weights" if inference else "weights and gradients"
-    here = format_bytes(memory)
-    return f"does not fit: {format_bytes(least)} of {what}, {here} a device; use --scale-to-fit"
+def too_large(one: Prepared, asked: Run) -> str:
+    """That a case needs more memory than there is, in words; "" if that is not known."""
+    lacks = memory.shortage(one.plan, asked)
+    return f"does not fit: {lacks}; use --scale-to-fit" if lacks else ""
 
 
 def _layers_alone(whole: scale.Scaled) -> scale.Scaled:
-    """Tokens go in and logits come out, but of so few words that it takes no time."""
+    """Give the model so few words that embedding and head take no time."""
     model = whole.model
     assert not isinstance(model, WideResNet)
     change = f"vocab {model.vocab} -> {_VOCAB}"
@@ -125,8 +115,7 @@ def _of_size(case: BenchmarkCase, scaled: scale.Scaled) -> BenchmarkCase:
 def _counts(case: BenchmarkCase, plan: Plan, kind: str) -> Counts:
     """FLOPs and parameters by the source's formulas, of images those of the model that runs."""
     if isinstance(plan.model, WideResNet):
-        recomputed = plan.layout.recompute == "full"
-        images = plan.workload.global_batch_size
-        flops = wide_resnet.step_flops(plan.model, images, recomputed=recomputed)
+        passes = 4 if plan.layout.recompute == "full" else 3
+        flops = passes * forward_flops(plan.model, plan.workload.global_batch_size)
         return Counts(float(flops), num_parameters(plan.model))
     return formulas.counts(case, kind)

@@ -1,4 +1,4 @@
-"""What became of a benchmark case, as the source tells it: console lines and rows of its tables.
+"""Tell how a benchmark case ended as the source does: console lines and rows of its tables.
 
 In: a case, and the sample that its run left or the reason why there is none. Out: a ``CaseResult``.
 """
@@ -12,7 +12,6 @@ from meshwise import suites
 from meshwise.spec import Record, Sample
 from meshwise.suites import formulas, tsv
 from meshwise.suites.case import BenchmarkCase, LoadSolutionParallelArgs
-from meshwise.suites.formulas import Counts
 from meshwise.verbs.suite_cases import Prepared
 
 INFERENCE_TSV = "inference_prof_res.tsv"
@@ -31,7 +30,7 @@ _SOLUTION = {  # the source's key of the metadata: the field of the case
 
 
 class CaseResult(Record, kw_only=True):
-    """What became of a case. ``row`` holds the columns of the table by name."""
+    """A case and how it ended. ``row`` holds the columns of the table by name."""
 
     suite: str
     case: str
@@ -53,65 +52,38 @@ def phases(sample: Sample, niter: int) -> Iterator[str]:
     yield (f" - Benchmark: {sample.metrics['timed_s']:.2f} s")
 
 
-def finished(
-    name: str,
-    prepared: Prepared,
-    sample: Sample,
-    times_s: tuple[float, ...],
-    run_dir: Path,
-) -> CaseResult:
-    """Of a case that ran; ``times_s`` are those that count."""
-    case, plan, counts, changes = prepared
-    size = plan.layout.num_devices
-    peak = sample.metrics.get("peak_bytes")
-    tflops = formulas.tflops(counts.flops, fmean(times_s), size)
-    values = tsv.row(
-        suites.kind(name),
-        case,
-        size,
-        counts.parameters,
-        times_s,
-        tflops,
-        int(peak) if isinstance(peak, float | int) else None,
-        _metadata(case) | {"run": run_dir.name} | _scaled(changes),
-    )
-    return CaseResult(
-        suite=name,
-        case=str(case),
-        status="ok",
-        run_dir=str(run_dir),
-        num_devices=size,
-        times_s=times_s,
-        tflops=tflops,
-        row=dict(zip(tsv.COLUMNS, values, strict=True)),
-    )
-
-
-def failed(
+def result(
     name: str,
     case: BenchmarkCase,
     size: int,
-    status: str,
-    reason: str,
+    prepared: Prepared | None = None,
+    *,
     run_dir: Path | None = None,
-    counts: Counts | None = None,
-    changes: tuple[str, ...] = (),
+    times_s: tuple[float, ...] = (),
+    peak_bytes: float | None = None,
+    status: str = "ok",
+    reason: str = "",
 ) -> CaseResult:
-    """Of a case that did not run to its end, or that was never begun."""
-    metadata = {"status": status, "reason": reason} | _scaled(changes)
-    if run_dir is not None:
-        metadata["run"] = run_dir.name
-    parameters = (
-        counts.parameters if counts else formulas.counts(case, suites.kind(name)).parameters
-    )
-    values = tsv.row(suites.kind(name), case, size, parameters, metadata=metadata)
+    """Put a case that ran, with the times that count, or one that did not into the table's row."""
+    counts, changes = (prepared.counts, prepared.changes) if prepared else (None, ())
+    counts = counts or formulas.counts(case, suites.kind(name))
+    tflops = formulas.tflops(counts.flops, fmean(times_s), size) if times_s else None
+    told = _metadata(case) if status == "ok" else {"status": status, "reason": reason}
+    told |= {"run": run_dir.name} if run_dir else {}
+    told |= {"scaled": list(changes)} if changes else {}
+    values = tsv.row(
+        suites.kind(name), case, size, counts.parameters, times_s, tflops,
+        None if peak_bytes is None else int(peak_bytes), told,
+    )  # fmt: skip
     return CaseResult(
         suite=name,
         case=str(case),
         status=status,
         reason=reason,
-        run_dir="" if run_dir is None else str(run_dir),
+        run_dir=str(run_dir or ""),
         num_devices=size,
+        times_s=times_s,
+        tflops=tflops,
         row=dict(zip(tsv.COLUMNS, values, strict=True)),
     )
 
@@ -123,10 +95,6 @@ def _metadata(case: BenchmarkCase) -> dict[str, Any]:
     if isinstance(args, LoadSolutionParallelArgs):
         found |= {key: getattr(args, field) for key, field in _SOLUTION.items()}
     return found
-
-
-def _scaled(changes: tuple[str, ...]) -> dict[str, Any]:
-    return {"scaled": list(changes)} if changes else {}
 
 
 def add_inference(

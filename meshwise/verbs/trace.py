@@ -30,7 +30,7 @@ def check_possible(cluster: Cluster, *, check: bool) -> None:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    """What each rank needs before NCCL is first used; a file of its own for every rank."""
+    """Name the variables that make NCCL log, each rank into a file of its own."""
     folder = (run_dir / "nccl").resolve()
     folder.mkdir()
     file = str(folder / "rank-{rank}.log").replace("%", "%%")  # NCCL fills in %h and %p

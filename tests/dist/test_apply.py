@@ -543,6 +543,7 @@ REFUSED = {
         "Layout.pp: cannot be applied to a module of your own"),
     "context": ({"cp": 2}, "none", {}, "Layout.cp: cannot"),
     "split norms": ({"tp": 2, "sequence_parallel": True}, "none", {}, "Layout.sequence_parallel"),
+    "other cuts": ({"tp": 2, "cuts": {"attention": "whole"}}, "none", {}, "Layout.cuts: cannot"),
     "cheap parts": ({"tp": 2, "recompute": "selective"}, "none", {}, "Layout.recompute: cannot"),
     "too few ranks": ({"tp": 4}, "none", {}, "needs 4 ranks, but 2 joined"),
     "no experts": (
@@ -583,7 +584,7 @@ REFUSED = {
 
 def test_what_cannot_be_done_is_refused_by_name(gloo_ranks):
     cases = [
-        (msgspec.to_builtins(Layout(**layout)), change, options)
+        (msgspec.to_builtins(msgspec.convert(layout, Layout)), change, options)
         for layout, change, options, _ in REFUSED.values()
     ]
     found = gloo_ranks(2, refused, cases=cases)

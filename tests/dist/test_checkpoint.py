@@ -25,7 +25,7 @@ import meshwise
 from meshwise.engine import checkpoint, data, step
 from meshwise.engine import folder as commits
 from meshwise.parallel import mesh
-from meshwise.spec import Layout, Model, Plan, Workload, stages_of
+from meshwise.spec import Cuts, Experts, Layout, Model, Plan, Workload, stages_of
 from meshwise.spec.checkpoint import Checkpoint
 
 # 13 rows are uneven over tp, and over dp once more; where FSDP2 cuts them DTensor does not know
@@ -74,9 +74,9 @@ def prepared(ranks, plan, layout, seed=0):
     """A new training of a layout, and its plan."""
     layout = msgspec.convert(layout, Layout)
     plan = msgspec.json.decode(plan, type=Plan)
-    plan = msgspec.structs.replace(plan, layout=layout, stages=stages_of(layout, MODEL))
+    plan = msgspec.structs.replace(plan, layout=layout, stages=stages_of(layout, plan.model))
     rows = step.rows(layout, ranks.rank)
-    batches = data.batches(MODEL, WORKLOAD, steps=STEPS, seed=SEED, file=None, rows=rows)
+    batches = data.batches(plan.model, WORKLOAD, steps=STEPS, seed=SEED, file=None, rows=rows)
     place = place_of(msgspec.json.encode(layout))
     training = step.prepare(plan, place, batches, ranks.device, dtype="fp32", seed=seed)
     return training, plan
@@ -242,6 +242,28 @@ def test_another_layout_goes_on_with_the_same_numbers(call, tmp_path, chain):
             if name.endswith("qkv.bias"):  # softmax ignores key biases: their updates are noise
                 difference = difference.view(MODEL.heads, 3, -1)[:, ::2]
             assert difference.norm() <= 1e-6 * tensor.norm(), name
+
+
+def test_whole_experts_of_tp_ranks_go_on_under_plain_ep(gloo_ranks, plan_of, tmp_path):
+    """And back: each loads the other's file and goes on with the numbers of the other."""
+    model = msgspec.structs.replace(MODEL, experts=Experts(num_experts=4, top_k=2, ffn=16))
+    cuts = Cuts(stream="seq", experts="experts")
+    over_both = layout(dp=2, tp=2, ep=2, zero=3, cuts=cuts)
+    plain = layout(dp=2, tp=2, ep=2, zero=2)
+    plan = msgspec.json.encode(plan_of(model, WORKLOAD, plain)).decode()
+
+    def call(layout, steps, source=None, saves=()):
+        given = {"layout": msgspec.to_builtins(layout), "steps": steps, "saves": saves}
+        return gloo_ranks(4, run, plan=plan, source=source, **given)[0]
+
+    for number, (first, second) in enumerate([(over_both, plain), (plain, over_both)]):
+        folder, ends = str(tmp_path / f"{number}"), [tmp_path / f"{number}.{end}" for end in "ab"]
+        whole = call(first, [0, 1, 2, 3], saves=[[folder, 2], [str(ends[0]), STEPS]])
+        losses = call(second, [2, 3], folder, [[str(ends[1]), STEPS]])
+        assert losses == pytest.approx(whole[2:], rel=1e-6)
+        due, found = map(read, ends)
+        for name in (name for name in due if "moe" in name and "optimizer" not in name):
+            assert (found[name] - due[name]).norm() <= 1e-6 * due[name].norm(), name
 
 
 def refused(ranks, plan, layout, folder, ffn=24, seed=SEED):

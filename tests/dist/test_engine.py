@@ -14,7 +14,9 @@ from torch import nn
 
 from meshwise import store
 from meshwise.engine import check, data, step
-from meshwise.engine.train import TrainRequest, run_ranks, train
+from meshwise.engine.frame import Request
+from meshwise.engine.train import run_ranks, train
+from meshwise.options.run import Course
 from meshwise.spec import Layout, Model, Sample, WideResNet, Workload
 from tests.dist.matrix import by_aot
 
@@ -29,14 +31,14 @@ def request_of(plan_of, tmp_path):
     def build(layout=SHARDED, run_dir=tmp_path, of=(MODEL, WORKLOAD), lowering="eager", **changes):
         plan = plan_of(*of, layout, lowering=lowering)
         changes = {"steps": 3, "warmup": 1} | changes
-        ordered = TrainRequest(plan=plan, run_dir=str(run_dir), **changes)
+        ordered = Request(plan=plan, run_dir=str(run_dir), asked=Course(**changes))
         return msgspec.json.encode(ordered).decode()
 
     return build
 
 
 def result(ranks, text):
-    return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=TrainRequest)))
+    return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=Request)))
 
 
 def order(ranks, text):
@@ -54,7 +56,7 @@ def test_a_run_leaves_one_sample(gloo_ranks, request_of, plan_of, tmp_path):
         command=("test",),
         provenance={},
     )
-    gloo_ranks(2, order, text=request_of(run_dir=run_dir, checked=True))
+    gloo_ranks(2, order, text=request_of(run_dir=run_dir, check=True))
     _, samples, warnings = store.load(run_dir)
     assert not warnings
     (sample,) = samples
@@ -127,7 +129,7 @@ def wrong_check(ranks, text):
 
 @pytest.mark.dist
 def test_a_wrong_plan_fails_its_check(gloo_ranks, request_of):
-    text = request_of(checked=True)
+    text = request_of(check=True)
     for sample in gloo_ranks(2, wrong_check, text=text):
         assert sample["status"] == "error"
         assert "its losses differ from those of one device" in sample["reason"]
@@ -139,7 +141,7 @@ def test_a_wrong_plan_fails_its_check(gloo_ranks, request_of):
 def test_kinks_of_images_do_not_fail_the_check(gloo_ranks, request_of):
     images = WideResNet(channels=16, image_size=32, num_classes=10)
     of = images, Workload(global_batch_size=8, seq_len=1)
-    text = request_of(Layout(dp=2, microbatch_size=4), of=of, checked=True)
+    text = request_of(Layout(dp=2, microbatch_size=4), of=of, check=True)
     assert gloo_ranks(2, result, text=text)[0]["metrics"]["check_loss_error"] < 1e-6
 
 
@@ -160,7 +162,7 @@ def nan_alone(ranks, text):
 
 @pytest.mark.dist
 def test_a_check_that_is_not_finite_is_a_sample_that_can_be_read(gloo_ranks, request_of):
-    for text in gloo_ranks(2, nan_alone, text=request_of(checked=True)):
+    for text in gloo_ranks(2, nan_alone, text=request_of(check=True)):
         sample = msgspec.json.decode(text, type=Sample)
         assert sample.status == "error"
         assert "differ from those of one device by nan" in sample.reason

@@ -38,7 +38,7 @@ def errors(ranks, routing):
     for parameter in whole.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     divided = copy.deepcopy(whole)
-    divided.exchange = AllToAll(dist.group.WORLD)
+    divided.exchange = AllToAll(dist.group.WORLD, ranks.world_size)
     for name in WEIGHTS:
         mine = getattr(whole.experts, name).detach().chunk(ranks.world_size)[ranks.rank].clone()
         setattr(divided.experts, name, torch.nn.Parameter(mine))

@@ -19,8 +19,21 @@ from meshwise.models import catalogue
 from meshwise.nn import llama
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import cross_entropy
+from meshwise.nn.wide_resnet import Bottleneck
 from meshwise.search.simulate import peak_memory
-from meshwise.spec import Attention, Decoder, Experts, Gemm, Layout, Mla, Model, layer_kinds
+from meshwise.spec import (
+    Attention,
+    Convolution,
+    Decoder,
+    Experts,
+    Gemm,
+    LayerKind,
+    Layout,
+    Mla,
+    Model,
+    WideResNet,
+    layer_kinds,
+)
 
 TINY = Model(hidden=64, layers=3, heads=4, ffn=256, vocab=512, max_seq_len=64)
 LLAMA = Decoder(
@@ -46,7 +59,7 @@ FAMILIES = {
     "granite": replace(
         LLAMA, embed_scale=3.0, residual_scale=0.5, logits_scale=0.25, softmax_scale=0.2
     ),
-    "window": replace(LLAMA, window=20),
+    "windows": replace(LLAMA, window=20, full_layers=(1,), local_rope_theta=100.0),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=4),
     "gpt experts": replace(TINY, experts=Experts(num_experts=8, top_k=2, ffn=64, every=2)),
     "experts": replace(LLAMA, experts=Experts(num_experts=8, top_k=3, ffn=32, normalized=False)),
@@ -58,6 +71,7 @@ FAMILIES = {
         LLAMA, experts=Experts(num_experts=8, top_k=3, ffn=32), norms="both", residual_scale=0.5,
         qk_norm=True, qk_norm_over="projection",
     ),
+    "images": WideResNet(blocks=(2, 1), channels=8, width_factor=3, image_size=22, num_classes=9),
 }  # fmt: skip
 of_every_family = pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
 BATCH, SEQ = 2, 48
@@ -77,6 +91,8 @@ def selective(layer, x):
         # it saves tensors alone
         y = redo(lambda *up: layer.down(llama.activate(up, layer.activation)), *up)
         return layer.add(x, layer.post2(y))
+    if isinstance(layer, Bottleneck):
+        return selective_bottleneck(layer, x)
     attention = layer.attention
     qkv = redo(lambda x: attention.qkv(layer.norm1(x)), x)
     q, k, v = (
@@ -89,6 +105,26 @@ def selective(layer, x):
     mlp = layer.mlp
     up = redo(lambda x: mlp.up(layer.norm2(x)), x)
     return x + redo(lambda up: mlp.down(F.gelu(up, approximate="tanh")), up)
+
+
+def selective_bottleneck(layer, x):
+    def normed(convolution, norm, y):
+        return redo(
+            lambda y, seen: convolution(F.relu(norm.normalise(y, seen))), y, norm.statistics(y)
+        )
+
+    y = normed(layer.conv3, layer.norm2, normed(layer.conv2, layer.norm1, layer.conv1(x)))
+    y = layer.norm3(y)
+    return F.relu((layer.shortcut_norm(layer.shortcut(x)) if layer.reshapes else x) + y)
+
+
+def drawn(model):
+    """What a step of a model begins with, and what its loss compares with."""
+    if not isinstance(model, WideResNet):
+        tokens = torch.randint(model.vocab, (BATCH, SEQ))
+        return tokens, tokens
+    images = torch.randn(BATCH, 3, model.image_size, model.image_size)
+    return images, torch.randint(model.num_classes, (BATCH,))
 
 
 def recomputing(module, words):
@@ -144,7 +180,7 @@ def test_parameters_of_a_stage(model, layers):
     """The last has its own copy of a tied weight."""
     with torch.device("meta"):
         stage = nn.build(model, layers)
-    kinds = layer_kinds(model, layers)
+    kinds = layer_kinds(model, SEQ, layers)
     graph = models.graph(
         model, BATCH, SEQ, "fp32", layers=kinds, first=stage.first, last=stage.last
     )
@@ -157,19 +193,21 @@ def test_flops(model):
     """torch counts products; with the math backend attention's too, in full, which that in pieces
     is not. Nor is a grouped product, so that experts are products one by one, as in fp64."""
     model = replace(model, window=None) if isinstance(model, Decoder) else model
-    with torch.device("cpu" if model.experts else "meta"):
+    with torch.device("cpu" if getattr(model, "experts", None) else "meta"):
         module = nn.build(model).double()
-        tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+        x, targets = drawn(model)
+        x = x.double() if x.is_floating_point() else x
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        cross_entropy(module(tokens), tokens).backward()
+        cross_entropy(module(x), targets).backward()
     program = models.apply(
         models.graph(model, BATCH, SEQ, "fp32"), Layout(microbatch_size=BATCH), "fp32"
     )
-    products = sum(t.op.flops for t in program.tasks if isinstance(t.op, Gemm))
+    products = sum(t.op.flops for t in program.tasks if isinstance(t.op, Gemm | Convolution))
     attention = sum(t.op.flops for t in program.tasks if isinstance(t.op, Attention))
     counted = counter.get_flop_counts()["Global"]
     by_torch = {str(op).split(".")[-1]: flops for op, flops in counted.items()}
-    torch_products = sum(by_torch[name] for name in ("addmm", "mm") if name in by_torch)
+    of_products = ("addmm", "mm", "convolution", "convolution_backward")
+    torch_products = sum(by_torch[name] for name in of_products if name in by_torch)
     assert products == torch_products
     rest = sum(by_torch.values()) - torch_products
     # ours: the causal half, 2 + 5 units; the math backend: the whole square, 4 + 8 (it recomputes
@@ -189,10 +227,12 @@ def saved(model, dtype, words, device="cpu"):
     """Bytes of all tensors that autograd keeps for the backward of a step, without weights."""
     with torch.device(device):
         module = initialised(nn.build(model), words)
-        tokens = torch.randint(model.vocab, (BATCH, SEQ))
+        x, targets = drawn(model)
+    narrow = torch.bfloat16 if dtype == "bf16" else torch.float32
     for parameter in module.parameters():  # angles of rotary positions stay fp32
-        parameter.data = parameter.data.to(torch.bfloat16 if dtype == "bf16" else torch.float32)
-    lasting = (*module.parameters(), *module.buffers(), tokens)
+        parameter.data = parameter.data.to(narrow)
+    x = x.to(narrow) if x.is_floating_point() else x
+    lasting = (*module.parameters(), *module.buffers(), x, targets)
     given = {tensor.untyped_storage().data_ptr() for tensor in lasting}
     found = weakref.WeakSet()
 
@@ -202,7 +242,7 @@ def saved(model, dtype, words, device="cpu"):
         return holder
 
     with saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        loss = cross_entropy(module(tokens), tokens)
+        loss = cross_entropy(module(x), targets)
     assert loss.isfinite()
     storages = [holder.tensor.untyped_storage() for holder in found]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -270,7 +310,14 @@ def test_peak_memory_of_a_middle_stage(word):
     step()
     measured = memory.peak_tensor_bytes(step, stage.parameters())
     graph = models.graph(
-        model, batch, SEQ, "fp32", layers=("dense",) * 3, first=False, last=False, recompute=words
+        model,
+        batch,
+        SEQ,
+        "fp32",
+        layers=(LayerKind(),) * 3,
+        first=False,
+        last=False,
+        recompute=words,
     )
     program = models.apply(graph, Layout(microbatch_size=batch), "fp32")
     counted = peak_memory(program, lambda name: 1.0).total_bytes

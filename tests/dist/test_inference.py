@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwise import timeline
 from meshwise.engine import data, infer, step
-from meshwise.engine.infer import InferRequest
+from meshwise.engine.frame import Request
 from meshwise.nn import build, initial
+from meshwise.options.run import Course
 from meshwise.parallel import mesh
 from meshwise.spec import (
     Decoder,
@@ -201,7 +202,7 @@ def test_layers_of_many_kinds_are_compiled(gloo_ranks, plan_of):
 
 
 def sample(ranks, request):
-    ordered = msgspec.json.decode(request, type=InferRequest)
+    ordered = msgspec.json.decode(request, type=Request)
     return msgspec.to_builtins(infer.measure(ranks, ordered))
 
 
@@ -209,7 +210,8 @@ def sample(ranks, request):
 def request_of(plan_of, tmp_path):
     def build(**changes):
         plan = plan_of(MODELS["gpt"], WORKLOAD, piped())
-        ordered = InferRequest(plan=plan, run_dir=str(tmp_path), steps=3, warmup=1, **changes)
+        asked = Course(mode="infer", steps=3, warmup=1, **changes)
+        ordered = Request(plan=plan, run_dir=str(tmp_path), asked=asked)
         return msgspec.json.encode(ordered).decode()
 
     return build

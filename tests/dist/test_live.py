@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from meshwise.nn import gpt
 from meshwise.parallel import apply, mesh
 from meshwise.reshard import live
-from meshwise.spec import Layout, Model
+from meshwise.spec import Cuts, Experts, Layout, Model
 
 MODEL = Model(hidden=24, layers=2, heads=4, ffn=40, vocab=101, max_seq_len=7)
 
@@ -20,6 +21,10 @@ pytestmark = pytest.mark.dist
 
 def numbered(*shape):
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+def holdings(model, ranks):
+    return live.held(live.gathered(model, ranks))
 
 
 def check(held, tensors, wholes, rank):
@@ -44,7 +49,7 @@ def placed_in_every_way(ranks):
     for shape in ((8, 6), (7, 5), (3, 2), (1, 9)):
         for placements in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
             tensor = distribute_tensor(numbered(*shape), grid, placements)
-            held = live.holdings({"a": tensor}, ranks)
+            held = holdings({"a": tensor}, ranks)
             check(held, live.tensors({"a": tensor}), {"a": numbered(*shape)}, ranks.rank)
             assert sorted({p.rank for p in held["a"].layout}) == [
                 r for r, numel in enumerate(ranks.gather(tensor.to_local().numel())) if numel
@@ -70,7 +75,7 @@ def strided(ranks):
             shape=whole.shape,
             stride=whole.stride(),
         )
-        held = live.holdings({"a": tensor}, ranks)
+        held = holdings({"a": tensor}, ranks)
         check(held, live.tensors({"a": tensor}), {"a": whole}, ranks.rank)
 
 
@@ -90,17 +95,42 @@ def parallel_gpt(ranks, dp, tp, zero):
     model = made(ranks, dp, tp, zero)
     placements = {p for parameter in model.parameters() for p in parameter.placements}
     model(torch.zeros(1, 3, dtype=torch.int64))  # FSDP2 leaves the root gathered after it
-    held, tensors = live.holdings(model, ranks), live.tensors(model)
+    held, tensors = holdings(model, ranks), live.tensors(model)
     assert tensors.pop("head.projection.weight").data_ptr() == tensors["embed.weight"].data_ptr()
     assert set(tensors) == set(held)
     wholes = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
     check(held, tensors, wholes, ranks.rank)
     first = model.initial_value("layers.1.mlp.down.weight", 0, ranks.device)
     assert torch.equal(wholes["layers.1.mlp.down.weight"], first)
-    again = live.holdings(model, ranks, as_source=True)
+    again = live.held(live.gathered(model, ranks), as_source=True)
     head = again.pop("head.projection.weight")
     assert again == held and {piece.buffer for piece in head.layout} == {"embed.weight"}
     return sorted(map(str, placements))
+
+
+def whole_experts(ranks, ep, zero):
+    """Rank 2 * e + t of an ep group has the experts of block 2 * e + t, whole."""
+    sizes = msgspec.structs.replace(MODEL, experts=Experts(num_experts=8, top_k=2, ffn=12))
+    cuts = Cuts(stream="seq", experts="experts")
+    place = mesh.build(Layout(dp=2, tp=2, ep=ep, zero=zero, cuts=cuts), "cpu")
+    with torch.device("meta"):
+        model = gpt.GPT(sizes)
+    model = apply.parallelize(model, place, dtype="fp32", lowering="eager")
+    names = [name for name, _ in model.named_parameters()]
+    wholes = {name: model.initial_value(name, 0, ranks.device) for name in names}
+    tensors = live.tensors(model)
+    tensors.pop("head.projection.weight")
+    check(live.holdings(model, ranks), tensors, wholes, ranks.rank)
+    first = wholes["layers.1.moe.experts.first"]
+    mine = first.chunk(2 * ep)[ranks.rank % (2 * ep)]
+    if zero and ep == 1:  # each of two data ranks has a shard of what its tp rank holds
+        mine = mine.chunk(2)[ranks.rank // 2]
+    assert torch.equal(tensors["layers.1.moe.experts.first"], mine)
+
+
+@pytest.mark.parametrize(("ep", "zero"), [(2, 3), (1, 2), (1, 0)])
+def test_tp_ranks_hold_different_whole_experts(gloo_ranks, ep, zero):
+    gloo_ranks(4, whole_experts, ep=ep, zero=zero)
 
 
 @pytest.mark.parametrize(("dp", "tp", "zero"), [(2, 2, 3), (2, 2, 0), (4, 1, 2), (1, 4, 0)])
@@ -112,7 +142,7 @@ def test_a_gpt_is_where_fsdp_and_tp_put_it(gloo_ranks, dp, tp, zero):
 def part_of_a_mesh(ranks):
     pair = DeviceMesh("cpu", [1, 3])
     tensor = distribute_tensor(numbered(5, 2), pair, [Shard(0)])
-    held = live.holdings({"a": tensor}, ranks)
+    held = holdings({"a": tensor}, ranks)
     return [[piece.rank, piece.box.low[0], piece.box.high[0]] for piece in held["a"].layout]
 
 
@@ -153,10 +183,10 @@ def in_any_order(ranks):
                 assert all(ranks.gather(same)) or axes & set(crossed)
                 if axes & set(crossed):
                     with pytest.raises(ValueError) as caught:
-                        live.holdings({"a": cut}, ranks)
+                        holdings({"a": cut}, ranks)
                     told.append(f"{number} {caught.value}")
                 else:
-                    check(live.holdings({"a": cut}, ranks), {"a": cut.to_local()}, {"a": whole},
+                    check(holdings({"a": cut}, ranks), {"a": cut.to_local()}, {"a": whole},
                           ranks.rank)  # fmt: skip
     return told
 
@@ -180,15 +210,15 @@ def of_parts_of_meshes(ranks):
         grid = DeviceMesh("cpu", order, mesh_dim_names=("a", "b"))
         for part in (grid["a"], grid["b"]):
             tensor = distribute_tensor(whole, part, [Shard(0)])
-            check(live.holdings({"a": tensor}, ranks), {"a": tensor.to_local()}, {"a": whole},
+            check(holdings({"a": tensor}, ranks), {"a": tensor.to_local()}, {"a": whole},
                   ranks.rank)  # fmt: skip
         tensor = distribute_tensor(whole, grid._flatten(), [Shard(0)], src_data_rank=None)
         if order[0] == [0, 1]:
-            check(live.holdings({"a": tensor}, ranks), {"a": tensor.to_local()}, {"a": whole},
+            check(holdings({"a": tensor}, ranks), {"a": tensor.to_local()}, {"a": whole},
                   ranks.rank)  # fmt: skip
         else:
             with pytest.raises(ValueError, match=r"a is sharded over ranks \[0, 2, 1, 3\]"):
-                live.holdings({"a": tensor}, ranks)
+                holdings({"a": tensor}, ranks)
 
 
 def test_slices_of_a_mesh_and_axes_made_one(gloo_ranks):
@@ -224,7 +254,7 @@ def unknown(ranks):
     said = []
     for model in models:
         with pytest.raises(ValueError) as caught:
-            live.holdings(model if ranks.rank == 1 else {"a": torch.ones(3)}, ranks)
+            holdings(model if ranks.rank == 1 else {"a": torch.ones(3)}, ranks)
         said.append(str(caught.value))
     return said
 
@@ -261,7 +291,7 @@ def refused(ranks):
     said = []
     for model in models:
         with pytest.raises(ValueError) as caught:
-            live.holdings(model, ranks)
+            holdings(model, ranks)
         said.append(str(caught.value))
     return said
 
@@ -294,8 +324,8 @@ def alone(ranks):
     assert list(found) == ["first.weight", "first.bias", "second.weight", "kept"]
     assert found["second.weight"].data_ptr() == model.first.weight.data_ptr()
     assert not any(tensor.requires_grad for tensor in found.values())
-    assert live.tensors(None) == {} == live.holdings(None, ranks)
-    held = live.holdings(model if ranks.rank else None, ranks)
+    assert live.tensors(None) == {} == holdings(None, ranks)
+    held = holdings(model if ranks.rank else None, ranks)
     assert list(held) == ["first.weight", "first.bias", "kept"]
     assert [piece.rank for piece in held["kept"].layout] == [1]
     both = {"wide": numbered(6, 4).T, "odd": numbered(9)[1:], "none": numbered(0, 3)}

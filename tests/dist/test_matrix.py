@@ -10,8 +10,10 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
-from meshwise.engine.train import TrainRequest, train
+from meshwise.engine.frame import Request
+from meshwise.engine.train import train
 from meshwise.models import placement
+from meshwise.options.run import Course
 from meshwise.spec import Cuts, Decoder, Experts, Layout, Mla, WideResNet
 from tests.dist import matrix, oracle
 from tests.errors import largest, loss_error
@@ -194,8 +196,33 @@ def test_parts_cut_in_other_ways_compile(check, every):
     check(everything[3::every], everything, "compiled")
 
 
+WHOLE_EXPERTS = [
+    Layout(dp=2, tp=2, microbatch_size=2, num_microbatches=2),
+    Layout(dp=2, tp=2, ep=2, microbatch_size=4),
+    Layout(dp=2, tp=2, zero=2, microbatch_size=2, num_microbatches=2),
+    Layout(dp=2, tp=2, ep=2, zero=3, microbatch_size=4, recompute="full"),
+    Layout(cp=2, tp=2, ep=2, microbatch_size=4, num_microbatches=2),
+    Layout(cp=2, tp=2, zero=2, microbatch_size=8),
+    Layout(cp=2, tp=2, ep=2, zero=3, microbatch_size=4, num_microbatches=2, recompute="selective"),
+    Layout(tp=2, pp=2, schedule="1f1b", microbatch_size=4, num_microbatches=2),
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "deepseek", pytest.param("gshard", marks=pytest.mark.whole)]
+)
+def test_whole_experts_on_different_tp_ranks_train_as_the_oracle_does(check, name):
+    every = [
+        msgspec.structs.replace(layout, cuts=Cuts(stream=stream, experts="experts"))
+        for layout, stream in zip(WHOLE_EXPERTS, itertools.cycle(["seq", "seq", "batch"]))
+    ]
+    kinds = itertools.cycle(matrix.RECIPES)
+    cases = [matrix.Case(4, name, layout, kind) for layout, kind in zip(every, kinds, strict=False)]
+    check(cases, cases)
+
+
 def result(ranks, text):
-    return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=TrainRequest)))
+    return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=Request)))
 
 
 @pytest.mark.parametrize("optimizer", matrix.RECIPES)
@@ -206,10 +233,10 @@ def test_a_run_from_a_checkpoint_to_a_checkpoint_trains_as_the_oracle_does(
     layout = Layout(dp=2, microbatch_size=4)
     plan = matrix.plan_of(matrix.FAMILIES["mixtral"], layout, optimizer)
     start, file = matrix.expected(tmp_path, plan, gloo_ranks, double=False)
-    ordered = TrainRequest(
-        plan=plan, run_dir=str(tmp_path), seed=matrix.SEED, steps=matrix.STEPS - 2, warmup=1,
-        resume_from=start, save=str(tmp_path / "end"),
-    )  # fmt: skip
+    asked = Course(
+        seed=matrix.SEED, steps=matrix.STEPS - 2, warmup=1, resume_from=start, save=tmp_path / "end"
+    )
+    ordered = Request(plan=plan, run_dir=str(tmp_path), asked=asked)
     sample, _ = gloo_ranks(2, result, text=msgspec.json.encode(ordered).decode())
     due = load_file(file)
     assert loss_error(sample["metrics"]["losses"], due["losses"].tolist()) <= SINGLE_LOSS

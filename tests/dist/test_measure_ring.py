@@ -140,7 +140,7 @@ def test_the_command_measures_rings_skips_others_and_writes_its_files(capsys, mo
     monkeypatch.setenv("SEQ_LENGTHS", "64")
     assert call(f"2 {SMALL} --ring_sizes 1 2 4 --output_dir out --profile") == 0
     out = capsys.readouterr().out
-    assert "local x2" in out and "here are 2" in out and "out/latest.json" in out
+    assert "local, " in out and "here are 2" in out and "out/latest.json" in out
     found = json.loads(Path("out/latest.json").read_text())
     (dated,) = Path("out").glob("ring_v2_collective_benchmark_*_world2.json")
     assert dated.read_text() == Path("out/latest.json").read_text()

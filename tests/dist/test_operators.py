@@ -4,17 +4,20 @@ import contextlib
 import json
 import statistics
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from meshwise.probe import attention, collectives, elementwise, gemm, overlap
+from meshwise.probe import attention, collectives, convolution, elementwise, gemm, overlap
 from meshwise.probe.cases import attention as attention_cases
 from meshwise.probe.work import Unavailable, tried
-from meshwise.spec import Attention, Case, Collective, Elementwise, Gemm, Overlap
+from meshwise.spec import Attention, Case, Collective, Convolution, Elementwise, Gemm, Overlap
 
 CPU = torch.device("cpu")
 PLAIN = ((False, True), (False, False), (True, False), (True, True))
+CONVOLUTIONS = (((9, 7), 3, 1), ((9, 7), 3, 2), ((8, 6), 3, 2), ((8, 5), 1, 2), ((12, 9), 7, 2))
 SCALING = {"tensor": (1, 1), "row": (24, 1)}
 METRICS = ("alone_s", "slowdown", "covered")
 MASKS = ({"causal": False}, {"causal": True}, {"causal": True, "window": 5})
@@ -114,6 +117,56 @@ def test_the_precision_of_fp32_is_put_back():
         product(settings, m=8, n=8, k=8, dtype="fp32")
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+# --- convolutions ---
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize(("size", "kernel", "stride"), CONVOLUTIONS)
+def test_the_products_of_a_convolution_are_its_result_and_gradients(
+    settings, size, kernel, stride, dtype
+):
+    """Autograd in fp64; sizes and FLOPs of the record are torch's."""
+    height, width = size
+    op = Convolution(
+        batch=2, in_channels=6, out_channels=8, height=height, width=width, kernel=kernel,
+        stride=stride, dtype=dtype,
+    )  # fmt: skip
+    got, calls = {}, {}
+    for product in ("forward", "dgrad", "wgrad"):
+        case = Case(op=msgspec.structs.replace(op, product=product))
+        (calls[product],) = convolution.build(case, CPU, settings).calls
+        with FlopCounterMode(display=False) as counter:
+            found = calls[product]()
+        assert counter.get_total_flops() == case.op.flops
+        (got[product],) = [found] if product == "forward" else [y for y in found if y is not None]
+    dy, *operands = calls["dgrad"].args[:3]
+    for here, there in zip(operands, calls["forward"].args, strict=False):
+        assert torch.equal(here, there) and here.is_contiguous(memory_format=torch.channels_last)
+    x, w = (of.double().requires_grad_() for of in operands)
+    y = torch.nn.functional.conv2d(x, w, stride=stride, padding=kernel // 2)
+    y.backward(dy.double())
+    tolerance = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2}[dtype]
+    for product, right in (("forward", y), ("dgrad", x.grad), ("wgrad", w.grad)):
+        scale = right.detach().abs().max().item()
+        assert got[product].shape == right.shape and got[product].dtype == dy.dtype
+        torch.testing.assert_close(
+            got[product].double(), right.detach(), rtol=tolerance, atol=tolerance * scale
+        )
+    elements = x.numel() + w.numel() + y.numel()
+    assert op.bytes == elements * dy.itemsize and op.out_pixels == y[0, 0].numel()
+
+
+def test_a_convolution_in_tf32_needs_a_gpu_and_leaves_the_precision_alone(settings):
+    before = torch.backends.cudnn.conv.fp32_precision
+    sizes = {"batch": 1, "in_channels": 4, "out_channels": 4, "height": 5, "width": 5, "kernel": 3}
+    with pytest.raises(Unavailable, match="precision of GPUs"):
+        convolution.build(Case(op=Convolution(**sizes, dtype="tf32")), CPU, settings)
+    with contextlib.ExitStack() as held:
+        convolution.build(Case(op=Convolution(**sizes, dtype="fp32")), CPU, held)
+        assert torch.backends.cudnn.conv.fp32_precision == "ieee"
+    assert torch.backends.cudnn.conv.fp32_precision == before
 
 
 # --- attention ---

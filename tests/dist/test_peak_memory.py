@@ -18,6 +18,7 @@ from meshwise.search.predict import memory_of
 from meshwise.search.space import legal_layouts
 from meshwise.spec import (
     Cluster,
+    Cuts,
     Decoder,
     Device,
     Experts,
@@ -27,6 +28,7 @@ from meshwise.spec import (
     Plan,
     Recipe,
     Tier,
+    WideResNet,
     Workload,
     stages_of,
 )
@@ -53,6 +55,7 @@ FAMILIES = {
     ),
     "gpt experts": replace(GPT, experts=Experts(num_experts=4, top_k=2, ffn=256, every=2)),
 }  # fmt: skip
+IMAGES = WideResNet(blocks=(2, 2), channels=16, width_factor=2, image_size=64, num_classes=64)
 AXES = (
     "pp", "schedule", "stages_per_rank", "tp", "zero", "replicas", "ep", "sequence_parallel",
     "microbatch_size",
@@ -111,15 +114,16 @@ def drawn(model, count, seed):
 
 def errors(gloo_ranks, plan_of, name, dtype, layouts):
     """(layout, predicted / measured - 1) of each."""
-    model = FAMILIES[name]
-    plan = plan_of(model, WORKLOAD, layouts[0], dtype=dtype)
+    model = FAMILIES.get(name, IMAGES)
+    workload = replace(WORKLOAD, seq_len=1) if model is IMAGES else WORKLOAD
+    plan = plan_of(model, workload, layouts[0], dtype=dtype)
     plan = replace(plan, recipe=Recipe(routing="balanced"))
     given = {"plan": plan, "layouts": layouts}
     given = {key: msgspec.json.encode(value).decode() for key, value in given.items()}
     replies = gloo_ranks(4, measured, **given)
     prices, found = Prices(costs_in(dtype)), []
     for layout, *peaks in zip(layouts, *replies, strict=True):
-        predicted = memory_of(model, WORKLOAD, layout, prices)[1].total_bytes
+        predicted = memory_of(model, workload, layout, prices)[1].total_bytes
         found.append((f"{name} {dtype} {layout.name}", predicted / max(peaks) - 1))
     return found
 
@@ -153,6 +157,7 @@ def test_predicted_peaks_are_those_of_the_ranks(gloo_ranks, plan_of, count):
     assert mean(sizes) <= 0.02, found
 
 
+WHOLE_EXPERTS = Cuts(stream="seq", experts="experts")
 SHARED = {
     "gpt": [
         Layout(cp=4, zero=3, microbatch_size=8),
@@ -163,10 +168,14 @@ SHARED = {
         Layout(cp=2, tp=2, sequence_parallel=True, microbatch_size=8, recompute="selective"),
     ],
     "qwen": [Layout(cp=2, pp=2, schedule="1f1b", microbatch_size=2, num_microbatches=4)],
-    "mixtral": [Layout(dp=2, cp=2, ep=4, zero=3, microbatch_size=4)],
+    "mixtral": [
+        Layout(dp=2, cp=2, ep=4, zero=3, microbatch_size=4),
+        Layout(dp=2, tp=2, ep=2, zero=3, cuts=WHOLE_EXPERTS, microbatch_size=4),
+    ],
     "deepseek": [
         Layout(cp=4, zero=3, microbatch_size=2, num_microbatches=4),
         Layout(dp=2, cp=2, ep=2, zero=2, microbatch_size=4),
+        Layout(cp=2, tp=2, cuts=WHOLE_EXPERTS, microbatch_size=4, num_microbatches=2),
     ],
 }
 
@@ -178,3 +187,24 @@ def test_peaks_where_ranks_share_sequences(gloo_ranks, plan_of, name):
     for layout, error in found:
         print(f"{100 * error:6.2f} %  {layout}")
     assert max(abs(error) for _, error in found) <= 0.06, found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_peaks_of_images(gloo_ranks, plan_of, dtype):
+    layouts = [
+        Layout(dp=4, microbatch_size=2),
+        Layout(dp=4, zero=3, microbatch_size=1, num_microbatches=2, recompute="full"),
+        Layout(dp=4, zero=2, microbatch_size=2, recompute="selective"),
+        Layout(tp=4, microbatch_size=4, num_microbatches=2),
+        Layout(dp=2, tp=2, zero=1, microbatch_size=2, num_microbatches=2),
+        Layout(pp=2, schedule="1f1b", dp=2, zero=2, microbatch_size=1, num_microbatches=4),
+        Layout(pp=2, schedule="1f1b", tp=2, microbatch_size=2, num_microbatches=4),
+        Layout(pp=2, stages_per_rank=2, schedule="looped_bfs", dp=2, zero=3, microbatch_size=2,
+            num_microbatches=2, recompute="full"),
+    ]  # fmt: skip
+    found = errors(gloo_ranks, plan_of, "images", dtype, layouts)
+    for layout, error in found:
+        print(f"{100 * error:6.2f} %  {layout}")
+    sizes = [abs(error) for _, error in found]
+    assert max(sizes) <= 0.06, found
+    assert mean(sizes) <= 0.02, found

@@ -28,6 +28,7 @@ from meshwise.spec import (
     Model,
     Plan,
     Recipe,
+    WideResNet,
     Workload,
     stages_of,
 )
@@ -55,6 +56,7 @@ FAMILIES = {
         residual_scale=0.5,
         logits_scale=0.5,
         window=6,
+        full_layers=(1,),
     ),
     "ungated": replace(LLAMA, gated=False, mlp_bias=True, out_bias=True, kv_heads=8),
 }
@@ -68,6 +70,8 @@ EXPERTS = {
     "biased experts": replace(LLAMA, experts=SHARED, mlp_bias=True, gated=False),
 }
 FAMILIES |= EXPERTS
+IMAGES = WideResNet(blocks=(2, 1), channels=8, width_factor=2, image_size=20, num_classes=6)
+WHOLE_EXPERTS = Cuts(stream="seq", experts="experts")
 UNEVEN = {  # few first dims divide by 4, and by 2
     "gpt": Model(hidden=30, layers=2, heads=3, ffn=54, vocab=101, max_seq_len=17),
     "llama": Decoder(
@@ -138,7 +142,9 @@ def issued(ranks, plan, layouts):
         changed = replace(plan, layout=layout, stages=stages)
         place = mesh.build(layout, "cpu")
         rows = step.rows(layout, ranks.rank)
-        batch = engine_data.batches(plan.model, WORKLOAD, steps=1, seed=0, file=None, rows=rows)
+        batch = engine_data.batches(
+            plan.model, plan.workload, steps=1, seed=0, file=None, rows=rows
+        )
         training = step.prepare(changed, place, batch, ranks.device, dtype=plan.dtype, seed=0)
         batch = [
             each[0].split(layout.microbatch_size) for each in (training.inputs, training.targets)
@@ -231,9 +237,36 @@ def test_ranks_that_hold_different_experts(gloo_ranks, plan_of, world_size, mode
             Layout(dp=4, ep=2, zero=1, replicas=2, microbatch_size=1),
             Layout(dp=2, tp=2, ep=2, zero=2, sequence_parallel=True, microbatch_size=2),
             Layout(dp=2, tp=2, ep=2, microbatch_size=1, num_microbatches=2),
+            Layout(dp=2, tp=2, ep=2, zero=3, cuts=WHOLE_EXPERTS, microbatch_size=2),
+            Layout(dp=2, tp=2, cuts=WHOLE_EXPERTS, microbatch_size=1, num_microbatches=2),
+            Layout(cp=2, tp=2, ep=2, zero=2, cuts=WHOLE_EXPERTS, microbatch_size=4),
+            Layout(tp=4, cuts=WHOLE_EXPERTS, microbatch_size=4, recompute="full"),
         ],
     }
     compare(gloo_ranks, plan_of, model, layouts[world_size], "bf16")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_see_other_images_or_have_other_channels(gloo_ranks, plan_of, world_size, dtype):
+    layouts = {
+        2: [
+            Layout(tp=2, microbatch_size=4),
+            Layout(tp=2, microbatch_size=2, num_microbatches=2, recompute="selective"),
+            Layout(tp=2, microbatch_size=4, recompute="full"),
+            Layout(dp=2, microbatch_size=1, num_microbatches=2),
+            Layout(dp=2, zero=2, microbatch_size=1, num_microbatches=2, recompute="selective"),
+            Layout(dp=2, zero=3, microbatch_size=2, recompute="full"),
+        ],
+        4: [
+            Layout(tp=4, microbatch_size=4),
+            Layout(dp=4, zero=1, microbatch_size=1),
+            Layout(dp=4, zero=3, replicas=2, microbatch_size=1, recompute="full"),
+            Layout(dp=2, tp=2, zero=3, microbatch_size=1, num_microbatches=2),
+            Layout(dp=2, tp=2, microbatch_size=2, recompute="full"),
+        ],
+    }
+    compare(gloo_ranks, plan_of, IMAGES, layouts[world_size], dtype)
 
 
 @pytest.mark.parametrize("model", UNEVEN.values(), ids=UNEVEN)
@@ -247,7 +280,9 @@ def test_shards_are_padded_as_fsdp2_pads_them(gloo_ranks, plan_of, model):
 
 
 def compare(gloo_ranks, plan_of, model, layouts, dtype):
-    plan = plan_of(model, WORKLOAD, Layout(dp=4), dtype=dtype)
+    images = isinstance(model, WideResNet)
+    workload = replace(WORKLOAD, seq_len=1) if images else WORKLOAD
+    plan = plan_of(model, workload, Layout(dp=4), dtype=dtype)
     plan = replace(plan, recipe=Recipe(routing="balanced"))
     given = {"plan": plan, "layouts": layouts}
     given = {name: msgspec.json.encode(value).decode() for name, value in given.items()}

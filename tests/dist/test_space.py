@@ -18,13 +18,14 @@ from meshwise import models
 from meshwise.engine import data as engine_data
 from meshwise.engine import step
 from meshwise.models import placement
+from meshwise.models.placement import ROWS
 from meshwise.models.shard import shard
 from meshwise.nn.stage import causal
 from meshwise.parallel import apply, mesh, pipeline, tensor
 from meshwise.parallel.mesh import share
 from meshwise.search.space import check
 from meshwise.spec import Cuts, Layout, Plan, Recipe, Workload, stages_of
-from tests.dist.test_program_collectives import FAMILIES, Recorded, programmed
+from tests.dist.test_program_collectives import EXPERTS, FAMILIES, Recorded, programmed
 
 pytestmark = pytest.mark.dist
 
@@ -46,14 +47,16 @@ def drawn(chance):
         cuts = Cuts()
         if tp > 1 and chance.random() < 0.8:
             some = {room: chance.choice(words) for room, words in WORDS.items()}
+            if some["experts"] == "experts" and chance.random() < 0.8:  # else it is refused
+                name, some["stream"] = chance.choice(list(EXPERTS)), chance.choice(ROWS)
             if chance.random() < 0.7:  # a tied weight is cut once, or not at all
                 some["head"] = "vocab" if some["embed"] == "vocab" else some["embed"]
             cuts = Cuts(**some)
         dp, zero = chance.choice([(1, 0), (2, 0), (2, 2), (2, 3), (4, 3)])
         try:
             return name, Layout(
-                dp=dp, tp=tp, zero=zero, cuts=cuts, microbatch_size=chance.choice([1, 2, 4]),
-                num_microbatches=chance.choice([1, 2]),
+                dp=dp, tp=tp, ep=chance.choice([1, 1, dp]), zero=zero, cuts=cuts,
+                microbatch_size=chance.choice([1, 2, 4]), num_microbatches=chance.choice([1, 2]),
                 sequence_parallel=cuts == Cuts() and tp > 1 and chance.random() < 0.5,
                 recompute=chance.choice(["none", "selective", "full"]),
             )  # fmt: skip

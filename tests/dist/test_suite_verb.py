@@ -14,9 +14,10 @@ import meshwise
 from meshwise import launch, store, suites
 from meshwise.launch import RanksFailed
 from meshwise.launch.errand import find
+from meshwise.options.run import Suite
 from meshwise.spec import Cluster, Device, Layout, Recipe, Tier
 from meshwise.suites import tsv
-from meshwise.verbs.suite import INFERENCE_TSV, Settings, run_suite
+from meshwise.verbs.suite import INFERENCE_TSV, run_suite
 from tests.sample_records import IMAGES, LLAMA, MOE
 
 pytestmark = pytest.mark.dist
@@ -72,8 +73,8 @@ def rows(path):
 @pytest.mark.parametrize("family", ["gpt", "moe", pytest.param("wresnet", marks=pytest.mark.whole)])
 def test_a_shrunken_suite_runs_to_its_end(family, golden):
     lines = []
-    settings = Settings(niter=3, scale_to_fit=True, exp_name="mine", say=lines.append)
-    (result,) = run_suite(f"{family}.perf_test_auto", settings)
+    settings = Suite(niter=3, scale_to_fit=True, exp_name="mine")
+    (result,) = run_suite(f"{family}.perf_test_auto", settings, lines.append)
     golden(f"suite_{family}.txt", masked(lines))
     assert result.status == "ok" and len(result.times_s) == 2  # the first of three is dropped
     (row,) = rows("mine.tsv")
@@ -96,10 +97,8 @@ def some_cases(monkeypatch, *wanted):
 def test_inference_leaves_the_stages_and_a_trace(monkeypatch, golden):
     some_cases(monkeypatch, 0, 5)  # tp 2, and a pipeline of 2
     lines = []
-    settings = Settings(
-        niter=3, scale_to_fit=True, profile_stage_execution_time=True, say=lines.append
-    )
-    results = run_suite("gpt_inference.profile", settings)
+    settings = Suite(niter=3, scale_to_fit=True, profile_stage_execution_time=True)
+    results = run_suite("gpt_inference.profile", settings, lines.append)
     golden("suite_inference.txt", masked(lines))
     assert [result.status for result in results] == ["ok", "ok"]
     sharded, piped = rows(INFERENCE_TSV)
@@ -114,7 +113,7 @@ def test_inference_leaves_the_stages_and_a_trace(monkeypatch, golden):
 
 def test_driver_time_is_one_time_of_the_whole_loop(monkeypatch):
     some_cases(monkeypatch, 0)
-    settings = Settings(niter=4, scale_to_fit=True, profile_driver_time=True)
+    settings = Suite(niter=4, scale_to_fit=True, driver_time=True)
     (trained,) = run_suite("gpt.perf_test_auto", settings)
     (inferred,) = run_suite("gpt_no_embedding_inference.profile", settings)
     assert len(trained.times_s) == 1 and len(inferred.times_s) == 1
@@ -142,7 +141,7 @@ def test_a_case_that_fails_does_not_stop_the_suite(monkeypatch, shared_ranks):
             path.write_text(json.dumps(sample) + "\n")
 
     monkeypatch.setattr(launch, "run", run)
-    settings = Settings(niter=2, scale_to_fit=True)
+    settings = Suite(niter=2, scale_to_fit=True)
     results = run_suite("gpt_inference.profile", settings)
     assert [result.status for result in results] == ["error", "hung", "oom", "ok"]
     kept = rows("default.tsv")
@@ -166,7 +165,7 @@ def test_ctrl_c_stops_and_keeps_what_is_there(monkeypatch, shared_ranks):
 
     monkeypatch.setattr(launch, "run", run)
     with pytest.raises(KeyboardInterrupt):
-        run_suite("gpt_inference.profile", Settings(niter=2, scale_to_fit=True))
+        run_suite("gpt_inference.profile", Suite(niter=2, scale_to_fit=True))
     assert len(rows("default.tsv")) == 1
     assert store.load(calls[1].run_dir)[0].status == "interrupted"
 

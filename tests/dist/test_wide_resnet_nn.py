@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwise.models import wide_resnet as counts
+from meshwise.models import counts, decoder, stream_shape
+from meshwise.models.wide_resnet import sized
 from meshwise.nn.stage import cross_entropy
 from meshwise.nn.wide_resnet import BatchNorm, WideResNet
 from meshwise.spec.vision import WideResNet as Model
@@ -45,12 +46,12 @@ def random(*shape, seed=0, dtype=torch.float64):
 
 @pytest.mark.parametrize("name", GFLOP)
 def test_module_has_the_weights_and_flops_of_the_table(name):
-    model = counts.sized(name)
+    model = sized(name)
     with torch.device("meta"):
         module = WideResNet(model)
         images = torch.empty(2, 3, 224, 224)
     named = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
-    assert named == [(weight.name, weight.shape) for weight in counts.weights(model)]
+    assert named == [(weight.name, weight.shape) for weight in decoder.weights(model)]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(images)
     assert counter.get_total_flops() == counts.forward_flops(model, 2)
@@ -59,16 +60,16 @@ def test_module_has_the_weights_and_flops_of_the_table(name):
 
 @pytest.mark.parametrize(
     "model",
-    [counts.sized("wresnet-250m"), counts.sized("wresnet-13b"), TINY, replace(TINY, image_size=97)],
+    [sized("wresnet-250m"), sized("wresnet-13b"), TINY, replace(TINY, image_size=97)],
 )
 def test_real_shapes_between_blocks_are_those_counted(model):
     with torch.device("meta"):
         module = WideResNet(model)
         x = module.begin(torch.empty(2, 3, model.image_size, model.image_size))
     for index, layer in enumerate(module.layers.values()):
-        assert tuple(x.shape) == counts.activation_shape(model, 2, index)
+        assert tuple(x.shape) == stream_shape(model, 2, 1, index)
         x = layer(x)
-    assert tuple(x.shape) == counts.activation_shape(model, 2, model.layers)
+    assert tuple(x.shape) == stream_shape(model, 2, 1, model.layers)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -29,9 +29,10 @@ COMPILED = """
 import json
 import sys
 import meshwise
+import msgspec
 from meshwise.spec import Decoder, Experts, Layout, Recipe
 
-layout = Layout(**json.loads(sys.argv[1]), recompute=sys.argv[2])
+layout = msgspec.convert(json.loads(sys.argv[1]) | {"recompute": sys.argv[2]}, Layout)
 experts = Experts(num_experts=4, top_k=2, ffn=128) if layout.ep > 1 else None
 model = Decoder(
     name="tiny", hidden=256, layers=2, heads=4, kv_heads=1, head_dim=64, ffn=384, vocab=61,
@@ -46,6 +47,12 @@ meshwise.run(
 )
 """
 SPLIT = {"tp": 2, "sequence_parallel": True, "microbatch_size": 4}
+CUTS = {  # in which a part lies otherwise than tp has it by default
+    "attention whole": {"attention": "whole"},
+    "attention over batch": {"attention": "batch"},
+    "vocabulary whole": {"embed": "whole", "head": "whole"},
+    "feed-forward over tokens": {"stream": "seq", "feed_forward": "seq"},
+}
 EXPERTS = {"dp": 2, "ep": 2, "zero": 2, "microbatch_size": 2}
 
 
@@ -75,7 +82,12 @@ def test_a_process_may_join_a_second_time(tmp_path):
         (SPLIT, "full", "plain"),
         (SPLIT, "selective", "async"),
         (EXPERTS, "selective", "plain"),
+        *[
+            ({"tp": 2, "microbatch_size": 4, "cuts": cuts}, "none", "plain")
+            for cuts in CUTS.values()
+        ],
     ],
+    ids=["plain", "recomputed", "async", "experts", *CUTS],
 )
 def test_compiled_layers_train_as_one_device(tmp_path, layout, recompute, messages):
     (sample,) = launch(tmp_path, COMPILED, json.dumps(layout), recompute, messages, ranks=2)

@@ -12,8 +12,9 @@ import pytest
 
 import meshwise
 from meshwise import store
-from meshwise.cli import app, options
+from meshwise.cli import app
 from meshwise.models import catalogue
+from meshwise.options import models
 from meshwise.spec import RunInfo
 from tests import sample_records as known
 
@@ -283,8 +284,8 @@ def test_all_verbs_that_start_ranks_say_how_long_they_wait(verb, capsys):
 
 
 def test_help_names_the_models_of_the_catalogue(capsys):
-    assert catalogue.names() == options.MODELS
-    assert catalogue.decoder_names() == options.DECODERS
+    assert catalogue.names() == models.MODELS
+    assert catalogue.decoder_names() == models.DECODERS
     for verb in ("plan", "measure"):
         assert call(verb, "--help") == 0
         assert "gpt-2.6b" in capsys.readouterr().out

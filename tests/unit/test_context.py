@@ -16,6 +16,18 @@ NARROW = Mla(kv_lora_rank=20, nope_head_dim=6, rope_head_dim=2, v_head_dim=4)
 DENSE = {
     "gpt": GPT,
     "llama": LLAMA,
+    "windows": Decoder(
+        hidden=64,
+        layers=3,
+        heads=8,
+        kv_heads=2,
+        head_dim=8,
+        ffn=96,
+        vocab=96,
+        max_seq_len=64,
+        window=20,
+        full_layers=(1,),
+    ),
     "one kv head": Decoder(
         hidden=64, layers=2, heads=8, kv_heads=1, head_dim=8, ffn=96, vocab=96, max_seq_len=64
     ),
@@ -52,7 +64,7 @@ def test_ranks_together_compute_the_whole(model, layout):
     whole = counted(model, alone)
     ranks = [counted(model, layout, cp_rank=r) for r in range(layout.cp)]
     assert layout.tp * sum(ranks) == whole
-    assert len(set(ranks)) == 1, "a zigzag makes work equal"
+    assert len(set(ranks)) == 1 or model is DENSE["windows"], "a zigzag makes work equal"
 
 
 @pytest.mark.parametrize("cp", [2, 4])

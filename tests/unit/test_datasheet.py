@@ -19,6 +19,7 @@ from meshwise.spec import (
     Block,
     Cluster,
     Collective,
+    Convolution,
     Elementwise,
     Gemm,
     Layout,
@@ -131,6 +132,45 @@ def test_our_own_products_are_within_the_error():
     ]
     assert len(off) > 100
     assert sorted(off)[len(off) * 9 // 10] < math.log(1 + attainable().gemm.error)
+
+
+def convolutions(dtype):
+    """Those of Wide-ResNet 1B over 32 images, as ``convolutions.py`` timed them: at the size of
+    their results, the images' gradient left out."""
+
+    def products(out, n, size, kernel, stride=1):
+        for product in ("forward", "wgrad", "dgrad") if n > 3 else ("forward", "wgrad"):
+            yield Convolution(
+                batch=32, in_channels=n, out_channels=out, height=size, width=size, kernel=kernel,
+                stride=stride, product=product, dtype=dtype,
+            )  # fmt: skip
+
+    yield from products(320, 3, 224, 7, stride=2)
+    before = 320
+    for resolution, blocks in enumerate((3, 4, 6, 3)):
+        f, size = 320 * 2**resolution, 56 >> resolution
+        for block in range(blocks):
+            first = 2 * size if resolution and not block else size
+            yield from products(f, before, first, 1)
+            yield from products(2 * f, f, size, 3)
+            yield from products(4 * f, 2 * f, size, 1)
+            if not block:
+                yield from products(4 * f, before, size, 1)
+            before = 4 * f
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bf16", 0.02), ("tf32", 0.5)])
+def test_our_own_convolutions_are_within_the_error(dtype, error):
+    """The one sum that was measured; the share is that of bf16."""
+    text = (BENCHMARKS / "2026-11-22-engine/convolutions.txt").read_text()
+    lines = dict(line.split(": ") for line in text.splitlines())
+    said = lines[{"bf16": "torch.bfloat16", "tf32": "torch.float32"}[dtype]]
+    measured_s, rate = float(said.split()[0]) / 1e3, float(said.split()[-2]) * 1e12
+    ops, h200 = list(convolutions(dtype)), shipped("h200-hgx")
+    stem = next(op.flops for op in ops if op.kernel == 7)  # the rate counts its third product
+    assert sum(op.flops for op in ops) + stem == pytest.approx(rate * measured_s, rel=0.005)
+    assert sum(time_s(h200, op) for op in ops) == pytest.approx(measured_s, rel=error)
+    assert error <= attainable().convolution.error
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,28 @@
 the published byte counts."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from meshwise import models
-from meshwise.models import catalogue, decoder, families, hugging_face, placement, primus
-from meshwise.spec import Decoder, Experts, Gemm, Layout, Mla, Model, Workload
+from meshwise import models, search
+from meshwise.models import catalogue, decoder, hugging_face, placement, primus
+from meshwise.prices import unmeasured
+from meshwise.spec import (
+    Cluster,
+    Decoder,
+    Experts,
+    Gemm,
+    LayerKind,
+    Layout,
+    Mla,
+    Model,
+    Workload,
+    layer_kinds,
+)
+from meshwise.verbs import files
 
 DATA = Path(__file__).parents[1] / "data"
 CONFIGS = DATA / "hugging_face"
@@ -297,16 +311,23 @@ READ_PAST = [  # keys that change the computation and that were once not looked 
         ("windows and norms", {"sliding_window": 9000}, 9000, ()),  # whose positions are others
     ],
 )
-def test_windows_are_read(name, change, window, full, tmp_path):
+def test_windows_are_read_and_planned_for(name, change, window, full, tmp_path):
+    h100 = files.take("h100-hgx", Cluster)
     config = VARIANTS[name][0] | {"num_hidden_layers": 4, "max_position_embeddings": 8192}
     found = hugging_face.read_config(written(tmp_path, config | change))
     assert (found.window, found.full_layers) == (window, full)
     seen = {None if window is None or window >= 8192 else window: 4 - len(full)}
     seen |= {None: len(full)} if full else {}
-    assert found.windows(8192) == seen
-    assert found.windows(16) == {None: 4}
+    assert Counter(kind.window for kind in layer_kinds(found, 8192)) == seen
+    assert set(layer_kinds(found, 16)) == {LayerKind()}
     ops = decoder.attentions(found, 1, 8192)
     assert {op.window for op in ops} == set(seen)
+    workload, costs = Workload(global_batch_size=4, seq_len=8192), unmeasured(h100)
+    plan = search.find(found, workload, costs, num_devices=2)
+    assert plan.prediction.tier == "datasheet"
+    everywhere = msgspec.structs.replace(found, window=None, full_layers=())
+    whole = search.given(everywhere, workload, costs, plan.layout).prediction
+    assert (plan.prediction.step_time_s < whole.step_time_s) == (set(seen) != {None})
 
 
 @pytest.mark.parametrize(
@@ -473,14 +494,18 @@ def test_a_norm_over_all_heads_is_not_split():
         placement.check(model, workload, Layout(tp=2, microbatch_size=1))
 
 
-def test_layers_with_and_without_a_window_are_not_priced_where_it_binds():
-    model = msgspec.structs.replace(DENSE, window=8, full_layers=(0,))
-    with pytest.raises(ValueError, match="layers with a window and layers without"):
-        families.forward(model, 1, 16, "bf16")
-    families.forward(model, 1, 8, "bf16")
-    everywhere = msgspec.structs.replace(model, full_layers=())
-    graph = families.forward(everywhere, 1, 16, "bf16")
-    assert graph.sizes["window"] == 8
+@pytest.mark.parametrize("seq_len", [5, 8, 9, 16])
+def test_every_layer_attends_the_pairs_of_its_own_window(seq_len):
+    model = msgspec.structs.replace(DENSE, layers=5, window=8, full_layers=(1, 4))
+    graph = models.graph(model, 1, seq_len, "bf16", recompute=("full",) * 5)
+    tasks = models.apply(graph, Layout(), "bf16").tasks
+    for layer in range(5):
+        nearest = seq_len if layer in (1, 4) else 8
+        pairs = sum(0 <= q - k < nearest for q in range(seq_len) for k in range(seq_len))
+        mine = [t for t in tasks if t.name.startswith(f"layers.{layer}.attention")]
+        assert [t.phase for t in mine] == ["forward", "recompute", "backward"]
+        assert {task.op.pairs for task in mine} == {pairs}
+        assert sum(t.op.exact_flops for t in mine) == 18 * 8 * pairs * 16  # 4 + 4 + 10, heads
 
 
 def test_names_that_are_trained_are_still_the_gpts():

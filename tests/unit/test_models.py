@@ -9,7 +9,20 @@ from hypothesis import strategies as st
 
 from meshwise import models
 from meshwise.models import catalogue, placement
-from meshwise.spec import Block, Collective, Elementwise, Gemm, Layout, Model, Workload
+from meshwise.spec import (
+    Block,
+    Collective,
+    Cuts,
+    Elementwise,
+    Experts,
+    Gemm,
+    LayerKind,
+    Layout,
+    Model,
+    Workload,
+    stages_of,
+)
+from meshwise.spec.plan import layout_of
 
 TINY = Model(hidden=32, layers=3, heads=4, ffn=128, vocab=64, max_seq_len=16)
 
@@ -185,7 +198,7 @@ def stages(model, counts, dtype="fp32", **options):
     last = len(counts) - 1
     return [
         models.graph(
-            model, 1, 8, dtype, layers=("dense",) * n, first=i == 0, last=i == last, **options
+            model, 1, 8, dtype, layers=(LayerKind(),) * n, first=i == 0, last=i == last, **options
         )
         for i, n in enumerate(counts)
     ]
@@ -382,6 +395,50 @@ def test_impossible_degrees_are_named():
     assert placement.obstacle(TINY, 8, Layout(tp=3)) == "tp = 3: must divide heads = 4"
     reason = placement.obstacle(TINY, 6, Layout(tp=4, sequence_parallel=True))
     assert reason == "tp = 4: must divide seq_len / cp = 6"
+
+
+WHOLE_EXPERTS = Cuts(experts="experts")
+
+
+def test_tp_ranks_hold_different_experts_where_tokens_are_cut():
+    moe = msgspec.structs.replace(TINY, experts=Experts(num_experts=8, top_k=2, ffn=64))
+    both = Layout(dp=4, ep=4, tp=2, sequence_parallel=True, cuts=WHOLE_EXPERTS)
+    assert placement.obstacle(moe, 8, both) is None
+    refused = {
+        "ep \\* tp = 16: must divide experts.num_experts = 8": {"tp": 4},
+        "tokens of their own; cut the stream": {"sequence_parallel": False},
+    }
+    for reason, fields in refused.items():
+        with pytest.raises(ValueError, match=reason):
+            layout = msgspec.structs.replace(both, **fields)
+            placement.check(moe, Workload(global_batch_size=4, seq_len=8), layout)
+    dense = Layout(tp=2, sequence_parallel=True, cuts=WHOLE_EXPERTS)
+    assert "the model has no experts" in (placement.obstacle(TINY, 8, dense) or "")
+
+
+def test_rows_of_whole_experts_travel_without_a_gather():
+    """Counted by hand: batch * seq / tp tokens go to top_k experts of ep * tp neighbouring ranks,
+    and around the experts nothing else is moved."""
+    moe = msgspec.structs.replace(TINY, experts=Experts(num_experts=8, top_k=2, ffn=64))
+    layout = Layout(dp=2, ep=2, tp=2, sequence_parallel=True, cuts=WHOLE_EXPERTS, microbatch_size=2)
+    tasks = models.apply(models.graph(moe, 2, 8, "fp32"), layout, "fp32").tasks
+    sent = [t.op for t in tasks if isinstance(t.op, Collective) and t.op.kind == "all_to_all"]
+    rows = [op for op in sent if op.dtype == "fp32"]
+    assert len(rows) == 4 * 3  # dispatch and combine, forward and backward, of three layers
+    assert {(op.size_bytes, op.group_size, op.group_stride) for op in rows} == {
+        (2 * 8 // 2 * 2 * 32 * 4, 4, 1)
+    }
+    around = ("router", "experts", "norm2")
+    tp = [t for t in tasks if isinstance(t.op, Collective) and t.stream == "compute"]
+    moved = {t.op.kind for t in tp if any(f".{word}" in t.name for word in around)}
+    assert moved == {"all_to_all", "all_reduce"}  # rows, and loads and gradients of the router
+    (placed,) = {str(stage.placements["experts"]) for stage in stages_of(layout, moe)}
+    assert placed == str({"batch": ("dp",), "seq": ("tp",), "experts": ("ep", "tp")})
+    assert layout_of(stages_of(layout, moe), layout) == layout
+    plain = msgspec.structs.replace(layout, cuts=Cuts())
+    assert layout_of(stages_of(layout, moe), plain).of_stage(0).placed.experts == "experts"
+    grouped = [t.op for t in tasks if isinstance(t.op, Gemm) and t.op.groups > 1]
+    assert {(op.groups, 64 in (op.m, op.n, op.k)) for op in grouped} == {(2, True)}  # of all ffn
 
 
 def test_catalogue_suggests_the_nearest_name():

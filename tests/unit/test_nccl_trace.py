@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from meshwise import store
-from meshwise.pages import table, trace
+from meshwise.pages import show, table
 from meshwise.probe import importers
 from meshwise.probe.importers import nccl_trace, plan_trace
 from meshwise.spec import Cluster, Collective, Device, Layout, Tier
@@ -254,7 +254,7 @@ def test_other_axes_are_listed_and_not_judged():
 def test_the_table_shows_plan_and_trace_side_by_side(capsys):
     good = step_of_zero3() * STEPS
     lost = good.replace(line("ReduceScatter", ROOT, 7, op=4), "", 1)
-    table.write([trace.table(check(plan(), good, lost, good, good), "title")], sys.stdout)
+    table.write([show.trace(check(plan(), good, lost, good, good), "title")], sys.stdout)
     shown = capsys.readouterr().out
     row = next(text for text in shown.splitlines() if "too few" in text)
     assert row.split() == [

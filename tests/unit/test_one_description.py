@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from meshwise import models, search
-from meshwise.models import catalogue, counts, families, fsdp, hugging_face
-from meshwise.pages import planned
+from meshwise.models import catalogue, counts, decoder, families, fsdp, hugging_face
+from meshwise.pages import tables
 from meshwise.prices import Prices, unmeasured
 from meshwise.probe.cases import attention, collectives, gemm, overlap
 from meshwise.probe.cases import fsdp as fsdp_cases
@@ -27,6 +27,7 @@ from meshwise.spec import (
     Recipe,
     Resharding,
     WeightLayout,
+    WideResNet,
     Workload,
     layer_kinds,
 )
@@ -57,6 +58,8 @@ def model_of(name):
 
 def wider(model):
     """Twice as wide in all that a graph has a size of; every degree that divided still does."""
+    if isinstance(model, WideResNet):
+        return replace(model, channels=2 * model.channels, num_classes=2 * model.num_classes)
     change = {name: 2 * getattr(model, name) for name in ("hidden", "heads", "ffn", "vocab")}
     if moe := model.experts:
         sizes = ("num_experts", "top_k", "ffn", "shared_ffn")
@@ -98,7 +101,7 @@ def dry_run(model):
     plan = given.build(model, workload, layout, CLUSTER, dtype="bf16", lowering="eager",
         recipe=Recipe(),
     )  # fmt: skip
-    return planned.table([plan])
+    return tables.dry_run([plan])
 
 
 def refit_bytes(model):
@@ -141,7 +144,7 @@ ANSWERS = {
     **{f"plan {layout.name}": planned_as(layout) for layout in LAYOUTS},
     "run --dry-run": dry_run,
     "refit": refit_bytes,
-    "weights": counts.weights,
+    "weights": decoder.weights,
     "parameters": models.num_parameters,
     "FSDP units": fsdp.units,
     "FLOPs": flops,
@@ -200,6 +203,12 @@ def test_models_that_are_only_listed_are_too(name, as_wide):
     assert elsewhere(asked, catalogue.find(name), as_wide) == []
 
 
+@pytest.mark.parametrize("name", ["wresnet-250m", "wresnet-6.8b"])
+def test_images_are_too(name, as_wide):
+    asked = ("weights", "parameters", "FSDP units", "FLOPs", "saved bytes", "stream")
+    assert elsewhere(asked, catalogue.find_any(name), as_wide) == []
+
+
 @pytest.mark.parametrize("name", ["gpt-125m", "llama-3-8b"])
 def test_the_search_reads_the_graph(name, as_wide):
     model = model_of(name)
@@ -209,7 +218,7 @@ def test_the_search_reads_the_graph(name, as_wide):
 def followed(name, layout):
     """The tasks of the first layer of a model in a layout, and each one's price by data sheets."""
     model, prices = catalogue.find(name), Prices(unmeasured(CLUSTER), datasheet=True)
-    kinds = layer_kinds(model)[:1]
+    kinds = layer_kinds(model, 8192)[:1]
     graph = models.graph(model, 1, 8192, "bf16", layers=kinds, first=False, last=False)
     for task in models.apply(graph, layout, "bf16").tasks:
         yield task.name.removeprefix("layers.0."), task.op, prices.estimate(task.op).time_s

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from meshwise.pages import (
     collectives,
     compute,
+    health,
     html,
     operators,
     primus,
@@ -21,8 +23,17 @@ from meshwise.pages import (
     svg,
     table,
 )
-from meshwise.pages import fsdp as fsdp_page
-from meshwise.spec import Attention, Case, Collective, Derived, Elementwise, Gemm, Overlap, Sample
+from meshwise.spec import (
+    Attention,
+    Case,
+    Collective,
+    Convolution,
+    Derived,
+    Elementwise,
+    Gemm,
+    Overlap,
+    Sample,
+)
 from meshwise.spec.label import label
 from tests import sample_records as known
 
@@ -60,6 +71,23 @@ def products() -> list[Sample]:
         measured(replaced(CUBE, trans_a=True, trans_b=False), [1.5e-3] * 3, regime="cold"),
         measured(fp8, [0.80e-3] * 3, regime="cold"),
         measured(CUBE, [1.57e-3] * 3, regime="sustained", metrics=clocks),
+    ]
+
+
+def convolutions() -> list[Sample]:
+    """All of a bottleneck's widest kernel, the halving of the next, and a stem."""
+    wide = Convolution(
+        batch=32, in_channels=1280, out_channels=2560, height=14, width=14, kernel=3
+    )  # fmt: skip
+    stem = Convolution(
+        batch=32, in_channels=3, out_channels=320, height=224, width=224, kernel=7, stride=2
+    )  # fmt: skip
+    return [
+        measured(wide, [600e-6, 610e-6, 590e-6], regime="cold"),
+        measured(replaced(wide, product="dgrad"), [640e-6] * 3, regime="cold"),
+        measured(replaced(wide, product="wgrad"), [700e-6] * 3, regime="cold"),
+        measured(replaced(wide, height=28, width=28, stride=2), [650e-6] * 3, regime="cold"),
+        measured(replaced(stem, dtype="fp32"), [2e-3] * 3, regime="cold"),
     ]
 
 
@@ -144,6 +172,7 @@ def fsdp_rows() -> list[Derived]:
 FSDP_INFO = known.info(run_id="20260101T000000-measure-fsdp-four")
 TABLES = {
     "gemm": lambda: compute.products(products(), known.CLUSTER),
+    "convolution": lambda: compute.products(convolutions(), known.CLUSTER, Convolution),
     "attention": lambda: [
         *compute.attention(attention()),
         *compute.attention(attention()[:1], exact=True),
@@ -183,6 +212,31 @@ def test_a_product_by_hand():
     assert sustained.rows[0][4:] == (
         "700 TFLOP/s", "70.0 %", "256 GB/s", "3", "1410 (1395)", "699 (700)",
     )  # fmt: skip
+
+
+def test_a_convolution_by_hand():
+    """2 * 32 * 14^2 * 2560 * 1280 * 9 = 370 GFLOP in 0.6 ms is 617 TFLOP/s, of 1 PFLOP/s; bf16:
+    32 * 14^2 * (1280 + 2560) + 2560 * 1280 * 9 elements, 107 MB in 0.6 ms."""
+    info = known.info()
+    shown = samples.run(info, [*convolutions(), *products()])
+    assert [each.title for each in shown[1:4]] == [
+        "Matrix products, cold", "Matrix products, sustained", "Convolutions, cold",
+    ]  # fmt: skip
+    assert shown[3].rows[0][:7] == (
+        "b32 1280x14x14 -> 2560 3x3", "bf16", "forward", "600 us", "617 TFLOP/s", "61.7 %",
+        "179 GB/s",
+    )  # fmt: skip
+    (first, *_) = samples.document(Path("x"), info, convolutions())["results"]
+    assert first["flops_per_s"] == pytest.approx(616.6e12, rel=1e-3)
+
+
+def test_where_convolutions_have_no_place_they_are_left_out(tmp_path):
+    """Health and Primus' files know none."""
+    info, both = known.info(), [*convolutions(), *products()]
+    assert rendered(health.tables(info, both)) == rendered(health.tables(info, products()))
+    rows = [row("m", one.case) for one in both]
+    (path, _) = primus.gemm(rows, {one.case_id: one for one in both}, tmp_path)
+    assert len(written(path)[1]) == len(products())
 
 
 def test_attention_by_hand():
@@ -269,7 +323,7 @@ def test_a_group_of_one_rank_moves_nothing_and_is_left_out():
     assert len(collectives.tables([alone, exchanges()[-1]])) == 1
     gather = measured(Collective(kind="all_gather", size_bytes=64, group_size=1), [1e-6])
     reduce = measured(Collective(kind="all_reduce", size_bytes=64, group_size=4), [1e-6])
-    units, commands = fsdp_page.tables([], [gather, reduce])
+    units, commands = collectives.fsdp_tables([], [gather, reduce])
     assert units.title == "FSDP units, 4 replicas"
     assert len(units.rows) == len(commands.rows) == 1
 
@@ -365,7 +419,7 @@ def test_fsdp_replicas_are_a_row_of_their_own_and_a_failure_is_said():
     hung = Sample(case_id="", case=Case(op=gather, world_size=8), status="hung", reason="rank 1")
     hung = replaced(hung, case_id=hung.case.id)
     both = [row("m", one, name="root") for one in (hung.case, Case(op=reduce, world_size=8))]
-    shown = fsdp_page.tables(both, [hung, measured(reduce, [1e-3], world_size=8)])
+    shown = collectives.fsdp_tables(both, [hung, measured(reduce, [1e-3], world_size=8)])
     assert shown[0].title == "FSDP units of m, 2 groups of 4 ranks"
     assert shown[0].rows == (
         ("root", "all_gather", "bf16", "warm", "524288", "4194304", "hung", "–"),
@@ -414,6 +468,10 @@ def test_fsdp_replicas_are_a_row_of_their_own_and_a_failure_is_said():
             ),
             "all_to_all_v 513 B x2 received 511-513",
         ),
+        (
+            convolutions()[3].case,
+            "convolution b32 1280x28x28 -> 2560 3x3 /2 bf16 forward",
+        ),
         (Case(op=Elementwise(kind="copy", read_bytes=2**20, write_bytes=2**20)), "copy 2.0 MiB"),
         (Case(op=Elementwise(kind="h2d", read_bytes=2**20, write_bytes=2**20)), "h2d 1.0 MiB"),
     ],
@@ -431,7 +489,7 @@ def test_a_hung_case_is_named_with_its_reason():
 
 @functools.cache
 def drawn() -> dict[str, svg.Figure]:
-    done = [*products(), *attention(), *overlap(), *exchanges(), *pairs()]
+    done = [*products(), *convolutions(), *attention(), *overlap(), *exchanges(), *pairs()]
     sizes = [replaced(one, case=replaced(one.case, regime="pipelined")) for one in exchanges()[:2]]
     shown = operators.figures(known.info(), done, reference=sizes, reference_name="nccl-tests")
     return dict(shown) | dict(operators.figures(FSDP_INFO, fsdp()))
@@ -439,7 +497,8 @@ def drawn() -> dict[str, svg.Figure]:
 
 def test_every_operator_has_its_figures():
     assert set(drawn()) == {
-        "gemm", "attention-forward-cold", "attention-backward-cold", "overlap", "fsdp",
+        "gemm", "convolution", "attention-forward-cold", "attention-backward-cold", "overlap",
+        "fsdp",
         "collectives-all_reduce-4_ranks-time", "collectives-all_reduce-4_ranks-busbw",
         "pairs-64.0_MiB-warm",
     }  # fmt: skip

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import meshwise
-from meshwise.pages import compare, health, html, ran, samples, show, svg, table, tables
+from meshwise.pages import compare, health, html, samples, show, steps, svg, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
 from meshwise.spec import Case, Collective, Elementwise, Gemm, Removal, Sample, Workload
@@ -55,7 +55,7 @@ TABLES = {
     "cluster": lambda: tables.cluster(known.CLUSTER),
     "costs": lambda: tables.costs(known.COSTS),
     "plan": lambda: tables.plan(known.plan()),
-    "steps": lambda: ran.steps(results()),
+    "steps": lambda: steps.tables(results()),
     "run": lambda: samples.run(known.info(), known.SAMPLES),
     "cases": lambda: [samples.listing([(s.case, 0.25) for s in known.SAMPLES])],
     "compare": lambda: [compare.table(comparison())],

@@ -11,7 +11,7 @@ import pytest
 from meshwise.attention import cover, shards
 from meshwise.cli import app
 from meshwise.pages import pattern as page
-from meshwise.pages import pattern_figure, svg, table
+from meshwise.pages import svg, table
 from meshwise.spec.long_attention import Dilation, LongAttention
 
 SOURCE = "show pattern --segment-lengths 2048,4096,8192 --dilation-rates 1,2,4 --seq-len 16384"
@@ -143,7 +143,7 @@ def squares(path: str) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_picture_of_a_head_fills_the_pairs_that_attend_and_no_others(causal):
     of = op([8, 32], [2, 3], seq_len=32, causal=causal)
-    drawn = svg.standalone(pattern_figure.figure(of, shards.contiguous(32, 4)))
+    drawn = svg.standalone(page.figure(of, shards.contiguous(32, 4)))
     groups = list(xml.fromstring(drawn).iter("{http://www.w3.org/2000/svg}g"))
     cells = [g for g in groups if g.get("transform", "").startswith("scale")]
     assert len(cells) == 3  # no blocks: all tokens are shown; three heads
@@ -176,7 +176,7 @@ def test_the_blocks_are_those_that_some_head_joins_and_ranks_are_drawn(tmp_path,
 
 
 def words(of, where):
-    drawn = svg.standalone(pattern_figure.figure(of, where))
+    drawn = svg.standalone(page.figure(of, where))
     space = "{http://www.w3.org/2000/svg}"
     return [each.text for each in xml.fromstring(drawn).iter(f"{space}text")]
 

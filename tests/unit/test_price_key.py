@@ -15,6 +15,7 @@ from meshwise.spec import (
     Block,
     Cluster,
     Collective,
+    Convolution,
     Costs,
     Decoder,
     Device,
@@ -52,6 +53,7 @@ OTHERS: dict[str, tuple[object, ...]] = {  # values of a field, the first to beg
         msgspec.structs.replace(GPT, experts=Experts(num_experts=4, top_k=2, ffn=8)), LLAMA,
     ),
     "ranks": ((),), "splits": ((),), "heads": (64, 128), "kv_heads": (8, 4, 64),
+    "kernel": (1, 3, 7),
     "group_size": (2, 4, 8), "group_stride": (1, 2, 4, 8),
     "compute": (Gemm(m=2, n=2, k=2), Gemm(m=2, n=2, k=4)),
     "collective": (
@@ -196,7 +198,7 @@ def surface(op, *shapes, time_s=1e-3, **run):
     )  # fmt: skip
 
 
-@given(operations((Gemm, Attention)), operations((Gemm, Attention)))
+@given(operations(typing.get_args(Shaped)), operations(typing.get_args(Shaped)))
 def test_one_key_is_one_price(op, other):
     """And a measured shape costs what was measured; another key does not."""
     prices = Prices(costs_of(surface(op)), datasheet=True)
@@ -243,6 +245,35 @@ def test_a_stand_in_is_said_and_widens(change, said):
     assert found.error > GOOD.p90 and prices.tier == "transferred"
     slower = 10 if change == {"dtype": "fp32"} else 1  # the data sheet's peaks
     assert found.time_s == pytest.approx(1e-3 * slower * op.flops / PLAIN.flops, rel=0.02)
+
+
+CONVOLVED = Convolution(batch=32, in_channels=320, out_channels=640, height=56, width=56, kernel=3)
+
+
+def test_without_any_convolution_measured_its_price_is_the_data_sheets_which_is_said():
+    prices = Prices(costs_of(surface(PLAIN)), datasheet=True)
+    found = prices.estimate(CONVOLVED)
+    said = "convolution bf16 forward 3x3 cold was not measured: its data sheet's price"
+    assert (found.source, found.note) == ("datasheet", said)
+    with pytest.raises(ValueError, match="no price for convolution bf16 forward 3x3 cold"):
+        Prices(costs_of(surface(PLAIN))).estimate(CONVOLVED)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"product": "wgrad"}, "wgrad 3x3"),
+        ({"kernel": 1}, "forward 1x1"),
+        ({"stride": 2}, "forward 3x3 stride 2"),
+    ],
+)
+def test_another_convolution_stands_in_at_its_rate_and_is_said(change, name):
+    op = msgspec.structs.replace(CONVOLVED, **change)
+    found = Prices(costs_of(surface(CONVOLVED)), datasheet=True).estimate(op)
+    assert found.source == "transferred" and found.error > GOOD.p90
+    said = f"convolution bf16 {name} cold was not measured: "
+    assert found.note == f"{said}convolution bf16 forward 3x3 cold stands in"
+    assert found.time_s == pytest.approx(1e-3 * op.flops / CONVOLVED.flops, rel=0.02)
 
 
 def test_cold_and_warm_are_two_prices_and_the_program_asks_for_cold():

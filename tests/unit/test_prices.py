@@ -19,6 +19,7 @@ from meshwise.spec import (
     Case,
     Cluster,
     Collective,
+    Convolution,
     Device,
     Elementwise,
     Gemm,
@@ -80,10 +81,22 @@ def synthetic_ops():
                 head_dim=64,
                 direction=direction,
             )
+    for product in ("forward", "dgrad", "wgrad"):
+        for batch in (8, 32):
+            for channels in (64, 256, 1024):
+                for size in (14, 28, 56):
+                    yield convolution(product, batch, channels, 2 * channels, size, size)
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
         for size in (2, 4):
             for power in range(10, 31, 3):
                 yield collective(kind, 2**power, size)
+
+
+def convolution(product, batch, in_channels, out_channels, height, width):
+    return Convolution(
+        batch=batch, in_channels=in_channels, out_channels=out_channels, height=height,
+        width=width, kernel=3, product=product,
+    )  # fmt: skip
 
 
 def collective(kind, size_bytes, group_size, **more):
@@ -130,6 +143,14 @@ def test_collectives_between_and_beyond_points(costs, size):
 def test_gemm_between_points(costs, shape):
     op = Gemm(m=shape[0], n=shape[1], k=shape[2])
     assert Prices(costs).estimate(op).time_s == pytest.approx(true_time(op), rel=0.15)
+
+
+@pytest.mark.parametrize("shape", [(16, 512, 512, 28, 28), (24, 128, 512, 40, 30)])
+@pytest.mark.parametrize("product", ["forward", "dgrad", "wgrad"])
+def test_convolutions_between_points(costs, product, shape):
+    found = Prices(costs).estimate(convolution(product, *shape))
+    assert found.source == "interpolated"
+    assert found.time_s == pytest.approx(true_time(convolution(product, *shape)), rel=0.15)
 
 
 def test_a_window_is_at_the_rate_of_attention_in_full_which_is_said(costs):

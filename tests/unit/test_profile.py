@@ -129,6 +129,20 @@ def test_every_product_of_the_model_is_there():
         assert Attention(**shape, head_dim=16, direction=direction, dtype="fp32") in ops
 
 
+def test_a_whole_program_has_the_products_of_its_blocks():
+    """How a model without blocks is listed, of one that has them."""
+    cluster = a_cluster("cpu", 2)
+    about = profile.Profile(cluster, 2, "fp32", "eager", profile.SCALES["cpu"])
+    for tp in (1, 2):
+        parts = ((part, way) for part in ("layer", "head") for way in ("forward", "backward"))
+        shape = {"model": MODEL, "microbatch_size": 2, "seq_len": 128, "tp": tp, "dtype": "fp32"}
+        blocks = [Block(part=part, direction=way, **shape) for part, way in parts]
+        expected = {op for block in blocks for op in block_ops(block)}
+        found = list(profile.of_program(about, MODEL, 2, tp))
+        assert set(found) == {op for op in expected if isinstance(op, Gemm | Attention)}
+    assert list(profile.of_program(about, MODEL, 2, 4)) == []  # 6 heads
+
+
 def test_equal_pieces_of_two_models_are_measured_once():
     deeper = msgspec.structs.replace(MODEL, name="deeper", layers=40)
     assert a_profile(models=(MODEL, deeper)) == a_profile(models=(MODEL,))

@@ -9,7 +9,7 @@ from meshwise import store
 from meshwise.attention.shards import contiguous
 from meshwise.cli import app
 from meshwise.pages import ring as page
-from meshwise.pages import ring_rows
+from meshwise.pages import scaling
 from meshwise.probe.cases import ring as cases
 from meshwise.spec import Case, Cluster, Device, Dilation, LongAttention, RunInfo, Sample, Tier
 from meshwise.spec.label import label
@@ -176,7 +176,7 @@ def document(*samples: Sample) -> dict:
         run_id="r", verb="measure", command=("meshwise",), started="2026-02-03T04:05:06Z",
         world_size=2, cluster=CLUSTER, provenance={"ring": store.msgspec.to_builtins(config)},
     )  # fmt: skip
-    return ring_rows.document("runs/r", info, samples)
+    return page.document("runs/r", info, samples)
 
 
 MOVED = {
@@ -198,7 +198,7 @@ def test_every_field_of_the_source_and_ours_is_in_every_row():
             "reason": "rank 0: out of memory"}  # fmt: skip
     assert {name: value for name, value in found["results"][2].items() if value is not None} == kept
     json.dumps(found, allow_nan=False)
-    assert ring_rows.file_name(found) == "ring_v2_collective_benchmark_20260203_040506_world2.json"
+    assert page.file_name(found) == "ring_v2_collective_benchmark_20260203_040506_world2.json"
 
 
 def test_figures_of_a_row_are_those_of_their_formulas():
@@ -230,10 +230,9 @@ def test_a_forward_as_long_as_its_total_is_noisy_and_leaves_no_backward():
     assert (noisy["status"], noisy["backward_time_ms"]) == ("ok", None)
     assert noisy["reason"].startswith("noisy: the forward alone took as long as")
     assert (quiet["reason"], quiet["backward_time_ms"]) == ("", pytest.approx(7.5 - 5 / 3))
-    table, *_ = page.tables(found)
-    assert [row[3] for row in table.rows] == ["8.00 ms (noisy)", "1.67 ms"]
-    assert "(noisy): " in table.legend[-1]
-    assert "(noisy)" not in str(page.tables(document(sample(2, 64, (5e-3,) * 3))))
+    table, *_ = scaling.of_run(found)
+    assert [row[3:5] for row in table.rows] == [("8.00 ms", "noisy"), ("1.67 ms", "5.83 ms")]
+    assert "noisy" not in str(scaling.of_run(document(sample(2, 64, (5e-3,) * 3)))[0].rows)
 
 
 def test_without_a_baseline_or_anything_to_move_figures_are_null():
@@ -252,11 +251,13 @@ def test_a_hung_case_is_an_error_row():
 def test_the_table_shows_speedup_and_what_failed():
     failed = sample(4, 64, (), status="skipped", reason="here are 2")
     found = document(sample(1, 64, (8e-3,)), sample(2, 64, (5e-3,), metrics=MOVED), failed)
-    measured, rest = page.tables(found)
-    (alone, both) = (dict(zip(measured.columns, row, strict=True)) for row in measured.rows)
-    assert (alone["speedup"], alone["received"], alone["memory"]) == ("1.00 x", "0", "–")
-    assert (both["speedup"], both["efficiency"]) == ("1.60 x", "80.0 %")
-    assert both["received"] == "1.00 kB" and both["memory"] == "3.7 GiB"
+    time, _, moved, memory, rest = scaling.of_run(found)
+    assert "dilated attention" in time.title and "2 ranks" in time.title
+    alone, both, _ = (dict(zip(time.columns, row, strict=True)) for row in time.rows)
+    assert (alone["speedup"], both["speedup"], both["strong"]) == ("1.00x", "1.60x", "80 %")
+    (received,) = (dict(zip(moved.columns, row, strict=True)) for row in moved.rows)
+    assert received["received"] == "1.00 kB"
+    assert [row[:3] for row in memory.rows] == [("64", "2", "4.00 GB")]
     assert rest.rows == (("64", "4", "skipped", "here are 2"),)
 
 

@@ -12,14 +12,15 @@ import meshwise
 from meshwise import store
 from meshwise.cli.app import main
 from meshwise.models import catalogue, num_parameters, placement
-from meshwise.pages import html, ran, table, tables
+from meshwise.options.run import Run, Suite
+from meshwise.pages import html, steps, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
 from meshwise.spec import Cluster, Device, Layout, Recipe, Step, Tier, WideResNet, Workload
 from meshwise.spec.phases import ADDENDS
 from meshwise.verbs import apply as apply_verb
 from meshwise.verbs import given, job
-from meshwise.verbs.suite import Settings, listed, run_suite, run_sweep
+from meshwise.verbs.suite import listed, run_suite, run_sweep
 from tests import sample_records as known
 from tests.sample_records import IMAGES, LLAMA, MOE
 
@@ -48,9 +49,13 @@ def call(*arguments) -> int:
     return ended.value.code
 
 
+def planned(model, **options):
+    return given.plan(Run(model=model, **options))
+
+
 class TestGivenPlans:
     def test_without_a_layout_the_batch_is_divided_over_all_devices(self):
-        plan = given.plan(LLAMA)
+        plan = planned(LLAMA)
         assert plan.layout == Layout(dp=4, zero=3, microbatch_size=2)
         assert plan.workload == Workload(global_batch_size=8, seq_len=64)  # no more positions
         assert (plan.dtype, plan.lowering, plan.prediction) == ("fp32", "eager", None)
@@ -58,32 +63,32 @@ class TestGivenPlans:
 
     def test_a_layout_brings_its_batch(self):
         text = '{"tp": 2, "pp": 2, "schedule": "1f1b", "num_microbatches": 4}'
-        plan = given.plan(LLAMA, layout=text, recipe='{"optimizer": "sgd"}', seq_len=32)
+        plan = planned(LLAMA, layout=text, recipe='{"optimizer": "sgd"}', seq_len=32)
         assert plan.workload == Workload(global_batch_size=4, seq_len=32)
         assert len(plan.stages) == 2 and plan.recipe.optimizer == "sgd"
         Path("layout.json").write_text(text)
-        assert given.plan(LLAMA, layout="layout.json").layout == plan.layout
+        assert planned(LLAMA, layout="layout.json").layout == plan.layout
 
     def test_gpus_compute_in_bf16_and_compile(self):
         store.write("cluster.toml", machine(4, kind="cuda"))
-        plan = given.plan(LLAMA)
+        plan = planned(LLAMA)
         assert (plan.dtype, plan.lowering) == ("bf16", "compiled")
         split = Layout(
             pp=4, schedule="interleaved_zero_bubble", stages_per_rank=2, num_microbatches=4
         )
         deep = msgspec.structs.replace(LLAMA, layers=8)
-        assert given.plan(deep, layout=split).lowering == "eager"  # compiled code does not split
+        assert planned(deep, layout=split).lowering == "eager"  # compiled code does not split
 
     def test_a_record_in_a_file_is_a_model(self, tmp_path):
         path = tmp_path / "images.json"
         path.write_bytes(msgspec.json.encode(IMAGES))
-        assert given.plan(str(path)).model == IMAGES
+        assert planned(str(path)).model == IMAGES
         path.write_text('{"family": "wide_resnet", "colour": 8}')
         with pytest.raises(ValueError, match=r"images.json: .* unknown field `colour`"):
-            given.plan(str(path))
+            planned(str(path))
 
     def test_images_are_sequences_of_length_1(self):
-        assert given.plan(IMAGES).workload == Workload(global_batch_size=8, seq_len=1)
+        assert planned(IMAGES).workload == Workload(global_batch_size=8, seq_len=1)
 
     @pytest.mark.parametrize(
         ("model", "options", "message"),
@@ -98,7 +103,7 @@ class TestGivenPlans:
             (LLAMA, {"layout": '{"dp": 2}', "nproc": 4}, "the layout dp2 mb1x1 is of 2 ranks"),
             (LLAMA, {"global_batch_size": 6}, "must be a multiple of the 4 devices"),
             (LLAMA, {"seq_len": 128}, "Workload.seq_len = 128: must be <= max_seq_len = 64"),
-            (LLAMA, {"dtype": "fp8"}, "dtype = 'fp8': must be fp32 or bf16"),
+            (LLAMA, {"dtype": "fp8"}, "dtype = 'fp8': must be one of bf16, fp32"),
             (LLAMA, {"recipe": '{"optimizer": "lion"}'}, "optimizer = 'lion'"),
             (MOE, {"layout": '{"dp": 3, "ep": 3}'}, "experts.num_experts = 4"),
             (MOE, {"layout": '{"cp": 3}'}, "Layout.cp = 3: must divide seq_len"),
@@ -110,7 +115,7 @@ class TestGivenPlans:
     )
     def test_what_cannot_be_is_refused_by_name(self, model, options, message):
         with pytest.raises(ValueError) as refused:
-            given.plan(model, **options)
+            planned(model, **options)
         assert message in str(refused.value) and "\n" not in str(refused.value)
 
     def test_fewer_key_heads_than_ranks_are_repeated(self):
@@ -179,7 +184,7 @@ class TestRun:
             ),
             ("run --suite gpt.tmp --sweep gpt", "leave out --suite"),
             ("run --suite gpt.tmp --model gpt-30m", "--suite has its own; leave out --model\n"),
-            ("run --suite gpt.tmp --steps 2 --mode infer --save x", "--save, --mode, --steps\n"),
+            ("run --suite gpt.tmp --steps 2 --mode infer --save x", "--mode, --steps, --save\n"),
             ("run plan.json --suite gpt.tmp", "leave out the plan\n"),
             ("run --suite gpt.tmp --layout {}", "--suite has its own; leave out --layout\n"),
             (
@@ -269,17 +274,17 @@ class TestSuites:
         assert set(Path().iterdir()) == before
 
     def test_what_cannot_fit_is_marked(self):
-        """Of 4 devices of 1 GiB: 1.3B in fp32 over tp 4 needs 1.3 GB; over 4 stages more."""
-        found = listed("gpt_inference.profile", Settings())
-        assert all("does not fit: " in note and "1.0 GiB a device" in note for _, _, note in found)
-        assert "1.2 GiB of weights" in found[0][2]
+        """4 CPU ranks share 4 GiB: 1.3B in fp32 needs 5.2 GB, and to train 16 bytes each."""
+        found = listed("gpt_inference.profile", Suite())
+        assert all("does not fit: " in note for _, _, note in found)
+        assert "4.9 GiB of its memory, and here are 4.0 GiB" in found[0][2]
         store.write("cluster.toml", machine(4, memory_bytes=2**31))
-        found = listed("gpt_inference.profile", Settings())
+        found = listed("gpt_inference.profile", Suite())
         fits = {plan.model.name for _, plan, note in found if not note}
         assert fits == {"gpt-1.3b"}
-        ((_, _, trained),) = listed("gpt.perf_test_manual", Settings())
-        assert "of weights and gradients, 2.0 GiB a device" in trained  # 8 x 1.3B / 4 = 2.6 GB
-        scaled = listed("gpt_inference.profile", Settings(scale_to_fit=True))
+        ((_, _, trained),) = listed("gpt.perf_test_manual", Suite())
+        assert "19.6 GiB of its memory, and here are 8.0 GiB" in trained
+        scaled = listed("gpt_inference.profile", Suite(scale_to_fit=True))
         assert not any("does not fit" in note for _, _, note in scaled)
 
     def test_cpus_get_sizes_that_take_seconds(self):
@@ -287,21 +292,21 @@ class TestSuites:
         changed = {}
         for kind in ("cpu", "cuda"):
             store.write("cluster.toml", machine(4, memory_bytes=80 * 2**30, kind=kind))
-            ((_, _, changed[kind]),) = listed("gpt.perf_test_auto", Settings(scale_to_fit=True))
+            ((_, _, changed[kind]),) = listed("gpt.perf_test_auto", Suite(scale_to_fit=True))
         assert changed["cpu"].endswith("to 0.2 TFLOP an iteration of each device")
         assert changed["cuda"] == ""
 
     @pytest.mark.parametrize("name", ["gpt", "moe", "wresnet"])
     def test_cases_shrink_to_the_memory_of_a_device(self, name):
         store.write("cluster.toml", machine(4, memory_bytes=50_000_000))
-        ((_, plan, changes),) = listed(f"{name}.perf_test_auto", Settings(scale_to_fit=True))
-        ((_, whole, none),) = listed(f"{name}.perf_test_auto", Settings())
+        ((_, plan, changes),) = listed(f"{name}.perf_test_auto", Suite(scale_to_fit=True))
+        ((_, whole, none),) = listed(f"{name}.perf_test_auto", Suite())
         assert "does not fit" in none and changes
         assert num_parameters(plan.model) < num_parameters(whole.model) / 10
         assert plan.layout.num_devices == 4 and plan.layout.pp == whole.layout.pp
 
     def test_a_pipeline_is_skipped_where_others_can_run(self):
-        found = listed("gpt_inference.profile", Settings(shard_only=True))
+        found = listed("gpt_inference.profile", Suite(shard_only=True))
         kept = [plan.layout.pp for _, plan, _ in found if plan is not None]
         refused = [why for _, plan, why in found if plan is None]
         assert set(kept) == {1} and all("run it without --shard-only" in why for why in refused)
@@ -310,20 +315,20 @@ class TestSuites:
     def test_a_table_of_another_kind_is_not_added_to(self):
         Path("mine.tsv").write_text("a\tb\n")
         with pytest.raises(ValueError, match=r"mine\.tsv has other columns"):
-            run_suite("gpt.perf_test_manual", Settings(exp_name="mine"))
+            run_suite("gpt.perf_test_manual", Suite(exp_name="mine"))
 
     def test_a_sweep_whose_cases_all_lack_something_is_refused_at_once(self):
         lines = []
         with pytest.raises(
             ValueError, match=r"no case of gpt\.grid_search_auto can run \(not built"
         ):
-            run_sweep("gpt", Settings(say=lines.append))
+            run_sweep("gpt", Suite(), lines.append)
         assert not lines
 
     def test_local_ranks_are_not_those_of_a_launcher(self, monkeypatch):
         monkeypatch.setattr(job, "starts", lambda: False)
         with pytest.raises(ValueError, match="local: starts the ranks on this host alone"):
-            run_suite("gpt.perf_test_manual", Settings(local=True))
+            run_suite("gpt.perf_test_manual", Suite(local=True))
 
 
 def ran_once(model, layout, mode="train", **metrics):
@@ -382,13 +387,15 @@ def all_results():
 
 def test_what_was_measured_is_shown_alone(golden):
     stream = io.StringIO()
-    table.write([*ran.steps(all_results()), *ran.steps([ran_once(IMAGES, SHARDED)])], stream)
+    table.write([*steps.tables(all_results()), *steps.tables([ran_once(IMAGES, SHARDED)])], stream)
     golden("unpriced.txt", stream.getvalue())
     assert "predicted" not in stream.getvalue()
 
 
 def test_runs_of_different_models_are_in_tables_of_their_own():
-    shown = ran.steps([ran_once(LLAMA, SHARDED), ran_once(IMAGES, SHARDED), ran_once(LLAMA, PIPED)])
+    shown = steps.tables(
+        [ran_once(LLAMA, SHARDED), ran_once(IMAGES, SHARDED), ran_once(LLAMA, PIPED)]
+    )
     times = [one for one in shown if one.title.startswith("Step time")]
     assert [len(one.rows) for one in times] == [2, 1]
     for one, model in zip(times, (LLAMA, IMAGES), strict=True):
@@ -406,14 +413,14 @@ def test_a_report_of_a_map_says_which_layers_are_cut_how():
 
 def test_streamed_batches_that_are_slower_are_marked_and_explained():
     slow = ran_once(LLAMA, PIPED, "infer", **(STAGES | {"streamed_s": 0.0115}))
-    forward, *_ = ran.steps([ran_once(LLAMA, PIPED, "infer", **STAGES), slow])
+    forward, *_ = steps.tables([ran_once(LLAMA, PIPED, "infer", **STAGES), slow])
     assert [row[-2] for row in forward.rows] == ["4.00 ms", "11.5 ms *"]
     assert "slower than one by one" in " ".join(forward.legend)
 
 
 def test_a_loop_timed_alone_is_not_called_one_by_one():
     looped = ran_once(LLAMA, PIPED, "infer", **(STAGES | {"streamed_s": 0.011}))
-    *_, speed = ran.steps([looped])
+    *_, speed = steps.tables([looped])
     assert speed.columns[1] == "tokens/s, streamed"
 
 
@@ -450,7 +457,7 @@ def test_a_page_of_a_run_alone_shows_the_plan_that_ran_and_speaks_of_no_predicti
 
 def test_a_plan_file_without_prices_runs_and_shows(capsys):
     pytest.importorskip("torch")
-    store.write("plan.json", given.plan(MOE, layout='{"dp": 2, "ep": 2}'))
+    store.write("plan.json", planned(MOE, layout='{"dp": 2, "ep": 2}'))
     assert meshwise.run(dry_run=True)[0].prediction is None
     assert call("show", "plan.json") == 0
     assert "dp2 ep2" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from meshwise.cli import app
-from meshwise.pages import scaling, scaling_axes, scaling_figures, scaling_report, svg
+from meshwise.pages import scaling, scaling_figures, scaling_report, svg
 from meshwise.verbs.report import scaling as report_scaling
 
 CONFIG = {
@@ -96,7 +96,7 @@ def test_a_row_whose_forward_took_as_long_as_all_says_noisy(tmp_path):
     rows[1] |= {"forward_time_ms": rows[1]["total_time_ms"], "backward_time_ms": None}
     rows[1] |= {"reason": "noisy: the forward alone took as long as forward and backward"}
     rows[2] |= {"backward_time_ms": 0.0}  # as it was written before
-    times = scaling_report.tables(read(tmp_path, rows))[0]
+    times = scaling.tables(read(tmp_path, rows))[0]
     assert [row[4] for row in times.rows].count("noisy") == 2
 
 
@@ -249,10 +249,12 @@ def test_too_much_traffic_and_memory_are_named(tmp_path):
 
 def test_a_dense_run_says_that_work_grows_with_the_length(tmp_path):
     dense = read(tmp_path, [row(16384, 1)], config=changed(dense=True))
-    assert "dense attention" in scaling.subject(dense) and "2048/1" not in scaling.subject(dense)
+    assert "dense attention" in scaling.subject(dense.config) and "2048/1" not in scaling.subject(
+        dense.config
+    )
     assert "1 / ring size is ideal" in " ".join(scaling_report.text(dense).split())
     dilated = read(tmp_path / "dilated", [row(16384, 1)])
-    assert "2048/1 4096/2 8192/4" in scaling.subject(dilated)
+    assert "2048/1 4096/2 8192/4" in scaling.subject(dilated.config)
     assert "1 / ring size is ideal" not in " ".join(scaling_report.text(dilated).split())
 
 
@@ -270,9 +272,7 @@ def test_the_text_has_every_case_and_every_reason(tmp_path):
 def test_the_best_ring_is_the_fastest_and_the_largest_that_pays(tmp_path):
     rows = [row(16384, ring, time_ms=ms) for ring, ms in ((1, 8.0), (2, 4.1), (4, 3.0), (8, 3.5))]
     (best,) = (
-        each
-        for each in scaling_report.tables(read(tmp_path, rows))
-        if each.title.startswith("Best ring")
+        each for each in scaling.tables(read(tmp_path, rows)) if each.title.startswith("Best ring")
     )
     assert best.rows == (("16,384", "4", "3.00 ms", "2.67x", "67 %", "2"),)
 
@@ -346,11 +346,11 @@ def test_one_ring_size_draws_no_line_of_scaling(tmp_path):
 
 def test_names_of_lines_never_overlap_and_keep_their_order():
     for heights in ([0.5, 0.5, 0.5], [0.9, 0.1, 0.11, 0.5], [0.2], [0.3, 0.31, 0.36, 0.42, 0.9]):
-        placed = scaling_axes.apart(heights)
+        placed = scaling_figures.apart(heights)
         order = sorted(range(len(heights)), key=lambda index: (heights[index], index))
         gaps = [placed[b] - placed[a] for a, b in itertools.pairwise(order)]
-        assert all(gap >= scaling_axes.APART - 1e-12 for gap in gaps)
-    assert scaling_axes.apart([0.1, 0.9]) == [0.1, 0.9]
+        assert all(gap >= scaling_figures.APART - 1e-12 for gap in gaps)
+    assert scaling_figures.apart([0.1, 0.9]) == [0.1, 0.9]
 
 
 def test_colours_of_files_are_those_of_the_page():

@@ -17,7 +17,7 @@ from meshwise.prices import Prices
 from meshwise.prices.key import links
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
-from meshwise.search import bound, pipeline, simulate, space
+from meshwise.search import balance, bound, pipeline, simulate, space
 from meshwise.search import stage as stages
 from meshwise.search.predict import EXCHANGE, memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_program
@@ -36,6 +36,7 @@ from meshwise.spec import (
     stages_of,
 )
 from meshwise.spec.layout import SPLIT, rank_of
+from meshwise.units import format_bytes
 from tests.unit.test_prices import CLUSTER
 from tests.unit.test_prices import costs as measured  # noqa: F401
 
@@ -121,6 +122,21 @@ def ladder(layout, model=MODEL):
     ]
 
 
+def ladders(layout, model, workload, prices):
+    """Those of ``layout`` as it is, and with other counts of layers where these are faster."""
+    rungs = ladder(layout, model)
+    equal = tuple(map(len, layout.stage_layers(model.layers)))
+    counted = [(rung, balance.counts(model, workload.seq_len, rung, prices)) for rung in rungs]
+    other = [msgspec.structs.replace(rung, layers=n) for rung, n in counted if n != equal]
+    return [rungs, other] if layout.pp > 1 and other else [rungs]
+
+
+def any_counts(chance, num_layers, num_stages):
+    """Counts of layers drawn from all that give each stage one."""
+    cuts = sorted(chance.sample(range(1, num_layers), num_stages - 1))
+    return tuple(b - a for a, b in itertools.pairwise([0, *cuts, num_layers]))
+
+
 def brute_force_layouts(num_devices, batch, max_tp):
     """Every combination of positive numbers, filtered by the definitions."""
     numbers, batches = range(1, num_devices + 1), range(1, batch + 1)
@@ -131,7 +147,7 @@ def brute_force_layouts(num_devices, batch, max_tp):
             if (zero and dp == 1) or (sp and tp == 1) or (zero == 1 and n == 1):
                 continue
             name, stages = run
-            if (name == "none") != (pp == 1) or name == "gpipe" or MODEL.layers % (pp * stages):
+            if (name == "none") != (pp == 1) or name == "gpipe" or pp * stages > MODEL.layers:
                 continue
             if not schedule.check(name, pp, stages, n):
                 yield (pp, dp, tp, zero, sp, mb, n, name, stages)
@@ -153,7 +169,7 @@ def test_every_legal_layout_once(costs, num_devices, batch):
     reasons = {removal.constraint for removal in removed}
     assert any("would leave the host" in reason for reason in reasons) == (num_devices == 8)
     assert ("gpipe is 1f1b with more memory" in reasons) == (num_devices > 1)
-    assert ("8 stages do not divide layers = 4" in reasons) == (num_devices > 1)
+    assert ("8 stages are more than layers = 4" in reasons) == (num_devices > 1)
 
 
 def test_why_layouts_are_no_candidates(costs):
@@ -202,18 +218,25 @@ def test_a_decoder_is_planned_as_it_is(costs):
     assert EXCHANGE in parts[True] and EXCHANGE not in parts[False]
 
 
-def test_the_plan_is_the_fastest_that_fits(costs):
+@pytest.mark.parametrize(
+    ("model", "limit"),
+    [(MODEL, 330e6), (msgspec.structs.replace(MODEL, layers=5, vocab=8192), 480e6)],
+    ids=["even", "uneven"],
+)
+def test_the_plan_is_the_fastest_that_fits(costs, model, limit):
     """Against pricing every layout, each with as little recomputation as fits."""
-    sizes, limit = {}, 330e6
+    sizes = {}
     prices = Prices(costs)
-    layouts, _ = legal_layouts(MODEL, WORKLOAD, costs, 4)
-    for layout in layouts:
-        for rung in ladder(layout):
-            prediction = search.predict(MODEL, WORKLOAD, rung, prices)
+    layouts, _ = legal_layouts(model, WORKLOAD, costs, 4)
+    every = [rungs for layout in layouts for rungs in ladders(layout, model, WORKLOAD, prices)]
+    for rungs in every:
+        for rung in rungs:
+            prediction = search.predict(model, WORKLOAD, rung, prices)
             if prediction.peak_memory_bytes <= limit:
                 sizes[rung.name] = prediction.step_time_s
                 break
-    plan = search.find(MODEL, WORKLOAD, on(costs, memory_bytes=limit), num_devices=4)
+    assert any("layers" in name for name in sizes) == (model is not MODEL)
+    plan = search.find(model, WORKLOAD, on(costs, memory_bytes=limit), num_devices=4)
     ranked = [plan.prediction, *(candidate.prediction for candidate in plan.runners_up)]
     assert [p.step_time_s for p in ranked] == sorted(sizes.values())[:10]
     assert sizes[plan.layout.name] == plan.prediction.step_time_s
@@ -222,22 +245,27 @@ def test_the_plan_is_the_fastest_that_fits(costs):
     kinds = {name.split()[-1] for name in sizes}
     assert {"selective", "full:1", "full"} & kinds, "the limit should make some recompute"
     counts = {removal.constraint: removal.count for removal in plan.removed}
-    assert counts["memory: more than 314.7 MiB a device"] > 0
+    assert counts[f"memory: more than {format_bytes(limit)} a device"] > 0
     assert counts["slower than the 10 fastest, by a lower bound"] > 0
     assert counts["recomputation that is not needed to fit"] > 0
-    _, illegal = legal_layouts(MODEL, WORKLOAD, costs, 4)
-    total = sum(len(ladder(layout)) for layout in layouts) + sum(r.count for r in illegal)
+    _, illegal = legal_layouts(model, WORKLOAD, costs, 4)
+    total = sum(map(len, every)) + sum(r.count for r in illegal)
     assert plan.num_considered == total
 
 
 @pytest.mark.parametrize("model", [MODEL, LLAMA, *EXPERTS.values()], ids=["gpt", "llama", *EXPERTS])
 def test_bounds_are_bounds(costs, model):
-    """No prediction is below its bounds, whatever the schedule; and they are of some use."""
+    """No prediction is below its bounds, whatever the schedule and the counts of layers; and they
+    are of some use."""
+    chance = random.Random(30)
     for there, devices in ((costs, 4), (two_hosts(costs, per_host=4), 8)):
         prices, ratios = Prices(there), []
         layouts, _ = legal_layouts(model, WORKLOAD, there, devices)
         for number, layout in enumerate(layouts[:: len(layouts) // 90]):
             rung = ladder(layout)[number % len(ladder(layout))]
+            if layout.pp > 1 and number % 2:
+                uneven = any_counts(chance, model.layers, layout.num_stages)
+                rung = msgspec.structs.replace(rung, layers=uneven)
             of = (model, WORKLOAD.seq_len, rung, prices)
             prediction = search.predict(model, WORKLOAD, rung, prices)
             least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
@@ -259,6 +287,9 @@ def test_memory_is_between_its_bounds(costs, dtype, lowering, experts):
         model = with_experts(chance, model) if experts else model
         layouts, _ = legal_layouts(model, workload, there, devices)
         for layout in chance.sample(layouts, min(len(layouts), 10)):
+            if layout.pp > 1:
+                uneven = any_counts(chance, model.layers, layout.num_stages)
+                layout = msgspec.structs.replace(layout, layers=uneven)
             for rung in ladder(layout, model):
                 least, most = bound.memory_between(model, workload, rung, prices)
                 needed = memory_of(model, workload, rung, prices)[1].total_bytes
@@ -271,7 +302,7 @@ def small_space(chance):
     sizes = {
         "name": "drawn",
         "hidden": tp * width,
-        "layers": chance.choice([1, 2, 4]),
+        "layers": chance.choice([1, 2, 4, 5]),
         "ffn": tp * chance.choice([64, 1024]),
         "vocab": tp * chance.choice([32, 8192]),
         "max_seq_len": 1024,
@@ -310,7 +341,8 @@ def test_the_nearest_that_does_not_fit_is_nearest_of_all(costs, seed):
     layouts = [
         rung
         for layout in legal_layouts(model, workload, costs, devices)[0]
-        for rung in ladder(layout, model)
+        for rungs in ladders(layout, model, workload, prices)
+        for rung in rungs
     ]
     needed = {
         layout.name: search.predict(model, workload, layout, prices).peak_memory_bytes
@@ -331,6 +363,59 @@ def test_the_nearest_that_does_not_fit_is_nearest_of_all(costs, seed):
     if nearest is not None:
         assert nearest.missing_bytes == pytest.approx(above[0] - int(limit), abs=1e-3)
         assert needed[nearest.layout.name] == pytest.approx(above[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_slowest_stage_is_as_fast_as_any_counts_make_it(seed):
+    """Against every way to cut up to nine layers, alike or not, with an embedding and a head."""
+    chance = random.Random(seed)
+
+    def slowest_s(layers_s, counts, first_s, last_s):
+        ends = [0, *itertools.accumulate(counts)]
+        loads = [sum(layers_s[a:b]) for a, b in itertools.pairwise(ends)]
+        loads[0] += first_s
+        loads[-1] += last_s
+        return max(loads)
+
+    for _ in range(60):
+        kinds = chance.choice([[1.0], [1.0, 0.3, 2.5]])
+        layers_s = [chance.choice(kinds) for _ in range(chance.randint(1, 9))]
+        stages, ends = chance.randint(1, len(layers_s)), chance.choice([(0, 0), (0.1, 1.2), (2, 5)])
+        counts = balance.balanced(layers_s, stages, *ends)
+        assert len(counts) == stages and min(counts) > 0 and sum(counts) == len(layers_s)
+        cuts = itertools.combinations(range(1, len(layers_s)), stages - 1)
+        every = [[b - a for a, b in itertools.pairwise([0, *cut, len(layers_s)])] for cut in cuts]
+        best_s = min(slowest_s(layers_s, each, *ends) for each in every)
+        assert slowest_s(layers_s, counts, *ends) == pytest.approx(best_s)
+    assert balance.balanced([1.0] * 32, 4, 0.0, 0.0) == (8, 8, 8, 8)
+    assert balance.balanced([1.0] * 32, 4, 0.1, 1.2) == (8, 8, 9, 7)  # the head is dear
+    assert balance.balanced([1.0] * 32, 3, 0.1, 1.2) == (11, 11, 10)
+
+
+def test_layers_that_stages_do_not_divide_have_pipelines(costs):
+    """With as many a stage as can be; the last stage, which has the head, gets none of the rest."""
+    assert space.equal_counts(7, 3) == (2, 3, 2) and space.equal_counts(8, 3) == (3, 3, 2)
+    model = msgspec.structs.replace(MODEL, layers=7)
+    layouts, _ = legal_layouts(model, WORKLOAD, costs, 4)
+    assert {x.layers for x in layouts if x.num_stages == 4} == {(2, 2, 2, 1)}
+    assert {x.layers for x in layouts if x.pp == 1} == {()}
+
+
+@pytest.mark.parametrize("name", ["even", *EXPERTS])
+def test_no_counts_of_layers_are_faster_than_those_dealt(costs, name):
+    """Predicted with each, where the head takes as long as several layers."""
+    model = EXPERTS.get(name, MODEL)
+    model = msgspec.structs.replace(model, layers=6, vocab=16384)
+    layout = Layout(pp=3, schedule="1f1b", num_microbatches=8)
+    prices = Prices(costs)
+    times_s = {}
+    for cut in itertools.combinations(range(1, 6), 2):
+        counts = tuple(b - a for a, b in itertools.pairwise([0, *cut, 6]))
+        uneven = msgspec.structs.replace(layout, layers=counts)
+        times_s[counts] = search.predict(model, WORKLOAD, uneven, prices).step_time_s
+    dealt = balance.counts(model, WORKLOAD.seq_len, layout, prices)
+    assert times_s[dealt] <= 1.01 * min(times_s.values())
+    assert (dealt == (2, 2, 2)) == (name != "even")
 
 
 def test_parts_add_up(costs):
@@ -355,7 +440,30 @@ def test_three_microbatches_say_what_many_do(costs, zero, layers):
     model = msgspec.structs.replace(MODEL, layers=layers, ffn=16384)
     workload = Workload(global_batch_size=28, seq_len=64)
     layout = Layout(dp=4, zero=zero, num_microbatches=7)
-    program = models.apply(models.graph(model, 1, 64, "bf16"), layout, "bf16")
+    in_one_program(costs, model, workload, layout)
+
+
+PATTERN = Decoder(
+    hidden=64, layers=17, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=512, max_seq_len=64,
+    window=16, full_layers=(2, 5, 8, 11, 14),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ffn", [64, 16384], ids=["waits", "computes"])
+@pytest.mark.parametrize("zero", range(4))
+def test_a_repeated_pattern_of_layers_is_priced_as_all_of_them(costs, zero, ffn):
+    """Five times two layers with a window and one without, and two more; some recomputed."""
+    workload = Workload(global_batch_size=12, seq_len=64)
+    more = {"recompute": "full", "recompute_layers": 13} if zero == 1 else {}
+    layout = Layout(dp=4, zero=zero, num_microbatches=3, **more)
+    in_one_program(costs, msgspec.structs.replace(PATTERN, ffn=ffn), workload, layout)
+
+
+def in_one_program(costs, model, workload, layout):
+    """Compare a prediction with a walk through every task of every layer and microbatch."""
+    words = layout.recomputed(model.layers)
+    graph = models.graph(model, 1, workload.seq_len, "bf16", recompute=words)
+    program = models.apply(graph, layout, "bf16")
     bare = msgspec.structs.replace(costs, factors=())
     prices = Prices(bare)
     prediction = search.predict(model, workload, layout, prices)
@@ -712,9 +820,10 @@ def test_the_rank_that_needs_most_memory_is_named(costs):
     assert all("memory peaks" not in str(t.rows) for t in tables.warnings(prediction.notes))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(18))
 def test_three_equal_layers_stand_for_many(costs, seed, monkeypatch):
-    """Stages priced by at most three equal layers in a row, against all of them one by one."""
+    """Stages priced by at most three equal layers, or turns of a pattern, in a row, against all of
+    them one by one."""
     chance = random.Random(seed)
     slow = chance.choice([1.0, 30.0])  # of traffic that mathematics hides, or does not
     curves = [
@@ -729,14 +838,15 @@ def test_three_equal_layers_stand_for_many(costs, seed, monkeypatch):
         for curve in costs.curves
     ]
     there = msgspec.structs.replace(costs, curves=tuple(curves))
-    model = msgspec.structs.replace(chance.choice([MODEL, LLAMA]), layers=12)
+    windows = msgspec.structs.replace(LLAMA, window=32, full_layers=(2, 5, 8, 11))
+    model = msgspec.structs.replace(chance.choice([MODEL, LLAMA, windows]), layers=12)
     layouts, _ = legal_layouts(model, WORKLOAD, there, 4)
     short, whole = Prices(there), Prices(there)
     for layout in chance.sample(layouts, 6):
         rung = chance.choice(ladder(layout, model))
         priced = search.predict(model, WORKLOAD, rung, short)
         with monkeypatch.context() as patch:
-            patch.setattr(stages, "groupby", lambda words: ((word, [word]) for word in words))
+            patch.setattr(stages, "_shortened", lambda layers: (layers, {}))
             one_by_one = search.predict(model, WORKLOAD, rung, whole)
         assert priced.step_time_s == pytest.approx(one_by_one.step_time_s, rel=1e-9), rung.name
         memory = one_by_one.peak_memory_bytes

@@ -24,6 +24,7 @@ from meshwise.spec import (
     Case,
     Cluster,
     Collective,
+    Convolution,
     Curve,
     Cuts,
     Decoder,
@@ -86,6 +87,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     WideResNet: lambda f: {"blocks": (2, *f["blocks"])},
     Gemm: lambda f: {"scaling": "row" if f["dtype"] == "fp8" else "none"},
+    Convolution: lambda f: {"kernel": f["kernel"] | 1},
     Attention: lambda f: {
         "heads": f["kv_heads"] * f["heads"],
         "causal": f["causal"] or f["window"] is not None,
@@ -136,6 +138,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Curve: lambda f: {
         "x_bytes": (1.0, 2.0),
         "time_s": (0.5, 0.25),
+        "alpha_s": f["alpha_s"] or 1.0,  # alpha_beta needs one of its two numbers
         "held_out": {f["law"]: HeldOut(median=0.1, p90=0.2, num_points=3)},
     },
     Surface: lambda f: {
@@ -351,6 +354,12 @@ def test_the_values_of_a_table_have_ranges_too() -> None:
         ),
         (lambda: Gemm(m=1, n=1, k=1, scaling="row"), "Gemm.scaling = 'row': fp8 is scaled by"),
         (
+            lambda: Convolution(
+                batch=1, in_channels=1, out_channels=1, height=4, width=4, kernel=2
+            ),
+            "Convolution.kernel = 2: must be odd",
+        ),
+        (
             lambda: attention(2, 4, causal=False, window=2),
             "Attention.window = 2: a window is of causal attention; set causal",
         ),
@@ -521,6 +530,8 @@ def test_an_uneven_pipeline():
     assert (
         layout.num_devices == 4 and layout.name == "pp3 1f1b meshes 1x1,1x1,1x2 layers 1,2,1 mb2x1"
     )
+    deep = Layout(pp=6, schedule="1f1b", layers=(2, 3, 3, 3, 3, 2), num_microbatches=6)
+    assert deep.name == "pp6 1f1b layers 2,3x4,2 mb1x6"
     stages = stages_of(layout, known.MODEL)
     assert [stage.devices for stage in stages] == [(0,), (1,), (2, 3)]
     cut = [stage.placements["feed_forward"] for stage in stages]

@@ -5,7 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.models import wide_resnet
+from meshwise.models import num_parameters, step_flops, stream_shape, wide_resnet
+from meshwise.models.counts import forward_flops
+from meshwise.models.decoder import weights as weights_of
+from meshwise.spec import Workload
 from meshwise.spec.record import digest
 from meshwise.spec.vision import WideResNet
 
@@ -34,8 +37,8 @@ def test_parameters_and_flops_are_those_of_the_table(name):
     model = wide_resnet.sized(name)
     depth, parameters, gflop = TABLE[name]
     assert (model.name, model.depth) == (name, depth)
-    assert wide_resnet.num_parameters(model) == parameters
-    assert wide_resnet.forward_flops(model, 1) == pytest.approx(gflop * 1e9, rel=1e-3)
+    assert num_parameters(model) == parameters
+    assert forward_flops(model, 1) == pytest.approx(gflop * 1e9, rel=1e-3)
 
 
 def test_the_catalogue_has_the_whole_table():
@@ -44,23 +47,22 @@ def test_the_catalogue_has_the_whole_table():
 
 def test_resnet_50_has_its_published_parameters():
     """He et al.'s ResNet-50 with 1000 classes: 25,557,032 in torchvision."""
-    assert wide_resnet.num_parameters(WideResNet(channels=64, num_classes=1000)) == 25_557_032
+    assert num_parameters(WideResNet(channels=64, num_classes=1000)) == 25_557_032
 
 
 def test_the_blocks_of_depths_50_and_101_are_layers():
     assert [wide_resnet.sized(name).layers for name in ("wresnet-4b", "wresnet-13b")] == [16, 33]
 
 
-def test_a_step_is_three_forwards_and_four_if_they_are_recomputed():
+def test_a_step_is_three_forwards():
     model = wide_resnet.sized("wresnet-250m")
-    assert wide_resnet.step_flops(model, 32) == 96 * wide_resnet.forward_flops(model, 1)
-    recomputed = wide_resnet.step_flops(model, 32, recomputed=True)
-    assert recomputed == 128 * wide_resnet.forward_flops(model, 1)
+    step = step_flops(model, Workload(global_batch_size=32, seq_len=1))
+    assert step == 96 * forward_flops(model, 1)
 
 
 def test_shapes_between_the_blocks_of_the_smallest():
     model = wide_resnet.sized("wresnet-250m")
-    shapes = [wide_resnet.activation_shape(model, 8, layer) for layer in range(17)]
+    shapes = [stream_shape(model, 8, 1, layer) for layer in range(17)]
     assert shapes == (
         [(8, 160, 56, 56)]
         + 3 * [(8, 640, 56, 56)]
@@ -83,12 +85,12 @@ def test_parameters_are_their_closed_form(model):
             total += inputs * 4 * f + 2 * 4 * f if inputs != 4 * f else 0
             inputs = 4 * f
     total += inputs * model.num_classes + model.num_classes
-    assert wide_resnet.num_parameters(model) == total
+    assert num_parameters(model) == total
 
 
 @given(sizes)
 def test_weights_have_distinct_names_and_the_unit_of_their_block(model):
-    weights = wide_resnet.weights(model)
+    weights = weights_of(model)
     assert len({weight.name for weight in weights}) == len(weights)
     for weight in weights:
         block = weight.name.startswith("layers.")

@@ -4,14 +4,14 @@ Everything that is asked of a model (weights, products, FLOPs, saved bytes, exch
 its graph.
 """
 
-from meshwise.models.families import gpt, llama
+from meshwise.models.families import gpt, llama, wide_resnet
 from meshwise.models.families.build import Layers
 from meshwise.models.graph import Graph
-from meshwise.spec import Decoder, LanguageModel, Model, layer_kinds
+from meshwise.spec import AnyModel, Model, WideResNet, layer_kinds
 
 
 def forward(
-    model: LanguageModel,
+    model: AnyModel,
     batch: int,
     seq: int,
     dtype: str,
@@ -20,7 +20,7 @@ def forward(
     first: bool = True,
     last: bool = True,
 ) -> Graph:
-    """Return the graph of one forward pass over ``batch`` sequences of ``seq`` tokens.
+    """Return the graph of one forward pass over ``batch`` sequences of ``seq`` tokens, or images.
 
     Of a pipeline stage of ``layers`` of these kinds (all by default), with the embedding if it is
     the ``first`` and the head if it is the ``last``. Its layers are numbered from 0 wherever they
@@ -28,17 +28,14 @@ def forward(
     which no node writes, and ends with the residual stream. A last stage that is not the first has
     its own copy of a tied weight. Of a model that no module computes, the graph lists what it has.
     """
+    kinds = layer_kinds(model, seq) if layers is None else layers
+    if isinstance(model, WideResNet):
+        return wide_resnet.forward(model, batch, dtype, kinds, first=first, last=last)
     name = model.name or "the model"
     if seq > model.max_seq_len:
         raise ValueError(
             f"seq_len = {seq}: {name} has positions for {model.max_seq_len}; use a shorter sequence"
         )
-    if isinstance(model, Decoder) and len(model.windows(seq)) > 1:
-        raise ValueError(
-            f"{name} has layers with a window and layers without: its layouts are run, not priced "
-            "yet; give the layout yourself, or a seq_len that fits into the window"
-        )
-    kinds = layer_kinds(model) if layers is None else layers
     if isinstance(model, Model):
         return gpt.forward(model, batch, seq, dtype, kinds, first=first, last=last)
     return llama.forward(model, batch, seq, dtype, kinds, first=first, last=last)

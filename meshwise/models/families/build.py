@@ -22,6 +22,7 @@ class Build:
         self.tensors: dict[str, Tensor] = {}
         self.nodes: list[Node] = []
         self.part, self.layer, self.room = "embed", 0, "stream"
+        self.window: int | None = None  # of the layer's attention
 
     def graph(self, sizes: Mapping[str, int]) -> Graph:
         return Graph(sizes, self.tensors, tuple(self.nodes))
@@ -113,7 +114,9 @@ class Build:
         ``dim``: of each head of v."""
         y = self.tensor(f"{name}.y", (*TOKEN, *heads, dim))
         lse = self.tensor(f"{name}.lse", ("batch", *heads, "seq"), "fp32")
-        return self.node(name, "attention", inputs, y, lse)
+        self.node(name, "attention", inputs, y, lse)
+        self.nodes[-1] = self.nodes[-1]._replace(window=self.window)
+        return y
 
     def embedding(self) -> str:
         tokens = self.tensor("tokens", TOKEN, "int64", "index")
@@ -127,14 +130,18 @@ class Build:
         self.parameter(table, "vocab", "hidden")
         with self.within("head"):
             y = self.tensor("head.y", (*TOKEN, "vocab"))
-            self._loss(self.node("head", "gemm", (x, table), y))
+            self.loss(self.node("head", "gemm", (x, table), y))
 
-    def _loss(self, logits: str) -> None:
+    def loss(self, logits: str) -> None:
+        """The mean cross entropy of logits, whose last dim is the classes."""
+        dims = self.tensors[logits].dims
         if self.dtype != "fp32":
-            wide = self.tensor("loss.logits", (*TOKEN, "vocab"), "fp32")
+            wide = self.tensor("loss.logits", dims, "fp32")
             logits = self.node("loss.cast", "cast", (logits,), wide)
-        log_p = self.tensor("loss.log_p", (*TOKEN, "vocab"), "fp32")
-        terms = self.tensor("loss.terms", (*TOKEN, "three"), "fp32")  # row's max, sum, target logit
+        log_p = self.tensor("loss.log_p", dims, "fp32")
+        terms = self.tensor(
+            "loss.terms", (*dims[:-1], "three"), "fp32"
+        )  # row's max, sum, target logit
         self.node("loss.softmax", "cross_entropy", (logits,), log_p, terms)
-        targets = self.tensor("targets", TOKEN, "int64", "index")
+        targets = self.tensor("targets", dims[:-1], "int64", "index")
         self.node("loss", "cross_entropy", (terms, targets), self.tensor("loss", ("one",), "fp32"))

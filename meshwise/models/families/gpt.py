@@ -21,7 +21,7 @@ def forward(
     build = Build(dtype)
     x = _embedding(build) if first else build.tensor("stage.in", STREAM)
     for i, kind in enumerate(layers):
-        x = _layer(build, model, x, i, has_experts=kind == "experts")
+        x = _layer(build, model, x, i, has_experts=kind.form == "experts")
     if last:
         build.part, build.layer = "head", 0
         build.head(build.layer_norm(x, "norm"), "embed.weight" if first else "head.weight")

@@ -31,7 +31,8 @@ def forward(
     if first and model.embed_scale != 1:
         x = build.elementwise("embed.scale", "copy", x)
     for i, kind in enumerate(layers):
-        x = _layer(build, model, x, i, has_experts=kind == "experts")
+        build.window = kind.window
+        x = _layer(build, model, x, i, has_experts=kind.form == "experts")
     if last:
         build.part, build.layer = "head", 0
         x, tied = build.rms_norm(x, "norm"), model.tied and first
@@ -43,8 +44,6 @@ def forward(
         "two": 2, "three": 3, "one": 1, **experts.sizes(model, batch, seq),
     }  # fmt: skip
     sizes |= dict(model.more_weights)
-    (window,) = model.windows(seq)  # the same in all layers
-    sizes |= {} if window is None else {"window": window}
     return build.graph(sizes | (_head_sizes(model) if mla is None else _latent_sizes(model, mla)))
 
 

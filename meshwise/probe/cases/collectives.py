@@ -312,7 +312,8 @@ def _of_plan(plan: Plan) -> list[Collective]:
         inside = layout.of_rank(index % layout.pp)
         part = graph(
             model, inside.microbatch_size, plan.workload.seq_len, plan.dtype,
-            layers=layer_kinds(model, layers), first=index == 0, last=index == len(stages) - 1,
+            layers=layer_kinds(model, plan.workload.seq_len, layers),
+            first=index == 0, last=index == len(stages) - 1,
         )  # fmt: skip
         tasks = apply(part, inside, plan.dtype).tasks
         found += [task.op for task in tasks if isinstance(task.op, Collective)]

@@ -10,7 +10,8 @@ Cluster, models and dtype in; cases out, ordered so that any prefix calibrates a
        sharded blocks at the smallest microbatch
 
 Operations come before the blocks they add up to, since a block without their prices calibrates
-nothing. A block's forward and backward are neighbours: they share one set-up.
+nothing. A block's forward and backward are neighbours: they share one set-up. A model of images has
+no blocks: its convolutions and products are listed from its whole program.
 
 Each is timed as a step runs it (``prices.in_step``). On a GPU blocks are timed after half a second
 of the same work, because a step runs at the clocks that the power cap leaves. Cases of one price
@@ -19,28 +20,30 @@ reduced over data ranks.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from meshwise.models import block_ops, placement
+from meshwise.models import apply, block_ops, graph, placement
 from meshwise.models.catalogue import default_model, default_workload
 from meshwise.prices import in_step, op_key
 from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
     DTYPE_BYTES,
+    AnyModel,
     Attention,
     Block,
     Case,
     Cluster,
     Collective,
-    Decoder,
     Elementwise,
     Gemm,
     Layout,
-    Model,
     Op,
+    Shaped,
+    WideResNet,
+    layer_kinds,
 )
 from meshwise.spec.op import CollectiveKind, Direction, Dtype
 
@@ -49,14 +52,15 @@ SHARDING: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 MAIN: tuple[CollectiveKind, ...] = (*SHARDING, "all_reduce")
 IN_PLACE = ("all_reduce", "broadcast")  # as torch has them
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
 OTHER: tuple[CollectiveKind, ...] = ("all_to_all", "broadcast", "send_recv")
 
 
 class Sizes(NamedTuple):
     """Sizes that suit one kind of device; ``coarse`` ones come first, ``dense`` ones last."""
 
-    microbatches: tuple[int, int]  # a typical one, for round 1, and the smallest
-    more_microbatches: tuple[int, ...]
+    microbatches: tuple[int, ...]  # a typical one, for round 1, the smallest, others
+    images: tuple[int, ...]  # of a microbatch, a typical number first
     coarse_bytes: tuple[int, ...]  # collectives
     dense_bytes: tuple[int, ...]  # by importance: beyond the coarse ones first
     coarse_copies: tuple[int, ...]
@@ -69,8 +73,8 @@ class Sizes(NamedTuple):
 
 SCALES = {
     "cuda": Sizes(
-        microbatches=(8, 1),
-        more_microbatches=(4, 2),
+        microbatches=(8, 1, 4, 2),
+        images=(32, 8, 64),
         coarse_bytes=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
         dense_bytes=(GiB, 4 * KiB, 64 * MiB, 4 * MiB, 256 * KiB),
         coarse_copies=(64 * KiB, 4 * MiB, 64 * MiB, GiB),
@@ -87,8 +91,8 @@ SCALES = {
         ),
     ),
     "cpu": Sizes(
-        microbatches=(2, 1),
-        more_microbatches=(4,),
+        microbatches=(2, 1, 4),
+        images=(2, 1),
         coarse_bytes=(4 * KiB, 64 * KiB, MiB, 16 * MiB),
         dense_bytes=(64 * MiB, 4 * MiB, 256 * KiB, 16 * KiB),
         coarse_copies=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
@@ -109,19 +113,34 @@ class Profile(NamedTuple):
     dtype: Dtype
     lowering: Literal["eager", "compiled"]
     scale: Sizes
+    seq_len: int | None = None
+
+    def length(self, model: AnyModel) -> int:
+        """Tokens of a sequence, as many as the plan's or as usual."""
+        usual = default_workload(self.cluster, model).seq_len
+        return usual if self.seq_len is None or isinstance(model, WideResNet) else self.seq_len
+
+    def microbatches(self, model: AnyModel) -> tuple[int, ...]:
+        """Sizes of a microbatch, a typical one first: longer sequences are fewer."""
+        if isinstance(model, WideResNet):
+            return self.scale.images
+        usual = default_workload(self.cluster, model).seq_len
+        fewer = (size * usual // self.length(model) for size in self.scale.microbatches)
+        return tuple(dict.fromkeys(max(1, size) for size in fewer))
 
 
 def cases(
     scope: Scope,
     *,
-    models: tuple[Model | Decoder, ...] = (),
+    models: tuple[AnyModel, ...] = (),
     lowering: Literal["eager", "compiled"] | None = None,
+    seq_len: int | None = None,
 ) -> list[Case]:
     """The cases of a profile in priority order, none twice.
 
     ``models``: whose operations, by default of one that fills the cluster. ``lowering`` of their
     blocks, and so of the plans made from them: compiled on GPUs and eager on CPUs unless given;
-    single operations are eager in any case.
+    single operations are eager in any case. ``seq_len``: of the plan, by default the usual one.
     """
     cluster, world_size = scope.cluster, scope.world_size
     if not 1 <= world_size <= cluster.num_devices:
@@ -129,22 +148,16 @@ def cases(
             f"world_size = {world_size}: cluster {cluster.name!r} has {cluster.num_devices} "
             f"devices; use 1 to {cluster.num_devices}"
         )
-    planned = []
-    for model in models or (default_model(cluster),):
-        if not isinstance(model, Model):
-            raise ValueError(
-                f"model = {model.name!r}: plans are made for GPTs so far; measure gemm, attention, "
-                "collectives and fsdp take it"
-            )
-        planned.append(model)
     profile = Profile(
         cluster,
         world_size,
         scope.dtype,
         lowering or ("compiled" if scope.on_gpus else "eager"),
         SCALES[cluster.device.kind],
+        seq_len,
     )
-    rounds = [part(profile, tuple(planned)) for part in (_round_1, _round_2, _round_3)]
+    planned = models or (default_model(cluster),)
+    rounds = [part(profile, planned) for part in (_round_1, _round_2, _round_3)]
     found: dict[tuple[object, ...], Case] = {}
     for op in (op for part in rounds for op in part):
         run = in_step(op, cluster, profile.lowering)
@@ -154,11 +167,11 @@ def cases(
     return list(found.values())
 
 
-def _round_1(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
+def _round_1(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
     yield from map(_copy, profile.scale.coarse_copies)
-    typical = profile.scale.microbatches[0]
-    blocks = [block for model in models for block in _blocks(profile, model, typical)]
+    blocks = [block for model in models for block in _blocks(profile, model, 0)]
     yield from _products(blocks)
+    yield from _beside_blocks(profile, models, slice(1))
     yield from map(_adamw, profile.scale.coarse_copies)
     yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[:2])
     yield from _pairs(profile)
@@ -166,14 +179,17 @@ def _round_1(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
     yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[2:])
 
 
-def _round_2(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
-    yield from _tensor_parallel(profile, models, profile.scale.microbatches[0])
-    for microbatch_size in (profile.scale.microbatches[1], *profile.scale.more_microbatches):
+def _round_2(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
+    yield from _tensor_parallel(profile, models, 0)
+    for nth in range(1, len(profile.scale.microbatches)):
         for model in models:
-            yield from _behind_their_products(list(_blocks(profile, model, microbatch_size)))
+            yield from _behind_their_products(list(_blocks(profile, model, nth)))
+    for tp in _degrees(profile.world_size)[1:]:
+        yield from _beside_blocks(profile, models, slice(1), tp)
+    yield from _beside_blocks(profile, models, slice(1, None))
 
 
-def _round_3(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
+def _round_3(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
     scale, dtype = profile.scale, profile.dtype
     yield from _collectives(profile, MAIN, scale.dense_bytes[:1])
     yield from _collectives(profile, OTHER, scale.coarse_bytes)
@@ -191,16 +207,14 @@ def _round_3(profile: Profile, models: tuple[Model, ...]) -> Iterator[Op]:
                 batch=1, q_len=tokens, kv_len=tokens, heads=heads, kv_heads=heads,
                 head_dim=head_dim, direction=direction, dtype=dtype,
             )  # fmt: skip
-    yield from _tensor_parallel(profile, models, scale.microbatches[1])
+    yield from _tensor_parallel(profile, models, 1)
 
 
-def _tensor_parallel(
-    profile: Profile, models: tuple[Model, ...], microbatch_size: int
-) -> Iterator[Op]:
+def _tensor_parallel(profile: Profile, models: tuple[AnyModel, ...], nth: int) -> Iterator[Op]:
     """Blocks of every degree above 1, with sequence parallelism first: it saves memory."""
     for tp in _degrees(profile.world_size)[1:]:
         for model in models:
-            sharded = (_blocks(profile, model, microbatch_size, tp, sp) for sp in (True, False))
+            sharded = (_blocks(profile, model, nth, tp, sp) for sp in (True, False))
             yield from _behind_their_products([block for blocks in sharded for block in blocks])
 
 
@@ -209,10 +223,41 @@ def _behind_their_products(blocks: list[Block]) -> Iterator[Op]:
     yield from blocks
 
 
-def _products(blocks: list[Block]) -> Iterator[Gemm | Attention]:
-    """GEMMs and attention of ``blocks``; what else they hold is priced by curves over bytes."""
+def _products(blocks: list[Block]) -> Iterator[Shaped]:
     for block in blocks:
-        yield from (op for op in block_ops(block) if isinstance(op, Gemm | Attention))
+        yield from _shaped(block_ops(block))
+
+
+def _beside_blocks(
+    profile: Profile, models: tuple[AnyModel, ...], chosen: slice, tp: int = 1
+) -> Iterator[Shaped]:
+    """The operations of models whose blocks do not hold them all: of images, and of experts in
+    some layers or over tp. ``chosen``: which of the microbatches."""
+    for model in models:
+        if isinstance(model, WideResNet) or model.experts is not None:
+            for size in profile.microbatches(model)[chosen]:
+                yield from of_program(profile, model, size, tp)
+
+
+def of_program(
+    profile: Profile, model: AnyModel, microbatch_size: int, tp: int = 1
+) -> Iterator[Shaped]:
+    """The products, convolutions and attention of a model, each kind of layer once; nothing where
+    this degree cannot exist."""
+    seq_len = profile.length(model)
+    layout = Layout(tp=tp, microbatch_size=microbatch_size)
+    if placement.obstacle(model, seq_len, layout):
+        return
+    kinds = (
+        None if isinstance(model, WideResNet) else tuple(dict.fromkeys(layer_kinds(model, seq_len)))
+    )
+    whole = graph(model, microbatch_size, seq_len, profile.dtype, layers=kinds)
+    yield from _shaped(task.op for task in apply(whole, layout, profile.dtype).tasks)
+
+
+def _shaped(ops: Iterable[Op]) -> Iterator[Shaped]:
+    """Those that surfaces price; what else there is is priced by curves over bytes."""
+    return (op for op in ops if isinstance(op, Shaped))
 
 
 def _copy(size_bytes: int) -> Elementwise:
@@ -233,23 +278,22 @@ def _passes(m: int, n: int, k: int, dtype: Dtype) -> Iterator[Gemm]:
 
 
 def _blocks(
-    profile: Profile,
-    model: Model,
-    microbatch_size: int,
-    tp: int = 1,
-    sequence_parallel: bool = False,
+    profile: Profile, model: AnyModel, nth: int, tp: int = 1, sequence_parallel: bool = False
 ) -> Iterator[Block]:
-    """Layer and head, forward and backward; nothing where this degree cannot exist."""
-    seq_len = default_workload(profile.cluster, model).seq_len
+    """Layer and head of the nth microbatch, forward and backward; nothing of images, or where this
+    degree cannot be, and of experts over tp the head alone."""
+    sizes, seq_len = profile.microbatches(model), profile.length(model)
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
+    if isinstance(model, WideResNet) or nth >= len(sizes):
+        return
     if placement.obstacle(model, seq_len, layout):
         return
-    for part in ("layer", "head"):
+    for part in PARTS if tp == 1 or not model.has_experts(0) else PARTS[1:]:
         for direction in DIRECTIONS:
             yield Block(
                 part=part,
                 model=msgspec.structs.replace(model, name="", layers=1),
-                microbatch_size=microbatch_size,
+                microbatch_size=sizes[nth],
                 seq_len=seq_len,
                 tp=tp,
                 sequence_parallel=sequence_parallel,

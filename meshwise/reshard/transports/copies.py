@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Table
-from meshwise.reshard.transports.lanes import Launch
+from meshwise.reshard.transports.lanes import Launch, chained
 
 Addresses = npt.NDArray[np.int64]
 Pair = tuple[torch.dtype, torch.dtype]
@@ -95,12 +95,7 @@ def copier(
         mine[:, 5] //= write if kind > 0 else write.itemsize
         table = torch.from_numpy(mine).to(device)
         launches.append(kernels.copier(table, read, write, sums, programs, refused, stores, chosen))
-
-    def launch() -> None:
-        for each in launches:
-            each()
-
-    return launch
+    return chained(launches)
 
 
 def _cpu(

@@ -272,9 +272,7 @@ class _Stage:
         lanes.join(*ends)
 
     def wrong_tiles(self) -> Table:
-        wrong = torch.ne(self.theirs, self.received).nonzero()[:, 0].cpu().numpy()
-        kept = torch.ne(*self.kept).nonzero()[:, 0].cpu().numpy()  # empty unless full
-        return np.concatenate([self.ends.receives[wrong], self.ends.local[kept]])
+        return self.ends.differing(self.theirs, self.received, *self.kept)
 
 
 def _once(lines: Lines, sums: Tensor, hashed: Callable[[Lines, Tensor], Launch]) -> Launch:

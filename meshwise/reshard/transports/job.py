@@ -51,6 +51,13 @@ class Ends(NamedTuple):
     send_spans: dict[int, slice]
     receive_spans: dict[int, slice]
 
+    def differing(self, theirs: Tensor, received: Tensor, *kept: Tensor) -> Table:
+        """The tiles that came or stayed here and whose two hashes differ."""
+        wrong, stayed = (
+            torch.ne(*pair).nonzero()[:, 0].cpu().numpy() for pair in ((theirs, received), kept)
+        )
+        return np.concatenate([self.receives[wrong], self.local[stayed]])
+
 
 def ends(table: Table, here: int) -> Ends:
     out, into = table["source"] == here, table["destination"] == here

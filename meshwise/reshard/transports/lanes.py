@@ -3,12 +3,22 @@
 On a CPU every work is done at once, in the order in which it is given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 Launch = Callable[[], object]
+
+
+def chained(launches: Sequence[Launch]) -> Launch:
+    """One launch of all of them, in their order."""
+
+    def launch() -> None:
+        for each in launches:
+            each()
+
+    return launch
 
 
 class Lanes:
@@ -30,7 +40,10 @@ class Lanes:
         if self.device.type != "cuda":
             work()
             return None
-        stream = self.stream(name)
+        if name not in self.streams:
+            priority = -1 if name in self.urgent else 0
+            self.streams[name] = torch.cuda.Stream(self.device, priority=priority)
+        stream = self.streams[name]
         for event in after:
             if event is not None:
                 stream.wait_event(event)
@@ -44,9 +57,3 @@ class Lanes:
             for event in events:
                 if event is not None:
                     torch.cuda.current_stream(self.device).wait_event(event)
-
-    def stream(self, name: str) -> torch.cuda.Stream:
-        if name not in self.streams:
-            priority = -1 if name in self.urgent else 0
-            self.streams[name] = torch.cuda.Stream(self.device, priority=priority)
-        return self.streams[name]

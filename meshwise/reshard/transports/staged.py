@@ -305,9 +305,7 @@ class _Stage:
             self.slots.packed(number % SLOTS)
 
     def wrong_tiles(self) -> Table:
-        wrong = torch.ne(self.theirs, self.received).nonzero()[:, 0].cpu().numpy()
-        kept = torch.ne(*self.kept).nonzero()[:, 0].cpu().numpy()
-        return np.concatenate([self.ends.receives[wrong], self.ends.local[kept]])
+        return self.ends.differing(self.theirs, self.received, *self.kept)
 
 
 def _num_steps(job: Job, found: Ends, cap_bytes: int, tables_bytes: int) -> int:

@@ -1,0 +1,219 @@
+"""The options of the verbs, each written once: its name, type, default, range and help.
+
+This module says what a record of options is; its neighbours hold those of one verb each.
+The command line makes a flag of every field. A verb takes the record whole, and the ranks get it
+with their request. ``keywords`` gives a verb the fields as keyword arguments, for Python.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
+
+from meshwise.patience import Patience, parsed
+
+if TYPE_CHECKING:  # from Python also objects; on the command line all of it is text
+    from meshwise.spec import AnyModel, LanguageModel, Layout, Recipe
+
+    File = Path | str
+    SomeModel = AnyModel | str
+    SomeLanguageModel = LanguageModel | str
+    SomeLayout = Layout | File
+    SomeRecipe = Recipe | File
+    Time = str | float
+    Rate = str | float
+    Memory = str | int
+    Names = str | tuple[str, ...]
+    Content = Any  # a file, or what is in it
+else:
+    File = SomeModel = SomeLanguageModel = SomeLayout = SomeRecipe = Time = Rate = Memory = str
+    Content, Names = str, tuple[str, ...]
+
+P = ParamSpec("P")
+R_contra = TypeVar("R_contra", contravariant=True)
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Range(NamedTuple):
+    """Whole numbers from ``least`` to ``most``."""
+
+    least: int
+    most: float = float("inf")
+
+
+class Flag(NamedTuple):
+    """The name of a field on the command line; "" where it has no flag there."""
+
+    name: str
+
+
+PYTHON = Flag("")
+Positive = Annotated[int | None, Range(1)]
+
+
+class _Rule(NamedTuple):
+    name: str  # on the command line
+    is_several: bool
+    is_whole: bool
+    bounds: Range | None
+    choices: tuple[Any, ...]
+
+
+@functools.cache
+def rules(record: type) -> dict[str, _Rule]:
+    """Say of each field what it is called, and which values it takes."""
+    found = {}
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        plain, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        kinds = (plain, *get_args(plain))
+        choices = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
+        flag = next((extra.name for extra in extras if isinstance(extra, Flag)), name)
+        bounds = next((extra for extra in extras if isinstance(extra, Range)), None)
+        is_several, allowed = get_origin(plain) is tuple, choices[0] if choices else ()
+        found[name] = _Rule(flag, is_several, int in kinds, bounds, allowed)
+    return found
+
+
+class Refused(ValueError):
+    """A value out of its range. ``typed`` calls the field as the command line does."""
+
+    def __init__(self, field_name: str, flag: str, why: str) -> None:
+        super().__init__(field_name + why)
+        self.typed = (flag or field_name) + why
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A record of options; ``Refused`` names the field whose value is out of its range."""
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for name, (flag, is_several, is_whole, bounds, choices) in rules(kind).items():
+            value = getattr(self, name)
+            if isinstance(value, Path):  # requests travel as JSON
+                object.__setattr__(self, name, str(value))
+            if is_several and isinstance(value, str | list):
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            if value is None or is_several:
+                continue
+            if choices and value not in choices:
+                raise Refused(name, flag, f" = {value!r}: must be one of {', '.join(choices)}")
+            if is_whole and not isinstance(value, int):
+                raise Refused(name, flag, f" = {value!r}: must be a whole number")
+            if bounds and not bounds.least <= value <= bounds.most:
+                most = "" if bounds.most == float("inf") else f" and <= {bounds.most}"
+                raise Refused(name, flag, f" = {value}: must be >= {bounds.least}{most}")
+
+    def said(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        values = {one.name: (getattr(self, one.name), one.default) for one in _fields(self)}
+        return {name: value for name, (value, usual) in values.items() if value != usual}
+
+
+def _fields(record: Any) -> tuple["dataclasses.Field[Any]", ...]:
+    return dataclasses.fields(record)
+
+
+class Verb(Protocol[P, R_contra, T_co]):
+    """A verb that takes its options one by one, or as a record."""
+
+    @overload
+    def __call__(self, asked: R_contra, /) -> T_co: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T_co: ...
+
+
+def keywords(
+    record: Callable[P, R_contra],
+) -> Callable[[Callable[[R_contra], T_co]], Verb[P, R_contra, T_co]]:
+    """Let a function of one ``record`` take the record's fields too; ``help`` lists them. Where the
+    first field is a tuple, all positional arguments are in it."""
+    assert isinstance(record, type)
+    hints, signature = get_type_hints(record), inspect.signature(record)
+    first, *others = (
+        one.replace(annotation=hints[name]) for name, one in signature.parameters.items()
+    )
+    if several := first.kind is first.POSITIONAL_OR_KEYWORD and first.default == ():
+        first = first.replace(kind=first.VAR_POSITIONAL, default=first.empty, annotation=str)
+
+    def taking(verb: Callable[[R_contra], T_co]) -> Verb[P, R_contra, T_co]:
+        @functools.wraps(verb)
+        def call(*args: Any, **kwargs: Any) -> T_co:
+            whole = len(args) == 1 and isinstance(args[0], record)
+            if several and args and isinstance(args[0], str):
+                args = (args,)
+            return verb(args[0] if whole else record(*args, **kwargs))
+
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[first, *others],
+            return_annotation=inspect.signature(verb).return_annotation,
+        )
+        call.__doc__ = f"{inspect.getdoc(verb)}\n\n{described(record)}"
+        return call
+
+    return taking
+
+
+def described(record: type, but: type = object) -> str:
+    """Every field with its help, a paragraph each, ``but`` for those of another record."""
+    known = helps(but)
+    lines = [f"{name}: {text}" for name, text in helps(record).items() if name not in known]
+    return "\n".join(textwrap.fill(line, 96, subsequent_indent="    ") for line in lines)
+
+
+@functools.cache
+def helps(record: type) -> dict[str, str]:
+    """The help of every field: the string behind it, or in its metadata."""
+    fields = getattr(record, "__dataclass_fields__", {})
+    found = {name: one.metadata["help"] for name, one in fields.items() if one.metadata}
+    for kind in reversed(record.__mro__[:-1]):
+        (made,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(made, ast.ClassDef)
+        for one, behind in zip(made.body, made.body[1:], strict=False):
+            if isinstance(one, ast.AnnAssign) and isinstance(behind, ast.Expr):
+                assert isinstance(one.target, ast.Name)
+                found[one.target.id] = ast.literal_eval(behind.value)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Options):
+    """Options of every verb that starts ranks."""
+
+    nproc: Annotated[int | None, PYTHON] = None
+    "Ranks, one on each device; they are started, or a launcher's are joined."
+    timeout: Time | None = None
+    "How long ranks wait in a collective or at a barrier; 30s by default, longer on shared cores."
+    setup_timeout: Time | None = None
+    "At the start, and while ranks compile, load or save; 10m by default."
+    runs: File = "runs"
+    "Where run directories are."
+    dry_run: bool = False
+    "Say what would be done, do and write nothing."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.patience  # a limit that is no time is refused at once
+
+    @property
+    def patience(self) -> Patience:
+        """How long ranks wait for each other."""
+        return parsed(self.timeout, self.setup_timeout)

@@ -1,0 +1,211 @@
+"""The options of ``measure``: a record for each kind of measurement."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from meshwise.options import PYTHON, Content, File, Flag, Range, Started, Time
+from meshwise.options.models import DECODERS, MODELS
+
+Mode = Literal["warm", "blocking", "pipelined", "graph"]
+Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+
+_MODEL = (
+    f"Whose operations: of {', '.join((*MODELS, *DECODERS))}, or of a Hugging Face config.json or "
+    "its folder; may be repeated."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Started):
+    """How any kind is measured."""
+
+    cluster: File = "cluster.toml"
+    "The machine; detected first when cluster.toml does not exist."
+    dtype: Dtype | None = None
+    "By default bf16 on GPUs and fp32 on CPUs."
+    budget: Time | None = None
+    "Time to spend, as 120s or 2m; the most useful cases come first. By default all cases."
+    resume: bool = False
+    "Continue the newest run of this kind and cluster without repeating finished cases."
+    model: tuple[str, ...] = field(default=(), metadata={"help": _MODEL})
+    quick: bool = False
+    "Spend 65 s of measuring, under 90 s in all."
+    sustain: Time = "10s"
+    "How long a sustained case lasts."
+    follow: Annotated[bool, PYTHON] = True
+    "Add sizes where a collective's curve bends, and shapes near the best one searched."
+
+    @property
+    def what(self) -> str:
+        """The name of the kind."""
+        return type(self).__name__.lower()
+
+    def of_kind(self) -> dict[str, Any]:
+        """The given options that this kind alone has: arguments of its ``cases``."""
+        common = vars(Sweep()).keys()
+        return {name: value for name, value in self.said().items() if name not in common}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Sweep):
+    """Measure what prices rest on, the most useful first."""
+
+    lowering: Literal["eager", "compiled"] | None = None
+    "How a model's blocks are run; by default compiled on GPUs and eager on CPUs."
+    seq_len: Annotated[int | None, Range(1)] = None
+    "Tokens in a sequence of the plan; 1024 on GPUs and 128 on CPUs by default."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm(Sweep):
+    """Matrix products: of models, square, skinny, tiny, and the best shape there is."""
+
+    configs: Annotated[Content | None, Flag("model_config_path")] = None
+    "A file of models as Primus writes it (model_configs.json)."
+    microbatch_sizes: Annotated[tuple[int, ...], Flag("microbatch_size")] = ()
+    "Sequences at once; may be repeated. By default 1, or 1 to 8 with --model-config-path."
+    seq_len: int | None = None
+    "Tokens of a sequence; by default the model's, at most 4096 (128 on CPUs)."
+    dtypes: tuple[Dtype, ...] = ()
+    "Products in each of these instead of --dtype; may be repeated."
+    modes: Annotated[tuple[Literal["cold", "warm", "graph", "sustained"], ...], Flag("mode")] = ()
+    "How products are called; cold by default. sustained lasts --sustain."
+    gradients: Annotated[bool, PYTHON] = True
+    "Also the products of the backward."
+    square: tuple[int, ...] = ()
+    "Sides of square products."
+    skinny: bool = False
+    "Also products with few rows."
+    tiny: bool = False
+    "Also products that take microseconds."
+    search: bool = False
+    "Search the shape with the highest rate."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Sweep):
+    """Attention by every back end there is, forward and backward."""
+
+    shapes: Annotated[Content | None, Flag("shapes_json_path")] = None
+    "A file of shapes as Primus writes it (attention_shapes.json)."
+    microbatch_sizes: Annotated[tuple[int, ...], Flag("microbatch_size")] = ()
+    "Sequences at once; may be repeated. By default 1, or 1 to 8 with --shapes-json-path."
+    seq_lens: Annotated[tuple[int, ...], Flag("seq_len")] = ()
+    "Lengths; may be repeated."
+    backends: Annotated[tuple[str, ...], Flag("backend")] = ()
+    (
+        "flash, cudnn, efficient, math, flex, varlen, fa3, fa4, or torch (what it picks); all by "
+        "default."
+    )
+    directions: Annotated[tuple[Literal["forward", "backward"], ...], PYTHON] = ()
+    "Both by default."
+    windows: Annotated[tuple[int, ...], Flag("window")] = ()
+    "Keys that a query sees at most; may be repeated."
+    causal: Annotated[bool, PYTHON] = True
+    "No query sees later keys."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives(Sweep):
+    """Collectives and messages, over any group and size, checked."""
+
+    kinds: Annotated[tuple[str, ...], PYTHON] = ()
+    (
+        "all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, "
+        "send_recv (a ring shift); by default the usual five."
+    )
+    sizes: str | None = None
+    (
+        "As 8..8G:x2, 1M..4M:+1M or 64K,1M; nccl-tests' size (its -b, -e and -f). By default "
+        "1K..1G:x4, on CPUs 4K..16M:x4."
+    )
+    primus_lists: Annotated[bool, PYTHON] = False
+    "What the models that Primus lists exchange, at its lengths (128 tokens on CPUs)."
+    microbatch_sizes: Annotated[tuple[int, ...], Flag("microbatch_size")] = ()
+    "Of --model; may be repeated."
+    seq_len: int | None = None
+    "Of --model; by default the model's, at most 8192 (128 on CPUs)."
+    plan: Annotated[Content | None, Flag("sizes_from")] = None
+    "A plan whose collectives are measured."
+    splits: Content | None = None
+    "An all_to_all_v: a JSON file of the bytes from each rank to each other, a list a rank."
+    tables: str | None = None
+    (
+        "An all_to_all_v of embeddings: BATCH,T0-T1-...,DIM with the batch of all ranks and the "
+        "tables of each."
+    )
+    groups: int = 1
+    "So many groups of equal size at once."
+    ranks: Content | None = None
+    "One group of these ranks alone, as 0,2."
+    pairs: bool = False
+    (
+        "One message between every ordered pair of ranks, a pair at a time; of 64M unless --sizes "
+        "says otherwise (1M on CPUs)."
+    )
+    modes: Annotated[tuple[Mode, ...], Flag("mode")] = ()
+    (
+        "warm (events around each call), blocking, pipelined or graph; graph on GPUs and warm on "
+        "CPUs by default. May be repeated."
+    )
+    backends: Annotated[tuple[str, ...], Flag("backend")] = ()
+    (
+        "torch (what it picks) by default; gloo, nccl (called directly), one_shot, two_shot and "
+        "peer_copy (through symmetric memory). May be repeated."
+    )
+    place: Literal["out", "in", "both"] = "out"
+    (
+        "In place or out of place, where a back end has both; torch's all_reduce, reduce and "
+        "broadcast are in place."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp(Sweep):
+    """The messages that FSDP2 sends for a model (llama-3-70b, on CPUs gpt-30m), unit by unit, and
+    their nccl-tests commands."""
+
+    replicas: int = 1
+    "Groups among which the shards are repeated (HSDP)."
+    param_dtype: Dtype | None = None
+    "Of gathered weights; --dtype unless given."
+    reduce_dtype: Dtype | None = None
+    "Of reduced gradients; --dtype unless given."
+    modes: Annotated[tuple[Mode, ...], Flag("mode")] = ()
+    "How they are called; warm by default. May be repeated."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap(Sweep):
+    """How much products and collectives slow each other down."""
+
+    kinds: Annotated[tuple[str, ...], Flag("kind")] = ()
+    "Collectives; may be repeated. By default all_gather, reduce_scatter, all_reduce, send_recv."
+    sizes: str | None = None
+    "Of the messages; 16M,256M by default, on CPUs 256K,4M."
+    microbatch_size: Annotated[int, PYTHON] = 1
+    "Of models: sequences at once."
+    seq_len: Annotated[int | None, PYTHON] = None
+    "Of models: tokens of a sequence."
+    backends: Annotated[tuple[str, ...], PYTHON] = ()
+    "Of the collectives."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health(Sweep):
+    """All devices and links at once: which is slow, and by what evidence. Exit code 4 on a
+    fault."""
+
+    quick: bool = False
+    "Neighbouring pairs only, nothing sustained."
+
+
+KINDS: dict[str, type[Sweep]] = {
+    "profile": Profile,
+    "gemm": Gemm,
+    "attention": Attention,
+    "collectives": Collectives,
+    "fsdp": Fsdp,
+    "overlap": Overlap,
+    "health": Health,
+}

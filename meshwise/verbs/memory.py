@@ -1,0 +1,127 @@
+"""The least memory that ranks need, against what the machine has, before any process starts.
+
+In: a plan and what is asked of it. Out: why it cannot be, in words. A device needs its weights and,
+in training, gradients, moments and the copies it computes with; decoding keys and values; a check
+on one device the whole model beside its own. Activations come on top and are not counted (but on
+the host, where offload sends the inputs of layers), nor what processes need for themselves: what
+is refused cannot run, while what is not may still not fit. On CPUs all ranks of a host share its
+memory, a container's limit included.
+"""
+
+import sys
+from collections.abc import Sequence
+from math import prod
+
+from meshwise import machine
+from meshwise.models import stream_shape
+from meshwise.models.decoder import Weight, attention, stage_weights, weights
+from meshwise.options.run import Run
+from meshwise.spec import DTYPE_BYTES, Cluster, Layout, Plan, WideResNet
+from meshwise.spec.layout import rank_of
+from meshwise.units import format_bytes
+
+FIX = {
+    "train": "shard with zero 3, tp or pp over more devices, or take a smaller model; `meshwise "
+    "plan` finds layouts that fit",
+    "infer": "divide the weights over more devices with tp or pp, or take a smaller model",
+    "decode": "divide weights and cache over more devices with tp or pp, or decode fewer sequences "
+    "or tokens",
+}
+
+
+def check(plan: Plan, asked: Run) -> None:
+    """ValueError where a plan needs more than its devices or their hosts have."""
+    if lacks := shortage(plan, asked):
+        raise ValueError(f"{plan.model.name} {plan.layout.name}: {lacks}; {FIX[asked.mode]}")
+
+
+def shortage(plan: Plan, asked: Run) -> str:
+    """What is missing of the memory for a plan; "" if nothing is known to be."""
+    devices, hosts = needed(plan, asked)
+    return missing(plan.cluster, devices, hosts)
+
+
+def missing(cluster: Cluster, devices: Sequence[float], hosts: Sequence[float] = ()) -> str:
+    """What ``cluster`` lacks for ranks that need so many bytes of their devices and hosts."""
+    device, per_host = cluster.device, cluster.num_devices_per_host
+    shared = device.kind == "cpu"
+    most = max(devices)
+    limit = device.memory_bytes - cluster.reserved_bytes
+    if not shared and most > limit:
+        return (
+            f"rank {devices.index(most)} needs at least {format_bytes(most)} of device memory, and "
+            f"{device.name} has {format_bytes(limit)}"
+        )
+    each = [*hosts] or [0.0] * len(devices)
+    each = [a + b for a, b in zip(each, devices, strict=True)] if shared else each
+    most = max(sum(each[start : start + per_host]) for start in range(0, len(each), per_host))
+    if most > (limit := _host_bytes(cluster) if most else 0):
+        return (
+            f"the ranks of a host together need at least {format_bytes(most)} of its memory, and "
+            f"here are {format_bytes(limit)}"
+        )
+    return ""
+
+
+def _host_bytes(cluster: Cluster) -> int:
+    """Of this host, or less where the cluster's file says so."""
+    shares = cluster.num_devices_per_host * cluster.device.memory_bytes
+    said = shares if cluster.device.kind == "cpu" else cluster.host_memory_bytes
+    return min(machine.host_memory_bytes(), said or sys.maxsize)
+
+
+def needed(plan: Plan, asked: Run) -> tuple[list[float], list[float]]:
+    """Bytes of each rank, of its device and of its host besides."""
+    layout, model = plan.layout, plan.model
+    devices, hosts = [0.0] * layout.pp, [0.0] * layout.pp
+    for stage, layers in enumerate(layout.stage_layers(model.layers)):
+        inside, rank = layout.of_stage(stage), rank_of(layout.schedule, stage, layout.pp)
+        for weight in stage_weights(model, layers):
+            devices[rank] += weight.num_elements * _each_bytes(plan, inside, weight, asked)
+        if asked.mode == "decode":
+            devices[rank] += len(layers) * _cache_bytes(
+                plan, inside, asked.counts(plan.cluster.device.kind).new_tokens
+            )
+        if asked.mode == "train" and plan.recipe.offload:
+            hosts[rank] += _offloaded_bytes(plan, inside, layers)
+    of_ranks = [layout.pipeline_rank_of(rank) for rank in range(layout.num_devices)]
+    each = [devices[rank] for rank in of_ranks]
+    if asked.check:
+        wide = 8 if isinstance(model, WideResNet) else 4
+        numbers = 2 + _moments(plan)
+        each[0] = max(each[0], wide * numbers * sum(w.num_elements for w in weights(model)))
+    return each, [hosts[rank] for rank in of_ranks]
+
+
+def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: Run) -> float:
+    """Of an element of a weight, on one device of its stage; tp divides each, or would."""
+    ep = inside.ep if ".experts." in weight.name else 1
+    compute = DTYPE_BYTES[plan.dtype]
+    if asked.mode == "decode":
+        return compute / inside.tp / ep
+    shards = max(inside.shards, ep)
+    if asked.mode == "infer":
+        return compute / inside.tp / shards
+    kept = DTYPE_BYTES[plan.recipe.weights]
+    copied = inside.zero < 3 and (shards > ep or compute != kept)
+    return (kept * (2 + _moments(plan)) / shards + copied * compute / ep) / inside.tp
+
+
+def _moments(plan: Plan) -> int:
+    return 2 if plan.recipe.optimizer == "adamw" else 0
+
+
+def _cache_bytes(plan: Plan, inside: Layout, new_tokens: int) -> float:
+    """Keys and values of a layer, of a device's sequences to their ends."""
+    assert not isinstance(plan.model, WideResNet)
+    rows, tokens = plan.workload.global_batch_size // inside.dp, plan.workload.seq_len + new_tokens
+    op = attention(plan.model, rows, tokens, dtype=plan.dtype)
+    width = op.head_dim + (op.head_dim_v or op.head_dim)
+    return rows * tokens * op.kv_heads * width * DTYPE_BYTES[plan.dtype] / inside.tp
+
+
+def _offloaded_bytes(plan: Plan, inside: Layout, layers: range) -> float:
+    """The inputs of a microbatch's layers but the last, whose stay on the device."""
+    shape = plan.model, inside.microbatch_size, plan.workload.seq_len
+    inputs = sum(prod(stream_shape(*shape, layer)) for layer in layers[:-1])
+    return inputs * DTYPE_BYTES[plan.dtype] / inside.cp / inside.tp

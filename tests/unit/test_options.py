@@ -1,0 +1,77 @@
+"""Options: one record a verb, the same for the command line, Python and the ranks."""
+
+import dataclasses
+import importlib
+import inspect
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import meshwise
+from meshwise import options
+from meshwise.options import measure, plan, refit, ring, run
+from meshwise.spec import Layout
+
+RECORDS = [
+    run.Suite, refit.Refit, refit.Training, refit.Inference, refit.Sizes, ring.Ring, ring.Pattern,
+    plan.Search, *measure.KINDS.values(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_every_option_has_a_help_and_a_flag_of_its_own(record):
+    names = [one.name for one in dataclasses.fields(record)]
+    assert options.helps(record).keys() == set(names)
+    flags = [rule.name for rule in options.rules(record).values() if rule.name]
+    assert len(flags) == len(set(flags))
+
+
+@pytest.mark.parametrize("what", measure.KINDS)
+def test_the_record_of_a_kind_has_what_its_cases_take(what):
+    cases = importlib.import_module(f"meshwise.probe.cases.{what}").cases
+    _, *taken = inspect.signature(cases).parameters
+    own = vars(measure.KINDS[what]()).keys() - vars(measure.Sweep()).keys()
+    assert own == {*taken} - {"models", "quick"}
+
+
+@pytest.mark.parametrize("verb", ["run", "refit", "plan"])
+def test_help_names_every_option_of_a_verb(verb):
+    function = getattr(meshwise, verb)
+    record = {"run": run.Run, "refit": refit.Refit, "plan": plan.Search}[verb]
+    names = {one.name for one in dataclasses.fields(record)}
+    assert inspect.signature(function).parameters.keys() == names
+    assert all(f"\n{name}: " in function.__doc__ for name in names)
+
+
+def test_ranks_read_what_was_asked_whatever_else_the_record_holds():
+    asked = run.Run(model="gpt-30m", layout=Layout(tp=2), steps=3, save=Path("kept"), seed=7)
+    told = msgspec.json.decode(msgspec.json.encode(asked), type=run.Course)
+    assert (told.steps, told.save, told.seed, told.mode) == (3, "kept", 7, "train")
+    assert told.counts("cpu") == (3, 1, 4, 64)
+
+
+def test_a_verb_takes_fields_or_a_record():
+    @options.keywords(refit.Refit)
+    def verb(asked: refit.Refit) -> refit.Refit:
+        return asked
+
+    assert verb("a", "b", cap=5) == refit.Refit(scenario=("a", "b"), cap=5)
+    assert verb(scenario="a") == verb("a") == verb(verb("a"))
+    with pytest.raises(TypeError, match="colour"):
+        verb(colour="red")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why", "typed"),
+    [
+        ("warmup", -1, " = -1: must be >= 0", "num_benchmark_warmup"),
+        ("iterations", 1.5, " = 1.5: must be a whole number", "num_benchmark_iterations"),
+        ("method", "mpi", " = 'mpi': must be one of nccl, nvshmem", "refit_method"),
+    ],
+)
+def test_a_value_out_of_range_is_named_as_the_user_wrote_it(field, value, why, typed):
+    with pytest.raises(options.Refused) as refused:
+        refit.Refit(**{field: value})
+    assert str(refused.value).startswith(field + why)
+    assert refused.value.typed.startswith(typed + why)

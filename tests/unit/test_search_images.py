@@ -1,0 +1,70 @@
+"""Layouts of Wide-ResNets: bounds hold for stages of unequal layers, and the plan is the fastest.
+
+Priced by data sheets, convolutions as the products that they are.
+"""
+
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from meshwise import plan, search
+from meshwise.prices import Prices, datasheet, unmeasured
+from meshwise.search import bound
+from meshwise.search.predict import memory_of
+from meshwise.search.space import legal_layouts
+from meshwise.spec import Cluster, Convolution, Gemm, WideResNet, Workload
+from meshwise.verbs import files
+from tests.unit.test_search import ladder
+
+MODEL = WideResNet(
+    name="small", blocks=(2, 1, 1), channels=64, width_factor=2, image_size=96, num_classes=64
+)
+WORKLOAD = Workload(global_batch_size=64, seq_len=1)
+
+
+@pytest.fixture(autouse=True)
+def products(monkeypatch):
+    plain = datasheet.Datasheet.time_s
+
+    def time_s(self, op):
+        if isinstance(op, Convolution):
+            depth = op.weight_elements // op.out_channels
+            op = Gemm(m=op.batch * op.out_pixels, n=op.out_channels, k=depth, dtype=op.dtype)
+        return plain(self, op)
+
+    monkeypatch.setattr(datasheet.Datasheet, "time_s", time_s)
+
+
+def costs(**changes):
+    return replace(unmeasured(files.take("h100-hgx", Cluster)), **changes)
+
+
+@pytest.mark.parametrize(("lowering", "dtype"), [("eager", "bf16"), ("compiled", "bf16")])
+def test_bounds_are_bounds(lowering, dtype):
+    there = costs(lowering=lowering, dtype=dtype)
+    prices, chance = Prices(there, datasheet=True), random.Random(3)
+    layouts, _ = legal_layouts(MODEL, WORKLOAD, there, 4)
+    assert {1, 2, 4} == {x.tp for x in layouts} == {x.pp for x in layouts}
+    for layout in chance.sample(layouts, 40):
+        rung = chance.choice(ladder(layout, MODEL))
+        of = (MODEL, 1, rung, prices)
+        prediction = search.predict(MODEL, WORKLOAD, rung, prices)
+        least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
+        assert least_s <= prediction.step_time_s * (1 + 1e-9), rung.name
+        least, most = bound.memory_between(MODEL, WORKLOAD, rung, prices)
+        needed = memory_of(MODEL, WORKLOAD, rung, prices)[1].total_bytes
+        assert max(least, bound.memory_bytes(*of)) <= needed <= most, rung.name
+
+
+def test_the_plan_is_the_fastest(tmp_path):
+    """Against pricing every layout without recomputation, which all fit."""
+    found = plan(
+        MODEL, cluster="h100-hgx", gpus=2, global_batch_size=8, top=3, out=tmp_path / "plan.json"
+    )
+    workload, prices = replace(WORKLOAD, global_batch_size=8), Prices(costs(), datasheet=True)
+    layouts, _ = legal_layouts(MODEL, workload, costs(), 2)
+    times = [search.predict(MODEL, workload, x, prices).step_time_s for x in layouts]
+    ranked = [found.prediction, *(candidate.prediction for candidate in found.runners_up)]
+    assert [each.step_time_s for each in ranked][:3] == sorted(times)[:3]
+    assert any("no block of images is measured" in note for note in found.prediction.notes)
