@@ -10,6 +10,7 @@ that a link means may be anywhere. Whatever fails is a ValueError that begins wi
 import contextlib
 import errno
 import gzip
+import importlib.resources
 import io
 import json
 import math
@@ -109,6 +110,11 @@ def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> 
         where = _refused(text) if len(text) <= _MOST_WALKED else None
         raise ValueError(f"{source}: {where or told}") from None
     return found
+
+
+def own_data(name: str) -> dict[str, Any]:
+    """A TOML file that comes with the package, as plain data."""
+    return parse_toml((importlib.resources.files("meshwise") / "data" / name).read_bytes(), name)
 
 
 def parse_toml(data: bytes | str, source: str) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def _hold(host: str, port: int, word: bytes, address: str) -> None:
 
 
 def _listens(host: str, store: meeting.MeetingStore) -> str:
-    """Where gloo's sockets listen: at the address from which this process reached the store.
+    """The address where gloo's sockets listen: the one from which this process reached the store.
 
     Not where the user names an interface. Nor at a loopback address that only stands for the host's
     own name, which other hosts know by another.

@@ -102,7 +102,7 @@ def with_peaks(device: Device, peaks: Mapping[str, float] | None) -> Device:
 
 @functools.cache
 def _known_devices() -> dict[str, dict[str, Any]]:
-    listed = files.parse_toml((_DATA / "peaks.toml").read_bytes(), "peaks.toml")["device"]
+    listed = files.own_data("peaks.toml")["device"]
     return {name: entry for entry in listed for name in entry["names"]}
 
 

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch.distributed as dist
@@ -46,8 +46,11 @@ LONGEST_S = 7 * 86400.0
 REFUSED = bytes(TAG)
 
 
+Ask = Literal["set", "get", "add", "compare_set", "check", "wait", "delete_key"]
+
+
 class Request(Record):
-    ask: Literal["set", "get", "add", "compare_set", "check", "wait", "delete_key"]
+    ask: Ask
     keys: tuple[str, ...]
     values: tuple[bytes, ...] = ()
     number: int = 0
@@ -256,34 +259,34 @@ class MeetingStore(dist.Store):
         _kept.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(Request(ask="set", keys=(key,), values=(_bytes(value),)))
+        self._ask("set", key, values=(_bytes(value),))
 
     def get(self, key: str) -> bytes:
-        return self._ask(Request(ask="get", keys=(key,), timeout_s=self._seconds(None))).value
+        return self._ask("get", key, timeout_s=self._seconds(None)).value
 
     def add(self, key: str, value: int) -> int:
-        return self._ask(Request(ask="add", keys=(key,), number=value)).number
+        return self._ask("add", key, number=value).number
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        values = (_bytes(expected), _bytes(desired))
-        return self._ask(Request(ask="compare_set", keys=(key,), values=values)).value
+        return self._ask("compare_set", key, values=(_bytes(expected), _bytes(desired))).value
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(Request(ask="check", keys=tuple(keys))).number)
+        return bool(self._ask("check", *keys).number)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(Request(ask="delete_key", keys=(key,))).number)
+        return bool(self._ask("delete_key", key).number)
 
     deleteKey = delete_key  # by which name C++ calls it
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask(Request(ask="wait", keys=tuple(keys), timeout_s=self._seconds(timeout)))
+        self._ask("wait", *keys, timeout_s=self._seconds(timeout))
 
     def _seconds(self, timeout: timedelta | None) -> float:
         usual = self.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
         return float(min(LONGEST_S, max(0.0, (timeout or usual).total_seconds())))
 
-    def _ask(self, request: Request) -> Reply:
+    def _ask(self, ask: Ask, *keys: str, **more: Any) -> Reply:
+        request = Request(ask=ask, keys=keys, **more)
         payload = msgspec.msgpack.encode(request)
         if len(payload) > LARGEST:
             raise ValueError(f"{request.keys}: {len(payload)} bytes; a store takes {LARGEST}")
@@ -304,8 +307,8 @@ class MeetingStore(dist.Store):
         finally:
             self.turn.release()
         if reply.late:
-            keys = ranks.plain(", ".join(request.keys))
-            raise dist.DistStoreError(f"timed out after {request.timeout_s:g} s: nobody set {keys}")
+            named, waited_s = ranks.plain(", ".join(keys)), request.timeout_s
+            raise dist.DistStoreError(f"timed out after {waited_s:g} s: nobody set {named}")
         if reply.error:
             raise dist.DistStoreError(ranks.plain(reply.error))
         return reply

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other before an error names who is missing.
+"""Limits of how long ranks wait for each other before an error names who is missing.
 
 Two limits, alike in all verbs. ``timeout``: of what ranks do in step, a collective or a barrier.
 ``setup_timeout``: of what each does at its own speed, the start, compiling, loading and saving.
@@ -27,7 +27,7 @@ class Patience(NamedTuple):
     setup_s: float | None = None
 
     def limits(self, ranks_here: int = 1) -> tuple[float, float]:
-        """Of ``ranks_here`` ranks on this host: both in seconds."""
+        """Both limits in seconds, for ``ranks_here`` ranks on this host."""
         factor = turns(ranks_here)
         return (
             STEADY_S * factor if self.timeout_s is None else self.timeout_s,
@@ -39,7 +39,7 @@ USUAL = Patience()
 
 
 def parsed(timeout: Limit, setup_timeout: Limit) -> Patience:
-    """Of what a user wrote, as ``30s``; ValueError names the option that is no time above 0."""
+    """The limits that a user wrote, as ``30s``; ValueError names one that is no time above 0."""
     return Patience(
         None if timeout is None else some_seconds("timeout", timeout),
         None if setup_timeout is None else some_seconds("setup_timeout", setup_timeout),
@@ -47,8 +47,8 @@ def parsed(timeout: Limit, setup_timeout: Limit) -> Patience:
 
 
 def turns(ranks_here: int = 1) -> float:
-    """How many processes share a core of this host, ``ranks_here`` busy ones among them: 1 where
-    all have their own, at most 20. What the kernel does not tell does not count."""
+    """Count the processes that share a core of this host, ``ranks_here`` busy ones among them: 1
+    where all have their own, at most 20. What the kernel does not tell does not count."""
     cores = os.cpu_count() or 1
     busy = [ranks_here / min(len(os.sched_getaffinity(0)), _quota())]
     with contextlib.suppress(OSError):

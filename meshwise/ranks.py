@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 import msgspec
 import torch
@@ -119,7 +119,7 @@ class Ranks:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def at(self, name: str) -> None:
-        """From now on this rank works on case ``name``; errors will say so."""
+        """Tell all that this rank works on case ``name`` from now on; errors will say so."""
         self.case = name
         if self.store is not None:
             self.store.set(f"case/{self.rank}", name)
@@ -171,6 +171,25 @@ class Ranks:
             self.control.allgather([parts], [mine]).wait()
         said = (part.numpy().tobytes() for part in parts)
         return [parse_json(text, f"{self.name(r)}: what it gathers") for r, text in enumerate(said)]
+
+    def together(
+        self, work: Callable[[], T], told: Callable[[Exception], Any], waits: str = ""
+    ) -> tuple[T, list[Any]]:
+        """This rank's result of ``work``, and what failed on each rank, None where nothing did.
+
+        ``told`` makes of an error what all ranks learn of it, or None: then it is raised here.
+        ``waits`` names work that takes ranks very different times: they meet at the set-up barrier.
+        """
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = told(error)
+            if failure is None:
+                raise
+        if waits:
+            self.arrive(waits)
+        return cast(T, result), self.gather(failure)
 
     def start_together(self) -> None:
         """A barrier that the ranks of one host leave within microseconds, by their common clock;
@@ -372,8 +391,8 @@ _held_store = functools.cache(hold_store)  # kept open for the life of the proce
 
 
 def grace_s() -> float:
-    """How far apart ranks may fail in one collective, at the pace that this machine has now; well
-    below the 30 s after which launchers kill those that have not ended."""
+    """Seconds by which ranks may fail apart in one collective, at the pace that this machine has
+    now; well below the 30 s after which launchers kill those that have not ended."""
     return min(10.0, GRACE_S * patience.turns())
 
 

@@ -26,7 +26,7 @@ import re
 import time
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -65,7 +65,7 @@ class Stop(NamedTuple):
     min_iterations: int = 1
 
     def next_chunk(self, times_s: Sequence[float], elapsed_s: float, first: int = 2) -> int:
-        """How many iterations to time next, ``first`` at the start; 0 when it is enough."""
+        """Count the iterations to time next, ``first`` at the start; 0 when it is enough."""
         done = len(times_s)
         if done == 0:
             return min(first, self.max_iterations)
@@ -166,6 +166,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def free(device: torch.device) -> None:
+    """Give what dropped tensors held back to the device. Call it where no error holds on to frames
+    and their tensors."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
     """(mark, elapsed_s): the time between two marks. On a GPU wait for the device in between."""
     return (_event, _between) if device.type == "cuda" else (time.perf_counter, _minus)
@@ -176,27 +184,27 @@ def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
 
     The exchange is also what brings the ranks together before the next chunk.
     """
-    lacking, result = "", None
-    try:
-        result = work()
-    except (RuntimeError, MemoryError) as error:
+
+    def told(error: Exception) -> str | None:
         if not is_out_of_memory(error):
-            raise
-        lacking = f"rank {ranks.rank}: {str(error).splitlines()[0]}"
-    found = [text for text in ranks.gather(lacking) if text]
-    if found:
-        raise torch.OutOfMemoryError("; ".join(found))
-    return cast(T, result)
+            return None
+        return f"rank {ranks.rank}: {str(error).splitlines()[0]}"
+
+    result, failures = ranks.together(work, told)
+    if lacking := [text for text in failures if text]:
+        raise torch.OutOfMemoryError("; ".join(lacking))
+    return result
 
 
 def _timed(
     calls: Sequence[Callable[[], object]], ranks: Ranks, regime: str, batch: int
 ) -> Sequence[Callable[[], object]]:
-    """What an iteration calls, in turn."""
+    """The calls that iterations make, in turn."""
     if regime == "cold":
         return calls
     if regime == "graph":
-        return [_capture(calls[0], batch).replay]
+        graph, _ = captured(functools.partial(_repeat, calls[0], batch), calls[0], times=3)
+        return [graph.replay]
     if regime == "pipelined":
         return [functools.partial(_repeat, calls[0], batch)]
     if regime == "blocking":
@@ -290,7 +298,7 @@ def _sustained(call: Callable[[], object], ranks: Ranks, seconds: float) -> Time
 
 
 def _extremes(states: list[Any]) -> dict[str, float | tuple[float, ...]]:
-    """Over time the lowest clock and the highest power of all ranks, where they are known."""
+    """The lowest clock and the highest power of all ranks, over time, where they are known."""
     found: dict[str, float | tuple[float, ...]] = {}
     for name, choose in (("sm_clock_mhz", min), ("power_w", max)):
         values = [[state[name] for state in chunk] for chunk in zip(*states, strict=True)]
@@ -299,19 +307,21 @@ def _extremes(states: list[Any]) -> dict[str, float | tuple[float, ...]]:
     return found
 
 
-def _capture(call: Callable[[], object], batch: int) -> torch.cuda.CUDAGraph:
-    """Calls as a CUDA graph, after eager runs on a side stream as capture requires."""
+def captured(
+    work: Callable[[], T], call: Callable[[], object], times: int
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """``work`` as a CUDA graph, with the result that a replay fills; after eager runs of ``call``
+    on a side stream, so many times, as capture requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
+        _repeat(call, times)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # other threads (NCCL's watchdog) may call CUDA during capture
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        _repeat(call, batch)
-    return graph
+        result = work()
+    return graph, result
 
 
 def _cache_sized(device: torch.device) -> torch.Tensor:

@@ -131,7 +131,7 @@ def _list(json: bool) -> int:
     }
     rows = [
         (one, cases.num_ranks(one, one.mode), numbers.get(one.name, ""))
-        for one in cases.SCENARIOS.values()
+        for one in cases.scenarios().values()
     ]
     document = [
         {"scenario": one, "gpus": gpus, "menu": menu, "command": page.command(one)}

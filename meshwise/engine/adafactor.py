@@ -72,7 +72,7 @@ def _variance(
 
 
 def _mean(parameter: Tensor, share: Tensor, dim: int) -> Tensor:
-    """Over all of a dim, of which ``share`` may be a part."""
+    """The mean over all of a dim, of which ``share`` may be a part."""
     total = share.sum(dim, keepdim=True)
     return _sum(parameter, total, (dim,)) / parameter.shape[dim]
 
@@ -83,7 +83,7 @@ def _rms(parameter: Tensor, share: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _sum(parameter: Tensor, share: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Over the axes of the mesh that cut one of these dims of the parameter."""
+    """Add up over the axes of the mesh that cut one of these dims of the parameter."""
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
             if not placement.is_replicate() and placement.dim in dims:  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def _new(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def _zeros_without(parameter: nn.Parameter, dim: int) -> Tensor:
-    """As the parameter, cut alike, but of size 1 in ``dim``."""
+    """Zeros that are cut as the parameter is, but of size 1 in ``dim``."""
     share, shape = list(_local(parameter).shape), list(parameter.shape)
     share[dim] = shape[dim] = 1
     zeros = _local(parameter).new_zeros(share)

@@ -1,4 +1,4 @@
-"""Is the plan right? Three steps of it in fp32 against the same steps on one device.
+"""Compares three steps of a plan in fp32 with the same steps on one device.
 
 In: the plan, this rank's place, its data. Out: the largest relative difference of the losses. Both
 sides start from the same weights and see the same tokens; one device takes the whole global
@@ -9,7 +9,6 @@ float32's rounding of where its gradient jumps; another order of sums then chang
 1e-2, and AdamW's first steps with them.
 """
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from meshwise import timing
 from meshwise.engine import step
 from meshwise.engine.agree import together
 from meshwise.engine.data import Batches, Rows
@@ -61,7 +61,7 @@ def loss_error(
 
     compiling = plan.lowering == "compiled"
     mine = together(ranks, place, "the check of the plan", split, compiling=compiling)
-    free(ranks.device)
+    timing.free(ranks.device)
     reference = together(ranks, place, "the check on one device", whole)
     replies = ranks.gather((mine, reference))
     reports = [split for split, _ in replies if split]
@@ -86,10 +86,3 @@ def _losses(training: step.Training) -> list[float]:
     """The losses of every step, where the last stage is; elsewhere none."""
     losses = [float(step.run(training, index)) for index in range(NUM_STEPS)]
     return losses if training.reports else []
-
-
-def free(device: torch.device) -> None:
-    """Give what dropped models held back to the device."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -272,7 +272,7 @@ def _norms(everyone: Sequence[Sequence[Share]]) -> dict[str, float]:
 
 
 def _assigned(everyone: Sequence[Sequence[Share]]) -> list[list[str]]:
-    """Which tensors each rank writes its part of: one of those that hold it, the least loaded."""
+    """Share the writing: each part is written by the least loaded of the ranks that hold it."""
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     lacking: dict[str, int] = {}
     for rank, shares in enumerate(everyone):
@@ -294,18 +294,16 @@ def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
     """The results of ``work`` on all ranks; ValueError on all if it cannot be done on one."""
     from safetensors import SafetensorError
 
-    result, error = None, ""
-    try:
-        result = work()
-    except (OSError, SafetensorError, ValueError) as caught:
-        error = str(caught) or type(caught).__name__
-    ranks.arrive(f"the end of {phase}")
-    replies = ranks.gather((result, error))
-    errors = list(dict.fromkeys(error for _, error in replies if error))
+    def told(error: Exception) -> str | None:
+        known = isinstance(error, OSError | SafetensorError | ValueError)
+        return (str(error) or type(error).__name__) if known else None
+
+    result, failures = ranks.together(work, told, f"the end of {phase}")
+    errors = list(dict.fromkeys(filter(None, failures)))
     if errors:
         more = f" (and {len(errors) - 1} more errors)" if len(errors) > 1 else ""
         raise ValueError(f"{phase}: {errors[0]}{more}")
-    return [result for result, _ in replies]
+    return ranks.gather(result)
 
 
 def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
@@ -411,7 +409,7 @@ def _filled(file: blocks.DataFile, name: str, targets: Sequence[tuple[Box, Tenso
 
 
 def _slices(part: Box, of: Box) -> tuple[slice, ...]:
-    """Where ``part`` lies in a tensor that holds ``of``."""
+    """The place of ``part`` in a tensor that holds ``of``."""
     return tuple(map(slice, *part.shifted([-low for low in of.low])))
 
 

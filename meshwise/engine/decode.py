@@ -24,9 +24,7 @@ from torch import Tensor
 
 from meshwise import models
 from meshwise.engine import data, frame, greedy, memory, step
-from meshwise.engine.agree import together
-from meshwise.engine.frame import Metrics, Request, no_pauses, say
-from meshwise.parallel.mesh import Place
+from meshwise.engine.frame import Metrics, Request, no_pauses
 from meshwise.ranks import Ranks
 from meshwise.spec import Plan, Sample, WideResNet, case_of
 from meshwise.timing import clock, device_states
@@ -70,7 +68,7 @@ def measure(ranks: Ranks, request: Request) -> Sample:
     """The run as a sample, the same on every rank."""
     plan = plan_for(request)
     case = case_of(plan, "decode", new_tokens=request.counts.new_tokens)
-    return frame.sample(ranks, plan, case, lambda place, _: _measured(ranks, place, plan, request))
+    return frame.sample(ranks, request, plan, case, _measured)
 
 
 def prompts_of(plan: Plan, rank: int, seed: int) -> Tensor:
@@ -81,24 +79,25 @@ def prompts_of(plan: Plan, rank: int, seed: int) -> Tensor:
     return mine.view(plan.layout.num_microbatches, -1, mine.shape[-1])
 
 
-def _measured(ranks: Ranks, place: Place, plan: Plan, request: Request) -> dict[str, Any]:
+def _measured(job: frame.Job) -> dict[str, Any]:
     """Decode once untimed, which captures and compiles, and once timed."""
+    ranks, request, plan = job.ranks, job.request, job.plan
     build = functools.partial(
         greedy.prepare,
         plan,
-        place,
+        job.place,
         ranks.device,
         new_tokens=request.counts.new_tokens,
         dtype=plan.dtype,
         seed=request.asked.seed,
     )
-    say(ranks, "building the model")
-    decoding = together(ranks, place, "building the model", build)
+    job.say("building the model")
+    decoding = job.together("building the model", build)
     prompts = prompts_of(plan, ranks.rank, request.asked.seed).to(ranks.device)
     mark, elapsed_s = clock(ranks.device)
 
     def wait(mark: Any) -> None:
-        if ranks.device.type == "cuda":
+        if job.on_gpu:
             ranks.synchronize("a token", mark)
 
     def decode() -> list[float]:
@@ -109,23 +108,20 @@ def _measured(ranks: Ranks, place: Place, plan: Plan, request: Request) -> dict[
         return [elapsed_s(a, b) for a, b in pairwise(marks)] if decoding.stage.last else []
 
     ranks.at("tokens (warm-up)")
-    compiling = plan.lowering == "compiled"
-    together(ranks, place, "warm-up", decode, compiling=compiling)
-    if ranks.device.type == "cuda":
+    job.together("warm-up", decode, compiling=True)
+    if job.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    say(ranks, f"warmed up; timing {request.counts.new_tokens} tokens")
+    job.say(f"warmed up; timing {request.counts.new_tokens} tokens")
     ranks.at("tokens")
     before = device_states(ranks)
-    mine = together(ranks, place, "timed tokens", decode)
+    mine = job.together("timed tokens", decode)
     after = device_states(ranks)
     caches = memory.storage_bytes([t for cache in decoding.caches for t in (cache.k, cache.v)])
     weights = memory.storage_bytes([*decoding.stage.parameters(), *decoding.stage.buffers()])
     sizes: dict[str, float] = {"weight_bytes": weights, "cache_bytes": caches}
-    sizes |= memory.cuda_peak() if ranks.device.type == "cuda" else {}
+    sizes |= memory.cuda_peak() if job.on_gpu else {}
     replies = ranks.gather((mine, sizes))
-    first_s, *times_s = [
-        max(of_token) for of_token in zip(*(times for times, _ in replies if times), strict=True)
-    ]
+    first_s, *times_s = frame.slowest([times for times, _ in replies if times])
     metrics: Metrics = {
         **{name: max(sizes[name] for _, sizes in replies) for name in sizes},
         "time_to_first_token_s": first_s,

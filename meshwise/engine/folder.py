@@ -83,8 +83,8 @@ class Held:
             raise
 
     def replace(self, record: Checkpoint) -> None:
-        """From here on the folder holds this checkpoint; what it held before is removed. ValueError
-        if another run has replaced it since, whose checkpoint stays; ``record.data`` is removed."""
+        """Make this the folder's checkpoint and remove what it held before. If another run has
+        replaced it since, that one stays, ``record.data`` goes: ValueError."""
         path = self.folder / JSON
         written = msgspec.json.format(msgspec.json.encode(record.sealed()), indent=1) + b"\n"
         try:

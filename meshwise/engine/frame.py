@@ -10,13 +10,16 @@ import functools
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 import torch
+from torch import Tensor
 
 from meshwise import store
+from meshwise.engine import agree, memory
 from meshwise.options.run import Counts, Course
 from meshwise.parallel import mesh
 from meshwise.parallel.mesh import Place
@@ -41,6 +44,9 @@ class Request(Record, kw_only=True):
         return self.asked.counts(self.plan.cluster.device.kind)
 
 
+T = TypeVar("T")
+
+
 def run(ranks: Ranks, request: bytes, measure: Callable[[Ranks, Request], Sample]) -> None:
     """Measure what the JSON of a ``Request`` asks for; every rank calls it with the same."""
     ordered = msgspec.json.decode(request, type=Request)
@@ -49,16 +55,50 @@ def run(ranks: Ranks, request: bytes, measure: Callable[[Ranks, Request], Sample
         store.append(ordered.run_dir, measured)
 
 
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of a run. ``plan``: the request's, or what was made of it. ``spent``: the
+    seconds of its phases, by name."""
+
+    ranks: Ranks
+    place: Place
+    request: Request
+    plan: Plan
+    spent: dict[str, float]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.ranks.device.type == "cuda"
+
+    def say(self, what: str) -> None:
+        """Progress, for whoever waits: a plain line on rank 0's stderr."""
+        if self.ranks.rank == 0:
+            print(f"  {plain(what)}", file=sys.stderr, flush=True)
+
+    def say_building(self) -> None:
+        compiles = self.plan.lowering == "compiled"
+        self.say("building the model" + (", then compiling it" if compiles else ""))
+
+    def together(self, phase: str, work: Callable[[], T], *, compiling: bool = False) -> T:
+        """Do ``work`` as ``agree.together`` does. ``compiling``: it compiles if the plan does."""
+        compiling = compiling and self.plan.lowering == "compiled"
+        return agree.together(self.ranks, self.place, phase, work, compiling=compiling)
+
+    def peak(self, what: str, work: Callable[[], object], held: Iterable[Tensor]) -> dict[str, int]:
+        """Peak memory of this rank: of what was timed on a GPU, of ``work`` traced on a CPU."""
+        if self.on_gpu:
+            return memory.cuda_peak()
+        self.ranks.at(what)
+        return {"peak_bytes": memory.peak_tensor_bytes(work, held)}
+
+
 def sample(
-    ranks: Ranks,
-    plan: Plan,
-    case: Case,
-    work: Callable[[Place, dict[str, float]], dict[str, Any]],
+    ranks: Ranks, request: Request, plan: Plan, case: Case, work: Callable[[Job], dict[str, Any]]
 ) -> Sample:
     """Do ``work``; its result as a sample, the same on every rank.
 
-    ``work`` gets this rank's place and the seconds that set-up took (``setup_s``), and returns
-    fields of the sample; a ``reason`` among them is a failure.
+    It returns fields of the sample; a ``reason`` among them is a failure. The seconds of set-up are
+    in its job already, as ``setup_s``.
     """
     filled = functools.partial(Sample, case_id=case.id, case=case, method_version=METHOD_VERSION)
     ranks.at("set-up")
@@ -66,16 +106,15 @@ def sample(
     with timed(spent, "setup_s"):
         place = mesh.build(plan.layout, ranks.device.type)
     try:
-        found = work(place, spent)
+        found = work(Job(ranks, place, request, plan, spent))
     except torch.OutOfMemoryError as error:
         return filled(status="oom", reason=str(error))
     return filled(status="error" if "reason" in found else "ok", **found)
 
 
-def say(ranks: Ranks, what: str) -> None:
-    """Progress, for whoever waits: a plain line on rank 0's stderr."""
-    if ranks.rank == 0:
-        print(f"  {plain(what)}", file=sys.stderr, flush=True)
+def slowest(rank_times_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Each iteration's largest time over the ranks."""
+    return tuple(max(of_ranks) for of_ranks in zip(*rank_times_s, strict=True))
 
 
 @contextlib.contextmanager

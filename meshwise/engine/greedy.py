@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwise import timing
 from meshwise.models import placement
 from meshwise.nn import Stage
 from meshwise.nn.cache import Cache, Now
@@ -291,17 +292,8 @@ def _forward(decoding: Decoding, x: Tensor) -> Tensor:
 
 
 def _captured(decoding: Decoding, x: Tensor) -> Graph:
-    """A graph of the step, after eager runs on a side stream as capture requires; they write to
-    the cache what the step will write again."""
+    """A graph of the step. The eager runs before it write to the cache what it will write again."""
     x = x.clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            _forward(decoding, x)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    # other threads (NCCL's watchdog) may call CUDA during capture
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        y = _forward(decoding, x)
+    work = functools.partial(_forward, decoding, x)
+    graph, y = timing.captured(work, work, times=2)
     return Graph(graph, x, y)

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from meshwise import models, timeline
 from meshwise.engine import data, frame, kernels, memory, step
-from meshwise.engine.agree import together
-from meshwise.engine.frame import Metrics, Request, no_pauses, say, timed
+from meshwise.engine.frame import Metrics, Request, no_pauses, timed
 from meshwise.parallel import forward
 from meshwise.parallel.mesh import Place
 from meshwise.parallel.pipeline import Pipeline
@@ -118,9 +117,9 @@ def measure(ranks: Ranks, request: Request) -> Sample:
     plan = request.plan
     case = case_of(plan, "infer")
 
-    def work(place: Place, spent: dict[str, float]) -> dict[str, Any]:
+    def work(job: frame.Job) -> dict[str, Any]:
         with kernels.choose(plan.recipe, ranks.device, plan.dtype):
-            before, measured, after = _measured(ranks, place, request, spent)
+            before, measured, after = _measured(job)
         replies = [msgspec.convert(reply, Measured) for reply in ranks.gather(measured)]
         if ranks.rank == 0:
             spans = [span.named for reply in replies for span in reply.spans]
@@ -128,7 +127,7 @@ def measure(ranks: Ranks, request: Request) -> Sample:
             timeline.write(path, plan.layout, spans)
         return {"before": before, "after": after, **_fields(request, replies)}
 
-    return frame.sample(ranks, plan, case, work)
+    return frame.sample(ranks, request, plan, case, work)
 
 
 class Span(NamedTuple):
@@ -163,23 +162,21 @@ class Measured(NamedTuple):
     peaks: dict[str, float]
 
 
-def _measured(
-    ranks: Ranks, place: Place, request: Request, spent: dict[str, float]
-) -> tuple[Any, Measured, Any]:
+def _measured(job: frame.Job) -> tuple[Any, Measured, Any]:
     """Build, warm up, time and measure memory, with the devices' states before and after."""
-    plan, asked, counts = request.plan, request.asked, request.counts
+    ranks, plan, spent = job.ranks, job.plan, job.spent
+    asked, counts = job.request.asked, job.request.counts
     rows = step.rows(plan.layout, ranks.rank)
     with timed(spent, "data_s"):
         batches = data.batches(
             plan.model, plan.workload, steps=NUM_BATCHES, seed=asked.seed, file=None, rows=rows
         )
     build = functools.partial(
-        prepare, plan, place, batches, ranks.device, dtype=plan.dtype, seed=asked.seed
+        prepare, plan, job.place, batches, ranks.device, dtype=plan.dtype, seed=asked.seed
     )
-    compiling = plan.lowering == "compiled"
-    say(ranks, "building the model" + (", then compiling it" if compiling else ""))
+    job.say_building()
     with timed(spent, "build_s"):
-        inference = together(ranks, place, "building the model", build)
+        inference = job.together("building the model", build)
 
     def warm_up() -> None:
         for index in range(counts.warmup):
@@ -187,22 +184,22 @@ def _measured(
             run(inference, index)
 
     with timed(spent, "compile_s"):
-        together(ranks, place, "warm-up", warm_up, compiling=compiling)
-    if ranks.device.type == "cuda":
+        job.together("warm-up", warm_up, compiling=True)
+    if job.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     before = device_states(ranks)
     times_s: list[float] = []
     alone: list[Span] = []
     with timed(spent, "timed_s"):
         if not asked.driver_time:
-            say(ranks, f"timing {counts.steps} batches one by one")
+            job.say(f"timing {counts.steps} batches one by one")
             one_by_one = functools.partial(_one_by_one, ranks, inference, counts.steps)
-            times_s, alone = together(ranks, place, "batches one by one", one_by_one)
-        say(ranks, f"streaming {counts.steps} batches")
+            times_s, alone = job.together("batches one by one", one_by_one)
+        job.say(f"streaming {counts.steps} batches")
         stream = functools.partial(_streamed, ranks, inference, counts.steps, counts.in_flight)
-        loop_s, spans = together(ranks, place, "streamed batches", stream)
+        loop_s, spans = job.together("streamed batches", stream)
     after = device_states(ranks)
-    peaks = together(ranks, place, "memory", functools.partial(_peak, ranks, inference))
+    peaks = job.together("memory", functools.partial(_peak, job, inference))
     weights = {
         str(number): memory.storage_bytes([*stage.module.parameters(), *stage.module.buffers()])
         for number, stage in inference.pipeline.stages.items()
@@ -291,18 +288,14 @@ def _of_stages(spans: list[Span]) -> dict[str, list[float]]:
     return {stage: list(batches.values()) for stage, batches in taken.items()}
 
 
-def _peak(ranks: Ranks, inference: Inference) -> dict[str, float]:
-    """Peak memory of this rank: of the timed batches on a GPU, of a traced one on a CPU."""
-    if ranks.device.type == "cuda":
-        return memory.cuda_peak()
-    ranks.at("a batch traced for its memory")
+def _peak(job: frame.Job, inference: Inference) -> dict[str, int]:
     one = functools.partial(start, inference, 0, finish=_forget)
 
     def work() -> None:
         for sending in one().sending:
             sending.wait()
 
-    return {"peak_bytes": memory.peak_tensor_bytes(work, inference.tensors())}
+    return job.peak("a batch traced for its memory", work, inference.tensors())
 
 
 def _fields(request: Request, replies: list[Measured]) -> dict[str, Any]:
@@ -310,7 +303,7 @@ def _fields(request: Request, replies: list[Measured]) -> dict[str, Any]:
     workload = request.plan.workload
     streamed_s = replies[0].loop_s / request.counts.steps  # rank 0 is the driver
     rank_times_s = tuple(tuple(reply.times_s) for reply in replies)
-    times_s = tuple(max(batch) for batch in zip(*rank_times_s, strict=True)) or (streamed_s,)
+    times_s = frame.slowest(rank_times_s) or (streamed_s,)
     stages = [str(number) for number in range(request.plan.layout.num_stages)]
     holders = [[reply for reply in replies if stage in reply.stages] for stage in stages]
     metrics: Metrics = {

@@ -1,4 +1,4 @@
-"""Which kernel computes attention: torch's scaled dot product attention, held to one of its own.
+"""Chooses the kernel of attention: holds torch's scaled dot product attention to one of its own.
 
 In: a recipe and a device. Out: a context to train in. ``auto`` on a GPU takes the first that can
 of cuDNN, flash, efficient and math; on a CPU it is torch's own choice.
@@ -34,7 +34,7 @@ def choose(recipe: Recipe, device: torch.device, dtype: str) -> AbstractContextM
 
 
 def _lacking(name: str, device: torch.device, dtype: str) -> str:
-    """Why there is no such kernel here, or nothing."""
+    """Say why there is no such kernel here; nothing if there is."""
     if name in ("auto", "math"):
         return ""
     if device.type != "cuda":

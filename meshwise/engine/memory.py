@@ -71,7 +71,7 @@ def _trace(work: Callable[[], object]) -> list[tuple[int, int]]:
     return [(size, ends.get(index, len(sizes))) for index, size in enumerate(sizes)]
 
 
-def cuda_peak() -> dict[str, float]:
+def cuda_peak() -> dict[str, int]:
     """Bytes in tensors, and bytes the allocator took from the device, at their highest since
     ``torch.cuda.reset_peak_memory_stats``."""
     return {

@@ -1,4 +1,4 @@
-"""Which module first makes a number that is not finite.
+"""Finds the module that first makes a number that is not finite.
 
 In: what a rank trains, as it was before the step in question, and the number of its batch. Out: one
 line on every rank. After a look at the parameters, which the update before may have spoiled,

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: forward, backward, optimizer, exposed communication, bubble.
+"""Divides the time of a step: forward, backward, optimizer, exposed communication, bubble.
 
 In: a rank's training. Out: a ``Phases`` of all ranks. Two steps: one with marks on the compute
 stream (on a CPU: on the clock) between everything a rank does, one with the same marks under
@@ -35,10 +35,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwise import store
 from meshwise.engine import step
-from meshwise.engine.agree import together
-from meshwise.engine.frame import no_pauses, say
+from meshwise.engine.frame import Job, no_pauses
 from meshwise.parallel import torch_private
-from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec.phases import (
     ADDENDS,
@@ -86,12 +84,12 @@ class Marked(NamedTuple):
         return [Named(name, a, b) for name, (a, b) in zip(self.names, times, strict=False)]
 
 
-def record(ranks: Ranks, place: Place, training: step.Training, run_dir: Path) -> dict[str, float]:
+def record(job: Job, training: step.Training, run_dir: Path) -> dict[str, float]:
     """Measure on the last batch; rank 0 writes all into ``run_dir``. Its metrics."""
-    say(ranks, "two steps to see where the time goes")
-    work = functools.partial(measure, ranks, training, len(training.inputs) - 1)
-    measured = together(ranks, place, "profiled steps", work)
-    if ranks.rank == 0:
+    job.say("two steps to see where the time goes")
+    work = functools.partial(measure, job.ranks, training, len(training.inputs) - 1)
+    measured = job.together("profiled steps", work)
+    if job.ranks.rank == 0:
         store.write(run_dir / "phases.json", measured)
     return measured.metrics
 

@@ -61,8 +61,8 @@ class Training:
 
 
 def rows(layout: Layout, rank: int) -> npt.NDArray[np.int64]:
-    """Which rows of the global batch a rank computes, microbatch by microbatch; the ranks of a tp
-    and of a cp group share them."""
+    """The rows of the global batch that a rank computes, microbatch by microbatch; the ranks of a
+    tp and of a cp group share them."""
     pipeline_rank = layout.pipeline_rank_of(rank)
     inside, first = layout.of_rank(pipeline_rank), layout.devices_of(pipeline_rank).start
     share = (rank - first) // (inside.tp * inside.cp) * inside.microbatch_size
@@ -145,8 +145,8 @@ def prepare_alone(
 
 
 def positions(plan: Plan, place: Place) -> npt.NDArray[np.int64] | None:
-    """Where this rank's tokens stand in their sequences, if ranks share those. The first and the
-    last chunk together make causal work equal."""
+    """The positions of this rank's tokens in their sequences, if ranks share those. The first and
+    the last chunk together make causal work equal."""
     if place.context is None:
         return None
     return shards.positions(_shards(plan), torch.distributed.get_rank(place.context))

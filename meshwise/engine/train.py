@@ -20,6 +20,7 @@ import math
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +28,13 @@ import torch
 from torch import Tensor
 
 from meshwise import models, store
-from meshwise.engine import check, checkpoint, frame, kernels, memory, nonfinite, phases, step
-from meshwise.engine.agree import together
+from meshwise.engine import check, checkpoint, frame, kernels, nonfinite, phases, step
 from meshwise.engine.data import Batches, Rows, batches
-from meshwise.engine.frame import Metrics, Request, no_pauses, say, timed
+from meshwise.engine.frame import Metrics, Request, no_pauses, timed
 from meshwise.parallel import apply
-from meshwise.parallel.mesh import Place
 from meshwise.ranks import Ranks
 from meshwise.spec import Sample, StepLine, case_of
-from meshwise.timing import clock, device_states
+from meshwise.timing import clock, device_states, free
 
 
 def total_steps(request: Request) -> int:
@@ -52,6 +51,9 @@ def _batches(request: Request, steps: int, rows: Rows, first: int = 0) -> Batche
     )  # fmt: skip
 
 
+Job = frame.Job
+
+
 def run_ranks(ranks: Ranks, request: bytes) -> None:
     """Every rank calls it with the JSON of the same request."""
     frame.run(ranks, request, train)
@@ -61,30 +63,19 @@ def train(ranks: Ranks, request: Request) -> Sample:
     """The run as a sample; the same on every rank."""
     plan, asked = request.plan, request.asked
 
-    def work(place: Place, spent: dict[str, float]) -> dict[str, Any]:
+    def work(job: Job) -> dict[str, Any]:
         saving = checkpoint.saving(ranks, asked.save) if asked.save else nullcontext()
         with kernels.choose(plan.recipe, ranks.device, plan.dtype), saving as save:
-            job = _Job(ranks, place, request, spent, save)
-            found = _measure(job)
-            check.free(ranks.device)
+            found = _measure(job, save)
+            free(ranks.device)
             if "reason" in found and asked.find_nonfinite:
                 found["reason"] += f"; {_first_nonfinite(job, len(found['metrics']['losses']))}"
         if asked.check and "reason" not in found:
-            say(ranks, "checking three steps against one device")
+            job.say("checking three steps against one device")
             found |= _check(job, found["metrics"])
         return found
 
-    return frame.sample(ranks, plan, case_of(plan, "train"), work)
-
-
-class _Job(NamedTuple):
-    """A rank's part of a run. ``spent``: seconds of its phases. ``save``: None if none is asked."""
-
-    ranks: Ranks
-    place: Place
-    request: Request
-    spent: dict[str, float]
-    save: checkpoint.Save | None
+    return frame.sample(ranks, request, plan, case_of(plan, "train"), work)
 
 
 class _Course:
@@ -128,31 +119,30 @@ class _Run(NamedTuple):
     done: Callable[[int], bool]  # called after each step; whether it took time of its own
 
 
-def _measure(job: _Job) -> dict[str, Any]:
+def _measure(job: Job, save: checkpoint.Save | None) -> dict[str, Any]:
     """Warm up, time, and measure memory: the fields of the sample."""
-    ranks, place, request, spent, _ = job
-    compiling = request.plan.lowering == "compiled"
-    run = _prepared(job)
+    ranks, request, spent = job.ranks, job.request, job.spent
+    run = _prepared(job, save)
     course = _Course(ranks, run)
     with timed(spent, "compile_s"):
-        warm_up = functools.partial(_warm_up, ranks, course, request.counts.warmup)
-        together(ranks, place, "warm-up", warm_up, compiling=compiling)
+        warm_up = functools.partial(_warm_up, job, course, request.counts.warmup)
+        job.together("warm-up", warm_up, compiling=True)
     found: dict[str, Any] = {}
     times_s: list[float] = []
     profiled: dict[str, float] = {}
-    peaks: dict[str, float] = {}
+    peaks: dict[str, int] = {}
     if not course.is_lost():
-        say(ranks, f"warmed up by {request.counts.warmup} steps; timing {request.counts.steps}")
+        job.say(f"warmed up by {request.counts.warmup} steps; timing {request.counts.steps}")
         found["before"] = device_states(ranks)
         with timed(spent, "timed_s"), _unasked(run.training, request.plan.lowering):
-            work = functools.partial(_timed_steps, ranks, course, request)
-            times_s = together(ranks, place, "timed steps", work)
+            work = functools.partial(_timed_steps, job, course)
+            times_s = job.together("timed steps", work)
         found["after"] = device_states(ranks)
     if not course.is_lost():
         if request.asked.profile:
-            profiled = phases.record(ranks, place, run.training, Path(request.run_dir))
-        say(ranks, f"{statistics.median(times_s):.3g} s a step; measuring memory")
-        peaks = together(ranks, place, "memory", functools.partial(_peak, ranks, run.training))
+            profiled = phases.record(job, run.training, Path(request.run_dir))
+        job.say(f"{statistics.median(times_s):.3g} s a step; measuring memory")
+        peaks = job.together("memory", functools.partial(_peak, job, run.training))
     mine = {
         "times_s": times_s,
         "losses": [float(loss) for loss in course.losses] if run.training.reports else [],
@@ -163,48 +153,52 @@ def _measure(job: _Job) -> dict[str, Any]:
     return found
 
 
-def _first_nonfinite(job: _Job, index: int) -> str:
+def _first_nonfinite(job: Job, index: int) -> str:
     """The module where the loss of the run's step ``index`` begins not to be finite."""
     ranks = job.ranks
-    say(ranks, "training up to that step again, to find where it begins")
+    job.say("training up to that step again, to find where it begins")
 
     def find() -> str | None:
-        run = _prepared(job._replace(spent={}, save=None))
-        _warm_up(ranks, _Course(ranks, run), index)
+        run = _prepared(replace(job, spent={}), None)
+        _warm_up(job, _Course(ranks, run), index)
         ranks.at(f"step {run.first + index}, module by module")
         return nonfinite.first_module(ranks, run.training, index)
 
-    compiling = job.request.plan.lowering == "compiled"
-    name = together(ranks, job.place, "the search for the module", find, compiling=compiling)
+    name = job.together("the search for the module", find, compiling=True)
     return f"first not finite: {name}" if name else "the second time all was finite"
 
 
-def _prepared(job: _Job) -> _Run:
+def _prepared(job: Job, save: checkpoint.Save | None) -> _Run:
     """The data and the model, from the seed or from a checkpoint."""
-    ranks, place, request, spent, _ = job
-    plan, first, folder, note = request.plan, 0, request.asked.resume_from, ""
+    ranks, request, plan = job.ranks, job.request, job.plan
+    first, folder, note = 0, request.asked.resume_from, ""
     if folder is not None:
         saved = checkpoint.checked(folder, plan, request.asked.seed)
         first, note = saved.step, f" ({saved.note})" if saved.note else ""
-    with timed(spent, "data_s"):
+    with timed(job.spent, "data_s"):
         rows = step.rows(plan.layout, ranks.rank)
         mine = _batches(request, total_steps(request), rows, first)
     build = functools.partial(
-        step.prepare, plan, place, mine, ranks.device, dtype=plan.dtype, seed=request.asked.seed
+        step.prepare, plan, job.place, mine, ranks.device, dtype=plan.dtype, seed=request.asked.seed
     )
-    compiling = ", then compiling it" if plan.lowering == "compiled" else ""
-    say(ranks, f"building the model{compiling}")
-    with timed(spent, "build_s"):
-        training = together(ranks, place, "building the model", build)
+    job.say_building()
+    with timed(job.spent, "build_s"):
+        training = job.together("building the model", build)
         if folder is not None:
-            say(ranks, f"going on with step {first} of {folder}{note}")
+            job.say(f"going on with step {first} of {folder}{note}")
             checkpoint.load(ranks, training, folder, plan, seed=request.asked.seed)
-    return _Run(training, first, functools.partial(_save, job, training, first))
+    return _Run(training, first, functools.partial(_save, job, save, training, first))
 
 
-def _save(job: _Job, training: step.Training, first: int, index: int) -> bool:
-    """Save behind the last step and where it is due."""
-    request, save, number = job.request, job.save, first + index + 1
+def _save(
+    job: Job,
+    save: checkpoint.Save | None,
+    training: step.Training,
+    first: int,
+    index: int,
+) -> bool:
+    """Save behind the last step and where it is due; whether that was done."""
+    request, number = job.request, first + index + 1
     is_due = request.asked.save_every is not None and number % request.asked.save_every == 0
     if save is None or not (is_due or index + 1 == total_steps(request)):
         return False
@@ -221,7 +215,7 @@ def _fields(
     """The fields of the sample from what every rank found; ``reason`` among them is a failure."""
     plan = request.plan
     rank_times_s = tuple(tuple(reply["times_s"]) for reply in replies)
-    times_s = tuple(max(of_step) for of_step in zip(*rank_times_s, strict=True))
+    times_s = frame.slowest(rank_times_s)
     if request.asked.driver_time and times_s:
         times_s = (statistics.fmean(rank_times_s[0]),)
     losses = _mean_losses([reply["losses"] for reply in replies])
@@ -259,29 +253,29 @@ def _unasked(training: step.Training, lowering: str) -> AbstractContextManager[N
     return stance
 
 
-def _warm_up(ranks: Ranks, course: _Course, count: int) -> None:
-    say(ranks, f"built; {count} steps of warm-up")
+def _warm_up(job: Job, course: _Course, count: int) -> None:
+    job.say(f"built; {count} steps of warm-up")
     for index in range(count):
         if not course.step(index, " (warm-up)"):
             return
         course.run.done(index)
 
 
-def _timed_steps(ranks: Ranks, course: _Course, request: Request) -> list[float]:
+def _timed_steps(job: Job, course: _Course) -> list[float]:
     """Seconds of every step after the untimed one behind the warm-up."""
-    if ranks.device.type == "cuda":
+    if job.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    run, spans, begin = course.run, list[tuple[Any, Any]](), None
-    told = _Told(course, request)
+    request, run, spans, begin = job.request, course.run, list[tuple[Any, Any]](), None
+    told = _Told(job, course)
     with no_pauses():
         for index in range(request.counts.warmup, len(run.training.inputs)):
             if not course.step(index):
                 break
             if begin is not None:
                 spans.append((begin, course.ends[-1]))
-                told.up_to(len(spans) - 2 * (ranks.device.type == "cuda"), spans)
+                told.up_to(len(spans) - 2 * job.on_gpu, spans)
             begin = course.mark() if run.done(index) else course.ends[-1]
-    ranks.synchronize("the last step")
+    job.ranks.synchronize("the last step")
     told.up_to(len(spans), spans)
     return [course.elapsed_s(*span) for span in spans]
 
@@ -290,15 +284,15 @@ class _Told:
     """Tells rank 0's timed steps that are known to have ended: into ``steps.jsonl``, so that a run
     which breaks off keeps them, and on CPUs, where steps are long, to whoever waits."""
 
-    def __init__(self, course: _Course, request: Request) -> None:
-        self.ranks, self.run, self.course, self.request = course.ranks, course.run, course, request
+    def __init__(self, job: Job, course: _Course) -> None:
+        self.job, self.run, self.course, self.request = job, course.run, course, job.request
         self.count = 0
         # its own stream: reading a loss would wait for the steps behind it
-        self.stream = torch.cuda.Stream() if self.ranks.device.type == "cuda" else None
+        self.stream = torch.cuda.Stream() if job.on_gpu else None
 
     def up_to(self, count: int, spans: list[tuple[Any, Any]]) -> None:
         losses = self.course.losses[self.request.counts.warmup + 1 :]
-        for index in range(self.count, count if self.ranks.rank == 0 else 0):
+        for index in range(self.count, count if self.job.ranks.rank == 0 else 0):
             self._tell(index, self.course.elapsed_s(*spans[index]), losses[index])
         self.count = max(self.count, count)
 
@@ -312,27 +306,22 @@ class _Told:
         store.append_step(self.request.run_dir, StepLine(step=number, time_s=time_s, loss=finite))
         if self.stream is None:
             told = "" if known is None else f", loss {known:.4g} on rank 0"
-            say(self.ranks, f"step {number}: {time_s:.3g} s{told}")
+            self.job.say(f"step {number}: {time_s:.3g} s{told}")
 
 
-def _peak(ranks: Ranks, training: step.Training) -> dict[str, float]:
-    """Peak memory of this rank: of the timed steps on a GPU, of a traced one on a CPU."""
-    if ranks.device.type == "cuda":
-        return memory.cuda_peak()
-    ranks.at("a step traced for its memory")
+def _peak(job: Job, training: step.Training) -> dict[str, int]:
     last = functools.partial(step.run, training, len(training.inputs) - 1)
-    return {"peak_bytes": memory.peak_tensor_bytes(last, training.tensors())}
+    return job.peak("a step traced for its memory", last, training.tensors())
 
 
-def _check(job: _Job, metrics: Metrics) -> dict[str, Any]:
+def _check(job: Job, metrics: Metrics) -> dict[str, Any]:
     """Compare with one device; a difference beyond the tolerance makes the sample an error."""
-    ranks, place, request = job[:3]
+    rows_of, seed = functools.partial(_batches, job.request), job.request.asked.seed
     try:
-        rows_of = functools.partial(_batches, request)
-        error = check.loss_error(ranks, request.plan, place, rows_of, seed=request.asked.seed)
+        error = check.loss_error(job.ranks, job.plan, job.place, rows_of, seed=seed)
     except torch.OutOfMemoryError as lacking:
         return {"reason": f"the check could not run: {lacking}"}
-    tolerance = check.TOLERANCE[ranks.device.type]
+    tolerance = check.TOLERANCE[job.ranks.device.type]
     if math.isfinite(error):  # else JSON has null, which is no metric
         metrics["check_loss_error"] = error
     if error <= tolerance:

@@ -1,8 +1,8 @@
 """The JSON document of ``measure ring``, and the check list of --verify.
 
-In: a run directory's info and samples. Out: the document that ``report --scaling`` reads, one row a
-length and ring size; the names of the benchmark of RingDilatedAttentionV2Collective, and ours. t(P)
-is the median over iterations of the slowest rank of rings of P ranks, N the length:
+In: a run directory's info and samples. Out: the document that ``report --scaling`` reads, one
+``RingRow`` a length and ring size. t(P) is the median over iterations of the slowest rank of rings
+of P ranks, N the length:
 
     throughput_tokens_per_sec   batch N / t(P), of one ring
     strong_efficiency           t(1) / (P t(P)) at one N
@@ -22,24 +22,16 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from meshwise.pages.spread import each, number
 from meshwise.pages.table import Table
 from meshwise.spec import LongAttention, RunInfo, Sample
+from meshwise.spec.ring import RingRow
 
 NOISY = "noisy: the forward alone took as long as forward and backward; measure again"
 CONVENTION = "attended pairs, 2 FLOPs a multiply-add, backward 2.5 x forward"
-_FIGURES = (
-    "forward_time_ms", "backward_time_ms", "total_time_ms", "memory_allocated_gb",
-    "memory_reserved_gb", "throughput_tokens_per_sec", "effective_batch_size",
-    "distributed_overhead_ms", "communication_time_ms", "layout", "strategy", "peak_memory_gb",
-    "time_min_ms", "time_median_ms", "time_p95_ms", "time_max_ms", "forward_min_ms",
-    "forward_median_ms", "forward_p95_ms", "forward_max_ms", "bytes_sent", "bytes_received",
-    "comm_lower_bound_bytes", "comm_lower_bound", "owner_bound_bytes", "comm_efficiency",
-    "exposed_comm_ms", "overlap_fraction", "achieved_tflops", "flop_convention",
-    "strong_efficiency", "weak_efficiency", "load_imbalance", "collectives", "baseline_id",
-)  # fmt: skip
 _SOURCE_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -77,20 +69,17 @@ def _key(sample: Sample) -> tuple[int, int]:
 
 def _row(sample: Sample, world_size: int, done: Mapping[tuple[int, int], Sample]) -> dict[str, Any]:
     seq_len, ring_size = _key(sample)
-    row: dict[str, Any] = {
-        "seq_length": seq_len,
-        "ring_size": ring_size,
-        "world_size": int(number(sample.metrics, "world_size") or world_size),
-        "rank": 0,
-        **dict.fromkeys(_FIGURES),
-        "status": "error" if sample.status == "hung" else sample.status,
-        "reason": "" if sample.status == "ok" else sample.reason,
-    }
+    figures: dict[str, Any] = {"reason": sample.reason}
     if sample.status == "ok":
-        found = _times(sample) | _scaling(sample, done) | _transfers(sample) | _work(sample)
-        assert found.keys() <= row.keys(), found.keys() - row.keys()
-        row |= found
-    return row
+        figures = _times(sample) | _scaling(sample, done) | _transfers(sample) | _work(sample)
+    row = RingRow(
+        seq_length=seq_len,
+        ring_size=ring_size,
+        world_size=int(number(sample.metrics, "world_size") or world_size),
+        status="error" if sample.status == "hung" else sample.status,
+        **figures,
+    )
+    return msgspec.to_builtins(row)  # type: ignore[no-any-return]
 
 
 def _times(sample: Sample) -> dict[str, Any]:

@@ -15,14 +15,14 @@ They are made here, not read, because each ring size may come from a run of its 
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Meta
 
 from meshwise import store
 from meshwise.pages.ring import ways
 from meshwise.pages.table import ABSENT, Table, columns, filled, listed, shown, size
+from meshwise.spec.ring import RingRow, Whole
 from meshwise.units import format_rate, format_seconds
 
 SCHEMA_VERSION = 1
@@ -37,71 +37,22 @@ NOTED = {
 }
 PATTERN, LATEST = "ring_v2_collective_benchmark_*.json", "latest.json"
 
-# what figures and quotients can bear
-Count = Annotated[int, Meta(ge=1, le=2**53)]
-Amount = Annotated[float, Meta(ge=0, le=1e18)]
-Positive = Annotated[float, Meta(ge=1e-9, le=1e18)]
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A row as ``measure ring`` wrote it; None where it does not apply or could not be had."""
-
-    seq_length: Count
-    ring_size: Count
-    world_size: Count
-    status: Literal["ok", "oom", "skipped", "error"]
-    reason: str | None = None
-    forward_time_ms: Positive | None = None
-    backward_time_ms: Amount | None = None
-    total_time_ms: Positive | None = None
-    time_p95_ms: Positive | None = None
-    throughput_tokens_per_sec: Positive | None = None
-    effective_batch_size: Count | None = None
-    communication_time_ms: Amount | None = None
-    strategy: str | None = None
-    peak_memory_gb: Positive | None = None
-    bytes_sent: Amount | None = None
-    bytes_received: Amount | None = None
-    comm_lower_bound_bytes: Amount | None = None
-    comm_lower_bound: str | None = None
-    comm_efficiency: Amount | None = None
-    exposed_comm_ms: Amount | None = None
-    overlap_fraction: Amount | None = None
-    achieved_tflops: Amount | None = None
-    flop_convention: str | None = None
-    load_imbalance: Amount | None = None
-    collectives: Amount | None = None
-
-    @property
-    def time_ms(self) -> float | None:
-        return self.total_time_ms if self.status == "ok" else None
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the forward alone took as long as forward and backward."""
-        return self.backward_time_ms == 0 or (self.reason or "").startswith("noisy")
-
-    @property
-    def peak_gb(self) -> float | None:
-        return self.peak_memory_gb if self.status == "ok" else None
-
-
-NONE = Result(seq_length=0, ring_size=1, world_size=1, status="skipped")
+NONE = RingRow(seq_length=0, ring_size=1, world_size=1, status="skipped")
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that all runs shown together share."""
 
-    batch_size: Count = 1
-    embed_dim: Count | None = None
-    num_heads: Count | None = None
-    num_kv_heads: Count | None = None
-    segment_lengths: tuple[Count, ...] = ()
-    dilation_rates: tuple[Count, ...] = ()
+    batch_size: Whole = 1
+    embed_dim: Whole | None = None
+    num_heads: Whole | None = None
+    num_kv_heads: Whole | None = None
+    segment_lengths: tuple[Whole, ...] = ()
+    dilation_rates: tuple[Whole, ...] = ()
     use_flash_attention: bool = True
     dtype: str | None = None
     causal: bool = False
-    window: Count | None = None
+    window: Whole | None = None
     offsets: str | None = None
     offset_heads: str | None = None
     mixture: str | None = None
@@ -118,16 +69,16 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     config: _Config
     told: dict[str, Any]
-    world_size: Count
+    world_size: Whole
     timestamp: str
-    results: tuple[Result, ...]
+    results: tuple[RingRow, ...]
     device: str | dict[str, Any] | None = None
 
 
 class Row(NamedTuple):
     """A result beside one rank's at the same length; None where that is not there."""
 
-    result: Result
+    result: RingRow
     speedup: float | None
     strong: float | None
     weak: float | None
@@ -193,7 +144,7 @@ def _together(runs: Sequence[tuple[_Run, str]]) -> Scaling:
             left_out.append(f"{name}: older than {kept[run.world_size][1]}")
         else:
             kept[run.world_size] = run, name
-    results: dict[tuple[int, int], Result] = {}
+    results: dict[tuple[int, int], RingRow] = {}
     for result in (result for run, _ in kept.values() for result in run.results):
         key = result.seq_length, result.ring_size
         if key not in results or (results[key].status == "skipped" != result.status):
@@ -232,7 +183,7 @@ def _differs(run: _Run, newest: _Run) -> str | None:
     return next(changed, None)
 
 
-def _row(result: Result, results: dict[tuple[int, int], Result], batch_size: int) -> Row:
+def _row(result: RingRow, results: dict[tuple[int, int], RingRow], batch_size: int) -> Row:
     length, ring = result.seq_length, result.ring_size
     alone = results.get((length, 1), NONE)
     smaller = NONE if length % ring else results.get((length // ring, 1), NONE)

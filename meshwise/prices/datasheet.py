@@ -20,7 +20,6 @@ A rank's all-to-all leaves the host by its own share alone: (n - r) / n of its b
 2 (r - 1) steps inside and 2 log2(k) between hosts.
 """
 
-import importlib.resources
 import math
 from functools import cache, cached_property
 
@@ -109,8 +108,7 @@ class Attainable(Record, kw_only=True):
 @cache
 def attainable() -> Attainable:
     """The figures that come with Meshwise."""
-    text = (importlib.resources.files("meshwise") / "data" / _FILE).read_bytes()
-    return store.convert(files.parse_toml(text, _FILE), Attainable, _FILE)
+    return store.convert(files.own_data(_FILE), Attainable, _FILE)
 
 
 class Datasheet:

@@ -1,2 +1,2 @@
-"""What ``measure`` times. ``cases`` lists it and ``importers`` reads what others timed (no torch),
-``sweep`` runs the cases on every rank; each other module builds the work of one kind."""
+"""Times what ``measure`` asks for. ``cases`` lists it, ``importers`` reads what others timed (no
+torch), ``loop`` takes the cases on every rank; most other modules build the work of one kind."""

@@ -23,20 +23,15 @@ import torch.nn.functional as F
 from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend
 
+from meshwise.engine import kernels
+from meshwise.probe.cases.attention import BACKENDS
 from meshwise.probe.work import Unavailable, Work, num_buffers, torch_dtype, tried
 from meshwise.spec import Attention, Case
 from meshwise.timing import randn
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 _PACKAGES = {"fa3": "flash_attn_3", "fa4": "flash-attn-4"}
-BACKENDS = ("", *_KERNELS, "flex", "varlen", *_PACKAGES)
 _DENSE_MASK_PAIRS = 2**28  # of query and key: FlexAttention's mask of more is built compiled
 
 
@@ -96,7 +91,7 @@ def _sdpa(
     op: Attention, backend: str, device: torch.device, settings: contextlib.ExitStack
 ) -> Compute:
     if backend:
-        kernel = _KERNELS.get(backend, SDPBackend.FLASH_ATTENTION)
+        kernel = kernels.BACKENDS.get(backend, SDPBackend.FLASH_ATTENTION)
         settings.enter_context(torch_attention.sdpa_kernel([kernel]))
     mask = None
     if _is_odd(op):

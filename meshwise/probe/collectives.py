@@ -19,16 +19,16 @@ import torch.distributed as dist
 
 from meshwise import nccl
 from meshwise.probe import pattern, symmetric
+from meshwise.probe.cases.collectives import BACKENDS, SYMMETRIC
 from meshwise.probe.work import Check, Unavailable, Work, torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Collective
+from meshwise.spec.op import IN_PLACE_ONLY, WHOLE
 
 # torch 2.13 renamed these two and warns about the old names, 2.11 has only those.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-IN_PLACE_ONLY = ("all_reduce", "reduce", "broadcast")  # of torch.distributed
-WHOLE = (*IN_PLACE_ONLY, "send_recv", "send")  # kinds that need not divide among the ranks
 _BATCH = ((64 * 2**20, 20), (2**30, 10))  # calls in a graph up to these sizes
 _LARGE_BATCH = 4
 
@@ -72,7 +72,7 @@ class Groups:
         self.heap = symmetric.Heap()
 
     def party(self, op: Collective, backend: str = "") -> Party | None:
-        """Where this rank works in ``op``; None if it stays idle. Every rank must ask."""
+        """The group where this rank works on ``op``; None if it is idle. Every rank must ask."""
         size, stride = op.group_size, op.group_stride
         tiles = [list(op.ranks)] if op.ranks else members(self.ranks.world_size, size, stride)
         if op.ranks and max(op.ranks) >= self.ranks.world_size:
@@ -124,7 +124,7 @@ def build(case: Case, groups: Groups) -> Work:
         idle = torch.zeros(1, device=device)
         check = functools.partial(_check, op, device, None, None)
         return Work(calls=(idle.zero_,), check=check, batch=batch(op), on_host=on_host)
-    make = functools.partial(_symmetric if backend in symmetric.BACKENDS else _plain, op, party)
+    make = functools.partial(_symmetric if backend in SYMMETRIC else _plain, op, party)
     buffers, call = make(backend, groups, device, communicator)
     check = functools.partial(_check, op, device, party, buffers)
     return Work(calls=(call,), check=check, batch=batch(op), on_host=on_host)
@@ -157,7 +157,7 @@ def batch(op: Collective) -> int:
 
 
 def _check_offered(op: Collective, backend: str) -> None:
-    kinds = symmetric.BACKENDS.get(backend)
+    kinds = SYMMETRIC.get(backend)
     if backend == "nccl":
         try:
             nccl.library()
@@ -172,8 +172,8 @@ def _check_offered(op: Collective, backend: str) -> None:
             raise Unavailable(
                 f"{backend} works {'in' if backend == 'two_shot' else 'out of'} place"
             )
-    elif backend not in ("", "gloo", "nccl"):
-        known = ", ".join(["gloo", "nccl", *symmetric.BACKENDS])
+    elif backend not in BACKENDS:
+        known = ", ".join(BACKENDS[1:])
         raise Unavailable(f"no back end {backend!r} for collectives; there are {known}")
     elif op.in_place and op.kind not in (*IN_PLACE_ONLY, "all_gather", "reduce_scatter"):
         raise Unavailable(f"{op.kind} has no form in place")
@@ -202,7 +202,7 @@ def _lengths(op: Collective, here: int) -> tuple[int, int]:
 
 
 def allocate(op: Collective, here: int, device: torch.device) -> Buffers:
-    """What a rank of the group sends and where it receives."""
+    """Buffers that a rank of the group sends from and receives into."""
     dtype = torch_dtype(op.dtype)
     sent, received = _lengths(op, here)
     larger = torch.empty(max(sent, received), dtype=dtype, device=device)
@@ -279,7 +279,7 @@ def _direct(
 def _check(
     op: Collective, device: torch.device, party: Party | None, buffers: Buffers | None, calls: int
 ) -> Check | None:
-    """Of the result after so many calls; an idle rank has none, and so none that is wrong."""
+    """How to check the result after so many calls; an idle rank has none, so that none is wrong."""
     tolerance = pattern.tolerance(op, torch_dtype(op.dtype), calls)
     # gloo reduces in the buffers of all ranks: what the next call adds up is nobody's promise
     scratch = op.kind == "reduce" and calls > 1 and device.type == "cpu"

@@ -44,7 +44,7 @@ def change(buffers: Mapping[str, Tensor], held: Holdings, rank: int, turn: int, 
 def wrong(
     buffers: Mapping[str, Tensor], held: Holdings, rank: int, version: int
 ) -> tuple[int, dict[str, int]]:
-    """How many elements were compared with ``version``, and how many of each tensor are wrong."""
+    """Compare with ``version``: how many elements were, and how many of each tensor are wrong."""
     compared, counts = 0, dict[str, Tensor]()
     for name, box, shape, part in _parts(buffers, held, rank):
         differ = torch.count_nonzero(part != _expected(name, box, shape, version, part))
@@ -57,7 +57,7 @@ def wrong(
 def _parts(
     buffers: Mapping[str, Tensor], held: Holdings, rank: int
 ) -> Iterator[tuple[str, Box, tuple[int, ...], Tensor]]:
-    """What the rank holds, by parts: the tensor, the box, the tensor's shape, bits in a buffer."""
+    """Cut what the rank holds into parts: tensor, box, the tensor's shape, bits in a buffer."""
     for name, tensor in held.items():
         for piece in tensor.layout:
             if piece.rank != rank:

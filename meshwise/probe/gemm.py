@@ -88,6 +88,6 @@ def _grouped(op: Gemm, device: torch.device, seed: int) -> Callable[[], torch.Te
 
 
 def group_ends(rows: int, groups: int) -> list[int]:
-    """Where each of ``groups`` ends among ``rows``."""
+    """The end of each of ``groups`` among ``rows``."""
     step = _ALIGNED_ROWS if rows >= _ALIGNED_ROWS * groups else 1
     return [rows * i // groups // step * step for i in range(1, groups)] + [rows]

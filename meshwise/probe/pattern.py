@@ -36,8 +36,7 @@ class Piece(NamedTuple):
 
 
 def pieces(op: Collective, here: int, calls: int = 1) -> list[Piece]:
-    """What the group's rank ``here`` must hold after so many calls in a row; nothing when it only
-    sends."""
+    """The result that the group's rank ``here`` must hold after so many calls, if it has any."""
     n, size = op.group_size, DTYPE_BYTES[op.dtype]
     total, everybody = op.size_bytes // size, tuple(range(op.group_size))
     part = total // n
@@ -63,7 +62,7 @@ def pieces(op: Collective, here: int, calls: int = 1) -> list[Piece]:
 
 
 def _times(op: Collective, here: int, calls: int) -> tuple[float, ...]:
-    """How often the sum of rank ``here`` holds each rank's element, after so many calls."""
+    """Count how often the sum of rank ``here`` holds each rank's element, after so many calls."""
     if not op.in_place:
         return ()
     if op.kind == "all_reduce":
@@ -72,7 +71,7 @@ def _times(op: Collective, here: int, calls: int) -> tuple[float, ...]:
 
 
 def num_summed(op: Collective, calls: int = 1) -> int:
-    """How many elements are added up before the sum grows by whole factors alone."""
+    """Count the elements that are added up before the sum grows by whole factors alone."""
     if op.kind not in ("all_reduce", "reduce", "reduce_scatter"):
         return 1
     if not op.in_place or calls == 1:
@@ -102,7 +101,7 @@ def fill(tensor: torch.Tensor, rank: int, num_summed: int) -> None:
 def num_wrong(
     result: torch.Tensor, wanted: list[Piece], num_summed: int, tolerance: float = 0.0
 ) -> int:
-    """How many elements of a flat result are not what the pieces say."""
+    """Count the elements of a flat result that are not what the pieces say."""
     wrong = 0
     for piece in wanted:
         for done in range(0, piece.length, _CHUNK):

@@ -1,4 +1,4 @@
-"""How far a sweep is and how long it still takes, as rank 0 sees it. No torch.
+"""Shows how far a sweep is and how long it still takes, as rank 0 sees it. No torch.
 
 On a terminal a bar with the case in hand; elsewhere one plain line a case. Standard error in both
 cases: standard output is for documents.
@@ -6,10 +6,10 @@ cases: standard output is for documents.
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from meshwise.probe.cases import effort
-from meshwise.spec import Case, Cluster, Sample
+from meshwise.spec import Case, Sample
 from meshwise.spec.label import label
 from meshwise.stats import median_interval
 from meshwise.text import plain
@@ -23,9 +23,9 @@ class Pace:
     """The clock of a sweep: estimates, corrected by how long cases of a kind really took."""
 
     def __init__(
-        self, cluster: Cluster, cases: list[Case], budget_s: float | None, sustain_s: float
+        self, estimate_s: Callable[[Case], float], cases: list[Case], budget_s: float | None
     ) -> None:
-        self.cluster, self.budget_s, self.sustain_s = cluster, budget_s, sustain_s
+        self.estimate_s, self.budget_s = estimate_s, budget_s
         self.started = self.mark = time.monotonic()
         self.waiting: dict[Case, float] = {}
         self.seen: dict[tuple[str, ...], tuple[float, float]] = {}  # kind -> estimated, measured
@@ -33,8 +33,7 @@ class Pace:
 
     def add(self, cases: list[Case]) -> None:
         """More to do."""
-        estimates = {case: effort.estimate_s(case, self.cluster, self.sustain_s) for case in cases}
-        self.waiting |= estimates
+        self.waiting |= {case: self.estimate_s(case) for case in cases}
 
     def fits(self, case: Case) -> bool:
         """Whether ``case`` should end within the budget. The first always does, so that a sweep
@@ -50,7 +49,7 @@ class Pace:
         self.seen[_kind(case)] = (estimated + self.waiting.pop(case), measured + took)
 
     def remaining_s(self) -> float:
-        """Of all that waits, or of the budget when that is less."""
+        """The seconds of all that waits, or of the budget when that is less."""
         all_s = sum(map(self._corrected_s, self.waiting))
         if self.budget_s is None:
             return all_s
@@ -62,7 +61,7 @@ class Pace:
 
 
 def _kind(case: Case) -> tuple[str, ...]:
-    """What cases must share for one's duration to say something of another's."""
+    """The fields that cases must share for one's duration to tell another's."""
     fields = (getattr(case.op, field, "") for field in ("kind", "part", "direction"))
     return (type(case.op).__name__, *fields, case.lowering, case.regime, case.backend)
 

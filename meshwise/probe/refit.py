@@ -13,8 +13,9 @@ two models), ``device_bytes`` (what the device lacks besides, libraries' buffers
 ``compared`` elements; and what the request knows already.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,16 +24,15 @@ from torch import Tensor
 from meshwise import store, timing
 from meshwise.options.refit import Moving
 from meshwise.probe import elements
-from meshwise.probe.work import Unavailable, torch_dtype
+from meshwise.probe.loop import Failed, Metrics, outcome, together
+from meshwise.probe.work import torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.reshard.holdings import Holdings, buffers, holdings
 from meshwise.reshard.transfer import renumbered
 from meshwise.reshard.weights import Moved, Refit
-from meshwise.spec import Case, Record, Resharding, Sample
+from meshwise.spec import Case, Record, Resharding
 from meshwise.spec.label import label
 
-T = TypeVar("T")
-Metrics = dict[str, float | tuple[float, ...]]
 _FOREVER_S = 1e9  # the number of iterations decides
 
 
@@ -46,64 +46,40 @@ class RefitRequest(Record, kw_only=True):
     metrics: dict[str, float] = {}
 
 
-class Failed(Exception):
-    """The case cannot be measured, on all ranks alike."""
-
-    def __init__(self, status: Literal["oom", "skipped", "error"], reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
-
-
 def measure_ranks(ranks: Ranks, request: bytes) -> None:
     """Every rank calls this with the same request."""
     asked = msgspec.json.decode(request, type=RefitRequest)
     case = asked.case
     ranks.at(label(case))
-    try:
-        sample = _measure(asked, ranks)
-    except Failed as failed:
-        sample = Sample(
-            case_id=case.id, case=case, status=failed.status, reason=failed.reason,
-            metrics=dict(asked.metrics), method_version=timing.METHOD_VERSION,
-        )  # fmt: skip
+    known: Metrics = {**asked.metrics}
+    found = outcome(case, functools.partial(_measure, asked, ranks), known)
     if ranks.rank == 0:
-        store.append(asked.run_dir, sample)
+        store.append(asked.run_dir, found.sample)
 
 
 class _Models(NamedTuple):
-    """What this rank holds, and all ranks should; None where it holds nothing."""
+    """Both models as all ranks should hold them, and this rank's tensors."""
 
     source_plan: Holdings
     destination_plan: Holdings
-    source: dict[str, Tensor] | None
-    destination: dict[str, Tensor] | None
+    source: dict[str, Tensor]
+    destination: dict[str, Tensor]
 
 
-def _measure(asked: RefitRequest, ranks: Ranks) -> Sample:
+def _measure(asked: RefitRequest, ranks: Ranks) -> tuple[timing.Timed, Metrics, str]:
     op, case = asked.case.op, asked.case
     assert isinstance(op, Resharding)
-    models = _together(ranks, lambda: _allocated(op, ranks))
-    _together(ranks, lambda: _renew(models, ranks, version=1))
+    models = together(ranks, lambda: _allocated(op, ranks))
+    together(ranks, lambda: _renew(models, ranks, version=1))
     memory = _Memory(ranks.device)
-    refit = _together(ranks, lambda: _refit(case, op, models, ranks))
+    refit = together(ranks, lambda: _refit(case, op, models, ranks))
     try:
         timed, metrics = _timed(asked, refit, op, models, memory, ranks)
-    except Failed:  # on all ranks alike; after any other error nobody may answer
-        refit.close()
+    except (Failed, torch.OutOfMemoryError):  # on all ranks alike
+        refit.close()  # not after any other error: nobody may answer
         raise
     refit.close()
-    return Sample(
-        case_id=case.id,
-        case=case,
-        status="ok",
-        reason=f"auto chose {refit.method}" if case.backend == "auto" else "",
-        times_s=timed.times_s,
-        rank_times_s=timed.rank_times_s,
-        metrics=metrics,
-        before=timed.before,
-        after=timed.after,
-        method_version=timing.METHOD_VERSION,
-    )
+    return timed, metrics, f"auto chose {refit.method}" if case.backend == "auto" else ""
 
 
 def _timed(
@@ -122,20 +98,17 @@ def _timed(
     iterations = asked.asked.iterations
     for _ in range(asked.asked.warmup):
         move()
-    try:
-        timed = timing.measure(
-            [move],
-            ranks=ranks,
-            regime="blocking",
-            distributed=True,
-            max_iterations=iterations,
-            min_iterations=iterations,
-            max_seconds=_FOREVER_S,
-            prepare=_before(op, models, ranks),
-        )
-    except torch.OutOfMemoryError as error:  # on all ranks
-        raise Failed("oom", str(error).splitlines()[0]) from None
-    metrics = {**asked.metrics, **_totals(moved[-iterations:], models, memory, ranks)}
+    timed = timing.measure(
+        [move],
+        ranks=ranks,
+        regime="blocking",
+        distributed=True,
+        max_iterations=iterations,
+        min_iterations=iterations,
+        max_seconds=_FOREVER_S,
+        prepare=_before(op, models, ranks),
+    )
+    metrics = _totals(moved[-iterations:], models, memory, ranks)
     metrics |= {f"phase_{name}_s": seconds for name, seconds in refit.phases().items()}
     if asked.asked.check:
         metrics["compared"] = _checked(refit, models, ranks)
@@ -153,15 +126,15 @@ def _allocated(op: Resharding, ranks: Ranks) -> _Models:
         }
         for held in (source, destination)
     ]
-    return _Models(source, destination, own[0] or None, own[1] or None)
+    return _Models(source, destination, *own)
 
 
 def _refit(case: Case, op: Resharding, models: _Models, ranks: Ranks) -> Refit:
     more: dict[str, Any] = {} if op.changed is None else {"delta": True}
     return Refit(
-        models.source,
+        models.source or None,
         models.source_plan,
-        models.destination,
+        models.destination or None,
         models.destination_plan,
         ranks=ranks,
         method=case.backend,  # type: ignore[arg-type]  # the verb knows which there are
@@ -174,28 +147,21 @@ def _refit(case: Case, op: Resharding, models: _Models, ranks: Ranks) -> Refit:
 
 def _renew(models: _Models, ranks: Ranks, version: int) -> None:
     """Sources of a new version; a destination that holds none of any."""
-    elements.write(
-        models.source or {}, _held(models.source_plan, models.source), ranks.rank, version
-    )
-    elements.poison(models.destination or {})
+    elements.write(models.source, models.source_plan, ranks.rank, version)
+    elements.poison(models.destination)
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-def _held(plan: Holdings, own: Mapping[str, Tensor] | None) -> Holdings:
-    return plan if own is not None else {}
-
-
 def _before(op: Resharding, models: _Models, ranks: Ranks) -> Callable[[], None]:
-    """What comes before each refit, untimed: weights change if only changes are sent; all meet."""
+    """Make ready for a refit, untimed: weights change if only changes are sent; all ranks meet."""
     if op.changed is None:
         return ranks.start_together
     every, turn = max(1, round(1 / op.changed)), iter(range(2**62))
 
     def prepare() -> None:
-        plan = _held(models.source_plan, models.source)
-        elements.change(models.source or {}, plan, ranks.rank, next(turn), every)
+        elements.change(models.source, models.source_plan, ranks.rank, next(turn), every)
         ranks.synchronize("new weights")
         ranks.start_together()
 
@@ -207,8 +173,8 @@ def _checked(refit: Callable[[], object], models: _Models, ranks: Ranks) -> int:
     _renew(models, ranks, version=2)
     ranks.barrier("the check")
     refit()
-    plan = _held(models.destination_plan, models.destination)
-    found = ranks.gather(elements.wrong(models.destination or {}, plan, ranks.rank, 2))
+    own, plan = models.destination, models.destination_plan
+    found = ranks.gather(elements.wrong(own, plan, ranks.rank, version=2))
     for rank, (_, counts) in enumerate(found):
         if counts:
             name, number = next(iter(counts.items()))
@@ -234,12 +200,12 @@ def _totals(moved: list[Moved], models: _Models, memory: "_Memory", ranks: Ranks
     return {name: tuple(float(own[name]) for own in found) for name in mine}
 
 
-def _num_bytes(own: Mapping[str, Tensor] | None) -> int:
-    return sum(tensor.nbytes for tensor in (own or {}).values())
+def _num_bytes(own: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in own.values())
 
 
 class _Memory:
-    """How much more a device lacks than when this was made; on a CPU nobody counts."""
+    """Counts how much more a device lacks than when this was made; on a CPU nobody counts."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -254,19 +220,3 @@ class _Memory:
         free, _ = torch.cuda.mem_get_info(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         return {"allocated_bytes": peak - self.allocated, "device_bytes": self.free - free}
-
-
-def _together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """This rank's result of ``work``; what fails on one rank is Failed on all."""
-    failure: tuple[str, str] | None = None
-    try:
-        result = work()
-    except Unavailable as error:
-        failure = "skipped", str(error)
-    except (RuntimeError, ValueError, MemoryError) as error:
-        status = "oom" if timing.is_out_of_memory(error) else "error"
-        failure = status, (str(error).strip() or type(error).__name__).splitlines()[0]
-    for rank, found in enumerate(ranks.gather(failure)):
-        if found is not None:
-            raise Failed(found[0], f"rank {rank}: {found[1]}")
-    return result

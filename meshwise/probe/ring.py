@@ -11,41 +11,37 @@ timed; ``forward_rank_times_s``, rank 0's iterations, then rank 1's, and so on; 
 the same computation with local stand-ins for transfers; ``transfer_times_s``, the transfers of one
 iteration back to back and nothing else; ``world_size``; and what the request knows already.
 
-A case that lacks memory is ``oom`` on all ranks, a refused one ``error``, and the others follow. If
-only some ranks of a ring failed, transfers may be under way that nobody ends, so the job ends too,
-after the case is on disk.
+A case that lacks memory or is refused leaves a sample, and the others follow (``loop``). If only
+some ranks of a ring failed, transfers may be under way that nobody ends, so the job ends too, after
+the case is on disk.
 """
 
 import contextlib
 import functools
-import gc
 import os
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise import files, store, timing
+from meshwise import files, timing
 from meshwise.attention.dense import ring_attention
 from meshwise.attention.dilated import dilated_attention
 from meshwise.attention.shards import Shards
 from meshwise.attention.wire import Wire
 from meshwise.prices import Prices
 from meshwise.probe.cases.ring import shards_of
-from meshwise.probe.progress import Progress
+from meshwise.probe.loop import Failed, Metrics, Outcome, measure_all, outcome, together
 from meshwise.probe.work import torch_dtype
 from meshwise.ranks import Ranks
-from meshwise.spec import Case, Costs, LongAttention, Record, Sample
-from meshwise.spec.label import label
+from meshwise.spec import Case, Costs, LongAttention, Record
 from meshwise.spec.record import NonNegative, Positive
 
 T = TypeVar("T")
-Metrics = dict[str, float | tuple[float, ...]]
 KERNEL = "MESHWISE_ATTENTION"
 _FOREVER_S = 1e9  # the number of iterations decides
 _UNTIMED = 3  # the first call, and two of the timing loop
@@ -62,14 +58,6 @@ class RingRequest(Record, kw_only=True):
     iterations: Positive = 10
     costs: Costs | None = None
     trace: str = ""
-
-
-class Failed(Exception):
-    """The case cannot be measured. ``lost``: the ranks no longer know of each other."""
-
-    def __init__(self, status: Literal["oom", "error"], reason: str, lost: bool = False) -> None:
-        super().__init__(reason)
-        self.status, self.reason, self.lost = status, reason, lost
 
 
 class Ring(NamedTuple):
@@ -107,6 +95,11 @@ class Rings:
         return found
 
 
+def agreed(ring: Ring, work: Callable[[], T]) -> T:
+    """This rank's result of ``work``; what fails on one rank raises Failed on all."""
+    return together(ring.ranks, work, transfers=not ring.alone)
+
+
 def attention(op: LongAttention, ring: Ring, prices: Prices | None, **more: Any) -> Any:
     """The function of this rank's q, k, v."""
     more |= {"wire": ring.wire, "causal": op.causal, "shards": ring.shards, "prices": prices}
@@ -120,52 +113,38 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
     """Every rank calls this with the same request."""
     asked = msgspec.json.decode(request, type=RingRequest)
     bench = _Bench(ranks, asked)
-    started, work = time.monotonic(), [case.op.flops for case in asked.cases]  # type: ignore[union-attr]
-    with Progress(len(asked.cases), visible=ranks.rank == 0) as progress:
-        for number, case in enumerate(asked.cases):
-            ranks.at(label(case))
-            sample, lost = _sample(bench, case, number)
-            if ranks.rank == 0:
-                store.append(asked.run_dir, sample)
-                a_flop_s = (time.monotonic() - started) / sum(work[: number + 1])
-                progress.end(sample, a_flop_s * sum(work[number + 1 :]))
-            if lost:
-                ranks.barrier("the record of a failure")
-                raise RuntimeError(f"{sample.reason}; the other ranks wait for it")
+    measure = functools.partial(_measure, bench)
+    measure_all(ranks, asked.run_dir, asked.cases, measure, estimate_s=_flops)
+
+
+def _flops(case: Case) -> float:
+    """The work of a case, by which the rest of a run is estimated from what was measured."""
+    assert isinstance(case.op, LongAttention)
+    return case.op.flops
 
 
 class _Bench:
-    """What cases share."""
+    """Holds what cases share."""
 
     def __init__(self, ranks: Ranks, asked: RingRequest) -> None:
         self.ranks, self.asked, self.trace = ranks, asked, asked.trace
         self.rings = Rings(ranks)
         self.prices = None if asked.costs is None else Prices(asked.costs)
+        ids = [case.id for case in asked.cases]
+        self.known = dict(zip(ids, asked.known, strict=True))
 
 
-def _sample(bench: _Bench, case: Case, number: int) -> tuple[Sample, bool]:
-    known, strategy = bench.asked.known[number]
-    try:
-        with kernel(case.backend):
-            timed, metrics = _measure(bench, case)
-    except Failed as failed:
-        sample = Sample(
-            case_id=case.id, case=case, status=failed.status, reason=failed.reason,
-            metrics={**known, "world_size": float(bench.ranks.world_size)},
-            method_version=timing.METHOD_VERSION,
-        )  # fmt: skip
-        lost = failed.lost
-    else:
-        sample = Sample(
-            case_id=case.id, case=case, status="ok", reason=strategy, times_s=timed.times_s,
-            rank_times_s=timed.rank_times_s, metrics={**known, **metrics}, before=timed.before,
-            after=timed.after, method_version=timing.METHOD_VERSION,
-        )  # fmt: skip
-        lost = False
-    gc.collect()  # out here, where no error holds on to frames and their tensors
-    if bench.ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return sample, lost
+def _measure(bench: _Bench, case: Case) -> Outcome:
+    figures, strategy = bench.known[case.id]
+    known: Metrics = {**figures, "world_size": float(bench.ranks.world_size)}
+
+    def times() -> tuple[timing.Timed, Metrics, str]:
+        return *_times(bench, case), strategy
+
+    with kernel(case.backend):
+        found = outcome(case, times, known)
+    timing.free(bench.ranks.device)
+    return found
 
 
 @contextlib.contextmanager
@@ -182,14 +161,14 @@ def kernel(name: str) -> Iterator[None]:
             os.environ.update({} if before is None else {KERNEL: before})
 
 
-def _measure(bench: _Bench, case: Case) -> tuple[timing.Timed, Metrics]:
-    op, ranks = case.op, bench.ranks
+def _times(bench: _Bench, case: Case) -> tuple[timing.Timed, Metrics]:
+    op = case.op
     assert isinstance(op, LongAttention)
     ring = bench.rings.ring(op, case.world_size)
     timed, metrics, log = _computed(bench, case, op, ring)
     if log and (transfers := _transfers(bench, case, ring, log)) is not None:
         metrics["transfer_times_s"] = transfers
-    return timed, metrics | {"world_size": float(ranks.world_size)}
+    return timed, metrics
 
 
 class _Calls(NamedTuple):
@@ -202,9 +181,9 @@ def _computed(
 ) -> tuple[timing.Timed, Metrics, list[tuple[list[int], list[int]]]]:
     """The times with and without transfers, and what was transferred in one iteration."""
     ranks, wire = bench.ranks, ring.wire
-    calls = together(ring, lambda: _calls(op, ring, bench.prices))
+    calls = agreed(ring, lambda: _calls(op, ring, bench.prices))
     log: list[tuple[list[int], list[int]]] = []
-    metrics = together(ring, lambda: _counted(calls, ring, log))
+    metrics = agreed(ring, lambda: _counted(calls, ring, log))
     for _ in range(bench.asked.warmup - _UNTIMED):
         calls.step()
     forward = _timed(bench, case, calls.forward)
@@ -261,13 +240,10 @@ def _counted(calls: _Calls, ring: Ring, log: list[tuple[list[int], list[int]]]) 
 
 def _timed(bench: _Bench, case: Case, call: Callable[[], object]) -> timing.Timed:
     count = bench.asked.iterations
-    try:
-        return timing.measure(
-            [call], ranks=bench.ranks, regime=case.regime, distributed=case.world_size > 1,
-            max_iterations=count, min_iterations=count, max_seconds=_FOREVER_S,
-        )  # fmt: skip
-    except torch.OutOfMemoryError as error:  # on all ranks
-        raise Failed("oom", str(error).splitlines()[0]) from None
+    return timing.measure(
+        [call], ranks=bench.ranks, regime=case.regime, distributed=case.world_size > 1,
+        max_iterations=count, min_iterations=count, max_seconds=_FOREVER_S,
+    )  # fmt: skip
 
 
 def _peak(ranks: Ranks) -> Metrics:
@@ -284,11 +260,11 @@ def _peak(ranks: Ranks) -> Metrics:
 def _transfers(
     bench: _Bench, case: Case, ring: Ring, log: list[tuple[list[int], list[int]]]
 ) -> tuple[float, ...] | None:
-    """What one iteration transferred, again, from empty memory; None where that lacks memory."""
+    """Times of one iteration's transfers, from empty memory; None where that lacks memory."""
     wire = Wire(ring.wire.group)
     try:
         most = max(sum(send) for send, _ in log)
-        bytes_ = together(
+        bytes_ = agreed(
             ring, lambda: torch.empty(most, dtype=torch.uint8, device=ring.ranks.device)
         )
 
@@ -297,7 +273,7 @@ def _transfers(
                 wire.exchange(bytes_[: sum(send)], send, receive)()
 
         return _timed(bench, case, replay).times_s
-    except Failed:
+    except (Failed, torch.OutOfMemoryError):
         return None
 
 
@@ -312,22 +288,3 @@ def _trace(call: Callable[[], object], ranks: Ranks, path: str) -> None:
         ranks.synchronize("a traced call")
     with files.replacing(f"{path}_rank{ranks.rank}.json") as file:
         profiler.export_chrome_trace(file.name)
-
-
-def together(ring: Ring, work: Callable[[], T]) -> T:
-    """This rank's result of ``work``; lack of memory or a refusal on one rank is Failed on all."""
-    failure: tuple[Literal["oom", "error"], str] | None = None
-    try:
-        result = work()
-    except Exception as error:
-        status: Literal["oom", "error"] = "oom" if timing.is_out_of_memory(error) else "error"
-        if status == "error" and not (ring.alone or isinstance(error, ValueError)):
-            raise  # a transfer that failed: others may still wait in it
-        failure = status, (str(error).strip() or type(error).__name__).splitlines()[0]
-    found = ring.ranks.gather(failure)
-    failed = [rank for rank, one in enumerate(found) if one is not None]
-    if failed:
-        status, reason = found[failed[0]]
-        lost = not ring.alone and len(failed) < len(found)
-        raise Failed(status, f"rank {failed[0]}: {reason}", lost)
-    return result

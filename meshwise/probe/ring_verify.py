@@ -25,7 +25,8 @@ from meshwise import files, timing
 from meshwise.attention.reference import multiplicity, reference
 from meshwise.attention.shards import positions
 from meshwise.prices import Prices
-from meshwise.probe.ring import Failed, Ring, Rings, attention, kernel, together
+from meshwise.probe.loop import Failed
+from meshwise.probe.ring import Ring, Rings, agreed, attention, kernel
 from meshwise.probe.work import torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Costs, LongAttention, Record
@@ -104,7 +105,7 @@ def _verify(op: LongAttention, ring: Ring, prices: Prices | None) -> list[Check]
     found = []
     for name, check in checks.items():
         try:
-            found += together(ring, lambda check=check: check(case))  # type: ignore[misc]
+            found += agreed(ring, lambda check=check: check(case))  # type: ignore[misc]
         except Failed as failed:
             if failed.lost:
                 raise RuntimeError(f"{name}: {failed.reason}") from None
@@ -145,7 +146,7 @@ def _against_reference(case: _Case) -> list[Check]:
 
 
 def _error(x: Tensor, exact: Tensor, mine: Tensor) -> float:
-    """Of this rank's rows; NaN counts as infinite."""
+    """The largest error of this rank's rows; NaN counts as infinite."""
     size = exact.norm(dim=-1)
     least = max(float(size.mean()), 1e-30)
     off = (x.double() - exact[:, mine]).norm(dim=-1) / size[:, mine].clamp(min=least)
@@ -161,7 +162,7 @@ def _lse_error(lse: Tensor, exact: Tensor) -> float:
 
 
 def _worst(case: _Case, errors: list[float]) -> list[float]:
-    """Over all ranks. JSON knows no infinity."""
+    """The largest errors over all ranks. JSON knows no infinity."""
     told = case.ring.ranks.gather([min(error, 1e300) for error in errors])
     return [max(each) for each in zip(*told, strict=True)]
 

@@ -18,11 +18,6 @@ from meshwise.probe import pattern
 from meshwise.probe.work import Unavailable
 from meshwise.spec import Collective
 
-BACKENDS = {
-    "one_shot": ("all_reduce",),
-    "two_shot": ("all_reduce",),
-    "peer_copy": ("all_gather", "all_to_all", "send_recv"),
-}
 _PATIENCE_MS = 20_000  # then a barrier's kernel traps: a lost rank must not hang the others
 
 

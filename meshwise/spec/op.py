@@ -26,6 +26,8 @@ CollectiveKind = Literal[
     "reduce", "gather", "scatter", "send_recv", "send",
 ]  # fmt: skip
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+WHOLE = ("all_reduce", "broadcast", "reduce", "send_recv", "send")  # need not divide among ranks
+IN_PLACE_ONLY = ("all_reduce", "reduce", "broadcast")  # of torch.distributed
 ROOTED = ("broadcast", "reduce", "gather", "scatter")  # the group's first rank is the root
 
 

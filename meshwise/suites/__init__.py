@@ -1,16 +1,15 @@
 """The suites of Alpa's benchmark (OSDI'22; github.com/alpa-projects/alpa, benchmark/alpa), as data.
 
-In: a suite's name and a number of GPUs. Out: its cases.
+In: a suite's name and a number of GPUs. Out: its cases, which ``source`` reads from their file.
 
 ``layouts`` says what a case is in our records, ``scale`` how it fits a smaller machine,
 ``formulas`` what its FLOPs are, ``tsv`` how its result is written.
 """
 
 import difflib
-import functools
 from typing import NamedTuple
 
-from meshwise.suites import gpt, inference, moe, wresnet
+from meshwise.suites import source
 from meshwise.suites.case import BenchmarkCase, Suite
 
 _NAMES = (
@@ -67,7 +66,7 @@ def is_inference(suite: str) -> bool:
 
 
 def warmup_steps(niter: int) -> int:
-    """How many of ``niter`` iterations are run first and not counted."""
+    """Count those of ``niter`` iterations that are run first and not timed."""
     return 2 if niter >= 5 else 1
 
 
@@ -89,7 +88,7 @@ def device_counts(suite: str) -> tuple[int, ...]:
 
 
 def missing(suite: str) -> str:
-    """Why none of a suite's cases can run, in a word or two; "" if some can."""
+    """Say in a word or two why none of a suite's cases can run; "" if some can."""
     if kind(suite) == "unet":
         return "not built: UNet"
     every = [case for of_size in _suite(suite).values() for case in of_size]
@@ -106,12 +105,7 @@ def _suite(name: str) -> Suite:
         raise ValueError(f"suite {name!r} is not known; {hint}")
     if kind(name) == "unet":
         raise ValueError(f"suite {name}: UNet is not built; run a suite of gpt, moe or wresnet")
-    return _suites()[name]
-
-
-@functools.cache
-def _suites() -> dict[str, Suite]:
-    return {**gpt.suites(), **moe.suites(), **wresnet.suites(), **inference.suites()}
+    return source.suites()[name]
 
 
 def sweeps() -> tuple[Sweep, ...]:

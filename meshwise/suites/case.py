@@ -96,35 +96,3 @@ class BenchmarkCase(NamedTuple):
 
 
 Suite = dict[int, tuple[BenchmarkCase, ...]]  # the number of GPUs: its cases
-
-
-def uniform(
-    batch_size: int,
-    config: ModelConfig,
-    num_micro_batches: int,
-    degrees: tuple[int, int, int],
-    *,
-    reduce_scatter: bool = True,
-    remat: bool = True,
-    force_batch: bool = True,
-) -> BenchmarkCase:
-    """A case of equal stages; ``degrees`` are (dp, op, pp)."""
-    args = UniformParallelArgs(reduce_scatter, remat, *degrees, force_batch)
-    return BenchmarkCase(batch_size, config, num_micro_batches, "uniform", args)
-
-
-def search(
-    batch_size: int,
-    config: ModelConfig,
-    num_micro_batches: tuple[int, ...],
-    num_auto_layers: tuple[int, ...],
-    option: dict[str, Any],
-) -> tuple[BenchmarkCase, ...]:
-    """Search cases for each number of microbatches and, within it, of clustered layers."""
-    return tuple(
-        BenchmarkCase(
-            batch_size, config, count, "search", SearchParallelArgs(True, True, layers, option)
-        )
-        for count in num_micro_batches
-        for layers in num_auto_layers
-    )

@@ -17,6 +17,7 @@ too, as in the source.
 from typing import NamedTuple
 
 from meshwise.models import counts as of_graph
+from meshwise.spec import WideResNet
 from meshwise.suites import layouts
 from meshwise.suites.case import BenchmarkCase, GPTModelConfig, MoEModelConfig
 
@@ -47,7 +48,8 @@ def counts(case: BenchmarkCase, kind: str) -> Counts:
         factor = 1 if inference else 4 if remat else 3
         flops = moe_flops(batch, seq, layers, hidden, vocab, experts, group, factor)
         return Counts(flops, moe_parameters(layers, hidden, vocab, experts))
-    model = layouts.wide_resnet_of(config)
+    model = layouts.model(case)
+    assert isinstance(model, WideResNet)
     flops = (4 if remat else 3) * of_graph.forward_flops(model, batch)
     return Counts(flops, of_graph.num_parameters(model))
 

@@ -15,11 +15,12 @@ Alpa's solver chose within a mesh is not in the case; these are the choices that
 
 from math import gcd
 
-from meshwise.models import wide_resnet
-from meshwise.spec import Experts, Layout, Model, Recipe, WideResNet, Workload
-from meshwise.suites import gpt, moe, wresnet
+from meshwise.models import catalogue
+from meshwise.spec import Decoder, Experts, Layout, Model, Recipe, WideResNet, Workload
+from meshwise.suites import source
 from meshwise.suites.case import (
     BenchmarkCase,
+    GPTModelConfig,
     LoadSolutionParallelArgs,
     MoEModelConfig,
     SearchParallelArgs,
@@ -27,21 +28,26 @@ from meshwise.suites.case import (
     WResNetModelConfig,
 )
 
+_FAMILY = {GPTModelConfig: "gpt", MoEModelConfig: "moe", WResNetModelConfig: "wresnet"}
+
 
 def model(case: BenchmarkCase) -> Model | WideResNet:
-    """The model of a case, by its size's name where it is one of the tables."""
+    """The catalogue's model where a case has one of its sizes."""
     config = case.model_config
-    if isinstance(config, WResNetModelConfig):
-        return wide_resnet_of(config)
-    family, ffn, experts = "gpt", 4 * config.hidden_size, None
+    family = _FAMILY[type(config)]
+    known = {config: size for size, config in source.configs(family).items()}
+    if config in known:
+        found = catalogue.find_any(f"{family}-{known[config].lower()}")
+        assert not isinstance(found, Decoder)
+        return found
+    assert not isinstance(config, WResNetModelConfig), "all its sizes are in the catalogue"
+    ffn, experts = 4 * config.hidden_size, None
     if isinstance(config, MoEModelConfig):
-        family, ffn = "moe", 8 * config.hidden_size
+        ffn = 8 * config.hidden_size
         # of layers 0, 2, 4 and so on (alpa/model/moe.py)
         experts = Experts(num_experts=config.num_experts, top_k=2, ffn=ffn, every=2)
-    sizes = [*gpt.MODELS.items(), *moe.MODELS.items()]
-    shape = f"h{config.hidden_size}-l{config.num_layers}"
     return Model(
-        name=f"{family}-{next((size.lower() for size, c in sizes if c == config), shape)}",
+        name=f"{family}-h{config.hidden_size}-l{config.num_layers}",
         hidden=config.hidden_size,
         layers=config.num_layers,
         heads=config.num_heads,
@@ -49,19 +55,6 @@ def model(case: BenchmarkCase) -> Model | WideResNet:
         vocab=config.vocab_size,
         max_seq_len=config.seq_len,
         experts=experts,
-    )
-
-
-def wide_resnet_of(config: WResNetModelConfig) -> WideResNet:
-    known = {c: f"wresnet-{size.lower()}" for size, c in wresnet.MODELS.items()}
-    if config in known:
-        return wide_resnet.sized(known[config])
-    return WideResNet(
-        name=f"wresnet-d{config.num_layers}-c{config.num_channels}-w{config.width_factor}",
-        blocks=wresnet.BLOCKS[config.num_layers],
-        channels=config.num_channels,
-        width_factor=config.width_factor,
-        image_size=config.image_size,
     )
 
 
@@ -80,7 +73,7 @@ def dtype(case: BenchmarkCase) -> str:
 
 
 def recipe(case: BenchmarkCase) -> Recipe:
-    """How the source trains it (benchmark_one_case_*.py): no clipping; Wide-ResNet at the rate
+    """The source's recipe (benchmark_one_case_*.py): no clipping; Wide-ResNet at the rate
     that its warm-up ends with."""
     if isinstance(case.model_config, WResNetModelConfig):
         return Recipe(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, max_grad_norm=0.0)

@@ -45,15 +45,19 @@ def announce(path: Path | str, what: str = "") -> None:
     log.info("using %s%s", f"{what} " if what else "", shown)
 
 
-def check_writable(paths: Iterable[Path | str]) -> None:
-    """Refuse beforehand what could not be written afterwards: folders, and CSV files in theirs."""
+def check_writable(paths: Iterable[Path | str], field: str = "") -> None:
+    """Refuse beforehand what could not be written afterwards: folders, and CSV files in theirs.
+    ``field``: the option that names it."""
     for path in map(Path, paths):
         folder = path.parent if path.suffix == ".csv" else path
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+            reason = f"cannot be written: {error.strerror}"
+            if field:
+                raise ValueError(f"{field} = {str(path)!r}: {reason}; name another") from None
+            raise ValueError(f"{path} {reason}") from None
 
 
 def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample]]:

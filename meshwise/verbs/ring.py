@@ -85,7 +85,7 @@ def measure_ring(what: Asked) -> Measured:
     folder = Path(ring.output_dir or os.environ.get("OUTPUT_DIR") or OUTPUT_DIR)
     trace = str(folder / f"trace_{time.strftime('%Y%m%d_%H%M%S')}") if ring.profile else ""
     if ring.profile or (save and job.leads()):
-        files.check_writable([folder])
+        files.check_writable([folder], "output_dir")
     with scratch.folder() as unsaved:
         run_dir = job.created(
             ring.runs if save else unsaved, "measure", f"ring-{what.machine.name}", what.machine,
@@ -218,6 +218,7 @@ def _requests(
 def _launch(request: "RingRequest", world_size: int, patience: Patience) -> None:
     """One job. If it dies, the row that it died in is an error, unless it is on disk already."""
     from meshwise import launch
+    from meshwise.probe.loop import CURRENT
 
     run_dir = Path(request.run_dir)
     before = job.samples(run_dir)
@@ -227,6 +228,7 @@ def _launch(request: "RingRequest", world_size: int, patience: Patience) -> None
         )
     except launch.RanksFailed as failed:
         after = job.samples(run_dir)
+        (run_dir / CURRENT).unlink(missing_ok=True)
         new = [sample for case_id, sample in after.items() if case_id not in before]
         left = [case for case in request.cases if case.id not in after]
         if left and not (new and _ended_job(new[-1], failed)):

@@ -108,12 +108,13 @@ def test_changes_are_the_same_in_every_layout():
     assert int(a["w"].view(torch.int32).count_nonzero()) == 3 * 64 * 1024 // 8
 
 
-def request(run_dir: Path, **rest) -> refit.RefitRequest:
-    scenario = cases.changed(cases.SCENARIOS["tp2-tp1"], sizes=SMALL)
+def request(run_dir: Path, check: bool = True, **rest) -> refit.RefitRequest:
+    scenario = cases.changed(cases.scenarios()["tp2-tp1"], sizes=SMALL)
     source, destination = cases.layouts(scenario, "collocated", 2)
     op = Resharding(model=scenario.model, source=source, destination=destination)
     case = Case(op=op, regime="blocking", backend="gloo", world_size=2)
-    return refit.RefitRequest(case=case, run_dir=str(run_dir), asked=Moving(iterations=3), **rest)
+    asked = Moving(iterations=3, check=check)
+    return refit.RefitRequest(case=case, run_dir=str(run_dir), asked=asked, **rest)
 
 
 def measured(ranks: Ranks, payload: str) -> None:
@@ -209,7 +210,7 @@ def test_weights_that_stayed_old_are_an_error(gloo_ranks, tmp_path):
 
 
 def test_nothing_is_compared_if_not_asked(gloo_ranks, tmp_path):
-    sample = outcome(gloo_ranks, tmp_path / "run", with_a_flipped_bit, compare=False)
+    sample = outcome(gloo_ranks, tmp_path / "run", with_a_flipped_bit, check=False)
     assert sample["status"] == "ok" and "compared" not in sample["metrics"]
 
 

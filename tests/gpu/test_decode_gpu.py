@@ -101,9 +101,9 @@ def test_tokens_of_a_graph_are_those_of_the_plain_module(one_rank, name, rows, l
     place = mesh.build(plan.layout, "cuda")
     with on_cpu.strong_weights():
         ready = greedy.prepare(
-            plan, place, one_rank.device, new_tokens=request.new_tokens, dtype="fp32",
-            seed=request.seed, shortest=8,
+            plan, place, one_rank.device, new_tokens=request.counts.new_tokens, dtype="fp32",
+            seed=request.asked.seed, shortest=8,
         )  # fmt: skip
-    prompts = decode.prompts_of(plan, 0, request.seed).to(one_rank.device)
+    prompts = decode.prompts_of(plan, 0, request.asked.seed).to(one_rank.device)
     found = greedy.generate(ready, prompts, lambda: None, lambda mark: None).tokens
     assert torch.equal(found.flatten(0, 1), expected(name, prompts.flatten(0, 1)))

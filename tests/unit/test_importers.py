@@ -359,7 +359,7 @@ GATHERED = "Model,MBS,Seq,HiddenSize,DataType,WorldSize,Time(s),Bandwidth(GB/s)\
         (GATHERED + "x,1,4,8,bfloat16,2,0.001,0.000064\nx,1,4,8,bfloat16,4,0.001,0.000096\n",
          "WorldSize is 2 at line 2 and 4 at line 3"),
         ('btd,size_bytes,latency_us\n"4,1-1,8",128,9.0\n"4,1-1-1-1,8",128,9.0\n',
-         "ranks are 4 at line 3 and 2 at line 2"),
+         "ranks are 2 at line 2 and 4 at line 3"),
         ("\n".join([JOINED.format(4), TRACE.format(1, ""), JOINED.format(8)]),
          "comm 0xa of process 7 has 4 ranks, and 8 at line 3"),
     ],

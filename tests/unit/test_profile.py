@@ -243,10 +243,9 @@ def test_estimates_grow_with_the_work_and_count_compilation_once():
 def test_pace_corrects_its_estimates_and_keeps_to_the_budget(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(effort, "estimate_s", lambda case, cluster, sustain_s: 1.0)
     copies = [Case(op=Elementwise(kind="copy", read_bytes=n, write_bytes=n)) for n in (1, 2, 3)]
     gemm = Case(op=Gemm(m=1, n=1, k=1))
-    pace = progress.Pace(a_cluster("cpu", 1), [*copies, gemm], budget_s=10.0, sustain_s=10.0)
+    pace = progress.Pace(lambda _: 1.0, [*copies, gemm], budget_s=10.0)
     assert pace.fits(copies[0])
     clock[0] = 6.0  # it took six times its estimate: the other copies will too
     pace.done(copies[0])
@@ -258,14 +257,14 @@ def test_pace_corrects_its_estimates_and_keeps_to_the_budget(monkeypatch):
     assert not pace.fits(copies[2])
 
     clock[0] = 0.0
-    unbounded = progress.Pace(a_cluster("cpu", 1), copies, budget_s=None, sustain_s=10.0)
+    unbounded = progress.Pace(lambda _: 1.0, copies, budget_s=None)
     assert unbounded.remaining_s() == 3.0
     assert unbounded.fits(copies[2])
 
 
 def test_the_first_case_always_fits():
     case = Case(op=Gemm(m=4096, n=4096, k=4096))
-    assert progress.Pace(a_cluster("cpu", 1), [case], budget_s=1e-6, sustain_s=10.0).fits(case)
+    assert progress.Pace(lambda _: 5.0, [case], budget_s=1e-6).fits(case)
 
 
 def test_progress_in_a_log_is_one_plain_line_a_case(capsys):

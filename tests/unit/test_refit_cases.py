@@ -52,14 +52,14 @@ def planned(scenario: Scenario, orders=("megatron", "engine")):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_as_many_bytes_reach_the_busiest_gpu_as_the_comparison_says(name):
-    (_, _, most_in), limits = planned(cases.SCENARIOS[name])
+    (_, _, most_in), limits = planned(cases.scenarios()[name])
     assert most_in / 1e9 == pytest.approx(FIGURES[name], rel=0.012)
     assert limits.ingress_s == pytest.approx(most_in / 373e9)  # this plan's busiest is the bound
 
 
 @pytest.mark.parametrize("name", SUITE)
 def test_megatrons_scenarios_move_what_its_own_planner_moves(name):
-    scenario = cases.SCENARIOS[name]
+    scenario = cases.scenarios()[name]
     padded = msgspec.structs.replace(scenario.model, vocab=50688 if name == "large" else 50432)
     scenario = msgspec.structs.replace(scenario, model=padded)
     (kept, sent, most_in), limits = planned(scenario, ("plain", "plain"))
@@ -68,9 +68,9 @@ def test_megatrons_scenarios_move_what_its_own_planner_moves(name):
     assert [number / 1e6 for number in found] == pytest.approx(SUITE[name], rel=2e-3, abs=0.3)
 
 
-@pytest.mark.parametrize("name", sorted(cases.SCENARIOS.keys() - HUGE))
+@pytest.mark.parametrize("name", sorted(cases.scenarios().keys() - HUGE))
 def test_every_scenario_can_be_laid_out_in_every_order(name):
-    scenario = cases.SCENARIOS[name]
+    scenario = cases.scenarios()[name]
     for orders in (("megatron", "engine"), ("plain", "megatron"), ("engine", "plain")):
         world_size = cases.num_ranks(scenario, scenario.mode)
         for layout in cases.layouts(scenario, scenario.mode, world_size, orders):
@@ -88,12 +88,12 @@ def test_every_scenario_can_be_laid_out_in_every_order(name):
     ],
 )  # fmt: skip
 def test_a_scenario_takes_the_gpus_that_it_is_listed_with(name, gpus):
-    scenario = cases.SCENARIOS[name]
+    scenario = cases.scenarios()[name]
     assert cases.num_ranks(scenario, scenario.mode) == gpus
 
 
 def test_the_eight_gpu_lists_have_six_apart_and_four_together():
-    eight = [one for name, one in cases.SCENARIOS.items() if name.startswith("8gpu-")]
+    eight = [one for name, one in cases.scenarios().items() if name.startswith("8gpu-")]
     modes = [one.mode for one in eight]
     assert (modes.count("non-collocated"), modes.count("collocated")) == (6, 4)
     assert all(cases.num_ranks(one, one.mode) <= 8 for one in eight)
@@ -103,7 +103,7 @@ def test_the_models_are_as_large_as_they_are_called():
     sizes = {"8b-tp2-tp1": 8.03e9, "1.5b-tp2-tp1": 1.5e9, "moe-30b-ep2-ep4": 30.5e9}
     sizes |= {"moe-5b-ep2-ep4": 5.1e9, "kimi-k2": 1.03e12}
     for name, parameters in sizes.items():
-        assert num_parameters(cases.SCENARIOS[name].model) == pytest.approx(parameters, rel=0.01)
+        assert num_parameters(cases.scenarios()[name].model) == pytest.approx(parameters, rel=0.01)
 
 
 def test_the_menu_has_ten_numbers():
@@ -122,28 +122,28 @@ def test_an_unknown_scenario_suggests_the_nearest():
 
 
 def test_models_apart_follow_each_other_and_leave_the_rest_idle():
-    scenario = cases.SCENARIOS["8gpu-tp2pp2-tp2"]
+    scenario = cases.scenarios()["8gpu-tp2pp2-tp2"]
     train, infer = cases.layouts(scenario, "non-collocated", 8)
     assert (train.first_rank, train.num_ranks) == (0, 4)
     assert (infer.first_rank, infer.num_ranks) == (4, 2)
 
 
 def test_collocated_models_fill_more_ranks_with_replicas():
-    train, infer = cases.layouts(cases.SCENARIOS["tp2-tp4"], "collocated", 8)
+    train, infer = cases.layouts(cases.scenarios()["tp2-tp4"], "collocated", 8)
     assert (train.dp, infer.dp) == (4, 2)
     assert train.num_ranks == infer.num_ranks == 8
 
 
 def test_ranks_that_both_sides_cannot_share_are_refused_with_a_number_that_fits():
-    odd = msgspec.structs.replace(cases.SCENARIOS["tp2-tp4"], infer=Side(tp=3))
+    odd = msgspec.structs.replace(cases.scenarios()["tp2-tp4"], infer=Side(tp=3))
     with pytest.raises(ValueError, match=r"nproc = 4: must be a multiple of 2 .* and 3 .*, as 6"):
         cases.layouts(odd, "collocated", 4)
     with pytest.raises(ValueError, match="nproc = 2: tp2-tp4 collocated needs 4 ranks"):
-        cases.layouts(cases.SCENARIOS["tp2-tp4"], "collocated", 2)
+        cases.layouts(cases.scenarios()["tp2-tp4"], "collocated", 2)
 
 
 def test_sizes_follow_from_each_other_as_in_megatron():
-    base = cases.SCENARIOS["tp2-tp1"].model
+    base = cases.scenarios()["tp2-tp1"].model
     wide = cases.resized(base, hidden=512, heads=4)
     assert (wide.head_dim, wide.kv_heads, wide.ffn) == (128, 4, 2048)
     gated = cases.resized(base, gated=True)
@@ -163,7 +163,7 @@ def test_sizes_follow_from_each_other_as_in_megatron():
 )
 def test_sizes_that_do_not_fit_are_refused_by_their_flag(sizes, message):
     with pytest.raises(ValueError, match=message):
-        cases.resized(cases.SCENARIOS["tp2-tp1"].model, **sizes)
+        cases.resized(cases.scenarios()["tp2-tp1"].model, **sizes)
 
 
 def test_a_model_of_fixed_sizes_is_named():
@@ -175,14 +175,14 @@ def test_a_model_of_fixed_sizes_is_named():
 def test_inference_degrees_default_to_training_ones_only_where_no_scenario_says():
     custom = cases.changed(cases.custom(), train={"tp": 2})
     assert custom.infer.tp == 2
-    named = cases.changed(cases.SCENARIOS["tp2-tp4"], train={"tp": 1})
+    named = cases.changed(cases.scenarios()["tp2-tp4"], train={"tp": 1})
     assert (named.train.tp, named.infer.tp) == (1, 4)
 
 
 def test_experts_are_cut_by_tp_unless_told_otherwise():
-    train, infer = cases.layouts(cases.SCENARIOS["kimi-k2"], "collocated", 64)
+    train, infer = cases.layouts(cases.scenarios()["kimi-k2"], "collocated", 64)
     assert (train.ep, train.etp, infer.ep, infer.etp) == (8, 8, 16, 4)
-    assert cases.layouts(cases.SCENARIOS["8gpu-tp2ep2-tp1ep4"], "non-collocated", 8)[0].etp == 1
+    assert cases.layouts(cases.scenarios()["8gpu-tp2ep2-tp1ep4"], "non-collocated", 8)[0].etp == 1
 
 
 def test_expert_parallelism_needs_experts():

@@ -32,7 +32,7 @@ def here(tmp_path, monkeypatch):
 
 
 def case(method: str, mode: str = "collocated", name: str = "tp2-tp4") -> Case:
-    scenario = cases.SCENARIOS[name]
+    scenario = cases.scenarios()[name]
     world_size = cases.num_ranks(scenario, mode)
     source, destination = cases.layouts(scenario, mode, world_size)
     op = Resharding(
@@ -323,7 +323,7 @@ def test_list_names_scenarios_with_gpus_and_command(capsys):
     assert call("refit", "--list", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert {"gpus", "command", "scenario", "menu"} <= listed[0].keys()
-    assert len(listed) == len(cases.SCENARIOS)
+    assert len(listed) == len(cases.scenarios())
 
 
 def test_a_dry_run_of_the_sources_flags_needs_no_torch():
@@ -437,7 +437,7 @@ def test_a_dry_run_draws_its_first_transfer(capsys):
 
 def test_the_least_cap_grows_with_peers_and_steps():
     def least(name: str, given=None, **options) -> int:
-        one = case("nccl", cases.SCENARIOS[name].mode, name)
+        one = case("nccl", cases.scenarios()[name].mode, name)
         op = msgspec.structs.replace(one.op, cap_bytes=1, **options)
         with pytest.raises(ValueError, match="must be at least") as error:
             forecast.known(op, one.world_size, given)

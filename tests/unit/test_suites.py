@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from meshwise import suites
 from meshwise.models import step_flops
 from meshwise.spec import Layout, Model, WideResNet, Workload
-from meshwise.suites import formulas, gpt, layouts, moe, scale, tsv, wresnet
+from meshwise.suites import formulas, layouts, scale, source, tsv
 from meshwise.suites.case import (
     BenchmarkCase,
     GPTModelConfig,
@@ -347,17 +347,17 @@ def one(batch_size, config, remat=True, num_micro_batches=1):
 @pytest.mark.parametrize("size", GPT_TABLE)
 def test_gpt_counts_of_the_table(size):
     parameters, recomputed, kept = GPT_TABLE[size]
-    found = formulas.counts(one(1024, gpt.MODELS[size]), "gpt")
+    found = formulas.counts(one(1024, source.configs("gpt")[size]), "gpt")
     assert found.parameters == parameters
     assert found.flops / 1e15 == pytest.approx(recomputed, abs=5e-5)
-    found = formulas.counts(one(1024, gpt.MODELS[size], remat=False), "gpt")
+    found = formulas.counts(one(1024, source.configs("gpt")[size], remat=False), "gpt")
     assert found.flops / 1e15 == pytest.approx(kept, abs=5e-5)
 
 
 @pytest.mark.parametrize("size", MOE_TABLE)
 def test_moe_counts_of_the_table(size):
     parameters, recomputed = MOE_TABLE[size]
-    found = formulas.counts(one(1024, moe.MODELS[size]), "moe")
+    found = formulas.counts(one(1024, source.configs("moe")[size]), "moe")
     assert found.parameters == parameters
     assert found.flops / 1e15 == pytest.approx(recomputed, abs=5e-5)
 
@@ -365,7 +365,7 @@ def test_moe_counts_of_the_table(size):
 @pytest.mark.parametrize("size", WRESNET_TABLE)
 def test_wresnet_counts_of_the_table(size):
     parameters, forward = WRESNET_TABLE[size]
-    found = formulas.counts(one(8, wresnet.MODELS[size]), "wresnet")
+    found = formulas.counts(one(8, source.configs("wresnet")[size]), "wresnet")
     assert found.parameters == parameters
     assert found.flops / 1e9 == pytest.approx(8 * 4 * forward, rel=1e-3)
 
@@ -378,14 +378,14 @@ def test_the_rate_of_the_published_run():
 
 def test_inference_counts_the_forward_pass_only():
     """Of the layers a quarter of what recomputed training costs; the head's term stays."""
-    config = gpt.MODELS["1.3B"]
+    config = source.configs("gpt")["1.3B"]
     head = 6 * 4 * 1024 * 2048 * 51200
     trained = formulas.counts(one(4, config), "gpt").flops - head
     found = formulas.counts(one(4, config, remat=False), "gpt_inference").flops
     assert found == pytest.approx(trained / 4 + head)
     without = formulas.counts(one(4, config, remat=False), "gpt_no_embedding_inference").flops
     assert without == pytest.approx(trained / 4)
-    config, head = moe.MODELS["1.3B"], 6 * 4 * 1024 * 768 * 32000
+    config, head = source.configs("moe")["1.3B"], 6 * 4 * 1024 * 768 * 32000
     trained = formulas.counts(one(4, config), "moe").flops - head
     found = formulas.counts(one(4, config, remat=False), "moe_inference").flops
     assert found == pytest.approx(trained / 4 + head)
@@ -393,7 +393,7 @@ def test_inference_counts_the_forward_pass_only():
 
 def test_a_dispatch_group_is_no_larger_than_the_microbatch():
     """1024 tokens in place of 2048: 4 B S G + 8 B S H G less in each of 8 layers, fourfold."""
-    config = moe.MODELS["1.3B"]
+    config = source.configs("moe")["1.3B"]
     whole = formulas.counts(one(2, config), "moe").flops
     halved = formulas.counts(one(2, config, num_micro_batches=2), "moe").flops
     assert whole - halved == pytest.approx(4 * 8 * 2048 * 1024 * (4 + 8 * 768))

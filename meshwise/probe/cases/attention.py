@@ -6,7 +6,7 @@ lacks is a case too, so that the record says that it was skipped, and why.
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
 
@@ -18,10 +18,8 @@ from meshwise.spec.op import Direction
 
 Backend = Literal["", "flash", "cudnn", "efficient", "math", "flex", "varlen", "fa3", "fa4"]
 
-BACKENDS: tuple[Backend, ...] = (
-    "", "flash", "cudnn", "efficient", "math", "flex", "varlen", "fa3", "fa4",
-)  # fmt: skip
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 
 class Heads(NamedTuple):

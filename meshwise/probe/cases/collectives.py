@@ -5,7 +5,7 @@ any prefix tells something of every kind. ``between`` adds sizes where a measure
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -14,7 +14,7 @@ import msgspec
 from meshwise.models import apply, catalogue, graph, primus, stream_shape
 from meshwise.models.decoder import exchanges
 from meshwise.probe.cases.scope import Scope
-from meshwise.probe.cases.sizes import parse_sizes
+from meshwise.probe.cases.sizes import divisible, parse_sizes
 from meshwise.spec import (
     DTYPE_BYTES,
     Case,
@@ -28,19 +28,26 @@ from meshwise.spec import (
     WideResNet,
     layer_kinds,
 )
-from meshwise.spec.op import CollectiveKind, Dtype
+from meshwise.spec.op import IN_PLACE_ONLY, CollectiveKind, Dtype
 from meshwise.stats import median_interval
 
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv",
 )  # fmt: skip
-BACKENDS = ("", "gloo", "nccl", "one_shot", "two_shot", "peer_copy")  # probe.collectives
+SYMMETRIC = {  # back ends of symmetric memory, and what they do
+    "one_shot": ("all_reduce",),
+    "two_shot": ("all_reduce",),
+    "peer_copy": ("all_gather", "all_to_all", "send_recv"),
+}
+BACKENDS = ("", "gloo", "nccl", *SYMMETRIC)
 PLACES = {"out": (False,), "in": (True,), "both": (False, True)}
-_IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
-_TORCH_IN_PLACE = ("all_reduce", "reduce", "broadcast")  # torch has no other form
+_IN_PLACE = (*IN_PLACE_ONLY, "all_gather", "reduce_scatter")
 _BEND = 0.15  # off the line through its neighbours by this much, a point is a bend
 _DROP = 0.05  # a larger message that is faster by this much is one, too
 _WIDE = 1.9  # gaps of a smaller factor are left as they are
+
+
+Listed = tuple[Model | Decoder, int, tuple[CollectiveKind, ...]]
 
 
 class Group(NamedTuple):
@@ -114,12 +121,8 @@ def cases(
             )
         ops = _of_plan(plan)
     elif models or primus_lists:
-        rows = derived(
-            scope, models=models, primus_lists=primus_lists, kinds=kinds,
-            microbatch_sizes=microbatch_sizes, seq_len=seq_len, groups=groups, ranks=ranks,
-            modes=modes, backends=backends, place=place,
-        )  # fmt: skip
-        return list(dict.fromkeys(row.case for row in rows))
+        listed = _listed(models, primus_lists, kinds)
+        ops = [op for *_, op in _exchanged(scope, listed, microbatch_sizes, seq_len, group)]
     else:
         text = ("1K..1G:x4" if scope.on_gpus else "4K..16M:x4") if sizes is None else sizes
         ops = [
@@ -145,9 +148,19 @@ def derived(
 ) -> list[Derived]:
     """List what each model exchanges when its layers are split over the group, with its name.
     ``primus_lists``: the models that Primus measures at its lengths (on CPUs 128 tokens)."""
-    group, found = _group(scope.world_size, groups, ranks), []
-    listed = [(model, min(model.max_seq_len, 8192), kinds) for model in models]
-    listed += _of_primus(kinds) if primus_lists else []
+    group, listed = _group(scope.world_size, groups, ranks), _listed(models, primus_lists, kinds)
+    return [
+        Derived(*about, name, case)
+        for about, name, op in _exchanged(scope, listed, microbatch_sizes, seq_len, group)
+        for case in _called(scope, op, modes, backends, place)
+    ]
+
+
+def _exchanged(
+    scope: Scope, listed: list[Listed], microbatch_sizes: tuple[int, ...], seq_len: int | None,
+    group: Group,
+) -> Iterator[tuple[tuple[str, int, int, int, int], str, Collective]]:  # fmt: skip
+    """The exchanges of each model's layers: what a ``Derived`` says about it, their names."""
     for model, length, sent in listed:
         experts = None if isinstance(model, Model) else model.experts
         divides = experts is not None and experts.num_experts % group.size == 0
@@ -163,20 +176,18 @@ def derived(
                     f"{model.name}: {error}; split it less: groups, or nproc"
                 ) from None
             for one in exchanged:
-                if one.collective.kind not in sent:
-                    continue
-                op = _within(one.collective, group)
-                cases = _called(scope, op, modes, backends, place)
-                found += [Derived(*about, one.name, case) for case in cases]
-    return found
+                if one.collective.kind in sent:
+                    yield about, one.name, _within(one.collective, group)
 
 
-def _of_primus(
-    kinds: tuple[CollectiveKind, ...],
-) -> list[tuple[Model | Decoder, int, tuple[CollectiveKind, ...]]]:
-    """The models of Primus' two lists, their lengths, and which of ``kinds`` each list is of."""
-    lists = (primus.COLLECTIVES, False), (primus.ALL_TO_ALL, True)
-    return [
+def _listed(
+    models: tuple[Model | Decoder, ...], primus_lists: bool, kinds: tuple[CollectiveKind, ...]
+) -> list[Listed]:
+    """The given models, and those of Primus' two lists, each with its length and which of ``kinds``
+    are of interest."""
+    lists = ((primus.COLLECTIVES, False), (primus.ALL_TO_ALL, True)) if primus_lists else ()
+    given: list[Listed] = [(model, min(model.max_seq_len, 8192), kinds) for model in models]
+    return given + [
         (catalogue.find(name), length, tuple(k for k in kinds if (k == "all_to_all") == to_experts))
         for names, to_experts in lists
         for name, length in names
@@ -217,11 +228,9 @@ def _group(world_size: int, groups: int, ranks: tuple[int, ...]) -> Group:
 
 def _sized(kind: CollectiveKind, size: int, group: Group, dtype: Dtype) -> Collective:
     """The largest message of at most ``size`` that divides as the kind needs; size 0 if none."""
-    whole = kind in ("all_reduce", "broadcast", "reduce", "send_recv", "send")
-    unit = DTYPE_BYTES[dtype] * (1 if whole else group.size)
     return Collective(
         kind=kind,
-        size_bytes=size - size % unit,
+        size_bytes=divisible(kind, size, group.size, dtype),
         group_size=group.size,
         group_stride=group.stride,
         dtype=dtype,
@@ -233,7 +242,7 @@ def _placed(op: Collective, backend: str, in_place: tuple[bool, ...]) -> list[Co
     """``op`` in the places asked for that its back end has."""
     if op.kind not in _IN_PLACE:
         in_place = (False,)
-    elif op.kind in _TORCH_IN_PLACE and backend in ("", "gloo"):
+    elif op.kind in IN_PLACE_ONLY and backend in ("", "gloo"):
         in_place = in_place if len(in_place) > 1 else (True,)  # of both, one will be skipped
     elif backend == "two_shot":
         in_place = (True,)

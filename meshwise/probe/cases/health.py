@@ -10,7 +10,7 @@ a ring shift of 64 MiB between four H200 reaches 155 GB/s, of 256 MiB 305, of 4 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from meshwise.probe.cases.scope import Scope
+from meshwise.probe.cases.scope import Scope, typed
 from meshwise.spec import DTYPE_BYTES, Case, Collective, Elementwise, Gemm, Op
 from meshwise.spec.op import CollectiveKind, Dtype
 
@@ -34,10 +34,7 @@ CPU = Sizes(512, 16 * MiB, 0, 4 * MiB, MiB, "fp32")
 def cases(scope: Scope, *, quick: bool = False) -> list[Case]:
     """``quick`` leaves out the sustained product and all pairs but neighbours."""
     sizes = GPU if scope.on_gpus else CPU
-    product = Gemm(
-        m=sizes.cube, n=sizes.cube, k=sizes.cube, dtype=scope.dtype,
-        scaling="tensor" if scope.dtype == "fp8" else "none",
-    )  # fmt: skip
+    product = typed(Gemm(m=sizes.cube, n=sizes.cube, k=sizes.cube), scope.dtype)
     ops: list[Op] = [product, *_copies(sizes)]
     if scope.world_size > 1:
         ops += _collectives(sizes, scope.world_size)

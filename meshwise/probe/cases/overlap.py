@@ -2,13 +2,11 @@
 
 from itertools import product
 
-from msgspec.structs import replace
-
 from meshwise.models.decoder import products
-from meshwise.probe.cases.scope import Scope
+from meshwise.probe.cases.scope import Scope, typed
 from meshwise.probe.cases.sizes import parse_sizes
 from meshwise.spec import DTYPE_BYTES, Case, Collective, Decoder, Gemm, Model, Overlap
-from meshwise.spec.op import CollectiveKind, Dtype
+from meshwise.spec.op import IN_PLACE_ONLY, CollectiveKind, Dtype
 
 _SENT: dict[Dtype, Dtype] = {"fp8": "bf16", "tf32": "fp32"}  # by training in these
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "send_recv")
@@ -41,7 +39,7 @@ def cases(
     side = 8192 if scope.on_gpus else 512
     computes = [_product(scope, model, microbatch_size, seq_len) for model in models]
     if not models:
-        computes = [_typed(Gemm(m=side, n=side, k=side), scope.dtype)]
+        computes = [typed(Gemm(m=side, n=side, k=side), scope.dtype)]
     sent = _SENT.get(scope.dtype, scope.dtype)
     unit = ranks * DTYPE_BYTES[sent]
     if min(found) < unit:
@@ -57,7 +55,7 @@ def cases(
                     size_bytes=size // unit * unit,
                     group_size=ranks,
                     dtype=sent,
-                    in_place=kind in ("all_reduce", "reduce", "broadcast"),  # torch has no other
+                    in_place=kind in IN_PLACE_ONLY,
                 ),
             ),
             backend=backend,
@@ -73,8 +71,4 @@ def _product(
     tokens = seq_len or min(model.max_seq_len, 4096 if scope.on_gpus else 128)
     found = products(model, microbatch_size, tokens)
     dense = [one.gemm for one in found if one.part == "layer" and one.gemm.groups == 1]
-    return _typed(max(dense, key=lambda gemm: gemm.flops), scope.dtype)
-
-
-def _typed(gemm: Gemm, dtype: Dtype) -> Gemm:
-    return replace(gemm, dtype=dtype, scaling="tensor" if dtype == "fp8" else "none")
+    return typed(max(dense, key=lambda gemm: gemm.flops), scope.dtype)

@@ -1,21 +1,20 @@
 """The scenarios of ``refit`` by name, and the layouts that they mean on so many ranks.
 
 In: a name or a number of the menu, and what the user changes of it. Out: scenarios, then one case a
-method. Names, models and numbers are those of Megatron's refit benchmarks (``benchmark_refit.py``
-and its launchers) where they have one: 4 layers (8 with pipelines) of width 1024, no gating,
-untied, vocabulary 50257, fp32. The 8-GPU layouts stand for lists whose layouts are not all
-published; ``8b`` and the like are those of the table in ``docs/refit.md``.
+method. ``data/refit.toml`` lists the scenarios.
 """
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from meshwise import files, store
 from meshwise.models import catalogue
-from meshwise.spec import Decoder, Experts, Mla, Model
+from meshwise.spec import Decoder, Experts, Model
 from meshwise.spec.op import Dtype
 from meshwise.spec.refit import Mode, Order, Scenario, Side
 from meshwise.spec.weights import WeightLayout
@@ -26,55 +25,27 @@ def _vocab_multiple(order: Order, tp: int) -> int:
     return {"megatron": 128 * tp, "engine": lcm(64, tp), "plain": 1}[order]
 
 
-def _gpt(layers: int = 4, hidden: int = 1024, heads: int = 8, seq_len: int = 512) -> Decoder:
-    return Decoder(
-        name=f"gpt-{layers}x{hidden}",
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn=4 * hidden,
-        vocab=50257,
-        max_seq_len=seq_len,
-        gated=False,
-    )
+@functools.cache
+def scenarios() -> dict[str, Scenario]:
+    """All scenarios by name, from ``data/refit.toml``."""
+    data = files.own_data("refit.toml")
+    found = {}
+    for group in data["scenarios"]:
+        for name, model, train, infer, mode, dtype in group["listed"]:
+            found[name] = Scenario(
+                name=name, about=group["about"], model=_model(model, data["models"]),
+                train=_side(train), infer=_side(infer), mode=mode, dtype=dtype,
+            )  # fmt: skip
+    return found
 
 
-def _moe() -> Decoder:
-    experts = Experts(num_experts=8, top_k=2, ffn=4096)
-    return replace(_gpt(), name="moe-4x1024", experts=experts)
-
-
-def _llama(name: str, experts: Experts | None = None) -> Decoder:
-    """A gated decoder: Llama-3.2-1B's sizes, untied."""
-    return Decoder(
-        name=name, hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192,
-        vocab=128256, max_seq_len=131072, experts=experts,
-    )  # fmt: skip
-
-
-def _qwen3_30b() -> Decoder:
-    """Qwen3-30B-A3B's published config.json."""
-    return Decoder(
-        name="moe-30b", hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn=6144,
-        vocab=151936, max_seq_len=40960, qk_norm=True,
-        experts=Experts(num_experts=128, top_k=8, ffn=768),
-    )  # fmt: skip
-
-
-def _kimi_k2() -> Decoder:
-    """Its published config.json (moonshotai on Hugging Face)."""
-    mla = Mla(
-        q_lora_rank=1536, kv_lora_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128
-    )
-    experts = Experts(
-        num_experts=384, top_k=8, ffn=2048, shared_ffn=2048, first_dense=1, router_bias=True
-    )
-    return Decoder(
-        name="kimi-k2", hidden=7168, layers=61, heads=64, kv_heads=64, head_dim=192, ffn=18432,
-        vocab=163840, max_seq_len=131072, mla=mla, experts=experts,
-    )  # fmt: skip
+def _model(name: str, models: dict[str, dict[str, Any]]) -> Model | Decoder:
+    if name not in models:
+        return catalogue.find(name)
+    own = models[name]
+    fields = models.get(own.get("like", ""), {}) | own | {"name": name, "family": "decoder"}
+    fields.pop("like", None)
+    return store.convert(fields, Decoder, f"model {name}")
 
 
 def _side(text: str) -> Side:
@@ -86,65 +57,9 @@ def _side(text: str) -> Side:
     return Side(**degrees)
 
 
-_SUITE = "Megatron's suite"
-_EIGHT = "8 GPUs, chosen for the suite's list"
-_FIGURES = "compared with Megatron in docs/refit.md"
-_REPLICAS = "replicated: many may send"
-_DRY = "for --dry-run"
-_8B, _1B, _MOE_30B = catalogue.find("llama-3-8b"), _llama("1.5b"), _qwen3_30b()
-_MOE_5B = _llama("moe-5b", Experts(num_experts=32, top_k=4, ffn=1408))
-_LARGE = _gpt(16, 4096, 32, 2048)
-
-_TABLE: tuple[tuple[str, str, Model | Decoder, str, str, Mode, Dtype], ...] = (
-    ("tp2-tp1", _SUITE, _gpt(), "tp2", "tp1", "collocated", "fp32"),
-    ("tp2-tp1-apart", _SUITE, _gpt(), "tp2", "tp1", "non-collocated", "fp32"),
-    ("tp1-tp2", _SUITE, _gpt(), "tp1", "tp2", "collocated", "fp32"),
-    ("tp2-tp4", _SUITE, _gpt(), "tp2", "tp4", "collocated", "fp32"),
-    ("tp2pp2-tp4pp1", _SUITE, _gpt(8), "tp2 pp2", "tp4", "collocated", "fp32"),
-    ("tp1pp2-tp2pp1", _SUITE, _gpt(8), "pp2", "tp2", "collocated", "fp32"),
-    ("ep2-ep1", _SUITE, _moe(), "ep2", "ep1", "collocated", "fp32"),
-    ("ep2-ep4", _SUITE, _moe(), "ep2", "ep4", "collocated", "fp32"),
-    ("large", _SUITE, _LARGE, "tp2 pp2", "tp4", "collocated", "fp32"),
-    ("8gpu-tp2ep2-tp1ep4", _SUITE, _moe(), "tp2 ep2 etp1", "ep4", "non-collocated", "bf16"),
-    ("8gpu-tp2pp2-tp4", _EIGHT, _gpt(8), "tp2 pp2", "tp4", "non-collocated", "bf16"),
-    ("8gpu-pp4-tp4", _EIGHT, _gpt(8), "pp4", "tp4", "non-collocated", "bf16"),
-    ("8gpu-tp4-tp2x2", _EIGHT, _gpt(8), "tp4", "tp2 x2", "non-collocated", "bf16"),
-    ("8gpu-ep4-tp4", _EIGHT, _moe(), "ep4", "tp4", "non-collocated", "bf16"),
-    ("8gpu-tp2pp2-tp2", _EIGHT, _gpt(8), "tp2 pp2", "tp2", "non-collocated", "bf16"),
-    ("8gpu-tp4x2-tp8", _EIGHT, _gpt(8), "tp4 x2", "tp8", "collocated", "bf16"),
-    ("8gpu-tp2pp2x2-tp4x2", _EIGHT, _gpt(8), "tp2 pp2 x2", "tp4 x2", "collocated", "bf16"),
-    ("8gpu-tp4ep2-tp2ep4", _EIGHT, _moe(), "tp4 ep2 etp1", "tp2 ep4 etp1", "collocated", "bf16"),
-    ("8gpu-tp2pp4-tp8", _EIGHT, _gpt(8), "tp2 pp4", "tp8", "collocated", "bf16"),
-    ("16gpu-tp4pp2-tp8", _SUITE, _LARGE, "tp4 pp2 x2", "tp8 x2", "collocated", "bf16"),
-    ("32gpu-tp8pp4-tp16pp2", _SUITE, _gpt(32, 8192, 64, 2048), "tp8 pp4", "tp16 pp2", "collocated",
-     "bf16"),
-    ("dp8-dp8", _REPLICAS, _gpt(), "x8", "x8", "non-collocated", "fp32"),
-    ("ep4x16-ep8x8", _REPLICAS, _moe(), "ep4 x4", "ep8", "non-collocated", "fp32"),
-    ("fsdp4-tp4", _REPLICAS, _gpt(), "fsdp4", "tp4", "collocated", "fp32"),
-    ("8b-tp2-tp1", _FIGURES, _8B, "tp2", "tp1", "collocated", "bf16"),
-    ("8b-tp2-tp4", _FIGURES, _8B, "tp2", "tp4", "collocated", "bf16"),
-    ("8b-tp2pp2-tp4", _FIGURES, _8B, "tp2 pp2", "tp4", "collocated", "bf16"),
-    ("8b-tp2pp2-tp1", _FIGURES, _8B, "tp2 pp2", "tp1", "collocated", "bf16"),
-    ("8b-tp2-tp2-apart", _FIGURES, _8B, "tp2", "tp2", "non-collocated", "bf16"),
-    ("1.5b-tp2-tp4", _FIGURES, _1B, "tp2", "tp4", "collocated", "bf16"),
-    ("1.5b-tp2-tp1", _FIGURES, _1B, "tp2", "tp1", "collocated", "bf16"),
-    ("moe-30b-ep2-ep4", _FIGURES, _MOE_30B, "ep2", "ep4", "collocated", "bf16"),
-    ("moe-5b-ep2-ep4", _FIGURES, _MOE_5B, "ep2", "ep4", "collocated", "bf16"),
-    ("kimi-k2", _DRY, _kimi_k2(), "tp8 ep8", "tp4 ep16", "collocated", "bf16"),
-    ("kimi-k2-128", _DRY, _kimi_k2(), "tp8 ep16", "tp4 ep32", "non-collocated", "bf16"),
-)  # fmt: skip
-SCENARIOS = {
-    name: Scenario(
-        name=name, about=about, model=model, train=_side(train), infer=_side(infer), mode=mode,
-        dtype=dtype,
-    )
-    for name, about, model, train, infer, mode, dtype in _TABLE
-}  # fmt: skip
-
 _BASIC = (
-    *("tp2-tp1", "tp2-tp1-apart", "tp1-tp2", "tp2pp2-tp4pp1", "tp1pp2-tp2pp1", "ep2-ep1"),
-    "ep2-ep4",
-)
+    "tp2-tp1", "tp2-tp1-apart", "tp1-tp2", "tp2pp2-tp4pp1", "tp1pp2-tp2pp1", "ep2-ep1", "ep2-ep4",
+)  # fmt: skip
 MENU: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # scenarios, methods where it says
     **{str(number): ((name,), ()) for number, name in enumerate(_BASIC, 1)},
     "8": (("tp2-tp1",), ("nccl", "nvshmem")),
@@ -164,16 +79,17 @@ def find(name: str) -> Chosen:
     """A scenario, or those of a number of the menu; an unknown name suggests the nearest."""
     names, methods = MENU.get(name, ((name,), ()))
     for one in names:
-        if one not in SCENARIOS:
-            near = difflib.get_close_matches(one, SCENARIOS, n=1)
+        if one not in scenarios():
+            near = difflib.get_close_matches(one, scenarios(), n=1)
             hint = f"did you mean {near[0]}?" if near else "`meshwise refit --list` names them all"
             raise ValueError(f"scenario = {one!r}: there is none; {hint}")
-    return Chosen(tuple(SCENARIOS[one] for one in names), methods)
+    return Chosen(tuple(scenarios()[one] for one in names), methods)
 
 
 def custom() -> Scenario:
-    """What degrees and sizes are changed of when no scenario is named."""
-    return Scenario(name="custom", about="", model=_gpt(), train=Side(), infer=Side())
+    """The scenario that the user's degrees and sizes change when none is named."""
+    model = scenarios()["tp2-tp1"].model
+    return Scenario(name="custom", about="", model=model, train=Side(), infer=Side())
 
 
 def changed(

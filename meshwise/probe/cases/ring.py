@@ -1,4 +1,4 @@
-"""Which ring attentions ``measure ring`` times: its settings, and a row a length and ring size.
+"""Lists what ``measure ring`` times: its settings, and a row a length and ring size.
 
 In: what the user gave, the environment variables of the source's launcher, a mode. Out: a
 ``RingSettings`` and its ``Row``s. What was given wins over the mode, the mode over the environment,

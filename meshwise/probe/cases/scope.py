@@ -4,7 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple, ParamSpec
 
-from meshwise.spec import Case, Cluster, Derived
+from msgspec.structs import replace
+
+from meshwise.spec import Case, Cluster, Derived, Gemm
 from meshwise.spec.op import Dtype
 
 P = ParamSpec("P")
@@ -20,6 +22,11 @@ class Scope(NamedTuple):
     @property
     def on_gpus(self) -> bool:
         return self.cluster.device.kind == "cuda"
+
+
+def typed(gemm: Gemm, dtype: Dtype) -> Gemm:
+    """The product in another dtype; of fp8 scaled by tensor."""
+    return replace(gemm, dtype=dtype, scaling="tensor" if dtype == "fp8" else "none")
 
 
 def distinct(derived: Callable[P, list[Derived]]) -> Callable[P, list[Case]]:

@@ -2,10 +2,17 @@
 
 import re
 
+from meshwise.spec import DTYPE_BYTES
+from meshwise.spec.op import WHOLE, CollectiveKind, Dtype
 from meshwise.units import parse_bytes
 
 _LARGEST = 2**50
 _MOST = 1000  # sizes in a range
+
+
+def divisible(kind: CollectiveKind, size_bytes: int, group_size: int, dtype: Dtype) -> int:
+    """The most bytes up to ``size_bytes`` that divide among the group as the kind needs."""
+    return size_bytes - size_bytes % (DTYPE_BYTES[dtype] * (1 if kind in WHOLE else group_size))
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ spoils its line alone.
 """
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwise.probe.importers.found import Row, refusal, short
@@ -43,10 +43,8 @@ def read(text: str, separator: str = ",") -> Table:
 def rows_of(
     table: Table, reader: Callable[[Mapping[str, str], str], list[Row]], name: str
 ) -> tuple[list[Row], list[str]]:
-    """What ``reader`` makes of each line, and which lines cannot be read, and why.
-
-    ValueError if none can; ``name`` is the file's.
-    """
+    """The rows that ``reader`` makes of the lines, and the lines that cannot be read, and why.
+    ValueError if none can; ``name`` is the file's."""
     rows, unread = [], list(table.unread)
     for where, line in table.lines:
         try:
@@ -58,8 +56,11 @@ def rows_of(
     return rows, unread
 
 
-def check_one_run(sizes: Mapping[int, str], what: str, name: str) -> None:
-    """ValueError if there are several ``sizes``, each with a line of that many ranks."""
+def check_one_run(rows: Sequence[Row], what: str, name: str) -> None:
+    """ValueError if the rows are of different numbers of ranks; it names a line of each."""
+    sizes: dict[int, str] = {}
+    for row in rows:
+        sizes.setdefault(row.case.world_size, row.where)
     if len(sizes) > 1:
         told = " and ".join(f"{size} at {where}" for size, where in sizes.items())
         raise ValueError(f"{name}: {what} {told}: files of several runs; split the file")

@@ -27,7 +27,7 @@ from meshwise.probe.importers.found import (
 )
 from meshwise.probe.importers.suspicion import Printed, Series, warnings_of
 from meshwise.spec import Case, Collective
-from meshwise.spec.op import DTYPE_BYTES, ROOTED, CollectiveKind, Dtype, Regime
+from meshwise.spec.op import DTYPE_BYTES, ROOTED, WHOLE, CollectiveKind, Dtype, Regime
 
 SIZE_KIND = "the larger of a rank's send and receive buffer (nccl-tests' size), kept"
 TIME_KIND = "mean over the iterations of one loop, and over ranks unless -a said otherwise"
@@ -42,7 +42,6 @@ _NAMES: dict[str, CollectiveKind] = {
 }  # fmt: skip
 # By how much a sum may be off, where ``error`` is printed in place of ``#wrong`` (DeltaMaxValue).
 _MOST_ERROR = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-12}
-_WHOLE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # size = n * count
 
 
 Ranks = tuple[tuple[int, int, str, str], ...]  # (rank, group, host, device)
@@ -232,7 +231,7 @@ def _possible(section: Section) -> list[CollectiveKind]:
     for kind in dict.fromkeys(_NAMES.values()):
         reduces = kind in ("all_reduce", "reduce_scatter", "reduce")
         fits = (
-            (kind in _WHOLE) == whole
+            (kind not in WHOLE) == whole
             and (kind in ROOTED) == (line.root >= 0)
             and (kind == "send_recv" or reduces == (line.redop not in ("", "none")))
             and abs(ratio - _factor(kind, ranks)) < 0.02
@@ -297,15 +296,11 @@ def _pair(
                 backend="nccl",  # called by itself, without torch
                 world_size=len(section.ranks),
             ),
-            time_s=_time_us(half) * 1e-6,
+            time_s=float(half["time"]) * 1e-6,
             metrics=metrics,
             fault=fault,
             wrong=bool(fault),
         )
-
-
-def _time_us(half: dict[str, str]) -> float:
-    return float(half["time"] if "time" in half else half["cputime"])
 
 
 def _series(section: Section, kind: CollectiveKind) -> list[Series]:
@@ -318,8 +313,8 @@ def _series(section: Section, kind: CollectiveKind) -> list[Series]:
             Printed(
                 where=line.where,
                 size_bytes=line.size_bytes,
-                time=half["time"] if "time" in half else half["cputime"],
-                time_s=_time_us(half) * 1e-6,
+                time=half["time"],
+                time_s=float(half["time"]) * 1e-6,
                 busbw=half["busbw"],
                 bus_bytes=line.size_bytes * _factor(kind, size),
             )

@@ -25,7 +25,8 @@ _COMMON = {"(B)", "(elements)", "(us)", "(GB/s)", "(%)"}
 
 
 class _Half(NamedTuple):
-    """The columns of one placement, and how many there are, out of place coming first."""
+    """The columns of one placement, the first called time, and how many there are, out of place
+    coming first."""
 
     names: list[str]
     num: int
@@ -114,7 +115,7 @@ def _half(columns: list[str]) -> _Half | str:
         return f"the header has no column {missing}"
     if len(halves) > 2 or any(half != halves[0] for half in halves):
         return "the header's columns out of place and in place differ"
-    return _Half(halves[0], len(halves), timestamp)
+    return _Half(["time", *halves[0][1:]], len(halves), timestamp)
 
 
 def _cells(line: str) -> list[str]:
@@ -137,7 +138,7 @@ def _row(cells: list[str], half: _Half, number: int) -> Line | str:
     values = {}
     for i, in_place in enumerate(placements):
         values[in_place] = dict(zip(half.names, cells[start + i * width :], strict=False))
-        told = [values[in_place][name] for name in (half.names[0], "algbw", "busbw")]
+        told = [values[in_place][name] for name in ("time", "algbw", "busbw")]
         if not all(map(is_number, told)):
             return "time, algbw or busbw is not a number"
     left = cells[fixed:start]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from meshwise.probe.importers.found import Found, listed, warning
 from meshwise.spec import DTYPE_BYTES, Case, Cluster, Collective, Sample
+from meshwise.spec.op import WHOLE
 
 MARK = ": opCount "
 _PROCESS = r"(?<!\d)(?P<pid>\d{1,10}):\d{1,10} \[(?P<device>\d{1,4})\]"
@@ -206,7 +207,7 @@ def _case(call: Call, world: int) -> Case | str:
     if call.kind == "receive" or call.kind not in _KINDS.values():
         return call.kind
     ranks = call.num_ranks
-    parts = ranks if call.kind not in ("all_reduce", "broadcast", "reduce", "send") else 1
+    parts = 1 if call.kind in WHOLE else ranks
     op = Collective(
         kind=call.kind,  # type: ignore[arg-type]
         size_bytes=call.count * parts * ITEM_BYTES.get(call.datatype, 1),

@@ -31,7 +31,7 @@ from meshwise.probe.importers.found import (
 )
 from meshwise.probe.importers.suspicion import Printed, warnings_of
 from meshwise.spec import Case, Collective
-from meshwise.spec.op import DTYPE_BYTES, CollectiveKind, Regime
+from meshwise.spec.op import DTYPE_BYTES, IN_PLACE_ONLY, WHOLE, CollectiveKind, Regime
 
 SIZE_KIND = (
     "PARAM's total-size: the output of all_gather, the input of reduce_scatter, else a rank's "
@@ -46,9 +46,7 @@ _KINDS: dict[str, CollectiveKind] = {
     "all_to_all": "all_to_all", "all_to_all_single": "all_to_all",
     "all_to_allv": "all_to_all_v", "broadcast": "broadcast", "reduce": "reduce", "pt2pt": "send",
 }  # fmt: skip
-_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # as torch has them
 _LISTS = ("all_gather", "reduce_scatter")  # torch's calls on lists of tensors, which copy
-_PER_PEER = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_v")
 _CELL = re.compile(r"(?:total-size|size) \([^()]{0,20}\)|\S+")
 _SIZE = re.compile(r"(?:total-)?size \(")
 _TIME = re.compile(r"(?:ping)?(?:Latency|Time)\(us\):p50")
@@ -318,13 +316,13 @@ def _operation(collective: str, dtype: str, size_bytes: int, setting: Setting) -
         size_bytes=size_bytes,
         group_size=n,
         dtype=dtype,  # type: ignore[arg-type]
-        in_place=kind in _IN_PLACE,
+        in_place=kind in IN_PLACE_ONLY,
         splits=even,
     )
 
 
 def _agrees(op: Collective, elements: int) -> bool:
-    parts = op.group_size if op.kind in _PER_PEER else 1
+    parts = 1 if op.kind in WHOLE else op.group_size
     return elements * parts * DTYPE_BYTES[op.dtype] == op.size_bytes
 
 

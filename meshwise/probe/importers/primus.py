@@ -92,10 +92,7 @@ def read_csv(table: Table, form: str, name: str) -> Found:
     }
     rows, unread = csv_table.rows_of(table, readers[form], name)
     if "WorldSize" in table.columns:
-        sizes: dict[int, str] = {}
-        for row in rows:
-            sizes.setdefault(row.case.world_size, row.where)
-        csv_table.check_one_run(sizes, "WorldSize is", name)
+        csv_table.check_one_run(rows, "WorldSize is", name)
     samples, doubled = samples_of(rows)
     faults = [f"{row.where}: {row.fault}" for row in rows if row.fault]
     faulty = warning(faults, "rows cannot be used")

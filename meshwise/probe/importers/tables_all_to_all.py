@@ -86,8 +86,7 @@ def row(
 def read_csv(table: Table, name: str) -> Found:
     """The rows of a CSV with ``COLUMNS``."""
     rows, unread = csv_table.rows_of(table, _csv_row, name)
-    sizes = {row.case.world_size: row.where for row in reversed(rows)}
-    csv_table.check_one_run(sizes, "ranks are", name)
+    csv_table.check_one_run(rows, "ranks are", name)
     samples, doubled = samples_of(rows)
     return Found(
         tool="PARAM comms, table of batch, tables and dimension",

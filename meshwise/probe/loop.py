@@ -1,0 +1,153 @@
+"""The loop over cases: all ranks measure one after the other, and every finished one is on disk.
+
+In: cases, and how one is measured. Out: one ``Sample`` a case in the run directory, written by
+rank 0 as it is measured. A case that cannot be measured is a sample, too: out of memory on one rank
+is ``oom`` on all, a missing back end ``skipped``, any other failure ``error``. A transfer that
+failed ends the job, since the ranks no longer know of each other: ``current.json`` in the run
+directory then says which case it was.
+
+Rank 0 decides whether the next case still fits the budget. One that does not is passed over for
+cheaper ones and leaves no sample, so that a resumed run measures it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
+import torch
+
+from meshwise import store, timing
+from meshwise.probe.progress import Pace, Progress
+from meshwise.probe.work import Unavailable
+from meshwise.ranks import Ranks
+from meshwise.spec import Case, Sample
+from meshwise.spec.label import label
+
+T = TypeVar("T")
+Metrics = dict[str, float | tuple[float, ...]]
+Status = Literal["oom", "skipped", "error"]
+CURRENT = "current.json"  # the case in hand, while it is measured
+
+
+class Failed(Exception):
+    """A case that cannot be measured, on all ranks alike. ``lost``: some ranks may still wait in
+    its transfers."""
+
+    def __init__(
+        self, status: Status, reason: str, metrics: Metrics | None = None, lost: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.status, self.reason, self.metrics, self.lost = status, reason, metrics or {}, lost
+
+
+class Outcome(NamedTuple):
+    """The sample of a case. ``lost``: no other case can follow."""
+
+    sample: Sample
+    lost: bool = False
+
+
+def together(ranks: Ranks, work: Callable[[], T], *, transfers: bool = False, waits: str = "") -> T:
+    """This rank's result of ``work``; what fails on one rank raises Failed on all.
+
+    ``transfers``: others may wait for what failed here, so that only lack of memory, of a back end
+    or of sense is told, and any other error ends the job. ``waits`` is that of ``Ranks.together``.
+    """
+
+    def told(error: Exception) -> tuple[Status, str] | None:
+        status: Status = "oom" if timing.is_out_of_memory(error) else "error"
+        if isinstance(error, Unavailable):
+            status = "skipped"
+        if transfers and status == "error" and not isinstance(error, ValueError):
+            return None
+        return status, first_line(error)
+
+    result, failures = ranks.together(work, told, waits)
+    failed = [rank for rank, failure in enumerate(failures) if failure is not None]
+    if failed:
+        status, reason = failures[failed[0]]
+        reason = reason if status == "skipped" else f"rank {failed[0]}: {reason}"
+        raise Failed(status, reason, lost=transfers and len(failed) < len(failures))
+    return result
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def outcome(
+    case: Case,
+    measure: Callable[[], tuple[timing.Timed, Metrics, str]],
+    known: Metrics | None = None,
+) -> Outcome:
+    """The sample of what ``measure`` finds: times, metrics, a remark. ``known``: metrics known
+    before, which a failure has, too."""
+    sample = partial(Sample, case_id=case.id, case=case, method_version=timing.METHOD_VERSION)
+    known = known or {}
+    try:
+        timed, metrics, remark = measure()
+    except Failed as failed:
+        metrics = known | failed.metrics
+        found = sample(status=failed.status, reason=failed.reason, metrics=metrics)
+        return Outcome(found, failed.lost)
+    except torch.OutOfMemoryError as error:  # of the timing loop, on all ranks
+        return Outcome(sample(status="oom", reason=first_line(error), metrics=known))
+    return Outcome(
+        sample(
+            status="ok",
+            reason=remark,
+            times_s=timed.times_s,
+            rank_times_s=timed.rank_times_s,
+            metrics=known | metrics,
+            before=timed.before,
+            after=timed.after,
+        )
+    )
+
+
+def measure_all(
+    ranks: Ranks,
+    run_dir: str,
+    cases: Sequence[Case],
+    measure: Callable[[Case], Outcome],
+    *,
+    estimate_s: Callable[[Case], float],
+    budget_s: float | None = None,
+    follow: Callable[[], list[Case]] = list,
+) -> str:
+    """Measure the cases and those that ``follow`` them, round by round; which are left, or nothing.
+    Of cases that did not fit the budget none follows. All ranks call this with the same cases."""
+    todo, missed, folder = list(cases), 0, Path(run_dir)
+    pace = Pace(estimate_s, todo, budget_s) if ranks.rank == 0 else None  # it alone decides
+    with Progress(len(todo), visible=pace is not None) as progress:
+        while todo:
+            for case in todo:
+                if not ranks.gather(pace.fits(case) if pace else None)[0]:
+                    missed += 1
+                    progress.pass_over()
+                    continue
+                ranks.at(label(case))
+                if pace:
+                    store.write(folder / CURRENT, case)
+                sample, lost = measure(case)
+                if pace:
+                    store.append(folder, sample)
+                    pace.done(case)
+                    progress.end(sample, pace.remaining_s())
+                if lost:
+                    ranks.barrier("the record of a failure")
+                    raise RuntimeError(f"{sample.reason}; the other ranks wait for it")
+            if pace:
+                (folder / CURRENT).unlink(missing_ok=True)
+            more = follow() if pace and not missed else []
+            replies = ranks.gather([msgspec.Raw(msgspec.json.encode(case)) for case in more])
+            todo = msgspec.convert(replies[0], list[Case])
+            progress.add(len(todo))
+            if pace:
+                pace.add(todo)
+    if not missed:
+        return ""
+    return f"budget: {missed} of {progress.total} cases not measured; --resume continues"
