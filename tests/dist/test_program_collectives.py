@@ -125,7 +125,7 @@ class Recorded(TorchDispatchMode):
                 ranks = dist.ProcessGroup.unbox(group).size()
                 held = args[0][0] if kind == "all_reduce" else args[kind == "reduce_scatter"]
                 size = max(held.nbytes, args[1].nbytes) if kind == "all_to_all" else held.nbytes
-                if kind == "all_gather" and size == ranks * AGREED:
+                if kind == "all_gather" and not held.is_floating_point() and size == ranks * AGREED:
                     size = 0
             if size:  # of a ring's messages some are empty
                 self.calls.append((kind, ranks, size))
@@ -155,11 +155,11 @@ def issued(ranks, plan, layouts):
     return found
 
 
-def programmed(model, layout, dtype, rank=0):
+def programmed(model, layout, dtype, rank=0, seq_len=WORKLOAD.seq_len):
     """The same of the program of a rank, but for the loss, whose three numbers a row torch sends
     apart, and for messages of a ring, which are an all-to-all of all that share a sequence."""
     words = layout.recomputed(model.layers)
-    graph = models.graph(model, layout.microbatch_size, WORKLOAD.seq_len, dtype, recompute=words)
+    graph = models.graph(model, layout.microbatch_size, seq_len, dtype, recompute=words)
     found = Counter()
     cp_rank = rank // layout.tp % layout.cp
     for task in models.apply(graph, layout, dtype, cp_rank=cp_rank).tasks:

@@ -22,6 +22,7 @@ from meshwise.spec import (
     Layout,
     Sample,
     Tier,
+    WideResNet,
     Workload,
     stages_of,
 )
@@ -304,6 +305,26 @@ class TestPlans:
         assert [(op.size_bytes, op.group_size, op.group_stride) for op in sent] == [
             (2 * 512 * 1024 * 2, 2, 2)
         ]
+
+    def test_stages_of_images_send_what_each_boundary_has(self):
+        """Four stages of a layer each, on images of 64 x 64: the stem leaves a quarter of the
+        side, the second group halves it and has twice the channels. Norms add up three numbers a
+        channel."""
+        model = WideResNet(blocks=(2, 2), channels=8, width_factor=2, image_size=64, num_classes=6)
+        layout = Layout(
+            pp=2, schedule="interleaved_1f1b", stages_per_rank=2, dp=2, zero=1,
+            microbatch_size=2, num_microbatches=2,
+        )  # fmt: skip
+        plan = replace(
+            known.plan(), model=model, layout=layout, stages=stages_of(layout, model),
+            workload=Workload(global_batch_size=8, seq_len=1),
+        )  # fmt: skip
+        found = ops(plan=plan)
+        sent = {(op.size_bytes, op.group_stride) for op in found if op.kind == "send_recv"}
+        assert sent == {(2 * 32 * 16 * 16 * 2, 2), (2 * 64 * 8 * 8 * 2, 2)}  # bf16
+        summed = {op.size_bytes for op in found if op.kind == "all_reduce"}
+        widths = (8, 16, 32, 64)  # the stem, inside and behind layers of both groups
+        assert summed == {3 * 4 * width for width in widths}
 
     def test_a_plan_of_another_number_of_ranks_is_refused(self):
         with pytest.raises(ValueError, match="plan: it is for 4 ranks, not 2; use --nproc 4"):

@@ -25,7 +25,6 @@ from meshwise.spec import (
     Plan,
     Regime,
     Sample,
-    WideResNet,
     layer_kinds,
 )
 from meshwise.spec.op import IN_PLACE_ONLY, CollectiveKind, Dtype
@@ -305,8 +304,6 @@ def _within(op: Collective, group: Group) -> Collective:
 def _of_plan(plan: Plan) -> list[Collective]:
     """Every collective of the plan's stages, and the messages between them."""
     layout, model, found = plan.layout, plan.model, []
-    if isinstance(model, WideResNet):
-        raise ValueError(f"Plan.model {model.name!r}: collectives of images are not listed yet")
     stages = layout.stage_layers(model.layers)
     for index, layers in enumerate(stages):
         inside = layout.of_rank(index % layout.pp)
@@ -317,10 +314,10 @@ def _of_plan(plan: Plan) -> list[Collective]:
         )  # fmt: skip
         tasks = apply(part, inside, plan.dtype).tasks
         found += [task.op for task in tasks if isinstance(task.op, Collective)]
-    if len(stages) > 1:
-        shape = stream_shape(model, layout.microbatch_size, plan.workload.seq_len, 0)
+    stride = layout.num_devices // layout.pp
+    for layers in stages[:-1]:
+        shape = stream_shape(model, layout.microbatch_size, plan.workload.seq_len, layers.stop)
         size = math.prod(shape) * DTYPE_BYTES[plan.dtype]
-        stride = layout.num_devices // layout.pp
         found.append(_sized("send_recv", size, Group(2, stride), plan.dtype))
     moving = [op for op in dict.fromkeys(found) if op.group_size > 1 and op.size_bytes]
     return sorted(moving, key=lambda op: op.size_bytes)
