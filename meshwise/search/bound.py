@@ -13,11 +13,9 @@ schedule hides the root's gather before all else and its reduction behind; nor c
 row end sooner than itself.
 
 Memory, of the first rank, which holds most microbatches: parameters, optimizer, the copies that
-all actions compute with, and what microbatches in flight have saved.
-
-Memory more closely, from below and above, of every rank: to these comes how far a stage of one
-layer rises above what it holds. Layer by layer what a stage holds changes in proportion, so that it
-is most before or after an action.
+all actions compute with, and what microbatches in flight have saved. More closely, of every rank:
+to these comes how far a stage of one layer rises above what it holds. Layer by layer that changes
+in proportion, so that it is most before or after an action.
 """
 
 import math
