@@ -120,7 +120,7 @@ def whole_experts(ranks, ep, zero):
     wholes = {name: model.initial_value(name, 0, ranks.device) for name in names}
     tensors = live.tensors(model)
     tensors.pop("head.projection.weight")
-    check(live.holdings(model, ranks), tensors, wholes, ranks.rank)
+    check(holdings(model, ranks), tensors, wholes, ranks.rank)
     first = wholes["layers.1.moe.experts.first"]
     mine = first.chunk(2 * ep)[ranks.rank % (2 * ep)]
     if zero and ep == 1:  # each of two data ranks has a shard of what its tp rank holds
