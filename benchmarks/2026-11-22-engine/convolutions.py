@@ -43,7 +43,7 @@ def milliseconds(conv: Convolution, rows: int, dtype: torch.dtype) -> float:
 
 
 def convolutions() -> Iterator[Convolution]:
-    """Those of one image's forward pass."""
+    """Yield the convolutions of one image's forward pass."""
     graph = families.forward(MODEL, 1, 1, "bf16")
     for node in graph.nodes:
         read, written = ([graph.tensors[x] for x in of] for of in (node.inputs, node.outputs))

@@ -152,7 +152,7 @@ class _Backward:
         self.emit(node, f"grad.{to}", "add" if more else "cast", [every], [to])
 
     def product(self, node: Node, dy: str) -> None:
-        """Of a matrix product or a convolution: of its input, its weight, and what it adds."""
+        """Differentiate a product or convolution by its input, its weight and what it adds."""
         x = node.inputs[0]
         weight, *others = node.inputs[1:]
         saved = self.saved(x, node)  # one operator in torch: it is redone before either product
@@ -169,7 +169,7 @@ class _Backward:
                 self.accumulate(node, name, dy)
 
     def moments(self, node: Node) -> None:
-        """Of variance and mean: each kernel of torch's."""
+        """Differentiate variance and mean as torch does, kernel by kernel."""
         x = node.inputs[0]
         saved, (variance, mean) = self.saved(x, node), node.outputs
         each = [self.declare(x, f".{word}.{node.name}") for word in ("less", "apart", "level")]

@@ -46,8 +46,8 @@ class Steps(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one of the ranks that share ``op`` does; they are ``stride`` apart. Values are
-    ``value_dim`` wide, and padded to the width of keys."""
+    """The part of ``op`` that one of the ranks sharing it does; they are ``stride`` apart. Values
+    are ``value_dim`` wide, padded to the width of keys."""
 
     op: LongAttention
     shards: Shards
@@ -64,7 +64,7 @@ class Share(NamedTuple):
 
     @property
     def ring(self) -> Shards:
-        """What the members of a ring hold: groups of neighbours."""
+        """The tokens that each member of a ring holds; a member is a group of neighbours."""
         return volume.grouped(self.shards, self.degree)
 
     def pieces(self, step: int) -> tuple[Piece, ...]:
@@ -388,7 +388,7 @@ class _Writer:
         self.step(f"result{at}", op, (dq, own, *read), results)
 
     def _passing(self, name: str, rows: int, width: int) -> Names:
-        """What CPUs make of so many rows to add them to something wider; GPUs do it in one pass."""
+        """Buffers in which CPUs widen rows before they add them; GPUs add in one pass."""
         if self.own.device == "cuda":
             return ()
         return (

@@ -69,7 +69,7 @@ def attention_width(model: LanguageModel) -> int:
 
 
 def active_parameters(model: LanguageModel) -> int:
-    """Those that one token is multiplied by: of the experts only its own, no lookups."""
+    """Count the parameters that one token is multiplied by: its own experts only, no lookups."""
     total, products = 0, (product.gemm for product in decoder.products(model, 1, 1))
     grouped = next((gemm for gemm in products if gemm.groups > 1), None)
     for weight in decoder.weights(model):

@@ -1,4 +1,4 @@
-"""What a model asks of a device: its weights, matrix products, attention and messages.
+"""The weights, matrix products, attention and messages of a model, read off its graph.
 
 In: a model and the microbatch. Out: the records that are measured, read
 off the graph; messages off its tasks on one rank. A weight W[n,k] multiplies m = microbatch_size *
@@ -103,8 +103,8 @@ def num_parameters(model: LanguageModel) -> int:
 
 
 def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[int, ...]:
-    """Of the activation that enters layer ``layer``, or leaves the last, of ``rows`` sequences or
-    images."""
+    """Return the shape of what enters layer ``layer``, or leaves the last, for ``rows`` sequences
+    or images."""
     graph = _alone(model, min(layer, model.layers - 1))
     name = "stage.in" if layer < model.layers else graph.nodes[-1].outputs[0]
     sizes = {**graph.sizes, "batch": rows, "seq": seq_len}
@@ -126,7 +126,7 @@ def _one_of_each(model: AnyModel, *, between: bool = False) -> tuple[Graph, tupl
 
 
 def _tokens(microbatch_size: int, seq_len: int) -> int:
-    """Of a microbatch; ValueError names a size that cannot be."""
+    """Count a microbatch's tokens; ValueError names a size that cannot be."""
     for name, value in {"microbatch_size": microbatch_size, "seq_len": seq_len}.items():
         if value < 1:
             raise ValueError(f"{name} = {value}: must be >= 1")

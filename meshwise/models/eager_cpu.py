@@ -13,7 +13,7 @@ from meshwise.spec import Cluster
 
 
 def device_of(cluster: Cluster, lowering: Literal["eager", "compiled"]) -> Device:
-    """Whose kernels a step runs there; compiled code fuses its own on either."""
+    """Name the device whose kernels a step runs; compiled code fuses its own on either."""
     return "cpu" if cluster.device.kind == "cpu" and lowering == "eager" else "cuda"
 
 

@@ -55,7 +55,7 @@ class Settings(Options):
     "Timed iterations; by default 10."
 
     def settings(self) -> dict[str, Any]:
-        """Those of the fields above that were given."""
+        """The fields above that were given."""
         return {name: value for name, value in self.said().items() if name in vars(Settings())}
 
 

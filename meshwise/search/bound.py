@@ -361,7 +361,7 @@ def _cut(
 
 
 def cut_of(layout: Layout) -> Layout:
-    """What the work of a layer depends on."""
+    """Keep what the work of a layer depends on."""
     shape = (layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
     return _cut(*shape, layout.cuts)
 
@@ -383,7 +383,7 @@ def _ranks_of(
     again: Again,
     prices: Prices,
 ) -> Ranks:
-    """Of pipelines of a ``kind``: ranks, whether in a V, whether backward is split."""
+    """Add up the work of each rank; ``kind``: ranks, whether in a V, whether backward is split."""
     pp, v_shaped, split = kind
     schedule: Name = "zbv" if v_shaped else "1f1b"  # any in a V, or in loops
     about = (model, seq_len, cut, prices)
@@ -445,7 +445,7 @@ def end_work(
 
 @lru_cache(maxsize=4096)
 def _work(kind: StageKind, prices: Prices) -> Work:
-    """Of a stage of one layer, on one device or its tp group, without data parallelism. A result
+    """Price a stage of one layer, on one device or its tp group, without data parallelism. A result
     that it keeps is the next layer's input; that alone counts it as it arrived and as a copy."""
     cost = stage_cost(kind, prices)
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]

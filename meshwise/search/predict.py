@@ -119,7 +119,7 @@ def memory_of(
 
 
 def images_bytes(model: AnyModel, workload: Workload, layout: Layout) -> int:
-    """Of a rank's images of a step, which it has from beginning to end; tokens are little."""
+    """Bytes of a rank's images of a step, kept from its beginning to its end; tokens are few."""
     if not isinstance(model, WideResNet):
         return 0
     return (
@@ -170,8 +170,8 @@ def _ranks(layout: Layout) -> list[int]:
 
 
 def _stream_bytes(model: AnyModel, workload: Workload, layout: Layout, costs: Costs) -> list[int]:
-    """Of a microbatch's activations behind each stage but the last, on a device of the pipeline
-    rank that has more of them on each."""
+    """Bytes of a microbatch's activations at each stage boundary, on a device of the pipeline rank
+    whose devices hold more of them."""
     meshes = layout.meshes or ((layout.dp, layout.tp),) * layout.pp
     layers = layout.stage_layers(model.layers)
     return [

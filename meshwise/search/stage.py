@@ -156,8 +156,8 @@ def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
 
 
 def _program(kind: StageKind, prices: Prices) -> Program:
-    """Of the stage with at most three equal layers, or repeats of a few, in a row: the second
-    stands for all between the first and the last."""
+    """Write the program of a stage with at most three equal layers, or turns of a pattern, in a
+    row: the second stands for all between the first and the last."""
     none: Recompute = "none"
     words = kind.recompute or (none,) * len(kind.layers)
     short, times = _shortened([*zip(kind.layers, words, strict=True)])

@@ -54,7 +54,7 @@ def storage(op: Gemm) -> str:
 
 
 def variant(op: Gemm | Convolution) -> str:
-    """What sets products of one shape apart: ``nt`` (``storage``), ``wgrad``."""
+    """Tell products of one shape apart: ``nt`` (``storage``), ``wgrad``."""
     return storage(op) if isinstance(op, Gemm) else op.product
 
 

@@ -54,7 +54,7 @@ class Cuts(Record, kw_only=True):
     head: Literal["vocab", "whole", "seq", "batch"] = "vocab"
 
     def of(self, part: str) -> str:
-        """What a part's operations divide; of different experts, the stream's tokens."""
+        """Name what a part divides: of different experts on each rank, the stream's tokens."""
         word: str = getattr(self, part)
         return self.stream if word == "experts" else word
 

@@ -208,7 +208,7 @@ def stage_bytes(
 
 
 def _state_bytes(inside: Layout, shards: int, inference: bool) -> float:
-    """Of a parameter: masters of 4 bytes and copies of 2, gradients of 4 and moments of 8."""
+    """Bytes of a parameter: masters of 4 and copies of 2, gradients of 4, moments of 8."""
     if inference:
         return 6.0
     moments = 8 / shards if inside.zero >= 1 else 8
@@ -217,7 +217,7 @@ def _state_bytes(inside: Layout, shards: int, inference: bool) -> float:
 
 
 def _alike(inside: Layout) -> Layout:
-    """What of a layout decides what a layer keeps of a microbatch."""
+    """Keep of a layout what decides how much a layer saves of a microbatch."""
     return Layout(
         dp=inside.ep,
         ep=inside.ep,
@@ -237,8 +237,8 @@ def _kept_bytes(
     first: bool = False,
     last: bool = False,
 ) -> int:
-    """What a layer keeps of a microbatch for its backward, its input included, and all that is made
-    before the first layer and behind the last."""
+    """Bytes that a layer saves of a microbatch for its backward, its input included, with what is
+    made before the first layer and behind the last."""
     whole = graph(
         model, layout.microbatch_size, seq_len, "fp32", layers=(kind,), first=first, last=last,
         recompute=(word,),

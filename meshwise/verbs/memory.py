@@ -36,13 +36,13 @@ def check(plan: Plan, asked: Run) -> None:
 
 
 def shortage(plan: Plan, asked: Run) -> str:
-    """What is missing of the memory for a plan; "" if nothing is known to be."""
+    """Say what memory a plan lacks; "" if none is known to be missing."""
     devices, hosts = needed(plan, asked)
     return missing(plan.cluster, devices, hosts)
 
 
 def missing(cluster: Cluster, devices: Sequence[float], hosts: Sequence[float] = ()) -> str:
-    """What ``cluster`` lacks for ranks that need so many bytes of their devices and hosts."""
+    """Say what ``cluster`` lacks for ranks that need so many bytes of their devices and hosts."""
     device, per_host = cluster.device, cluster.num_devices_per_host
     shared = device.kind == "cpu"
     most = max(devices)
@@ -64,7 +64,7 @@ def missing(cluster: Cluster, devices: Sequence[float], hosts: Sequence[float] =
 
 
 def _host_bytes(cluster: Cluster) -> int:
-    """Of this host, or less where the cluster's file says so."""
+    """Memory of this host, or less where the cluster's file says so."""
     shares = cluster.num_devices_per_host * cluster.device.memory_bytes
     said = shares if cluster.device.kind == "cpu" else cluster.host_memory_bytes
     return min(machine.host_memory_bytes(), said or sys.maxsize)
@@ -94,7 +94,7 @@ def needed(plan: Plan, asked: Run) -> tuple[list[float], list[float]]:
 
 
 def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: Run) -> float:
-    """Of an element of a weight, on one device of its stage; tp divides each, or would."""
+    """Bytes of an element of a weight on one device of its stage, as if tp divided every weight."""
     ep = inside.ep if ".experts." in weight.name else 1
     compute = DTYPE_BYTES[plan.dtype]
     if asked.mode == "decode":

@@ -195,7 +195,7 @@ def _run_case(name: str, one: Prepared, asked: Suite, say: Say) -> CaseResult:
 
 
 def _timed(name: str, asked: Suite) -> Suite:
-    """What each case is asked for."""
+    """The options that each case is run with."""
     mode: Any = "infer" if suites.is_inference(name) else "train"
     return dataclasses.replace(asked, mode=mode, steps=_num_iterations(asked) - 1, warmup=1)
 

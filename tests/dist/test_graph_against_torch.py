@@ -119,7 +119,7 @@ def selective_bottleneck(layer, x):
 
 
 def drawn(model):
-    """What a step of a model begins with, and what its loss compares with."""
+    """Draw the input of a step and the targets of its loss."""
     if not isinstance(model, WideResNet):
         tokens = torch.randint(model.vocab, (BATCH, SEQ))
         return tokens, tokens

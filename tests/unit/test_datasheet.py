@@ -135,8 +135,8 @@ def test_our_own_products_are_within_the_error():
 
 
 def convolutions(dtype):
-    """Those of Wide-ResNet 1B over 32 images, as ``convolutions.py`` timed them: at the size of
-    their results, the images' gradient left out."""
+    """The convolutions of Wide-ResNet 1B over 32 images, as ``convolutions.py`` timed them: at the
+    size of their results, the images' gradient left out."""
 
     def products(out, n, size, kernel, stride=1):
         for product in ("forward", "wgrad", "dgrad") if n > 3 else ("forward", "wgrad"):

@@ -1,4 +1,4 @@
-"""What runs, refits and suites need at least, against closed forms and machines of given sizes."""
+"""The least that runs, refits and suites need, against closed forms and machines of given sizes."""
 
 import msgspec
 import pytest
@@ -58,7 +58,7 @@ def near(count):
 
 
 def test_training_needs_weights_gradients_and_moments():
-    """Of 4 bytes each, divided as ZeRO and ep say; and bf16 copies of them, whole below ZeRO 3."""
+    """Each has 4 bytes, divided as ZeRO and ep say; and bf16 copies of them, whole below ZeRO 3."""
 
     def least(**of):
         devices, hosts = needed(**of)

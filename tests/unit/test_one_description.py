@@ -74,7 +74,7 @@ def wider(model):
 
 
 def measured(kind, **options):
-    """What ``measure KIND --model`` times."""
+    """List what ``measure KIND --model`` times."""
     return lambda model: [
         (row.name, row.case)
         for row in kind.derived(SCOPE, models=(model,), **options)
@@ -82,7 +82,7 @@ def measured(kind, **options):
 
 
 def planned_as(layout):
-    """What ``plan --layout`` predicts by data sheets: times, memory, FLOPs."""
+    """Predict as ``plan --layout`` does by data sheets: times, memory, FLOPs."""
     rows = layout.microbatch_rows * layout.num_microbatches
     workload = Workload(global_batch_size=rows, seq_len=SEQ_LEN)
     costs = unmeasured(CLUSTER)
@@ -105,7 +105,7 @@ def dry_run(model):
 
 
 def refit_bytes(model):
-    """What each rank holds, and what a refit moves."""
+    """Count the bytes that each rank holds and that a refit moves."""
     source, destination = WeightLayout(tp=2, dp=2, fsdp=2), WeightLayout(tp=1)
     op = Resharding(model=model, source=source, destination=destination, cap_bytes=2**32)
     links = forecast.links(CLUSTER)

@@ -123,7 +123,7 @@ def ladder(layout, model=MODEL):
 
 
 def ladders(layout, model, workload, prices):
-    """Those of ``layout`` as it is, and with other counts of layers where these are faster."""
+    """The ladders of ``layout`` and, where they are faster, with other counts of layers."""
     rungs = ladder(layout, model)
     equal = tuple(map(len, layout.stage_layers(model.layers)))
     counted = [(rung, balance.counts(model, workload.seq_len, rung, prices)) for rung in rungs]

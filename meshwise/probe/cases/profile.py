@@ -250,15 +250,13 @@ def of_program(
     layout = Layout(tp=tp, microbatch_size=microbatch_size)
     if placement.obstacle(model, seq_len, layout):
         return
-    kinds = (
-        None if isinstance(model, WideResNet) else tuple(dict.fromkeys(layer_kinds(model, seq_len)))
-    )
+    kinds = tuple(dict.fromkeys(layer_kinds(model, seq_len)))
     whole = graph(model, microbatch_size, seq_len, profile.dtype, layers=kinds)
     yield from _shaped(task.op for task in apply(whole, layout, profile.dtype).tasks)
 
 
 def _shaped(ops: Iterable[Op]) -> Iterator[Shaped]:
-    """Those that surfaces price; what else there is is priced by curves over bytes."""
+    """Keep the operations that surfaces price; curves over bytes price the others."""
     return (op for op in ops if isinstance(op, Shaped))
 
 
