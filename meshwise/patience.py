@@ -48,15 +48,18 @@ def parsed(timeout: Limit, setup_timeout: Limit) -> Patience:
 
 def turns(ranks_here: int = 1) -> float:
     """Count the processes that share a core of this host, ``ranks_here`` busy ones among them: 1
-    where all have their own, at most 20. What the kernel does not tell does not count."""
-    cores = os.cpu_count() or 1
+    where all have their own, at most 20. What the kernel does not tell does not count.
+
+    Not by load averages: they count what waits for a disk or NFS too, and are wrong for minutes
+    after a virtual machine was paused.
+    """
     busy = [ranks_here / min(len(os.sched_getaffinity(0)), _quota())]
-    with contextlib.suppress(OSError):
-        busy.append(os.getloadavg()[0] / cores)
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        # the average of a minute lags; this is now
+    with contextlib.suppress(OSError, ValueError, IndexError):  # now
         runnable = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
-        busy.append(int(runnable) / cores)
+        busy.append(int(runnable) / (os.cpu_count() or 1))
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # since this process began
+        ran_ns, waited_ns, _ = map(int, Path("/proc/self/schedstat").read_text().split())
+        busy.append((ran_ns + waited_ns) / ran_ns)
     return min(MOST_TURNS, max(1.0, *busy))
 
 

@@ -2,6 +2,7 @@
 ``here``: a working directory of the test's own, on a machine without GPUs, under no launcher."""
 
 import logging
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,14 @@ settings.load_profile("any machine")
 
 GOLDEN = Path(__file__).parent / "golden"
 WHOLE = Path(__file__).parent / "whole.txt"
+
+
+def pytest_configure() -> None:
+    """Take signals as a terminal's program does: a shell's background job ignores Ctrl-C."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            python = signal.default_int_handler
+            signal.signal(number, python if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

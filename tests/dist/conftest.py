@@ -27,8 +27,7 @@ TIMEOUT_S = 10.0  # of collectives, where each rank has a core
 
 @pytest.fixture(scope="module")
 def gloo_ranks():
-    """Ranks that a module's tests share. Not longer: the groups of their meshes stay until they
-    end, and each has threads that wake up all the time."""
+    """Ranks that a module's tests share."""
     started = _GlooRanks()
     yield started
     for n in list(started.jobs):
@@ -139,17 +138,32 @@ class _Job:
 
 def _serve(pipe):
     """A rank: join, then answer calls until the parent is gone."""
+    from torch.distributed.distributed_c10d import _world
+
     from meshwise import ranks
 
     joined = ranks.join(paced(TIMEOUT_S))
+    ours = {*_world.pg_map}
     while True:
         file, name, arguments = json.loads(pipe.recv_bytes())
+        _leave({*_world.pg_map} - ours)
         try:
             reply = {"value": _load(file)[name](joined, **arguments)}
         except Exception:
             reply = {"error": traceback.format_exc()}
         pipe.send_bytes(json.dumps(reply).encode())
-        gc.collect()  # groups that a test left open have threads that wake up all the time
+
+
+def _leave(groups):
+    """Leave the groups of the call before, when all ranks have ended it: each has threads that wake
+    up 150 times a second, and hundreds of groups kept most of a core busy."""
+    from torch.distributed import destroy_process_group
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    for group in groups:
+        destroy_process_group(group)
+    _clear_sharding_prop_cache()  # it holds meshes, and gives them to tensors of equal ones
+    gc.collect()
 
 
 def _load(file):

@@ -11,15 +11,20 @@ from meshwise.patience import Patience, parsed
 
 @pytest.fixture
 def machine(monkeypatch):
-    """``machine(cores, load, runnable)``: what the kernel says."""
+    """``machine(cores, waited, runnable)``: what the kernel says; ``waited``: how often as long as
+    it ran this process waited for a core."""
 
-    def of(cores, load, runnable):
+    def of(cores, waited, runnable):
+        told = {
+            "/proc/loadavg": f"532.00 532.00 532.00 {runnable}/999 4242\n",
+            "/proc/self/schedstat": f"2000000000 {int(waited * 2e9)} 17\n",
+        }
+
         class Told(type(patience.Path())):
             def read_text(self, *_):
-                return f"{load} 0.00 0.00 {runnable}/999 4242\n"
+                return told.get(str(self), "")
 
         monkeypatch.setattr(patience, "Path", Told)
-        monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
 
@@ -27,22 +32,22 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cores", "load", "runnable", "ranks", "expected"),
+    ("cores", "waited", "runnable", "ranks", "expected"),
     [
-        (8, 0.5, 1, 4, (30.0, 600.0)),  # every rank has a core
-        (2, 0.5, 1, 8, (120.0, 2400.0)),  # four take turns
-        (2, 8.0, 3, 2, (120.0, 2400.0)),  # beside other programs
-        (2, 0.1, 42, 2, (600.0, 12_000.0)),  # that have just begun, and are more than 20 a core
-        (64, 64.0, 3, 8, (30.0, 600.0)),
+        (8, 0.0, 1, 4, (30.0, 600.0)),  # every rank has a core, whatever the load averages say
+        (2, 0.0, 1, 8, (120.0, 2400.0)),  # four take turns
+        (2, 3.0, 3, 2, (120.0, 2400.0)),  # beside other programs
+        (2, 0.0, 42, 2, (600.0, 12_000.0)),  # that have just begun, and are more than 20 a core
+        (64, 0.0, 64, 8, (30.0, 600.0)),
     ],
 )
-def test_limits_grow_where_processes_take_turns(machine, cores, load, runnable, ranks, expected):
-    machine(cores, load, runnable)
+def test_limits_grow_where_processes_take_turns(machine, cores, waited, runnable, ranks, expected):
+    machine(cores, waited, runnable)
     assert Patience().limits(ranks) == expected
 
 
 def test_what_is_said_holds_on_any_machine(machine):
-    machine(2, 100.0, 100)
+    machine(2, 50.0, 100)
     assert parsed("45s", "2m").limits(8) == (45.0, 120.0)
     assert parsed(None, 7).limits() == (600.0, 7.0)
 
@@ -56,9 +61,8 @@ def test_what_is_no_time_is_refused_by_name(name, given):
 
 def test_a_machine_that_does_not_tell_its_load_has_none(monkeypatch):
     def silent(*_):
-        raise OSError("Load averages are unobtainable")
+        raise OSError("no such file")
 
-    monkeypatch.setattr(os, "getloadavg", silent)
     monkeypatch.setattr(patience.Path, "read_text", silent)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert Patience().limits(2) == (30.0, 600.0)
@@ -92,7 +96,9 @@ def test_a_container_of_fewer_cores_than_its_host_is_patient(files, machine, mon
 
 @pytest.mark.parametrize("said", ["max 100000", "-1 100000", "0 0", "x", "1 2 3"])
 def test_a_quota_that_limits_nothing_changes_nothing(said, monkeypatch):
-    monkeypatch.setattr(patience.Path, "read_text", lambda *_: said)
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    def read_text(path, *_):
+        return said if "cgroup" in str(path) else ""
+
+    monkeypatch.setattr(patience.Path, "read_text", read_text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert Patience().limits(4) == (30.0, 600.0)
