@@ -23,11 +23,14 @@ from tests.pace import paced
 
 CALL_S = 240.0
 TIMEOUT_S = 10.0  # of collectives, where each rank has a core
+# Groups stay until their rank ends, and each has threads that wake up 150 times a second: hundreds
+# keep a core busy. torch's caches hold meshes, so that groups cannot be left one by one.
+MOST_GROUPS = 40
 
 
 @pytest.fixture(scope="module")
 def gloo_ranks():
-    """Ranks that a module's tests share."""
+    """Ranks that a module's tests share, until their meshes have made too many groups."""
     started = _GlooRanks()
     yield started
     for n in list(started.jobs):
@@ -74,14 +77,18 @@ class _GlooRanks:
             self.jobs[n] = _Job(n)
         order = [function.__code__.co_filename, function.__name__, arguments]
         try:
-            return self.jobs[n].call(json.dumps(order).encode())
+            values = self.jobs[n].call(json.dumps(order).encode())
         except BaseException:
             self.end(n)
             raise
+        if self.jobs[n].groups > MOST_GROUPS:
+            self.end(n)
+        return values
 
     def end(self, n):
         """End n ranks that a test left unusable; the next call starts others."""
-        self.jobs.pop(n).end()
+        if job := self.jobs.pop(n, None):
+            job.end()
 
 
 class _Job:
@@ -90,7 +97,7 @@ class _Job:
     def __init__(self, n):
         # held here, as torchrun does, so that no one else can take its port before rank 0 does
         self.store = hold_store()
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.groups = [], [], 0
         for rank in range(n):
             ours, theirs = Pipe()
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n}
@@ -127,6 +134,7 @@ class _Job:
                 rank = self.pipes.index(pipe)
                 assert "error" not in reply, f"rank {rank}:\n{reply['error']}"
                 replies[pipe] = reply["value"]
+                self.groups = max(self.groups, reply["groups"])
         return [replies[pipe] for pipe in self.pipes]
 
     def end(self):
@@ -143,27 +151,15 @@ def _serve(pipe):
     from meshwise import ranks
 
     joined = ranks.join(paced(TIMEOUT_S))
-    ours = {*_world.pg_map}
     while True:
         file, name, arguments = json.loads(pipe.recv_bytes())
-        _leave({*_world.pg_map} - ours)
         try:
-            reply = {"value": _load(file)[name](joined, **arguments)}
+            value = _load(file)[name](joined, **arguments)
+            reply = {"value": value, "groups": len(_world.pg_map)}
         except Exception:
             reply = {"error": traceback.format_exc()}
         pipe.send_bytes(json.dumps(reply).encode())
-
-
-def _leave(groups):
-    """Leave the groups of the call before, when all ranks have ended it: each has threads that wake
-    up 150 times a second, and hundreds of groups kept most of a core busy."""
-    from torch.distributed import destroy_process_group
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    for group in groups:
-        destroy_process_group(group)
-    _clear_sharding_prop_cache()  # it holds meshes, and gives them to tensors of equal ones
-    gc.collect()
+        gc.collect()  # groups that a test made by itself
 
 
 def _load(file):

@@ -203,7 +203,6 @@ def test_equal_to_one_device(gloo_ranks, plan_of, layouts, layers=MODEL.layers):
             for layout, (loss, parameters) in zip(of_size, of_rank, strict=True):
                 assert loss <= 1e-5, (layout.name, rank)
                 assert parameters <= 1e-4, (layout.name, rank)
-        gloo_ranks.end(size)  # and the threads of all their groups
 
 
 def test_dualpipev_on_an_odd_number_of_ranks(gloo_ranks, plan_of):
@@ -221,4 +220,3 @@ def test_bf16_stays_near_fp32(gloo_ranks, plan_of):
     }
     for loss, _ in gloo_ranks(4, errors, **arguments, dtype="bf16")[0]:
         assert 0 < loss <= 2e-3
-    gloo_ranks.end(4)
