@@ -69,6 +69,11 @@ EXPERTS = {
     "shared experts": replace(LLAMA, experts=SHARED),
     "biased experts": replace(LLAMA, experts=SHARED, mlp_bias=True, gated=False),
 }
+PLACES = Experts(num_experts=4, top_k=2, ffn=16, capacity_factor=1.0, group_size=4)
+CAPACITY = {
+    "gpt experts with capacity": replace(FAMILIES["gpt"], experts=PLACES),
+    "experts with capacity": replace(LLAMA, experts=replace(PLACES, shared_ffn=16)),
+}
 FAMILIES |= EXPERTS
 IMAGES = WideResNet(blocks=(2, 1), channels=8, width_factor=2, image_size=20, num_classes=6)
 WHOLE_EXPERTS = Cuts(stream="seq", experts="experts")
@@ -220,6 +225,9 @@ def test_every_way_of_attention_over_ranks(gloo_ranks, plan_of, model):
         Layout(dp=2, cp=2, zero=2, microbatch_size=2, recompute="full"),
     ]
     compare(gloo_ranks, plan_of, model, layouts, "bf16")
+
+
+EXPERTS |= CAPACITY  # not all of what is asked of every family
 
 
 @pytest.mark.parametrize("model", EXPERTS.values(), ids=EXPERTS)
