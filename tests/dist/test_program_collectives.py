@@ -227,10 +227,9 @@ def test_every_way_of_attention_over_ranks(gloo_ranks, plan_of, model):
     compare(gloo_ranks, plan_of, model, layouts, "bf16")
 
 
-EXPERTS |= CAPACITY  # not all of what is asked of every family
-
-
-@pytest.mark.parametrize("model", EXPERTS.values(), ids=EXPERTS)
+@pytest.mark.parametrize(
+    "model", [*EXPERTS.values(), *CAPACITY.values()], ids=[*EXPERTS, *CAPACITY]
+)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_hold_different_experts(gloo_ranks, plan_of, world_size, model):
     layouts = {
