@@ -160,26 +160,18 @@ def placed(experts: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
     if tokens % (size := sizes.group_size or 1):
         sizes.fail("group_size", f"must divide the {tokens} tokens of a rank's microbatch")
     groups, capacity, device = tokens // size, sizes.capacity, experts.device
-    by_choice = experts.view(groups, size, top_k).transpose(1, 2)
-    copies = torch.arange(experts.numel(), device=device).view(groups, size, top_k).transpose(1, 2)
-    group = torch.arange(groups, device=device).view(-1, 1, 1)
-    queue = (by_choice * groups + group).flatten()  # one for each expert and group
-    rank, order = ranked(queue)
+    copies = torch.arange(experts.numel(), device=device)
+    queue = experts.flatten() * groups + copies // (size * top_k)  # one for each expert and group
+    by_choice = copies.view(groups, size, top_k).transpose(1, 2).flatten()
+    order = by_choice[queue[by_choice].argsort(stable=True)]
     counts = torch.zeros(sizes.num_experts * groups, dtype=torch.int64, device=device)
     counts = counts.scatter_add(0, queue, torch.ones_like(queue))
     before = counts.cumsum(0) - counts
-    turn = rank - before[queue]
+    turn = order.argsort() - before[queue]
     place = torch.where(turn < capacity, queue * capacity + turn, -1)
     seat = torch.arange(capacity, device=device)
-    at = (before.unsqueeze(1) + seat).clamp(max=len(queue) - 1)
-    copy = torch.where(seat < counts.unsqueeze(1), copies.flatten()[order[at]], -1)
-    return place.view_as(by_choice).transpose(1, 2).flatten(), copy.flatten()
-
-
-def ranked(experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each copy lies when they are sorted by expert, and which copy lies at each place."""
-    order = experts.argsort(stable=True)
-    return order.argsort(), order
+    at = (before.unsqueeze(1) + seat).clamp(max=len(order) - 1)
+    return place, torch.where(seat < counts.unsqueeze(1), order[at], -1).flatten()
 
 
 class FeedForwards(nn.Module):
@@ -390,7 +382,11 @@ class MoE(nn.Module):
         counts = torch.zeros(n, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add(0, flat, torch.ones_like(flat))
         x = self.balanced(x, chosen, counts)
-        place, order = chosen.places or ranked(flat)
+        if chosen.places is None:
+            order = flat.argsort(stable=True)
+            place = order.argsort()
+        else:
+            place, order = chosen.places
         rows = move(x, order // top_k, place, top_k, lossy=limited)
         if limited:
             rows = self.exchange.out_equal(rows.unflatten(0, (n, -1)))
