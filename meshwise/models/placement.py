@@ -197,7 +197,7 @@ def _groups(moe: Experts, seq_len: int, layout: Layout) -> Iterator[str]:
         have = f"{run} tokens" + (" of a sequence" if parts > 1 else "") + " in a row"
         yield (
             f"{field} = {getattr(layout, field)}: each rank has {have}, which experts.group_size = "
-            f"{moe.group_size} must divide; use another, or a smaller group_size"
+            f"{moe.group_size} must divide; use more, or a smaller group_size"
         )
 
 
