@@ -36,6 +36,8 @@ def plan_for(request: Request) -> Plan:
     model, layout, batch = plan.model, plan.layout, plan.workload.global_batch_size
     if isinstance(model, WideResNet):
         raise ValueError(f"model = {model.name!r}: images have no next token; use a language model")
+    if model.experts is not None and model.experts.group_size is not None:
+        model.experts.fail("group_size", "decoding has one token a step; leave out the capacity")
     for name, most in (("stages_per_rank", layout.stages_per_rank), ("cp", layout.cp)):
         if most > 1:
             raise ValueError(f"Layout.{name} = {most}: decoding has one token a step; use 1")

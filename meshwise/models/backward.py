@@ -140,6 +140,8 @@ class _Backward:
         factor narrower than the product gets its gradient by a cast."""
         source, result = self.tensors[to], self.tensors[node.outputs[0]]
         more = [dim for dim in result.dims if dim not in source.dims]
+        if kind == "move" and "room" in more and "top_k" not in source.dims:
+            more = ["top_k"]  # rows of the room are the copies of a token
         if kind != "mul":
             more = [dim for dim in more if dim in REPEATED and "room" not in source.dims]
         narrow = kind == "mul" and source.dtype != result.dtype

@@ -70,16 +70,15 @@ def attention_width(model: LanguageModel) -> int:
 
 def active_parameters(model: LanguageModel) -> int:
     """Count the parameters that one token is multiplied by: its own experts only, no lookups."""
-    total, products = 0, (product.gemm for product in decoder.products(model, 1, 1))
-    grouped = next((gemm for gemm in products if gemm.groups > 1), None)
+    total, sizes = 0, families.forward(model, 1, 1, "fp32", layers=()).sizes
     for weight in decoder.weights(model):
         if weight.name == "positions.weight" or weight.name.endswith(ROUTER_BIAS):
             continue
         if weight.name == "embed.weight" and not (isinstance(model, Model) or model.tied):
             continue
         used = weight.num_elements
-        if grouped is not None and ".experts." in weight.name:
-            used = used * grouped.m // grouped.groups
+        if ".experts." in weight.name:
+            used = used * sizes["top_k"] // sizes["choices"]
         total += used
     return total
 

@@ -5,6 +5,7 @@ off the graph; messages off its tasks on one rank. A weight W[n,k] multiplies m 
 seq_len rows, 2mnk FLOPs. Experts are one grouped product over all m * top_k rows.
 """
 
+import dataclasses
 from collections import Counter
 from functools import lru_cache
 from math import prod
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from meshwise.models import families, placement
+from meshwise.models.families.experts import room
 from meshwise.models.graph import Graph, Node, module_shape, operation
 from meshwise.models.shard import shard
 from meshwise.spec import (
@@ -125,6 +127,12 @@ def _one_of_each(model: AnyModel, *, between: bool = False) -> tuple[Graph, tupl
     return families.forward(model, 1, 1, "fp32", layers=kinds, first=ends, last=ends), kinds
 
 
+def _sizes(graph: Graph, batch: int, seq: int) -> dict[str, int]:
+    """The extents of a graph's dims for so many tokens."""
+    sizes = {**graph.sizes, "batch": batch, "seq": seq}
+    return {**sizes, "room": room(sizes)} if "experts" in sizes else sizes
+
+
 def _tokens(microbatch_size: int, seq_len: int) -> int:
     """Count a microbatch's tokens; ValueError names a size that cannot be."""
     for name, value in {"microbatch_size": microbatch_size, "seq_len": seq_len}.items():
@@ -145,8 +153,9 @@ def products(
     What reads one input is one product. fp8 is scaled by tensor.
     """
     tokens, (graph, kinds) = _tokens(microbatch_size, seq_len), _one_of_each(model)
-    layers = Counter(layer_kinds(model, 1))
-    sizes = {**graph.sizes, "room": graph.sizes.get("top_k", 0)}  # no padding between experts
+    layers, sizes = Counter(layer_kinds(model, 1)), _sizes(graph, microbatch_size, seq_len)
+    if "top_k" in sizes and "capacity" not in sizes:
+        sizes["room"] = tokens * sizes["top_k"]  # no padding between experts
     scaling: Any = "tensor" if dtype == "fp8" else "none"
     by_layer: dict[tuple[int, str], Gemm] = {}
     for node in graph.nodes:
@@ -159,7 +168,7 @@ def products(
             by_layer[place] = replace(op, n=op.n + beside)
     found: dict[str, Product] = {}
     for (layer, name), op in by_layer.items():
-        gemm = replace(op, m=op.m * tokens, dtype=dtype, scaling=scaling)
+        gemm = replace(op, dtype=dtype, scaling=scaling)
         count = layers[kinds[layer]] if layer >= 0 else 1
         before = found[name].count if name in found else 0
         found[name] = Product(name, "layer" if layer >= 0 else "head", gemm, before + count)
@@ -228,11 +237,12 @@ def exchanges(
     listed = model  # messages are known of models that no module computes
     if isinstance(model, Decoder):
         listed = replace(model, not_computed="", more_weights=())
-    ep, tokens = ep if model.experts else 1, _tokens(microbatch_size, seq_len)
+    ep, _ = ep if model.experts else 1, _tokens(microbatch_size, seq_len)
     plain = Layout(tp=tp, dp=ep, ep=ep, microbatch_size=microbatch_size)
     workload = Workload(global_batch_size=plain.microbatch_rows, seq_len=seq_len)
     graph, _ = _one_of_each(model, between=True)
-    elements = {"pp.send_recv": (prod(stream_shape(model, 1, 1, 0)), 2)}  # of a token
+    graph = dataclasses.replace(graph, sizes=_sizes(graph, microbatch_size, seq_len))
+    elements = {"pp.send_recv": (prod(stream_shape(model, microbatch_size, seq_len, 0)), 2)}
     for axis in ("tp", "sp") if tp > 1 else ("tp",):
         layout = replace(plain, sequence_parallel=axis == "sp")
         placement.check(listed, workload, layout)
@@ -247,7 +257,7 @@ def exchanges(
         kind: Any = name[3:]
         each, ranks = elements[name]
         row = graph.sizes["hidden"] * (ranks if kind == "all_to_all" else 1)  # whole rows to each
-        size_bytes = -(-tokens * each // row) * row * DTYPE_BYTES[dtype]
+        size_bytes = -(-each // row) * row * DTYPE_BYTES[dtype]
         op = Collective(kind=kind, size_bytes=size_bytes, group_size=ranks, dtype=dtype)
         found.append(Exchange(name, op))
     return found

@@ -82,7 +82,7 @@ class Graph:
         return [tensor for tensor in self.tensors.values() if tensor.role == "parameter"]
 
 
-BYTES = dict(DTYPE_BYTES, int64=8, int32=4)
+BYTES = dict(DTYPE_BYTES, int64=8, int32=4, bool=1)
 ELEMENTWISE = frozenset(get_args(ElementwiseKind))  # other kinds are priced as copies
 
 # Bytes read and written per parameter: AdamW reads weight, gradient and both moments and writes
@@ -113,8 +113,13 @@ def num_bytes(tensor: Tensor, sizes: Mapping[str, int]) -> int:
 
 
 @functools.lru_cache(maxsize=65536)
-def gemm(m: int, n: int, k: int, dtype: str, trans_a: bool, trans_b: bool, groups: int = 1) -> Gemm:
-    return Gemm(m=m, n=n, k=k, dtype=dtype, trans_a=trans_a, trans_b=trans_b, groups=groups)  # type: ignore[arg-type]
+def gemm(
+    m: int, n: int, k: int, dtype: str, trans_a: bool, trans_b: bool, groups: int, batched: bool
+) -> Gemm:
+    return Gemm(
+        m=m, n=n, k=k, dtype=dtype, trans_a=trans_a, trans_b=trans_b,  # type: ignore[arg-type]
+        groups=groups, batched=batched,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=65536)
@@ -145,10 +150,11 @@ def operation(
         n = prod(sizes[dim] for dim in right.dims if dim not in apart)
         k = prod(sizes[dim] for dim in shared)
         groups = sizes["experts"] if grouped else 1
-        if node.phase != "backward":  # x[m,k] w[n,k]: the weight is stored transposed
-            return gemm(m, n, k, left.dtype, False, True, groups)
-        wgrad = node.name.endswith(".wgrad")  # dw = dy^T x contracts the rows; dx = dy w does not
-        return gemm(m, n, k, left.dtype, wgrad, False, groups)
+        batched = groups > 1 and "capacity" in sizes
+        # x[m,k] w[n,k]: the weight is stored transposed; dw = dy^T x contracts the rows, dx = dy w
+        # does not
+        forward, wgrad = node.phase != "backward", node.name.endswith(".wgrad")
+        return gemm(m, n, k, left.dtype, wgrad and not forward, forward, groups, batched)
     if node.kind == "convolution":
         return _convolution(node, inputs, outputs[0], sizes)
     if node.kind in OPTIMIZER_BYTES:  # float32 masters, whatever the compute dtype
@@ -156,9 +162,9 @@ def operation(
         read, written = (per_element * elements for per_element in OPTIMIZER_BYTES[node.kind])
         return elementwise(node.kind, read, written, "forward")
     direction = "backward" if node.phase == "backward" else "forward"
-    if node.kind == "move":  # a second kernel sets the rows between the groups to zero
+    if node.kind == "move":  # a second kernel sets the rows that come from nowhere to zero
         pads = "room" in outputs[0].dims and "room" not in inputs[0].dims
-        moved = num_bytes(outputs[0], sizes) * (2 if pads else 1)
+        moved = num_bytes(outputs[0], sizes) * (2 if pads or "capacity" in sizes else 1)
         return elementwise("copy", moved, moved, direction)
     if node.kind == "attention":
         q, v = inputs[0], inputs[0 if "three" in inputs[0].dims else 2]

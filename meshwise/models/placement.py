@@ -13,13 +13,15 @@ weight that is whole on all, and the weight's gradients are added up.
 """
 
 from collections.abc import Iterator, Mapping
+from math import lcm
 
+from meshwise.models.families import experts
 from meshwise.models.graph import Graph, Tensor
 from meshwise.spec import (
-    EXPERT_ALIGNMENT,
     AnyModel,
     Cuts,
     Decoder,
+    Experts,
     LanguageModel,
     Layout,
     Model,
@@ -48,12 +50,9 @@ class Cut:
         self.tp, self.cuts, self.sizes = tp, cuts, dict(graph.sizes)
         self.expert_ranks = cuts.expert_ranks(ep, tp)
         self.sizes["seq"] //= cp
-        if "room" in self.sizes:
-            self.sizes["room"] -= (cp - 1) * _copies(self.sizes)
-        if "experts" in self.sizes:  # a rank has so many less, and less room between their rows
+        if "experts" in self.sizes:
             self.sizes["experts"] //= self.expert_ranks
-            gone = graph.sizes["experts"] - self.sizes["experts"]
-            self.sizes["room"] -= EXPERT_ALIGNMENT * gone
+            self.sizes["room"] = experts.room(self.sizes)
         self.copies = max(1, tp // self.sizes.get("kv_heads", tp))  # ranks of one kv head
         self._local: dict[str, Mapping[str, int]] = {}
 
@@ -89,14 +88,9 @@ class Cut:
             divisor = self.tp // self.copies if dim == "kv_heads" else self.tp
             sizes[dim] = -(-sizes[dim] // divisor)
             if dim in ROWS and "room" in sizes:
-                sizes["room"] -= _copies(sizes) * (self.tp - 1)
+                sizes["room"] = experts.room(sizes)
             self._local[dim] = sizes
         return self._local[dim]
-
-
-def _copies(sizes: Mapping[str, int]) -> int:
-    """Rows that a rank's tokens send to experts."""
-    return sizes["batch"] * sizes["seq"] * sizes["top_k"]
 
 
 def has(tensor: Tensor, dim: str) -> bool:
@@ -150,6 +144,7 @@ def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[st
         axes = "ep" if layout.expert_ranks == layout.ep else "ep * tp"
         sizes = {"experts.num_experts": moe.num_experts}
         yield from _indivisible(axes, layout.expert_ranks, sizes)
+        yield from _groups(moe, seq_len, layout)
     if seq_len > model.max_seq_len:
         raise ValueError(
             f"Workload.seq_len = {seq_len}: must be <= max_seq_len = {model.max_seq_len} of the "
@@ -187,6 +182,22 @@ def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[st
         yield (
             f"cuts = {cuts.name}: embedding and head are one weight; cut both by vocab, both by "
             "tokens, or neither"
+        )
+
+
+def _groups(moe: Experts, seq_len: int, layout: Layout) -> Iterator[str]:
+    """A group of tokens lies on one rank, so its runs of tokens must be of whole groups."""
+    word, cp = layout.placed.of("experts") if layout.tp > 1 else WHOLE, layout.cp
+    parts = cp * lcm(2 if cp > 1 else 1, layout.tp if word == "seq" else 1)  # cp has two chunks
+    run, rest = divmod(seq_len, parts)
+    if parts == 1:
+        run *= layout.microbatch_size // (layout.tp if word == "batch" else 1)
+    if moe.group_size is not None and (rest or run % moe.group_size):
+        field = "microbatch_size" if parts == 1 else "cp" if cp > 1 else "tp"
+        have = f"{run} tokens" + (" of a sequence" if parts > 1 else "") + " in a row"
+        yield (
+            f"{field} = {getattr(layout, field)}: each rank has {have}, which experts.group_size = "
+            f"{moe.group_size} must divide; use more, or a smaller group_size"
         )
 
 

@@ -1,5 +1,4 @@
-"""A mixture of experts in place of a feed-forward: every token goes to ``top_k`` of them, none is
-dropped.
+"""A mixture of experts in place of a feed-forward: every token goes to ``top_k`` of them.
 
 In: x[b,s,hidden]. Out: the sum of the chosen experts' results, each times its score, and of the
 shared expert's. Scores are a softmax over the experts (Shazeer et al. 2017; GShard; Mixtral;
@@ -8,7 +7,12 @@ DeepSeek-V2) or a sigmoid of each, whose bias counts in the choice only (DeepSee
 Rows are sorted by expert and go through one grouped product a weight. Each group starts at a
 multiple of 8 rows, as grouped products on GPUs demand, and none is empty, whose gradient Blackwell
 leaves unwritten (pytorch/pytorch#172439); the rows between are zero, and what is left of the buffer
-belongs to the last group, so every shape is known without asking the device.
+belongs to the last group, so every shape is known without asking the device. None is dropped.
+
+With a capacity, an expert has as many places of each group of tokens as any other: rows lie in a
+buffer [experts,places,hidden] and go through one batched product a weight. A token that finds no
+place gets nothing from that expert; the weights of the others are those that are made to add up
+(GShard: Lepikhin et al. 2021, algorithm 1, as Alpa's ``top2_gating`` has it).
 
 The load balancing loss of a layer (Fedus et al. 2022, eq. 4) is n * sum over experts of the share
 of choices that fell on it times its mean score. It is no result: ``Balance`` adds its gradient in
@@ -39,6 +43,12 @@ class Exchange(Protocol):
     def back(self, rows: Tensor, ticket: Any) -> Tensor:
         """The rows as they were given, now what the experts made of them."""
 
+    def out_equal(self, rows: Tensor) -> Tensor:
+        """rows [experts,places,hidden] -> [this rank's experts,places of all ranks,hidden]."""
+
+    def back_equal(self, rows: Tensor) -> Tensor:
+        """The way back."""
+
 
 class Here:
     """All experts are on this rank."""
@@ -49,14 +59,21 @@ class Here:
     def back(self, rows: Tensor, ticket: Any) -> Tensor:
         return rows
 
+    def out_equal(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def back_equal(self, rows: Tensor) -> Tensor:
+        return rows
+
 
 class Chosen(NamedTuple):
     """``experts`` [tokens,top_k] and ``weights`` of the same shape; ``mean`` [experts]: the mean
-    score of each."""
+    score of each. ``places``: of ``placed``, where experts have a capacity."""
 
     experts: Tensor
     weights: Tensor
     mean: Tensor
+    places: tuple[Tensor, Tensor] | None = None
 
 
 class Balance(torch.autograd.Function):
@@ -100,11 +117,14 @@ class Router(nn.Module):
             experts = self.in_groups(ranking).topk(sizes.top_k, dim=-1).indices
         else:
             experts = forced(len(x), sizes, self.routing, x.device)
-        weights = scores.gather(-1, experts)
+        weights, places = scores.gather(-1, experts), None
+        if sizes.capacity_factor is not None:
+            places = placed(experts, sizes)
+            weights = weights * (places[0] >= 0).view_as(weights)
         if sizes.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         shares = scores / scores.sum(-1, keepdim=True) if sizes.router_bias else scores
-        return Chosen(experts, weights * sizes.routed_scale, shares.mean(0))
+        return Chosen(experts, weights * sizes.routed_scale, shares.mean(0), places)
 
     def in_groups(self, ranking: Tensor) -> Tensor:
         """The same [tokens,experts], -inf outside of the best groups."""
@@ -130,6 +150,30 @@ def forced(tokens: int, sizes: Sizes, routing: Routing, device: torch.device) ->
     return torch.searchsorted(edges / edges[-1], golden.float()).clamp(max=n - 1)
 
 
+def placed(experts: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Where each copy of a token lies among the places [experts,groups,capacity], -1 where there is
+    none left, and which copy lies at each place, -1: none. First choices come before second ones.
+
+    ``experts`` [tokens,top_k]; copies are numbered as its elements are.
+    """
+    tokens, top_k = experts.shape
+    if tokens % (size := sizes.group_size or 1):
+        sizes.fail("group_size", f"must divide the {tokens} tokens of a rank's microbatch")
+    groups, capacity, device = tokens // size, sizes.capacity, experts.device
+    copies = torch.arange(experts.numel(), device=device)
+    queue = experts.flatten() * groups + copies // (size * top_k)  # one for each expert and group
+    by_choice = copies.view(groups, size, top_k).transpose(1, 2).flatten()
+    order = by_choice[queue[by_choice].argsort(stable=True)]
+    counts = torch.zeros(sizes.num_experts * groups, dtype=torch.int64, device=device)
+    counts = counts.scatter_add(0, queue, torch.ones_like(queue))
+    before = counts.cumsum(0) - counts
+    turn = order.argsort() - before[queue]
+    place = torch.where(turn < capacity, queue * capacity + turn, -1)
+    seat = torch.arange(capacity, device=device)
+    at = (before.unsqueeze(1) + seat).clamp(max=len(order) - 1)
+    return place, torch.where(seat < counts.unsqueeze(1), order[at], -1).flatten()
+
+
 class FeedForwards(nn.Module):
     """The experts' weights, stacked: ``first`` [experts,1,ffn,hidden], or with a gate
     [experts,2,ffn,hidden], gate before up; ``down`` [experts,hidden,ffn]; biases where the model
@@ -152,13 +196,17 @@ class FeedForwards(nn.Module):
         self.local: Callable[[Tensor], Tensor] = same
         self.added: Callable[[Tensor], Tensor] = same
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n,hidden], sorted by expert, ``counts`` [experts] of them -> [n,hidden]."""
+    def forward(self, rows: Tensor, counts: Tensor | None) -> Tensor:
+        """rows [n,hidden], sorted by expert, ``counts`` [experts] of them -> [n,hidden]; without
+        counts [experts,places,hidden] -> the same."""
         first, down = self.local(self.first).flatten(1, 2), self.local(self.down)
         first_bias = down_bias = None
         if self.first_bias is not None and self.down_bias is not None:
             first_bias = self.local(self.first_bias).flatten(1)
             down_bias = self.added(self.down_bias)
+        if counts is None:
+            x = batched(rows, first, first_bias)
+            return batched(activate(x, self.gated), down, down_bias)
         place, source, offsets = padded(counts, len(rows))
         x = move(rows, source, place)
         x = product(x, first, offsets, first_bias)
@@ -174,29 +222,31 @@ class Move(torch.autograd.Function):
     """Picks rows, forward and backward: scattered writes are many times slower on GPUs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor, copies: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, there: Tensor, back: Tensor, copies: int, lossy: bool
+    ) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.copies = copies
-        return _rows(x, there, len(x) * copies)
+        ctx.copies, ctx.lossy = copies, lossy
+        return _rows(x, there, lossy or len(there) > len(x) * copies)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (back,) = ctx.saved_tensors
-        found = _rows(gradients[0], back, len(gradients[0]))
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (back,), (gradient,) = ctx.saved_tensors, gradients
+        found = _rows(gradient, back, ctx.lossy or len(back) > len(gradient))
         if ctx.copies > 1:
             found = found.unflatten(0, (-1, ctx.copies)).sum(1)
-        return found, None, None, None
+        return found, None, None, None, None
 
 
-def move(x: Tensor, there: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+def move(x: Tensor, there: Tensor, back: Tensor, copies: int = 1, *, lossy: bool = False) -> Tensor:
     """Row i of the result is row ``there[i]`` of x, or 0 where that is -1. ``back``: where each row
-    of x went, ``copies`` places in a row."""
-    return Move.apply(x, there, back, copies)  # type: ignore[no-any-return,no-untyped-call]
+    of x went, ``copies`` places in a row. ``lossy``: some rows of x go nowhere."""
+    return Move.apply(x, there, back, copies, lossy)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _rows(x: Tensor, index: Tensor, most: int) -> Tensor:
-    """Rows of x; more than ``most`` cannot all be any."""
-    if len(index) <= most:
+def _rows(x: Tensor, index: Tensor, some_absent: bool) -> Tensor:
+    """Rows of x, 0 where the index is -1."""
+    if not some_absent:
         return x.index_select(0, index)
     if not len(x):  # all experts of a rank without a token
         return x.new_zeros(len(index), x.shape[1])
@@ -243,6 +293,30 @@ def product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> 
     group = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
     one_hot = group.unsqueeze(1) == torch.arange(len(bias), device=x.device)
     return torch.addmm(y, one_hot.to(y.dtype), bias)  # the bias' gradient is a product too
+
+
+class Batched(torch.autograd.Function):
+    """x [experts,n,k], weight [experts,out,k], bias [experts,out] -> [experts,n,out].
+
+    The weight's gradient is laid out as the weight is; that of ``torch.bmm`` would be copied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        if bias is None:
+            return torch.bmm(x, weight.mT)
+        return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        (x, weight), (dy,) = ctx.saved_tensors, gradients
+        return torch.bmm(dy, weight), torch.bmm(dy.mT, x), dy.sum(1) if ctx.biased else None
+
+
+def batched(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return Batched.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class SharedExpert(nn.Module):
@@ -304,15 +378,23 @@ class MoE(nn.Module):
     def routed(self, x: Tensor, chosen: Chosen) -> Tensor:
         """x [tokens,hidden] through the chosen experts."""
         n, top_k = self.sizes.num_experts, self.sizes.top_k
-        flat = chosen.experts.flatten()
-        order = flat.argsort(stable=True)
+        flat, limited = chosen.experts.flatten(), chosen.places is not None
         counts = torch.zeros(n, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add(0, flat, torch.ones_like(flat))
         x = self.balanced(x, chosen, counts)
-        place = order.argsort()
-        rows, local, ticket = self.exchange.out(move(x, order // top_k, place, top_k), counts)
-        rows = self.exchange.back(self.experts(rows, local), ticket)
-        picked = move(rows, place, order).view(len(x), top_k, -1)
+        if chosen.places is None:
+            order = flat.argsort(stable=True)
+            place = order.argsort()
+        else:
+            place, order = chosen.places
+        rows = move(x, order // top_k, place, top_k, lossy=limited)
+        if limited:
+            rows = self.exchange.out_equal(rows.unflatten(0, (n, -1)))
+            rows = self.exchange.back_equal(self.experts(rows, None)).flatten(0, 1)
+        else:
+            rows, local, ticket = self.exchange.out(rows, counts)
+            rows = self.exchange.back(self.experts(rows, local), ticket)
+        picked = move(rows, place, order, lossy=limited).view(len(x), top_k, -1)
         return (picked * chosen.weights.to(x.dtype).unsqueeze(-1)).sum(1)
 
     def balanced(self, x: Tensor, chosen: Chosen, counts: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 In: a mixture of experts whose weights are DTensors, divided by expert over ep and by ffn over tp,
 or by expert over both, whose ranks are then those of the experts' axis ``ep``.
 Afterwards rows travel to the rank of their expert and back by two all-to-alls with the splits that
-the routers chose: none is dropped, none padded, and an expert without rows is no special case.
+the routers chose: none is dropped, none padded, and an expert without rows is no special case. Of
+experts with a capacity each rank sends all its places, as many to every other.
 
 A weight's gradient sums what the rows of all ep ranks make of it, while data parallelism takes
 means over ranks. So gradients are divided by ep as they enter the experts, and multiplied as they
@@ -100,6 +101,9 @@ def _total(counts: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     return counts
 
 
+Splits = list[int] | None  # rows to or from each rank; None: as many as to any other
+
+
 class Ticket(NamedTuple):
     """``sent`` and ``received`` rows by rank; ``order``: which received row each sorted one is,
     ``place``: where each received row is in the sorted ones."""
@@ -124,9 +128,7 @@ class AllToAll:
         sent, received = torch.stack(
             [counts.view(self.ranks, -1).sum(1), theirs.sum(1)]
         ).tolist()  # the one wait for the device
-        arrived: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-            rows, sent, received, self.group, float(self.ep)
-        )
+        arrived = self._send(rows, sent, received, self.ep)
         expert = torch.arange(theirs.shape[1], device=rows.device).repeat(self.ranks)
         order = expert.repeat_interleave(theirs.flatten(), output_size=len(arrived))
         order = order.argsort(stable=True)  # by rank and expert -> by expert
@@ -136,10 +138,20 @@ class AllToAll:
 
     def back(self, rows: Tensor, ticket: Ticket) -> Tensor:
         rows = move(rows, ticket.place, ticket.order)
-        returned: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-            rows, ticket.received, ticket.sent, self.group, 1 / self.ep
+        return self._send(rows, ticket.received, ticket.sent, 1 / self.ep)
+
+    def out_equal(self, rows: Tensor) -> Tensor:
+        arrived = self._send(rows, None, None, self.ep)
+        return arrived.view(self.ranks, -1, *rows.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+    def back_equal(self, rows: Tensor) -> Tensor:
+        by_rank = rows.unflatten(1, (self.ranks, -1)).transpose(0, 1)
+        return self._send(by_rank.flatten(0, 1), None, None, 1 / self.ep)
+
+    def _send(self, rows: Tensor, sent: Splits, received: Splits, scale: float) -> Tensor:
+        return _Exchange.apply(  # type: ignore[no-any-return,no-untyped-call]
+            rows, sent, received, self.group, scale
         )
-        return returned
 
 
 class _Exchange(torch.autograd.Function):
@@ -149,8 +161,8 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
-        sent: list[int],
-        received: list[int],
+        sent: Splits,
+        received: Splits,
         group: dist.ProcessGroup,
         scale: float,
     ) -> Tensor:
@@ -164,9 +176,9 @@ class _Exchange(torch.autograd.Function):
         return gradient * scale, None, None, None, None
 
 
-def _all_to_all(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    arrived = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+def _all_to_all(rows: Tensor, sent: Splits, received: Splits, group: dist.ProcessGroup) -> Tensor:
+    rows = rows.contiguous()
+    shape = rows.shape if received is None else (sum(received), rows.shape[1])
+    arrived = rows.new_empty(shape)
+    dist.all_to_all_single(arrived, rows, received, sent, group=group)
     return arrived

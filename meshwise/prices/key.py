@@ -211,6 +211,7 @@ FIELDS: dict[type, dict[str, Role]] = {
     Gemm: {
         **_all(_category, "dtype"), **_all(_word(storage, "storage"), "trans_a trans_b"),
         **_all(_category, "scaling"), "groups": _unlike(lambda op: 1, "grouped"),
+        **_all(_category, "batched"),
         **_all(_coordinate(), "m n k"),
     },
     Attention: {

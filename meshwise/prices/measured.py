@@ -50,7 +50,8 @@ FAR = 4.0  # each such factor beyond the measured range adds the held-out error 
 APART = {
     "storage": 0.1, "scaling": 0.1, "dtype": 0.25, "direction": 0.3, "backend": 1.0, "regime": 1.0,
     "in_place": 0.25, "lowering": 0.3, "op": 0.5, "causal": 0.5, "head_dim_v": 0.5, "kv_heads": 0.5,
-    "groups": 1.0, "window": 1.0, "group": 1.0, "product": 0.3, "kernel": 0.5, "stride": 0.5,
+    "groups": 1.0, "batched": 0.5, "window": 1.0, "group": 1.0, "product": 0.3, "kernel": 0.5,
+    "stride": 0.5,
 }  # fmt: skip
 # besides tp; of these the order alone counts
 BLOCKS_APART = {"sequence_parallel": 0.4, "dtype": 0.5, "sizes": 1.5}

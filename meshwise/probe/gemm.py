@@ -6,7 +6,7 @@ neither, its weight gradient stores A transposed.
 tf32 and fp32 are products of fp32 tensors with torch's precision set to one or the other. fp8 is
 e4m3: normal numbers scaled so that the largest of the tensor, or of each row of A and column of B,
 is e4m3's largest (448), the sum kept in full precision, C in bf16. Grouped products allocate their
-result: torch has no way to give one.
+result, as torch has no way to give one, but those of equal groups that are batched.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ def build(case: Case, device: torch.device, settings: contextlib.ExitStack) -> W
     assert isinstance(op, Gemm)
     settings.enter_context(fp32_precision(torch.backends.cuda.matmul, op.dtype, device))
     make = _grouped if op.groups > 1 else _scaled if op.dtype == "fp8" else _plain
+    make = _batched if op.batched else make
     calls = [make(op, device, 2 * i) for i in range(num_buffers(case, op.bytes, device))]
     tried(calls[0])
     return Work(calls=tuple(calls))
@@ -70,6 +71,19 @@ def quantised(x: torch.Tensor, scaling: str) -> tuple[torch.Tensor, torch.Tensor
     largest = x.abs().amax(dim=1, keepdim=True) if scaling == "row" else x.abs().amax().view(1, 1)
     scale = largest / torch.finfo(_FP8).max
     return (x / scale).to(_FP8), scale
+
+
+def _batched(op: Gemm, device: torch.device, seed: int) -> Callable[[], torch.Tensor]:
+    """One product of stacked matrices; in each a share of the rows that are divided."""
+    if op.dtype in ("fp8", "tf32"):
+        raise Unavailable(f"no probe for batched products in {op.dtype}; measure bf16")
+    n, m, k = op.groups, op.m, op.k
+    m, k = (m, k // n) if op.trans_a else (m // n, k)
+    dtype = torch_dtype(op.dtype)
+    a = _operand((n, m, k), op.trans_a, dtype, device, seed)
+    b = _operand((n, k, op.n), op.trans_b, dtype, device, seed + 1)
+    out = torch.empty(n, m, op.n, dtype=dtype, device=device)
+    return functools.partial(torch.bmm, a, b, out=out)
 
 
 def _grouped(op: Gemm, device: torch.device, seed: int) -> Callable[[], torch.Tensor]:

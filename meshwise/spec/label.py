@@ -33,10 +33,11 @@ def label(case: Case) -> str:
 
 
 def shape(op: Shaped) -> str:
-    """``4096x1024x2048``, ``4096x1024x2048 8 groups``, ``b1 s4096 h32/8x128 causal``, ``b8
-    256x56x56 -> 512 1x1``, and ``/2`` behind it for a stride of 2."""
+    """``4096x1024x2048``, ``4096x1024x2048 8 groups`` or ``8 batches``, ``b1 s4096 h32/8x128
+    causal``, ``b8 256x56x56 -> 512 1x1``, and ``/2`` behind it for a stride of 2."""
     if isinstance(op, Gemm):
-        return f"{op.m}x{op.n}x{op.k}" + (f" {op.groups} groups" if op.groups > 1 else "")
+        parts = f" {op.groups} {'batches' if op.batched else 'groups'}"
+        return f"{op.m}x{op.n}x{op.k}" + parts * (op.groups > 1)
     if isinstance(op, Convolution):
         image = f"b{op.batch} {op.in_channels}x{op.height}x{op.width} -> {op.out_channels}"
         return f"{image} {op.kernel}x{op.kernel}" + (f" /{op.stride}" if op.stride > 1 else "")

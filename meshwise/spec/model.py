@@ -98,6 +98,10 @@ class Experts(Record, kw_only=True):
     ``routed_scale``, else only multiplied by it. Of ``groups`` of experts in a row a token looks at
     the best ``top_groups`` only: by the largest score of each, or with ``router_bias`` by the sum
     of the two largest (DeepSeek-V2 and V3).
+
+    With ``group_size`` tokens are dispatched in groups of so many in a row, and of each group an
+    expert takes at most ``capacity``; ``capacity_factor`` 1 is its equal share (GShard). What is
+    beyond it, second choices before first ones, is dropped. Without, all tokens are taken.
     """
 
     num_experts: Count
@@ -112,8 +116,14 @@ class Experts(Record, kw_only=True):
     routed_scale: PositiveFloat = 1.0
     groups: Count = 1
     top_groups: Count = 1
+    capacity_factor: PositiveFloat | None = None
+    group_size: Length | None = None
 
     def check(self) -> None:
+        if self.group_size is None and self.capacity_factor is not None:
+            self.fail("group_size", "must be given with capacity_factor; GShard's is 2048")
+        if self.capacity_factor is None and self.group_size is not None:
+            self.fail("capacity_factor", "must be given with group_size; 1.0 is an equal share")
         if self.num_experts % self.groups:
             self.fail("groups", f"must divide num_experts = {self.num_experts}")
         if self.router_bias and 1 < self.groups == self.num_experts:
@@ -124,6 +134,13 @@ class Experts(Record, kw_only=True):
         if self.top_k > seen:
             which = "num_experts" if self.groups == 1 else "those of top_groups"
             self.fail("top_k", f"must be <= {which} = {seen}")
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens of a group an expert takes at most, as Alpa rounds it."""
+        assert self.capacity_factor is not None and self.group_size is not None
+        share = self.top_k * self.group_size / self.num_experts
+        return max(1, int(min(self.capacity_factor * share, self.group_size)))
 
     def check_layers(self, layers: int) -> None:
         """ValueError where none of so many layers has experts."""

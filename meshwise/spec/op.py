@@ -36,6 +36,7 @@ class Gemm(Record, kw_only=True, tag_field="op", tag="gemm"):
 
     ``groups`` > 1 is a grouped product, as experts do it: the rows m are divided among the groups,
     each with its own B; with ``trans_a`` (a weight gradient) k is divided, each with its own C.
+    ``batched``: all groups have as many rows, and the product is one of stacked matrices.
     fp8 operands give a bf16 result, scaled by one number a tensor or one a row (``scaling``).
     """
 
@@ -46,9 +47,13 @@ class Gemm(Record, kw_only=True, tag_field="op", tag="gemm"):
     trans_a: bool = False
     trans_b: bool = True
     groups: Count = 1
+    batched: bool = False
     scaling: Literal["none", "tensor", "row"] = "none"
 
     def check(self) -> None:
+        divided = self.k if self.trans_a else self.m
+        if self.batched and (self.groups == 1 or divided % self.groups):
+            self.fail("batched", f"groups = {self.groups} must be > 1 and divide {divided} rows")
         if (self.scaling == "none") == (self.dtype == "fp8"):
             self.fail("scaling", "fp8 is scaled by tensor or row, other dtypes by none")
 

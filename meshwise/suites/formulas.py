@@ -43,8 +43,8 @@ def counts(case: BenchmarkCase, kind: str) -> Counts:
         flops = gpt_flops(batch, seq, layers, hidden, vocab, factor)
         return Counts(flops, gpt_parameters(layers, hidden, vocab))
     if isinstance(config, MoEModelConfig):
-        seq, hidden, layers, _, vocab, experts, group = config
-        group = min(group, batch * seq // case.num_micro_batches)
+        seq, hidden, layers, _, vocab, experts, _ = config
+        group = layouts.group_size(case)
         factor = 1 if inference else 4 if remat else 3
         flops = moe_flops(batch, seq, layers, hidden, vocab, experts, group, factor)
         return Counts(flops, moe_parameters(layers, hidden, vocab, experts))

@@ -10,10 +10,14 @@ Alpa's solver chose within a mesh is not in the case; these are the choices that
 - Experts: with the batch dim pinned to the first axis the solver cannot use that axis for them,
   and tp splits each expert: ep = 1. Without the pin it divides experts over it: ep is the largest
   divisor of dp that divides the number of experts. The dense parts keep dp and tp either way.
+- Tokens are dispatched in groups of expert_group_size, or of a microbatch's tokens where these are
+  fewer; in each an expert takes its equal share at most (alpa/model/moe.py: C = 2 S // E).
 - Inference: forward only, in gpipe order; nothing recomputed, nothing sharded by ZeRO.
 """
 
 from math import gcd
+
+from msgspec.structs import replace
 
 from meshwise.models import catalogue
 from meshwise.spec import Decoder, Experts, Layout, Model, Recipe, WideResNet, Workload
@@ -22,6 +26,7 @@ from meshwise.suites.case import (
     BenchmarkCase,
     GPTModelConfig,
     LoadSolutionParallelArgs,
+    ModelConfig,
     MoEModelConfig,
     SearchParallelArgs,
     UniformParallelArgs,
@@ -32,8 +37,23 @@ _FAMILY = {GPTModelConfig: "gpt", MoEModelConfig: "moe", WResNetModelConfig: "wr
 
 
 def model(case: BenchmarkCase) -> Model | WideResNet:
-    """The catalogue's model where a case has one of its sizes."""
+    """The catalogue's model where a case has one of its sizes; its experts with a capacity."""
+    found = _sized(case.model_config)
+    if isinstance(found, WideResNet) or found.experts is None:
+        return found
+    limits = {"capacity_factor": 1.0, "group_size": group_size(case)}
+    return replace(found, experts=replace(found.experts, **limits))
+
+
+def group_size(case: BenchmarkCase) -> int:
+    """Tokens that are dispatched to experts together."""
     config = case.model_config
+    assert isinstance(config, MoEModelConfig)
+    tokens = case.batch_size * config.seq_len // case.num_micro_batches
+    return min(config.expert_group_size, tokens)
+
+
+def _sized(config: ModelConfig) -> Model | WideResNet:
     family = _FAMILY[type(config)]
     known = {config: size for size, config in source.configs(family).items()}
     if config in known:

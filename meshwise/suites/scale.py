@@ -7,6 +7,7 @@ divided by 2^r, with the smallest r that fits:
 
 - hidden, heads, feed-forwards, vocabulary, sequence; channels, image, classes; rows of a
   microbatch; layers, each stage's by the same divisor, so that experts stay in the same places;
+  groups of tokens, so that a rank's microbatch has whole ones;
 - and microbatches: no more than two a pipeline stage.
 
 What fits is a rough bound, not a prediction: ``MARGIN`` times the states of weights (ZeRO as in
@@ -39,6 +40,9 @@ _SMALLEST = {  # what no rung goes below, unless it was smaller before
     "channels": 8,
     "head_dim": 8,
 }
+
+
+_OF_EXPERTS = ("ffn", "group_size")
 
 
 class Scaled(NamedTuple):
@@ -93,6 +97,10 @@ def _at(rung: int, whole: Scaled) -> Scaled:
         smaller = _transformer(rung, model, tp, layers=sum(counts), seq_len=seq_len)
     unit = lcm(*(mesh[0] for mesh in layout.meshes)) if layout.meshes else 1
     rows = max(unit, (layout.microbatch_size >> rung) // unit * unit)
+    if isinstance(smaller, Model) and (moe := smaller.experts) and moe.group_size:
+        group = gcd(moe.group_size, rows // unit * seq_len)
+        experts = msgspec.structs.replace(moe, group_size=group)
+        smaller = msgspec.structs.replace(smaller, experts=experts)
     cut = msgspec.structs.replace(
         layout,
         microbatch_size=rows,
@@ -161,8 +169,9 @@ def _changes(
     for old, new in zip(before, after, strict=True):
         for field in old.__struct_fields__:
             a, b = getattr(old, field), getattr(new, field)
-            if field == "experts" and a and a.ffn != b.ffn:
-                found.append(f"experts.ffn {a.ffn} -> {b.ffn}")
+            if field == "experts" and a:
+                sizes = ((name, getattr(a, name), getattr(b, name)) for name in _OF_EXPERTS)
+                found += [f"experts.{name} {x} -> {y}" for name, x, y in sizes if x != y]
             elif a != b and field not in ("name", "experts", "max_seq_len"):
                 found.append(f"{field} {_text(a)} -> {_text(b)}")
     return tuple(found)

@@ -103,8 +103,8 @@ def _of_size(case: BenchmarkCase, scaled: scale.Scaled) -> BenchmarkCase:
             vocab_size=model.vocab,
         )
         if isinstance(config, MoEModelConfig):
-            tokens = workload.tokens // layout.num_microbatches
-            config = config._replace(expert_group_size=min(config.expert_group_size, tokens))
+            assert model.experts is not None and model.experts.group_size is not None
+            config = config._replace(expert_group_size=model.experts.group_size)
     return case._replace(
         batch_size=workload.global_batch_size,
         model_config=config,

@@ -13,7 +13,8 @@ GPT: Radford et al. 2019. Llama: Touvron et al. 2023; RoPE: Su et al. 2021. Norm
 and feed-forward: OLMo 2 (2025), section 2.1; before and behind, windows in some layers with
 positions of their own: Gemma 2 (2024) and 3 (2025), section 2. Multipliers: Granite 3.0 (2024),
 after Yang et al. 2022. Latent attention and
-routing in groups: DeepSeek-V2, section 2, and V3, section 2.1. Mixtral: Jiang et al. 2024. The load
+routing in groups: DeepSeek-V2, section 2, and V3, section 2.1. Mixtral: Jiang et al. 2024. Places
+of experts: Lepikhin et al. 2021 (GShard). The load
 balancing loss: Fedus et al. 2022, equations 4 to 6. Wide-ResNet: He et al. 2016, Zagoruyko and
 Komodakis 2016. AdamW: Loshchilov and Hutter 2019. SGD: Sutskever et al. 2013. Adafactor: Shazeer
 and Stern 2018, algorithms 4 and 5.
@@ -353,9 +354,11 @@ def experts(w, at, x, e, bias, *, gated):
     else:
         scores = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
     chosen = choice(scores.detach() if bias is None else scores.detach() + bias, e)
-    weights = torch.where(chosen, scores, 0.0)
+    taken = chosen if e["group_size"] is None else admitted(scores, chosen, e)
+    weights = torch.where(taken, scores, 0.0)
     if e["normalized"]:
-        weights = weights / weights.sum(-1, keepdim=True)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / torch.where(total > 0, total, 1.0)
     y = torch.zeros_like(x)
     for expert in range(n):
         first = x @ w[f"{at}.e1.w"][expert].transpose(-1, -2)  # [1 or 2, tokens, ffn]
@@ -385,6 +388,25 @@ def choice(ranking, e):
         seen = [expert for expert in range(len(row)) if expert // size in best]
         chosen[token, sorted(seen, key=lambda expert: -row[expert])[: e["top_k"]]] = True
     return chosen
+
+
+def admitted(scores, chosen, e):
+    """Which of the choices find a place (GShard, algorithm 1): of a group of tokens all first
+    choices in their order, then all second ones; an expert that has its capacity takes no more."""
+    taken, size = torch.zeros_like(chosen), e["group_size"]
+    capacity = max(math.floor(e["capacity_factor"] * e["top_k"] * size / e["num_experts"]), 1)
+    for start in range(0, len(chosen), size):
+        places = [capacity] * e["num_experts"]
+        wishes = {}
+        for token in range(start, start + size):
+            liked = chosen[token].nonzero().flatten().tolist()
+            wishes[token] = sorted(liked, key=lambda expert: -scores[token, expert].item())
+        for turn in range(e["top_k"]):
+            for token, experts in wishes.items():
+                if places[experts[turn]]:
+                    places[experts[turn]] -= 1
+                    taken[token, experts[turn]] = True
+    return taken
 
 
 def shared(w, at, x, gated):

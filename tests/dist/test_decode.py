@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 
 from meshwise.engine import data, decode, greedy, step
 from meshwise.engine.frame import Request
@@ -175,7 +176,7 @@ def test_a_run_is_one_sample(gloo_ranks, plan_of):
     assert metrics["cache_bytes"] == 4 * 2 * 256 * 32 * 2 * 4
 
 
-def test_what_cannot_be_decoded_is_named(plan_of):
+def test_what_cannot_be_decoded_is_named(plan_of, monkeypatch):
     def refused(name, layout, **changes):
         with pytest.raises(ValueError) as caught:
             decode.plan_for(request_of(plan_of, name, layout, **changes))
@@ -185,6 +186,9 @@ def test_what_cannot_be_decoded_is_named(plan_of):
     assert "Layout.cp = 2" in refused("gpt", Layout(cp=2))
     looped = Layout(pp=2, schedule="looped_bfs", stages_per_rank=2)
     assert "stages_per_rank = 2" in refused("gpt", looped)
+    limited = replace(GATED, capacity_factor=1.0, group_size=4)
+    monkeypatch.setitem(MODELS, "limited", replace(MODELS["gpt"], experts=limited))
+    assert "Experts.group_size = 4: decoding has one token" in refused("limited", Layout())
     with pytest.raises(ValueError, match="new_tokens = 1"):
         request_of(plan_of, "gpt", Layout(), new_tokens=1)
 

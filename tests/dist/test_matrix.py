@@ -14,7 +14,7 @@ from meshwise.engine.frame import Request
 from meshwise.engine.train import train
 from meshwise.models import placement
 from meshwise.options.run import Course
-from meshwise.spec import Cuts, Decoder, Experts, Layout, Mla, WideResNet
+from meshwise.spec import Cuts, Decoder, Experts, Layout, Mla, Model, WideResNet
 from tests.dist import matrix, oracle
 from tests.errors import largest, loss_error
 
@@ -49,6 +49,19 @@ MODELS = {
     ),
     "without gates": Decoder(
         **SIZES, gated=False, tied=True, experts=Experts(num_experts=4, top_k=2, ffn=16, every=2)
+    ),
+    # Two places for an expert, of which the copies of six tokens want three or four.
+    "gshard with capacity": Model(
+        hidden=32, layers=2, heads=4, ffn=48, vocab=61, max_seq_len=32,
+        experts=Experts(
+            num_experts=4, top_k=2, ffn=32, every=2, capacity_factor=0.7, group_size=6
+        ),
+    ),
+    "experts with capacity": Decoder(
+        **SIZES, experts=Experts(
+            num_experts=8, top_k=3, ffn=16, shared_ffn=24, first_dense=1, normalized=False,
+            capacity_factor=1.25, group_size=6, routed_scale=2.0,
+        ),
     ),
     "gemma": Decoder(
         **SIZES, tied=True, norms="both", qk_norm=True, activation="gelu", embed_scale=32**0.5,
@@ -145,6 +158,29 @@ def test_norms_scales_and_windows_train_so_in_every_layout(gloo_ranks, folder, n
         with pytest.raises(ValueError, match="normed over all heads"):
             placement.check(model, plan.workload, layout)
         return
+    loss, value, where = matrix.run(gloo_ranks, plan, folder)
+    assert matrix.is_right(plan, loss, value), (loss, value, where)
+
+
+WHOLE_EXPERTS = Cuts(stream="seq", experts="experts")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, ep=2, zero=2, microbatch_size=2, num_microbatches=2),
+        Layout(tp=2, sequence_parallel=True, microbatch_size=4, num_microbatches=2),
+        Layout(tp=2, cuts=WHOLE_EXPERTS, microbatch_size=4, num_microbatches=2),
+        Layout(cp=2, ep=2, zero=3, microbatch_size=4, num_microbatches=2, recompute="full"),
+        Layout(tp=2, cuts=Cuts(stream="batch", experts="seq"), microbatch_size=8),
+        Layout(dp=2, tp=2, ep=2, zero=3, cuts=WHOLE_EXPERTS, microbatch_size=4),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_experts_with_a_capacity_drop_the_same_in_every_layout(gloo_ranks, folder, layout):
+    """Groups of 6 tokens, of which every rank has whole ones."""
+    model = msgspec.structs.replace(MODELS["gshard with capacity"], name="gshard with capacity")
+    plan = matrix.plan_of(model, layout, "adamw")
     loss, value, where = matrix.run(gloo_ranks, plan, folder)
     assert matrix.is_right(plan, loss, value), (loss, value, where)
 

@@ -95,6 +95,16 @@ def test_a_grouped_weight_gradient_gives_each_group_its_own_result(settings):
     torch.testing.assert_close(call().double(), wanted, rtol=8e-3, atol=0.05)
 
 
+@pytest.mark.parametrize("trans_a", [False, True])
+def test_a_batched_product_gives_each_group_as_much(settings, trans_a):
+    fields = {"m": 10, "n": 6, "k": 20, "dtype": "fp64", "groups": 5, "batched": True}
+    call, (a, b) = product(settings, **fields, trans_a=trans_a, trans_b=not trans_a)
+    assert a.shape == ((5, 10, 4) if trans_a else (5, 2, 20)) and a.mT.is_contiguous() == trans_a
+    wanted = torch.stack([a[i] @ b[i] for i in range(5)])
+    assert wanted.shape == ((5, 10, 6) if trans_a else (5, 2, 6))
+    torch.testing.assert_close(call(), wanted)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

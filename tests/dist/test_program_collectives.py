@@ -69,6 +69,11 @@ EXPERTS = {
     "shared experts": replace(LLAMA, experts=SHARED),
     "biased experts": replace(LLAMA, experts=SHARED, mlp_bias=True, gated=False),
 }
+PLACES = Experts(num_experts=4, top_k=2, ffn=16, capacity_factor=1.0, group_size=4)
+CAPACITY = {
+    "gpt experts with capacity": replace(FAMILIES["gpt"], experts=PLACES),
+    "experts with capacity": replace(LLAMA, experts=replace(PLACES, shared_ffn=16)),
+}
 FAMILIES |= EXPERTS
 IMAGES = WideResNet(blocks=(2, 1), channels=8, width_factor=2, image_size=20, num_classes=6)
 WHOLE_EXPERTS = Cuts(stream="seq", experts="experts")
@@ -222,7 +227,9 @@ def test_every_way_of_attention_over_ranks(gloo_ranks, plan_of, model):
     compare(gloo_ranks, plan_of, model, layouts, "bf16")
 
 
-@pytest.mark.parametrize("model", EXPERTS.values(), ids=EXPERTS)
+@pytest.mark.parametrize(
+    "model", [*EXPERTS.values(), *CAPACITY.values()], ids=[*EXPERTS, *CAPACITY]
+)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_hold_different_experts(gloo_ranks, plan_of, world_size, model):
     layouts = {

@@ -95,18 +95,23 @@ def begin(size):
 
 
 def compared(ranks, plan, seed, count):
-    """Of each of ``count`` random layouts: what differs."""
+    """Of each of ``count`` random layouts: what differs. Every second has experts with a capacity,
+    if any."""
     plan, chance, found = msgspec.json.decode(plan, type=Plan), random.Random(seed), []
-    for _ in range(count):
+    for number in range(count):
         name, seq_len, layout = drawn(chance)
+        model = MODELS[name]
+        if name in EXPERTS and number % 2:
+            limited = replace(model.experts, capacity_factor=1.0, group_size=4)
+            name, model = f"{name} with capacity", replace(model, experts=limited)
         dtype = chance.choice(["fp32", "bf16"])
         workload = Workload(
             global_batch_size=layout.microbatch_rows * layout.num_microbatches,
             seq_len=1 if name in PICTURES else seq_len,
         )
         changed = replace(
-            plan, model=MODELS[name], workload=workload, dtype=dtype, layout=layout,
-            stages=stages_of(layout, MODELS[name]), recipe=Recipe(routing="balanced"),
+            plan, model=model, workload=workload, dtype=dtype, layout=layout,
+            stages=stages_of(layout, model), recipe=Recipe(routing="balanced"),
         )  # fmt: skip
         found.append([f"{name} {workload.seq_len} {dtype} {layout.name}", *outcome(changed)])
     return found

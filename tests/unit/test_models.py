@@ -441,6 +441,64 @@ def test_rows_of_whole_experts_travel_without_a_gather():
     assert {(op.groups, 64 in (op.m, op.n, op.k)) for op in grouped} == {(2, True)}  # of all ffn
 
 
+LIMITED = msgspec.structs.replace(
+    TINY,
+    experts=Experts(num_experts=8, top_k=2, ffn=64, capacity_factor=1.3, group_size=16),
+)
+
+
+def test_places_of_experts_by_hand():
+    """An expert's share of 16 tokens to 2 of 8 experts is 4, 1.3 of it 5. 3 groups a rank."""
+    assert LIMITED.experts.capacity == 5
+    layout = Layout(dp=2, ep=2, microbatch_size=6)
+    tasks = models.apply(models.graph(LIMITED, 6, 8, "bf16"), layout, "bf16").tasks
+    rows = 8 * 3 * 5  # this rank's places with all experts, or two ranks' with its four
+    products = [t.op for t in tasks if isinstance(t.op, Gemm) and t.op.groups > 1]
+    assert all(op.batched and op.groups == 4 for op in products)
+    forward = Gemm(m=rows, n=64, k=32, groups=4, batched=True)
+    weights = Gemm(m=64, n=32, k=rows, groups=4, batched=True, trans_a=True, trans_b=False)
+    assert {forward, weights} <= set(products) and len(products) == 3 * 2 * 3
+    sent = [t.op for t in tasks if isinstance(t.op, Collective) and t.op.kind == "all_to_all"]
+    assert {op.size_bytes for op in sent} == {rows * 32 * 2}  # no counts of rows
+    assert len(sent) == 3 * 4 and not any("pad" in t.name for t in tasks if "experts" in t.name)
+    assert models.num_parameters(LIMITED) == models.num_parameters(
+        msgspec.structs.replace(LIMITED, experts=Experts(num_experts=8, top_k=2, ffn=64))
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (Layout(microbatch_size=2), None),
+        (Layout(microbatch_size=3), "microbatch_size = 3: each rank has 24 tokens in a row, which"),
+        (Layout(tp=2, sequence_parallel=True, microbatch_size=2), None),
+        (Layout(tp=2, cuts=Cuts(stream="batch", experts="batch"), microbatch_size=4), None),
+        (
+            Layout(tp=2, cuts=Cuts(stream="batch", experts="batch"), microbatch_size=2),
+            "microbatch_size = 2: each rank has 8 tokens in a row",
+        ),
+        (
+            Layout(tp=2, sequence_parallel=True, cuts=WHOLE_EXPERTS, microbatch_size=8),
+            "tp = 2: each rank has 4 tokens of a sequence in a row, which experts.group_size = 16",
+        ),
+        (Layout(cp=2, microbatch_size=8), "cp = 2: each rank has 2 tokens of a sequence in a row"),
+    ],
+)
+def test_a_rank_has_whole_groups_of_tokens(layout, reason):
+    found = placement.obstacle(LIMITED, 8, layout)
+    assert found is None if reason is None else found.startswith(reason)
+
+
+def test_groups_need_a_capacity_and_the_other_way_round():
+    with pytest.raises(ValueError, match=r"Experts.group_size = None: must be given with capacity"):
+        Experts(num_experts=8, top_k=2, ffn=64, capacity_factor=1.0)
+    with pytest.raises(ValueError, match=r"Experts.capacity_factor = None: must be given with"):
+        Experts(num_experts=8, top_k=2, ffn=64, group_size=16)
+    few, many = ({"capacity_factor": factor, "group_size": 16} for factor in (0.01, 1e300))
+    assert Experts(num_experts=8, top_k=2, ffn=64, **few).capacity == 1
+    assert Experts(num_experts=8, top_k=2, ffn=64, **many).capacity == 16  # nobody comes twice
+
+
 def test_catalogue_suggests_the_nearest_name():
     with pytest.raises(ValueError, match=r"did you mean gpt-2.6b\?"):
         catalogue.get("gpt2.6b")

@@ -39,6 +39,7 @@ NAMES = [
     "llama-2-7b", "llama-2-70b", "llama-3-8b", "llama-3.1-405b", "mixtral-8x7b",
     "deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "qwen3-235b-a22b",
 ]  # fmt: skip
+WITH_CAPACITY = "moe-2.4b with capacity"
 READ = ["gemma-2b", "qwen2.5-0.5b", "qwen3-0.6b", "qwen1.5-moe-a2.7b"]
 NOT_SIZES = ("op", "plan_took_s")  # the model itself, and how long planning took
 ROWS, SEQ_LEN, LAYERS = 2, 64, 4
@@ -53,7 +54,11 @@ LAYOUTS = [
 
 def model_of(name):
     whole = hugging_face.read_config(CONFIGS / f"{name}.json") if name in READ else None
-    return replace(whole or catalogue.find(name), name="it", layers=LAYERS)
+    model = whole or catalogue.find(name.removesuffix(" with capacity"))
+    if name == WITH_CAPACITY:
+        limited = replace(model.experts, capacity_factor=1.0, group_size=SEQ_LEN)
+        model = replace(model, experts=limited)
+    return replace(model, name="it", layers=LAYERS)
 
 
 def wider(model):
@@ -192,7 +197,7 @@ def elsewhere(asked, model, as_wide):
     return found
 
 
-@pytest.mark.parametrize("name", NAMES + READ)
+@pytest.mark.parametrize("name", [*NAMES, *READ, WITH_CAPACITY])
 def test_every_answer_is_read_off_the_graph(name, as_wide):
     assert elsewhere(ANSWERS, model_of(name), as_wide) == []
 

@@ -80,13 +80,19 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
     Experts: lambda f: {
         "num_experts": f["groups"] * (f["top_k"] + f["num_experts"]),
         "top_groups": min(f["groups"], f["top_groups"]),
+        "capacity_factor": (f["capacity_factor"] or 1.5) if f["group_size"] else None,
     },
     RopeScaling: lambda f: {
         "original_max_seq_len": f["original_max_seq_len"] + 1,
         "fast": 2 * f["slow"] + f["fast"],
     },
     WideResNet: lambda f: {"blocks": (2, *f["blocks"])},
-    Gemm: lambda f: {"scaling": "row" if f["dtype"] == "fp8" else "none"},
+    Gemm: lambda f: {
+        "scaling": "row" if f["dtype"] == "fp8" else "none",
+        "m": f["m"] * f["groups"],
+        "k": f["k"] * f["groups"],
+        "batched": f["batched"] and f["groups"] > 1,
+    },
     Convolution: lambda f: {"kernel": f["kernel"] | 1},
     Attention: lambda f: {
         "heads": f["kv_heads"] * f["heads"],
@@ -403,6 +409,7 @@ def test_a_plan_must_cut_its_whole_batch_and_fit_its_cluster(data) -> None:
 @given(records(Gemm))
 def test_a_digest_is_that_of_the_sorted_compact_json_of_what_is_not_default(gemm: Gemm) -> None:
     usual = {"dtype": "bf16", "trans_a": False, "trans_b": True, "groups": 1, "scaling": "none"}
+    usual |= {"batched": False}
     told = {field: value for field, value in vars_of(gemm).items() if value != usual.get(field)}
     text = json.dumps({"op": "gemm", **told}, sort_keys=True, separators=(",", ":"))
     assert digest(gemm) == hashlib.sha256(text.encode()).hexdigest()[:12]

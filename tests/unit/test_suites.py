@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise import suites
-from meshwise.models import step_flops
+from meshwise.models import placement, step_flops
 from meshwise.spec import Layout, Model, WideResNet, Workload
 from meshwise.suites import formulas, layouts, scale, source, tsv
 from meshwise.suites.case import (
@@ -230,8 +230,10 @@ def test_every_case_has_a_legal_layout_on_its_devices(name):
             assert sum(len(stage) for stage in stages) == model.layers
             rows = layout.microbatch_rows * layout.num_microbatches
             assert rows == workload.global_batch_size == case.batch_size
+            for rank in range(layout.pp):
+                placement.check(model, workload, layout.of_rank(rank))
             if isinstance(model, Model):
-                assert model.heads % layout.tp == 0 and workload.seq_len == 1024
+                assert workload.seq_len == 1024
 
 
 def test_inference_is_forward_only():
@@ -290,6 +292,11 @@ def test_models_of_cases():
     assert isinstance(routed, Model) and routed.name == "moe-2.4b" and routed.ffn == 8 * 1024
     assert routed.experts and (routed.experts.num_experts, routed.experts.top_k) == (16, 2)
     assert [routed.has_experts(i) for i in range(4)] == [True, False, True, False]
+    assert (routed.experts.group_size, routed.experts.capacity) == (2048, 256)
+    uneven = layouts.model(only("moe.perf_test_auto", 32))
+    assert uneven.experts.capacity == 2 * 2048 // 48
+    one_row = layouts.model(suites.cases("moe_inference.profile", 1)[0])
+    assert one_row.experts.group_size == 1024  # of the two thousand that a microbatch lacks
     images = layouts.model(only("wresnet.perf_test_auto", 64))
     assert isinstance(images, WideResNet) and images.layers == 33
     assert layouts.workload(only("wresnet.perf_test_auto", 64)).seq_len == 1
@@ -536,6 +543,8 @@ def test_a_scaled_case_fits_and_keeps_its_structure(plan, megabytes):
     assert found.model.ffn * model.hidden == model.ffn * found.model.hidden
     if model.experts:
         assert found.model.experts.num_experts == model.experts.num_experts
+        for rank in range(small.pp):
+            placement.check(found.model, found.workload, small.of_rank(rank))
         stages = small.stage_layers(found.model.layers)
         pattern = {tuple(found.model.has_experts(i) for i in stage[:2]) for stage in stages}
         assert pattern == {(True, False)}

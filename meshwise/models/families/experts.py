@@ -8,13 +8,20 @@ which each expert's group is aligned, go through one grouped product a weight, a
 ``nn/experts.py`` is the same mathematics as a torch module; where ranks hold different experts,
 ``dispatch`` sends rows to them and ``combine`` brings them back. Every expert gets the same number
 of rows here: what a router chooses is a named load, not a size.
+
+Where experts have a capacity, the ``room`` is [experts,groups,capacity] instead: copies are moved
+there at once, ``combine`` gives 0 for what was dropped, and products are batched.
 """
+
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from meshwise.models.families.build import STREAM, TOKEN, Build
 from meshwise.spec import EXPERT_ALIGNMENT, Experts, LanguageModel, Model
 
 COPIES = (*TOKEN, "top_k")
 ROWS = (*COPIES, "hidden")
+ROOM, CHOICES = ("room",), ("choices",)
 
 
 def sizes(model: LanguageModel, batch: int, seq: int) -> dict[str, int]:
@@ -23,11 +30,21 @@ def sizes(model: LanguageModel, batch: int, seq: int) -> dict[str, int]:
     moe = model.experts
     if moe is None:
         return {}
-    room = batch * seq * moe.top_k + EXPERT_ALIGNMENT * moe.num_experts
-    return {
-        "choices": moe.num_experts, "experts": moe.num_experts, "top_k": moe.top_k,
-        "expert_ffn": moe.ffn, "shared_ffn": moe.shared_ffn, "halves": 2, "room": room,
+    found = {
+        "batch": batch, "seq": seq, "choices": moe.num_experts, "experts": moe.num_experts,
+        "top_k": moe.top_k, "expert_ffn": moe.ffn, "shared_ffn": moe.shared_ffn, "halves": 2,
     }  # fmt: skip
+    if moe.group_size is not None:
+        found |= {"group": moe.group_size, "capacity": moe.capacity}
+    return found | {"room": room(found)}
+
+
+def room(sizes: Mapping[str, int]) -> int:
+    """Rows of the buffer that a rank's products read."""
+    tokens = sizes["batch"] * sizes["seq"]
+    if "capacity" in sizes:  # it gets as many of other ranks as it sends
+        return max(1, tokens // sizes["group"]) * sizes["capacity"] * sizes["choices"]
+    return tokens * sizes["top_k"] + EXPERT_ALIGNMENT * sizes["experts"]
 
 
 def experts(build: Build, model: LanguageModel, x: str, at: str) -> str:
@@ -35,16 +52,25 @@ def experts(build: Build, model: LanguageModel, x: str, at: str) -> str:
     moe = model.experts
     assert moe is not None
     gated, bias = (False, True) if isinstance(model, Model) else (model.gated, model.mlp_bias)
-    chosen, weights, mean = _route(build, moe, x, f"{at}.router")
-    y = _routed(build, x, chosen, weights, mean, f"{at}.experts", gated=gated, bias=bias)
+    routes = _route(build, moe, x, f"{at}.router")
+    y = _routed(build, x, routes, f"{at}.experts", gated=gated, bias=bias)
     if moe.shared_ffn:
         other = _shared(build, moe, x, f"{at}.shared", gated=gated, bias=bias)
         y = build.elementwise(f"{at}.experts.add", "add", y, other)
     return y
 
 
-def _route(build: Build, moe: Experts, x: str, at: str) -> tuple[str, str, str]:
-    """Return each token's experts, their weights, and the mean score of each expert."""
+class _Routes(NamedTuple):
+    """Each token's experts, their weights, and the mean score of each expert. ``places``: where
+    each copy lies in the buffer and which copy lies at each place, where there is a capacity."""
+
+    chosen: str
+    weights: str
+    mean: str
+    places: tuple[str, str] | None
+
+
+def _route(build: Build, moe: Experts, x: str, at: str) -> _Routes:
     weight = build.parameter(f"{at}.weight", "choices", "hidden")
     if build.dtype != "fp32":
         x = build.elementwise(f"{at}.wide", "cast", x, dtype="fp32")
@@ -53,16 +79,26 @@ def _route(build: Build, moe: Experts, x: str, at: str) -> tuple[str, str, str]:
     build.node(at, "gemm", (x, weight), logits)
     scores = build.elementwise(f"{at}.scores", "sigmoid" if moe.router_bias else "softmax", logits)
     shares = _normalized(build, scores, f"{at}.shares") if moe.router_bias else scores
-    chosen = build.tensor(f"{at}.chosen", COPIES, "int64", "constant")
+    chosen = _constant(build, f"{at}.chosen", COPIES)
     added = [build.tensor(f"{at}.bias", ("choices",), "fp32", "state")] if moe.router_bias else []
     build.node(f"{at}.top_k", "sort", (scores, *added), chosen)
-    weights = build.tensor(f"{at}.weights", COPIES, "fp32")
+    weights, places = build.tensor(f"{at}.weights", COPIES, "fp32"), None
     build.node(f"{at}.gather", "gather", (scores, chosen), weights)
+    if moe.group_size is not None:
+        places = _constant(build, f"{at}.place", COPIES), _constant(build, f"{at}.copy", ROOM)
+        kept = _constant(build, f"{at}.placed", COPIES, "bool")
+        build.node(f"{at}.places", "sort", (chosen,), *places, kept)
+        weights = build.elementwise(f"{at}.kept", "mul", weights, kept)
     if moe.normalized:
         weights = _normalized(build, weights, f"{at}.normalized")
     weights = build.elementwise(f"{at}.scaled", "copy", weights)
     mean = build.tensor(f"{at}.mean", ("choices",), "fp32")
-    return chosen, weights, build.node(f"{at}.mean", "mean", (shares,), mean)
+    build.node(f"{at}.mean", "mean", (shares,), mean)
+    return _Routes(chosen, weights, mean, places)
+
+
+def _constant(build: Build, name: str, dims: tuple[str, ...], dtype: str = "int64") -> str:
+    return build.tensor(name, dims, dtype, "constant")
 
 
 def _normalized(build: Build, x: str, name: str) -> str:
@@ -72,47 +108,66 @@ def _normalized(build: Build, x: str, name: str) -> str:
     return build.node(name, "normalize", (x,), y, build.tensor(f"{name}.sum", tuple(rows), "fp32"))
 
 
-def _routed(
-    build: Build, x: str, chosen: str, weights: str, mean: str, at: str, *, gated: bool, bias: bool
-) -> str:
-    def index(name: str, dims: tuple[str, ...], dtype: str = "int64") -> str:
-        return build.tensor(f"{at}.{name}", dims, dtype, "constant")
-
-    counts = build.node(f"{at}.count", "count", (chosen,), index("counts", ("choices",)))
-    order = build.node(f"{at}.order", "sort", (chosen,), index("order.y", COPIES))
-    build.node(f"{at}.balance", "balance", (counts, mean), index("loads", ("choices",), "fp32"))
-    place = build.node(f"{at}.place", "sort", (order,), index("place.y", COPIES))
-    rows = build.move(f"{at}.copies", x, (order, place), ROWS)
-    rows = build.elementwise(f"{at}.dispatch", "exchange", rows, counts)
-    into, source, ends = (
-        index("into", COPIES), index("source", ("room",)), index("ends", ("experts",), "int32")
-    )  # fmt: skip
-    build.node(f"{at}.groups", "sort", (counts,), into, source, ends)
-    rows = build.move(f"{at}.pad", rows, (source, into), ("room", "hidden"))
-
-    def product(x: str, name: str, out: tuple[str, ...], into: tuple[str, ...]) -> str:
-        """One weight for each expert; its bias is picked by a second product."""
-        weight = build.parameter(f"{at}.{name}.weight", "experts", *out, *into)
-        y = build.tensor(f"{at}.{name}.y", ("room", *out))
-        build.node(f"{at}.{name}", "gemm", (x, weight, ends), y)
-        if not bias:
-            return y
-        added = build.parameter(f"{at}.{name}.bias", "experts", *out)
-        one_hot = index(f"{name}.one_hot", ("room", "experts"), build.dtype)
-        build.node(f"{at}.{name}.group", "sort", (ends,), one_hot)
-        sums = build.tensor(f"{at}.{name}.sums", ("room", *out))
-        return build.node(f"{at}.{name}.add", "gemm", (one_hot, added, y), sums)
-
-    wide = ("halves", "expert_ffn") if gated else ("expert_ffn",)
-    first = product(rows, "gate_up" if gated else "up", wide, ("hidden",))
-    rows = product(_activated(build, first, at), "down", ("hidden",), ("expert_ffn",))
-    rows = build.move(f"{at}.unpad", rows, (into, source), ROWS)
-    rows = build.elementwise(f"{at}.combine", "exchange", rows, counts)
-    rows = build.move(f"{at}.picked", rows, (place, order), ROWS)
+def _routed(build: Build, x: str, routes: _Routes, at: str, *, gated: bool, bias: bool) -> str:
+    chosen, weights, mean, places = routes
+    counts = build.node(
+        f"{at}.count", "count", (chosen,), _constant(build, f"{at}.counts", CHOICES)
+    )
+    loads = _constant(build, f"{at}.loads", CHOICES, "fp32")
+    build.node(f"{at}.balance", "balance", (counts, mean), loads)
+    if places is None:
+        rows = _sorted(build, x, chosen, counts, at, gated=gated, bias=bias)
+    else:
+        place, copy = places
+        rows = build.move(f"{at}.copies", x, (copy, place), (*ROOM, "hidden"))
+        rows = build.elementwise(f"{at}.dispatch", "exchange", rows)
+        rows = _products(build, rows, at, None, gated=gated, bias=bias)
+        rows = build.elementwise(f"{at}.combine", "exchange", rows)
+        rows = build.move(f"{at}.picked", rows, (place, copy), ROWS)
     if build.dtype != "fp32":
         weights = build.elementwise(f"{at}.weights", "cast", weights, dtype=build.dtype)
     weighted = build.elementwise(f"{at}.weighted", "mul", rows, weights)
     return build.node(f"{at}.sum", "sum", (weighted,), build.tensor(f"{at}.y", STREAM))
+
+
+def _sorted(
+    build: Build, x: str, chosen: str, counts: str, at: str, *, gated: bool, bias: bool
+) -> str:
+    """What the experts make of all copies, sorted by expert and aligned for their products."""
+    order = build.node(f"{at}.order", "sort", (chosen,), _constant(build, f"{at}.order.y", COPIES))
+    place = build.node(f"{at}.place", "sort", (order,), _constant(build, f"{at}.place.y", COPIES))
+    rows = build.move(f"{at}.copies", x, (order, place), ROWS)
+    rows = build.elementwise(f"{at}.dispatch", "exchange", rows, counts)
+    into, source = _constant(build, f"{at}.into", COPIES), _constant(build, f"{at}.source", ROOM)
+    ends = _constant(build, f"{at}.ends", ("experts",), "int32")
+    build.node(f"{at}.groups", "sort", (counts,), into, source, ends)
+    rows = build.move(f"{at}.pad", rows, (source, into), (*ROOM, "hidden"))
+    rows = _products(build, rows, at, ends, gated=gated, bias=bias)
+    rows = build.move(f"{at}.unpad", rows, (into, source), ROWS)
+    rows = build.elementwise(f"{at}.combine", "exchange", rows, counts)
+    return build.move(f"{at}.picked", rows, (place, order), ROWS)
+
+
+def _products(
+    build: Build, rows: str, at: str, ends: str | None, *, gated: bool, bias: bool
+) -> str:
+    def product(x: str, name: str, out: tuple[str, ...], into: tuple[str, ...]) -> str:
+        """One weight for each expert, whose rows are ``ends`` or as many as another's. Its bias is
+        then picked by a second product, or added by the first."""
+        weight = build.parameter(f"{at}.{name}.weight", "experts", *out, *into)
+        added = [build.parameter(f"{at}.{name}.bias", "experts", *out)] if bias else []
+        y = build.tensor(f"{at}.{name}.y", (*ROOM, *out))
+        build.node(f"{at}.{name}", "gemm", (x, weight, *([ends] if ends else added)), y)
+        if not added or ends is None:
+            return y
+        one_hot = _constant(build, f"{at}.{name}.one_hot", (*ROOM, "experts"), build.dtype)
+        build.node(f"{at}.{name}.group", "sort", (ends,), one_hot)
+        sums = build.tensor(f"{at}.{name}.sums", (*ROOM, *out))
+        return build.node(f"{at}.{name}.add", "gemm", (one_hot, *added, y), sums)
+
+    wide = ("halves", "expert_ffn") if gated else ("expert_ffn",)
+    first = product(rows, "gate_up" if gated else "up", wide, ("hidden",))
+    return product(_activated(build, first, at), "down", ("hidden",), ("expert_ffn",))
 
 
 def _activated(build: Build, first: str, at: str) -> str:

@@ -283,9 +283,9 @@ def _blocks(
     """Layer and head of the nth microbatch, forward and backward; nothing of images, or where this
     degree cannot be, and of experts over tp the head alone."""
     sizes, seq_len = profile.microbatches(model), profile.length(model)
-    layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
     if isinstance(model, WideResNet) or nth >= len(sizes):
         return
+    layout = Layout(tp=tp, sequence_parallel=sequence_parallel, microbatch_size=sizes[nth])
     if placement.obstacle(model, seq_len, layout):
         return
     for part in PARTS if tp == 1 or not model.has_experts(0) else PARTS[1:]:
