@@ -54,13 +54,12 @@ def report(
 
 
 def _scaling(results_dir: str, output_dir: str | None, json: bool) -> int:
-    from meshwise.pages import scaling_report
-    from meshwise.pages.scaling import read, tables
+    from meshwise.pages.scaling import conclusions, read, tables
     from meshwise.verbs.report import write_scaling
 
     found = read(results_dir)
     paths = list(map(str, write_scaling(found, output_dir or results_dir)))
-    said = scaling_report.conclusions(found)
+    said = conclusions(found)
     rows = [row._asdict() for row in found.rows]
     document = {"paths": paths, "conclusions": said, "rows": rows}
     emit(document, tables(found), json)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwise.pages import collectives, figures, operators, samples, show, steps, tables
+from meshwise.pages import collectives, figures, operators, samples, show, steps, svg, tables
 from meshwise.pages.steps import StepResult
-from meshwise.pages.svg import Figure
 from meshwise.pages.table import Table, interval, percent
 from meshwise.spec import Costs, Plan, RunInfo, Sample
 from meshwise.text import plain
@@ -33,12 +32,12 @@ class Section(NamedTuple):
 
     title: str
     sentences: tuple[str, ...] = ()
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[svg.Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     folded: tuple[Table, ...] = ()
 
 
-def _drawn(*figures: Figure | None) -> tuple[Figure, ...]:
+def _drawn(*figures: svg.Figure | None) -> tuple[svg.Figure, ...]:
     """The figures that there are."""
     return tuple(figure for figure in figures if figure is not None)
 
@@ -81,7 +80,12 @@ def render(
         lstrip_blocks=True,
     )
     found = environment.get_template("report.html.j2").render(
-        title=title, subtitle=subtitle, headlines=headlines, sections=sections, legend=legend
+        title=title,
+        subtitle=subtitle,
+        headlines=headlines,
+        sections=sections,
+        legend=legend,
+        colours=svg.SHEET,
     )
     return plain(found, keep="\n")
 

@@ -163,7 +163,7 @@ def _no_space(*_):
 WRITES_ITSELF = {
     "engine/folder.py", "engine/memory.py", "engine/phases.py", "files.py", "launch/scratch.py",
     "secret.py", "verbs/files.py", "verbs/job.py", "probe/ring.py",
-    "engine/checkpoint.py", "pages/scaling_figures.py",
+    "engine/checkpoint.py", "pages/svg.py",
 }  # fmt: skip
 _NAMES = {"write_text", "write_bytes", "touch", "TemporaryFile", "NamedTemporaryFile", "mkstemp",
           "save_file", "savefig", "export_chrome_trace"}  # fmt: skip
