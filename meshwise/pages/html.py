@@ -215,7 +215,7 @@ def _prices(contents: Contents) -> Section:
     if contents.costs is None:
         return Section(title, ("There are no prices; `meshwise calibrate` makes them.",))
     costs = contents.costs
-    single = _drawn(figures.rates(costs), figures.memory_bound(costs), figures.factors(costs))
+    single = _drawn(figures.rates(costs), figures.memory_bound(costs))
     return Section(
         title,
         (f"Measured in {', '.join(costs.runs)}: {costs.dtype}, {costs.lowering}.",),
