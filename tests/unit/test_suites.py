@@ -147,7 +147,7 @@ def test_what_is_not_there_is_refused_with_the_fix(suite, num_devices, text):
 
 def test_the_sweeps_are_those_of_run_exp():
     found = {sweep.name: sweep for sweep in suites.sweeps()}
-    assert len(found) == 7 and suites.SHAPES[0] == (8, 8) and suites.SHAPES[-1] == (1, 1)
+    assert len(found) == 7 and suites.shapes()[0] == (8, 8) and suites.shapes()[-1] == (1, 1)
     assert {sweep.suite for sweep in found.values()} <= set(BUILT)
     assert found["gpt_inference"].niter == 10
     assert found["gpt_inference_streaming"].profile_driver_time
