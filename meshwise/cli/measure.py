@@ -162,7 +162,7 @@ def _measure(asked: Sweep, called: Called) -> int:
     if reports or isinstance(asked, Fsdp):
         info, _, _ = store.load(found)
         rows = primus.derived(asked, info.cluster, info.world_size)
-        primus.write(asked.what, found, rows, **reports)
+        primus.write(asked.what, found, rows, reports)
     return _summarize(asked.what, found, called.json, called.exact_flops, rows)
 
 

@@ -47,12 +47,8 @@ class Size:
         """The number that was meant; ValueError when two were."""
         from meshwise.verbs import job
 
-        return job.num_ranks(
-            nproc=self.nproc,
-            gpus=self.gpus,
-            num_hosts=self.num_hosts,
-            num_devices_per_host=self.num_devices_per_host,
-        )
+        names = Size.__dataclass_fields__
+        return job.num_ranks(**{name: getattr(self, name) for name in names})
 
 
 ANY = Size()
