@@ -4,7 +4,6 @@ from pathlib import Path
 
 from meshwise.pages import compare as pages
 from meshwise.pages.compare import Comparison
-from meshwise.spec import RunInfo, Sample
 from meshwise.verbs import files
 
 
@@ -17,7 +16,7 @@ def compare(
     different timing methods or regimes are refused unless ``force``. Two layouts of one model,
     workload, dtype and cluster are compared step by step.
     """
-    (info_a, samples_a), (info_b, samples_b) = _load(a), _load(b)
+    (info_a, samples_a), (info_b, samples_b) = files.load(a), files.load(b)
     return pages.compare(
         (str(a), samples_a),
         (str(b), samples_b),
@@ -25,10 +24,3 @@ def compare(
         force=force,
         layouts=info_a.cluster == info_b.cluster,
     )
-
-
-def _load(path: Path | str) -> tuple[RunInfo, list[Sample]]:
-    run_dir = Path(path).parent if Path(path).name == "samples.jsonl" else Path(path)
-    if not (run_dir / "run.json").exists():
-        raise ValueError(f"{path} is not a run directory; give runs/<id>")
-    return files.load(run_dir)

@@ -57,9 +57,7 @@ def show(path: Path | str) -> Shown:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; show can read {KINDS}")
-    if path.name in ("run.json", "samples.jsonl"):
-        path = path.parent
-    if (path / "run.json").exists():
+    if path.name in ("run.json", "samples.jsonl") or (path / "run.json").exists():
         info, samples = files.load(path)
         return Run(info=info, samples=tuple(samples))
     if (path / "checkpoint.json").exists():
