@@ -53,9 +53,9 @@ def run_suite(name: str, asked: Suite, say: Say = silent) -> list[CaseResult]:
             found = result(name, case, size, status="skipped", reason=str(one))
         else:
             found = _run_case(name, one, asked, say)
-        say(tsv.line(tsv.COLUMNS, tuple(found.row.values())))
+        say(tsv.line(found.row))
         if job.leads():
-            tsv.append(path, tsv.COLUMNS, tuple(found.row.values()))
+            tsv.append(path, found.row)
         results.append(found)
     return results
 

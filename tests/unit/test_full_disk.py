@@ -71,7 +71,7 @@ WRITERS = {
         ranks=4, batch=1, seq_len=512, heads=4, head_dim=8, figure="pattern.svg",
         segment_lengths=(64,), dilation_rates=(1,),
     ),
-    "suite.tsv": lambda: tsv.append(Path("suite.tsv"), ("old",), ("new",)),
+    "suite.tsv": lambda: tsv.append(Path("suite.tsv"), {"old": "new"}),
     "logs/refit.log": lambda: refit._write(Path("logs/refit.log"), ["new"]),
     "res/latest.json": lambda: ring.write_whole(Path("res/latest.json"), "{}\n"),
     "gemm.csv": lambda: primus._write(Path("gemm.csv"), [{"m": 1}]),
