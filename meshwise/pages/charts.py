@@ -27,6 +27,7 @@ class Line(NamedTuple):
     y: Sequence[float]
     colour: str
     look: str = "-"
+    size: float = 4
 
 
 def curves(caption: str, found: Sequence[Line], unit: str, **labels: str) -> svg.Figure:
@@ -34,7 +35,7 @@ def curves(caption: str, found: Sequence[Line], unit: str, **labels: str) -> svg
 
     def paint(axes: "Axes") -> None:
         for one in found:
-            look: Any = {"color": one.colour, "label": one.name or None}
+            look: Any = {"color": one.colour, "markersize": one.size, "label": one.name or None}
             axes.plot(one.x, one.y, one.look, **look)
         axes.set(xscale="log", yscale="log", **{"xlabel": "size"} | labels)
         svg.byte_ticks(axes.xaxis, *_ends(x for one in found for x in one.x))

@@ -18,38 +18,57 @@ from meshwise.units import format_bytes, format_count, format_seconds
 Named = tuple[str, svg.Figure]
 
 
-def figures(info: RunInfo, samples: Iterable[Sample]) -> list[Named]:
-    """Every figure that the samples give."""
+def figures(
+    info: RunInfo,
+    samples: Iterable[Sample],
+    *,
+    reference: Iterable[Sample] = (),
+    reference_name: str = "reference",
+    exact: bool = False,
+) -> list[Named]:
+    """Every figure that the samples give. ``reference``: samples of another run, whose collectives
+    stand beside those of the same kind and group, as imported logs of nccl-tests do."""
     done = [sample for sample in samples if sample.status == "ok"]
     found = collectives.series(done)
+    others = collectives.series(sample for sample in reference if sample.status == "ok")
     if collectives.are_fsdp_units(info):
         return list(_fsdp(found))
     return [
         *_products(done, info.cluster, Gemm),
         *_products(done, info.cluster, Convolution),
-        *_attention(done),
+        *_attention(done, exact),
         *_overlap(done),
-        *_collectives(found),
+        *_collectives(found, others, reference_name),
         *_pairs(found),
     ]
 
 
-def _collectives(found: Sequence[Series]) -> Iterable[Named]:
+def _collectives(
+    found: Sequence[Series], others: Sequence[Series], reference_name: str
+) -> Iterable[Named]:
     """Time and busbw over size, two figures a kind and group; a line a mode."""
     for kind, group in dict.fromkeys((one.op.kind, one.group) for one in found):
         ours = [one for one in found if (one.op.kind, one.group) == (kind, group)]
-        ours = [one for one in ours if len(_sized(one)) > 1]
-        if not ours or kind == "send":
+        theirs = [one for one in others if _where(one) == _where(ours[0])]
+        looks = [(one.mode, one, "o-", 4) for one in ours]
+        looks += [(f"{reference_name}, {one.mode}", one, "x", 7) for one in theirs]
+        looks = [look for look in looks if len(_sized(look[1])) > 1]
+        if not looks or kind == "send":
             continue
         place = group.replace(" ", "_").replace(",", "")
         for quantity, unit in (("time", "s"), ("busbw", "B/s")):
             lines = [
-                Line(one.mode, *_points(one, quantity), svg.colour(index), "o-")
-                for index, one in enumerate(ours)
+                Line(name, *_points(one, quantity), svg.colour(index), look, size)
+                for index, (name, one, look, size) in enumerate(looks)
             ]
             caption = f"{kind}, {group}: {quantity} over size."
             drawn = charts.curves(caption, lines, unit, ylabel=quantity)
             yield f"collectives-{kind}-{place}-{quantity}", drawn
+
+
+def _where(one: Series) -> tuple[object, ...]:
+    """The kind and its ranks: what a reference must share."""
+    return one.op.kind, one.op.group_size, one.op.group_stride, one.op.ranks
 
 
 def _sized(one: Series) -> list[Reading]:
@@ -89,9 +108,9 @@ def _products(
     yield kind.__name__.lower(), charts.roofline(caption, series, roofs, bytes_per_s)
 
 
-def _attention(samples: Sequence[Sample]) -> Iterable[Named]:
+def _attention(samples: Sequence[Sample], exact: bool) -> Iterable[Named]:
     """A group of bars for each shape, a bar for each back end; a figure for each direction."""
-    found = compute.contests(samples)
+    found = compute.contests(samples, exact=exact)
     for mode in dict.fromkeys(contest.mode for contest in found):
         for direction in ("forward", "backward"):
             rates: dict[str, dict[str, float]] = {}
