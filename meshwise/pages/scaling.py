@@ -330,19 +330,20 @@ def _best(scaling: Scaling) -> Table:
     )
 
 
-def dry_run(
-    config: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], str]]
-) -> list[Table]:
+def dry_run(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """The rows of ``measure ring --dry-run``: their figures, or why they would be skipped."""
+
+    def by(row: Mapping[str, Any]) -> str:
+        return f"skipped: {row['reason']}" if row["reason"] else ways(row["strategy"])
+
     return [
         listed(
             subject(config),
             rows,
-            ("tokens", lambda row: str(row[0]["seq_length"])),
-            ("ring", lambda row: str(row[0]["ring_size"])),
-            ("by", lambda row: f"skipped: {row[1]}" if row[1] else ways(row[0]["strategy"])),
-            ("a rank computes", lambda row: "" if row[1] else _flops(row[0])),
-            ("and receives", lambda row: "" if row[1] else size(row[0]["planned_bytes"])),
+            *columns(str, {"tokens": "seq_length", "ring": "ring_size"}),
+            ("by", by),
+            ("a rank computes", lambda row: "" if row["reason"] else _flops(row)),
+            ("and receives", lambda row: "" if row["reason"] else size(row["planned_bytes"])),
             legend=("Of an iteration, the rank that receives most. Nothing was measured.",),
             left=3,
         )
