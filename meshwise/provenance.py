@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwise import files
 from meshwise.spec import DeviceState
 from meshwise.text import masked, names_a_secret, plain
 
@@ -24,59 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from meshwise.ranks import Ranks
-
-# Variables that change speed and hold neither names nor addresses. Of others of these families it
-# is said that they were set.
-_STORED = {
-    "NCCL_": """
-        ALGO BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS COLLNET_ENABLE
-        COLLNET_NODE_THRESHOLD COMM_BLOCKING COMM_SPLIT_SHARE_RESOURCES CROSS_NIC CUMEM_ENABLE
-        CUMEM_HOST_ENABLE DEBUG DEBUG_SUBSYS DMABUF_ENABLE GDRCOPY_ENABLE GRAPH_HELPER_DISABLE
-        GRAPH_MIXING_SUPPORT GRAPH_REGISTER IB_ADAPTIVE_ROUTING IB_AR_THRESHOLD IB_DISABLE
-        IB_GID_INDEX IB_HCA IB_MERGE_NICS IB_MERGE_VFS IB_PCI_RELAXED_ORDERING
-        IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_SL IB_SPLIT_DATA_ON_QPS IB_TC IB_TIMEOUT
-        IGNORE_CPU_AFFINITY LAUNCH_MODE LAUNCH_ORDER_IMPLICIT LL128_BUFFSIZE LL_BUFFSIZE
-        LL_THRESHOLD LOCAL_REGISTER MAX_CTAS MAX_NCHANNELS MIN_CTAS MIN_NCHANNELS MNNVL_ENABLE NET
-        NET_GDR_C2C NET_GDR_LEVEL NET_GDR_READ NET_PLUGIN NET_SHARED_BUFFERS NCHANNELS_PER_NET_PEER
-        NSOCKS_PERTHREAD NTHREADS NVLS_CHUNKSIZE NVLS_ENABLE NVLS_NCHANNELS P2P_DIRECT_DISABLE
-        P2P_DISABLE P2P_LEVEL P2P_NET_CHUNKSIZE P2P_NVL_CHUNKSIZE P2P_PCI_CHUNKSIZE P2P_PXN_LEVEL
-        P2P_USE_CUDA_MEMCPY PROTO PXN_DISABLE RINGS RUNTIME_CONNECT SHM_DISABLE SHM_USE_CUDA_MEMCPY
-        SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME SOCKET_NTHREADS TREE_THRESHOLD
-        TUNER_PLUGIN WIN_ENABLE WORK_FIFO_BYTES""",
-    "TORCH_NCCL_": """
-        ASYNC_ERROR_HANDLING AVOID_RECORD_STREAMS BLOCKING_WAIT CUDA_EVENT_CACHE DESYNC_DEBUG
-        ENABLE_MONITORING ENABLE_TIMING HEARTBEAT_TIMEOUT_SEC HIGH_PRIORITY TRACE_BUFFER_SIZE
-        USE_COMM_NONBLOCKING USE_TENSOR_REGISTER_ALLOCATOR_HOOK""",
-    "TORCH_": """
-        ALLOW_TF32_CUBLAS_OVERRIDE BLAS_PREFER_CUBLASLT COMPILE_DISABLE CPP_LOG_LEVEL
-        CUDNN_V8_API_DISABLED DISTRIBUTED_DEBUG LOGS SHOW_CPP_STACKTRACES
-        SYMM_MEM_DISABLE_MULTICAST""",
-    "TORCHINDUCTOR_": """
-        COMPILE_THREADS COORDINATE_DESCENT_TUNING CUDAGRAPH_TREES FORCE_DISABLE_CACHES FREEZING
-        MAX_AUTOTUNE MAX_AUTOTUNE_GEMM MAX_AUTOTUNE_GEMM_BACKENDS MAX_AUTOTUNE_POINTWISE""",
-    "PYTORCH_": """
-        ALLOC_CONF CUDA_ALLOC_CONF JIT NO_CUDA_MEMORY_CACHING NVFUSER_DISABLE
-        NVML_BASED_CUDA_CHECK""",
-    "CUDA_": """
-        AUTO_BOOST CACHE_DISABLE CACHE_MAXSIZE DEVICE_MAX_CONNECTIONS DEVICE_ORDER DISABLE_PTX_JIT
-        FORCE_PTX_JIT LAUNCH_BLOCKING MODULE_LOADING MPS_ACTIVE_THREAD_PERCENTAGE
-        MPS_PINNED_DEVICE_MEM_LIMIT SCALE_LAUNCH_QUEUES VISIBLE_DEVICES""",
-    "CUBLAS_": "WORKSPACE_CONFIG",
-    "CUBLASLT_": "WORKSPACE_SIZE",
-    "NVIDIA_": "TF32_OVERRIDE",
-    "NVSHMEM_": """
-        CUMEM_GRANULARITY DISABLE_CUDA_VMM DISABLE_NVLS DISABLE_P2P IB_ENABLE_IBGDA
-        MAX_TEAMS REMOTE_TRANSPORT SYMMETRIC_SIZE""",
-    "OMP_": """
-        DISPLAY_ENV DYNAMIC MAX_ACTIVE_LEVELS NUM_THREADS PLACES PROC_BIND SCHEDULE STACKSIZE
-        THREAD_LIMIT WAIT_POLICY""",
-    "GOMP_": "CPU_AFFINITY SPINCOUNT STACKSIZE",
-    "KMP_": "AFFINITY BLOCKTIME HW_SUBSET SETTINGS",
-    "MKL_": "CBWR DEBUG_CPU_TYPE DYNAMIC ENABLE_INSTRUCTIONS NUM_THREADS THREADING_LAYER",
-    "OPENBLAS_": "CORETYPE L2_SIZE NUM_THREADS",
-    "GLOO_": "SOCKET_IFNAME",
-}
-_NAMES = frozenset(family + name for family, names in _STORED.items() for name in names.split())
 
 # nvml.h, nvmlClocksEventReasons; idle and clocks set by the user are no throttling
 _THROTTLE = {
@@ -115,16 +63,16 @@ def threads_per_rank(nproc: int) -> int:
 
 def settings(variables: dict[str, str]) -> dict[str, str]:
     """The variables that change speed, without those that tell who or where, or open a door."""
+    families: dict[str, str] = files.own_data("settings.toml")
+    stored = {family + name for family, names in families.items() for name in names.split()}
     return {
-        name: _setting(name, value)
+        name: _setting(value) if name in stored else "(not stored)"
         for name, value in sorted(variables.items())
-        if name.startswith(tuple(_STORED)) and not names_a_secret(name)
+        if name.startswith(tuple(families)) and not names_a_secret(name)
     }
 
 
-def _setting(name: str, value: str) -> str:
-    if name not in _NAMES:
-        return "(not stored)"
+def _setting(value: str) -> str:
     return "(a path)" if "/" in value or "\\" in value else masked(plain(value))
 
 

@@ -309,19 +309,3 @@ def simulate(
 
 def end_time(spans: list[list[Span]]) -> float:
     return max(row[-1].end_s for row in spans)
-
-
-def peak_in_flight(table: Table) -> list[int]:
-    """For each rank, the most microbatches alive, counted once on each of its stages.
-
-    A microbatch is alive on a stage from its F until its B, or until its W where the backward is
-    split: W still needs what the forward saved.
-    """
-    peaks = []
-    for row in table:
-        alive = peak = 0
-        for action in row:
-            alive += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-            peak = max(peak, alive)
-        peaks.append(peak)
-    return peaks

@@ -33,6 +33,7 @@ _VERBS = {
     "report": "Write one self-contained page of it all.",
     "show": "Print any of our files readably.",
 }
+_MODULES = ("measure", "run", "refit", "show")  # the others stand together
 
 
 def _app() -> cyclopts.App:
@@ -49,8 +50,8 @@ def _app() -> cyclopts.App:
         result_action="return_value",
     )
     for place, (verb, says) in enumerate(_VERBS.items()):
-        function = "app" if verb == "measure" else verb  # it has commands of its own
-        app.command(f"meshwise.cli.{verb}:{function}", name=verb, help=says, sort_key=place)
+        module = verb if verb in _MODULES else "verbs"
+        app.command(f"meshwise.cli.{module}:{verb}", name=verb, help=says, sort_key=place)
     return app
 
 

@@ -12,17 +12,8 @@ from cyclopts import Parameter
 import meshwise
 from meshwise.cli.options import Json, Runs, Size, flags
 from meshwise.cli.output import DONE, SOME_FAILED, code_of, emit
-from meshwise.options.measure import (
-    KINDS,
-    Attention,
-    Collectives,
-    Fsdp,
-    Gemm,
-    Health,
-    Overlap,
-    Profile,
-    Sweep,
-)
+from meshwise.options import helps
+from meshwise.options.measure import KINDS, Attention, Collectives, Fsdp, Gemm, Health, Sweep
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
@@ -30,7 +21,7 @@ if TYPE_CHECKING:
 
     from meshwise.spec import Case, Derived
 
-app = cyclopts.App(
+measure = cyclopts.App(
     name="measure",
     help="Time operations on every rank, into a new run directory. Starts its ranks, or joins "
     "those of torchrun or srun. Without a command: profile.",
@@ -42,162 +33,84 @@ app = cyclopts.App(
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Called(Size):
-    """Where the ranks are, and how results are printed."""
+    """Flags that only the command line has: where ranks are, what is printed and written."""
 
+    full: bool = False
+    "Not causal."
+    exact_flops: bool = False
+    "Count the pairs that the mask leaves, instead of half of all when causal."
+    as_measured: bool = False
+    "Measure these sizes only, without more where a curve bends."
+    baseline: tuple[str, ...] = ()
+    "Run directories of earlier health runs to compare with; may be repeated."
+    report_dir_path: str | None = None
+    (
+        "Also write files with Primus' columns into this folder: benchmark_gemm_<model>.csv and "
+        ".json, or five CSVs (allreduce_benchmark.csv, ...), without --model of the models that "
+        "Primus lists, at its lengths (128 tokens on CPUs)."
+    )
+    report_csv_path: str | None = None
+    "Also write a CSV with Primus' columns."
+    allgather_report_csv_path: str | None = None
+    "Also write a CSV of all-gathers with Primus' columns."
+    reducescatter_report_csv_path: str | None = None
+    "The same of reduce-scatters."
     master_addr: str | None = None
     "With --master-port: where the ranks of several hosts meet, when no launcher says it."
     master_port: int | None = None
     "See --master-addr."
     json: Json = False
 
+    @property
+    def reports(self) -> dict[str, str]:
+        """The files with Primus' columns to write."""
+        named = {name: path for name, path in vars(self).items() if "report" in name}
+        return {name: path for name, path in named.items() if path is not None}
+
+
+_OWN = {  # flags of ``Called`` that a kind has, and flags of its record that it does not show
+    "profile": ((), ("sustain",)),
+    "gemm": (("report_dir_path",), ("quick",)),
+    "attention": (("full", "exact_flops", "report_csv_path"), ("quick", "sustain")),
+    "collectives": (("as_measured", "report_dir_path"), ("quick", "sustain")),
+    "fsdp": (
+        ("allgather_report_csv_path", "reducescatter_report_csv_path"), ("quick", "sustain")
+    ),
+    "overlap": ((), ("quick", "sustain")),
+    "health": (("baseline",), ("model", "sustain")),
+}  # fmt: skip
+
+
+def _command(what: str, kind: type[Sweep]) -> Callable[..., int]:
+    """The command of a kind: its flags are those of its record and of ``Called``."""
+    own, hidden = _OWN[what]
+    others = {name for flags, _ in _OWN.values() for name in flags} - {*own}
+
+    def command(
+        *,
+        asked: Annotated[kind, flags(kind, *hidden)] = kind(),  # type: ignore[valid-type] # noqa: B008
+        called: Annotated[Called, flags(Called, *others)] = HERE,
+    ) -> int:
+        return _measure(asked, called)
+
+    def of_kinds(
+        *kinds: Annotated[str, Parameter(help=helps(kind).get("kinds"))],
+        asked: Annotated[kind, flags(kind, *hidden)] = kind(),  # type: ignore[valid-type] # noqa: B008
+        called: Annotated[Called, flags(Called, *others)] = HERE,
+    ) -> int:
+        return _measure(replace(asked, kinds=kinds), called)
+
+    return of_kinds if what == "collectives" else command
+
 
 HERE = Called()
-PROFILE, GEMM, ATTENTION, COLLECTIVES = Profile(), Gemm(), Attention(), Collectives()
-FSDP, OVERLAP, HEALTH = Fsdp(), Overlap(), Health()
+for number, (what, kind) in enumerate(KINDS.items()):
+    one = _command(what, kind)
+    measure.command(one, name=what, help=inspect.getdoc(kind), sort_key=number)
+    if what == "profile":
+        measure.default(one)
 
-
-def _kind(kind: type[Sweep]) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Register the command of a kind, with the help of its record."""
-    number = list(KINDS.values()).index(kind)
-    return app.command(name=list(KINDS)[number], help=inspect.getdoc(kind), sort_key=number)
-
-
-@app.default
-@_kind(Profile)
-def profile(
-    *, asked: Annotated[Profile, flags(Profile, "sustain")] = PROFILE, called: Called = HERE
-) -> int:
-    """Measure what prices rest on."""
-    return _measure(asked, called)
-
-
-@_kind(Gemm)
-def gemm(
-    *,
-    asked: Annotated[Gemm, flags(Gemm, "quick")] = GEMM,
-    report_dir_path: str | None = None,
-    called: Called = HERE,
-) -> int:
-    """Measure products.
-
-    Parameters
-    ----------
-    report_dir_path
-        Also write benchmark_gemm_<model>.csv and .json with Primus' columns into this folder.
-    """
-    if report_dir_path is not None and not (asked.model or asked.configs):
-        raise ValueError(
-            f"report_dir_path = {report_dir_path!r}: its files are of models; give --model or "
-            "--model-config-path"
-        )
-    return _measure(asked, called, report_dir_path=report_dir_path)
-
-
-@_kind(Attention)
-def attention(
-    *,
-    asked: Annotated[Attention, flags(Attention, "quick", "sustain")] = ATTENTION,
-    full: bool = False,
-    exact_flops: bool = False,
-    report_csv_path: str | None = None,
-    called: Called = HERE,
-) -> int:
-    """Measure attention.
-
-    Parameters
-    ----------
-    full
-        Not causal.
-    exact_flops
-        Count the pairs that the mask leaves, instead of half of all when causal.
-    report_csv_path
-        Also write a CSV with Primus' columns.
-    """
-    asked = replace(asked, causal=not full)
-    return _measure(asked, called, exact_flops=exact_flops, report_csv_path=report_csv_path)
-
-
-@_kind(Collectives)
-def collectives(
-    *kind: str,
-    asked: Annotated[Collectives, flags(Collectives, "quick", "sustain")] = COLLECTIVES,
-    as_measured: bool = False,
-    report_dir_path: str | None = None,
-    called: Called = HERE,
-) -> int:
-    """Measure collectives.
-
-    Parameters
-    ----------
-    kind
-        all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter,
-        send_recv (a ring shift); by default the usual five.
-    as_measured
-        Measure these sizes only, without more where a curve bends.
-    report_dir_path
-        Also write five CSVs with Primus' columns into this folder: allreduce_benchmark.csv, ...
-        Without --model of the models that Primus lists, at its lengths (128 tokens on CPUs).
-    """
-    asked = replace(asked, kinds=kind, follow=not as_measured)
-    if report_dir_path is not None and not asked.model:  # it measures what its models exchange
-        sizes = asked.microbatch_sizes or tuple(range(1, 9))
-        asked = replace(asked, primus_lists=True, microbatch_sizes=sizes)
-    return _measure(asked, called, report_dir_path=report_dir_path)
-
-
-@_kind(Fsdp)
-def fsdp(
-    *,
-    asked: Annotated[Fsdp, flags(Fsdp, "quick", "sustain")] = FSDP,
-    allgather_report_csv_path: str | None = None,
-    reducescatter_report_csv_path: str | None = None,
-    called: Called = HERE,
-) -> int:
-    """Measure FSDP2's messages.
-
-    Parameters
-    ----------
-    allgather_report_csv_path
-        Also write a CSV of all-gathers with Primus' columns.
-    reducescatter_report_csv_path
-        The same of reduce-scatters.
-    """
-    return _measure(
-        asked,
-        called,
-        allgather_report_csv_path=allgather_report_csv_path,
-        reducescatter_report_csv_path=reducescatter_report_csv_path,
-    )
-
-
-@_kind(Overlap)
-def overlap(
-    *,
-    asked: Annotated[Overlap, flags(Overlap, "quick", "sustain")] = OVERLAP,
-    called: Called = HERE,
-) -> int:
-    """Measure products beside collectives."""
-    return _measure(asked, called)
-
-
-@_kind(Health)
-def health(
-    *,
-    asked: Annotated[Health, flags(Health, "model", "sustain")] = HEALTH,
-    baseline: tuple[str, ...] = (),
-    called: Called = HERE,
-) -> int:
-    """Measure all devices and links at once.
-
-    Parameters
-    ----------
-    baseline
-        Run directories of earlier health runs to compare with; may be repeated.
-    """
-    return _measure(asked, called, baseline=baseline)
-
-
-app.command(
+measure.command(
     "meshwise.cli.ring:ring",
     name="ring",
     sort_key=7,
@@ -205,7 +118,7 @@ app.command(
 )
 
 
-@app.command(name="import", sort_key=8)
+@measure.command(name="import", sort_key=8)
 def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: Json = False) -> int:
     """Turn logs of nccl-tests, PARAM, NCCL and Primus into run directories. Exit code 4 if a
     result in them was wrong.
@@ -227,38 +140,48 @@ def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: J
     return SOME_FAILED if "error" in statuses else DONE
 
 
-def _measure(
-    asked: Sweep,
-    called: Called,
-    *,
-    baseline: tuple[str, ...] = (),
-    exact_flops: bool = False,
-    **reports: str | None,
-) -> int:
-    """Measure and print; ``reports``: the files with Primus' columns to write."""
+def _measure(asked: Sweep, called: Called) -> int:
+    """Measure, write the files asked for and print."""
     job.meet_at(called.master_addr, called.master_port)
-    asked = replace(asked, nproc=called.ranks)
-    paths = {name: path for name, path in reports.items() if path is not None}
+    asked, reports = _completed(asked, called), called.reports
     from meshwise.verbs import files
 
     if job.leads() and not asked.dry_run:
-        files.check_writable(paths.values())
+        files.check_writable(reports.values())
     found = meshwise.measure(asked)
     if isinstance(found, list):
         return _list(asked, found, called.json)
     if not job.leads():
         return DONE
     if isinstance(asked, Health):
-        return _judge(found, baseline, called.json)
+        return _judge(found, called.baseline, called.json)
     from meshwise import store
     from meshwise.verbs import reports as primus
 
     rows = []
-    if paths or isinstance(asked, Fsdp):
+    if reports or isinstance(asked, Fsdp):
         info, _, _ = store.load(found)
         rows = primus.derived(asked, info.cluster, info.world_size)
-        primus.write(asked.what, found, rows, **paths)
-    return _summarize(asked.what, found, called.json, exact_flops, rows)
+        primus.write(asked.what, found, rows, reports)
+    return _summarize(asked.what, found, called.json, called.exact_flops, rows)
+
+
+def _completed(asked: Sweep, called: Called) -> Sweep:
+    """The record with what ``Called`` says of it."""
+    asked, folder = replace(asked, nproc=called.ranks), called.report_dir_path
+    if isinstance(asked, Gemm) and folder is not None and not (asked.model or asked.configs):
+        raise ValueError(
+            f"report_dir_path = {folder!r}: its files are of models; give --model or "
+            "--model-config-path"
+        )
+    if isinstance(asked, Attention):
+        return replace(asked, causal=not called.full)
+    if isinstance(asked, Collectives):
+        asked = replace(asked, follow=not called.as_measured)
+        if folder is not None and not asked.model:  # it measures what its models exchange
+            sizes = asked.microbatch_sizes or tuple(range(1, 9))
+            asked = replace(asked, primus_lists=True, microbatch_sizes=sizes)
+    return asked
 
 
 def _list(asked: Sweep, cases: "list[tuple[Case, float]]", json: bool) -> int:

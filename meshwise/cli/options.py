@@ -15,7 +15,8 @@ Runs = Annotated[str, Parameter(help="Where run directories are.")]
 def flags(record: Any, *hidden: str, lists: bool = False) -> Parameter:
     """A flag for every field of the record but the ``hidden`` and those for Python alone; those of
     all verbs come last. ``lists``: values follow a flag without its being repeated."""
-    fields, shared = record.__dataclass_fields__.items(), vars(options.Started())
+    fields = record.__dataclass_fields__.items()
+    shared = vars(options.Started()) if issubclass(record, options.Started) else {}
     record.__dataclass_fields__ = dict(sorted(fields, key=lambda one: one[0] in shared))
     called = {name: rule.name for name, rule in options.rules(record).items()}
     none = "|".join([*hidden, *(name for name, flag in called.items() if not flag)])
@@ -46,12 +47,8 @@ class Size:
         """The number that was meant; ValueError when two were."""
         from meshwise.verbs import job
 
-        return job.num_ranks(
-            nproc=self.nproc,
-            gpus=self.gpus,
-            num_hosts=self.num_hosts,
-            num_devices_per_host=self.num_devices_per_host,
-        )
+        names = Size.__dataclass_fields__
+        return job.num_ranks(**{name: getattr(self, name) for name in names})
 
 
 ANY = Size()

@@ -81,7 +81,7 @@ def _forecast(what: Any, json: bool) -> int:
 
     found = forecast(what)
     config = msgspec.to_builtins(what.chosen)
-    emit(found, scaling.dry_run(config, [(one, one["reason"]) for one in found]), json)
+    emit(found, scaling.dry_run(config, found), json)
     return DONE
 
 

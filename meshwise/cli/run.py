@@ -13,7 +13,6 @@ from meshwise.options.run import Run, Suite
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
-    from meshwise.pages.table import Table
     from meshwise.verbs.suite import Listed
 
 USUAL = Suite()
@@ -88,24 +87,23 @@ def _benchmark(asked: Suite, size: Size, json: bool) -> int:
             output.say(line)
 
     _refuse_beside_suites(asked, size)
+    do: Any = suite.listed if asked.dry_run else suite.run_suite
     if asked.sweep is not None:
-        if asked.dry_run:
-            return _list_cases(suite.listed_sweep(asked.sweep, asked, say), json)
-        found = suite.run_sweep(asked.sweep, asked, say)
+        found = suite.swept(asked.sweep, asked, say, do)
     else:
         assert asked.suite is not None
-        if asked.dry_run:
-            listed = suite.listed(asked.suite, asked)
-            return _list_cases({_num_devices(listed): listed}, json)
-        found = suite.run_suite(asked.suite, asked, say)
+        found = {0: do(asked.suite, asked, say)}
+    if asked.dry_run:
+        return _list_cases([cases for cases in found.values() if cases], json)
+    results = [result for of_size in found.values() for result in of_size]
     if json:
-        emit(found, [], json)
-    return SOME_FAILED if {*FAILED} & {result.status for result in found} else DONE
+        emit(results, [], json)
+    return SOME_FAILED if {*FAILED} & {result.status for result in results} else DONE
 
 
 def _list_suites(json: bool) -> int:
     from meshwise import suites
-    from meshwise.pages.table import Table
+    from meshwise.pages.table import columns, listed
 
     found: list[dict[str, Any]] = [
         {"suite": name, "devices": _sizes_of(name), "lacks": suites.missing(name)}
@@ -116,19 +114,20 @@ def _list_suites(json: bool) -> int:
          "lacks": suites.missing(one.suite)}
         for one in suites.sweeps()
     ]  # fmt: skip
-    shown = [one | {"devices": ", ".join(map(str, one["devices"])) or "–"} for one in found]
-    of_suites, of_sweeps = (
-        tuple(tuple(map(str, one.values())) for one in rows) for rows in (shown, swept)
-    )
+    devices = {"devices": lambda one: ", ".join(map(str, one["devices"])) or None}
     tables = [
-        Table("Suites", ("suite", "devices", ""), of_suites, (_DEVICES_LEGEND,), left=3),
-        Table("Sweeps", ("sweep", "suite", "niter", ""), of_sweeps, left=4),
-    ]
+        listed(
+            "Suites",
+            found,
+            *columns(str, {"suite": "suite", **devices, "": "lacks"}),
+            legend=("devices: the numbers of devices that a suite has cases for.",),
+            left=3,
+        ),
+        listed("Sweeps", swept, *columns(str, "sweep suite niter"), *columns(str, {"": "lacks"}),
+               left=4),
+    ]  # fmt: skip
     emit({"suites": found, "sweeps": swept}, tables, json)
     return DONE
-
-
-_DEVICES_LEGEND = "devices: the numbers of devices that a suite has cases for."
 
 
 def _sizes_of(name: str) -> list[int]:
@@ -137,28 +136,22 @@ def _sizes_of(name: str) -> list[int]:
     return [] if suites.kind(name) == "unet" else list(suites.device_counts(name))
 
 
-def _num_devices(found: "list[Listed]") -> int:
-    return next(plan.layout.num_devices for _, plan, _ in found if plan is not None)
+def _list_cases(found: "list[list[Listed]]", json: bool) -> int:
+    """``found``: the cases of each number of devices; one of them at least has a plan."""
+    from meshwise.pages.table import columns, listed
 
-
-def _list_cases(found: "dict[int, list[Listed]]", json: bool) -> int:
-    """``found``: cases by the number of devices."""
-    document = [
-        {"devices": size, "case": str(case), "plan": plan, "note": note}
-        for size, cases in found.items()
-        for case, plan, note in cases
-    ]
-    emit(document, [_table_of(size, cases) for size, cases in found.items()], json)
+    document, tables = [], []
+    for cases in found:
+        size = next(plan.layout.num_devices for _, plan, _ in cases if plan is not None)
+        document += [
+            {"devices": size, "case": str(case), "plan": plan, "note": note}
+            for case, plan, note in cases
+        ]
+        ends = "" if len(cases) == 1 else "s", "" if size == 1 else "s"
+        title = f"{len(cases)} case{ends[0]} on {size} device{ends[1]}; nothing was run"
+        plans = {"model": lambda row: row[1] and row[1].model.name,
+                 "layout": lambda row: row[1] and row[1].layout.name}  # fmt: skip
+        note = ("changed, or refused", lambda row: row[2] or "as it is")
+        tables.append(listed(title, cases, *columns(str, plans), note, left=3))
+    emit(document, tables, json)
     return DONE
-
-
-def _table_of(size: int, cases: "list[Listed]") -> "Table":
-    from meshwise.pages.table import Table
-
-    rows = tuple(
-        (plan.model.name if plan else "–", plan.layout.name if plan else "–", note or "as it is")
-        for _, plan, note in cases
-    )
-    ends = "" if len(cases) == 1 else "s", "" if size == 1 else "s"
-    title = f"{len(cases)} case{ends[0]} on {size} device{ends[1]}; nothing was run"
-    return Table(title, ("model", "layout", "changed, or refused"), rows, left=3)

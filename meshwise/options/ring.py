@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from meshwise.options import PYTHON, File, Flag, Options, Started
+from meshwise.options import PYTHON, File, Flag, Options, Range, Started
 
 Offsets = Literal["mod", "block", "group"]
 Heads = Literal["query", "kv"]
@@ -88,7 +88,7 @@ class Pattern(Options):
     "Of each branch, as 2048,4096,8192."
     dilation_rates: tuple[int, ...] = ()
     "Of each branch, as 1,2,4."
-    seq_len: int = 65536
+    seq_len: Annotated[int, Range(1, 2**24)] = 65536  # each is looked at, for each rank and head
     "Tokens in all."
     heads: int = 12
     "Of queries."
@@ -113,7 +113,7 @@ class Pattern(Options):
     "Of dense causal attention: keys a query sees at most."
     zigzag: bool = False
     "Of dense attention: rank r holds chunks r and 2n-1-r of 2n."
-    ranks: int = 8
+    ranks: Annotated[int, Range(1, 1024)] = 8
     "That share the sequence."
     figure: File | None = None
     "Draw who attends whom into this SVG file."

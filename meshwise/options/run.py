@@ -113,14 +113,9 @@ class Course(Options):
 
     def counts(self, device_kind: str) -> Counts:
         """The numbers, the usual ones where none was given."""
-        steps, warmup = USUAL_STEPS[device_kind]
-        usual = Counts(steps, warmup, USUAL_IN_FLIGHT, USUAL_TOKENS)
-        return Counts(*(
-            usual_number if given is None else given
-            for given, usual_number in zip(
-                (self.steps, self.warmup, self.in_flight, self.new_tokens), usual, strict=True
-            )
-        ))  # fmt: skip
+        given = (self.steps, self.warmup, self.in_flight, self.new_tokens)
+        usual = (*USUAL_STEPS[device_kind], USUAL_IN_FLIGHT, USUAL_TOKENS)
+        return Counts(*(b if a is None else a for a, b in zip(given, usual, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)

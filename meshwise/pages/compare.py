@@ -38,7 +38,7 @@ class Compared(Record, kw_only=True):
 
 class Comparison(Record, kw_only=True):
     """``missing`` counts cases that one side alone finished; ``failed`` are ids of the cases that
-    ``fail_if`` caught; ``again`` are commands that run both once more with more steps."""
+    ``fail_if`` caught."""
 
     a: str
     b: str
@@ -47,7 +47,6 @@ class Comparison(Record, kw_only=True):
     missing: int
     fail_if: str | None = None
     failed: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()
 
 
 class Gate(NamedTuple):
@@ -76,13 +75,12 @@ def compare(
     fail_if: str | None = None,
     force: bool = False,
     layouts: bool = True,
-    again: tuple[str, ...] = (),
 ) -> Comparison:
     """Compare two named sets of samples, case by case.
 
     Nothing in common, other timing methods or other regimes are a ValueError; ``force`` compares
     across methods and regimes, ``layouts`` (where both are of one cluster) steps of two layouts.
-    A gate also catches what a finished and b failed. ``again``: how to run both once more.
+    A gate also catches what a finished and b failed.
     """
     gate = None if fail_if is None else parse_gate(fail_if)
     every = [{_key(s, force): s for s in side} for _, side in (a, b)]
@@ -111,7 +109,6 @@ def compare(
         failed=()
         if gate is None
         else (*(c.case.id for c in cases if gate.catches(c)), *(s.case_id for s in broken)),
-        again=again,
     )
 
 
@@ -197,8 +194,9 @@ def table(comparison: Comparison) -> Table:
             "single ones; no 95 %."
         )
     if any(c.verdict == "unclear" and isinstance(c.case.op, Step) for c in comparison.cases):
-        legend.append("For more times run both again with more steps.")
-        legend += comparison.again
+        legend.append(
+            "For more times run both again with more steps; their commands are in run.json."
+        )
     if comparison.missing:
         legend.append(f"{comparison.missing} cases were finished on one side only.")
     if comparison.fail_if:

@@ -6,20 +6,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from meshwise import schedule, timeline
-from meshwise.pages import svg
+from meshwise.pages import charts, svg
+from meshwise.pages.charts import Line
 from meshwise.pages.steps import Outcome, StepResult
 from meshwise.prices import curve_s, name_of, shape_op
-from meshwise.spec import (
-    Block,
-    Collective,
-    Convolution,
-    Costs,
-    Curve,
-    Elementwise,
-    Gemm,
-    Part,
-    Plan,
-)
+from meshwise.spec import Collective, Convolution, Costs, Curve, Elementwise, Gemm, Part, Plan
 from meshwise.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -173,60 +164,42 @@ def pipeline(plan: Plan | None) -> svg.Figure | None:
 
 def collectives(costs: Costs) -> list[svg.Figure]:
     """Bandwidth over size, one figure a kind, one colour a group."""
-    kinds: dict[str, list[_Rates]] = {}
+    kinds: dict[str, list[Curve]] = {}
     for curve in costs.curves:
         if isinstance(curve.like, Collective):
-            kind, name = curve.like.kind, name_of(curve, costs.cluster)
-            group = _Rates(name.removeprefix(f"{kind} "), curve, curve.like.bus_factor)
-            kinds.setdefault(kind, []).append(group)
+            kinds.setdefault(curve.like.kind, []).append(curve)
     return [
-        _curves(f"{kind}: busbw (solid, as fitted), algbw (dotted), points as measured.", kind, of)
-        for kind, of in kinds.items()
+        charts.curves(
+            f"{kind}: busbw (solid, as fitted), algbw (dotted), points as measured.",
+            [line for index, curve in enumerate(of_kind) for line in _rates(costs, curve, index)],
+            "B/s",
+            title=kind,
+        )
+        for kind, of_kind in kinds.items()
     ]
 
 
 def memory_bound(costs: Costs) -> svg.Figure | None:
     """Bytes per second of copies and other memory-bound work, over bytes read and written."""
-    curves = [
-        _Rates(name_of(curve, costs.cluster), curve)
-        for curve in costs.curves
-        if isinstance(curve.like, Elementwise)
-    ]
+    found = [curve for curve in costs.curves if isinstance(curve.like, Elementwise)]
+    lines = [line for index, curve in enumerate(found) for line in _rates(costs, curve, index)]
     caption = "Memory-bound work: bytes a second, as fitted and as measured."
-    return _curves(caption, "memory", curves, "bytes read and written") if curves else None
+    labels = {"title": "memory", "xlabel": "bytes read and written"}
+    return charts.curves(caption, lines, "B/s", **labels) if lines else None
 
 
-class _Rates(NamedTuple):
-    """A fitted curve as a line; ``bus_factor`` of a collective."""
-
-    name: str
-    curve: Curve
-    bus_factor: float | None = None
-
-
-def _curves(caption: str, title: str, found: Sequence[_Rates], x_name: str = "size") -> svg.Figure:
-    """Points as measured, solid lines as fitted; of collectives algbw too, dotted."""
-
-    def paint(axes: "Axes") -> None:
-        ends: list[float] = []
-        for index, (name, curve, bus_factor) in enumerate(found):
-            x, t = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
-            fine = np.geomspace(x[0], x[-1], 60)
-            fitted = np.asarray([curve_s(curve, at) for at in fine])
-            factor, colour = bus_factor or 1.0, svg.colour(index)
-            axes.plot(x, factor * x / t, "o", color=colour)
-            axes.plot(fine, factor * fine / fitted, color=colour, label=name)
-            ends += [*(factor * x / t)]
-            if bus_factor is not None:
-                axes.plot(fine, fine / fitted, color=colour, linestyle=":", linewidth=1)
-                ends += [*(x / t)]
-        axes.set(xscale="log", yscale="log", xlabel=x_name, title=title)
-        sizes = [x for one in found for x in one.curve.x_bytes]
-        svg.byte_ticks(axes.xaxis, min(sizes), max(sizes))
-        svg.rate_ticks(axes.yaxis, min(ends), max(ends), "B/s")
-        axes.legend(loc="lower right")
-
-    return svg.draw(caption, paint)
+def _rates(costs: Costs, curve: Curve, index: int) -> list[Line]:
+    """Points as measured, a line as fitted; of a collective busbw and, dotted, algbw."""
+    like, colour, name = curve.like, svg.colour(index), name_of(curve, costs.cluster)
+    x, times_s = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
+    fine = np.geomspace(x[0], x[-1], 60)
+    fitted = fine / np.asarray([curve_s(curve, at) for at in fine])
+    factor = like.bus_factor if isinstance(like, Collective) else 1.0
+    lines = [Line("", list(x), list(factor * x / times_s), colour, "o")]
+    if isinstance(like, Collective):
+        name = name.removeprefix(f"{like.kind} ")
+        lines.append(Line("", list(fine), list(fitted), colour, ":"))
+    return [*lines, Line(name, list(fine), list(factor * fitted), colour)]
 
 
 def rates(costs: Costs) -> svg.Figure | None:
@@ -242,63 +215,9 @@ def rates(costs: Costs) -> svg.Figure | None:
             series.setdefault(name, []).append((op.flops / op.bytes, op.flops / time_s))
     if not series:
         return None
-    everything = [point for points in series.values() for point in points]
-    bandwidth = max(surface.bytes_per_s for surface in costs.surfaces)
-    peak = costs.cluster.device.peak_flops.get(costs.dtype)
-
-    def paint(axes: "Axes") -> None:
-        for index, (name, points) in enumerate(series.items()):
-            x, y = zip(*points, strict=True)
-            axes.plot(x, y, "o", color=svg.colour(index), label=name, alpha=0.75)
-        x_low, x_high = min(x for x, _ in everything), max(x for x, _ in everything)
-        top = max(max(y for _, y in everything), peak or 0.0)
-        roof = np.geomspace(x_low, x_high, 100)
-        ceiling = np.minimum(roof * bandwidth, top)
-        label = "copy rate, then " + ("datasheet peak" if peak == top else "best measured")
-        axes.plot(roof, ceiling, color=svg.MUTED, linestyle=(0, (4, 3)), linewidth=1, label=label)
-        axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", title="products")
-        low = min(min(y for _, y in everything), float(ceiling[0]))
-        svg.rate_ticks(axes.xaxis, x_low, x_high, "")
-        svg.rate_ticks(axes.yaxis, low, top, "FLOP/s")
-        axes.legend(loc="lower right")
-
-    return svg.draw("Matrix products and attention as measured, under their roofline.", paint)
-
-
-def factors(costs: Costs) -> svg.Figure | None:
-    """Measured over composed time of every kind of block, over its activation's elements."""
-    if not costs.factors:
-        return None
-    kinds = list(dict.fromkeys(_kind(factor.like) for factor in costs.factors))
-    degrees = list(dict.fromkeys(_degree(factor.like) for factor in costs.factors))
-
-    def paint(axes: "Axes") -> None:
-        axes.axhline(1, color=svg.MUTED, linestyle=(0, (4, 3)), linewidth=1)
-        for factor in costs.factors:
-            axes.plot(
-                factor.activation_elements, factor.ratio, linewidth=1, markersize=6,
-                marker="os^DvPX*"[degrees.index(_degree(factor.like)) % 8],
-                color=svg.colour(kinds.index(_kind(factor.like))),
-                label=name_of(factor, costs.cluster),
-            )  # fmt: skip
-        elements = [x for factor in costs.factors for x in factor.activation_elements]
-        axes.set(xscale="log", title="blocks", xlabel="microbatch x seq x hidden")
-        axes.set_ylabel("measured / composed")
-        svg.rate_ticks(axes.xaxis, min(elements), max(elements), "")
-        axes.set_ylim(bottom=0)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05))
-
-    return svg.draw(
-        "Blocks: measured time over the sum of their operations' prices.",
-        paint,
-        width=8.8,
-        height=max(3.2, 0.6 + 0.19 * len(costs.factors)),
-    )
-
-
-def _kind(block: Block) -> tuple[object, ...]:
-    return type(block.model), block.part, block.direction
-
-
-def _degree(block: Block) -> tuple[int, bool]:
-    return block.tp, block.sequence_parallel
+    best = max(rate for points in series.values() for _, rate in points)
+    peak = costs.cluster.device.peak_flops.get(costs.dtype) or 0.0
+    name = "copy rate, then " + ("datasheet peak" if peak >= best else "best measured")
+    caption = "Matrix products and attention as measured, under their roofline; ringed: the best."
+    bytes_per_s = max(surface.bytes_per_s for surface in costs.surfaces)
+    return charts.roofline(caption, series, {name: max(best, peak)}, bytes_per_s)

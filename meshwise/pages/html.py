@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwise.pages import collectives, figures, operators, samples, show, steps, tables
+from meshwise.pages import collectives, figures, operators, samples, show, steps, svg, tables
 from meshwise.pages.steps import StepResult
-from meshwise.pages.svg import Figure
 from meshwise.pages.table import Table, interval, percent
 from meshwise.spec import Costs, Plan, RunInfo, Sample
 from meshwise.text import plain
@@ -33,12 +32,12 @@ class Section(NamedTuple):
 
     title: str
     sentences: tuple[str, ...] = ()
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[svg.Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     folded: tuple[Table, ...] = ()
 
 
-def _drawn(*figures: Figure | None) -> tuple[Figure, ...]:
+def _drawn(*figures: svg.Figure | None) -> tuple[svg.Figure, ...]:
     """The figures that there are."""
     return tuple(figure for figure in figures if figure is not None)
 
@@ -81,7 +80,12 @@ def render(
         lstrip_blocks=True,
     )
     found = environment.get_template("report.html.j2").render(
-        title=title, subtitle=subtitle, headlines=headlines, sections=sections, legend=legend
+        title=title,
+        subtitle=subtitle,
+        headlines=headlines,
+        sections=sections,
+        legend=legend,
+        colours=svg.SHEET,
     )
     return plain(found, keep="\n")
 
@@ -126,49 +130,36 @@ def _subtitle(contents: Contents) -> str:
 
 
 def _headlines(contents: Contents) -> list[Headline]:
-    plan = contents.plan
-    if plan is None and len(contents.results) == 1:
-        plan = contents.results[0].plan
+    """Name the plan, and of its last run, or of the only run, what was measured."""
+    runs = contents.results
+    plan = contents.plan or (runs[0].plan if len(runs) == 1 else None)
     if plan is None:
         return []
-    prediction = plan.prediction
-    if prediction is None:
-        return [Headline("layout", plan.layout.name, "given, not priced"), *_alone(contents)]
-    shown = [
-        Headline("best layout", plan.layout.name, f"of {plan.num_considered} considered"),
-        Headline(
-            "predicted step",
-            format_seconds(prediction.step_time_s),
-            interval(prediction.low_s, prediction.high_s),
-        ),
-    ]
-    mine = [r for r in contents.results if r.plan.layout == plan.layout and r.time is not None]
-    result = mine[-1] if mine else None
-    if result is None or result.time is None:
-        memory = format_bytes(prediction.peak_memory_bytes)
-        return [*shown, Headline("predicted memory", memory, "peak of one device")]
-    error = percent(result.time.error, sign=True)
-    shown.append(Headline("measured step", format_seconds(result.time.measured), f"error {error}"))
-    if result.memory is not None:
-        error = percent(result.memory.error, sign=True)
-        measured = format_bytes(result.memory.measured)
-        shown.append(Headline("measured memory", measured, f"error {error}"))
+    told, layout = plan.prediction, plan.layout
+    mine = runs if told is None else [run for run in runs if run.plan.layout == layout]
+    result = mine[-1] if mine and (told or len(runs) == 1) else None
+    shown = [Headline("layout", layout.name, "given, not priced")]
+    if told is not None:
+        step = format_seconds(told.step_time_s)
+        shown = [
+            Headline("best layout", layout.name, f"of {plan.num_considered} considered"),
+            Headline("predicted step", step, interval(told.low_s, told.high_s)),
+        ]
+        if result is None or result.time is None:
+            memory = format_bytes(told.peak_memory_bytes)
+            shown.append(Headline("predicted memory", memory, "peak of one device"))
+    if result is not None and result.time is not None:
+        one = {"train": "measured step", "infer": "latency of a batch", "decode": "time of a token"}
+        spread = steps.spread(result) if told is None else _error(result.time)
+        shown.append(Headline(one[result.mode], format_seconds(result.time.measured), spread))
+        if result.memory is not None:
+            note = "peak of one device" if told is None else _error(result.memory)
+            shown.append(Headline("measured memory", format_bytes(result.memory.measured), note))
     return shown
 
 
-def _alone(contents: Contents) -> list[Headline]:
-    """The headlines of a run that was not priced, if there is one alone."""
-    result = contents.results[0] if len(contents.results) == 1 else None
-    if result is None or result.time is None:
-        return []
-    assert result.measured_low_s is not None and result.measured_high_s is not None
-    spread = interval(result.measured_low_s, result.measured_high_s)
-    one = {"train": "measured step", "infer": "latency of a batch", "decode": "time of a token"}
-    shown = [Headline(one[result.mode], format_seconds(result.time.measured), spread)]
-    if result.memory is not None:
-        memory = format_bytes(result.memory.measured)
-        shown.append(Headline("measured memory", memory, "peak of one device"))
-    return shown
+def _error(outcome: steps.Outcome) -> str:
+    return f"error {percent(outcome.error, sign=True)}"
 
 
 def _story(contents: Contents) -> list[Section]:
@@ -211,7 +202,7 @@ def _prices(contents: Contents) -> Section:
     if contents.costs is None:
         return Section(title, ("There are no prices; `meshwise calibrate` makes them.",))
     costs = contents.costs
-    single = _drawn(figures.rates(costs), figures.memory_bound(costs), figures.factors(costs))
+    single = _drawn(figures.rates(costs), figures.memory_bound(costs))
     return Section(
         title,
         (f"Measured in {', '.join(costs.runs)}: {costs.dtype}, {costs.lowering}.",),

@@ -4,26 +4,18 @@ Names are fit for files (``collectives-all_reduce-4-busbw``). What was not measu
 Times are medians over iterations of the largest over ranks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
-import numpy as np
-
-from meshwise.pages import collectives, compute, svg
+from meshwise.pages import charts, collectives, compute, svg
+from meshwise.pages.charts import Line
 from meshwise.pages.collectives import Series
 from meshwise.pages.spread import Reading, readings
 from meshwise.pages.table import flops
 from meshwise.spec import DTYPE_BYTES, Cluster, Convolution, Gemm, Overlap, RunInfo, Sample
 from meshwise.spec.label import label, number_format, shape, variant
-from meshwise.spec.op import Dtype
 from meshwise.units import format_bytes, format_count, format_seconds
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 Named = tuple[str, svg.Figure]
-
-_MOST_GROUPS = 12  # of bars, in one figure
 
 
 def figures(
@@ -58,15 +50,19 @@ def _collectives(
     for kind, group in dict.fromkeys((one.op.kind, one.group) for one in found):
         ours = [one for one in found if (one.op.kind, one.group) == (kind, group)]
         theirs = [one for one in others if _where(one) == _where(ours[0])]
-        curves = [_curve(one.mode, one, "o-", 4) for one in ours]
-        curves += [_curve(f"{reference_name}, {one.mode}", one, "x", 7) for one in theirs]
-        curves = [curve for curve in curves if len(curve.sizes) > 1]
-        if not curves or kind == "send":
+        looks = [(one.mode, one, "o-", 4) for one in ours]
+        looks += [(f"{reference_name}, {one.mode}", one, "x", 7) for one in theirs]
+        looks = [look for look in looks if len(_sized(look[1])) > 1]
+        if not looks or kind == "send":
             continue
         place = group.replace(" ", "_").replace(",", "")
-        for quantity in ("time", "busbw"):
+        for quantity, unit in (("time", "s"), ("busbw", "B/s")):
+            lines = [
+                Line(name, *_points(one, quantity), svg.colour(index), look, size)
+                for index, (name, one, look, size) in enumerate(looks)
+            ]
             caption = f"{kind}, {group}: {quantity} over size."
-            drawn = svg.draw(caption, _lines(curves, quantity))
+            drawn = charts.curves(caption, lines, unit, ylabel=quantity)
             yield f"collectives-{kind}-{place}-{quantity}", drawn
 
 
@@ -75,110 +71,41 @@ def _where(one: Series) -> tuple[object, ...]:
     return one.op.kind, one.op.group_size, one.op.group_stride, one.op.ranks
 
 
-class _Curve(NamedTuple):
-    """Median times and bus bandwidths over sizes, and how they are drawn."""
-
-    name: str
-    look: str
-    marker: int
-    sizes: list[int]
-    time: list[float]
-    busbw: list[float]
+def _sized(one: Series) -> list[Reading]:
+    """The readings with a place on the axis, which messages of no bytes have not."""
+    return [each for each in one.readings if each.op.size_bytes]
 
 
-def _curve(name: str, one: Series, look: str, marker: int) -> _Curve:
-    """Read a series; messages of no bytes have no place on the axis."""
-    known = [(each.op.size_bytes, each.op.bus_factor, each.median_s) for each in one.readings]
-    known = [point for point in known if point[0]]
-    times_s = [time_s for _, _, time_s in known]
-    rates = [size * factor / time_s for size, factor, time_s in known]
-    return _Curve(name, look, marker, [size for size, _, _ in known], times_s, rates)
-
-
-def _lines(curves: Sequence[_Curve], quantity: str) -> Callable[["Axes"], None]:
-    def paint(axes: "Axes") -> None:
-        everything: list[float] = []
-        for index, one in enumerate(curves):
-            y = one.time if quantity == "time" else one.busbw
-            look: Any = {"label": one.name, "color": svg.colour(index), "markersize": one.marker}
-            axes.plot(one.sizes, y, one.look, **look)
-            everything += y
-        axes.set(xscale="log", yscale="log", xlabel="size", ylabel=quantity)
-        svg.byte_ticks(axes.xaxis, *_ends(size for one in curves for size in one.sizes))
-        low, high = _widened(*_ends(everything))
-        if quantity == "busbw":
-            svg.rate_ticks(axes.yaxis, low, high, "B/s")
-        else:
-            low, high = low / 1.5, high * 1.5
-            inside = [value for value in svg.decades(low, high) if low <= value <= high]
-            axes.set_yticks(inside, labels=list(map(format_seconds, inside)))
-            axes.set_ylim(low, high)
-        axes.legend(loc="upper left" if quantity == "time" else "lower right")
-
-    return paint
-
-
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """Widen a range to a factor of 4 or more, so that two of the ticks 1, 2, 5 fit."""
-    factor = max(1.0, (4 * low / high) ** 0.5)
-    return low / factor, high * factor
+def _points(one: Series, quantity: str) -> tuple[list[float], list[float]]:
+    """Sizes, and the median times or bus bandwidths."""
+    found = _sized(one)
+    sizes, times_s = [each.op.size_bytes for each in found], [each.median_s for each in found]
+    if quantity == "time":
+        return sizes, times_s
+    return sizes, [each.op.size_bytes * each.op.bus_factor / each.median_s for each in found]
 
 
 def _products(
     samples: Sequence[Sample], cluster: Cluster, kind: type[compute.Product]
 ) -> Iterable[Named]:
     """FLOP/s over FLOPs a byte, a series for each dtype and mode, under the datasheet's roofs."""
-    found = readings(samples, kind)
+    found, known = readings(samples, kind), cluster.device.peak_flops
     if not found:
         return
-    known = cluster.device.peak_flops
-    roofs = {one.op.dtype: known[one.op.dtype] for one in found if one.op.dtype in known}
-    dashed = " Dashed: datasheet." if roofs else ""
-    caption = f"{compute.WORDS[kind][0]}: rate over arithmetic intensity; ringed: the best.{dashed}"
-    paint = _roofline(found, roofs, cluster.device.peak_memory_bytes_per_s)
-    yield kind.__name__.lower(), svg.draw(caption, paint, width=8.8)
-
-
-def _roofline(
-    found: Sequence[Reading], roofs: dict[Dtype, float], bandwidth: float | None
-) -> Callable[["Axes"], None]:
-    series: dict[str, list[Reading]] = {}
+    by_name: dict[str, list[Reading]] = {}
     for one in found:
-        name = f"{number_format(one.op)}, {compute.mode(one.case)}"
-        series.setdefault(name, []).append(one)
-    x_low, x_high = _widened(*_ends(map(_intensity, found)))
-    y_low, y_high = _widened(*_ends([*(one.flops_per_s for one in found), *roofs.values()]))
-
-    def paint(axes: "Axes") -> None:
-        for index, (name, same) in enumerate(series.items()):
-            best = max(same, key=lambda one: one.flops_per_s)
-            rates, text = [one.flops_per_s for one in same], f"{shape(best.op)} {variant(best.op)}"
-            look: Any = {"color": svg.colour(index)}
-            axes.plot(list(map(_intensity, same)), rates, "o", label=f"{name}\nbest {text}", **look)
-            ring: Any = {"markersize": 9, "fillstyle": "none", **look}
-            axes.plot(_intensity(best), best.flops_per_s, "o", **ring)
-        wide = np.geomspace(x_low / 1.5, x_high * 1.5, 100)
-        for dtype, peak in roofs.items():
-            roof = np.minimum(wide * bandwidth, peak) if bandwidth else np.full(100, peak)
-            axes.plot(wide, roof, **svg.DASHED)
-            name, at = f"{dtype} {flops(peak)}", (wide[-1], peak)
-            axes.annotate(name, at, ha="right", va="bottom", color=svg.MUTED, fontsize=8)
-        axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte")
-        svg.rate_ticks(axes.xaxis, x_low, x_high, "")
-        svg.rate_ticks(axes.yaxis, y_low, y_high, "FLOP/s")
-        axes.set(xlim=(x_low / 1.5, x_high * 1.5), ylim=(y_low / 1.5, y_high * 1.6))
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-
-    return paint
-
-
-def _intensity(one: Reading) -> float:
-    return float(one.op.flops / one.op.bytes)
-
-
-def _ends(values: Iterable[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return ordered[0], ordered[-1]
+        by_name.setdefault(f"{number_format(one.op)}, {compute.mode(one.case)}", []).append(one)
+    series = {}
+    for name, same in by_name.items():
+        best = max(same, key=lambda one: one.flops_per_s)
+        told = f"{name}\nbest {shape(best.op)} {variant(best.op)}"
+        series[told] = [(float(one.op.flops / one.op.bytes), one.flops_per_s) for one in same]
+    dtypes = dict.fromkeys(one.op.dtype for one in found if one.op.dtype in known)
+    roofs = {f"{dtype} {flops(known[dtype])}": known[dtype] for dtype in dtypes}
+    caption = f"{compute.WORDS[kind][0]}: rate over arithmetic intensity; ringed: the best."
+    caption += " Dashed: datasheet." if roofs else ""
+    bytes_per_s = cluster.device.peak_memory_bytes_per_s
+    yield kind.__name__.lower(), charts.roofline(caption, series, roofs, bytes_per_s)
 
 
 def _attention(samples: Sequence[Sample], exact: bool) -> Iterable[Named]:
@@ -194,7 +121,7 @@ def _attention(samples: Sequence[Sample], exact: bool) -> Iterable[Named]:
                         of_shape = rates.setdefault(shape(one.op), {})
                         of_shape[backend or compute.DEFAULT] = rate
             if rates:
-                bars = _bars(f"Attention {direction}, {mode}", rates, flops)
+                bars = charts.bars(f"Attention {direction}, {mode}", rates, flops)
                 yield f"attention-{direction}-{mode.replace(', ', '-')}", bars
 
 
@@ -208,7 +135,7 @@ def _overlap(samples: Sequence[Sample]) -> Iterable[Named]:
         rates[name] = {side: ratio for side, ratio in sides.items() if ratio is not None}
     if rates:
         what = "Slowdown of compute and collective beside each other"
-        yield "overlap", _bars(what, rates, "{:.2f} x".format, mark=1.0)
+        yield "overlap", charts.bars(what, rates, "{:.2f} x".format, mark=1.0)
 
 
 def _fsdp(found: Sequence[Series]) -> Iterable[Named]:
@@ -225,42 +152,10 @@ def _fsdp(found: Sequence[Series]) -> Iterable[Named]:
         for (group, mode, elements), of_unit in sorted(units.items(), key=lambda unit: unit[0])
     }
     if times_s:
-        yield "fsdp", _bars("FSDP units: time to gather and to reduce", times_s, format_seconds)
-
-
-def _bars(
-    what: str,
-    values: dict[str, dict[str, float]],
-    show: Callable[[float], str],
-    mark: float | None = None,
-) -> svg.Figure:
-    """``values[group][series]`` as horizontal bars, their values written behind them."""
-    shown = dict(list(values.items())[:_MOST_GROUPS])
-    names = list(dict.fromkeys(name for group in shown.values() for name in group))
-    thick = 0.8 / len(names)
-    top = max(value for group in shown.values() for value in group.values())
-
-    def paint(axes: "Axes") -> None:
-        for index, name in enumerate(names):
-            rows = [row for row, group in enumerate(shown.values()) if name in group]
-            x = [group[name] for group in shown.values() if name in group]
-            y = [row + thick * (index - (len(names) - 1) / 2) for row in rows]
-            axes.barh(y, x, height=0.9 * thick, color=svg.colour(index), label=name)
-            for at, value in zip(y, x, strict=True):
-                axes.annotate(f" {show(value)}", (value, at), va="center", fontsize=7)
-        if mark is not None:
-            axes.axvline(mark, **svg.DASHED)
-        axes.set_yticks(range(len(shown)), list(shown))
-        axes.set(xlim=(0, 1.18 * top), ylim=(len(shown) - 0.5, -0.5))
-        axes.set_xticks([])
-        axes.spines["bottom"].set_visible(False)
-        axes.grid(visible=False)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-
-    left_out = len(values) - len(shown)
-    note = f"; the first {len(shown)} of {len(values)} in the table" if left_out else ""
-    height = 0.5 + len(shown) * (0.15 + 0.17 * len(names))
-    return svg.draw(f"{what}{note}.", paint, width=8.8, height=max(height, 1.2))
+        yield (
+            "fsdp",
+            charts.bars("FSDP units: time to gather and to reduce", times_s, format_seconds),
+        )
 
 
 def _pairs(found: Sequence[Series]) -> Iterable[Named]:
@@ -269,28 +164,4 @@ def _pairs(found: Sequence[Series]) -> Iterable[Named]:
         name = f"pairs-{format_bytes(size_bytes).replace(' ', '_')}-{mode.replace(', ', '-')}"
         what = f"Sends of {format_bytes(size_bytes)}, {mode}"
         caption = f"{what}: GB/s from the row's rank to the column's."
-        ranks = sorted({rank for pair in rates for rank in pair})
-        side = 1.2 + 0.42 * len(ranks)
-        yield name, svg.draw(caption, _cells(rates, ranks), width=max(side, 4.4), height=side)
-
-
-def _cells(rates: dict[tuple[int, int], float], ranks: Sequence[int]) -> Callable[["Axes"], None]:
-    def paint(axes: "Axes") -> None:
-        best = max(rates.values())
-        for (first, last), rate in rates.items():
-            x, y = ranks.index(last), ranks.index(first)
-            look: Any = {
-                "facecolor": svg.colour(0),
-                "alpha": 0.1 + 0.6 * rate / best,
-                "linewidth": 0,
-            }
-            axes.broken_barh([(x - 0.48, 0.96)], (y - 0.48, 0.96), **look)
-            axes.annotate(f"{rate / 1e9:.0f}", (x, y), ha="center", va="center", fontsize=8)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_ticks(range(len(ranks)), labels=list(map(str, ranks)))
-        axes.set(xlabel="to", ylabel="from")
-        axes.invert_yaxis()
-        axes.set_aspect("equal")
-        axes.grid(visible=False)
-
-    return paint
+        yield name, charts.matrix(caption, rates, lambda rate: f"{rate / 1e9:.0f}")

@@ -7,23 +7,25 @@ heads (its root, so that sparse branches show), in the tokens the number of bran
 of ranks, whose numbers stand below.
 """
 
-import html
-import math
+import functools
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwise.attention.cover import Cover, cuts
-from meshwise.attention.pattern import branches
+from meshwise.attention.pattern import Branch, branches
 from meshwise.attention.reach import classes
 from meshwise.attention.shards import Shards, contiguous
 from meshwise.pages import svg
-from meshwise.pages.table import ABSENT, Table, filled, share, size
+from meshwise.pages.table import ABSENT, Column, Table, columns, filled, listed, share, size
 from meshwise.spec.long_attention import LongAttention
 from meshwise.units import format_rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MOST_RANKS = 16  # of the table of ranks
 FLOPS = "FLOPs: two products of every attended pair with its multiplicity, a multiply-add is 2."
@@ -40,10 +42,6 @@ MOST_BLOCKS = 64
 MOST_TOKENS = 48
 MOST_HEADS = 3
 MOST_DRAWN_RANKS = 32  # whose borders are drawn
-
-_SIDE, _GAP, _TOP, _LEFT = 250, 34, 34, 34
-_NARROWEST = 440  # has room for a sentence
-_LEVELS = 6  # of strength
 
 
 def of(found: Cover) -> list[Table]:
@@ -189,52 +187,56 @@ def _named(indices: list[str]) -> str:
 
 def _branches(found: Cover) -> Table:
     alone = len(found.lengths) == 1
-    rows = []
-    for index, branch in enumerate(found.branches):
-        cells = [
-            str(index),
-            f"{branch.segment_length:,}",
-            str(branch.dilation_rate),
-            share(branch.pairs / found.pairs if found.pairs else 0.0),
-        ]
-        if not alone:
-            sizes = (branch.gather_bytes, branch.heads_bytes, branch.world_bytes)
-            moved = [ABSENT if branch.local else size(max(each)) for each in sizes]
-            cells += ["local" if branch.local else str(branch.ranks), *moved]
-        rows.append(tuple(cells))
-    columns = ("branch", "segment", "rate", "of the pairs")
-    more = ("ranks a segment", "gather", "heads", "world")
-    legend = () if alone else (BYTES,)
-    return Table("Branches", columns if alone else columns + more, tuple(rows), legend)
+    moved: tuple[Column, ...] = (
+        ("ranks a segment", lambda row: "local" if row[1].local else str(row[1].ranks)),
+        *columns(size, {"gather": lambda row: _most(row[1].local, row[1].gather_bytes)}),
+        *columns(size, {"heads": lambda row: _most(row[1].local, row[1].heads_bytes)}),
+        *columns(size, {"world": lambda row: _most(row[1].local, row[1].world_bytes)}),
+    )
+    return listed(
+        "Branches",
+        enumerate(found.branches),
+        ("branch", lambda row: str(row[0])),
+        ("segment", lambda row: f"{row[1].segment_length:,}"),
+        ("rate", lambda row: str(row[1].dilation_rate)),
+        ("of the pairs", lambda row: share(row[1].pairs / found.pairs if found.pairs else 0.0)),
+        *(() if alone else moved),
+        legend=() if alone else (BYTES,),
+    )
+
+
+def _most(local: bool, moved: tuple[int, ...]) -> int | None:
+    return None if local else max(moved)
 
 
 def _bytes(found: Cover) -> Table:
     mean = sum(found.bound_bytes) / len(found.bound_bytes)
     ways = {"ring": found.dense_ring_bytes, "gather": found.dense_gather_bytes}
     ways["heads (Ulysses)"] = found.dense_heads_bytes
-    cheapest = "each branch by the cheaper of gather and heads" if found.op.dilation else ""
-    rows = [
+    cheapest = ("each branch by the cheaper of gather and heads", size(found.target_bytes), ABSENT)
+    rows = (
         ("owner computes, at least", size(max(found.bound_bytes)), size(mean)),
-        *([(cheapest, size(found.target_bytes), ABSENT)] if cheapest else []),
+        *((cheapest,) if found.op.dilation else ()),
         *(
-            (f"dense attention, {way}", size(most) if most is not None else "not counted", ABSENT)
+            (f"dense attention, {way}", "not counted" if most is None else size(most), ABSENT)
             for way, most in ways.items()
         ),
-    ]
-    columns = ("bytes into a rank, forward", "most", "mean")
+    )
     other = "What the branches move" if found.op.dilation else "Heads"
-    return Table("Bytes", columns, tuple(rows), (BOUND.format(other),))
+    heads = ("bytes into a rank, forward", "most", "mean")
+    return Table("Bytes", heads, rows, (BOUND.format(other),))
 
 
 def _ranks(found: Cover) -> Table:
     mean = sum(found.rank_pairs) / len(found.rank_pairs)
-    rows = tuple(
-        (str(rank), f"{length:,}", f"{pairs / mean if mean else 0:.3f}", size(bound))
-        for rank, (length, pairs, bound) in enumerate(
-            zip(found.lengths, found.rank_pairs, found.bound_bytes, strict=True)
-        )
+    return listed(
+        "Ranks",
+        enumerate(zip(found.lengths, found.rank_pairs, found.bound_bytes, strict=True)),
+        ("rank", lambda row: str(row[0])),
+        ("tokens", lambda row: f"{row[1][0]:,}"),
+        ("work / mean", lambda row: f"{row[1][1] / mean if mean else 0:.3f}"),
+        ("owner computes", lambda row: size(row[1][2])),
     )
-    return Table("Ranks", ("rank", "tokens", "work / mean", "owner computes"), rows)
 
 
 class Panel(NamedTuple):
@@ -247,30 +249,22 @@ class Panel(NamedTuple):
     tokens: int
 
 
-def figure(op: LongAttention, shards: Shards) -> svg.Figure:
-    """Panels side by side, with a legend."""
+def panels(op: LongAttention) -> list[Panel]:
+    """The whole sequence in blocks if it has too many tokens, then a head of each kind."""
     shown = list(classes(op).values())[:MOST_HEADS]
-    panels = [_heads(op, min(op.seq_len, MOST_TOKENS), heads) for heads in shown]
-    if op.seq_len > MOST_TOKENS:
-        panels.insert(0, _blocks(op))
-    num_ranks = len(shards.intervals)
+    found = [_heads(op, min(op.seq_len, MOST_TOKENS), heads) for heads in shown]
+    return [_blocks(op), *found] if op.seq_len > MOST_TOKENS else found
+
+
+def figure(op: LongAttention, shards: Shards) -> svg.Figure:
+    """Panels side by side, with a legend below the first."""
+    drawn, num_ranks = panels(op), len(shards.intervals)
     where = f"on {num_ranks} ranks" if num_ranks > 1 else "on one rank"
     where += ", zigzag" if op.order == "zigzag" and num_ranks > 1 else ""
+    paints = [functools.partial(_paint, panel=each, shards=shards) for each in drawn]
+    legend = functools.partial(_legend, op=op, num_ranks=num_ranks)
     caption = f"Who attends whom, {title(op)}, {where}"
-    drawn = "".join(
-        f'<g transform="translate({_LEFT + i * (_SIDE + _GAP)},{_TOP})">{_panel(each, shards)}</g>'
-        for i, each in enumerate(panels)
-    )
-    width = max(_NARROWEST, _LEFT + len(panels) * (_SIDE + _GAP))
-    legend, rows = _legend(op, width, num_ranks)
-    height = _TOP + _SIDE + 30 + 18 * rows
-    return svg.Figure(
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(caption)}" '
-        f'font-family="sans-serif" font-size="11">{drawn}'
-        f'<g transform="translate({_LEFT},{_TOP + _SIDE + 30})">{legend}</g></svg>',
-        caption,
-        wide=True,
-    )
+    return svg.draw(caption, *paints, legend, width=3 * len(drawn) + 3, height=3.2)
 
 
 def _blocks(op: LongAttention) -> Panel:
@@ -278,10 +272,8 @@ def _blocks(op: LongAttention) -> Panel:
     n = min(op.seq_len, MOST_BLOCKS)
     blocks = contiguous(op.seq_len, n)
     lengths = np.array(blocks.lengths, dtype=float)
-    possible = np.outer(lengths, lengths) * op.heads
     total, first = np.zeros((n, n)), np.full((n, n), -1)
-    order = sorted(enumerate(branches(op)), key=lambda each: -each[1].width)
-    for index, branch in order:  # the shortest segment last
+    for index, branch in _shortest_last(op):
         pieces = cuts(branch.width, blocks)
         joined = np.zeros((n, n))
         whole = pieces.num_ranks == 1  # inside one block
@@ -297,116 +289,75 @@ def _blocks(op: LongAttention) -> Panel:
             joined += num_heads * held @ held.T
         first[joined > 0] = index
         total += joined
-    if op.causal:
-        first[np.triu_indices(n, 1)] = -1
-    if op.window is not None:
-        far = np.subtract.outer(np.arange(n), np.arange(n)) * lengths.min() > op.window + lengths[0]
-        first[far] = -1
-    name = f"all {op.seq_len:,} tokens, all heads"
-    return Panel(name, first, np.sqrt(np.minimum(1, total / possible)), op.seq_len)
+    far = 0.0 if op.window is None else op.window + lengths[0]
+    first[_masked(op, n, lengths.min(), far)] = -1
+    strength = np.sqrt(np.minimum(1, total / (np.outer(lengths, lengths) * op.heads)))
+    return Panel(f"all {op.seq_len:,} tokens, all heads", first, strength, op.seq_len)
 
 
 def _heads(op: LongAttention, n: int, heads: list[int]) -> Panel:
     """The first ``n`` tokens of a head, exact."""
-    count, first = np.zeros((n, n)), np.full((n, n), -1)
-    at = np.arange(n)
-    found = branches(op)
-    for index, branch in sorted(enumerate(found), key=lambda each: -each[1].width):
+    count, first, at = np.zeros((n, n)), np.full((n, n), -1), np.arange(n)
+    for index, branch in _shortest_last(op):
         kept = at % branch.width % branch.rate == branch.offsets[heads[0]]
         segment = at // branch.width
         joined = np.outer(kept, kept) & (segment[:, None] == segment)
         first[joined] = index
         count += joined
-    if op.causal:
-        first[np.triu_indices(n, 1)] = -1
-    if op.window is not None:
-        first[np.subtract.outer(at, at) >= op.window] = -1
+    first[_masked(op, n, 1, (op.window or 1) - 1)] = -1
     name = f"head {heads[0]}, " + ("all tokens" if n == op.seq_len else f"first {n} tokens")
-    return Panel(name, first, count / len(found), n)
+    return Panel(name, first, count / len(branches(op)), n)
 
 
-def _panel(panel: Panel, shards: Shards) -> str:
-    n = len(panel.branch)
-    level = np.ceil(_LEVELS * np.clip(panel.strength, 1e-9, 1)).astype(int)
-    cells = []
-    for index in sorted(set(panel.branch[panel.branch >= 0].tolist())):
-        for strength in range(1, _LEVELS + 1):
-            path = _runs((panel.branch == index) & (level == strength))
-            if path:
-                opacity = 0.4 + 0.6 * strength / _LEVELS
-                cells.append(f'<path d="{path}" fill="{_fill(index)}" opacity="{opacity:.3g}"/>')
-    scale = _SIDE / n
-    return (
-        f'<text y="-20" fill="var(--ink)" font-weight="bold">{html.escape(panel.name)}</text>'
-        f'<text y="-6" fill="var(--muted)">key &#8594;</text>'
-        f'<text transform="translate(-8,42) rotate(-90)" fill="var(--muted)">&#8592; query</text>'
-        f'<g transform="scale({scale:.5g})" shape-rendering="crispEdges">{"".join(cells)}</g>'
-        f'{_borders(shards, panel.tokens)}<rect width="{_SIDE}" height="{_SIDE}" fill="none" '
-        'stroke="var(--muted)"/>'
-    )
+def _shortest_last(op: LongAttention) -> list[tuple[int, Branch]]:
+    return sorted(enumerate(branches(op)), key=lambda each: -each[1].width)
 
 
-def _runs(cells: npt.NDArray[np.bool_]) -> str:
-    """Draw cells as rectangles; those of a row that touch are one."""
-    found = []
-    for y, row in enumerate(cells):
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], row.astype(int), [0]])))
-        found += [f"M{a} {y}h{b - a}v1h{a - b}z" for a, b in edges.reshape(-1, 2).tolist()]
-    return "".join(found)
+def _masked(op: LongAttention, n: int, unit: float, far: float) -> npt.NDArray[np.bool_]:
+    """The cells of ``unit`` tokens that no query sees: later keys, and those ``far`` behind."""
+    behind = np.subtract.outer(np.arange(n), np.arange(n))
+    unseen = np.zeros((n, n), dtype=bool) if not op.causal else behind < 0
+    return unseen if op.window is None else unseen | (behind * unit > far)
 
 
-def _borders(shards: Shards, tokens: int) -> str:
+def _paint(axes: "Axes", panel: Panel, shards: Shards) -> None:
+    from matplotlib.colors import to_rgba_array
+
+    colours = to_rgba_array([svg.colour(index) for index in range(panel.branch.max() + 1)] or "w")
+    cells = colours[panel.branch]
+    cells[..., 3] = np.where(panel.branch < 0, 0, 0.4 + 0.6 * np.minimum(panel.strength, 1))
+    end = panel.tokens
+    axes.imshow(cells, interpolation="nearest", extent=(0, end, end, 0))
+    axes.set(title=panel.name, xlabel="key", ylabel="query", xticks=[], yticks=[])
+    axes.grid(visible=False)
     if not 1 < len(shards.intervals) <= MOST_DRAWN_RANKS:
-        return ""
-    stops = {b for own in shards.intervals for _, b in own if 0 < b < tokens}
-    at = [f"{_SIDE * stop / tokens:.2f}" for stop in sorted(stops)]
-    path = "".join(f"M{x} 0V{_SIDE}M0 {x}H{_SIDE}" for x in at)
-    numbers = []
-    for rank, own in enumerate(shards.intervals):
-        for a, b in own:
-            left, right = _SIDE * a / tokens, _SIDE * min(b, tokens) / tokens
-            if right - left >= 5.2 * len(str(rank)):
-                middle = (left + right) / 2
-                numbers.append(f'<text x="{middle:.2f}" y="{_SIDE + 10}">{rank}</text>')
-    return (
-        f'<path d="{path}" stroke="var(--ink)" stroke-width="0.7" stroke-dasharray="3 2"/>'
-        f'<g fill="var(--muted)" font-size="9" text-anchor="middle">{"".join(numbers)}</g>'
-    )
+        return
+    held = [(a, min(b, end), rank) for rank, own in enumerate(shards.intervals) for a, b in own]
+    held = [chunk for chunk in held if chunk[0] < end]
+    for border in (b for _, b, _ in held if b < end):
+        axes.axvline(border, **svg.DASHED)
+        axes.axhline(border, **svg.DASHED)
+    middles = [(a + b) / 2 for a, b, _ in held]
+    axes.set_xticks(middles, labels=[str(rank) for _, _, rank in held], fontsize=7)
+    axes.tick_params(length=0)
 
 
-def _legend(op: LongAttention, width: int, ranks: int) -> tuple[str, int]:
-    """Colours of branches, and how many lines that takes."""
-    each = 165
-    a_line = max(1, math.floor((width - _LEFT) / each))
-    found = []
+def _legend(axes: "Axes", op: LongAttention, num_ranks: int) -> None:
     for index, branch in enumerate(branches(op)):
         name = f"{branch.width:,}, rate {branch.rate}" if op.dilation else "attended"
-        x, y = index % a_line * each, index // a_line * 18
-        found.append(
-            f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{_fill(index)}"/>'
-            f'<text x="{x + 15}" y="{y}" fill="var(--ink)">{name}</text>'
-        )
-    lines = math.ceil(len(found) / a_line)
-    says = [*_words(op)]
-    if 1 < ranks <= MOST_DRAWN_RANKS:
-        says.append("Dashed: borders of ranks; below: which rank holds what.")
-    said = "".join(
-        f'<text y="{18 * (lines + i)}" fill="var(--muted)">{line}</text>'
-        for i, line in enumerate(says)
-    )
-    return "".join(found) + said, lines + len(says)
+        axes.plot([], [], "s", color=svg.colour(index), label=name)
+    axes.legend(loc="upper left", title="\n".join(_words(op, num_ranks)))
+    axes.set_axis_off()
 
 
-def _words(op: LongAttention) -> Iterator[str]:
+def _words(op: LongAttention, num_ranks: int) -> Iterator[str]:
     if op.dilation:
-        yield "Colour: the shortest segment that joins the two; stronger: more often."
+        yield "Colour: the shortest segment\nthat joins the two; stronger: more often."
     elif op.seq_len > MOST_TOKENS and op.window is not None:
         if op.window >= MOST_TOKENS:
-            yield f"The window of {op.window:,} reaches beyond the first {MOST_TOKENS} tokens."
+            yield f"The window of {op.window:,} reaches\nbeyond the first {MOST_TOKENS} tokens."
         if op.window < op.seq_len / MOST_BLOCKS:
             block = -(-op.seq_len // MOST_BLOCKS)
-            yield f"The window of {op.window:,} is less than a block of {block:,} tokens."
-
-
-def _fill(index: int) -> str:
-    return f"var(--s{index % 10})"
+            yield f"The window of {op.window:,} is less\nthan a block of {block:,} tokens."
+    if 1 < num_ranks <= MOST_DRAWN_RANKS:
+        yield "Dashed: borders of ranks;\nbelow: which rank holds what."

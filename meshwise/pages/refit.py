@@ -9,13 +9,12 @@ Decimal units for what crosses links (GB = 1e9, as their rates), binary ones for
 The recommended row is the fastest; of those within 5 % of it, the one with the least extra memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from statistics import median
-from typing import TYPE_CHECKING
 
 from meshwise.models.decoder import num_parameters
-from meshwise.pages import svg
+from meshwise.pages import charts, svg
 from meshwise.pages.spread import each, number, reading
 from meshwise.pages.table import Column, Table, columns, filled, listed, share, size
 from meshwise.spec import DTYPE_BYTES, Resharding, Sample, WeightLayout
@@ -23,12 +22,7 @@ from meshwise.spec.label import label
 from meshwise.spec.refit import Forecast, Scenario
 from meshwise.units import format_bytes, format_rate, format_seconds
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 MOST_RANKS = 16  # of a figure
-LABELLED_RANKS = 8  # above, the bytes at the lines would hide each other
-_LABEL_AT = 0.8  # of the way: lines to one rank come from different sides
 CLOSE = 1.05
 _MB = 2**20  # what Megatron's suite prints as MB
 BOUND_NAMES = ("ingress", "relayed", "hosts", "memory")  # egress binds only if nobody passes on
@@ -173,15 +167,21 @@ def _few(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def _matrix(one: Forecast) -> Table:
+def _cells(one: Forecast) -> tuple[str, Callable[[float], str]]:
+    """The heading of the bytes between ranks, and how it shows a number of them."""
     unit, factor = ("GB", 1e9) if max(map(max, one.loads)) >= 1e10 else ("MB", 1e6)
 
     def cell(num_bytes: float) -> str:
         value = num_bytes / factor
         return f"{value:.{int(value < 100)}f}" if value else "."
 
-    rows = tuple((str(rank), *map(cell, row)) for rank, row in enumerate(one.loads))
     title = f"{unit} from each rank (rows) to each rank; what stays on a rank is on the diagonal"
+    return title, cell
+
+
+def _matrix(one: Forecast) -> Table:
+    title, cell = _cells(one)
+    rows = tuple((str(rank), *map(cell, row)) for rank, row in enumerate(one.loads))
     return Table(title, ("", *map(str, range(one.num_ranks))), rows)
 
 
@@ -382,56 +382,10 @@ def log_lines(sample: Sample) -> list[str]:
 
 
 def figure(one: Forecast) -> svg.Figure:
-    """Links as lines, as thick as they carry bytes; what stays on its rank is pale."""
+    """The bytes from each rank to each, the darker the more."""
     if not one.loads:
         raise ValueError(f"figure: draws at most {MOST_RANKS} ranks, and here are {one.num_ranks}")
-    heights = range(one.num_ranks)
-    most = max(map(max, one.loads)) or 1
-
-    def paint(axes: "Axes") -> None:
-        for source, row in enumerate(one.loads):
-            for destination, num_bytes in enumerate(row):
-                if num_bytes:
-                    _link(axes, source, destination, num_bytes / most)
-                if num_bytes > 0.02 * most and one.num_ranks <= LABELLED_RANKS:
-                    _label(axes, source, destination, num_bytes)
-        for rank in heights:
-            own = one.loads[rank][rank]
-            out, into = sum(one.loads[rank]) - own, sum(row[rank] for row in one.loads) - own
-            axes.text(-0.04, rank, _told(rank, "sends", out), ha="right", va="center", fontsize=8)
-            axes.text(1.04, rank, _told(rank, "receives", into), va="center", fontsize=8)
-        for side in (0, 1):
-            axes.plot([side] * one.num_ranks, heights, "o", color=svg.INK, markersize=7, zorder=3)
-        axes.set(xlim=(-0.35, 1.35), ylim=(one.num_ranks - 0.2, -0.8))
-        legend = "pale: stays on its rank"
-        axes.text(0.5, one.num_ranks - 0.4, legend, ha="center", fontsize=8, color=svg.MUTED)
-        axes.text(0, -0.6, "training", ha="center", fontweight="bold")
-        axes.text(1, -0.6, "inference", ha="center", fontweight="bold")
-        axes.set_axis_off()
-
-    return svg.draw(
-        f"{label_of(one.op)}: bytes from each training rank to each inference rank; pale lines "
-        f"stay on their GPU. {size(one.wire_bytes)} travel, {size(one.local_bytes)} do not.",
-        paint,
-        width=6.0,
-        height=0.9 + 0.62 * one.num_ranks,
-    )
-
-
-def _told(rank: int, verb: str, num_bytes: int) -> str:
-    return f"rank {rank}" + (f"\n{verb} {size(num_bytes)}" if num_bytes else "")
-
-
-def _link(axes: "Axes", source: int, destination: int, share: float) -> None:
-    is_own = source == destination
-    colour = svg.MUTED if is_own else svg.colour(source)
-    axes.plot(
-        [0, 1], [source, destination], color=colour, linewidth=0.6 + 7 * share,
-        alpha=0.35 if is_own else 0.75, solid_capstyle="butt",
-    )  # fmt: skip
-
-
-def _label(axes: "Axes", source: int, destination: int, num_bytes: int) -> None:
-    height = source + _LABEL_AT * (destination - source)
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-    axes.text(_LABEL_AT, height, size(num_bytes), fontsize=7, ha="center", va="center", bbox=box)
+    title, cell = _cells(one)
+    loads = {(a, b): float(n) for a, row in enumerate(one.loads) for b, n in enumerate(row) if n}
+    travel = f"{size(one.wire_bytes)} travel, {size(one.local_bytes)} do not"
+    return charts.matrix(f"{label_of(one.op)}: {title}. {travel}.", loads, cell)

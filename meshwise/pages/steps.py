@@ -320,12 +320,16 @@ def _outcome(
     )
 
 
-def _spread(result: StepResult) -> tuple[str, str, str, str]:
+def spread(result: StepResult) -> str:
+    """The interval of a measured time."""
     assert result.measured_low_s is not None and result.measured_high_s is not None
+    return interval(result.measured_low_s, result.measured_high_s)
+
+
+def _spread(result: StepResult) -> tuple[str, str, str, str]:
     assert result.mean_s is not None and result.std_s is not None
-    spread = interval(result.measured_low_s, result.measured_high_s)
     means = format_seconds(result.mean_s), format_seconds(result.std_s)
-    return spread, *means, str(result.num_steps)
+    return spread(result), *means, str(result.num_steps)
 
 
 def _inference(done: Sequence[StepResult]) -> list[Table]:
@@ -383,7 +387,7 @@ def _decoding(done: Sequence[StepResult]) -> list[Table]:
             ("layout", _layout),
             *columns(format_seconds, {"first token": "metrics.time_to_first_token_s"}),
             *columns(format_seconds, {"token": "time.measured"}),
-            ("interval", lambda r: _spread(r)[0]),
+            ("interval", spread),
             *columns(format_count, {"tokens/s": "metrics.tokens_per_s"}),
             *columns(format_bytes, {"weights": "metrics.weight_bytes"}),
             *columns(format_bytes, {"cache": "metrics.cache_bytes"}),

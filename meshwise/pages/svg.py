@@ -1,15 +1,14 @@
-"""Draw a figure: one set of axes in, an inline SVG element out.
+"""Draw a figure: sets of axes in, an inline SVG element or a PNG file out.
 
-No script, no fonts, no addresses. Colours are written as fixed values and then replaced by the
-page's CSS variables, so that one figure suits light and dark; text stays text.
+No script, no fonts, no addresses. Colours are those of the page on white; in SVG they are replaced
+by the page's CSS variables, so that one figure suits light and dark; text stays text.
 """
 
 import html
 import io
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwise.text import plain
@@ -18,11 +17,16 @@ from meshwise.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, MUTED, GRID = "#010203", "#040506", "#070809"
-SERIES = tuple(f"#0a0b{index:02x}" for index in range(16, 26))
-_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {
-    colour: f"--s{index}" for index, colour in enumerate(SERIES)
-}
+Paint = Callable[["Axes"], None]
+
+INK, MUTED, GRID = "#1b1f24", "#667080", "#e4e8ee"
+SERIES = (
+    "#1f5fa8", "#d9781a", "#23875c", "#b5447c", "#56a5d8",
+    "#9a6a00", "#7b61c4", "#7d8894", "#c0392b", "#7ba428",
+)  # fmt: skip
+_NAMES = {"ink": INK, "muted": MUTED, "grid": GRID}
+_NAMES |= {f"s{index}": colour for index, colour in enumerate(SERIES)}
+SHEET = " ".join(f"--{name}: {colour};" for name, colour in _NAMES.items())
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a model may be called a$b
@@ -61,27 +65,39 @@ class Figure(NamedTuple):
     wide: bool = False
 
 
-def draw(
-    caption: str, paint: Callable[["Axes"], None], *, width: float = 4.4, height: float = 3.2
-) -> Figure:
-    """Paint one set of axes of ``width`` x ``height`` inches."""
+def draw(caption: str, *paints: Paint, width: float = 4.4, height: float = 3.2) -> Figure:
+    """Paint sets of axes, side by side, of ``width`` x ``height`` inches together."""
+    svg = _saved("svg", caption, paints, len(paints), (width, height)).decode()
+    return Figure(_inline(svg, caption), caption, wide=width > 6)
+
+
+def png(title: str, paints: Sequence[Paint], *, columns: int, width: float, height: float) -> bytes:
+    """Paint sets of axes in rows of ``columns``, under a title, as a PNG file on white."""
+    return _saved("png", title, paints, columns, (width, height))
+
+
+def _saved(
+    form: str, title: str, paints: Sequence[Paint], columns: int, size: tuple[float, float]
+) -> bytes:
     import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as Canvas
 
     # the salt keeps names of markers and clip paths apart between the figures of a page
-    style: Any = {**STYLE, "svg.hashsalt": caption}
+    style: Any = {**STYLE, "svg.hashsalt": title}
     with mpl.rc_context(style):
-        canvas = Canvas(figsize=(width, height), layout="constrained")
-        canvas.patch.set_visible(False)
-        axes = canvas.add_subplot()
-        axes.patch.set_visible(False)
-        axes.minorticks_off()
-        paint(axes)
-        axes.minorticks_off()
-        buffer = io.StringIO()
-        FigureCanvasSVG(canvas).print_svg(buffer, metadata={"Date": None})  # type: ignore[no-untyped-call]
-    return Figure(_inline(buffer.getvalue(), caption), caption, wide=width > 6)
+        canvas = Canvas(figsize=size, layout="constrained")
+        if form == "png":
+            canvas.suptitle(title, fontsize=10)
+        canvas.patch.set_visible(form == "png")
+        all_axes = canvas.subplots(-(-len(paints) // columns), columns, squeeze=False)
+        for axes, paint in zip(all_axes.flat, paints, strict=True):
+            axes.patch.set_visible(False)
+            axes.minorticks_off()
+            paint(axes)
+            axes.minorticks_off()
+        buffer, metadata = io.BytesIO(), {"Date": None} if form == "svg" else None
+        canvas.savefig(buffer, format=form, dpi=150, metadata=metadata)
+    return buffer.getvalue()
 
 
 def _inline(svg: str, caption: str) -> str:
@@ -93,17 +109,9 @@ def _inline(svg: str, caption: str) -> str:
     head, rest = svg.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     svg = f'{head} role="img" aria-label="{html.escape(caption)}">{rest}'
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable})")
+    for name, colour in _NAMES.items():
+        svg = svg.replace(colour, f"var(--{name})")
     return svg
-
-
-def sheet() -> str:
-    """The page's colours on white, as it declares them."""
-    page = (Path(__file__).parent / "report.html.j2").read_text()
-    found = re.search(r":root\s*{[^}]*}", page)
-    assert found is not None
-    return found[0]
 
 
 def standalone(figure: Figure) -> str:
@@ -111,7 +119,7 @@ def standalone(figure: Figure) -> str:
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     head, rest = figure.svg.replace("<svg", f"<svg {names}", 1).split(">", 1)
     white = '<rect width="100%" height="100%" fill="white"/>'
-    return plain(f"{head}><style>{sheet()}</style>{white}{rest}", keep="\n")
+    return plain(f"{head}><style>:root {{ {SHEET} }}</style>{white}{rest}", keep="\n")
 
 
 def colour(index: int) -> str:

@@ -12,35 +12,9 @@ from typing import NamedTuple
 from meshwise.suites import source
 from meshwise.suites.case import BenchmarkCase, Suite
 
-_NAMES = (
-    "gpt.tmp",
-    "gpt.tmp_auto",
-    "gpt.perf_test_fast_2d",
-    "gpt.perf_test_manual",
-    "gpt.perf_test_auto",
-    "gpt.grid_search_auto",
-    "gpt.correctness_test_auto",
-    "gpt_inference.profile",
-    "gpt_no_embedding_inference.profile",
-    "moe.tmp",
-    "moe.tmp_auto",
-    "moe.perf_test_fast_2d",
-    "moe.perf_test_auto",
-    "moe.grid_search_auto",
-    "moe_inference.profile",
-    "unet.perf_test_auto",
-    "unet.grid_search_auto",
-    "wresnet.perf_test_2d",
-    "wresnet.perf_test_auto",
-    "wresnet.grid_search_auto",
-)
-
-SHAPES = ((8, 8), (4, 8), (3, 8), (2, 8), (1, 8), (1, 4), (1, 2), (1, 1))
-"""The (hosts, devices a host) that a sweep runs its suite on, in order."""
-
 
 class Sweep(NamedTuple):
-    """A suite over all of ``SHAPES`` (run_exp.py), with the flags of ``run --suite``."""
+    """A suite over all of ``shapes`` (run_exp.py), with the flags of ``run --suite``."""
 
     name: str
     suite: str
@@ -51,7 +25,12 @@ class Sweep(NamedTuple):
 
 def names() -> tuple[str, ...]:
     """All 20; the two of UNet answer that they are not built."""
-    return _NAMES
+    return tuple(source.data()["names"])
+
+
+def shapes() -> list[tuple[int, int]]:
+    """The (hosts, devices a host) that a sweep runs its suite on, in order."""
+    return [(hosts, devices) for hosts, devices in source.data()["shapes"]]
 
 
 def kind(suite: str) -> str:
@@ -99,9 +78,9 @@ def missing(suite: str) -> str:
 
 
 def _suite(name: str) -> Suite:
-    if name not in _NAMES:
-        near = difflib.get_close_matches(name, _NAMES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_NAMES)}"
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(names())}"
         raise ValueError(f"suite {name!r} is not known; {hint}")
     if kind(name) == "unet":
         raise ValueError(f"suite {name}: UNet is not built; run a suite of gpt, moe or wresnet")
@@ -109,12 +88,5 @@ def _suite(name: str) -> Suite:
 
 
 def sweeps() -> tuple[Sweep, ...]:
-    return (
-        Sweep("gpt", "gpt.grid_search_auto"),
-        Sweep("moe", "moe.grid_search_auto"),
-        Sweep("wresnet", "wresnet.grid_search_auto"),
-        Sweep("gpt_inference", "gpt_inference.profile", 10, profile_stage_execution_time=True),
-        Sweep("moe_inference", "moe_inference.profile", 10, profile_stage_execution_time=True),
-        Sweep("gpt_no_embedding_inference", "gpt_no_embedding_inference.profile"),
-        Sweep("gpt_inference_streaming", "gpt_inference.profile", profile_driver_time=True),
-    )
+    """The sweeps of run_exp.py."""
+    return tuple(Sweep(**told) for told in source.data()["sweeps"])

@@ -7,7 +7,7 @@ our records.
 
 from typing import Any, Literal, NamedTuple
 
-ParallelMode = Literal["uniform", "search", "load_solution", "2d_shard", "zero-3", "shard-largest"]
+ParallelMode = Literal["uniform", "search", "load_solution", "2d_shard"]
 
 
 class GPTModelConfig(NamedTuple):

@@ -31,8 +31,9 @@ class Counts(NamedTuple):
     parameters: int
 
 
-def counts(case: BenchmarkCase, kind: str) -> Counts:
-    """FLOPs and parameters of a case of a suite of this ``kind`` (``suites.kind``)."""
+def counts(case: BenchmarkCase, kind: str, images: WideResNet | None = None) -> Counts:
+    """FLOPs and parameters of a case of a suite of this ``kind`` (``suites.kind``). ``images``: the
+    Wide-ResNet that runs, where it is not the case's."""
     config, batch = case.model_config, case.batch_size
     inference = kind.endswith("_inference")
     remat = case.parallel_args.use_remat and not inference
@@ -48,7 +49,7 @@ def counts(case: BenchmarkCase, kind: str) -> Counts:
         factor = 1 if inference else 4 if remat else 3
         flops = moe_flops(batch, seq, layers, hidden, vocab, experts, group, factor)
         return Counts(flops, moe_parameters(layers, hidden, vocab, experts))
-    model = layouts.model(case)
+    model = images or layouts.model(case)
     assert isinstance(model, WideResNet)
     flops = (4 if remat else 3) * of_graph.forward_flops(model, batch)
     return Counts(flops, of_graph.num_parameters(model))

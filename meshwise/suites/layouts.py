@@ -6,7 +6,6 @@ Alpa's solver chose within a mesh is not in the case; these are the choices that
 - prefer_reduce_scatter turns all-reduce into reduce-scatter and all-gather: zero = 2 where dp > 1,
   and for transformers the sequence-parallel form of tp where tp > 1.
 - use_remat: every layer is recomputed.
-- zero-3: zero = 3. shard-largest: no batch sharding, tp over the whole mesh.
 - Experts: with the batch dim pinned to the first axis the solver cannot use that axis for them,
   and tp splits each expert: ep = 1. Without the pin it divides experts over it: ep is the largest
   divisor of dp that divides the number of experts. The dense parts keep dp and tp either way.
@@ -126,14 +125,13 @@ def layout(
     equal = len(set(meshes)) == 1
     dp, tp = meshes[0] if equal else (1, 1)
     scatter = case.parallel_args.prefer_reduce_scatter and not inference
-    zero = 3 if case.parallel_mode == "zero-3" else 2 if scatter else 0
     is_transformer = not isinstance(case.model_config, WResNetModelConfig)
     return Layout(
         dp=dp,
         tp=tp,
         pp=pp,
         ep=_expert_degree(case, meshes),
-        zero=zero if widest_dp > 1 and not inference else 0,
+        zero=2 if scatter and widest_dp > 1 else 0,
         sequence_parallel=scatter and is_transformer and widest_tp > 1,
         microbatch_size=_rows(case, meshes) // dp,
         num_microbatches=case.num_micro_batches,
@@ -155,12 +153,8 @@ def _meshes(case: BenchmarkCase) -> tuple[tuple[int, int], ...]:
     if isinstance(args, LoadSolutionParallelArgs):
         return tuple(args.submesh_logical_shapes)
     if isinstance(args, UniformParallelArgs):
-        meshes = ((args.dp, args.op),) * args.pp
-    else:
-        meshes = (args.logical_mesh_shape,)
-    if case.parallel_mode == "shard-largest":
-        return tuple((1, dp * tp) for dp, tp in meshes)
-    return meshes
+        return ((args.dp, args.op),) * args.pp
+    return (args.logical_mesh_shape,)
 
 
 def _stage_layers(case: BenchmarkCase) -> tuple[int, ...]:

@@ -58,18 +58,23 @@ def _config(name: str) -> ModelConfig:
 
 
 @functools.cache
+def data() -> dict[str, Any]:
+    """What the file holds: names, shapes, sweeps, cases."""
+    return files.own_data("suites.toml")
+
+
+@functools.cache
 def suites() -> dict[str, Suite]:
     """Every suite by name, but those of UNet."""
-    data = files.own_data("suites.toml")
     found: dict[str, Suite] = {}
-    for name, listed in data["cases"].items():
-        option = data["search"]["images" if name.startswith("wresnet") else "tokens"]
+    for name, listed in data()["cases"].items():
+        option = data()["search"]["images" if name.startswith("wresnet") else "tokens"]
         family, suite = name.partition(".")[0], dict[int, tuple[BenchmarkCase, ...]]()
         for told in listed:
             made = tuple(_cases(told, family, option))
             suite[told["gpus"]] = (*suite.get(told["gpus"], ()), *made)
         found[name] = suite
-    inference = {family: _inference(family, most) for family, most in data["inference"].items()}
+    inference = {family: _inference(family, most) for family, most in data()["inference"].items()}
     return found | {
         "gpt_inference.profile": inference["gpt"],
         "gpt_no_embedding_inference.profile": inference["gpt"],

@@ -5,97 +5,75 @@ benchmark_one_case_gpt_bert_inference.py); its files have no header. A GB of mem
 as there. A case that failed has no times and says why in ``Metadata``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwise import files
 from meshwise.suites.case import BenchmarkCase, UniformParallelArgs
 from meshwise.text import plain
 
-COLUMNS = (
-    "Type",
-    "Model Config",
-    "#Microbatch",
-    "#GPU",
-    "Parallel Config",
-    "Mean Time (s)",
-    "Std Time (s)",
-    "#Params (Billion)",
-    "TFLOPs",
-    "Peak Mem (GB)",
-    "Metadata",
-)
-INFERENCE_COLUMNS = (
-    "ModelName",
-    "BS",
-    "#Microbatch",
-    "DP",
-    "OP",
-    "PP",
-    "#GPU",
-    "MeanTime(s)",
-    "StdTime(s)",
-    "TFLOPs",
-    "StageWeights(B)",
-    "StagePeakMem(B)",
-    "StageLatencies(s)",
-)
+
+class Ran(NamedTuple):
+    """A case and what became of it. Without ``times_s`` it failed; ``metadata`` says how. Stages'
+    figures are of inference."""
+
+    kind: str
+    case: BenchmarkCase
+    num_devices: int
+    parameters: int
+    times_s: Sequence[float] = ()
+    tflops: float | None = None
+    peak_bytes: int | None = None
+    metadata: Mapping[str, Any] = {}
+    stage_weights_bytes: Sequence[int] = ()
+    stage_peak_bytes: Sequence[int] = ()
+    stage_latencies_s: Sequence[float] = ()
 
 
-def row(
-    kind: str,
-    case: BenchmarkCase,
-    num_devices: int,
-    parameters: int,
-    times_s: Sequence[float] = (),
-    tflops: float | None = None,
-    peak_bytes: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
-) -> tuple[str, ...]:
-    """The values of ``COLUMNS``. Without ``times_s`` the case failed; ``metadata`` says how."""
-    return (
-        kind,
-        str(case.model_config),
-        str(case.num_micro_batches),
-        str(num_devices),
-        str(case.parallel_args),
-        *_mean_and_std(times_s),
-        f"{parameters / 1e9:.3f}B",
-        "" if tflops is None else _rate(tflops),
-        "" if peak_bytes is None else f"{peak_bytes / 2**30:.3f}",
-        rounded(dict(metadata or {})),
-    )
+Columns = dict[str, Callable[[Ran], str]]
+COLUMNS: Columns = {
+    "Type": lambda ran: ran.kind,
+    "Model Config": lambda ran: str(ran.case.model_config),
+    "#Microbatch": lambda ran: str(ran.case.num_micro_batches),
+    "#GPU": lambda ran: str(ran.num_devices),
+    "Parallel Config": lambda ran: str(ran.case.parallel_args),
+    "Mean Time (s)": lambda ran: _mean(ran.times_s),
+    "Std Time (s)": lambda ran: _deviation(ran.times_s),
+    "#Params (Billion)": lambda ran: f"{ran.parameters / 1e9:.3f}B",
+    "TFLOPs": lambda ran: "" if ran.tflops is None else _rate(ran.tflops),
+    "Peak Mem (GB)": lambda ran: "" if ran.peak_bytes is None else f"{ran.peak_bytes / 2**30:.3f}",
+    "Metadata": lambda ran: rounded(dict(ran.metadata)),
+}
+# AlpaServe's profiles are made of these
+INFERENCE_COLUMNS: Columns = {
+    "ModelName": lambda ran: (
+        f"{'moe' if ran.kind.startswith('moe') else 'bert'}-{ran.parameters / 1e9:.1f}b"
+    ),
+    "BS": lambda ran: str(ran.case.batch_size),
+    "#Microbatch": lambda ran: str(ran.case.num_micro_batches),
+    "DP": lambda ran: str(_equal(ran).dp),
+    "OP": lambda ran: str(_equal(ran).op),
+    "PP": lambda ran: str(_equal(ran).pp),
+    "#GPU": lambda ran: str(ran.num_devices),
+    "MeanTime(s)": lambda ran: _mean(ran.times_s),
+    "StdTime(s)": lambda ran: _deviation(ran.times_s),
+    "TFLOPs": lambda ran: _rate(ran.tflops or 0.0),
+    "StageWeights(B)": lambda ran: str(list(ran.stage_weights_bytes)),
+    "StagePeakMem(B)": lambda ran: str(list(ran.stage_peak_bytes)),
+    "StageLatencies(s)": lambda ran: str(list(ran.stage_latencies_s)),
+}
 
 
-def inference_row(
-    kind: str,
-    case: BenchmarkCase,
-    parameters: int,
-    times_s: Sequence[float],
-    tflops: float,
-    stage_weights_bytes: Sequence[int],
-    stage_peak_bytes: Sequence[int],
-    stage_latencies_s: Sequence[float],
-) -> tuple[str, ...]:
-    """The values of ``INFERENCE_COLUMNS``, which AlpaServe's profiles are made of."""
-    args = case.parallel_args
-    assert isinstance(args, UniformParallelArgs)
-    return (
-        f"{'moe' if kind.startswith('moe') else 'bert'}-{parameters / 1e9:.1f}b",
-        str(case.batch_size),
-        str(case.num_micro_batches),
-        str(args.dp),
-        str(args.op),
-        str(args.pp),
-        str(args.dp * args.op * args.pp),
-        *_mean_and_std(times_s),
-        _rate(tflops),
-        str(list(stage_weights_bytes)),
-        str(list(stage_peak_bytes)),
-        str(list(stage_latencies_s)),
-    )
+def _equal(ran: Ran) -> UniformParallelArgs:
+    assert isinstance(ran.case.parallel_args, UniformParallelArgs)
+    return ran.case.parallel_args
+
+
+def row(ran: Ran, columns: Columns = COLUMNS) -> dict[str, str]:
+    """The cells by column."""
+    return {head: show(ran) for head, show in columns.items()}
 
 
 def _rate(tflops: float) -> str:
@@ -103,11 +81,13 @@ def _rate(tflops: float) -> str:
     return f"{tflops:.2f}" if tflops >= 0.01 else f"{tflops:.2g}"
 
 
-def _mean_and_std(times_s: Sequence[float]) -> tuple[str, str]:
-    """The deviation is that of the times themselves, not of what they are a sample of."""
-    if not times_s:
-        return "", ""
-    return f"{fmean(times_s):.3f}", f"{pstdev(times_s):.3f}"
+def _mean(times_s: Sequence[float]) -> str:
+    return f"{fmean(times_s):.3f}" if times_s else ""
+
+
+def _deviation(times_s: Sequence[float]) -> str:
+    """That of the times themselves, not of what they are a sample of."""
+    return f"{pstdev(times_s):.3f}" if times_s else ""
 
 
 def rounded(value: Any, decimals: int = 2) -> str:
@@ -119,26 +99,22 @@ def rounded(value: Any, decimals: int = 2) -> str:
     return f"{value:.{decimals}f}" if isinstance(value, float) else str(value)
 
 
-def line(columns: Sequence[str], values: Sequence[str]) -> str:
+def line(cells: Mapping[str, str]) -> str:
     """``head: value  head: value``, as printed."""
-    return "  ".join(f"{head}: {value}" for head, value in zip(columns, values, strict=True))
+    return "  ".join(f"{head}: {value}" for head, value in cells.items())
 
 
-def check(path: Path, columns: Sequence[str]) -> None:
+def check(path: Path, columns: Iterable[str]) -> None:
     """ValueError if the file holds a table of other columns."""
-    text = _text(path)
+    text = files.read_text(path) if path.exists() else ""
     if text and text.partition("\n")[0] != "\t".join(columns):
         raise ValueError(f"{path} has other columns; give another --exp-name, or move it")
 
 
-def append(path: Path, columns: Sequence[str], values: Sequence[str]) -> None:
+def append(path: Path, cells: Mapping[str, str]) -> None:
     """Add a row; to a new file its header first. ValueError if the file has other columns."""
-    check(path, columns)
-    if not _text(path):
-        files.append_line(path, "\t".join(columns))
+    check(path, cells)
+    if not path.exists() or not path.stat().st_size:
+        files.append_line(path, "\t".join(cells))
     # no tabs and line ends inside
-    files.append_line(path, "\t".join(plain(" ".join(value.split())) for value in values))
-
-
-def _text(path: Path) -> str:
-    return files.read_text(path) if path.exists() else ""
+    files.append_line(path, "\t".join(plain(" ".join(each.split())) for each in cells.values()))

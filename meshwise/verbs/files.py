@@ -60,8 +60,14 @@ def check_writable(paths: Iterable[Path | str], field: str = "") -> None:
             raise ValueError(f"{path} {reason}") from None
 
 
-def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample]]:
-    """A run directory; lines that had to be left out are said."""
+def load(path: Path | str) -> tuple[RunInfo, list[Sample]]:
+    """A run by its directory, its run.json or samples.jsonl; lines that had to be left out are
+    said."""
+    run_dir = Path(path)
+    if run_dir.name in ("run.json", "samples.jsonl"):
+        run_dir = run_dir.parent
+    if not (run_dir / "run.json").exists():
+        raise ValueError(f"{path} is not a run directory; give runs/<id>")
     info, samples, warnings = store.load(run_dir)
     for warning in warnings:
         log.warning("%s", warning)

@@ -76,8 +76,8 @@ def _parsed(rate: str | float) -> float:
     return found
 
 
-def forecast(op: Resharding, num_ranks: int, given: Links, *, place: bool = False) -> Forecast:
-    """The plan in numbers. ``place``: also what renumbering the destination ranks would leave."""
+def forecast(op: Resharding, num_ranks: int, given: Links) -> Forecast:
+    """The plan in numbers; of few ranks also what renumbering the destination's would leave."""
     started = time.perf_counter()
     source, destination = sides(op)
     plan = _plan(source, destination, given)
@@ -89,7 +89,7 @@ def forecast(op: Resharding, num_ranks: int, given: Links, *, place: bool = Fals
     wire = total - np.diag(np.diag(total))
     into, out = wire.sum(0), wire.sum(1)
     received = _held_bytes(destination, op.destination.first_rank, op.placement)
-    place = place or num_ranks <= PLACED_RANKS
+    placed = _placed(source, destination, given) if num_ranks <= PLACED_RANKS else None
     limits = bounds.limits(source, destination, given.rates, host_of=given.host_of)
     return Forecast(
         op=op,
@@ -110,7 +110,7 @@ def forecast(op: Resharding, num_ranks: int, given: Links, *, place: bool = Fals
         binding=limits.binding,
         predicted_s=float(bounds.busiest_s(plan, given.rates, given.host_of)),
         plan_took_s=took_s,
-        placed_wire_bytes=_placed(source, destination, given) if place else None,
+        placed_wire_bytes=placed,
         loads=tuple(tuple(map(int, row)) for row in total) if num_ranks <= MATRIX_RANKS else (),
     )
 

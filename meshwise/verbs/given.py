@@ -7,8 +7,6 @@ that names what does not fit, before any process starts.
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from meshwise import schedule, store
 from meshwise.models import catalogue, placement
 from meshwise.options.run import Run
@@ -126,8 +124,3 @@ def check_layout(model: AnyModel, workload: Workload, layout: Layout) -> None:
         raise ValueError(f"Layout.schedule = {layout.schedule!r}: {reason}")
     for pipeline_rank in range(layout.pp):
         placement.check(model, workload, layout.of_rank(pipeline_rank))
-
-
-def unpriced(plan: Plan, **changes: object) -> Plan:
-    """The plan with another batch or layout, for which its prediction says nothing."""
-    return msgspec.structs.replace(plan, prediction=None, **changes)

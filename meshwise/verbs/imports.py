@@ -126,44 +126,39 @@ def _provenance(path: Path, found: importers.Found) -> dict[str, Any]:
 
 
 def _cluster(found: importers.Found, path: Path) -> Cluster:
-    """The devices that the file names, with what is known of them by name, and unknown links."""
+    """The devices that the file names, with what is known of them by name, and unknown links. Of a
+    trace, which holds no times, the device does not matter: so many on one host."""
     from meshwise import machine
 
-    size = found.world_size or 1
-    if not found.device and all(sample.status == "skipped" for sample in found.samples):
-        return _unknown(size, path)  # a trace: it holds no times, so the device does not matter
-    memory_bytes = _memory_bytes(found.device)
-    if not found.device or memory_bytes is None:
-        what = f"{found.device!r} is not a device known here" if found.device else "names no device"
-        raise ValueError(
-            f"{path.name}: {what}; give the cluster that was measured with --cluster "
-            f"({', '.join(machine.shipped())} are shipped)"
-        )
-    device = Device(name=found.device, kind="cuda", memory_bytes=memory_bytes)
-    per_host, rest = divmod(size, found.num_hosts)
-    if rest:
-        raise ValueError(f"{path.name}: {found.num_hosts} unequal hosts; give --cluster")
-    return Cluster(
-        name=f"import-{path.stem}",
-        num_hosts=found.num_hosts,
-        num_devices_per_host=per_host,
-        device=machine.with_peaks(device, None),
-        tiers=(Tier(name="unknown", num_devices=size),),
-        notes=(f"made of what {path.name} says: links are not known",),
+    size, num_hosts = found.world_size or 1, found.num_hosts
+    device = Device(name="unknown", kind="cuda", memory_bytes=1)
+    note = (
+        f"{path.name} says how many ranks there were: hosts, devices and memory (1 byte here) are "
+        "not known"
     )
-
-
-def _unknown(size: int, path: Path) -> Cluster:
-    """So many devices on one host, of which nothing else is known."""
+    if found.device or any(sample.status != "skipped" for sample in found.samples):
+        memory_bytes = _memory_bytes(found.device)
+        if not found.device or memory_bytes is None:
+            what = f"{found.device!r} is not a device known here"
+            raise ValueError(
+                f"{path.name}: {what if found.device else 'names no device'}; give the cluster "
+                f"that was measured with --cluster ({', '.join(machine.shipped())} are shipped)"
+            )
+        device = Device(name=found.device, kind="cuda", memory_bytes=memory_bytes)
+        device = machine.with_peaks(device, None)
+        note = f"made of what {path.name} says: links are not known"
+        if size % num_hosts:
+            raise ValueError(f"{path.name}: {num_hosts} unequal hosts; give --cluster")
+    else:
+        num_hosts = 1
     return Cluster(
         name=f"import-{path.stem}",
-        num_hosts=1,
-        num_devices_per_host=size,
-        device=Device(name="unknown", kind="cuda", memory_bytes=1),
+        num_hosts=num_hosts,
+        num_devices_per_host=size // num_hosts,
+        device=device,
         tiers=(Tier(name="unknown", num_devices=size),),
-        notes=(f"{path.name} says how many ranks there were: hosts, devices and memory (1 byte "
-               "here) are not known",),
-    )  # fmt: skip
+        notes=(note,),
+    )
 
 
 def _memory_bytes(name: str) -> int | None:

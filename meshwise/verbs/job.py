@@ -29,7 +29,6 @@ def leads() -> bool:
 
 
 def num_ranks(
-    *,
     nproc: int | None = None,
     gpus: int | None = None,
     num_hosts: int | None = None,

@@ -85,11 +85,16 @@ def scaling(results_dir: Path | str, output_dir: Path | str | None = None) -> li
 
 def write_scaling(found: "Scaling", output_dir: Path | str) -> list[Path]:
     """Write pictures, text and page of results that were read."""
-    from meshwise.pages import scaling_figures, scaling_report
+    from meshwise.pages import scaling_figures
+    from meshwise.pages.scaling import text
 
-    files = {name: scaling_figures.png(name, found) for name in scaling_figures.FILES}
-    files["scaling_analysis_report.txt"] = scaling_report.text(found).encode()
-    files["scaling.html"] = scaling_report.page(found, scaling_figures.figures(found)).encode()
+    files: dict[str, bytes | str] = {
+        name: scaling_figures.png(name, found) for name in scaling_figures.FILES
+    }
+    files |= {
+        "scaling_analysis_report.txt": text(found),
+        "scaling.html": scaling_figures.page(found),
+    }
     return [write_whole(Path(output_dir) / name, content) for name, content in files.items()]
 
 

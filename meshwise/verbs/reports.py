@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from meshwise.options.measure import Sweep
@@ -29,31 +29,20 @@ def derived(asked: Sweep, cluster: Cluster, size: int) -> list[Derived]:
 
 
 def write(
-    what: str,
-    run_dir: Path | str,
-    rows: Sequence[Derived],
-    *,
-    report_dir_path: Path | str | None = None,
-    report_csv_path: Path | str | None = None,
-    allgather_report_csv_path: Path | str | None = None,
-    reducescatter_report_csv_path: Path | str | None = None,
-) -> list[Path]:
-    """Write the reports asked for, of the ``rows`` that ``derived`` gave; their paths."""
+    what: str, run_dir: Path | str, rows: Sequence[Derived], asked: Mapping[str, Path | str]
+) -> None:
+    """Write the reports ``asked`` for, paths by option, of the ``rows`` that ``derived`` gave."""
     from meshwise.pages import primus
 
     found = {sample.case_id: sample for sample in files.load(run_dir)[1]}
-    written: list[Path] = []
-    if report_dir_path is not None:
-        several = primus.gemm if what == "gemm" else primus.collectives
-        written += several(rows, found, report_dir_path)
-    if report_csv_path is not None:
-        written.append(primus.attention(rows, found, report_csv_path))
-    for kind, path in (
-        ("all_gather", allgather_report_csv_path),
-        ("reduce_scatter", reducescatter_report_csv_path),
-    ):
-        if path is not None:
-            written.append(primus.fsdp(rows, found, kind, path))
-    for path in written:
-        log.info("wrote %s", path)
-    return written
+    of_folder = primus.gemm if what == "gemm" else primus.collectives
+    for option, path in asked.items():
+        if option == "report_dir_path":
+            written = of_folder(rows, found, path)
+        elif option == "report_csv_path":
+            written = [primus.attention(rows, found, path)]
+        else:
+            kind = "all_gather" if option.startswith("allgather") else "reduce_scatter"
+            written = [primus.fsdp(rows, found, kind, path)]
+        for one in written:
+            log.info("wrote %s", one)

@@ -57,9 +57,7 @@ def show(path: Path | str) -> Shown:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; show can read {KINDS}")
-    if path.name in ("run.json", "samples.jsonl"):
-        path = path.parent
-    if (path / "run.json").exists():
+    if path.name in ("run.json", "samples.jsonl") or (path / "run.json").exists():
         info, samples = files.load(path)
         return Run(info=info, samples=tuple(samples))
     if (path / "checkpoint.json").exists():
@@ -142,33 +140,23 @@ def followed(tasks: "tuple[Explained, ...]") -> Table:
     return Table("From the model to the plan, on one rank", columns, rows, (legend,), left=3)
 
 
-MOST_TOKENS = 2**24  # each is looked at, for each rank and head
-MOST_RANKS = 1024
-
-
 @keywords(Pattern)
 def pattern(asked: Pattern) -> "Cover":
     """Explain what a pattern of attention covers, costs and moves; dense without segments."""
     from meshwise.attention import cover, shards
 
-    seq_len, ranks = asked.seq_len, asked.ranks
-    if not 1 <= seq_len <= MOST_TOKENS:
-        raise ValueError(f"seq_len = {seq_len}: must be 1 to {MOST_TOKENS}")
-    if not 1 <= ranks <= min(seq_len, MOST_RANKS):
-        raise ValueError(f"ranks = {ranks}: must be 1 to {min(seq_len, MOST_RANKS)}")
-    dilation = None
-    if asked.segment_lengths or asked.dilation_rates:
-        dilation = Dilation(
-            segment_lengths=asked.segment_lengths, dilation_rates=asked.dilation_rates,
-            offsets=asked.offsets, offset_heads=asked.offset_heads,
-        )  # fmt: skip
+    if asked.ranks > asked.seq_len:
+        raise ValueError(f"ranks = {asked.ranks}: must be 1 to {asked.seq_len}")
+    rule = ("segment_lengths", "dilation_rates", "offsets", "offset_heads")
+    is_dilated = asked.segment_lengths or asked.dilation_rates
+    names = ("seq_len", "heads", "head_dim", "batch", "dtype", "causal", "window")
     op = LongAttention(
-        seq_len=seq_len, heads=asked.heads, head_dim=asked.head_dim, batch=asked.batch,
-        kv_heads=asked.heads if asked.kv_heads is None else asked.kv_heads, dtype=asked.dtype,
-        causal=asked.causal, window=asked.window, dilation=dilation,
+        **{name: getattr(asked, name) for name in names},
+        kv_heads=asked.heads if asked.kv_heads is None else asked.kv_heads,
+        dilation=Dilation(**{name: getattr(asked, name) for name in rule}) if is_dilated else None,
         order="zigzag" if asked.zigzag else "contiguous",
-    )  # fmt: skip
-    where = (shards.zigzag if asked.zigzag else shards.contiguous)(seq_len, ranks)
+    )
+    where = (shards.zigzag if asked.zigzag else shards.contiguous)(asked.seq_len, asked.ranks)
     found = cover.of(op, where)
     if asked.figure is not None:
         from meshwise.pages import pattern as page

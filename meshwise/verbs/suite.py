@@ -53,9 +53,9 @@ def run_suite(name: str, asked: Suite, say: Say = silent) -> list[CaseResult]:
             found = result(name, case, size, status="skipped", reason=str(one))
         else:
             found = _run_case(name, one, asked, say)
-        say(tsv.line(tsv.COLUMNS, tuple(found.row.values())))
+        say(tsv.line(found.row))
         if job.leads():
-            tsv.append(path, tsv.COLUMNS, tuple(found.row.values()))
+            tsv.append(path, found.row)
         results.append(found)
     return results
 
@@ -75,21 +75,12 @@ def listed(name: str, asked: Suite, say: Say = silent) -> list[Listed]:
     return found
 
 
-def run_sweep(name: str, asked: Suite, say: Say = silent) -> list[CaseResult]:
-    """Run a sweep's suite on each of its cluster shapes that is here, as the source's run_exp;
-    which are not is said. ValueError if none is."""
-    found = _on_each_shape(name, asked, say, run_suite)
-    return [result for of_shape in found.values() for result in of_shape]
-
-
-def listed_sweep(name: str, asked: Suite, say: Say = silent) -> dict[int, list[Listed]]:
-    """List what a sweep would run, by number of devices; ValueError as of ``run_sweep``."""
-    return _on_each_shape(name, asked, say, listed)
-
-
-def _on_each_shape(
+def swept(
     name: str, asked: Suite, say: Say, do: Callable[[str, Suite, Say], list[T]]
 ) -> dict[int, list[T]]:
+    """Do ``run_suite`` or ``listed`` for a sweep's suite on each of its cluster shapes that is
+    here, as the source's run_exp; which are not is said. By number of devices; ValueError if none.
+    """
     sweep = next((sweep for sweep in suites.sweeps() if sweep.name == name), None)
     if sweep is None:
         known = ", ".join(sweep.name for sweep in suites.sweeps())
@@ -100,7 +91,7 @@ def _on_each_shape(
         )
     results: dict[int, list[T]] = {}
     reasons: list[ValueError] = []
-    for num_hosts, num_devices_per_host in suites.SHAPES:
+    for num_hosts, num_devices_per_host in suites.shapes():
         size = num_hosts * num_devices_per_host
         shape = dataclasses.replace(
             asked,

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import num_parameters
-from meshwise.models.counts import forward_flops
 from meshwise.options.run import Run, Suite
 from meshwise.spec import Cluster, Plan, WideResNet
 from meshwise.suites import formulas, layouts, scale
@@ -67,7 +65,8 @@ def prepared(
         given.check(plan)
     except ValueError as error:
         return error
-    return Prepared(case, plan, _counts(case, plan, kind), changes)
+    images = model if isinstance(model, WideResNet) else None
+    return Prepared(case, plan, formulas.counts(case, kind, images), changes)
 
 
 def too_large(one: Prepared, asked: Run) -> str:
@@ -110,12 +109,3 @@ def _of_size(case: BenchmarkCase, scaled: scale.Scaled) -> BenchmarkCase:
         model_config=config,
         num_micro_batches=layout.num_microbatches,
     )
-
-
-def _counts(case: BenchmarkCase, plan: Plan, kind: str) -> Counts:
-    """FLOPs and parameters by the source's formulas, of images those of the model that runs."""
-    if isinstance(plan.model, WideResNet):
-        passes = 4 if plan.layout.recompute == "full" else 3
-        flops = passes * forward_flops(plan.model, plan.workload.global_batch_size)
-        return Counts(float(flops), num_parameters(plan.model))
-    return formulas.counts(case, kind)

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from meshwise import suites
+from meshwise.pages.spread import each
 from meshwise.spec import Record, Sample
 from meshwise.suites import formulas, tsv
 from meshwise.suites.case import BenchmarkCase, LoadSolutionParallelArgs
@@ -71,7 +72,7 @@ def result(
     told = _metadata(case) if status == "ok" else {"status": status, "reason": reason}
     told |= {"run": run_dir.name} if run_dir else {}
     told |= {"scaled": list(changes)} if changes else {}
-    values = tsv.row(
+    ran = tsv.Ran(
         suites.kind(name), case, size, counts.parameters, times_s, tflops,
         None if peak_bytes is None else int(peak_bytes), told,
     )  # fmt: skip
@@ -84,7 +85,7 @@ def result(
         num_devices=size,
         times_s=times_s,
         tflops=tflops,
-        row=dict(zip(tsv.COLUMNS, values, strict=True)),
+        row=tsv.row(ran),
     )
 
 
@@ -102,23 +103,19 @@ def add_inference(
 ) -> tuple[float, ...]:
     """Write a case's row of stages; returns the seconds of each."""
     weights, peaks, seconds = (
-        _several(sample.metrics[name])
-        for name in ("stage_weight_bytes", "stage_peak_bytes", "stage_s")
+        each(sample.metrics, name) for name in ("stage_weight_bytes", "stage_peak_bytes", "stage_s")
     )
-    size = prepared.plan.layout.num_devices
-    values = tsv.inference_row(
+    size, counts = prepared.plan.layout.num_devices, prepared.counts
+    ran = tsv.Ran(
         kind,
         prepared.case,
-        prepared.counts.parameters,
+        size,
+        counts.parameters,
         times_s,
-        formulas.tflops(prepared.counts.flops, fmean(times_s), size),
-        list(map(int, weights)),
-        list(map(int, peaks)),
-        seconds,
+        formulas.tflops(counts.flops, fmean(times_s), size),
+        stage_weights_bytes=list(map(int, weights)),
+        stage_peak_bytes=list(map(int, peaks)),
+        stage_latencies_s=seconds,
     )
-    tsv.append(Path(INFERENCE_TSV), tsv.INFERENCE_COLUMNS, values)
+    tsv.append(Path(INFERENCE_TSV), tsv.row(ran, tsv.INFERENCE_COLUMNS))
     return seconds
-
-
-def _several(value: float | tuple[float, ...]) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,)

@@ -78,7 +78,7 @@ def test_a_shrunken_suite_runs_to_its_end(family, golden):
     golden(f"suite_{family}.txt", masked(lines))
     assert result.status == "ok" and len(result.times_s) == 2  # the first of three is dropped
     (row,) = rows("mine.tsv")
-    assert tuple(row) == tsv.COLUMNS and row["#GPU"] == "2"
+    assert tuple(row) == tuple(tsv.COLUMNS) and row["#GPU"] == "2"
     assert float(row["Mean Time (s)"]) == pytest.approx(sum(result.times_s) / 2, abs=6e-4)
     info, (sample,), _ = store.load(result.run_dir)
     assert info.status == "complete" and info.plan.prediction is None

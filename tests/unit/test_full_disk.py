@@ -71,7 +71,7 @@ WRITERS = {
         ranks=4, batch=1, seq_len=512, heads=4, head_dim=8, figure="pattern.svg",
         segment_lengths=(64,), dilation_rates=(1,),
     ),
-    "suite.tsv": lambda: tsv.append(Path("suite.tsv"), ("old",), ("new",)),
+    "suite.tsv": lambda: tsv.append(Path("suite.tsv"), {"old": "new"}),
     "logs/refit.log": lambda: refit._write(Path("logs/refit.log"), ["new"]),
     "res/latest.json": lambda: ring.write_whole(Path("res/latest.json"), "{}\n"),
     "gemm.csv": lambda: primus._write(Path("gemm.csv"), [{"m": 1}]),
@@ -163,7 +163,7 @@ def _no_space(*_):
 WRITES_ITSELF = {
     "engine/folder.py", "engine/memory.py", "engine/phases.py", "files.py", "launch/scratch.py",
     "secret.py", "verbs/files.py", "verbs/job.py", "probe/ring.py",
-    "engine/checkpoint.py", "pages/scaling_figures.py",
+    "engine/checkpoint.py", "pages/svg.py",
 }  # fmt: skip
 _NAMES = {"write_text", "write_bytes", "touch", "TemporaryFile", "NamedTemporaryFile", "mkstemp",
           "save_file", "savefig", "export_chrome_trace"}  # fmt: skip

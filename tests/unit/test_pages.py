@@ -18,7 +18,6 @@ from meshwise.pages.steps import result
 from meshwise.spec import Case, Collective, Elementwise, Gemm, Removal, Sample, Workload
 from meshwise.spec.checkpoint import Checkpoint, Stored, Whole
 from meshwise.spec.phases import Phases, RankPhases
-from meshwise.verbs.compare import again
 from tests import sample_records as known
 
 STEPS_S = [0.0100, 0.0102, 0.0104, 0.0106, 0.0108, 0.0110, 0.0112]
@@ -176,7 +175,7 @@ def test_the_page_shows_every_part():
         "backward bf16 tp1", "3.4 %",
     ):  # fmt: skip
         assert word.lower() in text.lower(), word
-    assert text.count("<svg") == 2 + 2 + 3 + 2  # scatter, parts, single prices, two collectives
+    assert text.count("<svg") == 2 + 2 + 2 + 2  # scatter, parts, single prices, two collectives
 
 
 def test_what_is_missing_is_a_sentence():
@@ -320,45 +319,10 @@ def typed(*words, **changes):
     return msgspec.structs.replace(info, command=("meshwise", "run", *words), **changes)
 
 
-@pytest.mark.parametrize(
-    ("words", "count", "expected"),
-    [
-        (("--model", "gpt-30m"), 5, "meshwise run --model gpt-30m --steps 20"),
-        (("--steps=30", "a b.json"), 30, "meshwise run 'a b.json' --steps 60"),
-        (
-            ("--steps", "4", "--save", "x", "--check", "--save-every=2"),
-            4,
-            "meshwise run --check --steps 20",
-        ),
-        (("--suite", "gpt.perf_test_auto"), 3, ""),
-        (("--profile-driver-time",), 1, ""),
-        (("--rivals=2",), 5, ""),
-    ],
-)
-def test_a_run_is_repeated_by_its_own_command_with_more_steps(words, count, expected):
-    sample = known.step_sample(known.plan(), [0.01] * count)
-    assert again(typed(*words), [sample]) == expected
-
-
 def test_a_run_shows_its_command_as_a_shell_takes_it():
     layout = '{"dp": 2}'
     shown = dict(samples.state(typed("--layout", layout), []).rows)["command"]
     assert shlex.split(shown) == ["meshwise", "run", "--layout", layout]
-
-
-def test_what_no_command_made_is_repeated_by_none():
-    sample = known.step_sample(known.plan(), [0.01] * 3)
-    called = msgspec.structs.replace(typed(), command=("meshwise.run(...)",))
-    assert again(called, [sample]) == ""
-    assert again(typed(), []) == ""
-
-
-def test_decoding_is_repeated_with_more_tokens():
-    sample = known.step_sample(known.plan(), [0.01] * 15)
-    op = msgspec.structs.replace(sample.case.op, mode="decode", new_tokens=16)
-    decoded = known.sample(op, [0.01] * 15)
-    command = ("--mode", "decode", "--new-tokens", "16")
-    assert again(typed(*command), [decoded]) == "meshwise run --mode decode --new-tokens 32"
 
 
 class TestCompare:
@@ -448,8 +412,6 @@ class TestCompare:
         found = self.compared([few], [few])
         assert found.cases[0].verdict == "unclear"
         assert "For more times" in rendered([compare.table(found)])
-        told = self.compared([few], [few], again=("meshwise run --steps 20",))
-        assert "meshwise run --steps 20" in rendered([compare.table(told)])
 
     def test_nothing_in_common(self):
         with pytest.raises(ValueError, match="share no case"):

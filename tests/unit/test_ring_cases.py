@@ -254,7 +254,7 @@ def test_the_table_shows_speedup_and_what_failed():
     time, _, moved, memory, rest = scaling.of_run(found)
     assert "dilated attention" in time.title and "2 ranks" in time.title
     alone, both, _ = (dict(zip(time.columns, row, strict=True)) for row in time.rows)
-    assert (alone["speedup"], both["speedup"], both["strong"]) == ("1.00x", "1.60x", "80 %")
+    assert (alone["speedup"], both["speedup"], both["strong"]) == ("1.00x", "1.60x", "80.0 %")
     (received,) = (dict(zip(moved.columns, row, strict=True)) for row in moved.rows)
     assert received["received"] == "1.00 kB"
     assert [row[:3] for row in memory.rows] == [("64", "2", "4.00 GB")]

@@ -20,7 +20,7 @@ from meshwise.spec import Cluster, Device, Layout, Recipe, Step, Tier, WideResNe
 from meshwise.spec.phases import ADDENDS
 from meshwise.verbs import apply as apply_verb
 from meshwise.verbs import given, job
-from meshwise.verbs.suite import listed, run_suite, run_sweep
+from meshwise.verbs.suite import listed, run_suite, swept
 from tests import sample_records as known
 from tests.sample_records import IMAGES, LLAMA, MOE
 
@@ -322,7 +322,7 @@ class TestSuites:
         with pytest.raises(
             ValueError, match=r"no case of gpt\.grid_search_auto can run \(not built"
         ):
-            run_sweep("gpt", Suite(), lines.append)
+            swept("gpt", Suite(), lines.append, run_suite)
         assert not lines
 
     def test_local_ranks_are_not_those_of_a_launcher(self, monkeypatch):

@@ -1,0 +1,160 @@
+"""``meshwise detect``, ``calibrate``, ``plan``, ``compare`` and ``report``: parse, call, print."""
+
+from dataclasses import replace
+from typing import Annotated
+
+from cyclopts import Parameter
+
+import meshwise
+from meshwise.cli.options import ANY, Json, Runs, Size, flags
+from meshwise.cli.output import DONE, GATE_FAILED, emit, say
+from meshwise.options.plan import Search
+
+USUAL = Search()
+
+
+def detect(
+    *,
+    nproc: int | None = None,
+    peak: tuple[str, ...] = (),
+    out: str = "cluster.toml",
+    json: Json = False,
+) -> int:
+    """Look at this machine: devices, memory, links, datasheet peaks. Writes cluster.toml.
+
+    Parameters
+    ----------
+    nproc
+        Devices of each host to use: all GPUs, or 4 ranks on a CPU, by default.
+    peak
+        FLOP/s that no datasheet gives, as bf16=990e12; may be repeated.
+    out
+        The file to write.
+    """
+    cluster = meshwise.detect(nproc=nproc, peak=peak, out=out)
+    from meshwise.pages import tables
+
+    emit(cluster, tables.cluster(cluster), json)
+    return DONE
+
+
+def calibrate(*run: str, runs: Runs = "runs", out: str = "costs.json", json: Json = False) -> int:
+    """Fit prices to measurements, with their error on points left out. Writes costs.json.
+
+    Parameters
+    ----------
+    run
+        Run directories of measure; by default the newest.
+    out
+        The file to write.
+    """
+    costs = meshwise.calibrate(run, runs=runs, out=out)
+    from meshwise.pages import tables
+
+    emit(costs, tables.costs(costs), json)
+    return DONE
+
+
+def plan(
+    asked: Annotated[Search, flags(Search)] = USUAL, *, size: Size = ANY, json: Json = False
+) -> int:
+    """Search the legal layouts of a model, pipelines included, for the fastest that fit.
+
+    Writes plan.json. Needs no GPU, and no measurement where the cluster's data sheet will do.
+    """
+    chosen = meshwise.plan(replace(asked, gpus=size.ranks))
+    from meshwise.pages import tables
+
+    emit(chosen, tables.plan(chosen), json)
+    return DONE
+
+
+def compare(
+    a: str,
+    b: str,
+    *more: Annotated[str, Parameter(show=False)],
+    fail_if: str | None = None,
+    force: bool = False,
+    json: Json = False,
+) -> int:
+    """Is run b faster than run a? Ratio of medians, interval and verdict of every shared case, or
+    of the steps of two layouts of one model.
+
+    Parameters
+    ----------
+    a
+        The run directory to compare with.
+    b
+        The run directory in question.
+    fail_if
+        Exit with code 3 if a case is, for example, 'slower>5%'.
+    force
+        Compare across timing methods and regimes.
+    """
+    if more:
+        raise ValueError(f"compare takes two runs, but {2 + len(more)} are given: name two")
+    comparison = meshwise.compare(a, b, fail_if=fail_if, force=force)
+    from meshwise.pages.compare import table
+
+    emit(comparison, [table(comparison)], json)
+    return GATE_FAILED if comparison.failed else DONE
+
+
+def report(
+    *run: str,
+    runs: Runs = "runs",
+    costs: str = "costs.json",
+    plan: str = "plan.json",
+    out: str = "report.html",
+    scaling: Annotated[str | None, Parameter(name=("--scaling", "--results-dir"))] = None,
+    output_dir: str | None = None,
+    json: Json = False,
+) -> int:
+    """Write one self-contained page of what was measured, priced, planned and run.
+
+    With --scaling instead: how ring attention scales, as pictures, a text and a page.
+
+    Parameters
+    ----------
+    run
+        The only run directories to show, beside the runs of the plan and those that the prices
+        rest on. Without them and without prices, all that was measured.
+    costs
+        Prices to show.
+    plan
+        The plan to show, with the runs of its model on its cluster.
+    out
+        The file to write.
+    scaling
+        The folder of a scaling benchmark, `measure ring`'s --output_dir.
+    output_dir
+        With --scaling: where to write; by default the same folder.
+    """
+    if scaling is not None:
+        return _scaling(scaling, output_dir, json)
+    if output_dir is not None:
+        raise ValueError(f"output_dir = {output_dir!r}: is of --scaling; otherwise give --out")
+    from meshwise.pages import steps
+    from meshwise.verbs.report import gather, write
+
+    contents = gather(runs, costs, plan, run)
+    path = write(contents, out)
+    emit({"path": str(path), "results": contents.results}, steps.tables(contents.results), json)
+    if not json:
+        say(str(path))
+    return DONE
+
+
+def _scaling(results_dir: str, output_dir: str | None, json: bool) -> int:
+    from meshwise.pages.scaling import conclusions, read, tables
+    from meshwise.verbs.report import write_scaling
+
+    found = read(results_dir)
+    paths = list(map(str, write_scaling(found, output_dir or results_dir)))
+    said = conclusions(found)
+    rows = [row._asdict() for row in found.rows]
+    document = {"paths": paths, "conclusions": said, "rows": rows}
+    emit(document, tables(found), json)
+    if not json:
+        say(*(f"- {line}" for line in said), *paths)
+    return DONE
