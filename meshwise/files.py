@@ -20,7 +20,6 @@ import secrets
 import stat
 import tomllib
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,11 +29,13 @@ MOST_VALUES = 2**23  # of a longer document, and of lines: most of them is text,
 MOST_LINES_BYTES = 2**27  # of what is read line by line: samples, steps, logs of other tools
 DEEPEST = 64  # levels of lists and tables
 _MOST_TOML_BYTES = 2**18
+_MOST_WALKED = 2**22  # characters, in which the place of a refused value is looked for
 _LARGEST_INT = 2**63 - 1
 
 # tomllib needs quadratic time and memory for a key of many parts
 _KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:{_KEY_PART}){{{DEEPEST}}}")
+_TOKEN = re.compile(r'("(?:[^"\\]|\\.)*+")(\s*+:)?|([\[{])|([\]}])|([^\s,:\[\]{}"]++)', re.DOTALL)
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half a character: a surrogate, perhaps without its other
 
 
@@ -84,59 +85,31 @@ def unpack(data: bytes, path: Path | str, *, at_most: int = MOST_BYTES) -> bytes
 
 
 def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> Any:
-    """JSON as plain data. Refused, with the field: a key that stands twice, more than ``DEEPEST``
-    levels, NaN and Infinity, integers of 2^63 and more, half characters."""
+    """JSON as plain data. Refused, with line and field: a key that stands twice, more than
+    ``DEEPEST`` levels, NaN and Infinity, integers of 2^63 and more, half characters."""
     if len(data) > at_most:
         raise ValueError(f"{source} is larger than {_mib(at_most)}; is it the right file?")
     text = _text(data, source) if isinstance(data, bytes) else data
     if len(text) > MOST_BYTES and sum(map(text.count, ",:[{")) > MOST_VALUES:
         raise ValueError(f"{source} holds more than {MOST_VALUES:,} values; is it the right file?")
-    wrong: list[_Wrong] = []  # each also stands in its value's place
-
-    def refused(what: str) -> _Wrong:
-        wrong.append(_Wrong(what))
-        return wrong[-1]
-
-    def number(literal: str) -> Any:
-        whole = literal.lstrip("-").isdigit()
-        value = float(literal) if not whole else int(literal) if len(literal) <= 20 else 10**20
-        reason = _out_of_range(value)
-        return refused(f"{literal[:24]} {reason}") if reason else value
-
-    def whole_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-            found[key] = refused("stands twice")
-        return found
-
     try:
         found = json.loads(
             text,
-            object_pairs_hook=whole_object,
-            parse_int=number,
-            parse_float=number,
-            parse_constant=number,
+            object_pairs_hook=_object,
+            parse_int=_int,
+            parse_float=_float,
+            parse_constant=_float,
         )
         _check_depth(found)
+        if _HALF.search(text) and not _is_text(json.dumps(found, ensure_ascii=False)):
+            raise _Refused("holds half a character (a lone surrogate)")
     except json.JSONDecodeError as error:
         raise ValueError(f"{source} is not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{source}: has more than {DEEPEST} levels; write it flatter") from None
-    if wrong or (_HALF.search(text) and not _is_text(json.dumps(found, ensure_ascii=False))):
-        raise ValueError(f"{source}: {_first_wrong(found)}")
+    except (_Refused, RecursionError) as error:
+        told = str(error) if isinstance(error, _Refused) else f"has more than {DEEPEST} levels"
+        where = _refused(text) if len(text) <= _MOST_WALKED else None
+        raise ValueError(f"{source}: {where or told}") from None
     return found
-
-
-def _first_wrong(found: Any) -> str:
-    """The first value of plain data that is refused: its field, and why."""
-    half = "holds half a character (a lone surrogate)"
-    for field, value in _leaves(found):
-        if isinstance(value, str) and (isinstance(value, _Wrong) or not _is_text(field + value)):
-            name = field.encode(errors="replace").decode()
-            name = name if len(name) <= 80 else f"{name[:38]} ... {name[-37:]}"
-            return f"{name}: {value if isinstance(value, _Wrong) else half}".removeprefix(": ")
-    return half
 
 
 def own_data(name: str) -> dict[str, Any]:
@@ -248,8 +221,29 @@ def sync_folder(folder: Path | str) -> None:
             os.close(descriptor)
 
 
-class _Wrong(str):
-    """What is wrong with a value that JSON allows and we do not."""
+class _Refused(ValueError):
+    """A value that JSON allows and we do not; what is wrong with it."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Refused("an object has a key twice")
+    return found
+
+
+def _int(literal: str) -> int:
+    value = int(literal) if len(literal) <= 20 else 10**20
+    if wrong := _out_of_range(value):
+        raise _Refused(f"{literal[:24]} {wrong}")
+    return value
+
+
+def _float(literal: str) -> float:
+    value = float(literal)
+    if wrong := _out_of_range(value):
+        raise _Refused(f"{literal[:24]} {wrong}")
+    return value
 
 
 def _out_of_range(value: int | float) -> str:
@@ -280,6 +274,49 @@ def _leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{field}[{index}]")
     else:
         yield field, data
+
+
+def _refused(text: str) -> str | None:
+    """The first value of JSON text that ``parse_json`` refuses: its line, its field, the reason."""
+    at: list[str | int] = []  # the field in each object, the index in each list
+    keys: list[set[str] | None] = []
+
+    def wrong(token: "re.Match[str]", reason: str) -> str:
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in at)
+        field = "".join(parts).lstrip(".")
+        field = field if len(field) <= 80 else f"{field[:38]} ... {field[-37:]}"
+        line = text.count("\n", 0, token.start()) + 1
+        return f"line {line}: {f'{field}: ' if field else ''}{reason}"
+
+    for token in _TOKEN.finditer(text):
+        string, colon, opening, closing, literal = token.groups()
+        if closing:
+            if not keys:
+                return None
+            keys.pop()
+            at.pop()
+            continue
+        is_key = colon is not None and bool(keys) and keys[-1] is not None
+        if keys and keys[-1] is None:
+            at[-1] = int(at[-1]) + 1
+        if string and _HALF.search(string) and not _is_text(json.loads(string, strict=False)):
+            return wrong(token, "holds half a character (a lone surrogate)")
+        if is_key:
+            at[-1] = json.loads(string, strict=False)
+            if at[-1] in keys[-1]:  # type: ignore[operator]
+                return wrong(token, "stands twice")
+            keys[-1].add(at[-1])  # type: ignore[union-attr, arg-type]
+        elif opening:
+            if len(keys) == DEEPEST:
+                return wrong(token, f"is deeper than {DEEPEST} levels; write it flatter")
+            keys.append(set() if opening == "{" else None)
+            at.append("" if opening == "{" else -1)
+        elif literal and literal not in ("true", "false", "null"):
+            try:
+                (_int if literal.lstrip("-").isdigit() else _float)(literal)
+            except ValueError as error:
+                return wrong(token, str(error))
+    return None
 
 
 def _is_text(string: str) -> bool:
