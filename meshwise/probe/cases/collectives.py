@@ -14,7 +14,7 @@ import msgspec
 from meshwise.models import apply, catalogue, graph, primus, stream_shape
 from meshwise.models.decoder import exchanges
 from meshwise.probe.cases.scope import Scope
-from meshwise.probe.cases.sizes import divisible, parse_sizes
+from meshwise.probe.cases.sizes import divisible, embedding_splits, parse_sizes
 from meshwise.spec import (
     DTYPE_BYTES,
     Case,
@@ -108,7 +108,7 @@ def cases(
     group = _group(scope.world_size, groups, ranks)
     ops: list[Collective] = []
     if uneven:
-        ops = [_uneven(splits or _embedding_splits(tables or "", group.size), group, scope.dtype)]
+        ops = [_uneven(splits or _of_tables(tables or "", group), group, scope.dtype)]
     elif pairs:
         every = ranks or tuple(range(scope.world_size))
         ops = _pairs(scope, every, sizes)
@@ -262,22 +262,11 @@ def _uneven(splits: tuple[tuple[int, ...], ...], group: Group, dtype: Dtype) -> 
     )
 
 
-def _embedding_splits(text: str, n: int) -> tuple[tuple[int, ...], ...]:
-    """``batch,T0-T1-...,dim``: rank i looks up T_i tables of fp32 rows for the whole batch and
-    sends each rank its share of the batch."""
-    try:
-        batch_text, tables_text, dim_text = text.split(",")
-        batch, dim = int(batch_text), int(dim_text)
-        tables = [int(count) for count in tables_text.split("-")]
-    except ValueError:
-        raise ValueError(
-            f"tables = {text!r}: must be BATCH,T0-T1-...,DIM, as 2048,2-3-3-5,64"
-        ) from None
-    if len(tables) != n or min(batch, dim) < 1 or min(tables) < 0:
-        raise ValueError(f"tables = {text!r}: needs {n} table counts, one for each rank, >= 0")
-    if batch % n:
-        raise ValueError(f"tables = {text!r}: the batch {batch} must divide among {n} ranks")
-    return tuple((batch // n * count * dim * DTYPE_BYTES["fp32"],) * n for count in tables)
+def _of_tables(tables: str, group: Group) -> tuple[tuple[int, ...], ...]:
+    splits = embedding_splits(tables, "tables")
+    if len(splits) != group.size:
+        raise ValueError(f"tables = {tables!r}: needs {group.size} table counts, one for each rank")
+    return splits
 
 
 def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | None) -> list[Collective]:
@@ -341,7 +330,11 @@ def between(samples: Sequence[Sample]) -> list[Case]:
 
 
 def _densified(curve: list[Sample]) -> list[Case]:
-    points = sorted((_size(sample), *median_interval(sample.times_s)) for sample in curve)
+    case, found = curve[0].case, []
+    assert isinstance(case.op, Collective)
+    sizes = [sample.case.op.size_bytes for sample in curve]  # type: ignore[union-attr]
+    times_s = [median_interval(sample.times_s) for sample in curve]
+    points = sorted((size, *each) for size, each in zip(sizes, times_s, strict=True))
     logs = [tuple(map(math.log, point)) for point in points]
     gaps: set[int] = set()  # by the index of the point before each
     for i, ((x0, y0, *_), (x, _, low, high), (x1, y1, *_)) in enumerate(
@@ -351,8 +344,6 @@ def _densified(curve: list[Sample]) -> list[Case]:
         if max(low - line, line - high) > _BEND:  # by more than the point's own uncertainty
             gaps |= {i, i + 1}
     gaps |= {i for i, (a, b) in enumerate(pairwise(logs)) if b[3] < a[2] - _DROP}
-    case, found = curve[0].case, []
-    assert isinstance(case.op, Collective)
     for i in sorted(gaps):
         low, high = points[i][0], points[i + 1][0]
         if high / low > _WIDE:
@@ -361,8 +352,3 @@ def _densified(curve: list[Sample]) -> list[Case]:
             op = msgspec.structs.replace(case.op, size_bytes=middle.size_bytes)
             found.append(msgspec.structs.replace(case, op=op))
     return found
-
-
-def _size(sample: Sample) -> int:
-    assert isinstance(sample.case.op, Collective)
-    return sample.case.op.size_bytes

@@ -10,8 +10,8 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import Found, is_number, refusal, whole
-from meshwise.probe.importers.nccl_tests import Line, Section, found_of
+from meshwise.probe.importers.found import Found, check_units, is_number, refusal, units_in, whole
+from meshwise.probe.importers.nccl_tests import Line, Section, read
 from meshwise.spec import Regime
 
 HEADER = re.compile(r"^#?[ \t]*(size[ \t]+count[ \t]+type\b.*)$", re.MULTILINE)
@@ -46,7 +46,7 @@ def read_text(text: str, name: str) -> Found:
     ]
     if not any(section.lines for section in sections):
         raise refusal(name, [where for section in sections for where in section.unread])
-    return found_of(sections, name)
+    return read(sections, name)
 
 
 def _check_whole(text: str, starts: list[int], name: str) -> None:
@@ -64,12 +64,11 @@ def _check_whole(text: str, starts: list[int], name: str) -> None:
 
 
 def _check_units(text: str, name: str) -> None:
-    lines = [set(re.findall(r"\([^() ]{1,20}\)", line)) for line in _UNITS.findall(text)]
+    lines = [units_in(line) for line in _UNITS.findall(text)]
     strange = ", ".join(sorted(set().union(*lines) - _COMMON))
     if strange and any(line <= _COMMON for line in lines):
         raise ValueError(f"{name}: mixed units, {strange} in some of its tables; split the file")
-    if strange:
-        raise ValueError(f"{name}: {strange} is not a unit of nccl-tests")
+    check_units(set().union(*lines), _COMMON, name, "nccl-tests")
 
 
 def _section(before: str, text: str, first_line: int) -> Section:

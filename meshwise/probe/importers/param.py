@@ -14,24 +14,29 @@ from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
+from meshwise.probe.cases.sizes import MOST_RANKS, TABLES
 from meshwise.probe.importers import tables_all_to_all
 from meshwise.probe.importers.found import (
     DTYPES,
     Found,
     Row,
+    check_one_run,
+    check_units,
+    found_of,
     is_number,
+    kind_named,
     left_out,
     listed,
     number,
     refusal,
-    samples_of,
     seconds,
-    warning,
+    units_in,
+    unusable,
     whole,
 )
-from meshwise.probe.importers.suspicion import Printed, warnings_of
+from meshwise.probe.importers.suspicion import warnings_of
 from meshwise.spec import Case, Collective
-from meshwise.spec.op import DTYPE_BYTES, IN_PLACE_ONLY, WHOLE, CollectiveKind, Regime
+from meshwise.spec.op import DTYPE_BYTES, IN_PLACE_ONLY, WHOLE, CollectiveKind, Dtype, Regime
 
 SIZE_KIND = (
     "PARAM's total-size: the output of all_gather, the input of reduce_scatter, else a rank's "
@@ -40,16 +45,15 @@ SIZE_KIND = (
 )
 TIME_KIND = "median over ranks of each rank's mean"
 
-_KINDS: dict[str, CollectiveKind] = {
-    "all_reduce": "all_reduce", "all_gather": "all_gather", "all_gather_base": "all_gather",
-    "reduce_scatter": "reduce_scatter", "reduce_scatter_base": "reduce_scatter",
-    "all_to_all": "all_to_all", "all_to_all_single": "all_to_all",
-    "all_to_allv": "all_to_all_v", "broadcast": "broadcast", "reduce": "reduce", "pt2pt": "send",
-}  # fmt: skip
+_KINDS = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast",
+    "reduce",
+)  # fmt: skip
 _LISTS = ("all_gather", "reduce_scatter")  # torch's calls on lists of tensors, which copy
 _CELL = re.compile(r"(?:total-size|size) \([^()]{0,20}\)|\S+")
 _SIZE = re.compile(r"(?:total-)?size \(")
 _TIME = re.compile(r"(?:ping)?(?:Latency|Time)\(us\):p50")
+_UNITS = {"(B)", "(us)", "(GB/s)"}
 _WORLD = re.compile(r"'?world_size'?: ([1-9]\d{0,6})\b")
 _WRONG = re.compile(r"-bytes (\w+)\] Wrong value at \[")
 _BACKEND = re.compile(r"\bbackend: (\w+)")
@@ -77,7 +81,7 @@ class Tables(NamedTuple):
     """The rows of one run. ``skipped``: why rows are left out; ``unread``: which are no rows."""
 
     setting: Setting
-    rows: list[tuple[Row, Printed | None]]
+    rows: list[Row]
     skipped: list[str]
     unread: list[str]
 
@@ -86,7 +90,9 @@ def read(text: str, name: str) -> Found:
     """The tables of a log, or of several of as many ranks in one file, each with its own settings;
     ``name`` is the file's, for messages."""
     parts = [_tables(lines, name) for lines in _runs(text.split("\n"), name)]
-    _check_alike([part.setting for part in parts], name)
+    settings = [part.setting for part in parts]
+    alike = ({"world_size": one.world_size, "backend": one.backend} for one in settings)
+    check_one_run(zip([one.where for one in settings], alike, strict=True), name)
     rows = [row for part in parts for row in part.rows]
     unread = [told for part in parts for told in part.unread]
     skipped = Counter(why for part in parts for why in part.skipped)
@@ -95,20 +101,16 @@ def read(text: str, name: str) -> Found:
     if not rows:
         why = "; ".join(skipped) or "was the run cut off?"
         raise ValueError(f"{name}: no rows of PARAM that are read here: {why}")
-    samples, doubled = samples_of(row for row, _ in rows)
     others = [f"{count} times {why}" for why, count in skipped.items()]
     warnings = [f"{skipped.total()} rows left out: {listed(others)}"] * bool(skipped)
-    warnings += left_out(unread)
-    wrong = [f"{row.where}: {row.fault}" for row, _ in rows if row.wrong]
-    warnings += warning(wrong, "rows cannot be used")
-    return Found(
+    return found_of(
+        rows,
+        [*warnings, *left_out(unread), *unusable(rows), *warnings_of([rows], name)],
         tool="PARAM comms",
         size_kind=SIZE_KIND,
         time_kind=TIME_KIND,
-        world_size=parts[0].setting.world_size,
-        samples=samples,
-        warnings=(*warnings, *_suspicious(rows, name), *doubled),
-        facts={"backend": parts[0].setting.backend, "rows": len(rows), "runs": len(parts)},
+        world_size=settings[0].world_size,
+        facts={"backend": settings[0].backend, "rows": len(rows), "runs": len(parts)},
     )
 
 
@@ -127,19 +129,6 @@ def _runs(lines: list[str], name: str) -> list[list[tuple[int, str]]]:
     return [part for part in parts if any("COMMS-RES" in line for _, line in part)]
 
 
-def _check_alike(settings: list[Setting], name: str) -> None:
-    """Runs in one file become one run directory, of one machine."""
-    first = settings[0]
-    for other in settings[1:]:
-        for field in ("world_size", "backend"):
-            a, b = getattr(first, field), getattr(other, field)
-            if a != b:
-                raise ValueError(
-                    f"{name}: {field} is {a or 'not told'} at {first.where} and {b or 'not told'} "
-                    f"at {other.where}: logs of two runs; split the file"
-                )
-
-
 def _tables(lines: list[tuple[int, str]], name: str) -> Tables:
     """Read the rows of one run."""
     setting = _setting(lines, name)
@@ -156,14 +145,14 @@ def _tables(lines: list[tuple[int, str]], name: str) -> Tables:
                     f"{name}: line {at} has a group of {setting.ranks} ranks, {setting.where} "
                     f"world_size {setting.world_size}: logs of two runs? split the file"
                 )
-        if (told := _WRONG.search(line)) and told[1] in _KINDS:
-            wrong[_KINDS[told[1]]] = f"wrong elements: PARAM's check failed at line {at}"
+        if (told := _WRONG.search(line)) and (kind := kind_named(told[1])):
+            wrong[kind] = f"wrong elements: PARAM's check failed at line {at}"
         if not line.lstrip().startswith("COMMS-RES"):
             continue
         cells = _CELL.findall(line)
         if "size (" in line:
             columns = cells[1:]
-            _check_units(line, f"{name}: line {at}")
+            check_units(units_in(line), _UNITS, f"{name}: line {at}", "PARAM")
             continue
         try:
             row = _read_row(cells, columns, setting, f"line {at}")
@@ -174,7 +163,7 @@ def _tables(lines: list[tuple[int, str]], name: str) -> Tables:
             found.skipped.append(row)
         else:
             found.rows.append(row)
-    return found._replace(rows=[(_judged(made, wrong), printed) for made, printed in found.rows])
+    return found._replace(rows=[_judged(row, wrong) for row in found.rows])
 
 
 def _judged(row: Row, wrong: dict[str, str]) -> Row:
@@ -214,14 +203,8 @@ def _told(
         return default, 0
     if not found:
         raise ValueError(f"{name}: PARAM's line with {what} is missing; import the whole log")
-    (first, at), *others = found
-    for value, other in others:
-        if value != first:
-            raise ValueError(
-                f"{name}: {what} is {first} at line {at} and {value} at line {other}: logs of two "
-                "runs? split the file"
-            )
-    return first, at
+    check_one_run([(f"line {at}", {what: value}) for value, at in found], name)
+    return found[0]
 
 
 def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
@@ -231,22 +214,13 @@ def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
     return tuple(zip(*numbers, strict=False))
 
 
-def _check_units(line: str, where: str) -> None:
-    """The units of a header line must be PARAM's."""
-    units = set(re.findall(r"\([^() ]{1,20}\)", line))
-    if strange := ", ".join(sorted(units - {"(B)", "(us)", "(GB/s)"})):
-        raise ValueError(f"{where}: {strange} is not a unit of PARAM")
-
-
-def _read_row(
-    cells: list[str], columns: list[str], setting: Setting, where: str
-) -> tuple[Row, Printed | None] | str:
-    """A row with what was printed beside its time, or why it is left out."""
+def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str) -> Row | str:
+    """A row, or why it is left out."""
     if cells[0].startswith("COMMS-RES-QUANT"):
         return "COMMS-RES-QUANT: a quantised collective is not one of ours"
     named = _NAMED.fullmatch(cells[0])
     collective, dtype = (named[1], named[2]) if named else (setting.collective, setting.dtype)
-    if len(cells) > 3 and tables_all_to_all.PATTERN.fullmatch(cells[2]):
+    if len(cells) > 3 and TABLES.fullmatch(cells[2]):
         times_us = [seconds(cell, "latency") for cell in cells[3].split("-")]
         rates = [[number(x, "bandwidth") for x in cell.split("-")] for cell in cells[4:6]]
         size_bytes = whole(cells[1], "size")
@@ -256,8 +230,9 @@ def _read_row(
         if made.case.world_size != setting.world_size:
             ranks = f"{made.case.world_size} ranks"
             raise ValueError(f"a table of {ranks}, but {setting.where} has {setting.world_size}")
-        return made, None
-    if collective not in _KINDS:
+        return made
+    kind = "send" if collective == "pt2pt" else kind_named(collective)
+    if kind is None or kind not in (*_KINDS, "send"):
         return f"{collective}: no counterpart here, or its size may be of a rank or of all"
     if dtype not in DTYPES:
         return f"{dtype}: no counterpart here"
@@ -267,7 +242,7 @@ def _read_row(
     size_bytes = whole(_named(printed, _SIZE, "total-size (B)"), "size")
     if size_bytes == 0:
         return "size 0: no time of a message"
-    op = _operation(collective, DTYPES[dtype], size_bytes, setting)
+    op = _operation(kind, DTYPES[dtype], size_bytes, setting)
     if isinstance(op, str):
         return op
     time = _named(printed, _TIME, "Latency(us):p50")
@@ -275,12 +250,15 @@ def _read_row(
     if elements is not None and not _agrees(op, whole(elements, "nElementsPerRank")):
         raise ValueError(f"nElementsPerRank does not agree with the size: {collective}")
     backend = "list" if collective in _LISTS else ""
-    case = Case(op=op, regime=setting.regime, backend=backend, world_size=setting.world_size)
-    time_s = seconds(time, "p50", 1e-6)
-    row = Row(where=where, case=case, time_s=time_s, metrics=_metrics(printed))
-    expected = op.size_bytes * op.bus_factor if op.kind != "send" else 0
-    seen = Printed(where, size_bytes, time, time_s, printed.get("BusBW(GB/s)", ""), expected)
-    return row, seen if is_number(seen.busbw) else None
+    busbw = printed.get("BusBW(GB/s)", "")
+    return Row(
+        where=where,
+        case=Case(op=op, regime=setting.regime, backend=backend, world_size=setting.world_size),
+        time_s=seconds(time, "p50", 1e-6),
+        metrics=_metrics(printed),
+        printed=(time, busbw) if is_number(busbw) else None,
+        series=f"{op.kind} {op.dtype} {backend}".rstrip(),
+    )
 
 
 def _named(printed: dict[str, str], pattern: re.Pattern[str], column: str) -> str:
@@ -291,8 +269,10 @@ def _named(printed: dict[str, str], pattern: re.Pattern[str], column: str) -> st
     return found[-1]
 
 
-def _operation(collective: str, dtype: str, size_bytes: int, setting: Setting) -> Collective | str:
-    kind, n = _KINDS[collective], setting.ranks
+def _operation(
+    kind: CollectiveKind, dtype: Dtype, size_bytes: int, setting: Setting
+) -> Collective | str:
+    n = setting.ranks
     if kind == "send":
         if not setting.pairs:
             return "pt2pt without src_ranks and dst_ranks: between which ranks?"
@@ -303,11 +283,11 @@ def _operation(collective: str, dtype: str, size_bytes: int, setting: Setting) -
             size_bytes=size_bytes,
             group_size=2,
             group_stride=abs(first[1] - first[0]),
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             ranks=alone,
         )
-    if kind == "all_to_all_v" and n > tables_all_to_all.MOST_RANKS:
-        return f"all_to_allv of more than {tables_all_to_all.MOST_RANKS} ranks"
+    if kind == "all_to_all_v" and n > MOST_RANKS:
+        return f"all_to_allv of more than {MOST_RANKS} ranks"
     if kind == "all_to_all_v" and size_bytes % n:
         raise ValueError(f"all_to_allv of {size_bytes} B is not divisible by {n} ranks")
     even = ((size_bytes // n,) * n,) * n if kind == "all_to_all_v" else ()
@@ -315,7 +295,7 @@ def _operation(collective: str, dtype: str, size_bytes: int, setting: Setting) -
         kind=kind,
         size_bytes=size_bytes,
         group_size=n,
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=dtype,
         in_place=kind in IN_PLACE_ONLY,
         splits=even,
     )
@@ -343,14 +323,3 @@ def _metrics(printed: dict[str, str]) -> dict[str, float | tuple[float, ...]]:
         for column, (key, unit) in names.items()
         if is_number(printed.get(column, ""))  # of one rank some are N/A
     }
-
-
-def _suspicious(rows: list[tuple[Row, Printed | None]], name: str) -> list[str]:
-    series: dict[str, list[Printed]] = {}
-    for row, printed in rows:
-        op = row.case.op
-        assert isinstance(op, Collective)
-        title = f"{op.kind} {op.dtype} {row.case.backend}".rstrip()
-        if printed is not None:
-            series.setdefault(title, []).append(printed)
-    return warnings_of(list(series.items()), name)
