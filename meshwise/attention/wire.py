@@ -22,22 +22,22 @@ _REMEMBERED = 256  # agreements
 class Wire:
     """A group's transfers. ``sent_bytes`` and ``received_bytes`` count what left and reached this
     rank, ``collectives`` how many calls did; a group of one makes none. ``group`` None: the default
-    group, or this process alone if there is none.
+    group, or this process alone if there is none; with ``alone`` in any case.
 
     ``muted``: nothing is sent, and copies of what would be sent stand for what would arrive: what
     is left is the computation, at the power that real numbers draw. ``log``: a list that takes
     (bytes to each rank, bytes from each rank) of every call.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, alone: bool = False) -> None:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("group: this rank is not in it; call on its members only")
         if not (group is None or isinstance(group, dist.ProcessGroup)):
             raise ValueError(f"group = a {type(group).__name__}: give a process group, or None")
         self.group = group
-        self.alone = group is None and not dist.is_initialized()
-        self.rank = 0 if self.alone else dist.get_rank(group)
-        self.size = 1 if self.alone else dist.get_world_size(group)
+        alone = alone or (group is None and not dist.is_initialized())
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.size = 1 if alone else dist.get_world_size(group)
         self.sent_bytes = self.received_bytes = self.collectives = 0
         self.muted = False
         self._agreed: dict[tuple[str, int], list[int]] = {}
