@@ -122,14 +122,10 @@ class Bench:
             return collectives.build(case, self.groups)
         if isinstance(case.op, Overlap):
             return overlap.build(case, self.groups, self.settings)
-        if isinstance(case.op, Gemm):
-            return gemm.build(case, device, self.settings)
-        if isinstance(case.op, Attention):
-            return attention.build(case, device, self.settings)
-        if isinstance(case.op, Convolution):
-            return convolution.build(case, device, self.settings)
-        assert isinstance(case.op, Elementwise), case.op
-        return elementwise.build(case, device)
+        if isinstance(case.op, Elementwise):
+            return elementwise.build(case, device)
+        build = {Gemm: gemm.build, Attention: attention.build, Convolution: convolution.build}
+        return build[type(case.op)](case, device, self.settings)
 
     def free(self) -> None:
         """Give memory back after a case that did not get enough of it."""

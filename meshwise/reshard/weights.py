@@ -329,14 +329,10 @@ def _hosts(ranks: Ranks) -> Callable[[int], int]:
 
 def _together(ranks: Ranks, work: Callable[[], T]) -> T:
     """This rank's result of ``work``; a ValueError of one rank is raised on all."""
-    said = ""
-    try:
-        result = work()
-    except ValueError as error:
-        said = str(error)
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.gather(said)) if text]
-    if len(told) == ranks.world_size and len({text.partition(": ")[2] for text in told}) == 1:
-        raise ValueError(said)
+    result, said = ranks.together(work, lambda e: str(e) if isinstance(e, ValueError) else None)
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+    if told and len(set(said)) == 1:
+        raise ValueError(said[0])
     if told:
         raise ValueError("; ".join(told[:8]) + (f"; and {len(told) - 8} more" * (len(told) > 8)))
     return result
