@@ -286,7 +286,8 @@ class _Run(NamedTuple):
         key_parts: list[list[Part]],
     ) -> None:
         """Backward of what arrived in the forward; gradients of others' rows return to them."""
-        came, made = iter(pending()), []
+        came = iter(pending())
+        made: list[tuple[list[Part], rows.Fetch, Tensor]] = []  # and where what returns is added
         for number in range(self.planned.num_rounds):
             for branch in self._remote(number):
                 count = 3 if branch.way == "heads" else 2
@@ -300,35 +301,21 @@ class _Run(NamedTuple):
                         grads = self._back(batch, rows_of, rows_of, mix)
                         _add(sums, grads, (batch.query, batch.key, batch.key))
                     sums = [x.to(own[0].dtype) for x in sums]
-                    made.append((branch.queries, sums.pop(0)))
+                    made.append((query_parts, branch.queries, sums.pop(0)))
                 else:
                     keys, mix = [own[0], *rows_of], of_branch[branch.number]
                     for batch in branch.rounds[number + 1]:
                         dq, *grads = self._back(batch, own, keys, mix)
                         query_parts.append(Part(dq, batch.query_places))
                         _add(sums, grads, (batch.key, batch.key))
-                made += [(branch.keys[number], x) for x in sums]
-        self._return_gradients(made, query_parts, key_parts, own)
-
-    def _return_gradients(
-        self,
-        made: list[tuple[rows.Fetch, Tensor]],
-        query_parts: list[Part],
-        key_parts: list[list[Part]],
-        own: Rows,
-    ) -> None:
-        by_dtype: dict[torch.dtype, list[tuple[rows.Fetch, Tensor]]] = defaultdict(list)
+                made += zip(key_parts, [branch.keys[number]] * 2, sums, strict=True)
+        by_dtype: dict[torch.dtype, list[tuple[list[Part], rows.Fetch, Tensor]]] = defaultdict(list)
         for each in made:
-            by_dtype[each[1].dtype].append(each)
-        num_keys = 0
+            by_dtype[each[2].dtype].append(each)
         for dtype in sorted(by_dtype, key=str):
-            home = rows.give_back(self.wire, by_dtype[dtype])()
-            for (wanted, _), x in zip(by_dtype[dtype], home, strict=True):
-                if any(wanted is branch.queries for branch in self.planned.branches):
-                    query_parts += rows.returned_parts(wanted, x)
-                else:
-                    key_parts[num_keys % 2] += rows.returned_parts(wanted, x)
-                    num_keys += 1
+            home = rows.give_back(self.wire, [each[1:] for each in by_dtype[dtype]])()
+            for (into, wanted, _), x in zip(by_dtype[dtype], home, strict=True):
+                into += rows.returned_parts(wanted, x)
 
     def _back(self, batch: Batch, queries: Rows, keys: Rows, mix: Mix) -> list[Tensor]:
         grad, q, out = (select(x, batch.query) for x in (mix.grad, queries[0], mix.out))

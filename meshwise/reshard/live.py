@@ -68,16 +68,15 @@ def tensors(model: Model) -> dict[str, Tensor]:
 
 def gathered(model: Model, ranks: Ranks) -> Shares:
     """Every rank's shares, by one gather. ValueError on all ranks for what one cannot describe."""
-    mine, error = [], ""
-    try:
-        mine = list(_shares(model))
-    except (ValueError, RuntimeError) as caught:  # torch's own, too: the others wait for this rank
-        error = str(caught).partition("\n")[0]
-    everyone = ranks.gather([error, mine])
-    wrong = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(everyone) if said]
-    if wrong:
+
+    def told(error: Exception) -> str | None:  # torch's own, too: the others wait for this rank
+        is_ours = isinstance(error, ValueError | RuntimeError)
+        return str(error).partition("\n")[0] if is_ours else None
+
+    mine, failed = ranks.together(lambda: list(_shares(model)), told)
+    if wrong := [f"rank {rank}: {said}" for rank, said in enumerate(failed) if said]:
         raise ValueError("; ".join(wrong[:8]))
-    return [msgspec.convert(shares, list[Share]) for _, shares in everyone]
+    return [msgspec.convert(shares, list[Share]) for shares in ranks.gather(mine)]
 
 
 def held(everyone: Shares, *, as_source: bool = False) -> Holdings:
