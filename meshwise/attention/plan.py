@@ -25,7 +25,6 @@ class BranchPlan(NamedTuple):
     """``way``: local, gather, heads, ring or ring_heads. Bytes that each rank receives from others;
     the backward's besides the forward's. ``time_s``: of the transfers, alone, if priced."""
 
-    branch: int
     way: str
     received_bytes: tuple[int, ...]
     backward_received_bytes: tuple[int, ...]
@@ -79,13 +78,13 @@ def _dense(op: LongAttention, shards: Shards, prices: Prices | None) -> BranchPl
     ranks = len(shards.lengths)
     zero = (0,) * ranks
     if ranks == 1:
-        return BranchPlan(0, "local", zero, zero, 0.0, "one rank")
+        return BranchPlan("local", zero, zero, 0.0, "one rank")
     way: str = op.way
     why = "asked for"
     if way == "auto":
         way, why = volume.choose_dense(op, shards, prices), "priced" if prices else "by rule"
     volume.check_way(op, ranks, way)
-    return BranchPlan(0, way, *volume.dense_bytes(op, shards, way), None, why)
+    return BranchPlan(way, *volume.dense_bytes(op, shards, way), None, why)
 
 
 def _sparse(
@@ -93,7 +92,7 @@ def _sparse(
 ) -> BranchPlan:
     zero = (0,) * len(shards.lengths)
     if pattern.is_local(branch, shards):
-        return BranchPlan(branch.number, "local", zero, zero, 0.0, "segments lie inside shards")
+        return BranchPlan("local", zero, zero, 0.0, "segments lie inside shards")
     if op.way == "ring_heads":
         raise ValueError("way = 'ring_heads': a dilated branch goes by gather, heads or ring")
     ways = SPARSE_WAYS if op.way == "auto" else (op.way,)
@@ -131,7 +130,7 @@ def _branch(
         tuple(map(int, a.sum(0) + b.sum(1))) for a, b in zip(there, back, strict=True)
     )
     time_s = None if prices is None else _time_s(there + back, way, prices)
-    return BranchPlan(branch.number, way, forward, backward, time_s, "")
+    return BranchPlan(way, forward, backward, time_s, "")
 
 
 def _time_s(messages: tuple[Any, ...], way: str, prices: Prices) -> float:

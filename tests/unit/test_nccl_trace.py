@@ -64,10 +64,10 @@ def verdicts(check):
 def test_the_two_published_rccl_lines_are_read_where_they_are_cut_off():
     scatter, gather = nccl_trace.calls(TRACE.read_text())
     assert scatter[:4] == (4, 86092, "reduce_scatter", 106956800)
-    assert (scatter.datatype, scatter.op, scatter.op_count) == ("bf16", "avg", 0xCE3)
+    assert scatter.datatype == "bf16"
     assert gather[:4] == (0, 86088, "all_gather", 106956800)
     assert (scatter.in_place, gather.in_place) == (False, True)
-    assert (gather.num_ranks, gather.comm, gather.root) == (0, "", 0)
+    assert (gather.num_ranks, gather.comm) == (0, "")
 
 
 def test_a_whole_nccl_line_names_its_communicator():

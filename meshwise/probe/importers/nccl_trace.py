@@ -22,10 +22,10 @@ _PROCESS = r"(?<!\d)(?P<pid>\d{1,10}):\d{1,10} \[(?P<device>\d{1,4})\]"
 _POINTER = r"(?:0x[0-9a-fA-F]{1,16}|\(nil\))"
 CALL = re.compile(  # bounded repetitions: a long word would take the square of its length
     rf"{_PROCESS}[^\n]{{0,80}}?NCCL \w{{1,20}} (?P<kind>\w{{1,40}}){MARK}"
-    rf"(?P<op_count>[0-9a-f]{{1,16}}) sendbuff (?P<send>{_POINTER}) "
+    rf"[0-9a-f]{{1,16}} sendbuff (?P<send>{_POINTER}) "
     rf"recvbuff (?P<receive>{_POINTER}) "
     r"(?:acc \S{1,40} )?count (?P<count>\d{1,18}) "
-    r"datatype (?P<datatype>\d{1,4}) op (?P<op>\d{1,4}) root (?P<root>\d{1,10})(?!\d)"
+    r"datatype (?P<datatype>\d{1,4}) op \d{1,4} root \d{1,10}(?!\d)"
     r"(?: comm (?P<comm>0x[0-9a-f]{1,16}))?(?:[^\n]{0,80}?\[nranks=(?P<ranks>\d{1,7})\])?"
 )
 _INIT = re.compile(  # of SUBSYS=INIT: ``comm 0x55d0 rank 0 nranks 8 cudaDev 0 ...``
@@ -37,7 +37,6 @@ DATATYPES = (
     "int8", "uint8", "int32", "uint32", "int64", "uint64", "fp16", "fp32", "fp64", "bf16",
     "fp8", "fp8",
 )  # fmt: skip
-OPERATIONS = ("sum", "prod", "max", "min", "avg")
 ITEM_BYTES = {"int32": 4, "uint32": 4, "int64": 8, "uint64": 8, **DTYPE_BYTES}
 
 
@@ -49,11 +48,8 @@ class Call(NamedTuple):
     kind: str
     count: int  # type: ignore[assignment]  # not tuple's method
     datatype: str
-    op: str
-    root: int
     in_place: bool
     comm: str
-    op_count: int
     num_ranks: int
 
 
@@ -72,7 +68,7 @@ def torn(text: str) -> list[str]:
 
 
 def _call(match: re.Match[str]) -> Call:
-    datatype, op, kind = int(match["datatype"]), int(match["op"]), match["kind"]
+    datatype, kind = int(match["datatype"]), match["kind"]
     named = DATATYPES[datatype] if datatype < len(DATATYPES) else f"datatype {datatype}"
     call = Call(
         device=int(match["device"]),
@@ -80,11 +76,8 @@ def _call(match: re.Match[str]) -> Call:
         kind="receive" if kind == "Recv" else kind_named(kind) or kind,
         count=int(match["count"]),
         datatype=named,
-        op=OPERATIONS[op] if op < len(OPERATIONS) else f"op {op}",  # made for a scaled sum
-        root=int(match["root"]),
         in_place=False,
         comm=match["comm"] or "",
-        op_count=int(match["op_count"], 16),
         num_ranks=int(match["ranks"] or 0),
     )
     return call._replace(in_place=_in_place(call, match["send"], match["receive"]))

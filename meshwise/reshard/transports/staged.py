@@ -120,7 +120,6 @@ class _Side(NamedTuple):
     """Tiles that a rank sends, or receives, in the order of peers; each peer's region of a slot."""
 
     table: Table
-    spans: dict[int, slice]
     parts: dict[int, list[slice]]  # of the table, by peer and step
     regions: dict[int, int]  # where a peer's region begins, in bytes
     nbytes: int
@@ -151,7 +150,7 @@ def _side(table: Table, spans: dict[int, slice], count: int) -> _Side:
         ]
         regions[peer] = at_
         at_ += max(int(tiles.packed(table[cut])[-1]) for cut in cuts[peer])
-    return _Side(table, spans, cuts, regions, at_)
+    return _Side(table, cuts, regions, at_)
 
 
 class _Stage(Stage):
