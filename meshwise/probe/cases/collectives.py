@@ -14,7 +14,7 @@ import msgspec
 from meshwise.models import apply, catalogue, graph, primus, stream_shape
 from meshwise.models.decoder import exchanges
 from meshwise.probe.cases.scope import Scope
-from meshwise.probe.cases.sizes import divisible, embedding_splits, parse_sizes
+from meshwise.probe.cases.sizes import divisible, embedding_splits, parse_sizes, uneven
 from meshwise.spec import (
     DTYPE_BYTES,
     Case,
@@ -87,28 +87,31 @@ def cases(
     ``place``: in or out of place where a back end has both; torch's all_reduce, reduce and
     broadcast are in place whatever is asked.
     """
-    uneven = bool(splits) or tables is not None
+    is_uneven = bool(splits) or tables is not None
     _check_alone(
         splits=bool(splits), tables=tables is not None, pairs=pairs, plan=plan is not None,
         models=bool(models), primus_lists=primus_lists,
-        kinds=kinds != KINDS and not (uneven or models or primus_lists),
+        kinds=kinds != KINDS and not (is_uneven or models or primus_lists),
     )  # fmt: skip
     _check_alone(groups=groups > 1, ranks=bool(ranks), plan=plan is not None)
-    if sizes is not None and (uneven or models or primus_lists or plan):
+    if sizes is not None and (is_uneven or models or primus_lists or plan):
         raise ValueError("sizes: splits, tables, models and plans have their own; leave it out")
     if unknown := set(backends) - set(BACKENDS):
         said = ", ".join(["torch", *BACKENDS[1:]])
         raise ValueError(f"backend = {', '.join(sorted(unknown))!r}: must be one of {said}")
     if scope.dtype in ("fp8", "tf32"):
         raise ValueError(f"dtype = {scope.dtype!r}: is sent as bf16 or fp32; take one of them")
-    if "all_to_all_v" in kinds and not uneven:
+    if "all_to_all_v" in kinds and not is_uneven:
         raise ValueError("all_to_all_v: who sends how much? give splits or tables")
     if "send" in kinds:
         raise ValueError("send: from whom to whom? ask for pairs")
     group = _group(scope.world_size, groups, ranks)
     ops: list[Collective] = []
-    if uneven:
-        ops = [_uneven(splits or _of_tables(tables or "", group), group, scope.dtype)]
+    if is_uneven:
+        sent = splits or embedding_splits(tables or "", "tables")
+        if tables and len(sent) != group.size:
+            raise ValueError(f"tables: {len(sent)} ranks send, but the group has {group.size}")
+        ops = [uneven(sent, group.size, scope.dtype, group.ranks)]
     elif pairs:
         every = ranks or tuple(range(scope.world_size))
         ops = _pairs(scope, every, sizes)
@@ -248,25 +251,6 @@ def _placed(op: Collective, backend: str, in_place: tuple[bool, ...]) -> list[Co
     elif backend in ("one_shot", "peer_copy"):
         in_place = (False,)
     return [msgspec.structs.replace(op, in_place=place) for place in in_place]
-
-
-def _uneven(splits: tuple[tuple[int, ...], ...], group: Group, dtype: Dtype) -> Collective:
-    sent, received = map(sum, splits), map(sum, zip(*splits, strict=False))
-    return Collective(
-        kind="all_to_all_v",
-        size_bytes=max([*sent, *received]),
-        group_size=group.size,
-        dtype=dtype,
-        ranks=group.ranks,
-        splits=splits,
-    )
-
-
-def _of_tables(tables: str, group: Group) -> tuple[tuple[int, ...], ...]:
-    splits = embedding_splits(tables, "tables")
-    if len(splits) != group.size:
-        raise ValueError(f"tables = {tables!r}: needs {group.size} table counts, one for each rank")
-    return splits
 
 
 def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | None) -> list[Collective]:

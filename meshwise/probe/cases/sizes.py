@@ -2,7 +2,7 @@
 
 import re
 
-from meshwise.spec import DTYPE_BYTES
+from meshwise.spec import DTYPE_BYTES, Collective
 from meshwise.spec.op import WHOLE, CollectiveKind, Dtype
 from meshwise.units import parse_bytes
 
@@ -68,3 +68,19 @@ def embedding_splits(text: str, field: str) -> tuple[tuple[int, ...], ...]:
         raise ValueError(f"batch = {batch}: is not divisible by {len(tables)} ranks")
     size = DTYPE_BYTES["fp32"]
     return tuple((batch // len(tables) * t * dim * size,) * len(tables) for t in tables)
+
+
+def uneven(
+    splits: tuple[tuple[int, ...], ...], group_size: int, dtype: Dtype, ranks: tuple[int, ...] = ()
+) -> Collective:
+    """The all_to_all_v of these bytes from each rank to each; its size is the most that one sends
+    or receives."""
+    sent, received = map(sum, splits), map(sum, zip(*splits, strict=False))
+    return Collective(
+        kind="all_to_all_v",
+        size_bytes=max([*sent, *received]),
+        group_size=group_size,
+        dtype=dtype,
+        ranks=ranks,
+        splits=splits,
+    )

@@ -11,7 +11,6 @@ from meshwise.probe.importers import (
     nccl_trace,
     param,
     primus,
-    tables_all_to_all,
 )
 from meshwise.probe.importers.found import Found
 from meshwise.spec import Cluster
@@ -23,7 +22,7 @@ KNOWN = (
     "Primus' CSVs, NCCL traces"
 )
 MOST_BYTES = 2**25  # a trace may be long, and is held several times while it is read
-FORMS = (tables_all_to_all.FORM, *primus.FORMS)
+FORMS = (param.FORM, *primus.FORMS)
 _PARAM = re.compile(r"^[ \t]*COMMS-RES", re.MULTILINE)
 
 

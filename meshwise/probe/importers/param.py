@@ -5,17 +5,22 @@ total-size is the output for all_gather, the input for reduce_scatter, else a ra
 nccl-tests' size. Percentiles are over ranks, of each rank's mean; algbw comes from p50. ``args.z``
 1 waits for every call (blocking), 0 issues all of them and waits once (pipelined).
 
-all_to_allv without split lists is even. The table that one fork prints for batch, tables and
-dimension (``B,T0-T1-..,D``) is read as an uneven one, see ``tables_all_to_all``.
+all_to_allv without split lists is even. One fork prints a table of batch, tables and dimension
+(``B,T0-T1-..,D``), an uneven exchange as embedding tables cause it (moderato/param, comms.py with a
+file of bench params): rank i computes its T_i tables for the whole batch and needs all tables for
+its share of it. Its input has B * T_i * D elements, its output, which is its size, (B/n) * sum(T) *
+D. There are CSVs of it, of means over ranks, whose bandwidths may carry the 0.0004 that their
+writer added.
 """
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from meshwise.probe.cases.sizes import MOST_RANKS, TABLES
-from meshwise.probe.importers import tables_all_to_all
+from meshwise.probe.cases.sizes import MOST_RANKS, TABLES, embedding_splits, uneven
+from meshwise.probe.importers.csv_table import Form, Line
 from meshwise.probe.importers.found import (
     DTYPES,
     Found,
@@ -30,6 +35,7 @@ from meshwise.probe.importers.found import (
     number,
     refusal,
     seconds,
+    short,
     units_in,
     unusable,
     whole,
@@ -224,9 +230,7 @@ def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str
         times_us = [seconds(cell, "latency") for cell in cells[3].split("-")]
         rates = [[number(x, "bandwidth") for x in cell.split("-")] for cell in cells[4:6]]
         size_bytes = whole(cells[1], "size")
-        made = tables_all_to_all.row(
-            cells[2], size_bytes, [times_us, *rates], where, setting.regime
-        )
+        made = _table_row(cells[2], size_bytes, [times_us, *rates], where, setting.regime)
         if made.case.world_size != setting.world_size:
             ranks = f"{made.case.world_size} ranks"
             raise ValueError(f"a table of {ranks}, but {setting.where} has {setting.world_size}")
@@ -323,3 +327,51 @@ def _metrics(printed: dict[str, str]) -> dict[str, float | tuple[float, ...]]:
         for column, (key, unit) in names.items()
         if is_number(printed.get(column, ""))  # of one rank some are N/A
     }
+
+
+# ---- tables of batch, tables and dimension
+
+
+def _table_row(
+    btd: str,
+    size_bytes: int,
+    per_rank: Sequence[Sequence[float]],
+    where: str,
+    regime: Regime = "blocking",
+) -> Row:
+    """``per_rank``: times in us, then bandwidths in GB/s; a number a rank, or their mean."""
+    matrix = embedding_splits(btd, "btd")
+    received = sum(line[0] for line in matrix)
+    if size_bytes != received:
+        raise ValueError(f"size = {size_bytes}, but {short(btd)} gives an output of {received} B")
+    n, times_s = len(matrix), tuple(time * 1e-6 for time in per_rank[0])
+    names = ("printed_algbw_bytes_per_s", "printed_busbw_bytes_per_s")
+    printed = {
+        name: tuple(rate * 1e9 for rate in rates) if len(rates) > 1 else rates[0] * 1e9
+        for name, rates in zip(names, per_rank[1:], strict=False)
+    }
+    return Row(
+        where=where,
+        case=Case(op=uneven(matrix, n, "fp32"), regime=regime, world_size=n),
+        time_s=max(times_s),
+        metrics={"output_bytes": float(size_bytes), **printed},
+        rank_times_s=times_s if len(times_s) == n else (),
+    )
+
+
+def _csv_row(line: Line, where: str, _: str) -> list[Row]:
+    time_us = seconds(line["latency_us"], "latency_us")
+    rates = [[number(line[c], c)] for c in ("algbw_gbps", "busbw_gbps") if c in line]
+    size_bytes = whole(line["size_bytes"], "size_bytes")
+    return [_table_row(line["btd"], size_bytes, [[time_us], *rates], where)]
+
+
+FORM = Form(
+    name="btd",
+    tool="PARAM comms, table of batch, tables and dimension",
+    columns=frozenset({"btd", "size_bytes", "latency_us"}),
+    size_kind="the output of a rank; ours is the most that a rank sends or receives",
+    time_kind="mean over ranks",
+    read=_csv_row,
+    ranks="number of ranks",
+)
