@@ -178,8 +178,11 @@ def _exchanged(
                     f"{model.name}: {error}; split it less: groups, or nproc"
                 ) from None
             for one in exchanged:
-                if one.collective.kind in sent:
-                    yield about, one.name, _within(one.collective, group)
+                op = one.collective
+                if op.group_size == group.size and group.ranks:  # a pair stays one of neighbours
+                    op = msgspec.structs.replace(op, ranks=group.ranks)
+                if op.kind in sent:
+                    yield about, one.name, op
 
 
 def _listed(
@@ -265,13 +268,6 @@ def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | None) -> list[Collec
         for b in ranks
         if a != b
     ]
-
-
-def _within(op: Collective, group: Group) -> Collective:
-    """``op`` among the ranks of ``group``; a pair's exchange stays that of neighbours."""
-    if op.group_size != group.size or not group.ranks:
-        return op
-    return msgspec.structs.replace(op, ranks=group.ranks)
 
 
 def _of_plan(plan: Plan) -> list[Collective]:

@@ -60,11 +60,13 @@ _CELL = re.compile(r"(?:total-size|size) \([^()]{0,20}\)|\S+")
 _SIZE = re.compile(r"(?:total-)?size \(")
 _TIME = re.compile(r"(?:ping)?(?:Latency|Time)\(us\):p50")
 _UNITS = {"(B)", "(us)", "(GB/s)"}
-_WORLD = re.compile(r"'?world_size'?: ([1-9]\d{0,6})\b")
 _WRONG = re.compile(r"-bytes (\w+)\] Wrong value at \[")
-_BACKEND = re.compile(r"\bbackend: (\w+)")
-_DTYPE = re.compile(r"\bdata_types?: \[?'?(\w+)")
-_BLOCKING = re.compile(r"args\.z: (\d)")
+_SETTINGS = {  # which all lines of a run give alike
+    "world_size": re.compile(r"'?world_size'?: ([1-9]\d{0,6})\b"),
+    "args.z": re.compile(r"args\.z: (\d)"),
+    "backend": re.compile(r"\bbackend: (\w+)"),
+    "data_types": re.compile(r"\bdata_types?: \[?'?(\w+)"),
+}
 # ranks other than 0 may tell theirs, too
 _START = re.compile(r"environment: \{(?!.*'global_rank': [1-9]).*'world_size'")
 _NAMED = re.compile(r"COMMS-RES-(\w+)-(float\d+|bfloat16|double|half|float|u?int\d+)\S*")
@@ -78,30 +80,30 @@ class Setting(NamedTuple):
     world_size: int
     regime: Regime
     backend: str
-    collective: str
-    pairs: tuple[tuple[int, int], ...]  # of pt2pt: source and destination
     dtype: str
+    collective: str = ""
+    pairs: tuple[tuple[int, int], ...] = ()  # of pt2pt: source and destination
 
 
 class Tables(NamedTuple):
-    """The rows of one run. ``skipped``: why rows are left out; ``unread``: which are no rows."""
+    """What is read so far. ``skipped``: why rows are left out; ``unread``: which are no rows."""
 
-    setting: Setting
     rows: list[Row]
-    skipped: list[str]
+    skipped: Counter[str]
     unread: list[str]
+
+
+class _LeftOut(Exception):
+    """A row that is right, and has no counterpart here."""
 
 
 def read(text: str, name: str) -> Found:
     """The tables of a log, or of several of as many ranks in one file, each with its own settings;
     ``name`` is the file's, for messages."""
-    parts = [_tables(lines, name) for lines in _runs(text.split("\n"), name)]
-    settings = [part.setting for part in parts]
-    alike = ({"world_size": one.world_size, "backend": one.backend} for one in settings)
-    check_one_run(zip([one.where for one in settings], alike, strict=True), name)
-    rows = [row for part in parts for row in part.rows]
-    unread = [told for part in parts for told in part.unread]
-    skipped = Counter(why for part in parts for why in part.skipped)
+    rows, skipped, unread = found = Tables([], Counter(), [])
+    settings = [_read_run(lines, name, found) for lines in _runs(text.split("\n"), name)]
+    alike = [(s.where, {"world_size": s.world_size, "backend": s.backend}) for s in settings]
+    check_one_run(alike, name)
     if not rows and unread:
         raise refusal(name, unread)
     if not rows:
@@ -116,7 +118,7 @@ def read(text: str, name: str) -> Found:
         size_kind=SIZE_KIND,
         time_kind=TIME_KIND,
         world_size=settings[0].world_size,
-        facts={"backend": settings[0].backend, "rows": len(rows), "runs": len(parts)},
+        facts={"backend": settings[0].backend, "rows": len(rows), "runs": len(settings)},
     )
 
 
@@ -135,11 +137,9 @@ def _runs(lines: list[str], name: str) -> list[list[tuple[int, str]]]:
     return [part for part in parts if any("COMMS-RES" in line for _, line in part)]
 
 
-def _tables(lines: list[tuple[int, str]], name: str) -> Tables:
-    """Read the rows of one run."""
-    setting = _setting(lines, name)
-    found = Tables(setting, [], [], [])
-    columns: list[str] = []
+def _read_run(lines: list[tuple[int, str]], name: str, found: Tables) -> Setting:
+    """Add the rows of one run; its settings at the end."""
+    setting, columns, rows = _setting(lines, name), list[str](), list[Row]()
     wrong: dict[str, str] = {}  # of a kind, where PARAM's own check failed
     for at, line in lines:
         if told := re.search(r"collective=(\w+), src_ranks=(\S+), dst_ranks=(.+)$", line):
@@ -161,56 +161,38 @@ def _tables(lines: list[tuple[int, str]], name: str) -> Tables:
             check_units(units_in(line), _UNITS, f"{name}: line {at}", "PARAM")
             continue
         try:
-            row = _read_row(cells, columns, setting, f"line {at}")
+            rows.append(_read_row(cells, columns, setting, f"line {at}"))
+        except _LeftOut as why:
+            found.skipped[str(why)] += 1
         except ValueError as error:
             found.unread.append(f"line {at}: {error}")
-            continue
-        if isinstance(row, str):
-            found.skipped.append(row)
-        else:
-            found.rows.append(row)
-    return found._replace(rows=[_judged(row, wrong) for row in found.rows])
-
-
-def _judged(row: Row, wrong: dict[str, str]) -> Row:
-    assert isinstance(row.case.op, Collective)
-    fault = wrong.get(row.case.op.kind, "")
-    return row._replace(fault=fault, wrong=bool(fault))
+    for row in rows:
+        assert isinstance(row.case.op, Collective)
+        fault = wrong.get(row.case.op.kind, "")
+        found.rows.append(row._replace(fault=fault, wrong=bool(fault)))
+    return setting
 
 
 def _setting(lines: list[tuple[int, str]], name: str) -> Setting:
-    """Read the settings, which all lines of a run must give alike."""
-    world, world_at = _told(lines, _WORLD, "world_size", name)
-    blocking, _ = _told(lines, _BLOCKING, "args.z", name)
-    backend, _ = _told(lines, _BACKEND, "backend", name, "")
-    dtype, _ = _told(lines, _DTYPE, "data_types", name, "float32")
+    told = [
+        (f"line {at}", {what: match[1]})
+        for at, line in lines
+        for what, pattern in _SETTINGS.items()
+        if (match := pattern.search(line))
+    ]
+    check_one_run(told, name)
+    first = {w: (value, at) for at, facts in reversed(told) for w, value in facts.items()}
+    if missing := [what for what in ("world_size", "args.z") if what not in first]:
+        raise ValueError(f"{name}: PARAM's line with {missing[0]} is missing; import the whole log")
+    world, where = first["world_size"]
     return Setting(
-        where=f"line {world_at}",
+        where=where,
         ranks=int(world),
         world_size=int(world),
-        regime="blocking" if blocking == "1" else "pipelined",
-        backend=backend,
-        collective="",
-        pairs=(),
-        dtype=dtype,
+        regime="blocking" if first["args.z"][0] == "1" else "pipelined",
+        backend=first.get("backend", ("", ""))[0],
+        dtype=first.get("data_types", ("float32", ""))[0],
     )
-
-
-def _told(
-    lines: list[tuple[int, str]],
-    pattern: re.Pattern[str],
-    what: str,
-    name: str,
-    default: str | None = None,
-) -> tuple[str, int]:
-    """The one value that the lines of a run give, and the first line that does."""
-    found = [(match[1], at) for at, line in lines if (match := pattern.search(line))]
-    if not found and default is not None:
-        return default, 0
-    if not found:
-        raise ValueError(f"{name}: PARAM's line with {what} is missing; import the whole log")
-    check_one_run([(f"line {at}", {what: value}) for value, at in found], name)
-    return found[0]
 
 
 def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
@@ -220,10 +202,9 @@ def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
     return tuple(zip(*numbers, strict=False))
 
 
-def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str) -> Row | str:
-    """A row, or why it is left out."""
+def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str) -> Row:
     if cells[0].startswith("COMMS-RES-QUANT"):
-        return "COMMS-RES-QUANT: a quantised collective is not one of ours"
+        raise _LeftOut("COMMS-RES-QUANT: a quantised collective is not one of ours")
     named = _NAMED.fullmatch(cells[0])
     collective, dtype = (named[1], named[2]) if named else (setting.collective, setting.dtype)
     if len(cells) > 3 and TABLES.fullmatch(cells[2]):
@@ -237,22 +218,21 @@ def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str
         return made
     kind = "send" if collective == "pt2pt" else kind_named(collective)
     if kind is None or kind not in (*_KINDS, "send"):
-        return f"{collective}: no counterpart here, or its size may be of a rank or of all"
+        raise _LeftOut(f"{collective}: no counterpart here, or its size may be of a rank or of all")
     if dtype not in DTYPES:
-        return f"{dtype}: no counterpart here"
+        raise _LeftOut(f"{dtype}: no counterpart here")
     if len(cells) != len(columns) + 1:
         raise ValueError(f"{len(cells)} values under {len(columns) + 1} columns")
     printed = dict(zip(reversed(columns), reversed(cells), strict=False))  # the first p75 of two
     size_bytes = whole(_named(printed, _SIZE, "total-size (B)"), "size")
     if size_bytes == 0:
-        return "size 0: no time of a message"
+        raise _LeftOut("size 0: no time of a message")
     op = _operation(kind, DTYPES[dtype], size_bytes, setting)
-    if isinstance(op, str):
-        return op
     time = _named(printed, _TIME, "Latency(us):p50")
-    elements = printed.get("nElementsPerRank")
-    if elements is not None and not _agrees(op, whole(elements, "nElementsPerRank")):
-        raise ValueError(f"nElementsPerRank does not agree with the size: {collective}")
+    if (elements := printed.get("nElementsPerRank")) is not None:
+        part_bytes = whole(elements, "nElementsPerRank") * DTYPE_BYTES[op.dtype]
+        if part_bytes * (1 if kind in WHOLE else op.group_size) != size_bytes:
+            raise ValueError(f"nElementsPerRank does not agree with the size: {collective}")
     backend = "list" if collective in _LISTS else ""
     busbw = printed.get("BusBW(GB/s)", "")
     return Row(
@@ -273,13 +253,11 @@ def _named(printed: dict[str, str], pattern: re.Pattern[str], column: str) -> st
     return found[-1]
 
 
-def _operation(
-    kind: CollectiveKind, dtype: Dtype, size_bytes: int, setting: Setting
-) -> Collective | str:
+def _operation(kind: CollectiveKind, dtype: Dtype, size_bytes: int, setting: Setting) -> Collective:
     n = setting.ranks
     if kind == "send":
         if not setting.pairs:
-            return "pt2pt without src_ranks and dst_ranks: between which ranks?"
+            raise _LeftOut("pt2pt without src_ranks and dst_ranks: between which ranks?")
         first = setting.pairs[0]
         alone: tuple[int, ...] = first if len(setting.pairs) == 1 else ()
         return Collective(
@@ -290,24 +268,16 @@ def _operation(
             dtype=dtype,
             ranks=alone,
         )
-    if kind == "all_to_all_v" and n > MOST_RANKS:
-        return f"all_to_allv of more than {MOST_RANKS} ranks"
-    if kind == "all_to_all_v" and size_bytes % n:
-        raise ValueError(f"all_to_allv of {size_bytes} B is not divisible by {n} ranks")
-    even = ((size_bytes // n,) * n,) * n if kind == "all_to_all_v" else ()
+    if kind == "all_to_all_v":
+        if n > MOST_RANKS:
+            raise _LeftOut(f"all_to_allv of more than {MOST_RANKS} ranks")
+        if size_bytes % n:
+            raise ValueError(f"all_to_allv of {size_bytes} B is not divisible by {n} ranks")
+        return uneven(((size_bytes // n,) * n,) * n, n, dtype)
+    in_place = kind in IN_PLACE_ONLY
     return Collective(
-        kind=kind,
-        size_bytes=size_bytes,
-        group_size=n,
-        dtype=dtype,
-        in_place=kind in IN_PLACE_ONLY,
-        splits=even,
+        kind=kind, size_bytes=size_bytes, group_size=n, dtype=dtype, in_place=in_place
     )
-
-
-def _agrees(op: Collective, elements: int) -> bool:
-    parts = 1 if op.kind in WHOLE else op.group_size
-    return elements * parts * DTYPE_BYTES[op.dtype] == op.size_bytes
 
 
 def _metrics(printed: dict[str, str]) -> dict[str, float | tuple[float, ...]]:
