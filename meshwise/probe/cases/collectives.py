@@ -327,8 +327,8 @@ def _densified(curve: list[Sample]) -> list[Case]:
     for i in sorted(gaps):
         low, high = points[i][0], points[i + 1][0]
         if high / low > _WIDE:
-            group = Group(case.op.group_size, case.op.group_stride, case.op.ranks)
-            middle = _sized(case.op.kind, math.isqrt(low * high), group, case.op.dtype)
-            op = msgspec.structs.replace(case.op, size_bytes=middle.size_bytes)
+            op, middle = case.op, math.isqrt(low * high)
+            size = divisible(op.kind, middle, op.group_size, op.dtype)
+            op = msgspec.structs.replace(op, size_bytes=size)
             found.append(msgspec.structs.replace(case, op=op))
     return found
