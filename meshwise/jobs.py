@@ -224,7 +224,7 @@ def _not_come(met: dist.Store, jobs: list[str]) -> list[str]:
     return missing if len(missing) <= 8 else [*missing[:8], f"{len(missing) - 8} more"]
 
 
-def attached(timeout_s: float | None = None) -> Ranks:
+def attached() -> Ranks:
     """The job that this process joined by torch.distributed itself, its groups left as they are.
 
     ValueError where it joined none, or where no launcher says how to reach the store.
@@ -234,15 +234,15 @@ def attached(timeout_s: float | None = None) -> Ranks:
         raise ValueError(
             "this process has joined no job; call meshwise.ranks.join() under torchrun or srun"
         )
-    return _attached(dist.group.WORLD, timeout_s)
+    return _attached(dist.group.WORLD)
 
 
 @functools.cache
-def _attached(world: dist.ProcessGroup, timeout_s: float | None) -> Ranks:
+def _attached(world: dist.ProcessGroup) -> Ranks:
     """Made once for a group: its control group and its keys in the store stay."""
     place = ranks.environment()
     assert place is not None
-    timeout_s, setup_s = Patience(timeout_s).limits(place["world_size"] // place["num_hosts"])
+    timeout_s, setup_s = Patience().limits(place["world_size"] // place["num_hosts"])
     joined = Ranks(
         rank=world.rank(),
         local_rank=place["local_rank"],

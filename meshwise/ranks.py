@@ -34,7 +34,7 @@ from meshwise.text import one_line
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # for ranks of one host
 START_S = 1e-3  # more than ranks take to learn when they start together
 GRACE_S = 2.0  # ranks of one collective fail this close to each other where each has a core
-ABSENT = "had not arrived"
+ABSENT, BEFORE = "had not arrived", "before its first case"
 _LOST = r"timed out|timeout|closed by peer|reset by peer|broken pipe"
 joins = itertools.count()
 T = TypeVar("T")
@@ -279,11 +279,8 @@ class Ranks:
 
     def _missing(self) -> list[int]:
         """Ranks that are not as far as this one."""
-        return [r for r in range(self.world_size) if self._progress_of(r) < self._progress]
-
-    def _progress_of(self, rank: int) -> tuple[int, int]:
-        meeting, wait = (self._read(f"progress/{rank}") or "0 0").split()
-        return int(meeting), int(wait)
+        told = [self._read(f"progress/{r}") or "0 0" for r in range(self.world_size)]
+        return [r for r, text in enumerate(told) if tuple(map(int, text.split())) < self._progress]
 
     @contextlib.contextmanager
     def _meeting(self, what: str) -> Iterator[None]:
@@ -302,9 +299,12 @@ class Ranks:
 
     def _who(self) -> str:
         missing = self._missing()
-        cases = [f"{self.name(r)} ({_in_case(self._read(f'case/{r}'))})" for r in missing[:8]]
-        more = [f"{len(missing) - 8} more"] if len(missing) > 8 else []
-        return ", ".join(cases + more) or "a rank that answers by now"
+        told = []
+        for rank in missing[:8]:
+            case = self._read(f"case/{rank}")
+            told.append(f"{self.name(rank)} ({f'in case {case}' if case else BEFORE})")
+        told += [f"{len(missing) - 8} more"] if len(missing) > 8 else []
+        return ", ".join(told) or "a rank that answers by now"
 
     def name(self, rank: int) -> str:
         return self.names[rank] if self.names else f"rank {rank}"
@@ -471,7 +471,3 @@ def device_of(place: Environment) -> torch.device:
 
 def _timed_out(error: Exception) -> bool:
     return isinstance(error, TimeoutError) or bool(re.search("timed out|timeout", str(error), re.I))
-
-
-def _in_case(name: str) -> str:
-    return f"in case {name}" if name else "before its first case"

@@ -176,7 +176,9 @@ def free(device: torch.device) -> None:
 
 def clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
     """(mark, elapsed_s): the time between two marks. On a GPU wait for the device in between."""
-    return (_event, _between) if device.type == "cuda" else (time.perf_counter, _minus)
+    if device.type == "cuda":
+        return _event, lambda start, end: float(start.elapsed_time(end)) / 1e3
+    return time.perf_counter, lambda start, end: float(end - start)
 
 
 def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -337,14 +339,6 @@ def _event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _between(start: Any, end: Any) -> float:
-    return float(start.elapsed_time(end)) / 1e3
-
-
-def _minus(start: Any, end: Any) -> float:
-    return float(end - start)
 
 
 def device_states(ranks: Ranks) -> tuple[DeviceState, ...]:

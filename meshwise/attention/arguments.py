@@ -9,7 +9,7 @@ import functools
 import hashlib
 import reprlib
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 import torch
 from msgspec import Meta
@@ -25,7 +25,8 @@ from meshwise.spec.record import digest, mistyped
 DTYPES: dict[torch.dtype, Dtype] = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
-
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _MOST = 2**62
 _Position = Annotated[int, Meta(ge=0, le=_MOST)]
@@ -183,6 +184,17 @@ def _named(prices: Prices | None) -> str:
 _BRIEF: dict[str, Callable[[Any], str | None]] = {
     "documents": _short, "shards": _short, "prices": _named, "dilation": digest,
 }  # fmt: skip
+
+
+def uncompiled(call: Callable[P, T]) -> Callable[P, T]:
+    """Let ``call`` run as it is where the model around it compiles."""
+
+    @functools.wraps(call)
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        of = torch.compiler.disable(call) if torch.compiler.is_compiling() else call
+        return of(*args, **options)
+
+    return run
 
 
 def no_view(x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from meshwise.attention import volume
 from meshwise.attention.pattern import Branch, Ints, branches
@@ -80,16 +81,21 @@ def of(op: LongAttention, shards: Shards) -> Cover:
         raise ValueError(
             f"shards: hold {shards.seq_len} tokens; must hold op.seq_len = {op.seq_len}"
         )
-    whole = LongAttention(
-        batch=op.batch, seq_len=op.seq_len, heads=op.heads, kv_heads=op.kv_heads,
-        head_dim=op.head_dim, causal=op.causal, direction=op.direction, dtype=op.dtype,
-    )  # fmt: skip
-    dense = _dense(op if op.dilation is None else whole, shards)
+    whole, ranks = replace(op, dilation=None, window=None), len(shards.lengths)
+    ways = ("gather", "heads", "ring")[: 2 + (ranks <= MOST_ROUND)]
+    counted = op if op.dilation is None else whole
+    dense = {way: volume.dense_bytes(counted, shards, way)[0] for way in ways}
+    found: tuple[BranchCover, ...]
     if op.dilation is None:
-        found: tuple[BranchCover, ...] = (_dense_branch(op, dense),)
-        target_bytes = min(max(each) for each in dense.values())
+        each = BranchCover(
+            segment_length=op.seq_len, dilation_rate=1, pairs=op.pairs, local=ranks == 1,
+            ranks=ranks, gather_bytes=dense["gather"], heads_bytes=dense["heads"],
+            world_bytes=dense["gather"],
+        )  # fmt: skip
+        found = (each,)
+        target_bytes = min(map(max, dense.values()))
     else:
-        found = tuple(_branch(op, each, shards) for each in branches(op))
+        found = tuple(_branch(op, branch, shards) for branch in branches(op))
         target_bytes = sum(min(max(b.gather_bytes), max(b.heads_bytes)) for b in found)
     rank_pairs, rows, row = pairs_of_ranks(op, shards), rows_of(op), op.row_bytes
     return Cover(
@@ -233,20 +239,6 @@ def _moved(op: LongAttention, branch: Branch, shared: Cuts, ranks: int) -> tuple
         np.add.at(heads, owner[new], 2 * row * own[new])
         had.append(owner)
     return gather, heads
-
-
-def _dense(op: LongAttention, shards: Shards) -> dict[str, tuple[int, ...]]:
-    """Bytes into each rank by way; a ring's up to ``MOST_ROUND``."""
-    ways = ("gather", "heads", "ring")[: 2 + (len(shards.lengths) <= MOST_ROUND)]
-    return {way: volume.dense_bytes(op, shards, way)[0] for way in ways}
-
-
-def _dense_branch(op: LongAttention, moved: dict[str, tuple[int, ...]]) -> BranchCover:
-    ranks = len(moved["gather"])
-    return BranchCover(
-        segment_length=op.seq_len, dilation_rate=1, pairs=op.pairs, local=ranks == 1, ranks=ranks,
-        gather_bytes=moved["gather"], heads_bytes=moved["heads"], world_bytes=moved["gather"],
-    )  # fmt: skip
 
 
 # ---- the lower bound

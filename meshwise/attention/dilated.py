@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise.attention import fetch, rows
-from meshwise.attention.arguments import agreed, no_view, refuse_second_derivatives
+from meshwise.attention import rows
+from meshwise.attention.arguments import agreed, no_view, refuse_second_derivatives, uncompiled
 from meshwise.attention.kernels import attend, attend_backward
 from meshwise.attention.merge import wide
 from meshwise.attention.plan import SPARSE_WAYS, plan
@@ -48,6 +48,7 @@ class Mix(NamedTuple):
     lse: Tensor
 
 
+@uncompiled
 def dilated_attention(
     q: Tensor,
     k: Tensor,
@@ -70,19 +71,7 @@ def dilated_attention(
     heads or ring; auto picks for each by ``prices``, else by bytes. A row that no branch keeps is
     0, its lse -inf. ValueError, on all ranks alike, where shapes, options or prices differ.
     """
-    given = (dilation, wire_of(group, wire), causal, shards, scale, prices, way, return_lse)
-    of = _attention
-    if torch.compiler.is_compiling():  # the model around it compiles; this runs as it is
-        of = torch.compiler.disable(_attention)
-    out, lse = of(q, k, v, *given)
-    return (out, lse.transpose(1, 2)) if return_lse else out
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, dilation: Dilation, wire: Wire, causal: bool,
-    shards: Shards | None, scale: float | None, prices: Prices | None, way: Way,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    wire = wire_of(group, wire)
     call = agreed(
         q, k, v, wire, lambda: wrong_way(way), return_lse, dilation=dilation, causal=causal,
         shards=shards, scale=scale, prices=prices, way=way,
@@ -95,10 +84,10 @@ def _attention(
     op = call.op(causal=causal, dilation=dilation, way=way)
     ways = _ways(op, call.shards, prices)
     planned = schedule(op, call.shards, ways, wire.rank, call.q.device)
-    found: tuple[Tensor, Tensor] = _Dilated.apply(  # type: ignore[no-untyped-call]
+    out, lse = _Dilated.apply(  # type: ignore[no-untyped-call]
         call.q, call.k, call.v, planned, wire, call.scale
     )
-    return found
+    return (out, lse.transpose(1, 2)) if return_lse else out
 
 
 def wrong_way(way: str) -> str:
@@ -206,7 +195,7 @@ class _Run(NamedTuple):
             if branch.way == "heads":
                 wanted.append((branch.queries, own[0].flatten(1, 2)))
             wanted += [(branch.keys[number], x.flatten(1, 2)) for x in own[1:]]
-        return fetch.fetch(self.wire, wanted)
+        return rows.fetch(self.wire, wanted)
 
     def _remote(self, number: int) -> list[Branch]:
         return [branch for branch in self.planned.branches if number < len(branch.keys)]
@@ -248,10 +237,8 @@ class _Run(NamedTuple):
     ) -> None:
         if not returned:
             return
-        outs = fetch.give_back(self.wire, [(b.queries, out) for b, out, _ in returned])
-        lses = fetch.give_back(
-            self.wire, [(b.queries, lse.unsqueeze(-1)) for b, _, lse in returned]
-        )
+        outs = rows.give_back(self.wire, [(b.queries, out) for b, out, _ in returned])
+        lses = rows.give_back(self.wire, [(b.queries, lse.unsqueeze(-1)) for b, _, lse in returned])
         for (branch, _, _), out, lse in zip(returned, outs(), lses(), strict=True):
             parts[branch.number].append(Part(out, branch.returned, lse.squeeze(-1)))
 
@@ -279,7 +266,7 @@ class _Run(NamedTuple):
             grad, out, lse = of_branch[branch.number]
             wanted += [(branch.queries, x.flatten(1, 2)) for x in (grad, out)]
             wanted_lse.append((branch.queries, lse.flatten(1, 2).unsqueeze(-1)))
-        pending, pending_lse = (fetch.fetch(self.wire, each) for each in (wanted, wanted_lse))
+        pending, pending_lse = (rows.fetch(self.wire, each) for each in (wanted, wanted_lse))
 
         def arrived() -> list[Mix]:
             came = [_as_heads(x) for x in pending()]
@@ -299,7 +286,8 @@ class _Run(NamedTuple):
         key_parts: list[list[Part]],
     ) -> None:
         """Backward of what arrived in the forward; gradients of others' rows return to them."""
-        came, made = iter(pending()), []
+        came = iter(pending())
+        made: list[tuple[list[Part], rows.Fetch, Tensor]] = []  # and where what returns is added
         for number in range(self.planned.num_rounds):
             for branch in self._remote(number):
                 count = 3 if branch.way == "heads" else 2
@@ -313,35 +301,21 @@ class _Run(NamedTuple):
                         grads = self._back(batch, rows_of, rows_of, mix)
                         _add(sums, grads, (batch.query, batch.key, batch.key))
                     sums = [x.to(own[0].dtype) for x in sums]
-                    made.append((branch.queries, sums.pop(0)))
+                    made.append((query_parts, branch.queries, sums.pop(0)))
                 else:
                     keys, mix = [own[0], *rows_of], of_branch[branch.number]
                     for batch in branch.rounds[number + 1]:
                         dq, *grads = self._back(batch, own, keys, mix)
                         query_parts.append(Part(dq, batch.query_places))
                         _add(sums, grads, (batch.key, batch.key))
-                made += [(branch.keys[number], x) for x in sums]
-        self._return_gradients(made, query_parts, key_parts, own)
-
-    def _return_gradients(
-        self,
-        made: list[tuple[fetch.Fetch, Tensor]],
-        query_parts: list[Part],
-        key_parts: list[list[Part]],
-        own: Rows,
-    ) -> None:
-        by_dtype: dict[torch.dtype, list[tuple[fetch.Fetch, Tensor]]] = defaultdict(list)
+                made += zip(key_parts, [branch.keys[number]] * 2, sums, strict=True)
+        by_dtype: dict[torch.dtype, list[tuple[list[Part], rows.Fetch, Tensor]]] = defaultdict(list)
         for each in made:
-            by_dtype[each[1].dtype].append(each)
-        num_keys = 0
+            by_dtype[each[2].dtype].append(each)
         for dtype in sorted(by_dtype, key=str):
-            home = fetch.give_back(self.wire, by_dtype[dtype])()
-            for (wanted, _), x in zip(by_dtype[dtype], home, strict=True):
-                if any(wanted is branch.queries for branch in self.planned.branches):
-                    query_parts += fetch.parts(wanted, x)
-                else:
-                    key_parts[num_keys % 2] += fetch.parts(wanted, x)
-                    num_keys += 1
+            home = rows.give_back(self.wire, [each[1:] for each in by_dtype[dtype]])()
+            for (into, wanted, _), x in zip(by_dtype[dtype], home, strict=True):
+                into += rows.returned_parts(wanted, x)
 
     def _back(self, batch: Batch, queries: Rows, keys: Rows, mix: Mix) -> list[Tensor]:
         grad, q, out = (select(x, batch.query) for x in (mix.grad, queries[0], mix.out))

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwise.attention.merge import wide
+
 aten = torch.ops.aten
 KERNELS = ("cudnn", "flash", "efficient", "cpu", "plain")
 MOST_ELEMENTS = 2**31  # from a tensor's first to its last: more make cuDNN's backward wrong
@@ -69,7 +71,7 @@ def attend(
     """out and lse of one block. Empty q or k give what ``merge`` takes for nothing."""
     assert not causal or q.shape[2] == k.shape[2], "a causal block is square"
     if not q.numel() or not k.numel():
-        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q.dtype))
         return torch.zeros_like(q), lse
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     name, k, v = choose(q, k), _shared(k, q), _shared(v, q)
@@ -109,10 +111,6 @@ def attend_backward(
     if dk.shape[1] != k.shape[1]:
         dk, dv = (x.unflatten(1, (k.shape[1], groups)).sum(2) for x in (dk, dv))
     return dq, dk, dv
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _extent(x: Tensor) -> int:
@@ -231,7 +229,7 @@ def _plain_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any
 
 
 def _scores(block: Block) -> Tensor:
-    q, k = (x.to(_lse_dtype(x)) for x in (block.q, block.k))
+    q, k = (x.to(wide(x.dtype)) for x in (block.q, block.k))
     scores = q @ k.mT * block.scale
     if block.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

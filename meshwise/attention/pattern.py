@@ -1,8 +1,14 @@
-"""Dilated attention cut into tasks: one segment of one branch, for one query head.
+"""Dilated attention cut into tasks, one segment of one branch for one query head, and shared out.
 
 In: a ``LongAttention`` with a ``Dilation``. Out: ``Tasks``, which rows each task attends with; all
 rows of a task attend all (causal: all earlier) rows of it. Since a task's rows share one phase,
-causal within it is the plain lower triangle. Torch-free. Definition: ``spec.long_attention``.
+causal within it is the plain lower triangle. Definition: ``spec.long_attention``.
+
+A branch whose segments span ranks goes one way. ``gather`` and ``ring``: a query stays, and the
+keys and values of its segment come, all at once or from one rank after another. ``heads``: a rank
+takes whole tasks of some heads, their queries too, and returns what comes of them. For every rank
+there are the ids of the rows that it needs, ascending: position * heads + head. Shards are
+contiguous, so that ascending ids are in the order of the ranks that hold them. Torch-free.
 """
 
 from collections.abc import Iterator
@@ -65,3 +71,134 @@ def is_local(branch: Branch, shards: Shards) -> bool:
     """Whether every segment lies in one shard."""
     borders = np.cumsum([0, *shards.lengths])
     return bool(np.all((borders % branch.width == 0) | (borders >= shards.seq_len)))
+
+
+# ---- branches whose segments span ranks
+
+
+class Needs(NamedTuple):
+    """``keys[round][rank]`` and ``queries[rank]``: ids of rows, of key-value and of query heads,
+    that the rank lacks; by ``heads`` all that it works with."""
+
+    keys: list[list[Ints]]
+    queries: list[Ints]
+
+
+class Call(NamedTuple):
+    """Tasks of one rank with equally many queries and keys: ids [tasks, rows]; ``head`` of each."""
+
+    head: Ints
+    queries: Ints
+    keys: Ints
+    causal: bool
+
+
+def needs(op: LongAttention, branch: Branch, shards: Shards, way: str) -> Needs:
+    ranks = len(shards.lengths)
+    none: Ints = np.zeros(0, np.int64)
+    if way == "heads":
+        queries: list[list[Ints]] = [[] for _ in range(ranks)]
+        keys: list[list[Ints]] = [[] for _ in range(ranks)]
+        for every in tasks(branch, op.seq_len):
+            owner = owners(branch, every, shards)
+            for rank in np.unique(owner):
+                mine = owner == rank
+                for found, ids in zip((queries, keys), _ids(op, every), strict=True):
+                    found[rank].append(ids[mine].ravel())
+        return Needs([[_sorted(of) for of in keys]], [_sorted(of) for of in queries])
+    rounds: list[list[list[Ints]]] = [
+        [[] for _ in range(ranks)] for _ in range(ranks - 1 if way == "ring" else 1)
+    ]
+    for every in tasks(branch, op.seq_len):
+        holder, (_, ids) = holders(shards, every.position), _ids(op, every)
+        for rank in range(ranks):
+            for each, remote in zip(rounds, _remote(op, holder, rank, ranks, way), strict=True):
+                each[rank].append(ids[remote])
+    return Needs([[_sorted(of) for of in each] for each in rounds], [none] * ranks)
+
+
+def calls(
+    op: LongAttention, branch: Branch, shards: Shards, way: str, rank: int
+) -> list[list[Call]]:
+    """List what ``rank`` computes, round by round. The first round needs nothing from others; by
+    ``heads`` it is the only one and needs all."""
+    if way == "heads":
+        own = []
+        for every in tasks(branch, op.seq_len):
+            mine = owners(branch, every, shards) == rank
+            query, key = _ids(op, every)
+            own.append(Call(_heads(every)[mine], query[mine], key[mine], op.causal))
+        return [[call for call in own if len(call.head)]]
+    ranks = len(shards.lengths)
+    rounds: list[list[Call]] = [[] for _ in range(ranks if way == "ring" else 2)]
+    for every in tasks(branch, op.seq_len):
+        holder = holders(shards, every.position)
+        here = holder == rank
+        rounds[0] += _grouped(op, every, here, here, op.causal)
+        for each, there in zip(rounds[1:], _remote(op, holder, rank, ranks, way), strict=True):
+            each += _grouped(op, every, here, there, False)
+    return rounds
+
+
+def holders(shards: Shards, position: Ints) -> Ints:
+    """The rank that holds each position."""
+    found: Ints = np.searchsorted(np.cumsum(shards.lengths), position, side="right")
+    return found
+
+
+def owners(branch: Branch, every: Tasks, shards: Shards) -> Ints:
+    """By ``heads``: which rank takes each task [segments, heads]. The heads of a segment are dealt
+    to the ranks that hold it, in order."""
+    segment = every.position[:, 0, 0] // branch.width * branch.width
+    first = holders(shards, segment)
+    last = holders(shards, np.minimum(segment + branch.width, shards.seq_len) - 1)
+    active = [h for h, s in enumerate(branch.offsets) if s is not None]
+    turn = np.searchsorted(active, every.head)
+    found: Ints = first[:, None] + turn * (last - first + 1)[:, None] // len(active)
+    return found
+
+
+def _remote(op: LongAttention, holder: Ints, rank: int, ranks: int, way: str) -> Iterator[Ints]:
+    """Rows [segments, heads, rows] that others hold and tasks of this rank's queries attend, by
+    the round in which they come: one round, or a rank after another of the ring."""
+    concerned = (holder == rank).any(-1, keepdims=True)
+    remote: Ints = concerned & (holder < rank if op.causal else holder != rank)
+    if way != "ring":
+        yield remote
+        return
+    for i in range(1, ranks):
+        yield remote & ((rank - holder) % ranks == i)
+
+
+def _grouped(
+    op: LongAttention, every: Tasks, here: Ints, there: Ints, causal: bool
+) -> Iterator[Call]:
+    """Tasks with equally many rows ``here`` and ``there`` [segments, heads, rows] together."""
+    queries, keys = _ids(op, every)
+    num_here, num_there = here.sum(-1), there.sum(-1)
+    sizes = np.stack([num_here, num_there], -1).reshape(-1, 2)
+    for count_here, count_there in np.unique(sizes, axis=0).tolist():
+        if count_here and count_there:
+            at = (num_here == count_here) & (num_there == count_there)
+            yield Call(
+                _heads(every)[at],
+                queries[at][here[at]].reshape(-1, count_here),
+                keys[at][there[at]].reshape(-1, count_there),
+                causal,
+            )
+
+
+def _ids(op: LongAttention, every: Tasks) -> tuple[Ints, Ints]:
+    """Ids of the tasks' rows, as queries and as keys."""
+    key_head = every.head * op.kv_heads // op.heads
+    queries = every.position * op.heads + every.head[:, None]
+    return queries, every.position * op.kv_heads + key_head[:, None]
+
+
+def _heads(every: Tasks) -> Ints:
+    found: Ints = np.broadcast_to(every.head, every.position.shape[:2])
+    return found
+
+
+def _sorted(of: list[Ints]) -> Ints:
+    return np.unique(np.concatenate(of)) if of else np.zeros(0, np.int64)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwise.attention import pattern, sparse, volume
+from meshwise.attention import pattern, volume
 from meshwise.attention.shards import Shards, contiguous, zigzag
 from meshwise.prices import Prices
 from meshwise.spec import Collective, LongAttention
@@ -22,14 +22,11 @@ ROUND_BYTES = 2**20  # what a further message costs besides its bytes, where not
 
 
 class BranchPlan(NamedTuple):
-    """``way``: local, gather, heads, ring or ring_heads. Bytes: of each rank, to or from others;
+    """``way``: local, gather, heads, ring or ring_heads. Bytes that each rank receives from others;
     the backward's besides the forward's. ``time_s``: of the transfers, alone, if priced."""
 
-    branch: int
     way: str
-    sent_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
-    backward_sent_bytes: tuple[int, ...]
     backward_received_bytes: tuple[int, ...]
     time_s: float | None
     why: str
@@ -44,16 +41,11 @@ class AttentionPlan(NamedTuple):
     def ways(self) -> tuple[str, ...]:
         return tuple(branch.way for branch in self.branches)
 
-    def sent_bytes(self, direction: str = "forward") -> tuple[int, ...]:
-        """By rank; ``backward`` counts the forward too."""
-        return self._sum("sent_bytes", direction)
-
     def received_bytes(self, direction: str = "forward") -> tuple[int, ...]:
-        return self._sum("received_bytes", direction)
-
-    def _sum(self, field: str, direction: str) -> tuple[int, ...]:
-        fields = (field, f"backward_{field}") if direction == "backward" else (field,)
-        each = [getattr(branch, name) for branch in self.branches for name in fields]
+        """By rank; ``backward`` counts the forward too."""
+        each = [branch.received_bytes for branch in self.branches]
+        if direction == "backward":
+            each += [branch.backward_received_bytes for branch in self.branches]
         return tuple(map(sum, zip(*each, strict=True)))
 
     def __str__(self) -> str:
@@ -86,15 +78,13 @@ def _dense(op: LongAttention, shards: Shards, prices: Prices | None) -> BranchPl
     ranks = len(shards.lengths)
     zero = (0,) * ranks
     if ranks == 1:
-        return BranchPlan(0, "local", zero, zero, zero, zero, 0.0, "one rank")
+        return BranchPlan("local", zero, zero, 0.0, "one rank")
     way: str = op.way
     why = "asked for"
     if way == "auto":
         way, why = volume.choose_dense(op, shards, prices), "priced" if prices else "by rule"
     volume.check_way(op, ranks, way)
-    received, backward_received = volume.dense_bytes(op, shards, way)
-    sent, backward_sent = volume.dense_bytes(op, shards, way, "sent")
-    return BranchPlan(0, way, sent, received, backward_sent, backward_received, None, why)
+    return BranchPlan(way, *volume.dense_bytes(op, shards, way), None, why)
 
 
 def _sparse(
@@ -102,9 +92,7 @@ def _sparse(
 ) -> BranchPlan:
     zero = (0,) * len(shards.lengths)
     if pattern.is_local(branch, shards):
-        return BranchPlan(
-            branch.number, "local", zero, zero, zero, zero, 0.0, "segments lie inside shards"
-        )
+        return BranchPlan("local", zero, zero, 0.0, "segments lie inside shards")
     if op.way == "ring_heads":
         raise ValueError("way = 'ring_heads': a dilated branch goes by gather, heads or ring")
     ways = SPARSE_WAYS if op.way == "auto" else (op.way,)
@@ -138,13 +126,11 @@ def _branch(
     row, wide, lse = op.row_bytes, op.wide_row_bytes, op.lse_bytes
     there = 2 * row * keys + row * queries, 2 * row * queries + lse * queries
     back = (row + lse) * queries, row * queries + (2 * row if way == "heads" else 2 * wide) * keys
-    sent = [a.sum(1) + b.sum(0) for a, b in zip(there, back, strict=True)]
-    received = [a.sum(0) + b.sum(1) for a, b in zip(there, back, strict=True)]
-    time_s = None if prices is None else _time_s(there + back, way, prices)
-    (f_sent, b_sent), (f_received, b_received) = (
-        [tuple(map(int, each)) for each in both] for both in (sent, received)
+    forward, backward = (
+        tuple(map(int, a.sum(0) + b.sum(1))) for a, b in zip(there, back, strict=True)
     )
-    return BranchPlan(branch.number, way, f_sent, f_received, b_sent, b_received, time_s, "")
+    time_s = None if prices is None else _time_s(there + back, way, prices)
+    return BranchPlan(way, forward, backward, time_s, "")
 
 
 def _time_s(messages: tuple[Any, ...], way: str, prices: Prices) -> float:
@@ -167,12 +153,12 @@ def _time_s(messages: tuple[Any, ...], way: str, prices: Prices) -> float:
 @functools.lru_cache(maxsize=256)
 def _messages(op: LongAttention, branch: pattern.Branch, shards: Shards, way: str, of: str) -> Any:
     """[from, to]: rows of ``keys`` or ``queries`` that a rank sends another, of one sequence."""
-    found, ranks = sparse.needs(op, branch, shards, way), len(shards.lengths)
+    found, ranks = pattern.needs(op, branch, shards, way), len(shards.lengths)
     heads = op.kv_heads if of == "keys" else op.heads
     counts = np.zeros((ranks, ranks), np.int64)
     for each in found.keys if of == "keys" else [found.queries]:
         for rank, ids in enumerate(each):
-            counts[:, rank] += np.bincount(sparse.holders(shards, ids // heads), minlength=ranks)[
+            counts[:, rank] += np.bincount(pattern.holders(shards, ids // heads), minlength=ranks)[
                 :ranks
             ]
     np.fill_diagonal(counts, 0)

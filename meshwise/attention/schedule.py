@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.attention import pattern, sparse
-from meshwise.attention.fetch import Fetch, fetch_of
+from meshwise.attention import pattern
 from meshwise.attention.kernels import MOST_ELEMENTS
 from meshwise.attention.pattern import Ints
-from meshwise.attention.rows import Places, View, places
+from meshwise.attention.rows import Fetch, Places, View, fetch_of, places
 from meshwise.attention.shards import Shards
 from meshwise.spec.long_attention import LongAttention
 
@@ -88,10 +87,10 @@ class _Make(NamedTuple):
             none = fetch_of([np.zeros(0, np.int64)] * len(self.shards.lengths), 1, self.shards,
                             self.rank, self.device)  # fmt: skip
             return Branch(branch.number, way, [list(self._local(branch))], [], none, nowhere)
-        needs = sparse.needs(self.op, branch, self.shards, way)
+        needs = pattern.needs(self.op, branch, self.shards, way)
         keys = [self._fetch(of, self.op.kv_heads) for of in needs.keys]
         queries = self._fetch(needs.queries, self.op.heads)
-        calls = sparse.calls(self.op, branch, self.shards, way, self.rank)
+        calls = pattern.calls(self.op, branch, self.shards, way, self.rank)
         if way == "heads":
             here = needs.queries[self.rank], needs.keys[0][self.rank]
             rounds = [[self._away(call, *here) for call in calls[0]]]
@@ -161,14 +160,14 @@ class _Make(NamedTuple):
         at = places(query, self.tokens, self.op.heads, self.device)
         return Batch(_tasks(query), _tasks(key), causal, at, at, False)
 
-    def _mixed(self, call: sparse.Call, fetched: Ints) -> Batch:
+    def _mixed(self, call: pattern.Call, fetched: Ints) -> Batch:
         """Own queries with keys that were fetched."""
         query = self._index(call.queries - self.start * self.op.heads)
         key = self._index(np.searchsorted(fetched, call.keys))
         at = places(query, self.tokens, self.op.heads, self.device)
         return Batch(_tasks(query), _tasks(key), call.causal, at, Places(len(fetched)), True)
 
-    def _away(self, call: sparse.Call, queries: Ints, keys: Ints) -> Batch:
+    def _away(self, call: pattern.Call, queries: Ints, keys: Ints) -> Batch:
         """Queries and keys that were fetched."""
         query = self._index(np.searchsorted(queries, call.queries))
         key = self._index(np.searchsorted(keys, call.keys))

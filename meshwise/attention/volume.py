@@ -183,18 +183,14 @@ def hull(pieces: Sequence[Piece]) -> Interval:
 
 
 def dense_bytes(
-    op: LongAttention,
-    shards: Shards,
-    way: str,
-    side: Literal["received", "sent"] = "received",
-    documents: tuple[int, ...] = (),
+    op: LongAttention, shards: Shards, way: str, documents: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes of each rank, to or from others, of the forward and of the backward alone; exact."""
+    """Bytes that each rank receives from others in the forward and in the backward alone; exact."""
     counted = []
     for moved in _transfers(op, shards, way, documents):
         total = np.zeros(len(shards.lengths), np.int64)
         for each in moved:
-            np.add.at(total, each.target if side == "received" else each.source, each.bytes)
+            np.add.at(total, each.target, each.bytes)
         counted.append(tuple(total.tolist()))
     return counted[0], counted[1]
 
@@ -231,7 +227,7 @@ def choose_dense(
         return found
     work = [sum(each) for each in zip(*_pairs(op, shards, documents), strict=True)]
     balanced = max(work) * ranks <= MOST_IMBALANCE * sum(work)
-    ring, other = (max(dense_bytes(op, shards, w, documents=documents)[0]) for w in ("ring", found))
+    ring, other = (max(dense_bytes(op, shards, w, documents)[0]) for w in ("ring", found))
     return "ring" if balanced and ring < other else found
 
 

@@ -22,22 +22,22 @@ _REMEMBERED = 256  # agreements
 class Wire:
     """A group's transfers. ``sent_bytes`` and ``received_bytes`` count what left and reached this
     rank, ``collectives`` how many calls did; a group of one makes none. ``group`` None: the default
-    group, or this process alone if there is none.
+    group, or this process alone if there is none; with ``alone`` in any case.
 
     ``muted``: nothing is sent, and copies of what would be sent stand for what would arrive: what
     is left is the computation, at the power that real numbers draw. ``log``: a list that takes
     (bytes to each rank, bytes from each rank) of every call.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, alone: bool = False) -> None:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("group: this rank is not in it; call on its members only")
         if not (group is None or isinstance(group, dist.ProcessGroup)):
             raise ValueError(f"group = a {type(group).__name__}: give a process group, or None")
         self.group = group
-        self.alone = group is None and not dist.is_initialized()
-        self.rank = 0 if self.alone else dist.get_rank(group)
-        self.size = 1 if self.alone else dist.get_world_size(group)
+        alone = alone or (group is None and not dist.is_initialized())
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.size = 1 if alone else dist.get_world_size(group)
         self.sent_bytes = self.received_bytes = self.collectives = 0
         self.muted = False
         self._agreed: dict[tuple[str, int], list[int]] = {}
@@ -50,11 +50,9 @@ class Wire:
         assert len(x) == sum(send), (x.shape, send)
         if self.size == 1:
             return lambda: x
-        out, x = x.new_empty((sum(receive), *x.shape[1:])), x.contiguous()
-        self._count(x, send, receive)
-        return self._arrives(
-            out, x,
-            lambda: dist.all_to_all_single(
+        return self._moved(
+            x, send, receive,
+            lambda out, x: dist.all_to_all_single(
                 out, x, list(receive), list(send), group=self.group, async_op=True
             ),
         )  # fmt: skip
@@ -65,28 +63,28 @@ class Wire:
             return lambda: x
         if len(set(rows)) > 1:  # all-gather wants equal sizes
             return self.exchange(torch.cat([x] * self.size), [len(x)] * self.size, rows)
-        out, x = x.new_empty((sum(rows), *x.shape[1:])), x.contiguous()
-        self._count(x, [len(x)] * self.size, rows)
-        return self._arrives(
-            out, x,
-            lambda: _gather(out, x, group=self.group, async_op=True),
+        return self._moved(
+            x, [len(x)] * self.size, rows,
+            lambda out, x: _gather(out, x, group=self.group, async_op=True),
         )  # fmt: skip
 
-    def _count(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
+    def _moved(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int],
+        start: Callable[[Tensor, Tensor], Any],
+    ) -> Arrived:  # fmt: skip
+        out, x = x.new_empty((sum(receive), *x.shape[1:])), x.contiguous()
         width = math.prod(x.shape[1:]) * x.element_size()
         self.sent_bytes += (sum(send) - send[self.rank]) * width
         self.received_bytes += (sum(receive) - receive[self.rank]) * width
         self.collectives += 1
         if self.log is not None:
             self.log.append(([n * width for n in send], [n * width for n in receive]))
-
-    def _arrives(self, out: Tensor, x: Tensor, start: Callable[[], Any]) -> Arrived:
         if self.muted:
             flat, own = out.view(-1), x.view(-1)
             for first in range(0, len(flat) if len(own) else 0, max(1, len(own))):
                 flat[first : first + len(own)].copy_(own[: len(flat) - first])
             return lambda: out
-        work = start()
+        work = start(out, x)
 
         def wait(sent: Tensor = x) -> Tensor:  # which must last until it is sent
             work.wait()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwise.attention.window import windowed
+from meshwise.attention.dense import windowed
 from meshwise.nn import initial
 
 Part = Callable[[Tensor], Any]

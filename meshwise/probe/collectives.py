@@ -124,31 +124,20 @@ def build(case: Case, groups: Groups) -> Work:
         idle = torch.zeros(1, device=device)
         check = functools.partial(_check, op, device, None, None)
         return Work(calls=(idle.zero_,), check=check, batch=batch(op), on_host=on_host)
-    make = functools.partial(_symmetric if backend in SYMMETRIC else _plain, op, party)
-    buffers, call = make(backend, groups, device, communicator)
+    if backend in SYMMETRIC:
+        dtype, (sent, received) = torch_dtype(op.dtype), _lengths(op, party.here)
+        source, handle = groups.heap.source(sent, dtype, party.group, device)
+        in_place = backend == "two_shot"
+        result = source if in_place else torch.empty(received, dtype=dtype, device=device)
+        buffers = Buffers(source, result)
+        call = symmetric.call(op, backend, source, result, handle, party.group)
+    else:
+        buffers = allocate(op, party.here, device)
+        call = functools.partial(communicate, op, buffers, party)
+        if communicator is not None:
+            call = _direct(op, buffers, party.here, communicator)
     check = functools.partial(_check, op, device, party, buffers)
     return Work(calls=(call,), check=check, batch=batch(op), on_host=on_host)
-
-
-def _plain(
-    op: Collective, party: Party, backend: str, groups: Groups, device: torch.device,
-    communicator: nccl.Communicator | None,
-) -> tuple[Buffers, Callable[[], object]]:  # fmt: skip
-    buffers = allocate(op, party.here, device)
-    if communicator is None:
-        return buffers, functools.partial(communicate, op, buffers, party)
-    return buffers, _direct(op, buffers, party.here, communicator)
-
-
-def _symmetric(
-    op: Collective, party: Party, backend: str, groups: Groups, device: torch.device, _: None
-) -> tuple[Buffers, Callable[[], object]]:
-    dtype = torch_dtype(op.dtype)
-    sent, received = _lengths(op, party.here)
-    source, handle = groups.heap.source(sent, dtype, party.group, device)
-    in_place = backend == "two_shot"
-    result = source if in_place else torch.empty(received, dtype=dtype, device=device)
-    return Buffers(source, result), symmetric.call(op, backend, source, result, handle, party.group)
 
 
 def batch(op: Collective) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwise.reshard.holdings import Holdings
-from meshwise.reshard.regions import Box
+from meshwise.reshard.regions import Box, narrowed
 
 PART = 2**22
 POISON = 0x5A  # every byte of what nobody has written
@@ -89,12 +89,7 @@ def _split(box: Box) -> Iterator[Box]:
     step = max(1, PART * box.shape[dim] // box.num_elements)
     for low in range(box.low[dim], box.high[dim], step):
         high = min(low + step, box.high[dim])
-        yield from _split(
-            Box(
-                (*box.low[:dim], low, *box.low[dim + 1 :]),
-                (*box.high[:dim], high, *box.high[dim + 1 :]),
-            )
-        )
+        yield from _split(narrowed(box, dim, low, high))
 
 
 def _places(box: Box, shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -30,10 +30,10 @@ import torch
 
 from meshwise import timing
 from meshwise.parallel import torch_private
-from meshwise.probe import attention, collectives, gemm
+from meshwise.probe import collectives, operators
 from meshwise.probe.work import Call, Work
 from meshwise.ranks import Ranks
-from meshwise.spec import Case, Gemm, Overlap
+from meshwise.spec import Case, Overlap
 from meshwise.timing import Timed
 
 _OUTLAST = 4.0  # the other work is this much longer than a timed call is alone
@@ -42,12 +42,11 @@ _LEAD_CYCLES = 40_000  # of the device's clock, some 20 us: the other work's nex
 
 
 def build(case: Case, groups: collectives.Groups, settings: contextlib.ExitStack) -> Work:
-    """``Case.backend`` is the collective's. ``settings`` is as ``gemm.build`` uses it."""
+    """``Case.backend`` is the collective's. ``settings`` is as ``operators.build`` uses it."""
     op = case.op
     assert isinstance(op, Overlap)
     alone = msgspec.structs.replace(case, op=op.compute, backend="")
-    probe = gemm if isinstance(op.compute, Gemm) else attention
-    (compute, *_) = probe.build(alone, groups.ranks.device, settings).calls
+    (compute, *_) = operators.build(alone, groups.ranks.device, settings).calls
     other = collectives.build(msgspec.structs.replace(case, op=op.collective), groups)
     (collective,) = other.calls
     own_measure = functools.partial(measure, compute, collective, groups.ranks)

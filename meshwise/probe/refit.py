@@ -15,7 +15,7 @@ two models), ``device_bytes`` (what the device lacks besides, libraries' buffers
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -130,7 +130,6 @@ def _allocated(op: Resharding, ranks: Ranks) -> _Models:
 
 
 def _refit(case: Case, op: Resharding, models: _Models, ranks: Ranks) -> Refit:
-    more: dict[str, Any] = {} if op.changed is None else {"delta": True}
     return Refit(
         models.source or None,
         models.source_plan,
@@ -141,7 +140,7 @@ def _refit(case: Case, op: Resharding, models: _Models, ranks: Ranks) -> Refit:
         cap_bytes=op.cap_bytes,
         verify=op.verify,
         atomic=op.atomic,
-        **more,
+        delta=op.changed is not None,
     )
 
 

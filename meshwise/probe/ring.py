@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from meshwise import files, timing
 from meshwise.attention.dense import ring_attention
@@ -36,7 +35,7 @@ from meshwise.attention.wire import Wire
 from meshwise.prices import Prices
 from meshwise.probe.cases.ring import shards_of
 from meshwise.probe.loop import Failed, Metrics, Outcome, measure_all, outcome, together
-from meshwise.probe.work import torch_dtype
+from meshwise.probe.work import Call, torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Costs, LongAttention, Record
 from meshwise.spec.record import NonNegative, Positive
@@ -171,40 +170,35 @@ def _times(bench: _Bench, case: Case) -> tuple[timing.Timed, Metrics]:
     return timed, metrics
 
 
-class _Calls(NamedTuple):
-    forward: Callable[[], object]
-    step: Callable[[], object]
-
-
 def _computed(
     bench: _Bench, case: Case, op: LongAttention, ring: Ring
 ) -> tuple[timing.Timed, Metrics, list[tuple[list[int], list[int]]]]:
     """The times with and without transfers, and what was transferred in one iteration."""
     ranks, wire = bench.ranks, ring.wire
-    calls = agreed(ring, lambda: _calls(op, ring, bench.prices))
+    ahead, step = agreed(ring, lambda: _calls(op, ring, bench.prices))
     log: list[tuple[list[int], list[int]]] = []
-    metrics = agreed(ring, lambda: _counted(calls, ring, log))
+    metrics = agreed(ring, lambda: _counted(step, ring, log))
     for _ in range(bench.asked.warmup - _UNTIMED):
-        calls.step()
-    forward = _timed(bench, case, calls.forward)
+        step()
+    forward = _timed(bench, case, ahead)
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
-    timed = _timed(bench, case, calls.step) if op.direction == "backward" else forward
+    timed = _timed(bench, case, step) if op.direction == "backward" else forward
     metrics |= {"forward_rank_times_s": sum(forward.rank_times_s, ())} | _peak(ranks)
     if log:
         wire.muted = True
         try:
-            metrics["muted_times_s"] = _timed(bench, case, calls.step).times_s
+            metrics["muted_times_s"] = _timed(bench, case, step).times_s
         finally:
             wire.muted = False
     if bench.trace:
-        _trace(calls.step, ranks, bench.trace)
+        _trace(step, ranks, bench.trace)
         bench.trace = ""
     return timed, metrics, log
 
 
-def _calls(op: LongAttention, ring: Ring, prices: Prices | None) -> _Calls:
-    """Inputs from fixed seeds, other ones on each rank."""
+def _calls(op: LongAttention, ring: Ring, prices: Prices | None) -> tuple[Call, Call]:
+    """The forward, and what an iteration does; inputs from fixed seeds, other ones on each rank."""
     device, dtype = ring.ranks.device, torch_dtype(op.dtype)
     length, seed = ring.shards.lengths[ring.wire.rank], 4 * ring.ranks.rank
     rows = {"q": op.heads, "k": op.kv_heads, "v": op.kv_heads, "grad": op.heads}
@@ -212,24 +206,20 @@ def _calls(op: LongAttention, ring: Ring, prices: Prices | None) -> _Calls:
         timing.randn((op.batch, length, heads, op.head_dim), dtype, device, seed + at)
         for at, heads in enumerate(rows.values())
     )
-    attend = attention(op, ring, prices)
+    forward = functools.partial(attention(op, ring, prices), *inputs)
     if op.direction == "forward":
-        return _Calls(lambda: attend(*inputs), lambda: attend(*inputs))
+        return forward, forward
     for tensor in inputs:
         tensor.requires_grad_()
-
-    def step() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(*inputs), inputs, grad)
-
-    return _Calls(lambda: attend(*inputs), step)
+    return forward, lambda: torch.autograd.grad(forward(), inputs, grad)
 
 
-def _counted(calls: _Calls, ring: Ring, log: list[tuple[list[int], list[int]]]) -> Metrics:
+def _counted(step: Call, ring: Ring, log: list[tuple[list[int], list[int]]]) -> Metrics:
     """One iteration, the first: connects, finds out whether memory suffices, counts."""
     wire = ring.wire
     wire.log = log
     before = wire.sent_bytes, wire.received_bytes, wire.collectives
-    calls.step()
+    step()
     ring.ranks.synchronize("the first call")
     wire.log = None
     counts = (wire.sent_bytes, wire.received_bytes, wire.collectives)
@@ -238,7 +228,7 @@ def _counted(calls: _Calls, ring: Ring, log: list[tuple[list[int], list[int]]]) 
     return dict(zip(("sent_bytes", "received_bytes", "collectives"), map(tuple, each), strict=True))
 
 
-def _timed(bench: _Bench, case: Case, call: Callable[[], object]) -> timing.Timed:
+def _timed(bench: _Bench, case: Case, call: Call) -> timing.Timed:
     count = bench.asked.iterations
     return timing.measure(
         [call], ranks=bench.ranks, regime=case.regime, distributed=case.world_size > 1,
@@ -277,7 +267,7 @@ def _transfers(
         return None
 
 
-def _trace(call: Callable[[], object], ranks: Ranks, path: str) -> None:
+def _trace(call: Call, ranks: Ranks, path: str) -> None:
     """One iteration as a Chrome trace of this rank."""
     from torch.profiler import ProfilerActivity, profile
 

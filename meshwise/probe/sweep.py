@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from meshwise import store, timing
-from meshwise.probe import attention, collectives, convolution, elementwise, gemm, overlap
+from meshwise.probe import collectives, operators, overlap
 from meshwise.probe.block import Blocks
 from meshwise.probe.cases import effort
 from meshwise.probe.cases.follow import Follow, next_cases
@@ -36,19 +36,7 @@ from meshwise.probe.loop import (
 )
 from meshwise.probe.work import Call, Unavailable, Work, communicates
 from meshwise.ranks import Ranks
-from meshwise.spec import (
-    Attention,
-    Block,
-    Case,
-    Collective,
-    Convolution,
-    Elementwise,
-    Gemm,
-    Overlap,
-    Record,
-    RunInfo,
-    ending,
-)
+from meshwise.spec import Block, Case, Collective, Overlap, Record, RunInfo, ending
 from meshwise.spec.record import PositiveFloat
 from meshwise.timing import Timed
 
@@ -122,14 +110,7 @@ class Bench:
             return collectives.build(case, self.groups)
         if isinstance(case.op, Overlap):
             return overlap.build(case, self.groups, self.settings)
-        if isinstance(case.op, Gemm):
-            return gemm.build(case, device, self.settings)
-        if isinstance(case.op, Attention):
-            return attention.build(case, device, self.settings)
-        if isinstance(case.op, Convolution):
-            return convolution.build(case, device, self.settings)
-        assert isinstance(case.op, Elementwise), case.op
-        return elementwise.build(case, device)
+        return operators.build(case, device, self.settings)
 
     def free(self) -> None:
         """Give memory back after a case that did not get enough of it."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from meshwise.attention.arguments import DTYPES
 from meshwise.spec import Block, Case, Collective, LongAttention, Op, Overlap, Resharding, Step
 from meshwise.timing import Timed
 
@@ -21,12 +22,7 @@ _NO_KERNEL = re.compile(
     r"|multiples? of|divisible by|out of resource|compute capability",
     re.IGNORECASE,
 )
-_DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 Call = Callable[[], object]

@@ -47,9 +47,8 @@ def cuts(
         key = keys[id(source)], keys[id(destination)]
         if key not in known:
             known[key] = len(found)
-            atoms = tuple(_atoms(source, destination))
-            _check_held(atoms, destination, f"{names[number]}: " if names else "")
-            found.append(Cut(source, destination, atoms))
+            found.append(Cut(source, destination, tuple(_atoms(source, destination))))
+            _check_held(found[-1], f"{names[number]}: " if names else "")
         kinds.append(known[key])
     return found, kinds
 
@@ -71,13 +70,13 @@ def _unnamed(layout: Layout) -> object:
     )
 
 
-def _check_held(atoms: Sequence[Atom], destination: Layout, prefix: str) -> None:
-    for box, owners, needers in atoms:
+def _check_held(cut: Cut, prefix: str) -> None:
+    for box, owners, needers in cut.atoms:
         if not owners:
+            rank = cut.destination[needers[0]].rank
             raise ValueError(
-                f"{prefix}no source rank holds indices {box.low} to {box.high}, which rank "
-                f"{destination[needers[0]].rank} needs; do the layouts describe the same logical "
-                "tensor?"
+                f"{prefix}no source rank holds indices {box.low} to {box.high}, which rank {rank} "
+                "needs; do the layouts describe the same logical tensor?"
             )
 
 

@@ -5,7 +5,7 @@ In: both sides' holdings, tensors and shares. Out: nothing, or a ValueError that
 wrong.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from torch import Tensor
@@ -32,7 +32,10 @@ def check_held(
     whose plan was not made of them."""
     wrong = []
     for side, plan, model, own in zip(SIDES, plans, models, _own(ranks, shares), strict=True):
-        wrong += [f"{side} {text}" for text in _misplaced(ranks, model)]
+        for name, held in model.items():
+            if held.device != (here := ranks.device):
+                told = f"is on {held.device}, this rank works on {here}; move it there"
+                wrong.append(f"{side} {name}: {told}")
         for name, tensor in plan.items():
             if (most := max((p.rank for p in tensor.layout), default=0)) >= ranks.world_size:
                 raise ValueError(
@@ -115,12 +118,6 @@ def _own(ranks: Ranks, shares: Sequence[live.Shares]) -> list[dict[str, live.Sha
     """This rank's DTensors, of either side."""
     mine = (side[ranks.rank] if side else [] for side in shares)
     return [{share.name: share for share in of if share.placements} for of in mine]
-
-
-def _misplaced(ranks: Ranks, model: Tensors) -> Iterator[str]:
-    for name, tensor in model.items():
-        if tensor.device != ranks.device:
-            yield f"{name}: is on {tensor.device}, this rank works on {ranks.device}; move it there"
 
 
 def _agree(rank: int, planned: holdings.Tensor, share: live.Share) -> bool:

@@ -68,16 +68,15 @@ def tensors(model: Model) -> dict[str, Tensor]:
 
 def gathered(model: Model, ranks: Ranks) -> Shares:
     """Every rank's shares, by one gather. ValueError on all ranks for what one cannot describe."""
-    mine, error = [], ""
-    try:
-        mine = list(_shares(model))
-    except (ValueError, RuntimeError) as caught:  # torch's own, too: the others wait for this rank
-        error = str(caught).partition("\n")[0]
-    everyone = ranks.gather([error, mine])
-    wrong = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(everyone) if said]
-    if wrong:
+
+    def told(error: Exception) -> str | None:  # torch's own, too: the others wait for this rank
+        is_ours = isinstance(error, ValueError | RuntimeError)
+        return str(error).partition("\n")[0] if is_ours else None
+
+    mine, failed = ranks.together(lambda: list(_shares(model)), told)
+    if wrong := [f"rank {rank}: {said}" for rank, said in enumerate(failed) if said]:
         raise ValueError("; ".join(wrong[:8]))
-    return [msgspec.convert(shares, list[Share]) for _, shares in everyone]
+    return [msgspec.convert(shares, list[Share]) for shares in ranks.gather(mine)]
 
 
 def held(everyone: Shares, *, as_source: bool = False) -> Holdings:
@@ -136,8 +135,13 @@ class Watch:
         self._units = _units(model)
         for unit in self._units:
             unit.reshard()
-        self._modules = list(_modules(model))
-        self._tensors = [(of, key, name, *_described(of[key])) for name, of, key in _places(model)]
+        self._modules: list[tuple[Mapping[str, Any], str, str, Any]] = []
+        self._tensors: list[tuple[Mapping[str, Any], str, str, Any, list[Any]]] = []
+        for of, key, name in _kept(model):
+            if isinstance(of[key], Tensor):
+                self._tensors.append((of, key, name, *_described(of[key])))
+            else:
+                self._modules.append((of, key, name, of[key]))
 
     def replaced(self) -> str | None:
         """The first tensor, or module of tensors, that was replaced or removed."""
@@ -170,32 +174,26 @@ def _lies(tensor: Tensor) -> list[Any]:
     return [tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()]
 
 
-def _modules(model: Model) -> Iterator[tuple[Mapping[str, Any], str, str, nn.Module]]:
-    """Each module that has tensors, or below it, as its parent has it."""
-    if isinstance(model, nn.Module):
-        modules = dict(model.named_modules(remove_duplicate=False))
-        parts = [name.split(".")[:-1] for name in named(model)]
-        paths = dict.fromkeys(".".join(p[:i]) for p in parts for i in range(1, len(p) + 1))
-        for path in paths:
-            parent, _, key = path.rpartition(".")
-            yield modules[parent]._modules, key, path, modules[path]
-
-
 def _units(model: Model) -> list[FSDPModule]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return [module for module in modules if isinstance(module, FSDPModule)]
 
 
-def _places(model: Model) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Every name with the dict that keeps the tensor, where looking is cheap, and its key there."""
+def _kept(model: Model) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+    """Every module that has tensors below it, and every tensor: the dict that keeps it, where
+    looking is cheap, its key there, and its name."""
     if not isinstance(model, nn.Module):
-        yield from ((name, model, name) for name in model or ())  # type: ignore[misc]
+        yield from ((model, name, name) for name in model or ())  # type: ignore[misc]
         return
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name in named(model):
+    names = named(model)
+    parts = [name.split(".")[:-1] for name in names]
+    paths = dict.fromkeys(".".join(p[:i]) for p in parts for i in range(1, len(p) + 1))
+    for name in (*paths, *names):
         path, _, key = name.rpartition(".")
-        kept: tuple[Any, ...] = modules[path]._parameters, modules[path]._buffers
-        yield name, next(of for of in kept if key in of), key
+        of = modules[path]
+        kept: tuple[Any, ...] = of._modules, of._parameters, of._buffers
+        yield next(each for each in kept if key in each), key, name
 
 
 def named(model: Model) -> dict[str, Tensor]:

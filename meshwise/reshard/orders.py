@@ -22,7 +22,7 @@ down-projections are one tensor that all ranks have.
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from meshwise.reshard.regions import Box, Piece, chunk_bounds, cropped, moved, narrowed, whole
+from meshwise.reshard.regions import Piece, chunk_bounds, cropped, moved, narrowed, whole
 from meshwise.spec import Decoder, Model
 
 Order = Literal["plain", "megatron", "engine"]
@@ -281,29 +281,29 @@ def _grouped_qkv(
 ) -> Buffer:
     """Rows of q, k and v group by group, cut evenly."""
     assert isinstance(model, Decoder)
-    rows = [part.shape[0] // model.kv_heads for part in parts]
-    pieces = []
-    filled = 0
-    for group in range(model.kv_heads):
-        for part, size in zip(parts, rows, strict=True):
-            box = narrowed(whole(part.shape), 0, group * size, (group + 1) * size)
-            pieces.append((part.tensor, _at(filled, box)))
-            filled += size
-    fused = Buffer(name, parts[0].tensor, (filled, *parts[0].shape[1:]), tuple(pieces))
-    return fused.rows(*place.tp.of(filled))
+    rows = [
+        (part, group * size, (group + 1) * size)
+        for group in range(model.kv_heads)
+        for part in parts
+        for size in [part.shape[0] // model.kv_heads]
+    ]
+    fused = _stacked(name, rows)
+    return fused.rows(*place.tp.of(fused.shape[0]))
 
 
 def _qkv_of_heads(name: str, part: Member, model: Decoder | Model, place: Place) -> Buffer:
     """[q; k; v] of a rank's heads, from rows that lie by head, each its q, k and v."""
-    pieces: list[tuple[str, Piece]] = []
-    for which in range(3):
-        for head in range(*place.tp.of(model.heads)):
-            low = (3 * head + which) * model.head_dim
-            box = narrowed(whole(part.shape), 0, low, low + model.head_dim)
-            pieces.append((part.tensor, _at(len(pieces) * model.head_dim, box)))
-    shape = (len(pieces) * model.head_dim, *part.shape[1:])
-    return Buffer(name, part.tensor, shape, tuple(pieces))
+    numbers = [3 * head + which for which in range(3) for head in range(*place.tp.of(model.heads))]
+    size = model.head_dim
+    return _stacked(name, [(part, number * size, (number + 1) * size) for number in numbers])
 
 
-def _at(row: int, box: Box) -> Piece:
-    return Piece(0, box, (row, *(0 for _ in box.low[1:])))
+def _stacked(name: str, rows: Sequence[tuple[Member, int, int]]) -> Buffer:
+    """Rows [low, high) of tensors, one run behind the other."""
+    pieces, filled = [], 0
+    for part, low, high in rows:
+        box = narrowed(whole(part.shape), 0, low, high)
+        pieces.append((part.tensor, Piece(0, box, (filled, *(0 for _ in part.shape[1:])))))
+        filled += high - low
+    first = rows[0][0]
+    return Buffer(name, first.tensor, (filled, *first.shape[1:]), tuple(pieces))

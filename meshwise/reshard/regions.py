@@ -170,23 +170,18 @@ def sharded(
             f"sizes = {list(sizes)}: must be one for each of {len(ranks)} ranks, add up to {size}, "
             "and go without blocks"
         )
-    pieces = []
+    pieces, start = [], 0
     filled = dict.fromkeys(ranks, 0)
-    start = 0
     for block in blocks:
         extents = list(sizes) if sizes is not None else chunks(block, len(ranks))
         edges = list(itertools.accumulate(extents, initial=start))
         for rank, low, high in zip(ranks, edges, edges[1:], strict=False):
             if low < high:
-                pieces.append(_slab(shape, dim, rank, low, high, filled[rank]))
+                offset = tuple(filled[rank] if d == dim else 0 for d in range(len(shape)))
+                pieces.append(Piece(rank, narrowed(whole(shape), dim, low, high), offset))
                 filled[rank] += high - low
         start += block
     return tuple(pieces)
-
-
-def _slab(shape: Sequence[int], dim: int, rank: int, low: int, high: int, offset: int) -> Piece:
-    cut = narrowed(whole(shape), dim, low, high)
-    return Piece(rank, cut, tuple(offset if d == dim else 0 for d in range(len(shape))))
 
 
 def placed(

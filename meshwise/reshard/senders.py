@@ -37,6 +37,9 @@ class Links(NamedTuple):
     within: Callable[[int], float]
     between: Callable[[int], float]
 
+    def rate(self, is_apart: bool, rank: int) -> float:
+        return (self.between if is_apart else self.within)(rank)
+
 
 class Hop(NamedTuple):
     """Numbers of the pieces that ``box`` goes from and to."""
@@ -180,13 +183,12 @@ def _price(
             received[group.is_apart, rank] += size / count if group in striped else size
             if group in striped:
                 passed[rank] += size - size / count
-    rates = {False: links.within, True: links.between}
-    ingress = {key: size / rates[key[0]](key[1]) for key, size in received.items()}
+    ingress = {key: size / links.rate(*key) for key, size in received.items()}
     (is_slow, _), first_s = max(ingress.items(), key=lambda found: found[1])
     # stripes take in less between hosts; within one all of it comes in the second step
     binding = frozenset(group for group in groups if is_slow and group.is_apart)
     for is_apart, owned in _owned(groups, striped).items():
-        load, tight = balance(owned, _capacity(owned, rates[is_apart]))
+        load, tight = balance(owned, _capacity(owned, links, is_apart))
         if load > first_s:
             first_s = float(load)
             binding = frozenset(
@@ -206,8 +208,8 @@ def _owned(groups: dict[_Group, int], striped: frozenset[_Group]) -> dict[bool, 
     return owned
 
 
-def _capacity(owned: dict[Owners, int], rate: Callable[[int], float]) -> dict[int, float]:
-    return {rank: rate(rank) for owners in owned for rank in owners}
+def _capacity(owned: dict[Owners, int], links: Links, is_apart: bool) -> dict[int, float]:
+    return {rank: links.rate(is_apart, rank) for owners in owned for rank in owners}
 
 
 _Senders = tuple[bool, tuple[int, ...]]
@@ -217,10 +219,9 @@ _Ends = list[tuple[int, int]]  # (rank, where its share ends)
 def _shares(
     groups: dict[_Group, int], striped: frozenset[_Group], links: Links
 ) -> dict[_Senders, _Ends]:
-    rates = {False: links.within, True: links.between}
     found: dict[_Senders, _Ends] = {}
     for is_apart, owned in _owned(groups, striped).items():
-        sent = shares(owned, _capacity(owned, rates[is_apart]))
+        sent = shares(owned, _capacity(owned, links, is_apart))
         for owners, part in sent.items():
             ranks = sorted(part)
             ends = map(round, accumulate(part[rank] for rank in ranks))

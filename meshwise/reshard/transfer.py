@@ -164,16 +164,13 @@ def _differences(name: str, source: Tensor, destination: Tensor, convert: bool) 
         )
     if unknown := sorted({source.dtype, destination.dtype} - ITEMSIZES.keys()):
         yield f"{name}: dtype {unknown[0]!r} is none of {', '.join(ITEMSIZES)}"
-    elif source.dtype != destination.dtype and not convert:
-        yield (
-            f"{name}: dtype {source.dtype} in the source, {destination.dtype} in the destination; "
-            "allow it by convert=True"
-        )
-    elif source.dtype != destination.dtype and not {source.dtype, destination.dtype} <= _FLOATS:
-        yield (
-            f"{name}: dtype {source.dtype} in the source, {destination.dtype} in the destination; "
-            f"convert=True is for {', '.join(sorted(_FLOATS))}: give both sides the same"
-        )
+    elif (before := source.dtype) != (after := destination.dtype):
+        told = f"{name}: dtype {before} in the source, {after} in the destination"
+        if not convert:
+            yield f"{told}; allow it by convert=True"
+        elif not {before, after} <= _FLOATS:
+            floats = ", ".join(sorted(_FLOATS))
+            yield f"{told}; convert=True is for {floats}: give both sides the same"
 
 
 def _stages(

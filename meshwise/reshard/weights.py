@@ -118,7 +118,7 @@ class Refit:
             return found, plans
 
         self.transfer, plans = _together(ranks, planned)
-        _check_same(ranks, transfer.digest(self.transfer))
+        _check_alike(ranks, {"the plan": transfer.digest(self.transfer)})
         self.compared = (source, destination) if verify == "full_tensor" else ()
         if self.compared:
             verify = "full"
@@ -130,7 +130,11 @@ class Refit:
             ranks, lambda: _job(ranks, self.transfer, buffers, shares, verify, delta)
         )
         self.method = _method(method, ranks)
-        self.transport = _transport(self.method, self.job, cap_bytes)
+        self.transport: Direct | Staged
+        if self.method == "ipc":
+            self.transport = Direct(self.job, cap_bytes)
+        else:
+            self.transport = Staged(self.job, carriers.open(self.method, ranks), cap_bytes)
         self.commit = _between(self.job, self.kept, models[1]) if atomic else None
         kept = sum(tensor.nbytes for tensor in self.kept.values())
         self.moved = Moved(0, 0.0, *_loads(self.job), self.transport.extra_bytes + kept)
@@ -329,14 +333,10 @@ def _hosts(ranks: Ranks) -> Callable[[int], int]:
 
 def _together(ranks: Ranks, work: Callable[[], T]) -> T:
     """This rank's result of ``work``; a ValueError of one rank is raised on all."""
-    said = ""
-    try:
-        result = work()
-    except ValueError as error:
-        said = str(error)
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.gather(said)) if text]
-    if len(told) == ranks.world_size and len({text.partition(": ")[2] for text in told}) == 1:
-        raise ValueError(said)
+    result, said = ranks.together(work, lambda e: str(e) if isinstance(e, ValueError) else None)
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+    if told and len(set(said)) == 1:
+        raise ValueError(said[0])
     if told:
         raise ValueError("; ".join(told[:8]) + (f"; and {len(told) - 8} more" * (len(told) > 8)))
     return result
@@ -356,7 +356,11 @@ def _check_options(ranks: Ranks, options: Mapping[str, object]) -> None:
     cap_bytes = options["cap_bytes"]
     if not isinstance(cap_bytes, int) or cap_bytes <= 0:
         raise ValueError(f"cap_bytes = {cap_bytes!r}: must be a number of bytes, > 0")
-    told = ranks.gather(options)
+    _check_alike(ranks, options)
+
+
+def _check_alike(ranks: Ranks, said: Mapping[str, object]) -> None:
+    told = ranks.gather(said)
     for rank, other in enumerate(told):
         for name, value in other.items():
             if value != told[0][name]:
@@ -364,15 +368,6 @@ def _check_options(ranks: Ranks, options: Mapping[str, object]) -> None:
                     f"{name} = {value!r} on rank {rank}, {told[0][name]!r} on rank 0: give all "
                     "ranks the same"
                 )
-
-
-def _check_same(ranks: Ranks, digest: str) -> None:
-    digests = ranks.gather(digest)
-    if other := [i for i, found in enumerate(digests) if found != digests[0]]:
-        raise ValueError(
-            f"rank {other[0]} planned another transfer than rank 0 ({digests[other[0]]}, "
-            f"{digests[0]}); give all ranks the same plans"
-        )
 
 
 def _kept(
@@ -442,9 +437,3 @@ def _method(method: Method, ranks: Ranks) -> Method:
     told = ranks.gather([seen, reached and peers.can_share(ranks.device)])
     alike = all(place == told[0][0] for place, _ in told)  # else nobody knows what a peer's GPU is
     return "ipc" if alike and all(can for _, can in told) else "nccl"
-
-
-def _transport(method: Method, job: Job, cap_bytes: int) -> Direct | Staged:
-    if method == "ipc":
-        return Direct(job, cap_bytes)
-    return Staged(job, carriers.open(method, job.ranks), cap_bytes)

@@ -43,8 +43,8 @@ def keep_calls(run_dir: Path) -> None:
 
     for path in sorted((run_dir / "nccl").glob("rank-*.log")):
         text = read_bytes(path, at_most=MOST_BYTES).decode(errors="replace")
-        if torn := nccl_trace.num_torn(text):
-            log.warning("%s: %d lines of calls cannot be read", path.name, torn)
+        if torn := nccl_trace.torn(text):
+            log.warning("%s: %d lines of calls cannot be read", path.name, len(torn))
         write_whole(path, nccl_trace.without_host(text))
 
 

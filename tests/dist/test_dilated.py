@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from meshwise.attention import pattern, plan, shards, sparse
+from meshwise.attention import pattern, plan, shards
 from meshwise.spec import Dilation, LongAttention
 from meshwise.spec.long_attention import offsets
 
@@ -120,7 +120,8 @@ def test_any_dilation_on_any_shards_is_the_softmax_over_its_multiset(gloo_ranks,
 
 
 def moved(ranks, seeds):
-    """Bytes that the wire counted, forward and with backward, and what the plan said."""
+    """Bytes that the wire counted, forward and with backward, sent and received, and what the plan
+    said that each rank receives."""
     from meshwise.attention.dilated import dilated_attention
     from meshwise.attention.wire import Wire
 
@@ -145,17 +146,17 @@ def moved(ranks, seeds):
         for counted, direction in (
             (forward, "forward"), ((wire.sent_bytes, wire.received_bytes), "backward"),
         ):  # fmt: skip
-            planned = said.sent_bytes(direction), said.received_bytes(direction)
-            found.append([list(counted), [each[ranks.rank] for each in planned]])
+            found.append([list(counted), said.received_bytes(direction)])
     return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_is_sent_is_what_was_planned(gloo_ranks, world):
-    found = [pair for of in gloo_ranks(world, moved, seeds=list(range(30))) for pair in of]
-    assert any(sum(counted) for counted, _ in found)
-    for counted, planned in found:
-        assert counted == planned
+    found = list(zip(*gloo_ranks(world, moved, seeds=list(range(12))), strict=True))
+    assert any(received for of in found for (_, received), _ in of)
+    for of in found:  # of all ranks
+        assert all(planned == [received for (_, received), _ in of] for _, planned in of)
+        assert sum(sent for (sent, _), _ in of) == sum(received for (_, received), _ in of)
 
 
 def calls(ranks):
@@ -317,7 +318,7 @@ def test_every_row_is_asked_of_the_rank_that_holds_it_and_computed_once(way):
     for branch in pattern.branches(op):
         pairs = set()
         for rank in range(4):
-            for call in [c for each in sparse.calls(op, branch, cut, way, rank) for c in each]:
+            for call in [c for each in pattern.calls(op, branch, cut, way, rank) for c in each]:
                 for head, queries, keys in zip(
                     call.head.ravel(), call.queries.reshape(-1, call.queries.shape[-1]),
                     call.keys.reshape(-1, call.keys.shape[-1]), strict=True,

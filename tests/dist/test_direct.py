@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from meshwise.ranks import Ranks
 from meshwise.reshard import holdings as held
 from meshwise.reshard.regions import replicated
 from meshwise.reshard.transports import direct
@@ -45,11 +46,13 @@ class Rank(SimpleNamespace):
     device = torch.device("cpu")
 
     def gather(self, value):
-        told = self.together.gather(self.rank, msgspec.json.encode(value))
+        told = self.threads.gather(self.rank, msgspec.json.encode(value))
         return [msgspec.json.decode(each) for each in told]
 
+    together = Ranks.together
+
     def barrier(self, what=""):
-        self.together.gate.wait()
+        self.threads.gate.wait()
 
     def explain(self, error):
         return error
@@ -71,7 +74,7 @@ class Meeting:
         self.stop = torch.zeros(1, dtype=torch.int32)
 
     def meet(self):
-        values = self.ranks.together.gather(self.ranks.rank, int(self.value))
+        values = self.ranks.threads.gather(self.ranks.rank, int(self.value))
         self.total.fill_(sum(values))
 
 
@@ -95,7 +98,7 @@ def on_threads(n: int, work) -> list:
     together, results, errors = Together(n), [None] * n, []
 
     def run(i: int) -> None:
-        here = Rank(rank=i, world_size=n, others=[r for r in range(n) if r != i], together=together)
+        here = Rank(rank=i, world_size=n, others=[r for r in range(n) if r != i], threads=together)
         try:
             results[i] = work(here)
         except BaseException as error:  # pytest's are no Exceptions

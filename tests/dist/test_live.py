@@ -45,15 +45,18 @@ def check(held, tensors, wholes, rank):
 
 
 def placed_in_every_way(ranks):
-    grid = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    grid, tensors, wholes = DeviceMesh("cpu", torch.arange(4).view(2, 2)), {}, {}
     for shape in ((8, 6), (7, 5), (3, 2), (1, 9)):
         for placements in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
-            tensor = distribute_tensor(numbered(*shape), grid, placements)
-            held = holdings({"a": tensor}, ranks)
-            check(held, live.tensors({"a": tensor}), {"a": numbered(*shape)}, ranks.rank)
-            assert sorted({p.rank for p in held["a"].layout}) == [
-                r for r, numel in enumerate(ranks.gather(tensor.to_local().numel())) if numel
-            ]
+            name = f"{shape} {placements}"
+            wholes[name] = numbered(*shape)
+            tensors[name] = distribute_tensor(wholes[name], grid, placements)
+    held = holdings(tensors, ranks)
+    check(held, live.tensors(tensors), wholes, ranks.rank)
+    sizes = ranks.gather({name: tensor.to_local().numel() for name, tensor in tensors.items()})
+    for name, entry in held.items():
+        there = [rank for rank, of in enumerate(sizes) if of[name]]
+        assert sorted({piece.rank for piece in entry.layout}) == there
 
 
 def test_shards_of_a_mesh_are_where_dtensor_put_them(gloo_ranks):

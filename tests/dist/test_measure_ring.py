@@ -328,7 +328,7 @@ def test_verify_passes_and_says_so(capsys):
     out = capsys.readouterr().out
     assert out.strip().endswith("All tests passed")
     assert "Not checked: a ring of 4 needs 4 ranks, and here are 2." in out
-    assert out.count("passed") == 2 * 8 + 1 and "FAILED" not in out
+    assert out.count("passed") == 2 * 6 + 1 and "FAILED" not in out
 
 
 def checked(ranks: Ranks, file: str, broken: str, causal: bool) -> list[dict]:
@@ -371,9 +371,9 @@ def checked(ranks: Ranks, file: str, broken: str, causal: bool) -> list[dict]:
 
 BROKEN = {
     "nothing": (True, set()),
-    "sees later tokens": (True, {"forward", "log-sum-exp", "locality", "causality"}),
+    "sees later tokens": (True, {"forward", "log-sum-exp", "locality"}),
     "attends across heads": (False, {"forward", "locality"}),
-    "has no gradient of k": (False, {"gradient of k", "directional derivative"}),
+    "has no gradient of k": (False, {"gradient of k"}),
     "one row is wrong on rank 1": (True, {"forward"}),
     "raises": (False, {"locality"}),
 }
@@ -412,4 +412,4 @@ def verified(ranks: Ranks, file: str, way: str, order: str) -> list[dict]:
 def test_verify_passes_for_dense_attention_by_every_way(gloo_ranks, tmp_path, way):
     order = "zigzag" if way == "ring" else "contiguous"
     checks = gloo_ranks(2, verified, file=str(tmp_path / "checks.json"), way=way, order=order)[0]
-    assert len(checks) == 8 and all(check["passed"] for check in checks)
+    assert len(checks) == 6 and all(check["passed"] for check in checks)

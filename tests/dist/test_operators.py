@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwise.probe import attention, collectives, convolution, elementwise, gemm, overlap
+from meshwise.probe import attention, collectives, operators, overlap
 from meshwise.probe.cases import attention as attention_cases
 from meshwise.probe.work import Unavailable, tried
 from meshwise.spec import Attention, Case, Collective, Convolution, Elementwise, Gemm, Overlap
@@ -25,7 +25,7 @@ MASKS = ({"causal": False}, {"causal": True}, {"causal": True, "window": 5})
 
 def product(settings: contextlib.ExitStack, **fields: object):
     """The call of a product, and its operands as they were given to torch."""
-    (call,) = gemm.build(Case(op=Gemm(**fields)), CPU, settings).calls
+    (call,) = operators.build(Case(op=Gemm(**fields)), CPU, settings).calls
     return call, [x.double() for x in call.args if isinstance(x, Tensor)]
 
 
@@ -67,7 +67,7 @@ def test_an_fp8_product_is_that_of_its_dequantised_operands(settings, scaling):
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_quantised_numbers_use_the_whole_range_and_come_back(scaling):
     x = torch.randn(24, 48, generator=torch.Generator().manual_seed(1))
-    numbers, scale = gemm.quantised(x, scaling)
+    numbers, scale = operators.quantised(x, scaling)
     assert scale.shape == SCALING[scaling]
     largest = numbers.float().abs().amax(dim=1 if scaling == "row" else (0, 1))
     assert torch.all(largest == 448)  # the largest number of e4m3
@@ -146,7 +146,7 @@ def test_the_products_of_a_convolution_are_its_result_and_gradients(
     got, calls = {}, {}
     for product in ("forward", "dgrad", "wgrad"):
         case = Case(op=msgspec.structs.replace(op, product=product))
-        (calls[product],) = convolution.build(case, CPU, settings).calls
+        (calls[product],) = operators.build(case, CPU, settings).calls
         with FlopCounterMode(display=False) as counter:
             found = calls[product]()
         assert counter.get_total_flops() == case.op.flops
@@ -172,9 +172,9 @@ def test_a_convolution_in_tf32_needs_a_gpu_and_leaves_the_precision_alone(settin
     before = torch.backends.cudnn.conv.fp32_precision
     sizes = {"batch": 1, "in_channels": 4, "out_channels": 4, "height": 5, "width": 5, "kernel": 3}
     with pytest.raises(Unavailable, match="precision of GPUs"):
-        convolution.build(Case(op=Convolution(**sizes, dtype="tf32")), CPU, settings)
+        operators.build(Case(op=Convolution(**sizes, dtype="tf32")), CPU, settings)
     with contextlib.ExitStack() as held:
-        convolution.build(Case(op=Convolution(**sizes, dtype="fp32")), CPU, held)
+        operators.build(Case(op=Convolution(**sizes, dtype="fp32")), CPU, held)
         assert torch.backends.cudnn.conv.fp32_precision == "ieee"
     assert torch.backends.cudnn.conv.fp32_precision == before
 
@@ -295,7 +295,7 @@ def test_only_a_missing_kernel_is_unavailable():
 def test_a_cpu_has_no_host_link(kind):
     case = Case(op=Elementwise(kind=kind, read_bytes=64, write_bytes=64))
     with pytest.raises(Unavailable, match="no host link: the device is the host"):
-        elementwise.build(case, CPU)
+        operators.build(case, CPU, contextlib.ExitStack())
 
 
 # --- overlap, on two gloo ranks ---

@@ -158,7 +158,7 @@ REFUSED = {
     "other shape than planned": ["a", "(2, 4)", "(4, 2)"],
     "other dtype than planned": ["a", "float64", "fp32"],
     "not there": ["a", "missing"],
-    "other plans": ["rank 1 planned another transfer than rank 0"],
+    "other plans": ["the plan = ", "on rank 1"],
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwise.attention import passes, volume
+from meshwise.attention import dense, volume
 from meshwise.attention.dense import ring_attention
 from meshwise.attention.shards import Shards, contiguous, of_lengths, positions, zigzag
 from meshwise.attention.volume import dense_bytes
@@ -125,10 +125,10 @@ def _most(x) -> float:
 def errors_in_slices(ranks, cases) -> list:
     """The same where every message is large enough to be sent in slices."""
     usual, volume.SLICE_BYTES = volume.SLICE_BYTES, 0
-    passes.run_of.cache_clear()
+    dense.run_of.cache_clear()
     found = [errors(ranks, cases), collectives(ranks)]
     volume.SLICE_BYTES = usual
-    passes.run_of.cache_clear()
+    dense.run_of.cache_clear()
     return found
 
 
@@ -172,7 +172,8 @@ def relative_errors(ranks, dtype, way, ring_size) -> list[float]:
 
 
 def bytes_counted(ranks, way, name, given, dtype) -> list:
-    """What the wire counted for the forward and the backward, and what ``volume`` says."""
+    """What the wire counted for the forward and the backward, sent and received, and what
+    ``volume`` says that this rank receives."""
     given = dict(given)
     heads, kv_heads = given.pop("heads"), given.pop("kv_heads")
     shards, wire = layout(name, ranks.world_size), Wire()
@@ -181,19 +182,18 @@ def bytes_counted(ranks, way, name, given, dtype) -> list:
     for x in (q, k, v):
         x.requires_grad_()
     out = ring_attention(q, k, v, shards=shards, way=way, wire=wire, **given)
-    forward = wire.received_bytes, wire.sent_bytes
+    sent, received = [wire.sent_bytes], [wire.received_bytes]
     out.backward(grad)
-    counted = [
-        [forward[0], wire.received_bytes - forward[0]], [forward[1], wire.sent_bytes - forward[1]]
-    ]  # fmt: skip
+    sent.append(wire.sent_bytes - sent[0])
+    received.append(wire.received_bytes - received[0])
     op = LongAttention(
         batch=BATCH, seq_len=N, heads=heads, kv_heads=kv_heads, head_dim=WIDTH,
         causal=given.get("causal", False), window=given.get("window"),
         dtype={"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}[dtype],
     )  # fmt: skip
     documents = tuple(given.get("documents", ()))
-    said = [dense_bytes(op, shards, way, side, documents) for side in ("received", "sent")]
-    return [counted, [[each[ranks.rank] for each in both] for both in said]]
+    said = dense_bytes(op, shards, way, documents)
+    return [sent, received, [each[ranks.rank] for each in said]]
 
 
 class _MyRows(torch.autograd.Function):
@@ -387,14 +387,17 @@ def test_rounding_errors_do_not_grow_with_the_ranks(gloo_ranks, dtype, way):
 def test_bytes_counted_are_those_that_the_plan_says(gloo_ranks, way, given, name):
     dtype = "bfloat16" if name in ("contiguous", "uneven") else "float64"
     asked = {"way": way, "name": name, "given": given, "dtype": dtype}
-    for counted, said in gloo_ranks(4, bytes_counted, **asked):
-        assert counted == said
+    sent, received, said = zip(*gloo_ranks(4, bytes_counted, **asked), strict=True)
+    assert received == said
+    assert [sum(each) for each in zip(*sent, strict=True)] == [
+        sum(each) for each in zip(*received, strict=True)
+    ]
 
 
 def test_one_rank_moves_nothing(gloo_ranks):
     given = {"heads": 4, "kv_heads": 2, "causal": True}
     asked = {"way": "auto", "name": "contiguous", "given": given, "dtype": "float32"}
-    assert gloo_ranks(1, bytes_counted, **asked) == [[[[0, 0], [0, 0]], [[0, 0], [0, 0]]]]
+    assert gloo_ranks(1, bytes_counted, **asked) == [[[0, 0]] * 3]
 
 
 @pytest.mark.parametrize("way", ["heads", "ring", "gather"])

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from meshwise import ranks as ranks_module  # noqa: E402
-from meshwise.probe import attention, elementwise, gemm, overlap  # noqa: E402
+from meshwise.probe import attention, operators, overlap  # noqa: E402
 from meshwise.probe.work import Unavailable  # noqa: E402
 from meshwise.spec import Attention, Case, Elementwise, Gemm  # noqa: E402
 
@@ -29,7 +29,7 @@ def settings():
 
 def product(settings, **fields):
     case = Case(op=Gemm(**(LARGE | fields)), regime="cold")
-    calls = gemm.build(case, DEVICE, settings).calls
+    calls = operators.build(case, DEVICE, settings).calls
     assert len({call.args[0].data_ptr() for call in calls}) == len(calls) > 1  # buffers rotate
     return calls[-1], [x.double() for x in calls[-1].args if isinstance(x, torch.Tensor)]
 
@@ -136,7 +136,7 @@ def test_a_back_end_is_right_or_says_why_not(settings, backend, fields):
 @pytest.mark.parametrize("kind", ["h2d", "d2h"])
 def test_host_copies_arrive(kind):
     op = Elementwise(kind=kind, read_bytes=2**20, write_bytes=2**20)
-    (call, *_) = elementwise.build(Case(op=op), DEVICE).calls
+    (call, *_) = operators.build(Case(op=op), DEVICE, contextlib.ExitStack()).calls
     target, source = call(), call.args[0]
     torch.cuda.synchronize()
     assert {target.device.type, source.device.type} == {"cpu", "cuda"}

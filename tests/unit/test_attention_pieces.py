@@ -153,9 +153,8 @@ ROW = 2 * 16 * 2  # batch 2, 16 wide, 2 bytes
 )
 def test_bytes_of_full_attention_are_those_of_the_textbook(way, heads, forward, backward):
     op, shards = long(heads=heads, kv_heads=heads), contiguous(64, 4)
-    for side in ("received", "sent"):
-        moved = volume.dense_bytes(op, shards, way, side)
-        assert moved == ((forward * ROW,) * 4, (backward * ROW,) * 4)
+    moved = volume.dense_bytes(op, shards, way)
+    assert moved == ((forward * ROW,) * 4, (backward * ROW,) * 4)
 
 
 def test_a_causal_ring_takes_keys_only_to_ranks_that_attend_them():
@@ -175,7 +174,7 @@ def test_a_windowed_ring_takes_only_the_rows_before_the_shard():
 
 def test_documents_inside_shards_move_nothing_round_the_ring():
     op = long()
-    moved = volume.dense_bytes(op, contiguous(64, 4), "ring", "sent", tuple(range(0, 64, 8)))
+    moved = volume.dense_bytes(op, contiguous(64, 4), "ring", tuple(range(0, 64, 8)))
     assert moved == ((0,) * 4, (0,) * 4)
     assert volume.choose_dense(op, contiguous(64, 4), documents=tuple(range(0, 64, 8))) == "ring"
 

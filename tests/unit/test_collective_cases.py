@@ -178,11 +178,11 @@ class TestUneven:
     @pytest.mark.parametrize(
         ("tables", "message"),
         [
-            ("2048,2-3,64", "needs 4 table counts, one for each rank"),
+            ("2048,2-3,64", "tables: 2 ranks send, but the group has 4"),
             ("2048,2-3-3-x,64", r"tables = '2048,2-3-3-x,64': must be BATCH,T0-T1-...,DIM"),
             ("2048,2-3-3-5", "must be BATCH,T0-T1-...,DIM"),
-            ("2047,2-3-3-5,64", "the batch 2047 must divide among 4 ranks"),
-            ("2048,2-3-3-5,0", "needs 4 table counts"),
+            ("2047,2-3-3-5,64", "batch = 2047: is not divisible by 4 ranks"),
+            ("2048,2-3-3-5,0", "must be BATCH,T0-T1-...,DIM"),
         ],
     )
     def test_tables_that_cannot_be(self, tables, message):

@@ -64,10 +64,10 @@ def verdicts(check):
 def test_the_two_published_rccl_lines_are_read_where_they_are_cut_off():
     scatter, gather = nccl_trace.calls(TRACE.read_text())
     assert scatter[:4] == (4, 86092, "reduce_scatter", 106956800)
-    assert (scatter.datatype, scatter.op, scatter.op_count) == ("bf16", "avg", 0xCE3)
+    assert scatter.datatype == "bf16"
     assert gather[:4] == (0, 86088, "all_gather", 106956800)
     assert (scatter.in_place, gather.in_place) == (False, True)
-    assert (gather.num_ranks, gather.comm, gather.root) == (0, "", 0)
+    assert (gather.num_ranks, gather.comm) == (0, "")
 
 
 def test_a_whole_nccl_line_names_its_communicator():
@@ -90,7 +90,7 @@ def test_lines_cut_off_before_their_numbers_are_counted_and_not_guessed():
     whole = line("AllGather", 1234)
     for end in range(whole.index("opCount") + 8, whole.index(" root 0")):
         assert nccl_trace.calls(whole[:end] + "\n") == []
-        assert nccl_trace.num_torn(whole[:end] + "\n") == 1
+        assert len(nccl_trace.torn(whole[:end] + "\n")) == 1
     assert len(nccl_trace.calls(whole[: whole.index(" root 0")] + " root 0\n")) == 1
 
 

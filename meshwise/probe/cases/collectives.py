@@ -14,7 +14,7 @@ import msgspec
 from meshwise.models import apply, catalogue, graph, primus, stream_shape
 from meshwise.models.decoder import exchanges
 from meshwise.probe.cases.scope import Scope
-from meshwise.probe.cases.sizes import divisible, parse_sizes
+from meshwise.probe.cases.sizes import divisible, embedding_splits, parse_sizes, uneven
 from meshwise.spec import (
     DTYPE_BYTES,
     Case,
@@ -87,28 +87,31 @@ def cases(
     ``place``: in or out of place where a back end has both; torch's all_reduce, reduce and
     broadcast are in place whatever is asked.
     """
-    uneven = bool(splits) or tables is not None
+    is_uneven = bool(splits) or tables is not None
     _check_alone(
         splits=bool(splits), tables=tables is not None, pairs=pairs, plan=plan is not None,
         models=bool(models), primus_lists=primus_lists,
-        kinds=kinds != KINDS and not (uneven or models or primus_lists),
+        kinds=kinds != KINDS and not (is_uneven or models or primus_lists),
     )  # fmt: skip
     _check_alone(groups=groups > 1, ranks=bool(ranks), plan=plan is not None)
-    if sizes is not None and (uneven or models or primus_lists or plan):
+    if sizes is not None and (is_uneven or models or primus_lists or plan):
         raise ValueError("sizes: splits, tables, models and plans have their own; leave it out")
     if unknown := set(backends) - set(BACKENDS):
         said = ", ".join(["torch", *BACKENDS[1:]])
         raise ValueError(f"backend = {', '.join(sorted(unknown))!r}: must be one of {said}")
     if scope.dtype in ("fp8", "tf32"):
         raise ValueError(f"dtype = {scope.dtype!r}: is sent as bf16 or fp32; take one of them")
-    if "all_to_all_v" in kinds and not uneven:
+    if "all_to_all_v" in kinds and not is_uneven:
         raise ValueError("all_to_all_v: who sends how much? give splits or tables")
     if "send" in kinds:
         raise ValueError("send: from whom to whom? ask for pairs")
     group = _group(scope.world_size, groups, ranks)
     ops: list[Collective] = []
-    if uneven:
-        ops = [_uneven(splits or _embedding_splits(tables or "", group.size), group, scope.dtype)]
+    if is_uneven:
+        sent = splits or embedding_splits(tables or "", "tables")
+        if tables and len(sent) != group.size:
+            raise ValueError(f"tables: {len(sent)} ranks send, but the group has {group.size}")
+        ops = [uneven(sent, group.size, scope.dtype, group.ranks)]
     elif pairs:
         every = ranks or tuple(range(scope.world_size))
         ops = _pairs(scope, every, sizes)
@@ -175,8 +178,11 @@ def _exchanged(
                     f"{model.name}: {error}; split it less: groups, or nproc"
                 ) from None
             for one in exchanged:
-                if one.collective.kind in sent:
-                    yield about, one.name, _within(one.collective, group)
+                op = one.collective
+                if op.group_size == group.size and group.ranks:  # a pair stays one of neighbours
+                    op = msgspec.structs.replace(op, ranks=group.ranks)
+                if op.kind in sent:
+                    yield about, one.name, op
 
 
 def _listed(
@@ -250,36 +256,6 @@ def _placed(op: Collective, backend: str, in_place: tuple[bool, ...]) -> list[Co
     return [msgspec.structs.replace(op, in_place=place) for place in in_place]
 
 
-def _uneven(splits: tuple[tuple[int, ...], ...], group: Group, dtype: Dtype) -> Collective:
-    sent, received = map(sum, splits), map(sum, zip(*splits, strict=False))
-    return Collective(
-        kind="all_to_all_v",
-        size_bytes=max([*sent, *received]),
-        group_size=group.size,
-        dtype=dtype,
-        ranks=group.ranks,
-        splits=splits,
-    )
-
-
-def _embedding_splits(text: str, n: int) -> tuple[tuple[int, ...], ...]:
-    """``batch,T0-T1-...,dim``: rank i looks up T_i tables of fp32 rows for the whole batch and
-    sends each rank its share of the batch."""
-    try:
-        batch_text, tables_text, dim_text = text.split(",")
-        batch, dim = int(batch_text), int(dim_text)
-        tables = [int(count) for count in tables_text.split("-")]
-    except ValueError:
-        raise ValueError(
-            f"tables = {text!r}: must be BATCH,T0-T1-...,DIM, as 2048,2-3-3-5,64"
-        ) from None
-    if len(tables) != n or min(batch, dim) < 1 or min(tables) < 0:
-        raise ValueError(f"tables = {text!r}: needs {n} table counts, one for each rank, >= 0")
-    if batch % n:
-        raise ValueError(f"tables = {text!r}: the batch {batch} must divide among {n} ranks")
-    return tuple((batch // n * count * dim * DTYPE_BYTES["fp32"],) * n for count in tables)
-
-
 def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | None) -> list[Collective]:
     if sizes is None:
         sizes = "64M" if scope.on_gpus else "1M"
@@ -292,13 +268,6 @@ def _pairs(scope: Scope, ranks: Sequence[int], sizes: str | None) -> list[Collec
         for b in ranks
         if a != b
     ]
-
-
-def _within(op: Collective, group: Group) -> Collective:
-    """``op`` among the ranks of ``group``; a pair's exchange stays that of neighbours."""
-    if op.group_size != group.size or not group.ranks:
-        return op
-    return msgspec.structs.replace(op, ranks=group.ranks)
 
 
 def _of_plan(plan: Plan) -> list[Collective]:
@@ -341,7 +310,11 @@ def between(samples: Sequence[Sample]) -> list[Case]:
 
 
 def _densified(curve: list[Sample]) -> list[Case]:
-    points = sorted((_size(sample), *median_interval(sample.times_s)) for sample in curve)
+    case, found = curve[0].case, []
+    assert isinstance(case.op, Collective)
+    sizes = [sample.case.op.size_bytes for sample in curve]  # type: ignore[union-attr]
+    times_s = [median_interval(sample.times_s) for sample in curve]
+    points = sorted((size, *each) for size, each in zip(sizes, times_s, strict=True))
     logs = [tuple(map(math.log, point)) for point in points]
     gaps: set[int] = set()  # by the index of the point before each
     for i, ((x0, y0, *_), (x, _, low, high), (x1, y1, *_)) in enumerate(
@@ -351,18 +324,11 @@ def _densified(curve: list[Sample]) -> list[Case]:
         if max(low - line, line - high) > _BEND:  # by more than the point's own uncertainty
             gaps |= {i, i + 1}
     gaps |= {i for i, (a, b) in enumerate(pairwise(logs)) if b[3] < a[2] - _DROP}
-    case, found = curve[0].case, []
-    assert isinstance(case.op, Collective)
     for i in sorted(gaps):
         low, high = points[i][0], points[i + 1][0]
         if high / low > _WIDE:
-            group = Group(case.op.group_size, case.op.group_stride, case.op.ranks)
-            middle = _sized(case.op.kind, math.isqrt(low * high), group, case.op.dtype)
-            op = msgspec.structs.replace(case.op, size_bytes=middle.size_bytes)
+            op, middle = case.op, math.isqrt(low * high)
+            size = divisible(op.kind, middle, op.group_size, op.dtype)
+            op = msgspec.structs.replace(op, size_bytes=size)
             found.append(msgspec.structs.replace(case, op=op))
     return found
-
-
-def _size(sample: Sample) -> int:
-    assert isinstance(sample.case.op, Collective)
-    return sample.case.op.size_bytes

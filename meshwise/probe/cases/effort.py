@@ -22,6 +22,7 @@ _RATES = {  # FLOP/s, memory bytes/s, wire bytes/s, launch, collective latency
     "cuda": (2e14, 2e12, 1e11, 2e-5, 5e-5),
     "cpu": (2e10, 4e9, 4e8, 3e-5, 5e-4),
 }
+_ON_CPUS = ("", "flash", "math", "flex", "gloo")  # back ends
 COMPILE_S = 20.0
 SETUP_S = 0.05
 ITERATIONS = (6, 100)  # fewest that give an interval, and the cap of the timing loop
@@ -50,7 +51,8 @@ def estimate_s(case: Case, cluster: Cluster, sustain_s: float = SUSTAIN_S) -> fl
     """Rough seconds to measure ``case``, set-up and compilation included."""
     op = case.op
     assert not isinstance(op, Step | Resharding | LongAttention), "not for sweeps"
-    if cluster.device.kind == "cpu" and _needs_gpu(case):
+    on_gpu = case.regime == "graph" or case.backend not in _ON_CPUS
+    if cluster.device.kind == "cpu" and on_gpu:
         return SETUP_S  # it will be skipped
     parts: tuple[Op, ...] = (op,)
     if isinstance(op, Block):
@@ -67,11 +69,6 @@ def estimate_s(case: Case, cluster: Cluster, sustain_s: float = SUSTAIN_S) -> fl
     timed = longest if case.regime == "sustained" else timed
     timed += settle_s(case, cluster.device.kind)
     return SETUP_S + 3 * once + timed + (COMPILE_S if compiling else 0.0)
-
-
-def _needs_gpu(case: Case) -> bool:
-    on_cpus = ("", "flash", "math", "flex", "gloo")
-    return case.regime == "graph" or case.backend not in on_cpus
 
 
 def _once_s(op: Op, cluster: Cluster) -> float:

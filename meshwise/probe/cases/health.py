@@ -35,30 +35,19 @@ def cases(scope: Scope, *, quick: bool = False) -> list[Case]:
     """``quick`` leaves out the sustained product and all pairs but neighbours."""
     sizes = GPU if scope.on_gpus else CPU
     product = typed(Gemm(m=sizes.cube, n=sizes.cube, k=sizes.cube), scope.dtype)
-    ops: list[Op] = [product, *_copies(sizes)]
+    ops: list[Op] = [product]
+    copies = {"copy": sizes.copy_bytes, "h2d": sizes.host_bytes, "d2h": sizes.host_bytes}
+    ops += [Elementwise(kind=k, read_bytes=n, write_bytes=n) for k, n in copies.items() if n]  # type: ignore[arg-type]
     if scope.world_size > 1:
-        ops += _collectives(sizes, scope.world_size)
-        ops += [
-            Collective(
-                kind="send", size_bytes=sizes.pair_bytes, group_size=2, ranks=pair,
-                dtype=sizes.dtype,
-            )
-            for pair in _pairs(scope.world_size, scope.cluster.num_devices_per_host, quick)
-        ]  # fmt: skip
+        ops += _messages(sizes, scope, quick)
     found = [Case(op=op, world_size=scope.world_size) for op in ops]
     if scope.on_gpus and not quick:
         found.insert(1, Case(op=product, regime="sustained", world_size=scope.world_size))
     return found
 
 
-def _copies(sizes: Sizes) -> Iterator[Op]:
-    yield Elementwise(kind="copy", read_bytes=sizes.copy_bytes, write_bytes=sizes.copy_bytes)
-    if sizes.host_bytes:
-        yield Elementwise(kind="h2d", read_bytes=sizes.host_bytes, write_bytes=sizes.host_bytes)
-        yield Elementwise(kind="d2h", read_bytes=sizes.host_bytes, write_bytes=sizes.host_bytes)
-
-
-def _collectives(sizes: Sizes, world_size: int) -> Iterator[Op]:
+def _messages(sizes: Sizes, scope: Scope, quick: bool) -> Iterator[Op]:
+    world_size, per_host = scope.world_size, scope.cluster.num_devices_per_host
     kinds: tuple[tuple[CollectiveKind, int], ...] = (
         ("all_reduce", SMALL_BYTES),
         ("all_reduce", sizes.group_bytes),
@@ -72,6 +61,10 @@ def _collectives(sizes: Sizes, world_size: int) -> Iterator[Op]:
             group_size=world_size,
             dtype=sizes.dtype,
             in_place=kind == "all_reduce",
+        )
+    for pair in _pairs(world_size, per_host, quick):
+        yield Collective(
+            kind="send", size_bytes=sizes.pair_bytes, group_size=2, ranks=pair, dtype=sizes.dtype
         )
 
 

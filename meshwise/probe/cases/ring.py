@@ -147,7 +147,8 @@ def _of_environment(variables: Mapping[str, str]) -> dict[str, Any]:
 
 def rows(chosen: RingSettings, world_size: int, device_kind: str) -> list[Row]:
     """A row a length and ring size, the smallest rings first: later rows compare with them."""
-    kernel = "" if chosen.use_flash_attention else _plain_kernel(device_kind)
+    plain = "efficient" if device_kind == "cuda" else "plain"
+    kernel = "" if chosen.use_flash_attention else plain
     found = []
     for seq_len in dict.fromkeys(chosen.seq_lengths):
         for ring_size in sorted(set(chosen.ring_sizes)):
@@ -171,11 +172,6 @@ def _impassable(op: LongAttention, ring_size: int) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def _plain_kernel(device_kind: str) -> str:
-    """The attention kernel in place of flash."""
-    return "efficient" if device_kind == "cuda" else "plain"
 
 
 def unfit(ring_size: int, world: int, available: int) -> str:

@@ -2,10 +2,12 @@
 
 import re
 
-from meshwise.spec import DTYPE_BYTES
+from meshwise.spec import DTYPE_BYTES, Collective
 from meshwise.spec.op import WHOLE, CollectiveKind, Dtype
 from meshwise.units import parse_bytes
 
+TABLES = re.compile(r"(\d{1,18}),(\d{1,18}(?:-\d{1,18})*),(\d{1,18})")
+MOST_RANKS = 2048  # whose matrix of splits has 4 million numbers
 _LARGEST = 2**50
 _MOST = 1000  # sizes in a range
 
@@ -49,3 +51,36 @@ def _steps(text: str, low: int, high: int, step: str) -> list[int]:
     while (larger := max(int(found[-1] * factor), found[-1] + least)) <= high:
         found.append(larger)
     return found
+
+
+def embedding_splits(text: str, field: str) -> tuple[tuple[int, ...], ...]:
+    """Bytes from each rank to each, of ``BATCH,T0-T1-...,DIM``: rank i looks up T_i tables of fp32
+    rows for the whole batch and sends each rank its share of the batch. ``field`` is the option, or
+    the column, that says so."""
+    found = TABLES.fullmatch(text)
+    if found is None or not int(found[1]) * int(found[3]):
+        told = text if len(text) <= 60 else f"{text[:60]}..."
+        raise ValueError(f"{field} = {told!r}: must be BATCH,T0-T1-...,DIM, as 2048,2-3-3-5,64")
+    batch, tables, dim = int(found[1]), [int(t) for t in found[2].split("-")], int(found[3])
+    if len(tables) > MOST_RANKS:
+        raise ValueError(f"{field} names {len(tables)} ranks: must be <= {MOST_RANKS}")
+    if batch % len(tables):
+        raise ValueError(f"batch = {batch}: is not divisible by {len(tables)} ranks")
+    size = DTYPE_BYTES["fp32"]
+    return tuple((batch // len(tables) * t * dim * size,) * len(tables) for t in tables)
+
+
+def uneven(
+    splits: tuple[tuple[int, ...], ...], group_size: int, dtype: Dtype, ranks: tuple[int, ...] = ()
+) -> Collective:
+    """The all_to_all_v of these bytes from each rank to each; its size is the most that one sends
+    or receives."""
+    sent, received = map(sum, splits), map(sum, zip(*splits, strict=False))
+    return Collective(
+        kind="all_to_all_v",
+        size_bytes=max([*sent, *received]),
+        group_size=group_size,
+        dtype=dtype,
+        ranks=ranks,
+        splits=splits,
+    )

@@ -11,7 +11,6 @@ from meshwise.probe.importers import (
     nccl_trace,
     param,
     primus,
-    tables_all_to_all,
 )
 from meshwise.probe.importers.found import Found
 from meshwise.spec import Cluster
@@ -23,6 +22,7 @@ KNOWN = (
     "Primus' CSVs, NCCL traces"
 )
 MOST_BYTES = 2**25  # a trace may be long, and is held several times while it is read
+FORMS = (param.FORM, *primus.FORMS)
 _PARAM = re.compile(r"^[ \t]*COMMS-RES", re.MULTILINE)
 
 
@@ -80,22 +80,13 @@ def _json(text: str, name: str) -> Found:
 
 
 def _csv(text: str, name: str) -> Found:
-    table = csv_table.read(text)
-    cells = (csv_table.split(line) or () for line in text.split("\n"))
-    headers = [
-        number
-        for number, names in enumerate(cells, 1)
-        if primus.form_of(names) or set(names) >= tables_all_to_all.COLUMNS
-    ]
-    if len(headers) > 1:
-        raise ValueError(f"line {headers[1]} is a second header: several files in one; split it")
-    if set(table.columns) >= tables_all_to_all.COLUMNS:
-        return tables_all_to_all.read_csv(table, name)
-    if form := primus.form_of(table.columns):
-        return primus.read_csv(table, form, name)
+    table, first = csv_table.parsed(text), list(csv_table.headers(text, FORMS))
+    if len(first) > 1:
+        raise ValueError(f"line {first[1]} is a second header: several files in one; split it")
+    if form := csv_table.form_of(table.columns, FORMS):
+        return csv_table.read(table, form, name)
     for separator, word in ((";", "semicolons"), ("\t", "tabs")):
-        columns = csv_table.read(text, separator).columns
-        if set(columns) >= tables_all_to_all.COLUMNS or primus.form_of(columns):
+        if csv_table.form_of(csv_table.parsed(text, separator).columns, FORMS):
             raise ValueError(f"its values are separated by {word}; save it with commas between")
-    missing = tables_all_to_all.lacking(table.columns) or primus.lacking(table.columns)
+    missing = csv_table.lacking(table.columns, FORMS)
     raise ValueError(missing or f"not a result of a tool that is read here ({KNOWN})")

@@ -1,14 +1,38 @@
-"""A CSV file as lines by the names of their columns.
+"""A CSV file as rows, by the names of its columns.
 
 Every line of the file is a row: these tools write no cell of several lines, and so an open quote
 spoils its line alone.
 """
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import Row, refusal, short
+from meshwise.probe.importers.found import (
+    Found,
+    Row,
+    check_one_run,
+    found_of,
+    left_out,
+    refusal,
+    short,
+    unusable,
+)
+
+Line = Mapping[str, str]
+
+
+class Form(NamedTuple):
+    """What one tool writes. ``read`` makes rows of a line, where it stands, and the file's name;
+    ``ranks``: the column that says how many there were, where all lines must say the same."""
+
+    name: str
+    tool: str
+    columns: frozenset[str]
+    size_kind: str
+    time_kind: str
+    read: Callable[[Line, str, str], list[Row]]
+    ranks: str = ""
 
 
 class Table(NamedTuple):
@@ -19,54 +43,73 @@ class Table(NamedTuple):
     unread: list[str]
 
 
-def read(text: str, separator: str = ",") -> Table:
+def parsed(text: str, separator: str = ",") -> Table:
     """The rows under the first line that is not blank."""
     rows = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    columns = tuple(split(rows[0][1], separator) or ())
+    columns = tuple(_split(rows[0][1], separator) or ())
     found = Table(columns, [], [])
     for number, line in rows[1:]:
-        cells = split(line, separator)
+        cells = _split(line, separator)
         if cells is None:
             found.unread.append(f"line {number}: a quote is open or a cell is too long")
             continue
         while len(cells) > len(columns) and not cells[-1]:
             cells.pop()
         if len(cells) == len(columns):
-            where, by_name = f"line {number}", dict(zip(columns, cells, strict=True))
-            found.lines.append((where, by_name))
+            found.lines.append((f"line {number}", dict(zip(columns, cells, strict=True))))
         else:
             many = f"{len(cells)} values under {len(columns)} columns"
             found.unread.append(f"line {number}: {many}: {short(line)}")
     return found
 
 
-def rows_of(
-    table: Table, reader: Callable[[Mapping[str, str], str], list[Row]], name: str
-) -> tuple[list[Row], list[str]]:
-    """The rows that ``reader`` makes of the lines, and the lines that cannot be read, and why.
-    ValueError if none can; ``name`` is the file's."""
-    rows, unread = [], list(table.unread)
+def form_of(columns: Sequence[str], forms: Sequence[Form]) -> Form | None:
+    """The form whose columns are all there."""
+    return next((form for form in forms if form.columns <= set(columns)), None)
+
+
+def headers(text: str, forms: Sequence[Form]) -> Iterator[int]:
+    """The numbers of the lines that name the columns of a form."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if form_of(_split(line, ",") or (), forms):
+            yield number
+
+
+def lacking(columns: Sequence[str], forms: Sequence[Form]) -> str:
+    """Say which columns the form would need besides that has most; empty if few are of any."""
+    share = {form: len(form.columns & set(columns)) / len(form.columns) for form in forms}
+    form = max(share, key=lambda form: share[form])
+    missing = ", ".join(sorted(form.columns - set(columns)))
+    told = f"looks like a file of {form.tool} but has no column {missing}"
+    return told if share[form] > 0.5 else ""
+
+
+def read(table: Table, form: Form, name: str) -> Found:
+    """The rows of one file; ``name`` is the file's, for messages."""
+    rows, unread = list[Row](), list(table.unread)
     for where, line in table.lines:
         try:
-            rows += reader(line, where)
+            rows += form.read(line, where, name)
         except ValueError as error:
             unread.append(f"{where}: {error}")
     if not rows:
         raise refusal(name, unread)
-    return rows, unread
+    if form.ranks:
+        check_one_run([(row.where, {form.ranks: row.case.world_size}) for row in rows], name)
+    equal = len(rows) > 3 and len({row.time_s for row in rows}) == 1
+    constant = [f"constant: all {len(rows)} times are equal"] * equal
+    return found_of(
+        rows,
+        (*left_out(unread), *constant, *unusable(rows)),
+        tool=form.tool,
+        size_kind=form.size_kind,
+        time_kind=form.time_kind,
+        world_size=max(row.case.world_size for row in rows),
+        facts={"form": form.name, "rows": len(rows)},
+    )
 
 
-def check_one_run(rows: Sequence[Row], what: str, name: str) -> None:
-    """ValueError if the rows are of different numbers of ranks; it names a line of each."""
-    sizes: dict[int, str] = {}
-    for row in rows:
-        sizes.setdefault(row.case.world_size, row.where)
-    if len(sizes) > 1:
-        told = " and ".join(f"{size} at {where}" for size, where in sizes.items())
-        raise ValueError(f"{name}: {what} {told}: files of several runs; split the file")
-
-
-def split(line: str, separator: str = ",") -> list[str] | None:
+def _split(line: str, separator: str) -> list[str] | None:
     """The cells of a line; None where a quote is open or a cell is too long."""
     try:
         (cells,) = csv.reader([line], strict=True, delimiter=separator)

@@ -8,21 +8,24 @@ A row that cannot be read is left out with a warning; a file without any other i
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
 from meshwise.spec import Case, Sample
-from meshwise.spec.op import Dtype
+from meshwise.spec.op import CollectiveKind, Dtype
 
 DTYPES: dict[str, Dtype] = {
     "float": "fp32", "float32": "fp32", "fp32": "fp32", "double": "fp64", "float64": "fp64",
     "half": "fp16", "float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16",
 }  # fmt: skip
+KINDS: dict[str, CollectiveKind] = {k.replace("_", ""): k for k in get_args(CollectiveKind)}
 
 
 class Row(NamedTuple):
     """One printed measurement. ``where``: ``line 17``. ``fault``: why its time cannot be used;
-    ``wrong``: since the result was, which other rows of the case do not mend."""
+    ``wrong``: since the result was, which other rows of the case do not mend. ``printed``: time and
+    busbw in the file's digits, to be doubted (``suspicion``); ``series`` names the rows of a table
+    that differ in size alone."""
 
     where: str
     case: Case
@@ -31,6 +34,8 @@ class Row(NamedTuple):
     fault: str = ""
     rank_times_s: tuple[float, ...] = ()  # of each rank, where they are printed
     wrong: bool = False
+    printed: tuple[str, str] | None = None
+    series: str = ""
 
 
 class Found(NamedTuple):
@@ -85,6 +90,36 @@ def short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
+def kind_named(text: str) -> CollectiveKind | None:
+    """The collective as other tools spell it: AllReduce, alltoall, all_gather_base."""
+    return KINDS.get(re.sub("_(base|single)$|[^a-z]", "", text.lower()))
+
+
+def check_units(units: set[str], known: set[str], where: str, tool: str) -> None:
+    """ValueError for ``(ms)`` and the like, which the tool's own tables do not have."""
+    if strange := ", ".join(sorted(units - known)):
+        raise ValueError(f"{where}: {strange} is not a unit of {tool}")
+
+
+def units_in(line: str) -> set[str]:
+    return set(re.findall(r"\([^() ]{1,20}\)", line))
+
+
+def check_one_run(told: Iterable[tuple[str, Mapping[str, object]]], name: str) -> None:
+    """ValueError if two places of the file tell different things: a file is of one run, or of
+    several by one version on one machine. Names both places."""
+    first: dict[str, tuple[object, str]] = {}
+    for where, facts in told:
+        for what, value in facts.items():
+            known, at = first.setdefault(what, (value, where))
+            if known != value:
+                a, b = known or "not told", value or "not told"
+                raise ValueError(
+                    f"{name}: {what} is {a} at {at} and {b} at {where}: logs of two runs? split "
+                    "the file"
+                )
+
+
 def warning(places: Sequence[str], what: str) -> list[str]:
     """A warning that counts and lists places, ``2 rows cannot be read: ...``; none without any."""
     return [f"{len(places)} {what}: {listed(places)}"] if places else []
@@ -92,6 +127,10 @@ def warning(places: Sequence[str], what: str) -> list[str]:
 
 def left_out(unread: Sequence[str]) -> list[str]:
     return warning(unread, "rows cannot be read")
+
+
+def unusable(rows: Iterable[Row]) -> list[str]:
+    return warning([f"{r.where}: {r.fault}" for r in rows if r.fault], "rows cannot be used")
 
 
 def refusal(name: str, unread: Sequence[str]) -> ValueError:
@@ -107,8 +146,9 @@ def listed(texts: Sequence[str]) -> str:
     return "; ".join([*texts[:4], *(["..."] if len(texts) > 4 else [])])
 
 
-def samples_of(rows: Iterable[Row]) -> tuple[tuple[Sample, ...], list[str]]:
-    """The rows as samples, in order, and a warning if some are of the same case."""
+def found_of(rows: Iterable[Row], warnings: Sequence[str], **told: Any) -> Found:
+    """The rows as samples, in order; one more warning if some are of the same case. ``told``: the
+    other fields of ``Found``."""
     by_case: dict[str, list[Row]] = {}
     for row in rows:
         by_case.setdefault(row.case.id, []).append(row)
@@ -117,7 +157,7 @@ def samples_of(rows: Iterable[Row]) -> tuple[tuple[Sample, ...], list[str]]:
     ]
     said = f"duplicated: {len(doubled)} cases are repeated and keep all times: {listed(doubled)}"
     samples = tuple(_sample(case_id, same) for case_id, same in by_case.items())
-    return samples, [said] if doubled else []
+    return Found(samples=samples, warnings=(*warnings, *[said] * bool(doubled)), **told)
 
 
 def _sample(case_id: str, rows: list[Row]) -> Sample:

@@ -16,30 +16,28 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from meshwise.probe.importers.found import (
     DTYPES,
+    KINDS,
     Found,
     Row,
+    check_one_run,
+    found_of,
     is_number,
-    samples_of,
+    kind_named,
     short,
     warning,
 )
-from meshwise.probe.importers.suspicion import Printed, Series, warnings_of
+from meshwise.probe.importers.suspicion import warnings_of
 from meshwise.spec import Case, Collective
-from meshwise.spec.op import DTYPE_BYTES, ROOTED, WHOLE, CollectiveKind, Dtype, Regime
+from meshwise.spec.op import DTYPE_BYTES, REDUCING, ROOTED, WHOLE, CollectiveKind, Regime
 
 SIZE_KIND = "the larger of a rank's send and receive buffer (nccl-tests' size), kept"
 TIME_KIND = "mean over the iterations of one loop, and over ranks unless -a said otherwise"
 
-_NAMES: dict[str, CollectiveKind] = {
-    "all_reduce": "all_reduce", "allreduce": "all_reduce",
-    "all_gather": "all_gather", "allgather": "all_gather",
-    "reduce_scatter": "reduce_scatter", "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all", "all_to_all": "all_to_all", "broadcast": "broadcast",
-    "sendrecv": "send_recv", "send_recv": "send_recv",
-    "gather": "gather", "scatter": "scatter", "reduce": "reduce",
-}  # fmt: skip
+_KINDS = {word: kind for word, kind in KINDS.items() if kind not in ("all_to_all_v", "send")}
 # By how much a sum may be off, where ``error`` is printed in place of ``#wrong`` (DeltaMaxValue).
 _MOST_ERROR = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-12}
 
@@ -72,12 +70,9 @@ class Section(NamedTuple):
     unread: tuple[str, ...] = ()  # rows that cannot be read, and why
 
 
-def found_of(sections: Sequence[Section], name: str) -> Found:
+def read(sections: Sequence[Section], name: str) -> Found:
     """Samples, warnings and facts of the tables of one file."""
-    rows: list[Row] = []
-    series: list[Series] = []
     doubts: dict[str, list[str]] = {}  # what of, and where
-    facts = []
     if unread := [where for section in sections for where in section.unread]:
         doubts["rows cannot be read"] = unread
     sections = [
@@ -86,13 +81,13 @@ def found_of(sections: Sequence[Section], name: str) -> Found:
         if section.lines
     ]
     _check_alike(sections, name)
+    tables, facts = [], []
     for section in sections:
         kind, word = _kind(section, name)
         if word:
             told = "tables do not name their collective, the file's name does"
             doubts.setdefault(told, []).append(f"{kind} ({word})")
-        rows += _rows(section, kind, doubts)
-        series += _series(section, kind)
+        tables.append(list(_rows(section, kind, doubts)))
         mean = fmean(
             float(half["busbw"]) for line in section.lines for half in line.values.values()
         )
@@ -109,47 +104,43 @@ def found_of(sections: Sequence[Section], name: str) -> Found:
                 "average_of_rows": mean,
             }
         )
-    samples, doubled = samples_of(rows)
     everyone = {(rank, host, device) for s in sections for rank, _, host, device in s.ranks}
     devices = sorted({device for _, _, device in everyone})
     if len(devices) > 1:
         raise ValueError(
             f"{name}: devices differ ({', '.join(devices)}); ranks must be of one kind"
         )
-    last = sections[-1]
     warnings = [text for what, places in doubts.items() for text in warning(places, what)]
-    if not samples:
+    if not any(tables):
         raise ValueError(f"{name}: no row has a counterpart here: {'; '.join(warnings)}")
-    return Found(
-        tool=f"nccl-tests {last.version}".strip(),
+    return found_of(
+        (row for rows in tables for row in rows),
+        (*warnings, *warnings_of(tables, name)),
+        tool=f"nccl-tests {sections[-1].version}".strip(),
         size_kind=SIZE_KIND,
         time_kind=TIME_KIND,
         num_hosts=len({host for _, host, _ in everyone}),
         world_size=len({rank for rank, _, _ in everyone}),
         device=devices[0],
-        samples=samples,
-        warnings=(*warnings, *warnings_of(series, name), *doubled),
-        facts={"tables": facts, "nccl": _nccl_version(last.nccl)},
+        facts={"tables": facts, "nccl": _nccl_version(sections[-1].nccl)},
     )
 
 
 def _check_alike(sections: Sequence[Section], name: str) -> None:
     """The tables of a file become one run directory: of one machine, by one version."""
-    for section in sections[1:]:
-        for what, a, b in (
-            ("ranks", *(str(len(one.ranks)) for one in (sections[0], section))),
-            ("nccl-library", sections[0].nccl, section.nccl),
-            ("nccl-tests version", sections[0].version, section.version),
-        ):
-            if a and b and a != b:
-                raise ValueError(
-                    f"{name}: {what} {a} above {sections[0].lines[0].where} and {b} above "
-                    f"{section.lines[0].where}: logs of two runs; split the file"
-                )
-        hosts = [sorted({host for _, _, host, _ in one.ranks}) for one in (sections[0], section)]
-        if hosts[0] != hosts[1]:
-            places = f"{sections[0].lines[0].where} and {section.lines[0].where}"
-            raise ValueError(f"{name}: {places} are of different hosts; split the file")
+    places = [section.lines[0].where for section in sections]
+    told = [
+        {"nccl-library": s.nccl, "nccl-tests version": s.version, "number of ranks": len(s.ranks)}
+        for s in sections
+    ]
+    known = [{what: value for what, value in each.items() if value} for each in told]
+    check_one_run(zip(places, known, strict=True), name)
+    hosts = [{host for _, _, host, _ in section.ranks} for section in sections]
+    for place, other in zip(places, hosts, strict=True):
+        if other != hosts[0]:
+            raise ValueError(
+                f"{name}: {places[0]} and {place} are of different hosts; split the file"
+            )
 
 
 def _told(line: Line) -> dict[str, Any]:
@@ -199,17 +190,17 @@ def _group(section: Section) -> tuple[int, int]:
 def _kind(section: Section, name: str) -> tuple[CollectiveKind, str]:
     """The collective, and the word of the file's name where only that says it."""
     program = section.program.rpartition("/")[2].removesuffix("_perf")
-    if program in _NAMES:
-        return _NAMES[program], ""
     if program:
-        raise ValueError(f"{name}: {program} is not a collective that is read here")
+        named = kind_named(program)
+        if named is None or named not in _KINDS.values():
+            raise ValueError(f"{name}: {program} is not a collective that is read here")
+        return named, ""
     possible = _possible(section)
     if len(possible) == 1:
         return possible[0], ""
-    words = [
-        (word, kind) for word, kind in _NAMES.items() if word in name.lower().replace("-", "_")
-    ]
-    word, kind = max(words, key=lambda pair: len(pair[0]), default=("", None))
+    words = [word for word in _KINDS if word in re.sub("[_-]", "", name.lower())]
+    word = max(words, key=len, default="")
+    kind = _KINDS.get(word)
     if kind is None or (possible and kind not in possible):
         raise ValueError(
             f"{name}: does not say which collective it measured ({' or '.join(possible) or 'none'} "
@@ -227,22 +218,18 @@ def _possible(section: Section) -> list[CollectiveKind]:
         return []
     whole = line.size_bytes == line.count * DTYPE_BYTES[DTYPES[line.type]] * ranks
     ratio = float(half["busbw"]) / float(half["algbw"])
-    found: list[CollectiveKind] = []
-    for kind in dict.fromkeys(_NAMES.values()):
-        reduces = kind in ("all_reduce", "reduce_scatter", "reduce")
-        fits = (
-            (kind not in WHOLE) == whole
-            and (kind in ROOTED) == (line.root >= 0)
-            and (kind == "send_recv" or reduces == (line.redop not in ("", "none")))
-            and abs(ratio - _factor(kind, ranks)) < 0.02
-        )
-        found += [kind] if fits else []
-    return found
+    return [
+        kind
+        for kind in _KINDS.values()
+        if (kind not in WHOLE) == whole
+        and (kind in ROOTED) == (line.root >= 0)
+        and (kind == "send_recv" or (kind in REDUCING) == (line.redop not in ("", "none")))
+        and abs(ratio - Collective(kind=kind, size_bytes=1, group_size=ranks).bus_factor) < 0.02
+    ]
 
 
-def _rows(section: Section, kind: CollectiveKind, doubts: dict[str, list[str]]) -> list[Row]:
+def _rows(section: Section, kind: CollectiveKind, doubts: dict[str, list[str]]) -> Iterator[Row]:
     """One row a placement. Sizes of 0, and what our vocabulary does not hold, become doubts."""
-    rows: list[Row] = []
     size, stride = _group(section)
     for line in section.lines:
         dtype = DTYPES.get(line.type)
@@ -254,78 +241,49 @@ def _rows(section: Section, kind: CollectiveKind, doubts: dict[str, list[str]]) 
         elif line.redop not in ("", "none", "sum"):
             where = f"redop {line.redop} at {line.where}"
         else:
-            rows += _pair(line, kind, dtype, section, size, stride)
+            op = Collective(
+                kind=kind,
+                size_bytes=line.size_bytes,
+                group_size=size,
+                group_stride=stride,
+                dtype=dtype,
+            )
+            for in_place, half in line.values.items():
+                yield _placed(section, line, replace(op, in_place=in_place), half)
             continue
         doubts.setdefault(what, []).append(where)
-    return rows
 
 
-def _pair(
-    line: Line, kind: CollectiveKind, dtype: Dtype, section: Section, size: int, stride: int
-) -> Iterator[Row]:
-    for in_place, half in line.values.items():
-        op = Collective(
-            kind=kind,
-            size_bytes=line.size_bytes,
-            group_size=size,
-            group_stride=stride,
-            dtype=dtype,
-            in_place=in_place,
-        )
-        metrics: dict[str, float | tuple[float, ...]] = {
-            "printed_algbw_bytes_per_s": float(half["algbw"]) * 1e9,
-            "printed_busbw_bytes_per_s": float(half["busbw"]) * 1e9,
-        }
-        if is_number(wrong := half.get("#wrong", "N/A")):
-            metrics["wrong"] = float(wrong)
-        times_us = half.get("times_us", "").split()
-        if times_us and all(map(is_number, times_us)):
-            metrics["iterations_s"] = tuple(float(time_us) * 1e-6 for time_us in times_us)
-        fault = f"{float(wrong):g} wrong elements" if metrics.get("wrong") else ""
-        if (error := half.get("error", "N/A")) != "N/A":
-            off = float(error) if is_number(error) else math.inf
-            if off <= _MOST_ERROR[dtype]:
-                metrics["largest_error"] = off
-            else:
-                fault = f"a wrong element, off by {short(error)}"
-        yield Row(
-            where=f"{line.where} {'in' if in_place else 'out of'} place",
-            case=Case(
-                op=op,
-                regime=section.regime,
-                backend="nccl",  # called by itself, without torch
-                world_size=len(section.ranks),
-            ),
-            time_s=float(half["time"]) * 1e-6,
-            metrics=metrics,
-            fault=fault,
-            wrong=bool(fault),
-        )
-
-
-def _series(section: Section, kind: CollectiveKind) -> list[Series]:
-    """Group the rows that differ in size alone."""
-    size, _ = _group(section)
-    found: list[Series] = []
-    series = {(line.type, line.redop, placed) for line in section.lines for placed in line.values}
-    for of_type, redop, in_place in sorted(series):
-        printed = [
-            Printed(
-                where=line.where,
-                size_bytes=line.size_bytes,
-                time=half["time"],
-                time_s=float(half["time"]) * 1e-6,
-                busbw=half["busbw"],
-                bus_bytes=line.size_bytes * _factor(kind, size),
-            )
-            for line in section.lines
-            if line.size_bytes and (line.type, line.redop) == (of_type, redop)
-            if (half := line.values.get(in_place)) is not None
-        ]
-        placed = "in place" if in_place else "out of place"
-        found.append((f"{kind} {placed}", printed))
-    return found
-
-
-def _factor(kind: CollectiveKind, size: int) -> float:
-    return Collective(kind=kind, size_bytes=1, group_size=size).bus_factor
+def _placed(section: Section, line: Line, op: Collective, half: dict[str, str]) -> Row:
+    metrics: dict[str, float | tuple[float, ...]] = {
+        "printed_algbw_bytes_per_s": float(half["algbw"]) * 1e9,
+        "printed_busbw_bytes_per_s": float(half["busbw"]) * 1e9,
+    }
+    if is_number(wrong := half.get("#wrong", "N/A")):
+        metrics["wrong"] = float(wrong)
+    times_us = half.get("times_us", "").split()
+    if times_us and all(map(is_number, times_us)):
+        metrics["iterations_s"] = tuple(float(time_us) * 1e-6 for time_us in times_us)
+    fault = f"{float(wrong):g} wrong elements" if metrics.get("wrong") else ""
+    if (error := half.get("error", "N/A")) != "N/A":
+        off = float(error) if is_number(error) else math.inf
+        if off <= _MOST_ERROR[op.dtype]:
+            metrics["largest_error"] = off
+        else:
+            fault = f"a wrong element, off by {short(error)}"
+    place = "in place" if op.in_place else "out of place"
+    return Row(
+        where=f"{line.where} {place}",
+        case=Case(
+            op=op,
+            regime=section.regime,
+            backend="nccl",  # called by itself, without torch
+            world_size=len(section.ranks),
+        ),
+        time_s=float(half["time"]) * 1e-6,
+        metrics=metrics,
+        fault=fault,
+        wrong=bool(fault),
+        printed=(half["time"], half["busbw"]),
+        series=f"{op.kind} {place}",
+    )

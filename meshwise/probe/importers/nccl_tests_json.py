@@ -7,7 +7,7 @@ its first device only. Missing numbers are null, booleans are the words true and
 from typing import Any
 
 from meshwise.probe.importers.found import Found, is_number, refusal, short, whole
-from meshwise.probe.importers.nccl_tests import Line, Ranks, Section, found_of
+from meshwise.probe.importers.nccl_tests import Line, Ranks, Section, read
 from meshwise.spec import Regime
 
 
@@ -30,7 +30,7 @@ def read_json(data: dict[str, Any], name: str) -> Found:
         raise refusal(name, unread)
     average = float(printed) if is_number(printed) else None
     section = Section(program, ranks, regime, lines, average, "", version, tuple(unread))
-    return found_of([section], name)
+    return read([section], name)
 
 
 def _ranks(config: dict[str, Any]) -> Ranks:

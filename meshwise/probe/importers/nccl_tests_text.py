@@ -10,8 +10,8 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import Found, is_number, refusal, whole
-from meshwise.probe.importers.nccl_tests import Line, Section, found_of
+from meshwise.probe.importers.found import Found, check_units, is_number, refusal, units_in, whole
+from meshwise.probe.importers.nccl_tests import Line, Section, read
 from meshwise.spec import Regime
 
 HEADER = re.compile(r"^#?[ \t]*(size[ \t]+count[ \t]+type\b.*)$", re.MULTILINE)
@@ -46,7 +46,7 @@ def read_text(text: str, name: str) -> Found:
     ]
     if not any(section.lines for section in sections):
         raise refusal(name, [where for section in sections for where in section.unread])
-    return found_of(sections, name)
+    return read(sections, name)
 
 
 def _check_whole(text: str, starts: list[int], name: str) -> None:
@@ -64,30 +64,30 @@ def _check_whole(text: str, starts: list[int], name: str) -> None:
 
 
 def _check_units(text: str, name: str) -> None:
-    lines = [set(re.findall(r"\([^() ]{1,20}\)", line)) for line in _UNITS.findall(text)]
+    lines = [units_in(line) for line in _UNITS.findall(text)]
     strange = ", ".join(sorted(set().union(*lines) - _COMMON))
     if strange and any(line <= _COMMON for line in lines):
         raise ValueError(f"{name}: mixed units, {strange} in some of its tables; split the file")
-    if strange:
-        raise ValueError(f"{name}: {strange} is not a unit of nccl-tests")
+    check_units(set().union(*lines), _COMMON, name, "nccl-tests")
 
 
 def _section(before: str, text: str, first_line: int) -> Section:
     """One run. ``before`` ends with what its program prints above its settings."""
     header = HEADER.search(text)
     assert header is not None  # by the caller
-    half = _half(header[1].split())
     programs = re.findall(r"Collective test starting: (\S+)", before)
     versions = re.findall(r"nccl-tests version (\S+)", before)
     libraries = re.findall(r"nccl-library=(\d+)", before)
     blocking, graph = "Blocking Enabled" in text, re.search(r"graph: [1-9]", text)
     regime: Regime = "graph" if graph else "blocking" if blocking else "pipelined"
     footer = re.search(r"^#\s*Avg bus bandwidth\s*:\s*(\S+)", text, re.MULTILINE)
-    rows = {
-        f"line {number}": half if isinstance(half, str) else _row(_cells(line), half, number)
-        for number, line in enumerate(text.split("\n"), first_line + 1)
-        if _DATA.match(line)
-    }
+    lines, unread = [], []
+    for number, line in enumerate(text.split("\n"), first_line + 1):
+        if _DATA.match(line):
+            try:
+                lines.append(_row(_cells(line), _half(header[1].split()), number))
+            except ValueError as error:
+                unread.append(f"line {number}: {error}")
     return Section(
         program=programs[-1] if programs else "",
         ranks=tuple(
@@ -95,26 +95,26 @@ def _section(before: str, text: str, first_line: int) -> Section:
             for rank, group, host, device in _RANK.findall(text)
         ),
         regime=regime,
-        lines=[row for row in rows.values() if not isinstance(row, str)],
+        lines=lines,
         average=float(footer[1]) if footer and is_number(footer[1]) else None,
         version=versions[-1] if versions else "",
         nccl=libraries[-1] if libraries else "",
-        unread=tuple(f"{place}: {row}" for place, row in rows.items() if isinstance(row, str)),
+        unread=tuple(unread),
     )
 
 
-def _half(columns: list[str]) -> _Half | str:
-    """The columns of a placement, or what is wrong with them."""
+def _half(columns: list[str]) -> _Half:
+    """The columns of a placement."""
     timestamp = columns[-1] == "timestamp"
     columns = columns[: len(columns) - timestamp]
     times = [i for i, column in enumerate(columns) if column in ("time", "cputime")]
     halves = [columns[a:b] for a, b in zip(times, [*times[1:], None], strict=False)]
     if not halves:
-        return "the header has no column time"
+        raise ValueError("the header has no column time")
     if missing := ", ".join(sorted({"algbw", "busbw"} - set(halves[0]))):
-        return f"the header has no column {missing}"
+        raise ValueError(f"the header has no column {missing}")
     if len(halves) > 2 or any(half != halves[0] for half in halves):
-        return "the header's columns out of place and in place differ"
+        raise ValueError("the header's columns out of place and in place differ")
     return _Half(["time", *halves[0][1:]], len(halves), timestamp)
 
 
@@ -125,8 +125,8 @@ def _cells(line: str) -> list[str]:
     return cells[: max(at, 0)]
 
 
-def _row(cells: list[str], half: _Half, number: int) -> Line | str:
-    """Values by name, from the end, or why the row cannot be read."""
+def _row(cells: list[str], half: _Half, number: int) -> Line:
+    """Values by name, from the end."""
     cells = cells[: len(cells) - 2 * half.timestamp]  # a date and a time of day
     placements, width = (False, True)[: half.num], len(half.names)
     fixed = 3  # size, count and type; redop and root may be blank
@@ -134,18 +134,15 @@ def _row(cells: list[str], half: _Half, number: int) -> Line | str:
         placements = (True,)  # out of place was not run
     start = len(cells) - width * len(placements)
     if not fixed <= start <= fixed + 2:
-        return f"{len(cells)} values, is it cut off?"
+        raise ValueError(f"{len(cells)} values, is it cut off?")
     values = {}
     for i, in_place in enumerate(placements):
         values[in_place] = dict(zip(half.names, cells[start + i * width :], strict=False))
         told = [values[in_place][name] for name in ("time", "algbw", "busbw")]
         if not all(map(is_number, told)):
-            return "time, algbw or busbw is not a number"
+            raise ValueError("time, algbw or busbw is not a number")
     left = cells[fixed:start]
     root = next((int(cell) for cell in left if re.fullmatch(r"-?\d{1,7}", cell)), -1)
     redop = next((cell for cell in left if cell[0].isalpha()), "")
-    try:
-        size_bytes, count = whole(cells[0], "size"), whole(cells[1], "count")
-    except ValueError as error:
-        return str(error)
+    size_bytes, count = whole(cells[0], "size"), whole(cells[1], "count")
     return Line(f"line {number}", size_bytes, count, cells[2], redop, root, values)

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from meshwise.probe.importers.found import Found, listed, warning
+from meshwise.probe.importers.found import KINDS, Found, kind_named, listed, warning
 from meshwise.spec import DTYPE_BYTES, Case, Cluster, Collective, Sample
 from meshwise.spec.op import WHOLE
 
@@ -22,10 +22,10 @@ _PROCESS = r"(?<!\d)(?P<pid>\d{1,10}):\d{1,10} \[(?P<device>\d{1,4})\]"
 _POINTER = r"(?:0x[0-9a-fA-F]{1,16}|\(nil\))"
 CALL = re.compile(  # bounded repetitions: a long word would take the square of its length
     rf"{_PROCESS}[^\n]{{0,80}}?NCCL \w{{1,20}} (?P<kind>\w{{1,40}}){MARK}"
-    rf"(?P<op_count>[0-9a-f]{{1,16}}) sendbuff (?P<send>{_POINTER}) "
+    rf"[0-9a-f]{{1,16}} sendbuff (?P<send>{_POINTER}) "
     rf"recvbuff (?P<receive>{_POINTER}) "
     r"(?:acc \S{1,40} )?count (?P<count>\d{1,18}) "
-    r"datatype (?P<datatype>\d{1,4}) op (?P<op>\d{1,4}) root (?P<root>\d{1,10})(?!\d)"
+    r"datatype (?P<datatype>\d{1,4}) op \d{1,4} root \d{1,10}(?!\d)"
     r"(?: comm (?P<comm>0x[0-9a-f]{1,16}))?(?:[^\n]{0,80}?\[nranks=(?P<ranks>\d{1,7})\])?"
 )
 _INIT = re.compile(  # of SUBSYS=INIT: ``comm 0x55d0 rank 0 nranks 8 cudaDev 0 ...``
@@ -33,24 +33,10 @@ _INIT = re.compile(  # of SUBSYS=INIT: ``comm 0x55d0 rank 0 nranks 8 cudaDev 0 .
     r"nranks (?P<ranks>\d{1,7})",
     re.IGNORECASE,
 )
-_KINDS = {
-    "AllReduce": "all_reduce",
-    "AllGather": "all_gather",
-    "ReduceScatter": "reduce_scatter",
-    "Broadcast": "broadcast",
-    "Reduce": "reduce",
-    "AllToAll": "all_to_all",
-    "AlltoAll": "all_to_all",
-    "Gather": "gather",
-    "Scatter": "scatter",
-    "Send": "send",
-    "Recv": "receive",
-}
 DATATYPES = (
     "int8", "uint8", "int32", "uint32", "int64", "uint64", "fp16", "fp32", "fp64", "bf16",
     "fp8", "fp8",
 )  # fmt: skip
-OPERATIONS = ("sum", "prod", "max", "min", "avg")
 ITEM_BYTES = {"int32": 4, "uint32": 4, "int64": 8, "uint64": 8, **DTYPE_BYTES}
 
 
@@ -62,11 +48,8 @@ class Call(NamedTuple):
     kind: str
     count: int  # type: ignore[assignment]  # not tuple's method
     datatype: str
-    op: str
-    root: int
     in_place: bool
     comm: str
-    op_count: int
     num_ranks: int
 
 
@@ -75,12 +58,8 @@ def calls(text: str) -> list[Call]:
     return [_call(match) for match in CALL.finditer(text)]
 
 
-def num_torn(text: str) -> int:
+def torn(text: str) -> list[str]:
     """Lines of calls that cannot be read."""
-    return len(_torn(text))
-
-
-def _torn(text: str) -> list[str]:
     return [
         f"line {number}"
         for number, line in enumerate(text.split("\n"), 1)
@@ -89,19 +68,16 @@ def _torn(text: str) -> list[str]:
 
 
 def _call(match: re.Match[str]) -> Call:
-    datatype, op, kind = int(match["datatype"]), int(match["op"]), match["kind"]
+    datatype, kind = int(match["datatype"]), match["kind"]
     named = DATATYPES[datatype] if datatype < len(DATATYPES) else f"datatype {datatype}"
     call = Call(
         device=int(match["device"]),
         pid=int(match["pid"]),
-        kind=_KINDS.get(kind, kind),
+        kind="receive" if kind == "Recv" else kind_named(kind) or kind,
         count=int(match["count"]),
         datatype=named,
-        op=OPERATIONS[op] if op < len(OPERATIONS) else f"op {op}",  # made for a scaled sum
-        root=int(match["root"]),
         in_place=False,
         comm=match["comm"] or "",
-        op_count=int(match["op_count"], 16),
         num_ranks=int(match["ranks"] or 0),
     )
     return call._replace(in_place=_in_place(call, match["send"], match["receive"]))
@@ -123,10 +99,10 @@ def _in_place(call: Call, sent: str, received: str) -> bool:
 def read(text: str, name: str, cluster: Cluster | None) -> Found:
     """The distinct calls of a log. Where a line is cut off before its communicator's size, the rest
     of the log or ``cluster`` says it."""
-    found, torn = calls(text), _torn(text)
+    found, lost = calls(text), torn(text)
     if not found:
-        raise ValueError(f"{name}: {len(torn)} calls of collectives, all cut off before the root")
-    warnings = warning(torn, "lines of calls cannot be read")
+        raise ValueError(f"{name}: {len(lost)} calls of collectives, all cut off before the root")
+    warnings = warning(lost, "lines of calls cannot be read")
     sizes = _sizes(text, found, name)
     found = [
         call._replace(num_ranks=call.num_ranks or sizes.get((call.pid, call.comm), 0))
@@ -204,8 +180,8 @@ def _case(call: Call, world: int) -> Case | str:
     """The call as a case, or what it is where no record fits."""
     if call.datatype not in ("fp16", "fp32", "fp64", "bf16", "fp8"):
         return f"{call.kind} of {call.datatype}"
-    if call.kind == "receive" or call.kind not in _KINDS.values():
-        return call.kind
+    if call.kind in ("all_to_all_v", "send_recv") or call.kind not in KINDS.values():
+        return call.kind  # half of a message, or nobody knows who sent how much
     ranks = call.num_ranks
     parts = 1 if call.kind in WHOLE else ranks
     op = Collective(

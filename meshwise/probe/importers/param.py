@@ -5,33 +5,44 @@ total-size is the output for all_gather, the input for reduce_scatter, else a ra
 nccl-tests' size. Percentiles are over ranks, of each rank's mean; algbw comes from p50. ``args.z``
 1 waits for every call (blocking), 0 issues all of them and waits once (pipelined).
 
-all_to_allv without split lists is even. The table that one fork prints for batch, tables and
-dimension (``B,T0-T1-..,D``) is read as an uneven one, see ``tables_all_to_all``.
+all_to_allv without split lists is even. One fork prints a table of batch, tables and dimension
+(``B,T0-T1-..,D``), an uneven exchange as embedding tables cause it (moderato/param, comms.py with a
+file of bench params): rank i computes its T_i tables for the whole batch and needs all tables for
+its share of it. Its input has B * T_i * D elements, its output, which is its size, (B/n) * sum(T) *
+D. There are CSVs of it, of means over ranks, whose bandwidths may carry the 0.0004 that their
+writer added.
 """
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from meshwise.probe.importers import tables_all_to_all
+from meshwise.probe.cases.sizes import MOST_RANKS, TABLES, embedding_splits, uneven
+from meshwise.probe.importers.csv_table import Form, Line
 from meshwise.probe.importers.found import (
     DTYPES,
     Found,
     Row,
+    check_one_run,
+    check_units,
+    found_of,
     is_number,
+    kind_named,
     left_out,
     listed,
     number,
     refusal,
-    samples_of,
     seconds,
-    warning,
+    short,
+    units_in,
+    unusable,
     whole,
 )
-from meshwise.probe.importers.suspicion import Printed, warnings_of
+from meshwise.probe.importers.suspicion import warnings_of
 from meshwise.spec import Case, Collective
-from meshwise.spec.op import DTYPE_BYTES, IN_PLACE_ONLY, WHOLE, CollectiveKind, Regime
+from meshwise.spec.op import DTYPE_BYTES, IN_PLACE_ONLY, WHOLE, CollectiveKind, Dtype, Regime
 
 SIZE_KIND = (
     "PARAM's total-size: the output of all_gather, the input of reduce_scatter, else a rank's "
@@ -40,21 +51,22 @@ SIZE_KIND = (
 )
 TIME_KIND = "median over ranks of each rank's mean"
 
-_KINDS: dict[str, CollectiveKind] = {
-    "all_reduce": "all_reduce", "all_gather": "all_gather", "all_gather_base": "all_gather",
-    "reduce_scatter": "reduce_scatter", "reduce_scatter_base": "reduce_scatter",
-    "all_to_all": "all_to_all", "all_to_all_single": "all_to_all",
-    "all_to_allv": "all_to_all_v", "broadcast": "broadcast", "reduce": "reduce", "pt2pt": "send",
-}  # fmt: skip
+_KINDS = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast",
+    "reduce",
+)  # fmt: skip
 _LISTS = ("all_gather", "reduce_scatter")  # torch's calls on lists of tensors, which copy
 _CELL = re.compile(r"(?:total-size|size) \([^()]{0,20}\)|\S+")
 _SIZE = re.compile(r"(?:total-)?size \(")
 _TIME = re.compile(r"(?:ping)?(?:Latency|Time)\(us\):p50")
-_WORLD = re.compile(r"'?world_size'?: ([1-9]\d{0,6})\b")
+_UNITS = {"(B)", "(us)", "(GB/s)"}
 _WRONG = re.compile(r"-bytes (\w+)\] Wrong value at \[")
-_BACKEND = re.compile(r"\bbackend: (\w+)")
-_DTYPE = re.compile(r"\bdata_types?: \[?'?(\w+)")
-_BLOCKING = re.compile(r"args\.z: (\d)")
+_SETTINGS = {  # which all lines of a run give alike
+    "world_size": re.compile(r"'?world_size'?: ([1-9]\d{0,6})\b"),
+    "args.z": re.compile(r"args\.z: (\d)"),
+    "backend": re.compile(r"\bbackend: (\w+)"),
+    "data_types": re.compile(r"\bdata_types?: \[?'?(\w+)"),
+}
 # ranks other than 0 may tell theirs, too
 _START = re.compile(r"environment: \{(?!.*'global_rank': [1-9]).*'world_size'")
 _NAMED = re.compile(r"COMMS-RES-(\w+)-(float\d+|bfloat16|double|half|float|u?int\d+)\S*")
@@ -68,47 +80,45 @@ class Setting(NamedTuple):
     world_size: int
     regime: Regime
     backend: str
-    collective: str
-    pairs: tuple[tuple[int, int], ...]  # of pt2pt: source and destination
     dtype: str
+    collective: str = ""
+    pairs: tuple[tuple[int, int], ...] = ()  # of pt2pt: source and destination
 
 
 class Tables(NamedTuple):
-    """The rows of one run. ``skipped``: why rows are left out; ``unread``: which are no rows."""
+    """What is read so far. ``skipped``: why rows are left out; ``unread``: which are no rows."""
 
-    setting: Setting
-    rows: list[tuple[Row, Printed | None]]
-    skipped: list[str]
+    rows: list[Row]
+    skipped: Counter[str]
     unread: list[str]
+
+
+class _LeftOut(Exception):
+    """A row that is right, and has no counterpart here."""
 
 
 def read(text: str, name: str) -> Found:
     """The tables of a log, or of several of as many ranks in one file, each with its own settings;
     ``name`` is the file's, for messages."""
-    parts = [_tables(lines, name) for lines in _runs(text.split("\n"), name)]
-    _check_alike([part.setting for part in parts], name)
-    rows = [row for part in parts for row in part.rows]
-    unread = [told for part in parts for told in part.unread]
-    skipped = Counter(why for part in parts for why in part.skipped)
+    rows, skipped, unread = found = Tables([], Counter(), [])
+    settings = [_read_run(lines, name, found) for lines in _runs(text.split("\n"), name)]
+    alike = [(s.where, {"world_size": s.world_size, "backend": s.backend}) for s in settings]
+    check_one_run(alike, name)
     if not rows and unread:
         raise refusal(name, unread)
     if not rows:
         why = "; ".join(skipped) or "was the run cut off?"
         raise ValueError(f"{name}: no rows of PARAM that are read here: {why}")
-    samples, doubled = samples_of(row for row, _ in rows)
     others = [f"{count} times {why}" for why, count in skipped.items()]
     warnings = [f"{skipped.total()} rows left out: {listed(others)}"] * bool(skipped)
-    warnings += left_out(unread)
-    wrong = [f"{row.where}: {row.fault}" for row, _ in rows if row.wrong]
-    warnings += warning(wrong, "rows cannot be used")
-    return Found(
+    return found_of(
+        rows,
+        [*warnings, *left_out(unread), *unusable(rows), *warnings_of([rows], name)],
         tool="PARAM comms",
         size_kind=SIZE_KIND,
         time_kind=TIME_KIND,
-        world_size=parts[0].setting.world_size,
-        samples=samples,
-        warnings=(*warnings, *_suspicious(rows, name), *doubled),
-        facts={"backend": parts[0].setting.backend, "rows": len(rows), "runs": len(parts)},
+        world_size=settings[0].world_size,
+        facts={"backend": settings[0].backend, "rows": len(rows), "runs": len(settings)},
     )
 
 
@@ -127,24 +137,9 @@ def _runs(lines: list[str], name: str) -> list[list[tuple[int, str]]]:
     return [part for part in parts if any("COMMS-RES" in line for _, line in part)]
 
 
-def _check_alike(settings: list[Setting], name: str) -> None:
-    """Runs in one file become one run directory, of one machine."""
-    first = settings[0]
-    for other in settings[1:]:
-        for field in ("world_size", "backend"):
-            a, b = getattr(first, field), getattr(other, field)
-            if a != b:
-                raise ValueError(
-                    f"{name}: {field} is {a or 'not told'} at {first.where} and {b or 'not told'} "
-                    f"at {other.where}: logs of two runs; split the file"
-                )
-
-
-def _tables(lines: list[tuple[int, str]], name: str) -> Tables:
-    """Read the rows of one run."""
-    setting = _setting(lines, name)
-    found = Tables(setting, [], [], [])
-    columns: list[str] = []
+def _read_run(lines: list[tuple[int, str]], name: str, found: Tables) -> Setting:
+    """Add the rows of one run; its settings at the end."""
+    setting, columns, rows = _setting(lines, name), list[str](), list[Row]()
     wrong: dict[str, str] = {}  # of a kind, where PARAM's own check failed
     for at, line in lines:
         if told := re.search(r"collective=(\w+), src_ranks=(\S+), dst_ranks=(.+)$", line):
@@ -156,72 +151,48 @@ def _tables(lines: list[tuple[int, str]], name: str) -> Tables:
                     f"{name}: line {at} has a group of {setting.ranks} ranks, {setting.where} "
                     f"world_size {setting.world_size}: logs of two runs? split the file"
                 )
-        if (told := _WRONG.search(line)) and told[1] in _KINDS:
-            wrong[_KINDS[told[1]]] = f"wrong elements: PARAM's check failed at line {at}"
+        if (told := _WRONG.search(line)) and (kind := kind_named(told[1])):
+            wrong[kind] = f"wrong elements: PARAM's check failed at line {at}"
         if not line.lstrip().startswith("COMMS-RES"):
             continue
         cells = _CELL.findall(line)
         if "size (" in line:
             columns = cells[1:]
-            _check_units(line, f"{name}: line {at}")
+            check_units(units_in(line), _UNITS, f"{name}: line {at}", "PARAM")
             continue
         try:
-            row = _read_row(cells, columns, setting, f"line {at}")
+            rows.append(_read_row(cells, columns, setting, f"line {at}"))
+        except _LeftOut as why:
+            found.skipped[str(why)] += 1
         except ValueError as error:
             found.unread.append(f"line {at}: {error}")
-            continue
-        if isinstance(row, str):
-            found.skipped.append(row)
-        else:
-            found.rows.append(row)
-    return found._replace(rows=[(_judged(made, wrong), printed) for made, printed in found.rows])
-
-
-def _judged(row: Row, wrong: dict[str, str]) -> Row:
-    assert isinstance(row.case.op, Collective)
-    fault = wrong.get(row.case.op.kind, "")
-    return row._replace(fault=fault, wrong=bool(fault))
+    for row in rows:
+        assert isinstance(row.case.op, Collective)
+        fault = wrong.get(row.case.op.kind, "")
+        found.rows.append(row._replace(fault=fault, wrong=bool(fault)))
+    return setting
 
 
 def _setting(lines: list[tuple[int, str]], name: str) -> Setting:
-    """Read the settings, which all lines of a run must give alike."""
-    world, world_at = _told(lines, _WORLD, "world_size", name)
-    blocking, _ = _told(lines, _BLOCKING, "args.z", name)
-    backend, _ = _told(lines, _BACKEND, "backend", name, "")
-    dtype, _ = _told(lines, _DTYPE, "data_types", name, "float32")
+    told = [
+        (f"line {at}", {what: match[1]})
+        for at, line in lines
+        for what, pattern in _SETTINGS.items()
+        if (match := pattern.search(line))
+    ]
+    check_one_run(told, name)
+    first = {w: (value, at) for at, facts in reversed(told) for w, value in facts.items()}
+    if missing := [what for what in ("world_size", "args.z") if what not in first]:
+        raise ValueError(f"{name}: PARAM's line with {missing[0]} is missing; import the whole log")
+    world, where = first["world_size"]
     return Setting(
-        where=f"line {world_at}",
+        where=where,
         ranks=int(world),
         world_size=int(world),
-        regime="blocking" if blocking == "1" else "pipelined",
-        backend=backend,
-        collective="",
-        pairs=(),
-        dtype=dtype,
+        regime="blocking" if first["args.z"][0] == "1" else "pipelined",
+        backend=first.get("backend", ("", ""))[0],
+        dtype=first.get("data_types", ("float32", ""))[0],
     )
-
-
-def _told(
-    lines: list[tuple[int, str]],
-    pattern: re.Pattern[str],
-    what: str,
-    name: str,
-    default: str | None = None,
-) -> tuple[str, int]:
-    """The one value that the lines of a run give, and the first line that does."""
-    found = [(match[1], at) for at, line in lines if (match := pattern.search(line))]
-    if not found and default is not None:
-        return default, 0
-    if not found:
-        raise ValueError(f"{name}: PARAM's line with {what} is missing; import the whole log")
-    (first, at), *others = found
-    for value, other in others:
-        if value != first:
-            raise ValueError(
-                f"{name}: {what} is {first} at line {at} and {value} at line {other}: logs of two "
-                "runs? split the file"
-            )
-    return first, at
 
 
 def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
@@ -231,56 +202,47 @@ def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
     return tuple(zip(*numbers, strict=False))
 
 
-def _check_units(line: str, where: str) -> None:
-    """The units of a header line must be PARAM's."""
-    units = set(re.findall(r"\([^() ]{1,20}\)", line))
-    if strange := ", ".join(sorted(units - {"(B)", "(us)", "(GB/s)"})):
-        raise ValueError(f"{where}: {strange} is not a unit of PARAM")
-
-
-def _read_row(
-    cells: list[str], columns: list[str], setting: Setting, where: str
-) -> tuple[Row, Printed | None] | str:
-    """A row with what was printed beside its time, or why it is left out."""
+def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str) -> Row:
     if cells[0].startswith("COMMS-RES-QUANT"):
-        return "COMMS-RES-QUANT: a quantised collective is not one of ours"
+        raise _LeftOut("COMMS-RES-QUANT: a quantised collective is not one of ours")
     named = _NAMED.fullmatch(cells[0])
     collective, dtype = (named[1], named[2]) if named else (setting.collective, setting.dtype)
-    if len(cells) > 3 and tables_all_to_all.PATTERN.fullmatch(cells[2]):
+    if len(cells) > 3 and TABLES.fullmatch(cells[2]):
         times_us = [seconds(cell, "latency") for cell in cells[3].split("-")]
         rates = [[number(x, "bandwidth") for x in cell.split("-")] for cell in cells[4:6]]
         size_bytes = whole(cells[1], "size")
-        made = tables_all_to_all.row(
-            cells[2], size_bytes, [times_us, *rates], where, setting.regime
-        )
+        made = _table_row(cells[2], size_bytes, [times_us, *rates], where, setting.regime)
         if made.case.world_size != setting.world_size:
             ranks = f"{made.case.world_size} ranks"
             raise ValueError(f"a table of {ranks}, but {setting.where} has {setting.world_size}")
-        return made, None
-    if collective not in _KINDS:
-        return f"{collective}: no counterpart here, or its size may be of a rank or of all"
+        return made
+    kind = "send" if collective == "pt2pt" else kind_named(collective)
+    if kind is None or kind not in (*_KINDS, "send"):
+        raise _LeftOut(f"{collective}: no counterpart here, or its size may be of a rank or of all")
     if dtype not in DTYPES:
-        return f"{dtype}: no counterpart here"
+        raise _LeftOut(f"{dtype}: no counterpart here")
     if len(cells) != len(columns) + 1:
         raise ValueError(f"{len(cells)} values under {len(columns) + 1} columns")
     printed = dict(zip(reversed(columns), reversed(cells), strict=False))  # the first p75 of two
     size_bytes = whole(_named(printed, _SIZE, "total-size (B)"), "size")
     if size_bytes == 0:
-        return "size 0: no time of a message"
-    op = _operation(collective, DTYPES[dtype], size_bytes, setting)
-    if isinstance(op, str):
-        return op
+        raise _LeftOut("size 0: no time of a message")
+    op = _operation(kind, DTYPES[dtype], size_bytes, setting)
     time = _named(printed, _TIME, "Latency(us):p50")
-    elements = printed.get("nElementsPerRank")
-    if elements is not None and not _agrees(op, whole(elements, "nElementsPerRank")):
-        raise ValueError(f"nElementsPerRank does not agree with the size: {collective}")
+    if (elements := printed.get("nElementsPerRank")) is not None:
+        part_bytes = whole(elements, "nElementsPerRank") * DTYPE_BYTES[op.dtype]
+        if part_bytes * (1 if kind in WHOLE else op.group_size) != size_bytes:
+            raise ValueError(f"nElementsPerRank does not agree with the size: {collective}")
     backend = "list" if collective in _LISTS else ""
-    case = Case(op=op, regime=setting.regime, backend=backend, world_size=setting.world_size)
-    time_s = seconds(time, "p50", 1e-6)
-    row = Row(where=where, case=case, time_s=time_s, metrics=_metrics(printed))
-    expected = op.size_bytes * op.bus_factor if op.kind != "send" else 0
-    seen = Printed(where, size_bytes, time, time_s, printed.get("BusBW(GB/s)", ""), expected)
-    return row, seen if is_number(seen.busbw) else None
+    busbw = printed.get("BusBW(GB/s)", "")
+    return Row(
+        where=where,
+        case=Case(op=op, regime=setting.regime, backend=backend, world_size=setting.world_size),
+        time_s=seconds(time, "p50", 1e-6),
+        metrics=_metrics(printed),
+        printed=(time, busbw) if is_number(busbw) else None,
+        series=f"{op.kind} {op.dtype} {backend}".rstrip(),
+    )
 
 
 def _named(printed: dict[str, str], pattern: re.Pattern[str], column: str) -> str:
@@ -291,11 +253,11 @@ def _named(printed: dict[str, str], pattern: re.Pattern[str], column: str) -> st
     return found[-1]
 
 
-def _operation(collective: str, dtype: str, size_bytes: int, setting: Setting) -> Collective | str:
-    kind, n = _KINDS[collective], setting.ranks
+def _operation(kind: CollectiveKind, dtype: Dtype, size_bytes: int, setting: Setting) -> Collective:
+    n = setting.ranks
     if kind == "send":
         if not setting.pairs:
-            return "pt2pt without src_ranks and dst_ranks: between which ranks?"
+            raise _LeftOut("pt2pt without src_ranks and dst_ranks: between which ranks?")
         first = setting.pairs[0]
         alone: tuple[int, ...] = first if len(setting.pairs) == 1 else ()
         return Collective(
@@ -303,27 +265,19 @@ def _operation(collective: str, dtype: str, size_bytes: int, setting: Setting) -
             size_bytes=size_bytes,
             group_size=2,
             group_stride=abs(first[1] - first[0]),
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             ranks=alone,
         )
-    if kind == "all_to_all_v" and n > tables_all_to_all.MOST_RANKS:
-        return f"all_to_allv of more than {tables_all_to_all.MOST_RANKS} ranks"
-    if kind == "all_to_all_v" and size_bytes % n:
-        raise ValueError(f"all_to_allv of {size_bytes} B is not divisible by {n} ranks")
-    even = ((size_bytes // n,) * n,) * n if kind == "all_to_all_v" else ()
+    if kind == "all_to_all_v":
+        if n > MOST_RANKS:
+            raise _LeftOut(f"all_to_allv of more than {MOST_RANKS} ranks")
+        if size_bytes % n:
+            raise ValueError(f"all_to_allv of {size_bytes} B is not divisible by {n} ranks")
+        return uneven(((size_bytes // n,) * n,) * n, n, dtype)
+    in_place = kind in IN_PLACE_ONLY
     return Collective(
-        kind=kind,
-        size_bytes=size_bytes,
-        group_size=n,
-        dtype=dtype,  # type: ignore[arg-type]
-        in_place=kind in IN_PLACE_ONLY,
-        splits=even,
+        kind=kind, size_bytes=size_bytes, group_size=n, dtype=dtype, in_place=in_place
     )
-
-
-def _agrees(op: Collective, elements: int) -> bool:
-    parts = 1 if op.kind in WHOLE else op.group_size
-    return elements * parts * DTYPE_BYTES[op.dtype] == op.size_bytes
 
 
 def _metrics(printed: dict[str, str]) -> dict[str, float | tuple[float, ...]]:
@@ -345,12 +299,49 @@ def _metrics(printed: dict[str, str]) -> dict[str, float | tuple[float, ...]]:
     }
 
 
-def _suspicious(rows: list[tuple[Row, Printed | None]], name: str) -> list[str]:
-    series: dict[str, list[Printed]] = {}
-    for row, printed in rows:
-        op = row.case.op
-        assert isinstance(op, Collective)
-        title = f"{op.kind} {op.dtype} {row.case.backend}".rstrip()
-        if printed is not None:
-            series.setdefault(title, []).append(printed)
-    return warnings_of(list(series.items()), name)
+# ---- tables of batch, tables and dimension
+
+
+def _table_row(
+    btd: str,
+    size_bytes: int,
+    per_rank: Sequence[Sequence[float]],
+    where: str,
+    regime: Regime = "blocking",
+) -> Row:
+    """``per_rank``: times in us, then bandwidths in GB/s; a number a rank, or their mean."""
+    matrix = embedding_splits(btd, "btd")
+    received = sum(line[0] for line in matrix)
+    if size_bytes != received:
+        raise ValueError(f"size = {size_bytes}, but {short(btd)} gives an output of {received} B")
+    n, times_s = len(matrix), tuple(time * 1e-6 for time in per_rank[0])
+    names = ("printed_algbw_bytes_per_s", "printed_busbw_bytes_per_s")
+    printed = {
+        name: tuple(rate * 1e9 for rate in rates) if len(rates) > 1 else rates[0] * 1e9
+        for name, rates in zip(names, per_rank[1:], strict=False)
+    }
+    return Row(
+        where=where,
+        case=Case(op=uneven(matrix, n, "fp32"), regime=regime, world_size=n),
+        time_s=max(times_s),
+        metrics={"output_bytes": float(size_bytes), **printed},
+        rank_times_s=times_s if len(times_s) == n else (),
+    )
+
+
+def _csv_row(line: Line, where: str, _: str) -> list[Row]:
+    time_us = seconds(line["latency_us"], "latency_us")
+    rates = [[number(line[c], c)] for c in ("algbw_gbps", "busbw_gbps") if c in line]
+    size_bytes = whole(line["size_bytes"], "size_bytes")
+    return [_table_row(line["btd"], size_bytes, [[time_us], *rates], where)]
+
+
+FORM = Form(
+    name="btd",
+    tool="PARAM comms, table of batch, tables and dimension",
+    columns=frozenset({"btd", "size_bytes", "latency_us"}),
+    size_kind="the output of a rank; ours is the most that a rank sends or receives",
+    time_kind="mean over ranks",
+    read=_csv_row,
+    ranks="number of ranks",
+)

@@ -11,51 +11,18 @@ two events; gemm rotates its operands through 512 MiB (cold), attention does not
 of attention that failed is printed as 0; other times must be > 0.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from meshwise.probe.importers import csv_table
-from meshwise.probe.importers.csv_table import Table
-from meshwise.probe.importers.found import (
-    DTYPES,
-    Found,
-    Row,
-    left_out,
-    number,
-    samples_of,
-    seconds,
-    short,
-    warning,
-    whole,
-)
+from meshwise.probe.importers.csv_table import Form, Line
+from meshwise.probe.importers.found import DTYPES, Row, kind_named, number, seconds, short, whole
 from meshwise.spec import Attention, Case, Collective, Gemm
 from meshwise.spec.op import DTYPE_BYTES, CollectiveKind, Direction, Dtype
 
 _TIME = "Time(s)"
 _RATE = "Bandwidth(GB/s)"
 _MESSAGE = ("MBS", "Seq", "HiddenSize")  # whose product is its elements
-_SHAPE = {"Model", *_MESSAGE, "DataType", _TIME, _RATE}
-_FORMS = {
-    "gemm": {"m", "n", "k", "transA", "transB", "dtype", _TIME},
-    "attention": {
-        "batch_size", "seqlen_q", "seqlen_kv", "num_head_q", "num_head_kv", "head_dim_qk",
-        "head_dim_v", "causal", "fwd_time", "bwd_time",
-    },
-    "all2all": _SHAPE | {"EP-Size", "TopK"},
-    "collective": _SHAPE | {"WorldSize"},
-    "fsdp": {"Layer Weight", "DataType", "WorldSize", _TIME, _RATE},
-    "send": _SHAPE,
-}  # fmt: skip
-_SIZE_KINDS = {
-    "gemm": "m, n, k of one product",
-    "attention": "shape of one call; it has no column of dtype and is bf16",
-    "all2all": "MBS*Seq*TopK*HiddenSize of a rank, rows padded to a multiple of EP-Size",
-    "collective": "MBS*Seq*HiddenSize, reduced or gathered",
-    "fsdp": "elements of the whole layer, gathered or before the scatter",
-    "send": "MBS*Seq*HiddenSize one way",
-}
 _ATTENTION = {
     "batch": "batch_size", "q_len": "seqlen_q", "kv_len": "seqlen_kv", "heads": "num_head_q",
     "kv_heads": "num_head_kv", "head_dim": "head_dim_qk", "head_dim_v": "head_dim_v",
@@ -63,51 +30,6 @@ _ATTENTION = {
 _TRANSPOSED = {"T": True, "True": True, "N": False, "False": False}
 _TRUTH = {"True": True, "False": False}
 _TOLERANCE = 0.01
-
-Line = Mapping[str, str]
-
-
-def form_of(columns: Sequence[str]) -> str | None:
-    """Name the file of Primus that has these columns."""
-    return next((form for form, needed in _FORMS.items() if needed <= set(columns)), None)
-
-
-def lacking(columns: Sequence[str]) -> str:
-    """Say which columns a file of Primus would need besides; empty if few are of any."""
-    share = {form: len(needed & set(columns)) / len(needed) for form, needed in _FORMS.items()}
-    form = max(share, key=lambda form: share[form])
-    missing = ", ".join(sorted(_FORMS[form] - set(columns)))
-    return f"looks like Primus' {form} but has no column {missing}" if share[form] > 0.5 else ""
-
-
-def read_csv(table: Table, form: str, name: str) -> Found:
-    """The rows of one file; ``name`` is the file's, for messages."""
-    readers: dict[str, Callable[[Line, str], list[Row]]] = {
-        "gemm": _gemm,
-        "attention": _attention,
-        "all2all": _all_to_all,
-        "collective": partial(_collective, name),
-        "fsdp": partial(_fsdp, name),
-        "send": _send,
-    }
-    rows, unread = csv_table.rows_of(table, readers[form], name)
-    if "WorldSize" in table.columns:
-        csv_table.check_one_run(rows, "WorldSize is", name)
-    samples, doubled = samples_of(rows)
-    faults = [f"{row.where}: {row.fault}" for row in rows if row.fault]
-    faulty = warning(faults, "rows cannot be used")
-    equal = [f"constant: all {len(rows)} times are equal"] * (
-        len(rows) > 3 and len({row.time_s for row in rows}) == 1
-    )
-    return Found(
-        tool=f"Primus {form} benchmark",
-        size_kind=_SIZE_KINDS[form],
-        time_kind="mean over calls in a row",
-        world_size=max(sample.case.world_size for sample in samples),
-        samples=samples,
-        warnings=(*left_out(unread), *equal, *faulty, *doubled),
-        facts={"form": form, "rows": len(rows)},
-    )
 
 
 def _dtype(text: str) -> Dtype:
@@ -119,7 +41,7 @@ def _dtype(text: str) -> Dtype:
     return DTYPES[plain]
 
 
-def _gemm(line: Line, where: str) -> list[Row]:
+def _gemm(line: Line, where: str, _: str) -> list[Row]:
     dtype = _dtype(line["dtype"])
     m, n, k = (whole(line[column], column, 1) for column in "mnk")
     op = Gemm(
@@ -140,7 +62,7 @@ def _flag(line: Line, column: str, words: Mapping[str, bool]) -> bool:
     return words[line[column]]
 
 
-def _attention(line: Line, where: str) -> list[Row]:
+def _attention(line: Line, where: str, _: str) -> list[Row]:
     rows = []
     directions: dict[str, Direction] = {"fwd_time": "forward", "bwd_time": "backward"}
     for column, direction in directions.items():
@@ -165,14 +87,14 @@ def _product(line: Line, *columns: str) -> int:
     return prod(whole(line[column], column, 1) for column in columns)
 
 
-def _all_to_all(line: Line, where: str) -> list[Row]:
+def _all_to_all(line: Line, where: str, _: str) -> list[Row]:
     ranks = whole(line["EP-Size"], "EP-Size", 2)
     tokens = _product(line, "MBS", "Seq", "TopK")
     elements = -(-tokens // ranks) * ranks * _product(line, "HiddenSize")
     return [_timed(line, where, "all_to_all", elements, ranks)]
 
 
-def _collective(name: str, line: Line, where: str) -> list[Row]:
+def _collective(line: Line, where: str, name: str) -> list[Row]:
     """Primus gathers Seq // W positions a rank; all_reduce moves twice what the others do."""
     ranks, elements = whole(line["WorldSize"], "WorldSize", 2), _product(line, *_MESSAGE)
     size_bytes = elements * DTYPE_BYTES[_dtype(line["DataType"])]
@@ -188,12 +110,8 @@ def _collective(name: str, line: Line, where: str) -> list[Row]:
 
 def _kind_by_name(name: str) -> CollectiveKind:
     plain = name.lower().replace("_", "").replace("-", "")
-    kinds: dict[str, CollectiveKind] = {
-        "allgather": "all_gather",
-        "reducescatter": "reduce_scatter",
-    }
-    named = [kind for word, kind in kinds.items() if word in plain]
-    if len(named) != 1:
+    named = [kind_named(word) for word in ("allgather", "reducescatter") if word in plain]
+    if len(named) != 1 or named[0] is None:
         raise ValueError(
             "all_gather and reduce_scatter have the same columns; name the file as Primus does, "
             "allgather_benchmark.csv or reducescatter_benchmark.csv"
@@ -201,13 +119,13 @@ def _kind_by_name(name: str) -> CollectiveKind:
     return named[0]
 
 
-def _fsdp(name: str, line: Line, where: str) -> list[Row]:
+def _fsdp(line: Line, where: str, name: str) -> list[Row]:
     ranks = whole(line["WorldSize"], "WorldSize", 2)
     elements = _product(line, "Layer Weight") // ranks * ranks
     return [_timed(line, where, _kind_by_name(name), elements, ranks)]
 
 
-def _send(line: Line, where: str) -> list[Row]:
+def _send(line: Line, where: str, _: str) -> list[Row]:
     """Half the time of a ping-pong, unless the bandwidth says that it is halved already."""
     elements = _product(line, *_MESSAGE)
     both_ways = _moved(line) > 1.5 * elements * DTYPE_BYTES[_dtype(line["DataType"])]
@@ -240,3 +158,33 @@ def _timed(
     if abs(rate * time_s / (op.size_bytes * op.bus_factor) - 1) > _TOLERANCE:
         fault = f"busbw {line[_RATE]} GB/s does not follow from {op.size_bytes} B and the time"
     return Row(where, case, time_s, {"printed_busbw_bytes_per_s": rate}, fault)
+
+
+_SHAPE = frozenset({"Model", *_MESSAGE, "DataType", _TIME, _RATE})
+FORMS = tuple(
+    Form(name, f"Primus {name} benchmark", columns, size, "mean over calls in a row", reader, ranks)
+    for name, columns, size, reader, ranks in (
+        (
+            "gemm", frozenset({"m", "n", "k", "transA", "transB", "dtype", _TIME}),
+            "m, n, k of one product", _gemm, "",
+        ),
+        (
+            "attention", frozenset({*_ATTENTION.values(), "causal", "fwd_time", "bwd_time"}),
+            "shape of one call; it has no column of dtype and is bf16", _attention, "",
+        ),
+        (
+            "all2all", _SHAPE | {"EP-Size", "TopK"},
+            "MBS*Seq*TopK*HiddenSize of a rank, rows padded to a multiple of EP-Size",
+            _all_to_all, "",
+        ),
+        (
+            "collective", _SHAPE | {"WorldSize"}, "MBS*Seq*HiddenSize, reduced or gathered",
+            _collective, "WorldSize",
+        ),
+        (
+            "fsdp", frozenset({"Layer Weight", "DataType", "WorldSize", _TIME, _RATE}),
+            "elements of the whole layer, gathered or before the scatter", _fsdp, "WorldSize",
+        ),
+        ("send", _SHAPE, "MBS*Seq*HiddenSize one way", _send, ""),
+    )
+)  # fmt: skip

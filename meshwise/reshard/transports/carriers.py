@@ -36,11 +36,7 @@ class Nccl:
 
     def slots(self, count: int, nbytes: int, regions: Mapping[int, int]) -> Slots:
         memory = _memory(count, nbytes, self.ranks.device)
-
-        def exchange(slot: int, sends: Spans, into: Tensor, receives: Spans) -> Launch:
-            return self.swap(memory[slot], sends, into, receives)
-
-        return Slots(memory, exchange)
+        return Slots(memory, lambda slot, *messages: self.swap(memory[slot], *messages))
 
     def swap(self, source: Tensor, sends: Spans, into: Tensor, receives: Spans) -> Launch:
         return self.communicator.exchange(

@@ -52,16 +52,9 @@ def lines(
     ``packed`` names the end, ``read`` or ``write``, that is a message, where rows follow without a
     gap and the dtype is the destination's.
     """
-    columns = {
-        "read": read,
-        "write": write,
-        "read_step": table["width"] if packed == "read" else table["read_step"],
-        "write_step": table["width"] if packed == "write" else table["write_step"],
-        "rows": table["rows"],
-        "width": table["width"],
-        "number": number,
-    }
-    at = np.stack([np.asarray(column, np.int64) for column in columns.values()], axis=1)
+    steps = (table["width" if packed == end else f"{end}_step"] for end in ("read", "write"))
+    columns = (read, write, *steps, table["rows"], table["width"], number)
+    at = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
     kind = table["word"].copy()
     converted = kind == 0
     if packed == "read":  # the message is converted already

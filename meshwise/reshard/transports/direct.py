@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Buffer, Table
 from meshwise.reshard.transports.copies import Addresses, Lines, copier
-from meshwise.reshard.transports.job import Job, by_sender, ends, in_place, num_bytes, straight
+from meshwise.reshard.transports.job import Job, Stage, Transport, in_place, num_bytes, straight
 from meshwise.reshard.transports.lanes import Lanes, Launch
 from meshwise.reshard.transports.peers import Meeting, Peers, Share, share
 from meshwise.reshard.transports.staged import PROGRAMS
@@ -41,7 +42,7 @@ PARTS = 8  # of the pulls, so that what came can be read again while the rest co
 _LINE = 2**13
 
 
-class Direct:
+class Direct(Transport):
     """A job's pulls, ready to be launched. ``launch`` may be captured in a graph."""
 
     def __init__(self, job: Job, cap_bytes: int) -> None:
@@ -50,9 +51,10 @@ class Direct:
         self.refused = torch.zeros(1, dtype=torch.int32, device=job.device)
         self.peers = Peers()
         self.meeting = Meeting(job.ranks, self.peers, job.ranks.others)
+        self.value, self.total = self.meeting.value, self.meeting.total
         self.own = job.addresses()
         self.far = self._reached()
-        self.stages = [_Stage(self, table) for table in job.stages]
+        self.stages: list[_Stage] = [_Stage(self, table) for table in job.stages]
         if (most := max(job.ranks.gather(self.extra_bytes))) > cap_bytes:
             raise ValueError(
                 f"cap_bytes = {cap_bytes}: tables and hashes need {most} bytes on some rank; give "
@@ -82,18 +84,6 @@ class Direct:
             found[number] = self.peers.address(Share(*shared[buffer.rank][_key(buffer)]))
         return found
 
-    @property
-    def extra_bytes(self) -> int:
-        return sum(stage.extra_bytes for stage in self.stages)
-
-    @property
-    def total(self) -> Tensor:
-        return self.meeting.total
-
-    @property
-    def value(self) -> Tensor:
-        return self.meeting.value
-
     def launch(self) -> None:
         """Nothing is touched if some rank came with a ``value`` other than 0."""
         self.meeting.meet()
@@ -111,20 +101,6 @@ class Direct:
                 yield "compare", stage.fetch
             yield "meet", self.meeting.meet
 
-    def settle(self, verified: bool) -> None:
-        """With ``delta``: note what the destination has now, or that nobody knows."""
-        for stage in self.stages:
-            stage.last.copy_(stage.theirs)
-            stage.fresh.fill_(not verified)
-
-    def delta_bytes(self) -> dict[int, int]:
-        """Bytes that this rank received in the last launch, with ``delta``, by sender."""
-        return by_sender((stage.ends, stage.changed.cpu().numpy() != 0) for stage in self.stages)
-
-    def wrong_tiles(self) -> list[Table]:
-        """Tiles that were written here and whose hashes differ, stage by stage."""
-        return [stage.wrong_tiles() for stage in self.stages]
-
     def release(self) -> None:
         """Let go of the device where it waits for a peer that will not come."""
         self.meeting.stop.fill_(1)
@@ -133,23 +109,12 @@ class Direct:
         self.peers.close()
 
 
-class _Stage:
+class _Stage(Stage):
     def __init__(self, direct: Direct, table: Table) -> None:
-        job, self.direct = direct.job, direct
-        self.ends = found = ends(table, job.ranks.rank)
-        verify, own = job.verify, direct.own
-        self.full = verify == "full"
-
-        def sums(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int64, device=job.device)
-
-        kept = len(found.local) if self.full else 0
-        self.looked = sums(len(found.sends) + kept)
-        self.sent, self.received = self.looked[: len(found.sends)], sums(len(found.receives))
-        self.theirs = sums(len(found.receives))
-        self.kept = self.looked[len(found.sends) :], sums(kept)
+        super().__init__(job := direct.job, table)
+        self.direct, found, own = direct, self.ends, direct.own
         changing = len(found.receives) if job.delta else 0
-        self.last = sums(changing)
+        self.last = self.theirs.new_zeros(changing)
         self.changed = torch.ones(changing, dtype=torch.int32, device=job.device)
         self.fresh = torch.ones(1, dtype=torch.bool, device=job.device)  # nothing is there yet
         self.pulls = self._pulls()
@@ -161,7 +126,7 @@ class _Stage:
             programs=BESIDE_PROGRAMS if hidden else PROGRAMS,
         )  # fmt: skip
         hashed = partial(make, programs=PROGRAMS, stores=False)
-        beside = verify == "hash" and pulled and not job.delta
+        beside = job.verify == "hash" and pulled and not job.delta
         sources = np.concatenate([found.sends, found.local]) if self.full else found.sends
         self.look = _once(
             in_place(job, sources, own, "read"), self.looked,
@@ -185,7 +150,7 @@ class _Stage:
     def _pulls(self) -> list[list[tuple[Launch, Launch | None]]]:
         """For each peer, what to pull and then to read again, part by part. A peer's programs are
         its share of the bytes."""
-        direct, found, job = self.direct, self.ends, self.direct.job
+        direct, found, job = self.direct, self.ends, self.job
         make = partial(copier, refused=direct.refused)
         far = straight(job, found.receives, direct.far, direct.own)
         written = in_place(job, found.receives, direct.own, "write")
@@ -209,7 +174,7 @@ class _Stage:
 
     def _fetch(self) -> Launch:
         """Reads the senders' hashes of the tiles that this rank receives."""
-        direct, ranks, found = self.direct, self.direct.job.ranks, self.ends
+        direct, ranks, found = self.direct, self.job.ranks, self.ends
         begins = {str(peer): span.start for peer, span in found.send_spans.items()}
         told = ranks.gather([share(self.sent) if len(self.sent) else None, begins])
         lines = []
@@ -222,7 +187,7 @@ class _Stage:
         return copier(every, None, direct.refused, PULL_PROGRAMS)
 
     def launch(self) -> None:
-        lanes, meet, job = self.direct.lanes, self.direct.meeting.meet, self.direct.job
+        lanes, meet, job = self.direct.lanes, self.direct.meeting.meet, self.job
         begin = lanes.now()
         aside = [lanes.run("local", self._keep, begin)]
         if not self.travels:
@@ -271,8 +236,13 @@ class _Stage:
                     ends.append(lanes.run(f"again {i}", again, ends[-1]))
         lanes.join(*ends)
 
-    def wrong_tiles(self) -> Table:
-        return self.ends.differing(self.theirs, self.received, *self.kept)
+    def settle(self, verified: bool) -> None:
+        self.last.copy_(self.theirs)
+        self.fresh.fill_(not verified)
+
+    def changed_here(self) -> npt.NDArray[np.bool_]:
+        changed: npt.NDArray[np.bool_] = self.changed.cpu().numpy() != 0
+        return changed
 
 
 def _once(lines: Lines, sums: Tensor, hashed: Callable[[Lines, Tensor], Launch]) -> Launch:

@@ -1,7 +1,7 @@
-"""The work of a transport: the tiles that concern one rank, and where its buffers are."""
+"""The work of a transport: the tiles that concern one rank, where its buffers are, their hashes."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +50,6 @@ class Ends(NamedTuple):
     local: Table
     send_spans: dict[int, slice]
     receive_spans: dict[int, slice]
-
-    def differing(self, theirs: Tensor, received: Tensor, *kept: Tensor) -> Table:
-        """The tiles that came or stayed here and whose two hashes differ."""
-        wrong, stayed = (
-            torch.ne(*pair).nonzero()[:, 0].cpu().numpy() for pair in ((theirs, received), kept)
-        )
-        return np.concatenate([self.receives[wrong], self.local[stayed]])
 
 
 def ends(table: Table, here: int) -> Ends:
@@ -116,11 +109,68 @@ def num_bytes(table: Table) -> int:
     return int(tiles.nbytes(table).sum())
 
 
-def by_sender(stages: Iterable[tuple[Ends, npt.NDArray[np.bool_]]]) -> dict[int, int]:
-    """Bytes of those tiles that a rank received, by the rank that they came from."""
-    found: dict[int, int] = {}
-    for of, chosen in stages:
-        for peer, span in of.receive_spans.items():
-            size = tiles.nbytes(of.receives[span])[chosen[span]].sum()
-            found[peer] = found.get(peer, 0) + int(size)
-    return found
+class Stage:
+    """A stage on one rank: its tiles, and the hashes of what it ``sent`` and ``received``, of what
+    the senders said (``theirs``), and twice of what it ``kept``, where all memory is verified."""
+
+    def __init__(self, job: Job, table: Table) -> None:
+        self.job, self.full = job, job.verify == "full"
+        self.ends = found = ends(table, job.ranks.rank)
+        sent, received = len(found.sends), len(found.receives)
+        kept = len(found.local) if self.full else 0
+        self.looked, self.received, self.theirs, again = (
+            torch.zeros(count, dtype=torch.int64, device=job.device)
+            for count in (sent + kept, received, received, kept)
+        )
+        self.sent, self.kept = self.looked[:sent], (self.looked[sent:], again)
+
+    @property
+    def extra_bytes(self) -> int:
+        raise NotImplementedError
+
+    def settle(self, verified: bool) -> None:
+        """With ``delta``: note what the destination has now, or that nobody knows."""
+        raise NotImplementedError
+
+    def changed_here(self) -> npt.NDArray[np.bool_]:
+        """With ``delta``: which of the tiles that this rank receives came in the last launch."""
+        raise NotImplementedError
+
+    def wrong_tiles(self) -> Table:
+        """The tiles that came or stayed here and whose two hashes differ."""
+        wrong, stayed = (
+            torch.ne(*pair).nonzero()[:, 0].cpu().numpy()
+            for pair in ((self.theirs, self.received), self.kept)
+        )
+        return np.concatenate([self.ends.receives[wrong], self.ends.local[stayed]])
+
+
+class Transport:
+    """What every transport can say of its stages. ``value``: this rank's word to all, by which it
+    refuses a launch; ``total``: the sum of all ranks' words, in the end the number of wrong
+    tiles."""
+
+    stages: Sequence[Stage]
+    value: Any
+    total: Any
+
+    @property
+    def extra_bytes(self) -> int:
+        return sum(stage.extra_bytes for stage in self.stages)
+
+    def settle(self, verified: bool) -> None:
+        for stage in self.stages:
+            stage.settle(verified)
+
+    def delta_bytes(self) -> dict[int, int]:
+        """Bytes that this rank received in the last launch, with ``delta``, by sender."""
+        found: dict[int, int] = {}
+        for stage in self.stages:
+            chosen = stage.changed_here()
+            for peer, span in stage.ends.receive_spans.items():
+                size = tiles.nbytes(stage.ends.receives[span])[chosen[span]].sum()
+                found[peer] = found.get(peer, 0) + int(size)
+        return found
+
+    def wrong_tiles(self) -> list[Table]:
+        return [stage.wrong_tiles() for stage in self.stages]

@@ -66,7 +66,7 @@ class Peers:
     def address(self, shared: Share) -> int:
         handle, offset = shared
         if handle not in self.bases:
-            base, opened = ctypes.c_uint64(), _Handle((ctypes.c_byte * 64)(*_signed(handle)))
+            base, opened = ctypes.c_uint64(), _Handle.from_buffer_copy(bytes.fromhex(handle))
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), opened, _LAZY_PEER_ACCESS)
             self.bases[handle] = base.value
         return self.bases[handle] + offset
@@ -75,10 +75,6 @@ class Peers:
         for base in self.bases.values():
             _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
         self.bases.clear()
-
-
-def _signed(handle: str) -> list[int]:
-    return [byte - 256 if byte > 127 else byte for byte in bytes.fromhex(handle)]
 
 
 @functools.cache

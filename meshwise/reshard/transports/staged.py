@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Table
 from meshwise.reshard.transports.copies import copier, lines
-from meshwise.reshard.transports.job import Ends, Job, at, by_sender, ends, in_place, straight
+from meshwise.reshard.transports.job import Ends, Job, Stage, Transport, at, in_place, straight
 from meshwise.reshard.transports.lanes import Lanes, Launch
 
 SLOTS = 2
@@ -66,7 +66,7 @@ class Carrier(Protocol):
     def close(self) -> None: ...
 
 
-class Staged:
+class Staged(Transport):
     """A job's steps, ready to be launched. On a GPU ``launch`` may be captured in a graph, if the
     carrier may."""
 
@@ -78,12 +78,8 @@ class Staged:
             torch.zeros(1, dtype=torch.int32, device=job.device) for _ in range(3)
         )
         each = cap_bytes // len(job.stages)  # they keep their slots side by side
-        self.stages = [_Stage(self, table, each) for table in job.stages]
+        self.stages: list[_Stage] = [_Stage(self, table, each) for table in job.stages]
         self.verdict = carrier.add(self.value, self.total)
-
-    @property
-    def extra_bytes(self) -> int:
-        return sum(stage.extra_bytes for stage in self.stages)
 
     def launch(self) -> None:
         """Nothing is touched if some rank came with a ``value`` other than 0."""
@@ -107,18 +103,6 @@ class Staged:
                     yield "meet", stage.slots.taken
             yield "compare", stage.swap
 
-    def settle(self, verified: bool) -> None:
-        """With ``delta``: note what the destination has now, or that nobody knows."""
-        for stage in self.stages:
-            stage.settle(verified)
-
-    def delta_bytes(self) -> dict[int, int]:
-        """Bytes that this rank received in the last launch, with ``delta``, by sender."""
-        return by_sender((stage.ends, stage.changed[1]) for stage in self.stages)
-
-    def wrong_tiles(self) -> list[Table]:
-        return [stage.wrong_tiles() for stage in self.stages]
-
     def release(self) -> None:
         self.carrier.release()
 
@@ -136,7 +120,6 @@ class _Side(NamedTuple):
     """Tiles that a rank sends, or receives, in the order of peers; each peer's region of a slot."""
 
     table: Table
-    spans: dict[int, slice]
     parts: dict[int, list[slice]]  # of the table, by peer and step
     regions: dict[int, int]  # where a peer's region begins, in bytes
     nbytes: int
@@ -167,21 +150,13 @@ def _side(table: Table, spans: dict[int, slice], count: int) -> _Side:
         ]
         regions[peer] = at_
         at_ += max(int(tiles.packed(table[cut])[-1]) for cut in cuts[peer])
-    return _Side(table, spans, cuts, regions, at_)
+    return _Side(table, cuts, regions, at_)
 
 
-class _Stage:
+class _Stage(Stage):
     def __init__(self, staged: Staged, table: Table, cap_bytes: int) -> None:
-        job, self.staged = staged.job, staged
-        self.ends = found = ends(table, job.ranks.rank)
-        self.sent, self.received, self.theirs = (
-            torch.zeros(len(side), dtype=torch.int64, device=job.device)
-            for side in (found.sends, found.receives, found.receives)
-        )
-        kept = torch.zeros(
-            len(found.local) if job.verify == "full" else 0, dtype=torch.int64, device=job.device
-        )
-        self.kept = kept, torch.zeros_like(kept)
+        super().__init__(job := staged.job, table)
+        self.staged, found = staged, self.ends
         count = _num_steps(job, found, cap_bytes, self._tables_bytes)
         self.sides = (
             _side(found.sends, found.send_spans, count),
@@ -193,18 +168,17 @@ class _Stage:
             torch.empty(self.sides[1].nbytes, dtype=torch.uint8, device=job.device)
             for _ in range(slots)
         ]
-        self.count = count
         self.changed = np.ones(len(found.sends), np.bool_), np.ones(len(found.receives), np.bool_)
         self.last = torch.zeros_like(self.sent), torch.zeros_like(self.received)  # for ``delta``
         self.fresh = True  # the destination has nothing
-        self.steps = self._steps()
+        self.steps = [self._step(i) for i in range(count)]
         whole = partial(copier, refused=staged.refused, programs=PROGRAMS)
         own = staged.own
         self.local: Launch = whole(straight(job, found.local, own, own), None)
         if job.delta:
             self.look = whole(in_place(job, found.sends, own, "read"), self.sent, stores=False)
         self.again: list[Launch] = []
-        if job.verify == "full":
+        if self.full:
             self.again = [
                 whole(in_place(job, table, own, end), sums, stores=False)
                 for table, end, sums in (
@@ -223,19 +197,16 @@ class _Stage:
 
     @property
     def _tables_bytes(self) -> int:
-        job, found = self.staged.job, self.ends
-        moved, full = len(found.sends) + len(found.receives), job.verify == "full"
+        job, found, full = self.job, self.ends, self.full
+        moved = len(found.sends) + len(found.receives)
         lines_ = (1 + full) * moved + (1 + 2 * full) * len(found.local)
         lines_ += len(found.sends) if job.delta else 0
         sums = len(self.sent) + 2 * len(self.received) + 2 * len(self.kept[0])
         sums += moved if job.delta else 0
         return 8 * (LINE_WORDS * lines_ + sums)
 
-    def _steps(self) -> list[_Step]:
-        return [self._step(i) for i in range(self.count)]
-
     def _step(self, number: int) -> _Step:
-        job, own, slot = self.staged.job, self.staged.own, number % SLOTS
+        job, own, slot = self.job, self.staged.own, number % SLOTS
         sends, receives = self.sides
         fused = job.verify == "hash"
         work = partial(copier, refused=self.staged.refused, programs=self.staged.carrier.programs)
@@ -259,7 +230,7 @@ class _Stage:
 
     def launch(self) -> None:
         lanes, taken = self.staged.lanes, self.slots.taken
-        if self.staged.job.delta:
+        if self.job.delta:
             self._choose()
         begin = lanes.now()
         apart = lanes.run("local", self.local, begin)
@@ -274,7 +245,7 @@ class _Stage:
             landed[slot] = lanes.run("unpack", step.unpack, moved)
             free[slot] = lanes.run("taken", taken, moved) if taken else moved
         lanes.join(apart, *free, *landed)
-        if self.staged.job.verify == "off":
+        if self.job.verify == "off":
             return
         for work in self.again:
             work()
@@ -292,7 +263,7 @@ class _Stage:
             for now, last in zip((self.sent, self.theirs), self.last, strict=True)
         )
         self.changed = sent, received
-        self.steps = self._steps()
+        self.steps = [self._step(i) for i in range(len(self.steps))]
 
     def settle(self, verified: bool) -> None:
         for last, now in zip(self.last, (self.sent, self.theirs), strict=True):
@@ -304,8 +275,8 @@ class _Stage:
         if self.slots.packed:
             self.slots.packed(number % SLOTS)
 
-    def wrong_tiles(self) -> Table:
-        return self.ends.differing(self.theirs, self.received, *self.kept)
+    def changed_here(self) -> npt.NDArray[np.bool_]:
+        return self.changed[1]
 
 
 def _num_steps(job: Job, found: Ends, cap_bytes: int, tables_bytes: int) -> int:

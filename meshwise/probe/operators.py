@@ -1,0 +1,182 @@
+"""Operations of one device, made ready: products, convolutions, memory-bound work; and attention.
+
+**Matrix products**: C[m,n] = A[m,k] B[k,n] into a preallocated C, operands stored as the case says.
+A linear layer's forward stores B transposed (the weight is [n,k]), its input gradient stores
+neither, its weight gradient stores A transposed. fp8 is e4m3: normal numbers scaled so that the
+largest of the tensor, or of each row of A and column of B, is e4m3's largest (448), the sum kept in
+full precision, C in bf16. Grouped products allocate their result, as torch has no way to give one,
+but those of equal groups that are batched.
+
+**Convolutions** by cuDNN or oneDNN, each product alone: y of x and w, dx of dy and w, dw of dy, x.
+Channels last, weights too, padded by kernel // 2. The library guesses which of its algorithms is
+fastest, as in a step: none is tried out. Results are allocated, since torch takes no buffer for
+them.
+
+**Memory-bound work**: copies, by whose curve elementwise work is priced, and the optimizer. adamw
+is one fused step over one flat fp32 parameter: p, g, m, v read and p, m, v written, 28 bytes an
+element. h2d and d2h copy between pinned memory of the host and the device.
+
+tf32 and fp32 are work on fp32 tensors with torch's precision set to one or the other.
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from meshwise.parallel import torch_private
+from meshwise.probe import attention
+from meshwise.probe.work import (
+    Call,
+    Unavailable,
+    Work,
+    fp32_precision,
+    num_buffers,
+    torch_dtype,
+    tried,
+)
+from meshwise.spec import Attention, Case, Convolution, Elementwise, Gemm
+from meshwise.timing import randn
+
+FP32_BYTES = 4
+_FP8 = torch.float8_e4m3fn
+_ALIGNED_ROWS = 8  # experts' rows are padded to it: 16 bytes of bf16, which the kernels ask for
+_OUTPUTS = {"dgrad": [True, False, False], "wgrad": [False, True, False]}  # dx, dw, of a bias
+
+
+def build(case: Case, device: torch.device, settings: contextlib.ExitStack) -> Work:
+    """``settings`` keeps torch's precision, or attention's kernel, as the case needs it until the
+    caller closes it."""
+    op = case.op
+    if isinstance(op, Attention):
+        return attention.build(case, device, settings)
+    make: Any  # of the operation, the device and a seed: a call
+    if isinstance(op, Gemm):
+        settings.enter_context(fp32_precision(torch.backends.cuda.matmul, op.dtype, device))
+        make = _grouped if op.groups > 1 else _scaled if op.dtype == "fp8" else _product
+        make = _batched if op.batched else make
+    elif isinstance(op, Convolution):
+        kernels: Any = torch.backends.cudnn
+        settings.enter_context(fp32_precision(kernels.conv, op.dtype, device))
+        make = _convolution
+    else:
+        assert isinstance(op, Elementwise), op
+        if op.kind not in ("copy", "adamw", "h2d", "d2h"):
+            raise Unavailable(f"no probe for {op.kind}: it is priced by its bytes, as a copy")
+        if op.kind in ("h2d", "d2h") and device.type == "cpu":
+            raise Unavailable("no host link: the device is the host")
+        make = _adamw if op.kind == "adamw" else _copy
+    calls = [make(op, device, 3 * i) for i in range(num_buffers(case, op.bytes, device))]
+    tried(calls[0])
+    return Work(calls=tuple(calls))
+
+
+def _product(op: Gemm, device: torch.device, seed: int) -> Call:
+    dtype = torch.float32 if op.dtype == "tf32" else torch_dtype(op.dtype)
+    a = _operand((op.m, op.k), op.trans_a, dtype, device, seed)
+    b = _operand((op.k, op.n), op.trans_b, dtype, device, seed + 1)
+    return functools.partial(
+        torch.mm, a, b, out=torch.empty(op.m, op.n, dtype=dtype, device=device)
+    )
+
+
+def _operand(
+    shape: tuple[int, ...], transposed: bool, dtype: torch.dtype, device: torch.device, seed: int
+) -> torch.Tensor:
+    """A tensor of ``shape``, its last two dims stored the other way round when ``transposed``."""
+    if transposed:
+        return randn((*shape[:-2], shape[-1], shape[-2]), dtype, device, seed).mT
+    return randn(shape, dtype, device, seed)
+
+
+def _scaled(op: Gemm, device: torch.device, seed: int) -> Call:
+    if op.trans_a or not op.trans_b:
+        raise Unavailable("fp8 kernels take A by rows and B by columns (nt) only")
+    if op.n % 16 or op.k % 16:
+        raise Unavailable(f"fp8 kernels take n and k in multiples of 16, not {op.n} and {op.k}")
+    a, scale_a = quantised(randn((op.m, op.k), torch.float32, device, seed), op.scaling)
+    b, scale_b = quantised(randn((op.n, op.k), torch.float32, device, seed + 1), op.scaling)
+    out = torch.empty(op.m, op.n, dtype=torch.bfloat16, device=device)
+    return functools.partial(torch_private.scaled_mm, a, b.T, scale_a, scale_b.T, out)
+
+
+def quantised(x: torch.Tensor, scaling: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 numbers, and the fp32 scale that turns them back into ``x``: [1, 1] or [rows, 1]."""
+    largest = x.abs().amax(dim=1, keepdim=True) if scaling == "row" else x.abs().amax().view(1, 1)
+    scale = largest / torch.finfo(_FP8).max
+    return (x / scale).to(_FP8), scale
+
+
+def _batched(op: Gemm, device: torch.device, seed: int) -> Call:
+    """One product of stacked matrices; in each a share of the rows that are divided."""
+    if op.dtype in ("fp8", "tf32"):
+        raise Unavailable(f"no probe for batched products in {op.dtype}; measure bf16")
+    n, m, k = op.groups, op.m, op.k
+    m, k = (m, k // n) if op.trans_a else (m // n, k)
+    dtype = torch_dtype(op.dtype)
+    a = _operand((n, m, k), op.trans_a, dtype, device, seed)
+    b = _operand((n, k, op.n), op.trans_b, dtype, device, seed + 1)
+    out = torch.empty(n, m, op.n, dtype=dtype, device=device)
+    return functools.partial(torch.bmm, a, b, out=out)
+
+
+def _grouped(op: Gemm, device: torch.device, seed: int) -> Call:
+    """Groups of equal size, as near as their alignment allows."""
+    if op.dtype not in ("bf16", "fp16", "fp32"):
+        raise Unavailable(f"no probe for grouped products in {op.dtype}; measure bf16")
+    if op.trans_a and op.trans_b:
+        raise Unavailable("no probe for grouped products of two transposed operands")
+    dtype = torch_dtype(op.dtype)
+    a = _operand((op.m, op.k), op.trans_a, dtype, device, seed)
+    of_group = () if op.trans_a else (op.groups,)
+    b = _operand((*of_group, op.k, op.n), op.trans_b, dtype, device, seed + 1)
+    ends = group_ends(op.k if op.trans_a else op.m, op.groups)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    return functools.partial(F.grouped_mm, a, b, offs=offsets)
+
+
+def group_ends(rows: int, groups: int) -> list[int]:
+    """The end of each of ``groups`` among ``rows``."""
+    step = _ALIGNED_ROWS if rows >= _ALIGNED_ROWS * groups else 1
+    return [rows * i // groups // step * step for i in range(1, groups)] + [rows]
+
+
+def _convolution(op: Convolution, device: torch.device, seed: int) -> Call:
+    dtype = torch.float32 if op.dtype == "tf32" else torch_dtype(op.dtype)
+
+    def stored(rows: int, channels: int, size: Sequence[int], seed: int) -> torch.Tensor:
+        return randn((rows, *size, channels), dtype, device, seed).permute(0, 3, 1, 2)
+
+    x = stored(op.batch, op.in_channels, (op.height, op.width), seed)
+    w = stored(op.out_channels, op.in_channels, [op.kernel] * 2, seed + 1)
+    stride, padding = [op.stride] * 2, [op.kernel // 2] * 2
+    if op.product == "forward":
+        return functools.partial(F.conv2d, x, w, None, stride, padding)
+    out = [-(-size // op.stride) for size in (op.height, op.width)]
+    dy = stored(op.batch, op.out_channels, out, seed + 2)
+    backward = torch.ops.aten.convolution_backward.default
+    fixed = ([1, 1], False, [0, 0], 1)  # dilation, transposed, output padding, groups
+    return functools.partial(
+        backward, dy, x, w, None, stride, padding, *fixed, _OUTPUTS[op.product]
+    )
+
+
+def _copy(op: Elementwise, device: torch.device, seed: int) -> Call:
+    assert op.read_bytes == op.write_bytes, "a copy writes what it reads"
+    source = randn((op.read_bytes // FP32_BYTES,), torch.float32, device, seed)
+    target = torch.empty_like(source)
+    if op.kind == "h2d":
+        source = source.cpu().pin_memory()
+    elif op.kind == "d2h":
+        target = target.cpu().pin_memory()
+    return functools.partial(target.copy_, source, non_blocking=True)
+
+
+def _adamw(op: Elementwise, device: torch.device, seed: int) -> Call:
+    elements = op.read_bytes // (4 * FP32_BYTES)
+    parameter = torch.nn.Parameter(randn((elements,), torch.float32, device, seed))
+    parameter.grad = randn((elements,), torch.float32, device, seed + 1)
+    return torch.optim.AdamW([parameter], lr=1e-4, fused=True).step
