@@ -8,7 +8,6 @@ them. tf32 and fp32 are convolutions of fp32 tensors with torch's precision set 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,7 @@ def build(case: Case, device: torch.device, settings: contextlib.ExitStack) -> W
     """``settings`` keeps torch's fp32 precision as the case needs it until the caller closes it."""
     op = case.op
     assert isinstance(op, Convolution)
-    kernels: Any = torch.backends.cudnn
-    settings.enter_context(fp32_precision(kernels.conv, op.dtype, device))
+    settings.enter_context(fp32_precision(op.dtype, device))
     calls = [_call(op, device, 3 * i) for i in range(num_buffers(case, op.bytes, device))]
     tried(calls[0])
     return Work(calls=tuple(calls))

@@ -29,7 +29,7 @@ def build(case: Case, device: torch.device, settings: contextlib.ExitStack) -> W
     """``settings`` keeps torch's fp32 precision as the case needs it until the caller closes it."""
     op = case.op
     assert isinstance(op, Gemm)
-    settings.enter_context(fp32_precision(torch.backends.cuda.matmul, op.dtype, device))
+    settings.enter_context(fp32_precision(op.dtype, device))
     make = _grouped if op.groups > 1 else _scaled if op.dtype == "fp8" else _plain
     calls = [make(op, device, 2 * i) for i in range(num_buffers(case, op.bytes, device))]
     tried(calls[0])
