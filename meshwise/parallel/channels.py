@@ -38,10 +38,10 @@ def divide(model: WideResNet, place: Place) -> None:
             if isinstance(module, BatchNorm):
                 module.mean_over_ranks = average
     if place.layout.tp > 1:
-        over_tp(model, place.mesh["tp"])
+        _divide(model, place.mesh["tp"])
 
 
-def over_tp(model: WideResNet, tp_mesh: DeviceMesh) -> None:
+def _divide(model: WideResNet, tp_mesh: DeviceMesh) -> None:
     for layer in model.layers.values():
         for name, dim in DIMS.items():
             _cut(getattr(layer, name), tp_mesh, Shard(dim))

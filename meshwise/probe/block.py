@@ -20,12 +20,12 @@ from collections.abc import Callable
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwise.models import stream_shape
-from meshwise.nn import WideResNet, build
-from meshwise.parallel import channels, mesh, tensor
+from meshwise.nn import build
+from meshwise.parallel import mesh, tensor
 from meshwise.parallel.apply import Lowering, fill, is_one_graph, loss_context, loss_function
+from meshwise.parallel.mesh import Place
 from meshwise.probe.work import Work, torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Block, Case, LanguageModel, Layout, layer_kinds
@@ -33,11 +33,11 @@ from meshwise.timing import randn
 
 
 class Blocks:
-    """Holds the tp meshes, and the block built last: its forward and backward share it."""
+    """Holds places in tp groups, and the block built last: its forward and backward share it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.meshes: dict[int, DeviceMesh] = {}
+        self.places: dict[int, Place] = {}
         self.held: tuple[Case, _Built] | None = None
 
     def build(self, case: Case) -> Work:
@@ -48,7 +48,7 @@ class Blocks:
             self.release()
             if case.lowering == "compiled":
                 torch.compiler.reset()  # it refuses to compile one function for a ninth shape
-            self.held = either, _Built(op, case.lowering, self._tp_mesh(op.tp), self.ranks.device)
+            self.held = either, _Built(op, case.lowering, self._place(op), self.ranks.device)
         return self.held[1].work(case.op.direction)
 
     def release(self) -> None:
@@ -57,21 +57,23 @@ class Blocks:
             self.held[1].drop()
         self.held = None
 
-    def _tp_mesh(self, tp: int) -> DeviceMesh | None:
-        if tp > 1 and tp not in self.meshes:
-            layout = Layout(dp=self.ranks.world_size // tp, tp=tp)
-            self.meshes[tp] = mesh.build(layout, self.ranks.device.type).mesh["tp"]
-        return self.meshes.get(tp)
+    def _place(self, op: Block) -> Place | None:
+        """Where this rank stands in its tp group, as if there were no other."""
+        if op.tp > 1 and op.tp not in self.places:
+            all_ranks = Layout(dp=self.ranks.world_size // op.tp, tp=op.tp)
+            self.places[op.tp] = mesh.build(all_ranks, self.ranks.device.type)
+        alone = Layout(tp=op.tp, sequence_parallel=op.sequence_parallel)
+        return self.places[op.tp]._replace(layout=alone) if op.tp > 1 else None
 
 
 class _Built:
     """A module on its device, its inputs, and the graph of its last forward."""
 
     def __init__(
-        self, op: Block, lowering: Lowering, tp_mesh: DeviceMesh | None, device: torch.device
+        self, op: Block, lowering: Lowering, place: Place | None, device: torch.device
     ) -> None:
-        self.layout = Layout(tp=op.tp, sequence_parallel=op.sequence_parallel)
-        self.module = module = _module(op, self.layout, tp_mesh, device)
+        self.layout = Layout() if place is None else place.layout
+        self.module = module = _module(op, place, device)
         into, out = _shapes(op)
         self.x = _activation(into, op.dtype, device, seed=0).requires_grad_()
         self.y: Tensor | None = None
@@ -84,7 +86,7 @@ class _Built:
             self.gradient = _activation(out, op.dtype, device, seed=1)
         else:
             assert isinstance(op.model, LanguageModel)
-            loss = loss_function(self.layout, lowering, tp_mesh)
+            loss = loss_function(self.layout, lowering, place and place.mesh["tp"])
             size = (op.microbatch_size, op.seq_len)
             targets = torch.randint(op.model.vocab, size, device=device)
             self.constants.append(targets)
@@ -132,20 +134,14 @@ class _Built:
         return sum(size for address, size in found.items() if address not in known)
 
 
-def _module(
-    op: Block, layout: Layout, tp_mesh: DeviceMesh | None, device: torch.device
-) -> nn.Module:
+def _module(op: Block, place: Place | None, device: torch.device) -> nn.Module:
     index = _layer(op)
     with torch.device("meta"):
-        model = build(op.model, range(index, index + 1) if op.form else None, routing="balanced")
+        model = build(op.model, range(index, index + 1), routing="balanced")
+    if place is not None:
+        tensor.apply(model, place)
     name = "head" if op.part == "head" else f"layers.{index}"
     module = model.get_submodule(name)
-    if tp_mesh is not None and isinstance(model, WideResNet):
-        channels.over_tp(model, tp_mesh)
-    elif tp_mesh is not None:
-        splitter = tensor.Splitter(tp_mesh, layout.placed)
-        split = splitter.head if op.part == "head" else splitter.layer
-        split(module)  # type: ignore[arg-type]
     fill(model, module, name, 0, device, torch_dtype(op.dtype))
     return module
 

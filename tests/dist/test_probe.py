@@ -254,7 +254,7 @@ def test_four_ranks(tmp_path):
         block("layer", "forward"),
         *(block(part, way, tp=2) for part in ("layer", "head") for way in WAYS),
         *(block(part, "backward", tp=2, model=LLAMA) for part in ("layer", "head")),
-        *(block("layer", way, model=EXPERTS) for way in WAYS),
+        *(block("layer", way, tp, EXPERTS) for way in WAYS for tp in (1, 2)),
         *(of_images(form, tp) for form in ("0.rest", "1.first") for tp in (1, 2)),
         *(collective(kind, 4) for kind in KINDS),
         collective("all_gather", 2, 2),

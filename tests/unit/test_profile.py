@@ -19,6 +19,7 @@ from meshwise.spec import (
     Collective,
     Device,
     Elementwise,
+    Experts,
     Gemm,
     Layout,
     Model,
@@ -81,6 +82,18 @@ def test_a_block_comes_after_all_that_its_price_is_made_of(kind, world_size):
                     assert part in measured
                 elif isinstance(part, Collective):
                     assert (part.kind, part.group_size) in curves
+
+
+def test_layers_of_experts_are_blocks_over_tp_too():
+    experts = msgspec.structs.replace(
+        MODEL, experts=Experts(num_experts=4, top_k=2, ffn=192, every=1)
+    )
+    ops = [case.op for case in a_profile("cuda", 4, (experts,))]
+    layers = [op for op in ops if isinstance(op, Block) and op.part == "layer"]
+    assert {(op.tp, op.sequence_parallel) for op in layers} == {(1, False), (2, False), (2, True)}
+    for op in layers:
+        products = {part for part in block_ops(op) if isinstance(part, Shaped)}
+        assert products <= {*ops[: ops.index(op)]}
 
 
 @pytest.mark.parametrize(("kind", "world_size"), PROFILES)

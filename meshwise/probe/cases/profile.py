@@ -285,7 +285,7 @@ def _blocks(
     which: slice = FIRST,
 ) -> Iterator[Block]:
     """Layer and head of the nth microbatch, forward and backward; nothing where this degree cannot
-    be, and of experts over tp the head alone. ``which`` of the layers of several shapes."""
+    be. ``which`` of the layers of several shapes."""
     sizes, seq_len = profile.microbatches(model), profile.length(model)
     if nth >= len(sizes):
         return
@@ -294,10 +294,8 @@ def _blocks(
         return
     found = blocks_of(model, seq_len, layout, profile.dtype)
     layers = [*dict.fromkeys(piece for piece, _ in found if piece[0] == "layer")][which]
-    has_experts = not isinstance(model, WideResNet) and model.has_experts(0)
     for (piece, _), block in found.items():
-        is_measured = piece in layers and not (has_experts and tp > 1)
-        if is_measured or (piece[0] == "head" and which == FIRST):
+        if piece in layers or (piece[0] == "head" and which == FIRST):
             yield block
 
 
