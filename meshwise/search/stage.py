@@ -243,9 +243,10 @@ def _cost(
 
 
 def factors_of(kind: StageKind, prices: Prices, dtype: Dtype) -> Factors:
-    """The factors of a stage's blocks, with their errors."""
+    """The factors of the blocks that a stage has, with their errors."""
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, dtype)
-    return {key: prices.factor(block) for key, block in blocks.items()}
+    here = {"", *(layer.form for layer in kind.layers)}
+    return {key: prices.factor(of) for key, of in blocks.items() if of.form in here}
 
 
 def direction_of(phase: str) -> str:
