@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwise import store
-from meshwise.engine import agree, memory
+from meshwise.engine import agree, kernels, memory
 from meshwise.options.run import Counts, Course
 from meshwise.parallel import mesh
 from meshwise.parallel.mesh import Place
@@ -106,7 +106,8 @@ def sample(
     with timed(spent, "setup_s"):
         place = mesh.build(plan.layout, ranks.device.type)
     try:
-        found = work(Job(ranks, place, request, plan, spent))
+        with kernels.fp32_precision(plan.recipe.fp32_precision):
+            found = work(Job(ranks, place, request, plan, spent))
     except torch.OutOfMemoryError as error:
         return filled(status="oom", reason=str(error))
     return filled(status="error" if "reason" in found else "ok", **found)

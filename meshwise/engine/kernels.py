@@ -1,15 +1,18 @@
-"""Chooses the kernel of attention: holds torch's scaled dot product attention to one of its own.
+"""Chooses kernels: which of torch's scaled dot product attentions, and how fp32 is multiplied.
 
 In: a recipe and a device. Out: a context to train in. ``auto`` on a GPU takes the first that can
 of cuDNN, flash, efficient and math; on a CPU it is torch's own choice.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwise.spec import Recipe
+from meshwise.spec.recipe import Precision
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -31,6 +34,23 @@ def choose(recipe: Recipe, device: torch.device, dtype: str) -> AbstractContextM
             return nullcontext()
         return sdpa_kernel(list(BACKENDS.values()), set_priority=True)
     return sdpa_kernel(BACKENDS[recipe.attention])
+
+
+@contextmanager
+def fp32_precision(wanted: Precision) -> Iterator[None]:
+    """Hold products and convolutions of fp32 tensors on GPUs to IEEE fp32 or to TF32.
+
+    Torch itself takes TF32 for convolutions and fp32 for products. Its older settings are set:
+    compiled code reads them, which raises where the newer ones say something else.
+    """
+    products: Any = torch.backends.cuda.matmul
+    convolutions: Any = torch.backends.cudnn
+    before = [of.fp32_precision == "tf32" for of in (products, convolutions.conv)]
+    products.allow_tf32 = convolutions.allow_tf32 = wanted == "tf32"
+    try:
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = before
 
 
 def _lacking(name: str, device: torch.device, dtype: str) -> str:

@@ -72,7 +72,8 @@ def train(ranks: Ranks, request: Request) -> Sample:
                 found["reason"] += f"; {_first_nonfinite(job, len(found['metrics']['losses']))}"
         if asked.check and "reason" not in found:
             job.say("checking three steps against one device")
-            found |= _check(job, found["metrics"])
+            with kernels.fp32_precision("ieee"):
+                found |= _check(job, found["metrics"])
         return found
 
     return frame.sample(ranks, request, plan, case_of(plan, "train"), work)

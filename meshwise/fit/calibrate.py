@@ -64,7 +64,10 @@ def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
     costs = Costs(
         cluster=info.cluster,
         dtype=_most_common(products, "fp32"),
-        lowering=_most_common([s.case.lowering for each in blocks for s, _ in each.timed], "eager"),
+        lowering=_most_common(
+            [sample.case.lowering for each in blocks for sample, _ in each.timed],
+            info.cluster.device.lowering,
+        ),
         world_size=info.world_size,
         curves=curves,
         surfaces=tuple(_surface(each, copies) for each in shaped),

@@ -1,6 +1,10 @@
 """Operation graphs of models, what each rank does of them, and counts. No torch."""
 
+from collections import Counter
 from functools import lru_cache
+from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from meshwise.models import families
 from meshwise.models.apply import Loop, Program, Span, apply
@@ -17,22 +21,29 @@ from meshwise.spec import (
     LayerKind,
     Layout,
     Op,
+    WideResNet,
+    layer_kinds,
 )
 from meshwise.spec.layout import Recompute
+from meshwise.spec.op import Direction, Dtype
 
 __all__ = [
+    "DIRECTIONS",
     "Device",
     "Graph",
     "Loop",
+    "Piece",
     "Program",
     "Span",
     "Task",
     "apply",
     "block_ops",
     "block_tasks",
+    "blocks_of",
     "device_of",
     "graph",
     "num_parameters",
+    "piece_of",
     "saved_activation_bytes",
     "saved_block_bytes",
     "step_flops",
@@ -64,10 +75,53 @@ def graph(
     return training_step(on_cpu(forward) if device == "cpu" else forward, recompute)
 
 
+Piece = tuple[str, str]  # part and form of a block
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+ENTRY = ("layers.0.in", "layers.0.in.grad")  # of a stage of images, not of the layer behind it
+
+
+def blocks_of(
+    model: AnyModel, seq_len: int, layout: Layout, dtype: Dtype
+) -> dict[tuple[Piece, str], Block]:
+    """The blocks of a layout, of as many tokens or images as a rank has. Of images they are the
+    layers alone, each kind of them, the most frequent first."""
+    pieces: list[tuple[Literal["layer", "head"], str]] = [("layer", ""), ("head", "")]
+    few: AnyModel
+    if isinstance(model, WideResNet):
+        forms = Counter(kind.form for kind in layer_kinds(model, seq_len))
+        pieces = [("layer", form) for form, _ in forms.most_common()]
+        few = replace(model, name="", blocks=tuple(min(count, 2) for count in model.blocks))
+    else:
+        few = replace(model, name="", layers=1)
+    return {
+        ((part, form), direction): Block(
+            part=part,
+            form=form,
+            model=few,
+            microbatch_size=layout.microbatch_size,
+            seq_len=seq_len // layout.cp,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            direction=direction,
+            dtype=dtype,
+        )
+        for part, form in pieces
+        for direction in DIRECTIONS
+    }
+
+
+def piece_of(task: Task, layers: tuple[LayerKind, ...]) -> Piece:
+    """Part and form of the block that holds a task of a stage of ``layers`` of images."""
+    if task.part != "layer":
+        return task.part, ""
+    return task.part, layers[int(task.name.split(".")[1])].form
+
+
 def block_tasks(block: Block, device: Device = "cuda") -> tuple[Task, ...]:
     """What one rank does in a block: its compute and tensor-parallel collectives, in order."""
     tasks = _block_program(block, device).tasks
-    return tuple(t for t in tasks if t.part == block.part and t.phase == block.direction)
+    here = (block.part, block.direction)
+    return tuple(t for t in tasks if (t.part, t.phase) == here and t.name not in ENTRY)
 
 
 def _block_program(block: Block, device: Device) -> Program:
@@ -76,9 +130,12 @@ def _block_program(block: Block, device: Device) -> Program:
         sequence_parallel=block.sequence_parallel,
         microbatch_size=block.microbatch_size,
     )
+    alone: dict[str, Any] = {}
+    if block.form:
+        alone = {"layers": (LayerKind(block.form),), "first": False, "last": False}
     size = block.microbatch_size
-    whole = graph(block.model, size, block.seq_len, block.dtype, device=device)
-    return apply(whole, layout, block.dtype, device=device)
+    of = graph(block.model, size, block.seq_len, block.dtype, device=device, **alone)
+    return apply(of, layout, block.dtype, device=device)
 
 
 def block_ops(block: Block, device: Device = "cuda") -> tuple[Op, ...]:
@@ -90,6 +147,6 @@ def saved_block_bytes(block: Block, device: Device = "cuda") -> int:
     """Bytes that a block's backward reads of the forward pass on one rank, its input included."""
     program = _block_program(block, device)
     written = {name for t in program.tasks if t.phase == "forward" for name in t.writes}
-    mine = [t for t in program.tasks if t.phase == "backward" and t.part == block.part]
+    mine = block_tasks(replace(block, direction="backward"), device)
     read = {name for task in mine for name in task.reads} & written
     return sum(program.buffers[name].num_bytes for name in read)

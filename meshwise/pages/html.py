@@ -98,7 +98,13 @@ def _is_priced(contents: Contents) -> bool:
 
 def _legend(contents: Contents) -> list[str]:
     """Explain the words and units of the page."""
-    counted = {steps.flop_legend(result): None for result in contents.results if result.time}
+    counted = {
+        tables.flop_legend(result.plan.model, result.mode): None
+        for result in contents.results
+        if result.time
+    }
+    if not counted and contents.plan is not None:
+        counted = {tables.flop_legend(contents.plan.model): None}
     return [
         *(ERRORS if _is_priced(contents) else ()),
         collectives.BUS_LEGEND,

@@ -12,7 +12,7 @@ from meshwise import store
 from meshwise.pages import collectives, compute, refit, ring, scaling
 from meshwise.pages.spread import Reading, reading, readings
 from meshwise.pages.table import ABSENT, Table, columns, filled, listed
-from meshwise.pages.tables import INTERVAL
+from meshwise.pages.tables import INTERVAL, rate_unit
 from meshwise.spec import (
     Block,
     Case,
@@ -208,7 +208,7 @@ def _rate(one: Reading) -> str:
     if isinstance(one.op, Elementwise):
         return format_rate(one.bytes_per_s, "B/s")
     if isinstance(one.op, Step):
-        return format_rate(one.op.workload.tokens / one.median_s, "token/s")
+        return format_rate(one.op.tokens / one.median_s, rate_unit(one.op.model))
     return ABSENT
 
 

@@ -31,8 +31,8 @@ from meshwise.pages.table import (
     listed,
     percent,
 )
-from meshwise.pages.tables import CONVENTION, INTERVAL, MFU_LEGEND, headline
-from meshwise.spec import Plan, Record, RunInfo, Sample, Step, WideResNet, Workload
+from meshwise.pages.tables import CONVENTION, INTERVAL, flop_legend, headline, rate_unit
+from meshwise.spec import Plan, Record, RunInfo, Sample, Step, Workload
 from meshwise.spec.phases import ADDENDS
 from meshwise.units import format_bytes, format_count, format_seconds
 
@@ -40,14 +40,6 @@ UNFINISHED = "it has not finished"
 CHECK_LEGEND = (
     "Loss error: largest relative difference from one device over three steps, in fp32 (of images: "
     "fp64)."
-)
-IMAGES_LEGEND = (
-    "FLOP/s and MFU count two for each multiplication of the convolutions and the head, three "
-    "times for a training step."
-)
-FORWARD_LEGEND = (
-    f"FLOP/s and MFU count a forward pass, a third of {CONVENTION}'s step: 2 per parameter and "
-    "token without embedding lookups, plus 4 x layers x hidden x seq a token, attention not halved."
 )
 INFER_LEGEND = (
     "Latency: from a batch's start on the first stage to its end on the last, one batch at a time. "
@@ -159,7 +151,6 @@ def result(info: RunInfo, samples: list[Sample]) -> StepResult:
         reason = sample.reason or UNFINISHED
         return usual(status=sample.status, reason=reason, metrics=sample.metrics)
     median_s, low_s, high_s = stats.median_interval(sample.times_s)
-    num_tokens = op.workload.global_batch_size if op.mode == "decode" else op.workload.tokens
     rate = _flops(op) / median_s / plan.layout.num_devices
     peak = plan.cluster.device.peak_flops.get(plan.dtype)
     time, memory = Outcome(measured=median_s), None
@@ -178,7 +169,7 @@ def result(info: RunInfo, samples: list[Sample]) -> StepResult:
         measured_high_s=high_s,
         mean_s=statistics.fmean(sample.times_s),
         std_s=statistics.stdev(sample.times_s) if len(sample.times_s) > 1 else 0.0,
-        tokens_per_s=num_tokens / median_s,
+        tokens_per_s=op.tokens / median_s,
         flops_per_device_per_s=rate,
         mfu=rate / peak if peak else None,
         memory=memory,
@@ -267,7 +258,7 @@ def _phases(done: Sequence[StepResult]) -> list[Table]:
 def _speed(done: Sequence[StepResult]) -> Table:
     checked = any(result.check_loss_error is not None for result in done)
     learned = any(each(result.metrics, "losses") for result in done)
-    unit = _unit(done[0])
+    unit = rate_unit(done[0].plan.model)
     if done[0].mode == "infer":
         unit += ", streamed" if _is_one_loop(done) else ", one by one"
     losses = {"first loss": _loss(0), "last loss": _loss(-1)}
@@ -281,23 +272,16 @@ def _speed(done: Sequence[StepResult]) -> Table:
         *columns(format_count, {"parameters": "num_parameters"}),
         *columns("{:.4f}".format, losses if learned else {}),
         *columns("{:.1e}".format, {"loss error": "check_loss_error"} if checked else {}),
-        legend=(flop_legend(done[0]), *(LOSS_LEGEND,) * learned, *(CHECK_LEGEND,) * checked),
+        legend=(
+            flop_legend(done[0].plan.model, done[0].mode),
+            *(LOSS_LEGEND,) * learned,
+            *(CHECK_LEGEND,) * checked,
+        ),
     )
 
 
 def _loss(index: int) -> Callable[[StepResult], float | None]:
     return lambda result: next(iter(each(result.metrics, "losses")[index:]), None)
-
-
-def _unit(result: StepResult) -> str:
-    return "images/s" if isinstance(result.plan.model, WideResNet) else "tokens/s"
-
-
-def flop_legend(result: StepResult) -> str:
-    """Say what the run's FLOP/s count."""
-    if isinstance(result.plan.model, WideResNet):
-        return IMAGES_LEGEND
-    return MFU_LEGEND if result.mode == "train" else FORWARD_LEGEND
 
 
 def _outcome(
@@ -350,7 +334,7 @@ def _inference(done: Sequence[StepResult]) -> list[Table]:
     return [
         Table(
             f"Forward only: {headline(done[0].plan)}",
-            (*columns, f"{_unit(done[0])}, streamed"),
+            (*columns, f"{rate_unit(done[0].plan.model)}, streamed"),
             rows,
             (*legend, SLOWER_LEGEND) if any(slower) else legend,
         ),

@@ -15,7 +15,14 @@ MFU_LEGEND = (
     f"FLOP/s and MFU count FLOPs as {CONVENTION} does: 6 per parameter and token without embedding "
     "lookups, plus 12 x layers x hidden x seq a token, attention not halved."
 )
-
+IMAGES_LEGEND = (
+    "FLOP/s and MFU count two for each multiplication of the convolutions and the head, three "
+    "times for a training step."
+)
+FORWARD_LEGEND = (
+    f"FLOP/s and MFU count a forward pass, a third of {CONVENTION}'s step: 2 per parameter and "
+    "token without embedding lookups, plus 4 x layers x hidden x seq a token, attention not halved."
+)
 LAYOUT_LEGEND = (
     "pp: pipeline ranks x stages on each, and their schedule; dp, tp: data and tensor parallel "
     "degrees; dp/n: n replicas of the shards; +sp: sequence parallel; zero: what dp shards; mb: "
@@ -137,9 +144,9 @@ def plan(chosen: Plan) -> list[Table]:
         return [Table(headline(chosen), columns, (alone,), (said, LAYOUT_LEGEND))]
     best = Candidate(layout=chosen.layout, prediction=chosen.prediction)
     candidates = (best, *chosen.runners_up)
-    legend = (*_last_row(candidates), LAYOUT_LEGEND, MFU_LEGEND)
+    legend = (*_last_row(candidates), LAYOUT_LEGEND, flop_legend(chosen.model))
     return [
-        _ranked(f"{headline(chosen)}{_tier(chosen)}", candidates, legend),
+        _ranked(f"{headline(chosen)}{_tier(chosen)}", chosen.model, candidates, legend),
         *warnings(chosen.prediction.notes),
         *filled(_removed(chosen)),
         parts(chosen),
@@ -170,7 +177,7 @@ def layouts(plans: Sequence[Plan], legend: tuple[str, ...]) -> Table:
         for plan in plans
         if plan.prediction is not None
     ]
-    return _ranked(headline(plans[0]), chosen, legend)
+    return _ranked(headline(plans[0]), plans[0].model, chosen, legend)
 
 
 _TIERS = {
@@ -267,7 +274,21 @@ def batch(model: AnyModel, workload: Workload) -> str:
     return f"{size} x {workload.seq_len}"
 
 
-def _ranked(title: str, candidates: Sequence[Candidate], legend: tuple[str, ...]) -> Table:
+def rate_unit(model: AnyModel) -> str:
+    """What ``tokens_per_s`` counts."""
+    return "images/s" if isinstance(model, WideResNet) else "tokens/s"
+
+
+def flop_legend(model: AnyModel, mode: str = "train") -> str:
+    """Say what FLOP/s count."""
+    if isinstance(model, WideResNet):
+        return IMAGES_LEGEND
+    return MFU_LEGEND if mode == "train" else FORWARD_LEGEND
+
+
+def _ranked(
+    title: str, model: AnyModel, candidates: Sequence[Candidate], legend: tuple[str, ...]
+) -> Table:
     return listed(
         title,
         [(str(rank), c.layout.name, c.prediction) for rank, c in enumerate(candidates, 1)],
@@ -275,7 +296,7 @@ def _ranked(title: str, candidates: Sequence[Candidate], legend: tuple[str, ...]
         ("layout", lambda row: row[1]),
         ("step", lambda row: format_seconds(row[2].step_time_s)),
         ("interval", lambda row: interval(row[2].low_s, row[2].high_s)),
-        ("tokens/s", lambda row: format_count(row[2].tokens_per_s)),
+        (rate_unit(model), lambda row: format_count(row[2].tokens_per_s)),
         ("FLOP/s a device", lambda row: flops(row[2].flops_per_device_per_s)),
         ("MFU", lambda row: percent(row[2].mfu)),
         ("memory", lambda row: format_bytes(row[2].peak_memory_bytes)),

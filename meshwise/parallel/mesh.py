@@ -55,6 +55,8 @@ class Place(NamedTuple):
     @property
     def data_groups(self) -> list[dist.ProcessGroup]:
         """Groups whose sums, one after the other, are over all ranks with other tokens."""
+        if self.layout.data_ranks == 1:
+            return []
         axes = (self.mesh["replica"], self.mesh["shard"])
         return [axis.get_group() for axis in axes if axis.size() > 1]
 

@@ -203,7 +203,7 @@ def unmeasured(cluster: Cluster) -> Costs:
     return Costs(
         cluster=cluster,
         dtype=known[0],
-        lowering="compiled",
+        lowering=cluster.device.lowering,
         world_size=cluster.num_devices,
         curves=(),
         surfaces=(),

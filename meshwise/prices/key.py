@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from meshwise.spec import (
+    AnyModel,
     Attention,
     Block,
     Case,
@@ -28,10 +29,10 @@ from meshwise.spec import (
     Elementwise,
     Factor,
     Gemm,
-    LanguageModel,
     Op,
     Overlap,
     Surface,
+    WideResNet,
     digest,
 )
 from meshwise.spec.costs import Price
@@ -42,7 +43,7 @@ Category = tuple[tuple[str, str], ...]
 Mark = tuple[Literal["category", "coordinate", "derived"], str, Any]  # its name; value or reason
 Role = Callable[[Any, str, Cluster], tuple[Mark, ...]]
 
-NO_SIZES = {"name": "", "layers": 1, "max_seq_len": 2**20}  # of a layer
+NO_SIZES: dict[str, Any] = {"name": "", "layers": 1, "max_seq_len": 2**20}  # of a layer
 ONE_KERNEL = ("copy", "add", "mul", "cast", "adamw", "grad_norm", "h2d", "d2h")
 
 
@@ -189,12 +190,18 @@ def _nested(op: Overlap, field: str, cluster: Cluster) -> tuple[Mark, ...]:
 
 
 @lru_cache
-def _sizes(model: LanguageModel) -> str:
-    return f"h{model.hidden} {digest(msgspec.structs.replace(model, **NO_SIZES))[:8]}"
+def _sizes(model: AnyModel) -> str:
+    if isinstance(model, WideResNet):
+        width = f"c{model.channels}"
+        plain = {"name": "", "num_classes": 1, "blocks": (1,) * len(model.blocks)}
+    else:
+        width, plain = f"h{model.hidden}", NO_SIZES
+    return f"{width} {digest(msgspec.structs.replace(model, **plain))[:8]}"
 
 
 def _model(op: Block, field: str, _: Cluster) -> tuple[Mark, ...]:
-    words = str(type(op.model).__struct_config__.tag), "experts" if op.model.experts else ""
+    experts = not isinstance(op.model, WideResNet) and op.model.experts is not None
+    words = str(type(op.model).__struct_config__.tag), "experts" if experts else ""
     return (
         ("category", "model", " ".join(filter(None, words))),
         ("category", "sizes", _sizes(op.model)),
@@ -236,7 +243,7 @@ FIELDS: dict[type, dict[str, Role]] = {
     },
     Overlap: _all(_nested, "compute collective"),
     Block: {
-        "part": _word(lambda op: op.part, "op"), "model": _model,
+        "part": _word(lambda op: op.part, "op"), **_all(_category, "form"), "model": _model,
         **_all(_category, "direction dtype"),
         "tp": _word(lambda op: f"tp{op.tp}"),
         "sequence_parallel": _word(lambda op: "sp" if op.sequence_parallel else ""),

@@ -54,7 +54,10 @@ APART = {
     "stride": 0.5,
 }  # fmt: skip
 # besides tp; of these the order alone counts
-BLOCKS_APART = {"sequence_parallel": 0.4, "dtype": 0.5, "sizes": 1.5}
+BLOCKS_APART = {"form": 0.3, "sequence_parallel": 0.4, "dtype": 0.5, "sizes": 1.5}
+# Where no block was measured, compiled layers take the sum of eager kernels, or one ratio stands in
+# for others of which nothing is known: a guess.
+UNTRIED = HeldOut(median=APART["lowering"], p90=APART["lowering"], num_points=0)
 
 Fitted = Curve | Surface | Factor
 
@@ -267,9 +270,9 @@ class Prices:
 
     def factor(self, block: Block) -> tuple[float, HeldOut | None]:
         """Measured over composed time of a block like this one; 1 when none was measured, and what
-        blocks took elsewhere when nothing was."""
+        layers of language models took elsewhere when nothing was."""
         if self.datasheet is not None and self.nothing_measured:
-            return self.datasheet.known.block.ratio, None
+            return (1.0 if block.form else self.datasheet.known.block.ratio), None
         key = self._key(block)
         found = self.known.get(key.category)
         if isinstance(found, Factor):
@@ -277,7 +280,7 @@ class Prices:
         near = self._nearest(block, key.category)
         if near is None:
             self._note(f"no {block.part} was measured; operations are added up as they are")
-            return 1.0, None
+            return 1.0, UNTRIED if self.costs.lowering == "compiled" else None
         found = self.known[near[0]]
         assert isinstance(found, Factor)
         self._note(f"no {key.name} was measured; {Key(near[0], {}).name} stands in")
@@ -291,6 +294,8 @@ class Prices:
 
         alike = [price for other, price in self.known.items() if kind(other) == kind(category)]
         ratios = [ratio for price in alike if isinstance(price, Factor) for ratio in price.ratio]
+        if len(ratios) == 1:
+            return UNTRIED
         half = (max(ratios) / min(ratios) - 1) / 2
         return HeldOut(median=half, p90=half, num_points=len(ratios))
 

@@ -1,9 +1,10 @@
-"""Blocks of a model as training runs them: one transformer layer, or the head with its loss.
+"""Blocks of a model as training runs them: a layer, or a language model's head with its loss.
 
-The first layer or the head of the module of ``nn``, in the case's dtype (plain weights, as FSDP2
-shows them to compute), split over tp by ``parallel`` where the case says so, all tp groups at once;
+The first layer of its form or the head of the module of ``nn``, in the case's dtype (plain weights,
+as FSDP2 shows them to compute), split over tp by ``parallel`` where the case says so, all tp groups
+at once;
 compiled as ``parallel`` compiles it: the layer, and of the head the loss. Every expert gets as many
-rows as another.
+rows as another. Images arrive channels last, as one layer hands them to the next.
 
 Forward is timed saving for backward, its graph dropped untimed. Backward is timed alone, from
 gradients that are None, with an untimed forward before each.
@@ -19,23 +20,24 @@ from collections.abc import Callable
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from meshwise.models import stream_shape
 from meshwise.nn import build
 from meshwise.parallel import mesh, tensor
 from meshwise.parallel.apply import Lowering, fill, is_one_graph, loss_context, loss_function
+from meshwise.parallel.mesh import Place
 from meshwise.probe.work import Work, torch_dtype
 from meshwise.ranks import Ranks
-from meshwise.spec import Block, Case, Layout
+from meshwise.spec import Block, Case, LanguageModel, Layout, layer_kinds
 from meshwise.timing import randn
 
 
 class Blocks:
-    """Holds the tp meshes, and the block built last: its forward and backward share it."""
+    """Holds places in tp groups, and the block built last: its forward and backward share it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.meshes: dict[int, DeviceMesh] = {}
+        self.places: dict[int, Place] = {}
         self.held: tuple[Case, _Built] | None = None
 
     def build(self, case: Case) -> Work:
@@ -46,7 +48,7 @@ class Blocks:
             self.release()
             if case.lowering == "compiled":
                 torch.compiler.reset()  # it refuses to compile one function for a ninth shape
-            self.held = either, _Built(op, case.lowering, self._tp_mesh(op.tp), self.ranks.device)
+            self.held = either, _Built(op, case.lowering, self._place(op), self.ranks.device)
         return self.held[1].work(case.op.direction)
 
     def release(self) -> None:
@@ -55,37 +57,39 @@ class Blocks:
             self.held[1].drop()
         self.held = None
 
-    def _tp_mesh(self, tp: int) -> DeviceMesh | None:
-        if tp > 1 and tp not in self.meshes:
-            layout = Layout(dp=self.ranks.world_size // tp, tp=tp)
-            self.meshes[tp] = mesh.build(layout, self.ranks.device.type).mesh["tp"]
-        return self.meshes.get(tp)
+    def _place(self, op: Block) -> Place | None:
+        """Where this rank stands in its tp group, as if there were no other."""
+        if op.tp > 1 and op.tp not in self.places:
+            all_ranks = Layout(dp=self.ranks.world_size // op.tp, tp=op.tp)
+            self.places[op.tp] = mesh.build(all_ranks, self.ranks.device.type)
+        alone = Layout(tp=op.tp, sequence_parallel=op.sequence_parallel)
+        return self.places[op.tp]._replace(layout=alone) if op.tp > 1 else None
 
 
 class _Built:
     """A module on its device, its inputs, and the graph of its last forward."""
 
     def __init__(
-        self, op: Block, lowering: Lowering, tp_mesh: DeviceMesh | None, device: torch.device
+        self, op: Block, lowering: Lowering, place: Place | None, device: torch.device
     ) -> None:
-        dtype = torch_dtype(op.dtype)
-        positions = op.seq_len // op.tp if op.sequence_parallel else op.seq_len
-        shape = (op.microbatch_size, positions, op.model.hidden)
-        self.layout = Layout(tp=op.tp, sequence_parallel=op.sequence_parallel)
-        self.module = module = _module(op, self.layout, tp_mesh, device)
-        self.x = randn(shape, dtype, device, seed=0).requires_grad_()
+        self.layout = Layout() if place is None else place.layout
+        self.module = module = _module(op, place, device)
+        into, out = _shapes(op)
+        self.x = _activation(into, op.dtype, device, seed=0).requires_grad_()
         self.y: Tensor | None = None
-        self.targets = targets = torch.randint(
-            op.model.vocab, (op.microbatch_size, op.seq_len), device=device
-        )
+        self.constants: list[Tensor] = [*module.parameters()]
         self.gradient: Tensor | None = None  # of a loss it is 1
         if op.part == "layer":
             if lowering == "compiled":
                 module.compile(fullgraph=is_one_graph(module, self.layout), dynamic=False)
             self.compute: Callable[[Tensor], Tensor] = module
-            self.gradient = randn(shape, dtype, device, seed=1)
+            self.gradient = _activation(out, op.dtype, device, seed=1)
         else:
-            loss = loss_function(self.layout, lowering, tp_mesh)
+            assert isinstance(op.model, LanguageModel)
+            loss = loss_function(self.layout, lowering, place and place.mesh["tp"])
+            size = (op.microbatch_size, op.seq_len)
+            targets = torch.randint(op.model.vocab, size, device=device)
+            self.constants.append(targets)
             self.compute = lambda x: loss(module(x), targets)
 
     def work(self, direction: str) -> Work:
@@ -116,7 +120,7 @@ class _Built:
 
     def saved_bytes(self) -> int:
         self.drop()
-        known = {_storage(t).data_ptr() for t in (*self.module.parameters(), self.targets)}
+        known = {_storage(constant).data_ptr() for constant in self.constants}
         found: dict[int, int] = {}
 
         def pack(saved: Tensor) -> Tensor:
@@ -130,19 +134,38 @@ class _Built:
         return sum(size for address, size in found.items() if address not in known)
 
 
-def _module(
-    op: Block, layout: Layout, tp_mesh: DeviceMesh | None, device: torch.device
-) -> nn.Module:
+def _module(op: Block, place: Place | None, device: torch.device) -> nn.Module:
+    index = _layer(op)
     with torch.device("meta"):
-        model = build(op.model, routing="balanced")
-    name = "head" if op.part == "head" else "layers.0"
+        model = build(op.model, range(index, index + 1), routing="balanced")
+    if place is not None:
+        tensor.apply(model, place)
+    name = "head" if op.part == "head" else f"layers.{index}"
     module = model.get_submodule(name)
-    if tp_mesh is not None:
-        splitter = tensor.Splitter(tp_mesh, layout.placed)
-        split = splitter.head if op.part == "head" else splitter.layer
-        split(module)  # type: ignore[arg-type]
     fill(model, module, name, 0, device, torch_dtype(op.dtype))
     return module
+
+
+def _layer(op: Block) -> int:
+    """The first layer of the block's form."""
+    forms = [kind.form for kind in layer_kinds(op.model, op.seq_len)]
+    return forms.index(op.form) if op.form else 0
+
+
+def _shapes(op: Block) -> tuple[tuple[int, ...], ...]:
+    """What enters a block and what leaves a layer, on one rank."""
+    index, rows = _layer(op), op.microbatch_size
+    positions = op.seq_len // op.tp if op.sequence_parallel else op.seq_len
+    into, out = (stream_shape(op.model, rows, positions, at) for at in (index, index + 1))
+    return into, out
+
+
+def _activation(shape: tuple[int, ...], dtype: str, device: torch.device, seed: int) -> Tensor:
+    """[rows, positions, hidden], or images, channels last."""
+    if len(shape) == 3:
+        return randn(shape, torch_dtype(dtype), device, seed)
+    rows, channels, *size = shape
+    return randn((rows, *size, channels), torch_dtype(dtype), device, seed).permute(0, 3, 1, 2)
 
 
 def _storage(held: Tensor) -> torch.UntypedStorage:

@@ -55,12 +55,11 @@ def build(case: Case, device: torch.device, settings: contextlib.ExitStack) -> W
         return attention.build(case, device, settings)
     make: Any  # of the operation, the device and a seed: a call
     if isinstance(op, Gemm):
-        settings.enter_context(fp32_precision(torch.backends.cuda.matmul, op.dtype, device))
+        settings.enter_context(fp32_precision(op.dtype, device))
         make = _grouped if op.groups > 1 else _scaled if op.dtype == "fp8" else _product
         make = _batched if op.batched else make
     elif isinstance(op, Convolution):
-        kernels: Any = torch.backends.cudnn
-        settings.enter_context(fp32_precision(kernels.conv, op.dtype, device))
+        settings.enter_context(fp32_precision(op.dtype, device))
         make = _convolution
     else:
         assert isinstance(op, Elementwise), op

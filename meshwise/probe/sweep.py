@@ -34,7 +34,7 @@ from meshwise.probe.loop import (
     outcome,
     together,
 )
-from meshwise.probe.work import Call, Unavailable, Work, communicates
+from meshwise.probe.work import Call, Unavailable, Work, communicates, fp32_precision
 from meshwise.ranks import Ranks
 from meshwise.spec import Block, Case, Collective, Overlap, Record, RunInfo, ending
 from meshwise.spec.record import PositiveFloat
@@ -104,6 +104,7 @@ class Bench:
         if case.regime == "graph" and device.type != "cuda":
             raise Unavailable("graph replay needs a CUDA device")
         if isinstance(case.op, Block):
+            self.settings.enter_context(fp32_precision(case.op.dtype, device))
             return self.blocks.build(case)
         self.blocks.release()
         if isinstance(case.op, Collective):

@@ -1,14 +1,15 @@
 """A case made ready to be timed: buffers allocated, nothing run yet."""
 
-import contextlib
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from meshwise.attention.arguments import DTYPES
+from meshwise.engine import kernels
 from meshwise.spec import Block, Case, Collective, LongAttention, Op, Overlap, Resharding, Step
 from meshwise.timing import Timed
 
@@ -88,19 +89,13 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-@contextlib.contextmanager
-def fp32_precision(kernels: Any, dtype: str, device: torch.device) -> Iterator[None]:
-    """Hold torch's setting of these kernels, which says how they take fp32 tensors, to ``dtype``;
-    of other dtypes do nothing."""
+def fp32_precision(dtype: str, device: torch.device) -> AbstractContextManager[None]:
+    """Hold kernels of fp32 tensors to ``dtype``; of other dtypes do nothing."""
     if dtype == "tf32" and device.type != "cuda":
         raise Unavailable("tf32 is a precision of GPUs; measure fp32")
-    before = kernels.fp32_precision
-    if dtype in ("fp32", "tf32"):
-        kernels.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
-    try:
-        yield
-    finally:
-        kernels.fp32_precision = before
+    if dtype not in ("fp32", "tf32"):
+        return nullcontext()
+    return kernels.fp32_precision("tf32" if dtype == "tf32" else "ieee")
 
 
 def num_buffers(case: Case, size_bytes: int, device: torch.device) -> int:

@@ -9,7 +9,14 @@ import msgspec
 
 from meshwise.models import apply
 from meshwise.prices import Estimate, Prices
-from meshwise.search.stage import StageKind, blocks_of, direction_of, graph_of, kinds_of
+from meshwise.search.stage import (
+    StageKind,
+    direction_of,
+    factors_of,
+    graph_of,
+    kinds_of,
+    pieces_of,
+)
 from meshwise.spec import Costs, Op, Plan, Record
 from meshwise.spec.record import NonNegativeFloat, Positive
 
@@ -32,15 +39,14 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     """The tasks of ``node`` in ``plan``'s step; an unknown node is a ValueError that lists some."""
     kind, local = _find(plan, node)
     prices = Prices(costs, datasheet=True)
-    blocks = blocks_of(plan.model, plan.workload.seq_len, kind.layout, plan.dtype)
-    factors = {key: prices.factor(block)[0] for key, block in blocks.items()}
+    factors, pieces = factors_of(kind, prices, plan.dtype), pieces_of(kind)
     once = msgspec.structs.replace(kind.layout, num_microbatches=1)
     rows: list[Explained] = []
     for task in apply(graph_of(kind, plan), once, plan.dtype, split=kind.split).tasks:
         if not task.name.startswith(f"{local}.") and task.name != local:
             continue
         estimate: Estimate = prices.estimate(task.op)
-        factor = factors.get((task.part, direction_of(task.phase)), 1.0)
+        factor, _ = factors.get((pieces(task), direction_of(task.phase)), (1.0, None))
         times = plan.layout.num_microbatches
         rows.append(
             Explained(

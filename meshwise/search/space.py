@@ -1,11 +1,12 @@
 """Every legal layout of a model on N devices with like stages, and why the others are not legal.
 
-pp * dp * cp * tp = N, the pipeline outermost; every schedule; cp where it leaves each rank 8,192
-tokens of a sequence or more; ZeRO 0 to 3 over dp * cp, over several hosts
-also with replicas; experts over any share of the ranks that hold one copy; sequence parallelism
-over tp, there also with other experts on each tp rank; the batch of a dp rank cut into equal
-microbatches, of every size that divides it: most of the cuts cost nothing to list, since ``find``
-prices only what can be among the best. Stages get as many layers as each other, or one more;
+pp * dp * cp * tp = N, the pipeline outermost; every schedule, 1F1B also interleaved by what divides
+the layers of a rank; cp where it leaves each rank 8,192 tokens of a sequence or more; ZeRO 0 to 3
+over dp * cp, over several hosts also with replicas; experts over any share of the ranks that hold
+one copy; sequence parallelism over tp, there also with other experts on each tp rank; the batch of
+a dp rank cut into equal microbatches, of every size that divides it: most of the cuts cost nothing
+to list, since ``find`` prices only what can be among the best. Stages get as many layers as each
+other, or one more;
 ``balance`` deals them by price. Layouts that would run the same program as another, or the same
 with nothing gained, are dropped by name.
 
@@ -27,7 +28,9 @@ from meshwise.spec.layout import SPLIT, ScheduleName
 Reasons = Counter[str]
 FEWEST_TOKENS = 8192  # of a sequence on each rank, where the search shares sequences over cp
 
-# What a pipeline can run, with its stages on a rank.
+MOST_STAGES = 8  # of a rank, beyond which a stage is a few kernels
+
+# What a pipeline can run, with its stages on a rank; ``_pipelines`` has more of interleaved 1F1B.
 PIPELINES: tuple[tuple[ScheduleName, int], ...] = (
     ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 2),
     ("looped_bfs", 4), ("interleaved_zero_bubble", 2), ("zbv", 2), ("dualpipev", 2),
@@ -103,7 +106,7 @@ def _candidates(
                     removed[f"cp > 1 would leave a rank fewer than {FEWEST_TOKENS:,} tokens"] += 1
                 else:
                     for layout in _shared(dp, cp, tp, bool(getattr(model, "experts", None))):
-                        yield from _cuts(layout, batch // dp, pp)
+                        yield from _cuts(layout, batch // dp, pp, model.layers)
 
 
 def _shared(dp: int, cp: int, tp: int, has_experts: bool) -> Iterator[Layout]:
@@ -122,9 +125,19 @@ def _shared(dp: int, cp: int, tp: int, has_experts: bool) -> Iterator[Layout]:
                     )  # fmt: skip
 
 
-def _cuts(layout: Layout, local_batch: int, pp: int) -> Iterator[Layout]:
+def _pipelines(pp: int, layers: int) -> Iterator[tuple[ScheduleName, int]]:
+    if pp == 1:
+        yield "none", 1
+        return
+    yield from PIPELINES
+    for stages in divisors(layers // pp) if layers % pp == 0 else ():
+        if 2 < stages <= MOST_STAGES and stages != 4:
+            yield "interleaved_1f1b", stages
+
+
+def _cuts(layout: Layout, local_batch: int, pp: int, layers: int) -> Iterator[Layout]:
     for microbatch_size in divisors(local_batch):
-        for name, stages in PIPELINES if pp > 1 else (("none", 1),):
+        for name, stages in _pipelines(pp, layers):
             yield msgspec.structs.replace(
                 layout,
                 pp=pp,

@@ -11,13 +11,24 @@ Tasks of a measured block cost their price times the block's factor; what is com
 what it did in forward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from meshwise.models import Graph, Program, Task, apply, device_of, graph, saved_activation_bytes
+from meshwise.models import (
+    Graph,
+    Piece,
+    Program,
+    Task,
+    apply,
+    blocks_of,
+    device_of,
+    graph,
+    piece_of,
+    saved_activation_bytes,
+)
 from meshwise.models.shard import OVER_DATA
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
@@ -34,10 +45,10 @@ from meshwise.search.simulate import (
 from meshwise.spec import (
     TIERS,
     AnyModel,
-    Block,
     Collective,
     Costs,
     Elementwise,
+    HeldOut,
     LayerKind,
     Layout,
     Plan,
@@ -46,14 +57,13 @@ from meshwise.spec import (
     layer_kinds,
 )
 from meshwise.spec.layout import SPLIT, Recompute
-from meshwise.spec.op import Direction, Dtype
+from meshwise.spec.op import Dtype
 
 _MOST = 8192  # stages whose costs are kept
-NO_BLOCKS = "no block of images is measured: their layers take the sum of their operations"
 Layer = tuple[LayerKind, Recompute]
 UNTIMED = Spent(0.0, {}, {}, 0.0, 0.0)
-PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+Pieces = Callable[[Task], Piece]  # the block that holds a task
+Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]  # by piece and direction
 
 
 class StageKind(NamedTuple):
@@ -134,15 +144,13 @@ _priced: dict[tuple[StageKind, Prices], StageCost] = {}
 def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     """Seconds and bytes of the actions of a stage."""
     prices.begin()
-    program = _program(kind, prices)
-    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, prices.costs.dtype)
-    if not blocks:
-        prices.notes[NO_BLOCKS] = 1
+    program, pieces = _program(kind, prices)
     one_stream = prices.costs.cluster.device.kind == "cpu"
-    times, optimizer = run_program(program, _charges(prices, blocks), one_stream)
+    charge = _charges(prices, factors_of(kind, prices, prices.costs.dtype), pieces)
+    times, optimizer = run_program(program, charge, one_stream)
     if len(_priced) >= _MOST:
         _priced.clear()
-    found = _priced[kind, prices] = _cost(kind, prices, program, times, optimizer)
+    found = _priced[kind, prices] = _cost(kind, prices, program, pieces, times, optimizer)
     return found
 
 
@@ -151,11 +159,18 @@ def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
     """The same, if need be without its seconds, which nothing need have a price for."""
     if (kind, prices) in _priced:
         return _priced[kind, prices]
-    program = _program(kind, prices)
-    return _cost(kind, prices, program, [UNTIMED] * len(program.actions), UNTIMED)
+    program, pieces = _program(kind, prices)
+    return _cost(kind, prices, program, pieces, [UNTIMED] * len(program.actions), UNTIMED)
 
 
-def _program(kind: StageKind, prices: Prices) -> Program:
+def pieces_of(kind: StageKind) -> Pieces:
+    """Say which block holds a task of this stage, as ``factors_of`` names them."""
+    if isinstance(kind.model, WideResNet):
+        return lambda task: piece_of(task, kind.layers)
+    return lambda task: (task.part, "")
+
+
+def _program(kind: StageKind, prices: Prices) -> tuple[Program, Pieces]:
     """Write the program of a stage with at most three equal layers, or turns of a pattern, in a
     row: the second stands for all between the first and the last."""
     none: Recompute = "none"
@@ -163,7 +178,7 @@ def _program(kind: StageKind, prices: Prices) -> Program:
     short, times = _shortened([*zip(kind.layers, words, strict=True)])
     kinds, words = (tuple(of) for of in zip(*short, strict=True))
     shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
-    return apply(
+    program = apply(
         graph_of(shorter, prices.costs),
         kind.layout,
         prices.costs.dtype,
@@ -171,6 +186,7 @@ def _program(kind: StageKind, prices: Prices) -> Program:
         times=times,
         device=device_of(prices.costs.cluster, prices.costs.lowering),
     )
+    return program, pieces_of(shorter)
 
 
 def _shortened(layers: list[Layer]) -> tuple[list[Layer], dict[int, int]]:
@@ -194,16 +210,25 @@ def _shortened(layers: list[Layer]) -> tuple[list[Layer], dict[int, int]]:
 
 
 def _cost(
-    kind: StageKind, prices: Prices, program: Program, times: Sequence[Spent], optimizer: Spent
+    kind: StageKind,
+    prices: Prices,
+    program: Program,
+    pieces: Pieces,
+    times: Sequence[Spent],
+    optimizer: Spent,
 ) -> StageCost:
     costs = prices.costs
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype)
-    saved: dict[str, float] = dict.fromkeys(PARTS, 1.0)
-    if blocks:
-        saved = {part: prices.saved_ratio(blocks[part, "backward"]) for part in PARTS}
+    saved = {
+        piece: prices.saved_ratio(block)
+        for (piece, direction), block in blocks.items()
+        if direction == "backward"
+    }
     if "selective" in kind.recompute:
-        saved["layer"] = _of_selective(saved["layer"], kind, costs.dtype)
-    memory = action_memory(program, _sizes(program, saved, costs.lowering == "compiled"))
+        for piece, ratio in saved.items():
+            if piece[0] == "layer":
+                saved[piece] = _of_selective(ratio, kind, costs.dtype)
+    memory = action_memory(program, _sizes(program, saved, costs.lowering == "compiled", pieces))
     actions: dict[Kind, tuple[tuple[Spent, Live], ...]] = {}
     for span, spent, live in zip(program.actions, times, memory, strict=True):
         actions[span.kind] = (*actions.get(span.kind, ()), (spent, live))
@@ -217,28 +242,11 @@ def _cost(
     )
 
 
-def blocks_of(
-    model: AnyModel, seq_len: int, layout: Layout, dtype: Dtype
-) -> dict[tuple[str, str], Block]:
-    """The blocks of a layout by (part, direction), as ``probe`` measures them: of as many tokens as
-    a rank has. Of images it measures none."""
-    if isinstance(model, WideResNet):
-        return {}
-    piece = msgspec.structs.replace(model, name="", layers=1)
-    return {
-        (part, direction): Block(
-            part=part,
-            model=piece,
-            microbatch_size=layout.microbatch_size,
-            seq_len=seq_len // layout.cp,
-            tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
-            direction=direction,
-            dtype=dtype,
-        )
-        for part in PARTS
-        for direction in DIRECTIONS
-    }
+def factors_of(kind: StageKind, prices: Prices, dtype: Dtype) -> Factors:
+    """The factors of the blocks that a stage has, with their errors."""
+    blocks = blocks_of(kind.model, kind.seq_len, kind.layout, dtype)
+    here = {"", *(layer.form for layer in kind.layers)}
+    return {key: prices.factor(of) for key, of in blocks.items() if of.form in here}
 
 
 def direction_of(phase: str) -> str:
@@ -246,12 +254,11 @@ def direction_of(phase: str) -> str:
     return "forward" if phase == "recompute" else phase
 
 
-def _charges(prices: Prices, blocks: dict[tuple[str, str], Block]) -> Callable[[Task], Charge]:
-    factors = {key: prices.factor(block) for key, block in blocks.items()}
-    known: dict[tuple[int, str, str, str], Charge] = {}  # equal tasks share their record
+def _charges(prices: Prices, factors: Factors, pieces: Pieces) -> Callable[[Task], Charge]:
+    known: dict[tuple[object, ...], Charge] = {}  # equal tasks share their record
 
     def charge(task: Task) -> Charge:
-        key = (id(task.op), task.part, task.phase, task.stream)
+        key = (id(task.op), pieces(task), task.phase, task.stream)
         found = known.get(key)
         if found is None:
             found = known[key] = priced(task)
@@ -260,10 +267,11 @@ def _charges(prices: Prices, blocks: dict[tuple[str, str], Block]) -> Callable[[
     def priced(task: Task) -> Charge:
         estimate = prices.estimate(task.op)
         direction = direction_of(task.phase)
-        ratio, error = factors.get((task.part, direction), (1.0, None))
+        ratio, error = factors.get((pieces(task), direction), (1.0, None))
         group, relative = task.part + direction, estimate.error
         if error is None or error.num_points == 0:
             group = type(task.op).__name__
+            relative += error.p90 if error is not None else 0.0
         else:
             relative = error.p90
         time_s = estimate.time_s * ratio
@@ -288,10 +296,13 @@ def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:
     """Measured over counted bytes of a layer that keeps less.
 
     Where compiled code keeps less than counted, it does so by computing again what selective
-    recomputation does not keep either: both together save it once.
+    recomputation does not keep either: both together save it once. Layers of images are not all
+    alike; of them what was counted stands.
     """
     if ratio >= 1:
         return ratio
+    if isinstance(kind.model, WideResNet):
+        return 1.0
     piece = msgspec.structs.replace(kind.model, layers=1)
     size = (piece, kind.layout.microbatch_size, kind.seq_len // kind.layout.cp, dtype)
     whole = saved_activation_bytes(*size)["layer"]
@@ -307,7 +318,9 @@ def _one_unit(program: Program) -> float:
     return float(sizes.get("weights", 0) + sizes.get("communication", 0))
 
 
-def _sizes(program: Program, ratio: dict[str, float], compiled: bool) -> Callable[[str], float]:
+def _sizes(
+    program: Program, ratio: Mapping[Piece, float], compiled: bool, pieces: Pieces
+) -> Callable[[str], float]:
     """What to multiply a buffer's counted size by.
 
     What backward reads of a block's forward pass: the measured ratio. In compiled code, what one
@@ -324,10 +337,10 @@ def _sizes(program: Program, ratio: dict[str, float], compiled: bool) -> Callabl
     @cache
     def of_first(name: str) -> float:
         writer, used = writers[name], readers.get(name, [])
-        if writer.part not in PARTS:
+        if writer.part not in ("layer", "head"):
             return 1.0
         if writer.phase != "backward" and any(task.phase == "backward" for task in used):
-            return ratio[writer.part]
+            return ratio.get(pieces(writer), 1.0)
         if not compiled or not isinstance(writer.op, Elementwise):
             return 1.0
         place = (writer.part, writer.phase)

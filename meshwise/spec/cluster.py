@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from meshwise.spec.op import Lowering
 from meshwise.spec.record import Count, NonNegative, Positive, PositiveFloat, Record
 
 SCHEMA_VERSION = 1
@@ -16,6 +17,11 @@ class Device(Record, kw_only=True):
     peak_flops: dict[str, PositiveFloat] = {}
     peak_memory_bytes_per_s: PositiveFloat | None = None
     peak_source: str = ""
+
+    @property
+    def lowering(self) -> Lowering:
+        """How models run here unless something else is said."""
+        return "compiled" if self.kind == "cuda" else "eager"
 
 
 class Tier(Record, kw_only=True):

@@ -95,17 +95,17 @@ def _of_op(op: Op | Step | Resharding | LongAttention) -> str:
         return f"{_of_op(op.compute)} beside {_of_op(op.collective)}"
     if isinstance(op, Resharding):
         return f"refit {op.scenario or op.model.name} {op.mode}{_choices(op)}"
-    family = type(op.model).__struct_config__.tag
+    family = str(type(op.model).__struct_config__.tag)
+    if isinstance(op.model, WideResNet):
+        family += f" c{op.model.channels}"
+    else:
+        family += f" h{op.model.hidden}"
     if isinstance(op, Step):
-        if isinstance(op.model, WideResNet):
-            width = f"c{op.model.channels}"
-        else:
-            width = f"h{op.model.hidden}"
-        name = op.model.name or f"{family} {width}"
+        name = op.model.name or family
         return f"{'step' if op.mode == 'train' else op.mode} {name} {op.layout.name}"
     parallel = f" tp{op.tp}" + ("+sp" if op.sequence_parallel else "") if op.tp > 1 else ""
-    sizes = f"{family} h{op.model.hidden} mb{op.microbatch_size}"
-    return f"{op.part} {sizes}{parallel} {op.direction}"
+    part = " ".join(filter(None, (op.part, op.form)))
+    return f"{part} {family} mb{op.microbatch_size}{parallel} {op.direction}"
 
 
 def _of_long_attention(op: LongAttention) -> str:

@@ -8,8 +8,9 @@ multiply-add is 2) and the bytes it must move (each input read once, each output
 
 from typing import Literal
 
-from meshwise.spec.model import LanguageModel
+from meshwise.spec.model import AnyModel, layer_kinds
 from meshwise.spec.record import Count, Length, NonNegative, Record
+from meshwise.spec.vision import WideResNet
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 Direction = Literal["forward", "backward"]
@@ -281,15 +282,17 @@ class Overlap(Record, kw_only=True, tag_field="op", tag="overlap"):
 
 
 class Block(Record, kw_only=True, tag_field="op", tag="block"):
-    """One measured piece of a model: a transformer layer, or the head with its loss.
+    """One measured piece of a model: a layer, or of a language model the head with its loss.
 
     The sum of its operations' prices is compared with the clock once, and the ratio corrects
-    every plan that contains the block (``fit.factors``). ``model`` carries ``layers=1`` and an
-    empty name, so that equal pieces of different models are one key.
+    every plan that contains the block (``fit.factors``). ``model`` has no more layers than it takes
+    to have this one, and an empty name, so that equal pieces of different models are one key.
+    ``form``: of a layer of images, whose shapes differ, ``LayerKind.form``; of others it is "".
     """
 
     part: Literal["layer", "head"]
-    model: LanguageModel
+    form: str = ""
+    model: AnyModel
     microbatch_size: Count
     seq_len: Length
     tp: Count = 1
@@ -297,8 +300,19 @@ class Block(Record, kw_only=True, tag_field="op", tag="block"):
     direction: Direction = "forward"
     dtype: Dtype = "bf16"
 
+    def check(self) -> None:
+        forms = {""}
+        if isinstance(self.model, WideResNet):
+            forms = {kind.form for kind in layer_kinds(self.model, self.seq_len)}
+            if self.part != "layer":
+                self.fail("part", "of images a layer alone is a block")
+        if self.form not in forms:
+            self.fail("form", f"must be one of {', '.join(sorted(forms))}")
+
     @property
     def activation_elements(self) -> int:
+        if isinstance(self.model, WideResNet):
+            return self.microbatch_size * self.model.channels * self.model.image_size**2
         return self.microbatch_size * self.seq_len * self.model.hidden
 
 

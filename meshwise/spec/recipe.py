@@ -6,6 +6,7 @@ from meshwise.spec.record import NonNegativeFloat, Positive, PositiveFloat, Reco
 
 Optimizer = Literal["adamw", "adafactor", "sgd"]
 AttentionBackend = Literal["auto", "cudnn", "flash", "efficient", "math"]
+Precision = Literal["ieee", "tf32"]
 Routing = Literal["learned", "balanced", "skewed"]
 
 
@@ -18,7 +19,8 @@ class Recipe(Record, kw_only=True):
     balancing loss. ``routing``: by the router, or to experts of equal or, as 1/n, of unequal load,
     for benchmarks. ``fp8``: the layers' products by scaled fp8. ``offload``: activations wait in
     host memory for their backward. ``async_tp``: compiled, tp's gathers and reductions run
-    beside products of the backward that do not need them.
+    beside products of the backward that do not need them. ``fp32_precision``: how GPUs take fp32
+    tensors in products and convolutions.
     """
 
     optimizer: Optimizer = "adamw"
@@ -34,3 +36,4 @@ class Recipe(Record, kw_only=True):
     fp8: bool = False
     offload: bool = False
     async_tp: bool = False
+    fp32_precision: Precision = "ieee"

@@ -32,6 +32,11 @@ class Step(Record, kw_only=True, tag_field="op", tag="step"):
     mode: Literal["train", "infer", "decode"] = "train"
     new_tokens: NonNegative = 0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens, or images, of what is timed; of decoding one of each sequence."""
+        return self.workload.global_batch_size if self.mode == "decode" else self.workload.tokens
+
 
 class Case(Record, kw_only=True):
     """What is timed, and how: two cases with different regimes are never one number.

@@ -250,6 +250,7 @@ def _refuse(layout: Layout, recipe: Recipe, dtype: str) -> None:
         "Recipe.fp8": (recipe.fp8, "products are the module's own; use false"),
         "Recipe.offload": (recipe.offload, "use false"),
         "Recipe.async_tp": (recipe.async_tp, "use false"),
+        "Recipe.fp32_precision": (recipe.fp32_precision != "ieee", "set torch.backends yourself"),
         "Recipe.attention": (recipe.attention != "auto", "attention is the module's own; use auto"),
         "dtype": (dtype not in ("fp32", "bf16"), "training runs in fp32 or bf16"),
     }

@@ -49,14 +49,14 @@ def plan(asked: Run) -> Plan:
     layout = layout or _data_parallel(size, batch, sharded=asked.mode == "train")
     seq_len = usual.seq_len if asked.seq_len is None else asked.seq_len
     on_gpu = machine.device.kind == "cuda"
-    compiled = on_gpu and layout.schedule not in SPLIT
+    lowering = "eager" if layout.schedule in SPLIT else machine.device.lowering
     return build(
         chosen,
         Workload(global_batch_size=batch, seq_len=seq_len),
         layout,
         machine,
         dtype=asked.dtype or ("bf16" if on_gpu else "fp32"),
-        lowering=asked.lowering or ("compiled" if compiled else "eager"),
+        lowering=asked.lowering or lowering,
         recipe=Recipe() if asked.recipe is None else record(asked.recipe, Recipe),
     )
 

@@ -42,6 +42,10 @@ def check(plan: Plan, asked: Course) -> None:
             rows=slice(0, 0),
             first=first,
         )
+    if plan.recipe.fp32_precision == "tf32" and plan.cluster.device.kind != "cuda":
+        raise ValueError(
+            "Recipe.fp32_precision = 'tf32': it is for GPUs, and these are CPUs; use ieee"
+        )
     if plan.recipe.attention != "auto" and asked.mode != "decode":
         import torch
 

@@ -59,7 +59,7 @@ def prepared(
             layout,
             cluster,
             dtype=layouts.dtype(case) if on_gpu else "fp32",
-            lowering=asked.lowering or ("compiled" if on_gpu else "eager"),
+            lowering=asked.lowering or cluster.device.lowering,
             recipe=layouts.recipe(case),
         )
         given.check(plan)

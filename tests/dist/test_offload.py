@@ -1,15 +1,17 @@
-"""Offloaded activations and the choice of attention's kernel, on one device in plain torch."""
+"""Offloaded activations and the choice of kernels, on one device in plain torch."""
 
+import msgspec
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend
 
-from meshwise.engine import kernels
+from meshwise import ranks
+from meshwise.engine import frame, kernels
 from meshwise.nn import gpt
 from meshwise.nn.stage import cross_entropy
 from meshwise.parallel import offload, recompute
-from meshwise.spec import Model, Recipe
+from meshwise.spec import Layout, Model, Recipe, Workload, case_of
 
 MODEL = Model(hidden=16, layers=3, heads=2, ffn=40, vocab=50, max_seq_len=8)
 
@@ -104,6 +106,30 @@ def test_attention_runs_on_the_kernel_that_was_chosen():
             assert torch._fused_sdp_choice(q, q, q) == backend.value
     with kernels.choose(Recipe(), cpu, "fp32"):
         assert torch.backends.cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize("wanted", ["ieee", "tf32"])
+def test_fp32_is_multiplied_as_the_record_says(monkeypatch, plan_of, wanted):
+    """In products and convolutions, by torch's older words, of which these are the defaults."""
+
+    def tf32() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    monkeypatch.setattr(frame.mesh, "build", lambda *_: None)  # needs a process group
+    workload = Workload(global_batch_size=2, seq_len=8)
+    plan = plan_of(MODEL, workload, Layout(microbatch_size=2))
+    plan = msgspec.structs.replace(plan, recipe=Recipe(fp32_precision=wanted))
+    request = frame.Request(plan=plan, run_dir="")
+    seen = []
+
+    def work(job):
+        seen.append(tf32())
+        return {"reason": "nothing was timed"}
+
+    assert tf32() == (False, True)
+    sample = frame.sample(ranks.alone(), request, plan, case_of(plan, "train"), work)
+    assert sample.case.op.recipe.fp32_precision == wanted
+    assert seen == [(wanted == "tf32",) * 2] and tf32() == (False, True)
 
 
 @pytest.mark.parametrize("name", ["cudnn", "efficient"])

@@ -12,10 +12,12 @@ import msgspec
 import pytest
 
 import meshwise
+from meshwise import search
 from meshwise.pages import compare, health, html, samples, show, steps, svg, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
-from meshwise.spec import Case, Collective, Elementwise, Gemm, Removal, Sample, Workload
+from meshwise.prices import unmeasured
+from meshwise.spec import Case, Collective, Elementwise, Gemm, Layout, Removal, Sample, Workload
 from meshwise.spec.checkpoint import Checkpoint, Stored, Whole
 from meshwise.spec.phases import Phases, RankPhases
 from tests import sample_records as known
@@ -99,6 +101,25 @@ def test_without_a_known_peak_there_is_no_mfu():
     found = result(known.info("run", plan), [known.step_sample(plan, STEPS_S, peak_bytes=1.0)])
     assert found.mfu is None
     assert found.memory_kind == "high-water mark of tensor bytes"
+
+
+def test_images_are_not_called_tokens():
+    """In the plan, its page before and after it ran, and what show lists; JSON keys stay."""
+    model, size = known.IMAGES, Workload(global_batch_size=8, seq_len=1)
+    layout = Layout(dp=4, microbatch_size=2)
+    plan = search.given(model, size, unmeasured(known.CLUSTER), layout)
+    step = known.step_sample(plan, STEPS_S)
+    info = known.info("run", plan)
+    ran = result(info, [step])
+    assert ran.tokens_per_s == pytest.approx(8 / 0.0106)
+    shown = [tables.plan(plan), steps.tables([ran]), samples.run(info, [step])]
+    for text in [
+        *map(rendered, shown[:2]),
+        *(html.page(Contents(plan, None, x, ())) for x in ((), (ran,))),
+    ]:
+        assert "images/s" in text and "convolutions and the head" in text
+        assert "token" not in text
+    assert "755 images/s" in rendered(shown[2]) and "token" not in rendered(shown[2])
 
 
 def full() -> Contents:

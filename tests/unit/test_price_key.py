@@ -29,6 +29,7 @@ from meshwise.spec import (
     Shaped,
     Surface,
     Tier,
+    WideResNet,
 )
 from tests import sample_records as known
 
@@ -45,12 +46,15 @@ GPT = Model(hidden=64, layers=1, heads=4, ffn=256)
 LLAMA = Decoder(
     hidden=64, layers=1, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=8, max_seq_len=8
 )
+IMAGES = WideResNet(blocks=(2,), channels=8, image_size=32)
 OTHERS: dict[str, tuple[object, ...]] = {  # values of a field, the first to begin with
     "dtype": ("bf16", "fp16", "fp32"), "scaling": ("none",), "direction": ("forward", "backward"),
     "head_dim_v": (None, 32, 128), "window": (None, 64, 100), "part": ("layer", "head"),
+    "form": ("", "0.first", "0.rest"),
     "model": (
         GPT, msgspec.structs.replace(GPT, ffn=512), msgspec.structs.replace(GPT, hidden=128),
         msgspec.structs.replace(GPT, experts=Experts(num_experts=4, top_k=2, ffn=8)), LLAMA,
+        IMAGES, msgspec.structs.replace(IMAGES, channels=16),
     ),
     "ranks": ((),), "splits": ((),), "heads": (64, 128), "kv_heads": (8, 4, 64),
     "kernel": (1, 3, 7),
@@ -125,6 +129,28 @@ def test_a_layer_is_alike_whatever_it_is_called(change):
     block = Block(part="layer", model=GPT, microbatch_size=2, seq_len=8)
     other = msgspec.structs.replace(block, model=msgspec.structs.replace(GPT, **change))
     assert op_key(block, How(), HOSTS) == op_key(other, How(), HOSTS)
+
+
+@pytest.mark.parametrize("change", [{"name": "b"}, {"blocks": (5,)}, {"num_classes": 7}])
+def test_a_layer_of_images_is_alike_in_models_of_other_depths(change):
+    block = Block(part="layer", form="0.rest", model=IMAGES, microbatch_size=2, seq_len=1)
+    other = msgspec.structs.replace(block, model=msgspec.structs.replace(IMAGES, **change))
+    first = msgspec.structs.replace(block, form="0.first")
+    assert op_key(block, How(), HOSTS) == op_key(other, How(), HOSTS)
+    assert op_key(block, How(), HOSTS) != op_key(first, How(), HOSTS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"model": IMAGES}, "Block.form = '': must be one of 0.first, 0.rest"),
+        ({"model": IMAGES, "part": "head", "form": "0.rest"}, "Block.part = 'head': of images"),
+        ({"model": GPT, "form": "0.rest"}, "Block.form = '0.rest': must be one of "),
+    ],
+)
+def test_a_block_has_a_form_where_layers_have_several(fields, error):
+    with pytest.raises(ValueError, match=error):
+        Block(**{"part": "layer", "microbatch_size": 2, "seq_len": 1} | fields)
 
 
 def peers(op, cluster):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from meshwise import models
 from meshwise.fit import calibrate
 from meshwise.fit.curves import alpha_beta, fit_curve
+from meshwise.fit.factors import fit_factor
 from meshwise.prices import Prices, curve_s, in_step, unmeasured
 from meshwise.spec import (
     Attention,
@@ -27,6 +28,7 @@ from meshwise.spec import (
     RunInfo,
     Sample,
     Tier,
+    WideResNet,
 )
 
 CLUSTER = Cluster(
@@ -200,11 +202,40 @@ def test_the_nearest_measured_degree_stands_in(costs):
 
 def test_an_unmeasured_block_is_said(costs):
     prices = Prices(costs)
-    assert prices.factor(Block(part="head", model=MODEL, microbatch_size=1, seq_len=1024)) == (
-        1.0,
-        None,
-    )
+    head = Block(part="head", model=MODEL, microbatch_size=1, seq_len=1024)
+    ratio, error = prices.factor(head)
+    assert ratio == 1.0 and error is not None and (error.p90, error.num_points) == (0.3, 0)
     assert any("no head was measured" in note for note in prices.notes)
+    eager = msgspec.structs.replace(costs, lowering="eager")  # single operations ran so, too
+    assert Prices(eager).factor(head) == (1.0, None)
+
+
+@pytest.mark.parametrize(("kind", "lowering"), [("cuda", "compiled"), ("cpu", "eager")])
+def test_plans_run_as_models_usually_do_where_no_block_was_measured(kind, lowering):
+    device = msgspec.structs.replace(CLUSTER.device, kind=kind)
+    cluster = msgspec.structs.replace(CLUSTER, device=device)
+    info = msgspec.structs.replace(INFO, cluster=cluster)
+    copies = [op for op in synthetic_ops() if isinstance(op, Elementwise)]
+    assert calibrate([(info, [sample(op, true_time(op)) for op in copies])]).lowering == lowering
+
+
+def test_the_layer_of_another_shape_stands_in_with_an_error_that_one_ratio_cannot_tell(costs):
+    """One of the third resolution was measured, one of the first not."""
+    model = WideResNet(channels=64, width_factor=2, image_size=64)
+    shape = {"part": "layer", "model": model, "microbatch_size": 8, "seq_len": 1}
+    block = Block(form="2.rest", **shape)
+    composed = sum(Prices(costs).estimate(op).time_s for op in models.block_ops(block))
+    factor = fit_factor(
+        [(sample(block, 0.6 * composed, "compiled"), 0.6 * composed)],
+        Prices(costs),
+        {"like": block, "lowering": "compiled", "runs": ()},
+    )
+    prices = Prices(msgspec.structs.replace(costs, factors=(*costs.factors, factor)))
+    assert prices.factor(block)[0] == pytest.approx(0.6)
+    ratio, error = prices.factor(Block(form="0.first", **shape))
+    assert ratio == pytest.approx(0.6) and error is not None and error.p90 == 0.3
+    (note,) = [note for note in prices.notes if "stands in" in note and "layer" in note]
+    assert note.startswith("no layer 0.first wide_resnet c64") and "; layer 2.rest" in note
 
 
 def test_what_was_never_measured_is_an_error_with_the_command(costs):

@@ -19,12 +19,15 @@ from meshwise.spec import (
     Collective,
     Device,
     Elementwise,
+    Experts,
     Gemm,
     Layout,
     Model,
     Sample,
+    Shaped,
     Step,
     Tier,
+    WideResNet,
     Workload,
 )
 from meshwise.spec.label import label
@@ -79,6 +82,18 @@ def test_a_block_comes_after_all_that_its_price_is_made_of(kind, world_size):
                     assert part in measured
                 elif isinstance(part, Collective):
                     assert (part.kind, part.group_size) in curves
+
+
+def test_layers_of_experts_are_blocks_over_tp_too():
+    experts = msgspec.structs.replace(
+        MODEL, experts=Experts(num_experts=4, top_k=2, ffn=192, every=1)
+    )
+    ops = [case.op for case in a_profile("cuda", 4, (experts,))]
+    layers = [op for op in ops if isinstance(op, Block) and op.part == "layer"]
+    assert {(op.tp, op.sequence_parallel) for op in layers} == {(1, False), (2, False), (2, True)}
+    for op in layers:
+        products = {part for part in block_ops(op) if isinstance(part, Shaped)}
+        assert products <= {*ops[: ops.index(op)]}
 
 
 @pytest.mark.parametrize(("kind", "world_size"), PROFILES)
@@ -148,6 +163,29 @@ def test_equal_pieces_of_two_models_are_measured_once():
     assert a_profile(models=(MODEL, deeper)) == a_profile(models=(MODEL,))
 
 
+IMAGES = WideResNet(blocks=(2, 3), channels=8, width_factor=2, image_size=32, num_classes=8)
+
+
+@pytest.mark.parametrize(("kind", "world_size"), PROFILES)
+def test_layers_of_images_are_blocks_the_most_frequent_first(kind, world_size):
+    """Those of other shapes at one size without tensor parallelism; all behind their products."""
+    ops = [case.op for case in a_profile(kind, world_size, (IMAGES,))]
+    blocks = [(at, op) for at, op in enumerate(ops) if isinstance(op, Block)]
+    alone = {op.form: at for at, op in reversed(blocks) if op.tp == 1}
+    assert blocks[0][1].form == "1.rest"
+    assert alone.keys() == {"0.first", "0.rest", "1.first", "1.rest"}
+    sizes = {op.form: set() for _, op in blocks}
+    for at, op in blocks:
+        sizes[op.form].add((op.tp, op.microbatch_size))
+        assert {part for part in block_ops(op) if isinstance(part, Shaped)} <= {*ops[:at]}
+        if op.direction == "forward":
+            assert ops[at + 1] == msgspec.structs.replace(op, direction="backward")
+    images = profile.SCALES[kind].images
+    degrees = {tp for tp in (1, 2, 4, 6, 8) if world_size % tp == 0 and 16 % tp == 0}
+    assert sizes.pop("1.rest") >= {(tp, images[0]) for tp in degrees} | {(1, n) for n in images}
+    assert set(map(frozenset, sizes.values())) == {frozenset({(1, images[0])})}
+
+
 def test_regime_and_lowering():
     for case in a_profile("cuda", 4):
         warm = isinstance(case.op, Block | Collective)
@@ -209,6 +247,13 @@ LABELS = [
         "layer gpt h96 mb8 tp2+sp backward",
     ),
     (Block(part="head", model=MODEL, microbatch_size=1, seq_len=128), "head gpt h96 mb1 forward"),
+    (
+        Block(
+            part="layer", form="1.first", model=WideResNet(channels=8), microbatch_size=32,
+            seq_len=1, tp=2,
+        ),
+        "layer 1.first wide_resnet c8 mb32 tp2 forward",
+    ),
     (
         Step(
             model=catalogue.get("gpt-2.6b"),

@@ -162,6 +162,10 @@ class TestRun:
             ("run --model gpt-30m --mode infer --check", "check: is of training"),
             ("run --model gpt-30m --steps 0", "steps = 0: must be >= 1"),
             ("run --model gpt-30m --resume-from none", "checkpoint.json does not exist"),
+            (
+                'run --model gpt-30m --recipe {"fp32_precision":"tf32"}',
+                "Recipe.fp32_precision = 'tf32': it is for GPUs",
+            ),
             ("run --model wresnet-1b --data a.bin", "images are random numbers here"),
             ("run --model wresnet-1b --mode decode", "images have no next token"),
             ("run --model gpt-30m --mode decode --new-tokens 1", "new_tokens = 1: must be >= 2"),

@@ -172,6 +172,14 @@ def test_every_legal_layout_once(costs, num_devices, batch):
     assert ("8 stages are more than layers = 4" in reasons) == (num_devices > 1)
 
 
+def test_1f1b_is_interleaved_by_what_divides_the_layers_of_a_rank(costs):
+    """10 or 5 layers a rank: by 5, too, not by 10, whose stages would be a layer each."""
+    model = msgspec.structs.replace(MODEL, layers=20)
+    layouts, _ = legal_layouts(model, WORKLOAD, costs, 4)
+    found = {(x.pp, x.stages_per_rank) for x in layouts if x.schedule == "interleaved_1f1b"}
+    assert found == {(pp, stages) for pp in (2, 4) for stages in (2, 4, 5)}
+
+
 def test_why_layouts_are_no_candidates(costs):
     model = msgspec.structs.replace(MODEL, hidden=960, heads=15)
     layouts, removed = legal_layouts(model, WORKLOAD, costs, 4)

@@ -8,12 +8,24 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from meshwise import plan, search
+from meshwise import models, plan, search
+from meshwise.fit.calibrate import calibrate
+from meshwise.models import block_ops
 from meshwise.prices import Prices, unmeasured
+from meshwise.probe.cases import profile
+from meshwise.probe.cases.scope import Scope
 from meshwise.search import bound
 from meshwise.search.predict import memory_of
 from meshwise.search.space import legal_layouts
-from meshwise.spec import Cluster, WideResNet, Workload
+from meshwise.spec import (
+    Block,
+    Cluster,
+    Layout,
+    RunInfo,
+    Sample,
+    WideResNet,
+    Workload,
+)
 from meshwise.verbs import files
 from tests.unit.test_search import ladder
 
@@ -54,4 +66,54 @@ def test_the_plan_is_the_fastest(tmp_path):
     times = [search.predict(MODEL, workload, x, prices).step_time_s for x in layouts]
     ranked = [found.prediction, *(candidate.prediction for candidate in found.runners_up)]
     assert [each.step_time_s for each in ranked][:3] == sorted(times)[:3]
-    assert any("no block of images is measured" in note for note in found.prediction.notes)
+
+
+def of_profile(with_blocks, seconds):
+    """Prices of a profile of GPUs for the model, of operations that take so many seconds."""
+    cluster = files.take("h100-hgx", Cluster)
+    cases = profile.cases(Scope(cluster, 8, "bf16"), models=(MODEL,))
+    cases = [case for case in cases if with_blocks or not isinstance(case.op, Block)]
+    info = RunInfo(
+        run_id="x", verb="measure", command=(), started="", world_size=8, cluster=cluster
+    )
+    return calibrate(
+        [
+            (
+                info,
+                [
+                    Sample(case_id=case.id, case=case, status="ok", times_s=(seconds(case.op),) * 3)
+                    for case in cases
+                ],
+            )
+        ]
+    )
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_plans_are_compiled_and_layers_cost_what_their_blocks_took(measured):
+    """A layer twice as fast as the sum of its operations, but those of the last resolution as fast;
+    without blocks the sum, in a wider interval."""
+
+    def seconds(op):
+        if isinstance(op, Block):
+            ratio = 1.0 if op.form.startswith("2") else 0.5
+            return ratio * sum(map(seconds, block_ops(op)))
+        return 1e-5 + op.flops / 5e14 + op.bytes / 2e12
+
+    there = of_profile(measured, seconds)
+    layout = Layout(microbatch_size=32, num_microbatches=2)
+    found = search.given(MODEL, WORKLOAD, there, layout).prediction
+    assert there.lowering == "compiled"
+    said = [note for note in found.notes if "no layer was measured" in note]
+    assert bool(said) == (not measured)
+    program = models.apply(models.graph(MODEL, 32, 1, "bf16"), layout, "bf16")
+    expected = {"forward": 0.0, "backward": 0.0}
+    for task in program.tasks:
+        if task.part == "layer":
+            halved = measured and not task.name.startswith("layers.3")
+            expected[task.phase] += seconds(task.op) * (0.5 if halved else 1.0)
+    parts = {part.name: part.value for part in found.time_parts}
+    for phase, expected_s in expected.items():
+        assert parts[f"{phase} layer"] == pytest.approx(expected_s, rel=0.02)
+    wide = (found.high_s - found.low_s) / found.step_time_s
+    assert wide > 0.3 or measured

@@ -21,6 +21,7 @@ from msgspec import Meta
 from meshwise import spec, store
 from meshwise.spec import (
     Attention,
+    Block,
     Case,
     Cluster,
     Collective,
@@ -104,6 +105,9 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "window": None,
         "order": "contiguous" if f["dilation"] else f["order"],
     },
+    Block: lambda f: (
+        {"part": "layer", "form": "0.first"} if isinstance(f["model"], WideResNet) else {"form": ""}
+    ),
     Collective: lambda f: {
         "ranks": tuple(range(3, 3 + f["group_size"])),
         "splits": ((5,) * f["group_size"],) * f["group_size"] * (f["kind"] == "all_to_all_v"),

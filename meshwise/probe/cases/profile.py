@@ -10,8 +10,8 @@ Cluster, models and dtype in; cases out, ordered so that any prefix calibrates a
        sharded blocks at the smallest microbatch
 
 Operations come before the blocks they add up to, since a block without their prices calibrates
-nothing. A block's forward and backward are neighbours: they share one set-up. A model of images has
-no blocks: its convolutions and products are listed from its whole program.
+nothing. A block's forward and backward are neighbours: they share one set-up. The layers of images
+are of several shapes, a block each: the most frequent in round 1, the others first in round 2.
 
 Each is timed as a step runs it (``prices.in_step``). On a GPU blocks are timed after half a second
 of the same work, because a step runs at the clocks that the power cap leaves. Cases of one price
@@ -23,9 +23,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-import msgspec
-
-from meshwise.models import apply, block_ops, graph, placement
+from meshwise.models import DIRECTIONS, apply, block_ops, blocks_of, graph, placement
 from meshwise.models.catalogue import default_model, default_workload
 from meshwise.prices import in_step, op_key
 from meshwise.probe.cases.scope import Scope
@@ -45,14 +43,13 @@ from meshwise.spec import (
     WideResNet,
     layer_kinds,
 )
-from meshwise.spec.op import CollectiveKind, Direction, Dtype
+from meshwise.spec.op import CollectiveKind, Dtype
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 SHARDING: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 MAIN: tuple[CollectiveKind, ...] = (*SHARDING, "all_reduce")
 IN_PLACE = ("all_reduce", "broadcast")  # as torch has them
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-PARTS: tuple[Literal["layer", "head"], ...] = ("layer", "head")
+FIRST = slice(1)  # of several alike
 OTHER: tuple[CollectiveKind, ...] = ("all_to_all", "broadcast", "send_recv")
 
 
@@ -152,7 +149,7 @@ def cases(
         cluster,
         world_size,
         scope.dtype,
-        lowering or ("compiled" if scope.on_gpus else "eager"),
+        lowering or cluster.device.lowering,
         SCALES[cluster.device.kind],
         seq_len,
     )
@@ -171,7 +168,7 @@ def _round_1(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
     yield from map(_copy, profile.scale.coarse_copies)
     blocks = [block for model in models for block in _blocks(profile, model, 0)]
     yield from _products(blocks)
-    yield from _beside_blocks(profile, models, slice(1))
+    yield from _beside_blocks(profile, models, FIRST)
     yield from map(_adamw, profile.scale.coarse_copies)
     yield from _collectives(profile, MAIN, profile.scale.coarse_bytes[:2])
     if any(not isinstance(model, WideResNet) and model.experts for model in models):
@@ -182,12 +179,14 @@ def _round_1(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
 
 
 def _round_2(profile: Profile, models: tuple[AnyModel, ...]) -> Iterator[Op]:
+    for model in models:
+        yield from _behind_their_products(list(_blocks(profile, model, 0, which=slice(1, None))))
     yield from _tensor_parallel(profile, models, 0)
     for nth in range(1, len(profile.scale.microbatches)):
         for model in models:
             yield from _behind_their_products(list(_blocks(profile, model, nth)))
     for tp in _degrees(profile.world_size)[1:]:
-        yield from _beside_blocks(profile, models, slice(1), tp)
+        yield from _beside_blocks(profile, models, FIRST, tp)
     yield from _beside_blocks(profile, models, slice(1, None))
 
 
@@ -278,28 +277,26 @@ def _passes(m: int, n: int, k: int, dtype: Dtype) -> Iterator[Gemm]:
 
 
 def _blocks(
-    profile: Profile, model: AnyModel, nth: int, tp: int = 1, sequence_parallel: bool = False
+    profile: Profile,
+    model: AnyModel,
+    nth: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    which: slice = FIRST,
 ) -> Iterator[Block]:
-    """Layer and head of the nth microbatch, forward and backward; nothing of images, or where this
-    degree cannot be, and of experts over tp the head alone."""
+    """Layer and head of the nth microbatch, forward and backward; nothing where this degree cannot
+    be. ``which`` of the layers of several shapes."""
     sizes, seq_len = profile.microbatches(model), profile.length(model)
-    if isinstance(model, WideResNet) or nth >= len(sizes):
+    if nth >= len(sizes):
         return
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel, microbatch_size=sizes[nth])
     if placement.obstacle(model, seq_len, layout):
         return
-    for part in PARTS if tp == 1 or not model.has_experts(0) else PARTS[1:]:
-        for direction in DIRECTIONS:
-            yield Block(
-                part=part,
-                model=msgspec.structs.replace(model, name="", layers=1),
-                microbatch_size=sizes[nth],
-                seq_len=seq_len,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-                direction=direction,
-                dtype=profile.dtype,
-            )
+    found = blocks_of(model, seq_len, layout, profile.dtype)
+    layers = [*dict.fromkeys(piece for piece, _ in found if piece[0] == "layer")][which]
+    for (piece, _), block in found.items():
+        if piece in layers or (piece[0] == "head" and which == FIRST):
+            yield block
 
 
 def _degrees(world_size: int) -> list[int]:
