@@ -2,10 +2,32 @@
 
 import ast
 import sys
+from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "meshwise"
-MAX_FUNCTION, MAX_MODULE, MAX_PACKAGE = 80, 500, 51_850
+MAX_FUNCTION, MAX_MODULE = 80, 500
+# Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
+ROOMS = {
+    "attention": 4_350,
+    "cli": 1_160,
+    "engine": 3_340,
+    "fit": 320,
+    "launch": 730,
+    "models": 4_490,
+    "nn": 1_370,
+    "options": 880,
+    "pages": 5_590,
+    "parallel": 3_330,
+    "prices": 840,
+    "probe": 6_390,
+    "reshard": 5_090,
+    "search": 2_230,
+    "spec": 2_810,
+    "suites": 1_010,
+    "verbs": 3_540,
+    "": 3_810,  # modules beside the rooms
+}
 
 
 def too_long(path: Path, source: str) -> list[str]:
@@ -25,10 +47,14 @@ def too_long(path: Path, source: str) -> list[str]:
 def main() -> None:
     sources = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     found = [line for path, source in sources.items() for line in too_long(path, source)]
-    total = sum(len(source.splitlines()) for source in sources.values())
-    if total > MAX_PACKAGE:
-        found.append(f"{PACKAGE}: {total} lines, the package has at most {MAX_PACKAGE}")
-    print(*found, f"meshwise: {total} of {MAX_PACKAGE} lines", sep="\n")
+    sizes = Counter[str]()
+    for path, source in sources.items():
+        room, *within = path.relative_to(PACKAGE).parts
+        sizes[room if within else ""] += len(source.splitlines())
+    for room, size in sizes.items():
+        if size > (most := ROOMS.get(room, 0)):
+            found.append(f"{PACKAGE / room}: {size} lines, this room has at most {most}")
+    print(*found, f"meshwise: {sizes.total()} of {sum(ROOMS.values())} lines", sep="\n")
     sys.exit(1 if found else 0)
 
 
