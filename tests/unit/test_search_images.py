@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from meshwise import plan, search
 from meshwise.prices import Prices, unmeasured
-from meshwise.search import bound
+from meshwise.search import bound, room
+from meshwise.search import stage as stages
 from meshwise.search.predict import memory_of
 from meshwise.search.space import legal_layouts
-from meshwise.spec import Cluster, WideResNet, Workload
+from meshwise.spec import Cluster, Layout, WideResNet, Workload
 from meshwise.verbs import files
 from tests.unit.test_search import ladder
 
@@ -39,7 +40,7 @@ def test_bounds_are_bounds(lowering, dtype):
         prediction = search.predict(MODEL, WORKLOAD, rung, prices)
         least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
         assert least_s <= prediction.step_time_s * (1 + 1e-9), rung.name
-        least, most = bound.memory_between(MODEL, WORKLOAD, rung, prices)
+        least, most = room.between(MODEL, WORKLOAD, rung, prices)
         needed = memory_of(MODEL, WORKLOAD, rung, prices)[1].total_bytes
         assert max(least, bound.memory_bytes(*of)) <= needed <= most, rung.name
 
@@ -55,3 +56,13 @@ def test_the_plan_is_the_fastest(tmp_path):
     ranked = [found.prediction, *(candidate.prediction for candidate in found.runners_up)]
     assert [each.step_time_s for each in ranked][:3] == sorted(times)[:3]
     assert any("no block of images is measured" in note for note in found.prediction.notes)
+
+
+def test_any_number_of_images_follows_from_two():
+    """Seconds and bytes of a stage's actions, against its own program, written for that number."""
+    layout, shared = Layout(dp=2, tp=2, zero=3, num_microbatches=3), Prices(costs(), datasheet=True)
+    for size in (3, 1, 8, 64):
+        rung = replace(layout, microbatch_size=size)
+        (kind,) = stages.kinds_of(MODEL, 1, rung)
+        own = Prices(costs(), datasheet=True)
+        assert stages.stage_cost(kind, shared) == stages.stage_cost(kind, own), size
