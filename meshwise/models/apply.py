@@ -169,8 +169,8 @@ def _note(loops: list[Loop], loop: Loop) -> None:
 
 def _of_microbatch(task: Task, renamed: Mapping[str, str], weights: tuple[str, ...]) -> Task:
     name, op, stream, part, phase, reads, writes = task
-    reads = (*[renamed[read] for read in reads], *weights)
-    return Task(name, op, stream, part, phase, reads, tuple([renamed[it] for it in writes]))
+    reads = (*map(renamed.__getitem__, reads), *weights)
+    return Task(name, op, stream, part, phase, reads, tuple(map(renamed.__getitem__, writes)))
 
 
 def _reading(task: Task, renamed: Mapping[str, str], names: tuple[str, ...]) -> Task:

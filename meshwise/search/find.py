@@ -202,7 +202,9 @@ def _best_first(
             heappush(waiting, (max(least_s, traffic_s), number, rung, True))
             continue
         if needed <= limit:
-            needed = _peak(model, workload, layout, prices)[1].total_bytes
+            needed, most = room.between(model, workload, layout, prices)
+            if needed <= limit < most:
+                needed = _peak(model, workload, layout, prices)[1].total_bytes
             if needed <= limit:
                 prediction = predict(model, workload, layout, prices)
                 candidate = Candidate(layout=layout, prediction=prediction)
