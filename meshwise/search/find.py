@@ -259,10 +259,11 @@ def _nearest(
     while waiting and (found is None or waiting[0][0] < found[2].total_bytes):
         floor, looks, number = heappop(waiting)
         if looks == 0:
-            rungs = together[number]
-            if floor > limit or not room.all_fit(model, workload, rungs, prices, limit):
-                for at, rung in enumerate(rungs, number):
-                    heappush(waiting, (bound.memory_bytes(*about, rung, prices), 1, at))
+            floors = [bound.memory_bytes(*about, rung, prices) for rung in together[number]]
+            hopeless = max(floors) > limit
+            if hopeless or not room.all_fit(model, workload, together[number], prices, limit):
+                for at, each in enumerate(floors, number):
+                    heappush(waiting, (each, 1, at))
             continue
         layout = layouts[number]
         if looks == 1:
