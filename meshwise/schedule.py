@@ -36,6 +36,7 @@ on a rank: 33 (gpipe, 1f1b), 28.5 (interleaved_1f1b, looped_bfs) and 25.5 (all i
 
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -71,14 +72,26 @@ _Key = tuple[Kind, int, int]  # equals its Action, and is made much faster
 _Phases = list[tuple[int, str]]  # as _in_phases reads them
 
 
+@lru_cache(maxsize=128)
 def table(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> Table:
     """One row of actions for each pipeline rank; ValueError with the reason of ``check``."""
     if reason := check(name, pp, stages_per_rank, num_microbatches):
         raise ValueError(reason)
-    return tuple(
-        tuple(_row(name, pp, rank, stages_of(name, rank, pp, stages_per_rank), num_microbatches))
-        for rank in range(pp)
-    )
+    return tuple(row(name, pp, rank, stages_per_rank, num_microbatches) for rank in range(pp))
+
+
+def row(
+    name: Name, pp: int, rank: int, stages_per_rank: int, num_microbatches: int
+) -> tuple[Action, ...]:
+    """The actions of one pipeline rank."""
+    stages = stages_of(name, rank, pp, stages_per_rank)
+    return tuple(_row(name, pp, rank, stages, num_microbatches))
+
+
+def enough(name: Name, pp: int, num_microbatches: int) -> int:
+    """So many microbatches show all states of a rank (what is alive of which stage, whose gradients
+    there are) that ``num_microbatches`` do: more repeat them in between."""
+    return num_microbatches if name in ("gpipe", "looped_bfs") else min(num_microbatches, 4 * pp)
 
 
 def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> str | None:

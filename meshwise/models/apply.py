@@ -13,8 +13,9 @@ FSDP2's hooks know nothing of that: all weights are gathered before I, freed and
 """
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -24,6 +25,8 @@ from meshwise.spec import Collective, Layout, Op
 
 Runs = list[tuple[str, list[Task]]]
 Kind = Literal["F", "B", "I", "W"]
+Actions = dict[Kind, Runs]
+Names = dict[Any, tuple[str, ...]]
 EXPERTS = ".experts"  # of a layer's unit, where ranks hold different ones
 
 
@@ -41,13 +44,15 @@ class Span(NamedTuple):
 
 class Loop(NamedTuple):
     """``tasks[start:stop]``, of a layer or of a few in a row, stand for ``times`` as many in a row.
-    Each turn finds as ``here`` the gathered weights that the one before it left as ``there``."""
+    Each turn finds as ``here`` the gathered weights that the one before it left as ``there``.
+    ``layer``: the first of them."""
 
     start: int
     stop: int
     times: int
     here: str
     there: str
+    layer: str
 
 
 class Program(NamedTuple):
@@ -55,8 +60,8 @@ class Program(NamedTuple):
 
     ``resident_bytes``: what lives through the whole step (parameters, optimizer state).
     ``gathered``: elements of all weights that this rank gathers to compute with. A buffer lives
-    from its first writer to its last reader; ``kept`` live to the end of the step.
-    """
+    from its first writer to its last reader; ``kept`` live to the end of the step. ``units``: the
+    elements of each that this rank keeps, and gathers."""
 
     tasks: tuple[Task, ...]
     buffers: dict[str, Buffer]
@@ -65,6 +70,8 @@ class Program(NamedTuple):
     actions: tuple[Span, ...] = ()
     loops: tuple[Loop, ...] = ()
     gathered: int = 0
+    units: Mapping[str, tuple[int, int]] = {}
+    optimizer: tuple[Node, ...] = ()
 
 
 def apply(
@@ -79,23 +86,20 @@ def apply(
 ) -> Program:
     """The program of one rank; ``graph`` is one microbatch of one dp rank, with backward.
 
-    Of a stage, ``layout`` is that within its pipeline rank (``Layout.of_rank``). ``actions`` cover
-    all tasks but the optimizer's; ``split`` halves backwards. ``times``: layers, by index, that
-    stand for so many; neighbours do so in turns. ``cp_rank``: by default the busiest."""
-    sharded = shard(graph, layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
-    members = _members(sharded)
+    ``layout``: within the stage's pipeline rank. ``actions`` cover all tasks but the optimizer's;
+    ``split`` halves backwards. ``times``: layers, by index, that stand for so many; neighbours do
+    so in turns. ``cp_rank``: by default the busiest."""
+    over = (layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
+    sharded, members, runs, received, retained = _parts(graph, split, *over)
     data = _DataParallel(layout, members, dtype, sharded, device)
-    runs = _runs(graph, sharded, split)
-    received, retained = _received(runs), _retained(runs, sharded)
-    repeated = {f"layers.{index}": count for index, count in (times or {}).items()}
+    several = {f"layers.{index}" for index in times or ()}
     tasks, actions, loops = list[Task](), list[Span](), list[Loop]()
 
     def loop(start: int, unit: str, following: str | None = None) -> None:
         """Note that what was added since ``start`` is of a layer that stands for several."""
-        layer = _layer_of(unit)
-        if layer in repeated and start < len(tasks):
-            names = (data.gathered(layer), data.gathered(following or layer))
-            _note(loops, Loop(start, len(tasks), repeated[layer], *names))
+        if (layer := _layer_of(unit)) in several and start < len(tasks):
+            names = (data.gathered(layer), data.gathered(following or layer), layer)
+            _note(loops, Loop(start, len(tasks), 1, *names))
 
     buffers: dict[str, Buffer] = {}
     for microbatch in range(layout.num_microbatches):
@@ -106,9 +110,8 @@ def apply(
             start = len(tasks)
             data.begin(kind, microbatch)
             for unit, _ in groups if kind == "I" or (kind == "W" and not runs["I"]) else ():
-                at = len(tasks)
-                tasks += data.before(unit, None)
-                loop(at, unit)
+                tasks += (gathers := data.before(unit, None))
+                loop(len(tasks) - len(gathers), unit)
             each = kind == "B" and not data.rests(microbatch)
             due = _due(groups, each=each) if kind in ("B", "W") else {}
             for index, (unit, group) in enumerate(groups):
@@ -135,17 +138,24 @@ def apply(
                 tasks[start] = tasks[start]._replace(writes=(*tasks[start].writes, *arrived))
                 tasks[-1] = _reading(tasks[-1], renamed, received[kind])
             actions.append(Span(kind, microbatch, start, len(tasks)))
-    times_of = {unit: repeated.get(_layer_of(unit), 1) for unit in members}
-    local = sum(data.shard_elements[unit] * times_of[unit] for unit in members)
-    tasks += [_optimizer_task(node, local) for node in graph.nodes if node.phase == "optimizer"]
-    return Program(
-        tasks=tuple(tasks),
-        buffers=buffers | data.buffers,
+    units = {unit: (data.shard_elements[unit], data.padded(unit)) for unit in members}
+    optimizer = tuple(node for node in graph.nodes if node.phase == "optimizer")
+    buffers |= data.buffers
+    found = Program(tuple(tasks), buffers, {}, frozenset(data.kept), tuple(actions), tuple(loops))
+    return repeated(found._replace(units=units, optimizer=optimizer), times or {})
+
+
+def repeated(program: Program, times: Mapping[int, int]) -> Program:
+    """The same program where the layers that stand for several stand for so many ``times``."""
+    count = {f"layers.{index}": number for index, number in times.items()}
+    held = [(*of, count.get(_layer_of(unit), 1)) for unit, of in program.units.items()]
+    local = sum(own * number for own, _, number in held)
+    optimizer = [_optimizer_task(node, local) for node in program.optimizer]
+    return program._replace(
+        tasks=(*program.tasks[: program.actions[-1].stop], *optimizer),
         resident_bytes={"parameters": 4 * local, "optimizer state": 8 * local},
-        kept=frozenset(data.kept),
-        actions=tuple(actions),
-        loops=tuple(loops),
-        gathered=sum(data.padded(unit) * count for unit, count in times_of.items()),
+        loops=tuple([loop._replace(times=count[loop.layer]) for loop in program.loops]),
+        gathered=sum(whole * number for _, whole, number in held),
     )
 
 
@@ -153,14 +163,14 @@ def _note(loops: list[Loop], loop: Loop) -> None:
     """Append a loop; where the last one ends at its start, both are one turn of a pattern."""
     if loops and loops[-1].stop == loop.start:
         before = loops.pop()
-        loop = loop._replace(start=before.start, here=before.here)
+        loop = loop._replace(start=before.start, here=before.here, layer=before.layer)
     loops.append(loop)
 
 
 def _of_microbatch(task: Task, renamed: Mapping[str, str], weights: tuple[str, ...]) -> Task:
     name, op, stream, part, phase, reads, writes = task
-    reads = (*[renamed[read] for read in reads], *weights)
-    return Task(name, op, stream, part, phase, reads, tuple([renamed[it] for it in writes]))
+    reads = (*map(renamed.__getitem__, reads), *weights)
+    return Task(name, op, stream, part, phase, reads, tuple(map(renamed.__getitem__, writes)))
 
 
 def _reading(task: Task, renamed: Mapping[str, str], names: tuple[str, ...]) -> Task:
@@ -178,6 +188,16 @@ def _optimizer_task(node: Node, num_elements: int) -> Task:
     return Task(node.name, op, "compute", node.part, node.phase, (), ())
 
 
+@lru_cache(maxsize=2048)
+def _parts(
+    graph: Graph, split: bool, *over: Any
+) -> tuple[Sharded, dict[str, list[str]], Actions, Names, Names]:
+    """What is the same whatever data parallelism does: shards, members, runs, what these read."""
+    sharded = shard(graph, *over)
+    runs = _runs(graph, sharded, split)
+    return sharded, _members(sharded), runs, _received(runs), _retained(runs, sharded)
+
+
 def _members(sharded: Sharded) -> dict[str, list[str]]:
     """The parameters of each unit."""
     members: dict[str, list[str]] = {}
@@ -188,7 +208,7 @@ def _members(sharded: Sharded) -> dict[str, list[str]]:
     return members
 
 
-def _runs(graph: Graph, sharded: Sharded, split: bool) -> dict[Kind, Runs]:
+def _runs(graph: Graph, sharded: Sharded, split: bool) -> Actions:
     """Each action's tasks. A first stage has no gradient to send on: all its backward is W."""
     if not split:
         return {kind: _runs_of_units(graph, sharded, kind) for kind in ("F", "B")}
@@ -222,15 +242,14 @@ def _belongs(graph: Graph, node: Node, kind: Kind) -> bool:
     return kind == "B" or (kind == "W") == weights_only
 
 
-def _received(runs: dict[Kind, Runs]) -> dict[Kind, tuple[str, ...]]:
+def _received(runs: Actions) -> Names:
     """What arrives at each action: read there, and never written.
 
     The action's first task is said to write it and its last to read it, so that its life has a
-    beginning, and spans the action: whoever calls backward holds the gradient until that is done.
-    """
+    beginning, and spans the action: whoever calls backward holds the gradient that long."""
     groups = {kind: [task for _, group in runs[kind] for task in group] for kind in runs}
     known = {name for group in groups.values() for task in group for name in task.writes}
-    received: dict[Kind, tuple[str, ...]] = {}
+    received: Names = {}
     for kind, group in groups.items():
         read = dict.fromkeys(name for task in group for name in task.reads)
         received[kind] = tuple(name for name in read if name not in known)
@@ -238,13 +257,13 @@ def _received(runs: dict[Kind, Runs]) -> dict[Kind, tuple[str, ...]]:
     return received
 
 
-def _retained(runs: dict[Kind, Runs], sharded: Sharded) -> dict[str, tuple[str, ...]]:
+def _retained(runs: Actions, sharded: Sharded) -> Names:
     """By layer, what autograd keeps from I until the end of W, since it keeps the graph: all that I
     reads of the forward pass, and a norm's gradients, which its weights need once more."""
     of_forward = {
         name for _, group in runs["F"] for task in group for name in (*task.reads, *task.writes)
     }
-    found: dict[str, tuple[str, ...]] = {}
+    found: Names = {}
     for unit, group in runs.get("I", ()):
         for task in group:
             again = any(sharded.buffers[name].role == "gradient" for name in task.writes)

@@ -315,6 +315,8 @@ class _Walk:
         """Whether the result is a part of a sum because what a node is linear in is one: all that
         an addition adds, a factor, rows that are moved, in backward the gradients that it reads.
         Where weights are cut, each rank weighs the experts' balance with a share of its own."""
+        if self.tp == 1:
+            return False
         word, backward = self.cut.of(node.room), node.phase == "backward"
         is_cut = word in DIMS
         if is_cut and backward and node.kind == "balance":

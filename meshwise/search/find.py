@@ -11,14 +11,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heapify, heappop, heappush
+from itertools import groupby
 
 import msgspec
 
 from meshwise.prices import Prices
-from meshwise.search import balance, bound
+from meshwise.search import balance, bound, room
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.simulate import Peak
 from meshwise.search.space import check, legal_layouts
+from meshwise.search.stage import forms
 from meshwise.spec import (
     AnyModel,
     Candidate,
@@ -37,12 +39,13 @@ from meshwise.units import format_bytes
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Pause the collector of cycles: a search makes millions of tuples and no cycle, and a fifth of
-    its time went to looking for one."""
+    its time went to looking for one. Keep no programs behind it."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        forms.cache_clear()
         if was_on:
             gc.enable()
 
@@ -76,8 +79,7 @@ def find(
     ]
     ranked, passed_over = _best_first(model, workload, prices, ladders, limit, top)
     removed += [Removal(constraint=name, count=n) for name, n in passed_over.items() if n]
-    rungs = [layout for ladder in ladders for layout in ladder]
-    nearest = _nearest(model, workload, prices, rungs, limit)
+    nearest = _nearest(model, workload, prices, ladders, limit)
     if not ranked and nearest is None:
         raise ValueError(f"no layout of {num_devices} devices can be priced: {_reasons(removed)}")
     if not ranked:
@@ -200,9 +202,11 @@ def _best_first(
             heappush(waiting, (max(least_s, traffic_s), number, rung, True))
             continue
         if needed <= limit:
-            prediction = predict(model, workload, layout, prices)
-            needed = prediction.peak_memory_bytes
+            needed, most = room.between(model, workload, layout, prices)
+            if needed <= limit < most:
+                needed = _peak(model, workload, layout, prices)[1].total_bytes
             if needed <= limit:
+                prediction = predict(model, workload, layout, prices)
                 candidate = Candidate(layout=layout, prediction=prediction)
                 insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)
                 passed_over["recomputation that is not needed to fit"] += len(rest)
@@ -225,31 +229,49 @@ def _unmeasured(model: AnyModel, workload: Workload, layout: Layout, prices: Pri
     return None
 
 
+def _peak(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> tuple[int, Peak]:
+    among = room.fullest(model, workload, layout, prices)
+    return memory_of(model, workload, layout, prices, among=among)
+
+
 def _nearest(
     model: AnyModel,
     workload: Workload,
     prices: Prices,
-    layouts: Sequence[Layout],
+    ladders: Sequence[tuple[Layout, ...]],
     limit: float,
 ) -> Infeasible | None:
     """The layout that needs least of those that do not fit. They wait in the order of the least
-    that they can need, which is sharpened before a layout is looked at itself."""
+    that they can need: at first together with those that differ in what they recompute alone, then
+    each, then with that bound sharpened; after that a layout is looked at itself."""
     about = (model, workload.seq_len)
+    layouts, together = list[Layout](), dict[int, tuple[Layout, ...]]()
+    for ladder in ladders:
+        for _, alike in groupby(ladder, key=lambda rung: rung.layers):
+            together[len(layouts)] = tuple(alike)
+            layouts += together[len(layouts)]
     waiting = [
-        (bound.memory_bytes(*about, layout, prices), False, number)
-        for number, layout in enumerate(layouts)
+        (bound.memory_bytes(*about, layout, prices, others), 0, number)
+        for number, (layout, *others) in together.items()
     ]
     heapify(waiting)
     found: tuple[Layout, int, Peak] | None = None
     while waiting and (found is None or waiting[0][0] < found[2].total_bytes):
-        floor, sharp, number = heappop(waiting)
-        layout = layouts[number]
-        if not sharp:
-            least, most = bound.memory_between(model, workload, layout, prices)
-            if most > limit:
-                heappush(waiting, (max(floor, least), True, number))
+        floor, looks, number = heappop(waiting)
+        if looks == 0:
+            floors = [bound.memory_bytes(*about, rung, prices) for rung in together[number]]
+            hopeless = max(floors) > limit
+            if hopeless or not room.all_fit(model, workload, together[number], prices, limit):
+                for at, each in enumerate(floors, number):
+                    heappush(waiting, (each, 1, at))
             continue
-        rank, peak = memory_of(model, workload, layout, prices)
+        layout = layouts[number]
+        if looks == 1:
+            least, most = room.between(model, workload, layout, prices)
+            if most > limit:
+                heappush(waiting, (max(floor, least), 2, number))
+            continue
+        rank, peak = _peak(model, workload, layout, prices)
         if limit < peak.total_bytes and (found is None or peak.total_bytes < found[2].total_bytes):
             found = layout, rank, peak
     if found is None:

@@ -14,7 +14,6 @@ while they run, rise to.
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -31,11 +30,13 @@ from meshwise.search.simulate import (
     Peak,
     Spent,
     add,
+    add_all,
 )
 from meshwise.search.stage import StageCost
 from meshwise.spec.layout import SPLIT
 
 BUBBLE = "pipeline bubble"
+_UNKNOWN = Live({}, {})
 
 
 class Element(NamedTuple):
@@ -48,12 +49,13 @@ class Element(NamedTuple):
 
 
 class Timetable(NamedTuple):
-    """``of_action``: indices into ``elements``, of I and W for a B where backward is split;
-    ``rows``: those of each rank in order; ``before``: of the same stage before it, else -1;
-    of what is on its way beside it, and behind the last: how many results were ``sent`` before,
-    and whether what the next action needs is ``coming``."""
+    """``held``: the stages of each rank. ``of_action``: indices into ``elements``, of I and W for a
+    B where backward is split; ``rows``: those of each rank in order; ``before``: of the same stage
+    before it, else -1; of what is on its way beside it, and behind the last: how many results were
+    ``sent`` before, and whether what the next action needs is ``coming``."""
 
     table: Table
+    held: tuple[tuple[int, ...], ...]
     elements: tuple[Element, ...]
     of_action: dict[Action, tuple[int, ...]]
     rows: tuple[np.ndarray, ...]
@@ -75,44 +77,48 @@ class Step(NamedTuple):
 def timetable(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> Timetable:
     """The table of a schedule with its actions told apart."""
     table = schedule.table(name, pp, stages_per_rank, num_microbatches)
-    whole: tuple[Kind, ...] = ("I", "W") if name in SPLIT else ("B",)
-    turns = Counter[tuple[int, Kind]]()
+    halves: tuple[Kind, ...] = ("I", "W") if name in SPLIT else ("B",)
     index: dict[Element, int] = {}
-    of_action, rows, before, moving = {}, [], [], []
-    homes = {action.stage: rank for rank, row in enumerate(table) for action in row}
-    for rank, row in enumerate(table):
-        numbers: list[int] = []
-        latest: dict[int, int] = {}
-        earlier: list[int] = []
-        sent, beside = 0, list[tuple[int, int]]()
-        for action, following in zip_longest(row, row[1:]):
-            coming = following is not None and _crosses(following, homes, rank, back=False)
-            kinds = whole if action.kind == "B" else (action.kind,)
-            for kind in kinds:
-                turn = turns[action.stage, kind]
-                turns[action.stage, kind] += 1
-                final = turn == num_microbatches - 1
-                place = min(2, turn) if final else min(1, turn)
-                element = Element(action.stage, kind, place)
-                numbers.append(index.setdefault(element, len(index)))
-                earlier.append(latest.get(action.stage, -1))
-                latest[action.stage] = numbers[-1]
-                beside.append((sent, int(coming)))
-            sent += _crosses(action, homes, rank, back=True)
-            of_action[action] = tuple(numbers[-len(kinds) :])
-        rows.append(np.asarray(numbers))
-        before.append(np.asarray(earlier))
-        moving.append(np.asarray([*beside, (sent, 0)]).T)
+    of_action: dict[Action, tuple[int, ...]] = {}
+    rows, before, moving = [], [], []
+    held = tuple(schedule.stages_of(name, rank, pp, stages_per_rank) for rank in range(pp))
+    for mine, row in zip(held, table, strict=True):
+        parts = [(stage, halves if kind == "B" else (kind,)) for kind, stage, _ in row]
+        counts = np.asarray([len(kinds) for _, kinds in parts])
+        turns: dict[tuple[int, Kind], list[int]] = {}
+        for at, each in enumerate((stage, kind) for stage, kinds in parts for kind in kinds):
+            turns.setdefault(each, []).append(at)
+        numbers, earlier = np.empty(counts.sum(), int), np.full(counts.sum(), -1)
+        for each, here in turns.items():
+            some = [Element(*each, place) for place in range(min(3, len(here)))]
+            first, *others = [index.setdefault(element, len(index)) for element in some]
+            numbers[here] = [first, *others[:1] * (len(here) - 2), *others[-1:]]
+        for stage in mine:
+            here = sorted(at for each, some in turns.items() if each[0] == stage for at in some)
+            earlier[here[1:]] = numbers[here[:-1]]
+        needs, sends = (
+            {
+                (kind, stage): stage + way in range(pp * stages_per_rank)
+                and stage + way not in mine
+                for stage in mine
+                for kind, way in (("F", step), ("B", -step), ("I", -step))
+            }
+            for step in (-1, 1)
+        )
+        sent = np.cumsum([0, *[sends.get(action[:2], False) for action in row]])
+        coming = [*[needs.get(action[:2], False) for action in row[1:]], False]
+        beside = np.repeat([sent[:-1], coming], counts, axis=1)
+        listed, ends = numbers.tolist(), np.cumsum(counts).tolist()
+        starts = [0, *ends[:-1]]
+        for action, start, end in zip(row, starts, ends, strict=True):
+            of_action[action] = tuple(listed[start:end])
+        rows.append(numbers)
+        before.append(earlier)
+        moving.append(np.append(beside, [[sent[-1]], [0]], axis=1))
     sending, arriving = zip(*moving, strict=True)
-    return Timetable(table, tuple(index), of_action, tuple(rows), tuple(before), sending, arriving)
-
-
-def _crosses(action: Action, homes: dict[int, int], rank: int, *, back: bool) -> bool:
-    """Whether an action needs something of another rank, or sends it something (``back``)."""
-    if action.kind == "W":
-        return False
-    other = action.stage + (1 if (action.kind == "F") == back else -1)
-    return homes.get(other, rank) != rank
+    return Timetable(
+        table, held, tuple(index), of_action, tuple(rows), tuple(before), sending, arriving
+    )
 
 
 def step_time(
@@ -131,7 +137,7 @@ def step_time(
     }
     hop_s = [hop.time_s if hop else 0.0 for hop in hops]
     spans = schedule.simulate(times.table, duration.__getitem__, hop_s.__getitem__)
-    held = [sorted({action.stage for action in row}) for row in times.table]
+    held = times.held
     over = [_traffic_ends(row, times, spent) for row in spans]
     ready = list(over)
     if exchange is not None:
@@ -147,8 +153,8 @@ def step_time(
     parts, errors = Amounts(), Amounts()
     done = [(spent[number], count) for number, count in Counter(times.rows[rank].tolist()).items()]
     for cost, count in done + [(stages[stage].optimizer, 1) for stage in held[rank]]:
-        _add_all(parts, cost.parts, count)
-        _add_all(errors, cost.errors, count)
+        add_all(parts, cost.parts, count)
+        add_all(errors, cost.errors, count)
     clock = 0.0
     for (kind, stage, _), start_s, end_s in spans[rank]:
         _wait(start_s - clock, hops[stage - 1 if kind == "F" else stage], parts, errors)
@@ -180,19 +186,22 @@ def _wait(idle_s: float, came: Charge | None, parts: Amounts, errors: Amounts) -
 
 
 def peak_memory(
-    stages: Sequence[StageCost],
+    stages: Sequence[StageCost | None],
     times: Timetable,
     moving_bytes: float,
     exchange_bytes: float,
     most_sent: int = 1,
 ) -> tuple[int, Peak]:
-    """The rank with the largest peak, and that peak.
+    """The rank with the largest peak, and that peak, among those whose ``stages`` are given.
 
     ``moving_bytes``: of a tensor on its way between stages, ``most_sent``: how many results are
     held because they were sent; ``exchange_bytes``: the other gradient of a tied embedding, once
     all actions are done.
     """
-    lives = [stages[stage].actions[kind][place][1] for stage, kind, place in times.elements]
+    lives = [
+        cost.actions[kind][place][1] if (cost := stages[stage]) else _UNKNOWN
+        for stage, kind, place in times.elements
+    ]
     rise = np.asarray([sum(live.rise.values()) for live in lives])
     weights = np.asarray([live.left.get(WEIGHTS, 0.0) for live in lives] + [0.0])  # -1: none yet
     left = np.asarray([sum(live.left.values()) for live in lives]) - weights[:-1]
@@ -202,14 +211,16 @@ def peak_memory(
     ]
     peaks = []
     for rank, (row, before) in enumerate(zip(times.rows, times.before, strict=True)):
+        mine = [cost for stage in times.held[rank] if (cost := stages[stage])]
+        if len(mine) < len(times.held[rank]):
+            continue
         # What actions leave adds up, but a stage's gathered weights replace those it had.
         after = np.cumsum(left[row] + weights[row] - weights[before])
         during = np.append(0.0, after[:-1]) - weights[before] + rise[row]
         everything = np.append(during, after[-1] + exchange_bytes)
         everything += moving_bytes * moving[rank]
         at = int(everything.argmax())
-        mine = {times.elements[number].stage for number in row.tolist()}
-        resident = sum(sum(stages[stage].resident.values()) for stage in mine)
+        resident = sum(sum(cost.resident.values()) for cost in mine)
         peaks.append((resident + float(everything[at]), rank, at))
     _, rank, at = max(peaks, key=lambda peak: peak[0])
     parts = _parts_at(stages, times, lives, rank, at)
@@ -220,24 +231,21 @@ def peak_memory(
 
 
 def _parts_at(
-    stages: Sequence[StageCost], times: Timetable, lives: list[Live], rank: int, at: int
+    stages: Sequence[StageCost | None], times: Timetable, lives: list[Live], rank: int, at: int
 ) -> Amounts:
     """Bytes by role at the worst moment of the ``at``-th element of a row, or after the last."""
     row = times.rows[rank].tolist()
     stage_of = {number: times.elements[number].stage for number in row}
     weights = {stage_of[number]: lives[number].left.get(WEIGHTS, 0.0) for number in row[:at]}
     parts = Amounts()
-    for stage in set(stage_of.values()):
-        _add_all(parts, {role: float(size) for role, size in stages[stage].resident.items()})
+    for stage in times.held[rank]:
+        cost = stages[stage]
+        assert cost is not None
+        add_all(parts, {role: float(size) for role, size in cost.resident.items()})
     for number, count in Counter(row[:at]).items():
-        _add_all(parts, lives[number].left | {WEIGHTS: 0.0}, count)
+        add_all(parts, lives[number].left | {WEIGHTS: 0.0}, count)
     for number in row[at : at + 1]:
         weights.pop(stage_of[number], None)
-        _add_all(parts, lives[number].rise)
+        add_all(parts, lives[number].rise)
     add(parts, WEIGHTS, sum(weights.values()))
     return parts
-
-
-def _add_all(amounts: Amounts, more: Amounts, count: int = 1) -> None:
-    for name, amount in more.items():
-        add(amounts, name, count * amount)

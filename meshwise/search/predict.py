@@ -12,10 +12,11 @@ ahead of, or behind, the order assumed here.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from itertools import pairwise
 
+from meshwise import schedule
 from meshwise.models import families, step_flops, stream_shape
 from meshwise.models.decoder import weights
 from meshwise.models.graph import num_bytes
@@ -107,12 +108,21 @@ def memory_of(
     layout: Layout,
     prices: Prices,
     of_stage: Callable[[StageKind, Prices], StageCost] = stage_memory,
+    among: Collection[int] | None = None,
 ) -> tuple[int, Peak]:
-    """The rank that needs most memory (the first of its pipeline rank), and its peak."""
+    """The rank that needs most memory (the first of its pipeline rank), and its peak; ``among``:
+    the pipeline ranks that may need most."""
     costs = prices.costs
-    stages = [of_stage(kind, prices) for kind in kinds_of(model, workload.seq_len, layout)]
-    in_between = in_transit(model, workload, layout, costs)
-    rank, peak = peak_memory(stages, _timetable(layout), *in_between, most_sent(layout, costs))
+    kinds = zip(kinds_of(model, workload.seq_len, layout), _ranks(layout), strict=True)
+    stages = [
+        of_stage(kind, prices) if among is None or rank in among else None for kind, rank in kinds
+    ]
+    in_between, most = in_transit(model, workload, layout, costs), most_sent(layout, costs)
+    some = layout.num_microbatches
+    if of_stage is stage_memory and most == 1:
+        some = schedule.enough(layout.schedule, layout.pp, some)
+    times = timetable(layout.schedule, layout.pp, layout.stages_per_rank, some)
+    rank, peak = peak_memory(stages, times, *in_between, most)
     images = images_bytes(model, workload, layout)
     total = peak.total_bytes + costs.memory_overhead_bytes + images
     return layout.devices_of(rank)[0], Peak(total, peak.parts | {"images": images})
@@ -122,11 +132,8 @@ def images_bytes(model: AnyModel, workload: Workload, layout: Layout) -> int:
     """Bytes of a rank's images of a step, kept from its beginning to its end; tokens are few."""
     if not isinstance(model, WideResNet):
         return 0
-    return (
-        _image_bytes(model)
-        * workload.global_batch_size
-        // min(layout.of_rank(r).dp for r in range(layout.pp))
-    )
+    fewest = min((dp for dp, _ in layout.meshes), default=layout.dp)
+    return _image_bytes(model) * workload.global_batch_size // fewest
 
 
 @lru_cache(maxsize=64)
@@ -176,12 +183,17 @@ def _stream_bytes(model: AnyModel, workload: Workload, layout: Layout, costs: Co
     layers = layout.stage_layers(model.layers)
     return [
         max(
-            math.prod(stream_shape(model, layout.microbatch_rows // dp, workload.seq_len, at.stop))
+            _stream_elements(model, layout.microbatch_rows // dp, workload.seq_len, at.stop)
             // (layout.cp * (tp if layout.sequence_parallel else 1)) * DTYPE_BYTES[costs.dtype]
             for dp, tp in {meshes[here], meshes[there]}
         )
         for at, (here, there) in zip(layers, pairwise(_ranks(layout)), strict=False)
     ]  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _stream_elements(model: AnyModel, rows: int, seq_len: int, behind: int) -> int:
+    return math.prod(stream_shape(model, rows, seq_len, behind))
 
 
 def _exchanged(model: AnyModel, layout: Layout, costs: Costs) -> Collective | None:
@@ -195,10 +207,8 @@ def _exchanged_bytes(model: AnyModel, layout: Layout) -> int:
     here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
     if here == there or not is_tied(model):
         return 0
-    inside = [
-        layout.of_rank(rank)
-        for rank in ((here, there) if layout.meshes or layout.ways else (here,))
-    ]
+    own = layout.meshes or layout.ways
+    inside = [layout.of_rank(rank) for rank in (here, there)] if own else [layout]
     return 4 * _embedding_elements(model) // min(view.tp * view.shards for view in inside)
 
 

@@ -14,8 +14,10 @@ gathered weights: these count in full, not as a difference.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from meshwise.models import Loop, Program, Task
 
@@ -76,12 +78,18 @@ def add(amounts: Amounts, name: str, amount: float) -> None:
         amounts[name] = amounts.get(name, 0.0) + amount
 
 
+def add_all(amounts: Amounts, more: Amounts, count: int = 1) -> None:
+    for name, amount in more.items():
+        add(amounts, name, count * amount)
+
+
 def run_program(
     program: Program, charge: Callable[[Task], Charge], one_stream: bool
 ) -> tuple[list[Spent], Spent]:
     """Seconds of each action, and of the optimizer, when the tasks run in their order."""
     free = {"compute": 0.0, "dp": 0.0, "cp": 0.0}
     written, shared = dict[str, float](), set[str]()  # shared: what cp's messages brought
+    brought = {name for t in program.tasks if t.stream != "compute" for name in t.writes}
     loops = {loop.start: loop for loop in program.loops}
     traffic_s = own_traffic_ends = 0.0
 
@@ -89,11 +97,14 @@ def run_program(
         nonlocal traffic_s, own_traffic_ends
         time_s, part, group, error_s = charge(task)
         stream = "compute" if one_stream else task.stream
-        ready = max([written.get(name, 0.0) for name in task.reads], default=0.0)
-        start = max(free[stream], ready)
+        start = free[stream]
+        if stream != "compute" or not brought.isdisjoint(task.reads):
+            ready = max([written.get(name, 0.0) for name in task.reads], default=0.0)
+            start = max(start, ready)
         if stream == "compute":
-            late = SHARING if any(written[x] == ready for x in shared & {*task.reads}) else WAITING
-            add(parts, late, start - free[stream])
+            if start > free[stream]:
+                is_shared = any(written[x] == ready for x in shared & {*task.reads})
+                add(parts, SHARING if is_shared else WAITING, start - free[stream])
             add(parts, part, time_s)
         elif stream == "cp":
             shared.update(task.writes)
@@ -106,8 +117,7 @@ def run_program(
             written[name] = free[stream]
 
     def repeat(loop: Loop, parts: Amounts, errors: Amounts) -> None:
-        """Turn after turn until one leaves the clocks as the one before; then all others at once,
-        since they would, too."""
+        """Turn until one leaves the clocks as the one before; then all others, alike, at once."""
         nonlocal traffic_s, own_traffic_ends
         tasks = program.tasks[loop.start : loop.stop]
         sends = not one_stream and any(task.stream == "dp" for task in tasks)
@@ -132,17 +142,14 @@ def run_program(
                 free["compute"] += (turns - 1) * took_s
             if alike and sends:
                 traffic_s += (turns - 1) * (traffic_s - sent_s)
-                ends = [free["compute"] + clock for clock in after]
-                free["dp"], own_traffic_ends, arrived_s = ends
+                free["dp"], own_traffic_ends, arrived_s = [free["compute"] + at for at in after]
                 written[loop.here] = written[loop.there] = arrived_s
-            for amounts, more in ((parts, turn), (errors, wrong)):
-                for name, amount in more.items():
-                    add(amounts, name, turns * amount)
+            add_all(parts, turn, turns)
+            add_all(errors, wrong, turns)
 
     def run(start: int, stop: int) -> Spent:
         nonlocal traffic_s, own_traffic_ends
-        begin = own_traffic_ends = free["compute"]
-        traffic_s = 0.0
+        begin, own_traffic_ends, traffic_s = free["compute"], free["compute"], 0.0
         parts, errors, at = Amounts(), Amounts(), start
         while at < stop:
             if at in loops:
@@ -154,89 +161,101 @@ def run_program(
         end = free["compute"]
         return Spent(end - begin, parts, errors, traffic_s, own_traffic_ends - end)
 
-    actions = [run(span.start, span.stop) for span in program.actions]
-    return actions, run(program.actions[-1].stop, len(program.tasks))
+    spans = [(span.start, span.stop) for span in program.actions]
+    return [run(*span) for span in spans], run(spans[-1][1], len(program.tasks))
 
 
-def action_memory(program: Program, scale: Callable[[str], float]) -> tuple[Live, ...]:
-    """What each action does to memory; ``scale`` corrects a buffer's counted size by its name."""
-    return _walk(program, scale, [(span.start, span.stop) for span in program.actions])
+class Changes(NamedTuple):
+    """What a span of tasks does to memory, in order: which buffer begins (1) or ends (-1) to live,
+    by ``role`` and ``sign``, in the turns of which ``loop`` between its first and its last (-1: in
+    none). ``whole``: how many of these are done when a task's buffers have all begun."""
+
+    buffer: np.ndarray
+    role: np.ndarray
+    sign: np.ndarray
+    loop: np.ndarray
+    whole: np.ndarray
+
+
+class Moments(NamedTuple):
+    """The changes of each of some spans of a program, and the roles of its buffers."""
+
+    roles: tuple[str, ...]
+    spans: tuple[Changes, ...]
 
 
 def peak_memory(program: Program, scale: Callable[[str], float]) -> Peak:
-    """The largest sum of live bytes of a program run by itself."""
-    (whole,) = _walk(program, scale, [(0, len(program.tasks))])
+    """The largest sum of live bytes of a program run by itself; ``scale`` corrects a buffer's
+    counted size by its name."""
+    sizes = [buffer.num_bytes * scale(name) for name, buffer in program.buffers.items()]
+    times = [loop.times for loop in program.loops]
+    (whole,) = memory(moments(program, [(0, len(program.tasks))]), np.asarray(sizes), times)
     parts = {role: float(size) for role, size in program.resident_bytes.items()} | whole.rise
     return Peak(sum(parts.values()), parts)
 
 
-def _walk(
-    program: Program, scale: Callable[[str], float], spans: Sequence[tuple[int, int]]
-) -> tuple[Live, ...]:
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
+def moments(program: Program, spans: Sequence[tuple[int, int]]) -> Moments:
+    """What each span does to memory, whatever the sizes and how often loops turn; buffers are
+    numbered as the program has them."""
+    number = {name: at for at, name in enumerate(program.buffers)}
+    first, last = dict[str, int](), dict[str, int]()
     for index, task in enumerate(program.tasks):
         for name in task.writes:
             first.setdefault(name, index)
             last[name] = index
         for name in task.reads:
             last[name] = index
-    born: list[list[tuple[str, float]]] = [[] for _ in program.tasks]  # role and bytes
-    gone: list[list[tuple[str, float]]] = [[] for _ in program.tasks]
+    born: list[list[int]] = [[] for _ in program.tasks]
+    gone: list[list[int]] = [[] for _ in program.tasks]
     for name, index in first.items():
-        buffer = program.buffers[name]
-        role, size = ROLES[buffer.role], buffer.num_bytes * scale(name)
-        born[index].append((role, size))
+        born[index].append(number[name])
         if name not in program.kept:
-            gone[last[name]].append((role, -size))
-    loops = {loop.start: loop for loop in program.loops}
-    live = Amounts()
+            gone[last[name]].append(number[name])
+    loops = {loop.start: at for at, loop in enumerate(program.loops)}
+    role_of = [ROLES[buffer.role] for buffer in program.buffers.values()]
+    roles: dict[str, int] = {}
+
+    def changes(start: int, stop: int) -> Changes:
+        order, turns = list[int](), list[int]()  # tasks, and in which loop's turns between
+        at = start
+        while at < stop:
+            # of a loop its first turn, those between, and its last: what lives grows or shrinks
+            # alike in each, so that it is most in one of these
+            end = program.loops[loops[at]].stop if at in loops else at + 1
+            inside = range(at, end)
+            for turn in (-1, loops[at], -1) if at in loops else (-1,):
+                order += inside
+                turns += [turn] * len(inside)
+            at = end
+        buffers = [buffer for at in order for of in (born[at], gone[at]) for buffer in of]
+        counts = np.asarray([(len(born[at]), len(gone[at])) for at in order], int).reshape(-1, 2)
+        ends, loop = np.cumsum(counts).reshape(-1, 2)[:, 0], np.asarray(turns, int)
+        found = [roles.setdefault(role_of[buffer], len(roles)) for buffer in buffers]
+        return Changes(
+            buffer=np.asarray(buffers, np.int32),
+            role=np.asarray(found, np.int8),
+            sign=np.repeat(np.tile(np.asarray([1, -1], np.int8), len(order)), counts.ravel()),
+            loop=np.repeat(loop, counts.sum(axis=1)).astype(np.int16),
+            whole=np.append(0, ends[loop < 0]),
+        )
+
+    found = tuple(changes(*span) for span in spans)
+    return Moments(tuple(roles), found)
+
+
+def memory(of: Moments, sizes: np.ndarray, times: Sequence[int]) -> tuple[Live, ...]:
+    """What each span does to memory where buffers are of these sizes and loops turn so often."""
+    between = np.asarray([*times, 3]) - 2
+    shared = np.asarray([role == WEIGHTS for role in of.roles])
+    live = np.zeros(len(of.roles))
     found = []
-    for start, stop in spans:
-        changes: list[tuple[str, float]] = []
-        highest, worst, total = 0.0, 0, 0.0
-        for turn in _turns(start, stop, loops):
-            if isinstance(turn, Loop):  # its turns but the first and the last
-                inside = range(turn.start, turn.stop)
-                many = turn.times - 2
-                more = [(r, many * x) for i in inside for r, x in (*born[i], *gone[i])]
-                changes += more
-                total += sum([size for _, size in more])
-                continue
-            for _, size in born[turn]:
-                total += size
-            changes += born[turn]
-            if total > highest:
-                highest, worst = total, len(changes)
-            for _, size in gone[turn]:
-                total += size
-            changes += gone[turn]
-        before = {role: size for role, size in live.items() if role != WEIGHTS}
-        for role, size in changes[:worst]:
-            live[role] = live.get(role, 0.0) + size
-        best = dict(live)
-        for role, size in changes[worst:]:
-            live[role] = live.get(role, 0.0) + size
-        found.append(Live(_difference(best, before), _difference(live, before)))
+    for buffer, role, sign, loop, whole in of.spans:
+        amounts = sizes[buffer] * sign * between[loop]
+        totals = np.append(0.0, np.cumsum(amounts))[whole]
+        at = whole[totals.argmax()]
+        before = np.where(shared, 0.0, live)
+        best = live + np.bincount(role[:at], amounts[:at], len(live)) - before
+        live = live + np.bincount(role, amounts, len(live))
+        rise, left = best.tolist(), (live - before).tolist()
+        found.append(Live(*[dict(zip(of.roles, each, strict=True)) for each in (rise, left)]))
     return tuple(found)
-
-
-def _turns(start: int, stop: int, loops: dict[int, Loop]) -> Iterator[int | Loop]:
-    """Indices of tasks in the order they run; of a loop its first turn, itself, and its last: what
-    lives grows or shrinks alike in each, so that it is most in one of these."""
-    at = start
-    while at < stop:
-        if at not in loops:
-            yield at
-            at += 1
-            continue
-        loop = loops[at]
-        inside = range(loop.start, loop.stop)
-        yield from inside
-        yield loop
-        yield from inside
-        at = loop.stop
-
-
-def _difference(after: Amounts, before: Amounts) -> Amounts:
-    return {role: after[role] - before.get(role, 0.0) for role in after}

@@ -16,6 +16,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from meshwise.models import (
     Graph,
@@ -29,6 +30,7 @@ from meshwise.models import (
     piece_of,
     saved_activation_bytes,
 )
+from meshwise.models.apply import repeated
 from meshwise.models.shard import OVER_DATA
 from meshwise.prices import Prices
 from meshwise.schedule import Kind
@@ -38,8 +40,10 @@ from meshwise.search.simulate import (
     WAITING,
     Charge,
     Live,
+    Moments,
     Spent,
-    action_memory,
+    memory,
+    moments,
     run_program,
 )
 from meshwise.spec import (
@@ -51,6 +55,7 @@ from meshwise.spec import (
     HeldOut,
     LayerKind,
     Layout,
+    Op,
     Plan,
     PriceTier,
     WideResNet,
@@ -137,6 +142,24 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
     )
 
 
+class Form(NamedTuple):
+    """What stages have in common that differ in the size of their microbatches, or in how many
+    equal layers, or turns of a pattern, are in a row: the program of one, whose layers stand for
+    several, the block that holds each task, and what its actions do to memory; ``corrected``: which
+    ratio each buffer's counted size is multiplied by, of the blocks that ``saved`` names, of 1 or
+    of 0; ``passing``: the buffers of gathered weights, and of messages. By microbatch size the
+    ``ops`` of all tasks and the ``sizes`` of buffers of two: all grow in a line."""
+
+    program: Program
+    pieces: Pieces
+    moments: Moments
+    saved: tuple[Piece, ...]
+    corrected: np.ndarray
+    passing: tuple[list[int], ...]
+    ops: dict[int, tuple[Op, ...]]
+    sizes: dict[int, np.ndarray]
+
+
 _priced: dict[tuple[StageKind, Prices], StageCost] = {}
 
 
@@ -144,23 +167,21 @@ _priced: dict[tuple[StageKind, Prices], StageCost] = {}
 def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
     """Seconds and bytes of the actions of a stage."""
     prices.begin()
-    program, pieces = _program(kind, prices)
+    form, stands_for = _form(kind, prices)
     one_stream = prices.costs.cluster.device.kind == "cpu"
-    charge = _charges(prices, factors_of(kind, prices, prices.costs.dtype), pieces)
+    charge = _charges(prices, factors_of(kind, prices, prices.costs.dtype), form.pieces)
+    program = repeated(_sized(form, kind.layout.microbatch_size), stands_for)
     times, optimizer = run_program(program, charge, one_stream)
     if len(_priced) >= _MOST:
         _priced.clear()
-    found = _priced[kind, prices] = _cost(kind, prices, program, pieces, times, optimizer)
+    found = _priced[kind, prices] = _cost(kind, prices, times, optimizer)
     return found
 
 
 @lru_cache(maxsize=_MOST)
 def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
     """The same, if need be without its seconds, which nothing need have a price for."""
-    if (kind, prices) in _priced:
-        return _priced[kind, prices]
-    program, pieces = _program(kind, prices)
-    return _cost(kind, prices, program, pieces, [UNTIMED] * len(program.actions), UNTIMED)
+    return _priced.get((kind, prices)) or _cost(kind, prices)
 
 
 def pieces_of(kind: StageKind) -> Pieces:
@@ -170,26 +191,95 @@ def pieces_of(kind: StageKind) -> Pieces:
     return lambda task: (task.part, "")
 
 
-def _program(kind: StageKind, prices: Prices) -> tuple[Program, Pieces]:
-    """Write the program of a stage with at most three equal layers, or turns of a pattern, in a
-    row: the second stands for all between the first and the last."""
+def _form(kind: StageKind, prices: Prices) -> tuple[Form, dict[int, int]]:
+    """The form of a stage, with its microbatch size or two others; how many layers each of its
+    layers stands for that stands for several. Of equal layers, or turns of a pattern, it has at
+    most three in a row: the second stands for all between the first and the last."""
     none: Recompute = "none"
     words = kind.recompute or (none,) * len(kind.layers)
-    short, times = _shortened([*zip(kind.layers, words, strict=True)])
+    short, stands_for = _shortened(tuple(zip(kind.layers, words, strict=True)))
     kinds, words = (tuple(of) for of in zip(*short, strict=True))
     shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
-    program = apply(
-        graph_of(shorter, prices.costs),
-        kind.layout,
-        prices.costs.dtype,
-        split=kind.split,
-        times=times,
-        device=device_of(prices.costs.cluster, prices.costs.lowering),
-    )
-    return program, pieces_of(shorter)
+    size, several = kind.layout.microbatch_size, tuple(stands_for)
+    known = forms(shorter._replace(layout=_of_any_size(kind.layout)), several, prices)
+    if not known or (size not in known[0].ops and len(known[0].ops) < 2):
+        program = apply(
+            graph_of(shorter, prices.costs),
+            kind.layout,
+            prices.costs.dtype,
+            split=kind.split,
+            times=dict.fromkeys(several, 1),
+            device=device_of(prices.costs.cluster, prices.costs.lowering),
+        )
+        if not known:
+            spans = [(span.start, span.stop) for span in program.actions]
+            roles = [buffer.role for buffer in program.buffers.values()]
+            passing = tuple(
+                [at for at, role in enumerate(roles) if role == word]
+                for word in ("weights", "communication")
+            )
+            pieces, compiled = pieces_of(shorter), prices.costs.lowering == "compiled"
+            moves, bare = moments(program, spans), program._replace(buffers={})
+            corrected = _corrected(program, compiled, pieces)
+            known.append(Form(bare, pieces, moves, *corrected, passing, {}, {}))
+        (form,) = known
+        form.ops[size] = tuple([task.op for task in program.tasks])
+        form.sizes[size] = np.asarray([each.num_bytes for each in program.buffers.values()])
+    return known[0], stands_for
 
 
-def _shortened(layers: list[Layer]) -> tuple[list[Layer], dict[int, int]]:
+@lru_cache(maxsize=1024)
+def forms(kind: StageKind, several: tuple[int, ...], prices: Prices) -> list[Form]:
+    """Where to keep the form of stages like this one, with these layers that stand for several.
+    Programs are large: who asked for many clears this cache."""
+    return []
+
+
+@lru_cache(maxsize=_MOST)
+def _of_any_size(layout: Layout) -> Layout:
+    """The layout with microbatches of one sequence, unless tp divides these, or attention over cp
+    has other messages for other sizes."""
+    cuts = layout.cuts
+    if layout.cp > 1 or any(getattr(cuts, room) == "batch" for room in cuts.__struct_fields__):
+        return layout
+    return msgspec.structs.replace(layout, microbatch_size=1)
+
+
+def _sized(form: Form, size: int) -> Program:
+    """The program of a form with microbatches of this size."""
+    ops = form.ops.get(size)
+    if ops is None:
+        (one, two), (of_one, of_two) = form.ops, form.ops.values()
+        ops = tuple([
+            op if op is other else _grown(op, other, size - one, two - one)
+            for op, other in zip(of_one, of_two, strict=True)
+        ])  # fmt: skip
+    tasks = [
+        task if task.op is op else Task(task.name, op, *task[2:])
+        for task, op in zip(form.program.tasks, ops, strict=True)
+    ]
+    return form.program._replace(tasks=tuple(tasks))
+
+
+@lru_cache(maxsize=65536)
+def _grown(op: Op, other: Op, by: int, of: int) -> Op:
+    """The operation that is ``by`` away from ``op`` where ``other`` is ``of`` away."""
+    fields = {name: (getattr(op, name), getattr(other, name)) for name in op.__struct_fields__}
+    grown = {name: a + (b - a) * by // of for name, (a, b) in fields.items() if a != b}
+    return msgspec.structs.replace(op, **grown)
+
+
+def _bytes(form: Form, size: int) -> np.ndarray:
+    """Counted bytes of each buffer with microbatches of this size."""
+    found = form.sizes.get(size)
+    if found is None:
+        (one, two), (of_one, of_two) = form.sizes, form.sizes.values()
+        found = of_one + (of_two - of_one) * (size - one) // (two - one)
+    return found
+
+
+@lru_cache(maxsize=_MOST)
+def _shortened(layers: tuple[Layer, ...]) -> tuple[list[Layer], dict[int, int]]:
     """The layers that are left, and for how many some of them stand."""
     short, times, at = list[Layer](), dict[int, int](), 0
 
@@ -212,31 +302,35 @@ def _shortened(layers: list[Layer]) -> tuple[list[Layer], dict[int, int]]:
 def _cost(
     kind: StageKind,
     prices: Prices,
-    program: Program,
-    pieces: Pieces,
-    times: Sequence[Spent],
-    optimizer: Spent,
+    times: Sequence[Spent] | None = None,
+    optimizer: Spent = UNTIMED,
 ) -> StageCost:
     costs = prices.costs
+    form, stands_for = _form(kind, prices)
+    program = repeated(form.program, stands_for)
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype)
-    saved = {
-        piece: prices.saved_ratio(block)
-        for (piece, direction), block in blocks.items()
-        if direction == "backward"
-    }
+    measured = [
+        blocks.get((piece, "backward")) for piece in form.saved
+    ]  # the head of images is not
+    saved = [1.0 if block is None else prices.saved_ratio(block) for block in measured]
     if "selective" in kind.recompute:
-        for piece, ratio in saved.items():
-            if piece[0] == "layer":
-                saved[piece] = _of_selective(ratio, kind, costs.dtype)
-    memory = action_memory(program, _sizes(program, saved, costs.lowering == "compiled", pieces))
+        saved = [
+            _of_selective(ratio, kind, costs.dtype) if part == "layer" else ratio
+            for (part, _), ratio in zip(form.saved, saved, strict=True)
+        ]
+    sizes = _bytes(form, kind.layout.microbatch_size)
+    ratios = np.asarray([*saved, 1.0, 0.0])
+    turns = [loop.times for loop in program.loops]
+    lives = memory(form.moments, sizes * ratios[form.corrected], turns)
+    times = times or [UNTIMED] * len(lives)
     actions: dict[Kind, tuple[tuple[Spent, Live], ...]] = {}
-    for span, spent, live in zip(program.actions, times, memory, strict=True):
+    for span, spent, live in zip(program.actions, times, lives, strict=True):
         actions[span.kind] = (*actions.get(span.kind, ()), (spent, live))
     return StageCost(
         actions=actions,
         optimizer=optimizer,
         resident=program.resident_bytes,
-        unit_bytes=_one_unit(program),
+        unit_bytes=float(sum(sizes[of].max(initial=0) for of in form.passing)),
         notes=tuple(prices.notes),
         tier=prices.tier,
     )
@@ -311,20 +405,14 @@ def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:
     )
 
 
-def _one_unit(program: Program) -> float:
-    sizes: dict[str, int] = {}
-    for buffer in program.buffers.values():
-        sizes[buffer.role] = max(sizes.get(buffer.role, 0), buffer.num_bytes)
-    return float(sizes.get("weights", 0) + sizes.get("communication", 0))
-
-
-def _sizes(
-    program: Program, ratio: Mapping[Piece, float], compiled: bool, pieces: Pieces
-) -> Callable[[str], float]:
-    """What to multiply a buffer's counted size by.
+def _corrected(
+    program: Program, compiled: bool, pieces: Pieces
+) -> tuple[tuple[Piece, ...], np.ndarray]:
+    """By what each buffer's counted size is multiplied: an index of these blocks, 1 and 0.
 
     What backward reads of a block's forward pass: the measured ratio. In compiled code, what one
-    elementwise operation hands to the next is never written: nothing.
+    elementwise operation hands to the next is never written: nothing. What all microbatches share,
+    data parallelism makes, and counts as it is.
     """
     stop = max([span.stop for span in program.actions if span.microbatch == 0])
     writers, readers = dict[str, Task](), dict[str, list[Task]]()
@@ -333,25 +421,24 @@ def _sizes(
             writers[name] = task
         for name in task.reads:
             readers.setdefault(name, []).append(task)
+    found: dict[Piece, int] = {}
+    as_counted, nothing = -2, -1
 
     @cache
-    def of_first(name: str) -> float:
-        writer, used = writers[name], readers.get(name, [])
-        if writer.part not in ("layer", "head"):
-            return 1.0
+    def of_first(name: str) -> int:
+        writer, used = writers.get(name), readers.get(name, [])
+        if writer is None or writer.part not in ("layer", "head"):
+            return as_counted
         if writer.phase != "backward" and any(task.phase == "backward" for task in used):
-            return ratio.get(pieces(writer), 1.0)
+            return found.setdefault(pieces(writer), len(found))
         if not compiled or not isinstance(writer.op, Elementwise):
-            return 1.0
+            return as_counted
         place = (writer.part, writer.phase)
         within = all(
             (task.part, task.phase) == place and isinstance(task.op, Elementwise) for task in used
         )
-        return 0.0 if used and within else 1.0
+        return nothing if used and within else as_counted
 
-    def scale(name: str) -> float:
-        """What all microbatches share, data parallelism makes, and counts as it is."""
-        base, of_microbatch, _ = name.partition("#")
-        return of_first(f"{base}#0") if of_microbatch else 1.0
-
-    return scale
+    parted = [name.partition("#") for name in program.buffers]
+    indices = [of_first(f"{base}#0") if of else as_counted for base, of, _ in parted]
+    return tuple(found), np.asarray(indices, dtype=int)

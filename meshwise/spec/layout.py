@@ -166,8 +166,7 @@ class Layout(Record, kw_only=True):
     ways: tuple[Way, ...] = ()
 
     def check(self) -> None:
-        widest_dp = max((dp for dp, _ in self.meshes), default=self.dp)
-        widest_tp = max((tp for _, tp in self.meshes), default=self.tp)
+        widest_dp, widest_tp = map(max, zip(*self.meshes or ((self.dp, self.tp),), strict=True))
         if self.zero and widest_dp * self.cp == 1:
             self.fail("zero", "shards over dp and cp, which are 1; use zero = 0")
         if self.sequence_parallel and widest_tp == 1:
@@ -187,8 +186,9 @@ class Layout(Record, kw_only=True):
             self.fail("stages_per_rank", "must be 1 without a pipeline")
         if self.recompute_layers and self.recompute == "none":
             self.fail("recompute_layers", "recompute is none; use selective or full")
-        self._check_uneven()
-        for dp in {dp for dp, _ in self.meshes} or {self.dp}:
+        if self.layers or self.ways or self.meshes:
+            self._check_uneven()
+        for dp, _ in self.meshes or ((self.dp, self.tp),):
             copies = dp * self.cp // self.replicas
             if copies % self.ep:
                 self.fail("ep", f"must divide the {copies} ranks over which a stage's copy lies")

@@ -1,5 +1,6 @@
 """What a model is: sizes only. ``models/`` turns it into operations, ``nn/`` into a module."""
 
+from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
@@ -239,6 +240,7 @@ LanguageModel = Model | Decoder
 AnyModel = LanguageModel | WideResNet
 
 
+@lru_cache(maxsize=4096)
 def layer_kinds(
     model: AnyModel, seq_len: int, layers: range | None = None
 ) -> tuple[LayerKind, ...]:

@@ -7,8 +7,11 @@ that names the record, the field, the value and what is allowed.
 
 import functools
 import hashlib
+import math
+import operator
 import re
 import typing
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -29,14 +32,30 @@ _BOUNDS = (
 )
 
 
+_Constraint = tuple[str, bool, tuple[Any, ...], tuple[Any, ...]]  # as _constraints has them
+
+
 @typing.dataclass_transform(  # mypy does not see that msgspec inherits frozen
     frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,)
 )
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Record(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True
+):
     """Frozen data with checked ranges. Subclasses override ``check`` for rules across fields."""
 
     def __post_init__(self) -> None:
-        for field, is_tuple, choices, bounds in _constraints(type(self)):
+        values, ranges, others = _in_range(type(self))
+        for held, (choices, least, most) in zip(values(self), ranges, strict=True):
+            if held is None or (held in choices if choices else least <= held <= most):
+                continue
+            self._check_ranges(_constraints(type(self)))
+        for constraint in others:
+            if getattr(self, constraint[0]) != ():
+                self._check_ranges((constraint,))
+        self.check()
+
+    def _check_ranges(self, constraints: "tuple[_Constraint, ...]") -> None:
+        for field, is_tuple, choices, bounds in constraints:
             held = getattr(self, field)
             if held is None:
                 continue
@@ -47,7 +66,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 for holds, bound, sign in bounds:
                     if not holds(value, bound):
                         self.fail(field, f"{each}must be {sign} {bound}")
-        self.check()
 
     def check(self) -> None:
         """Rules across fields; call ``self.fail(field, fix)`` when one is broken."""
@@ -105,7 +123,24 @@ def mistyped(given: dict[str, Any], kinds: Any) -> tuple[str, str] | None:
 
 
 @functools.cache
-def _constraints(cls: type) -> tuple[tuple[str, bool, tuple[Any, ...], tuple[Any, ...]], ...]:
+def _in_range(cls: type) -> tuple[Callable[[Any], Any], tuple[Any, ...], "tuple[_Constraint, ...]"]:
+    """How to get the fields that have choices, or may be from a number to another, and these, which
+    are quickly checked: searches build records by the ten thousand; the other constraints."""
+    quick, others = dict[str, tuple[Any, float, float]](), list[_Constraint]()
+    for field, is_tuple, choices, bounds in _constraints(cls):
+        limits = {sign: bound for _, bound, sign in bounds}
+        if is_tuple or not limits.keys() <= {">=", "<="}:
+            others.append((field, is_tuple, choices, bounds))
+        else:
+            ends = limits.get(">=", -math.inf), limits.get("<=", math.inf)
+            quick[field] = (choices, *ends)
+    if len(quick) < 2:  # of one, attrgetter has no tuple
+        return lambda record: (), (), _constraints(cls)
+    return operator.attrgetter(*quick), tuple(quick.values()), tuple(others)
+
+
+@functools.cache
+def _constraints(cls: type) -> "tuple[_Constraint, ...]":
     """Fields with a range or choices, and whether these are of each element of a tuple."""
     found = []
     for field, hint in typing.get_type_hints(cls, include_extras=True).items():

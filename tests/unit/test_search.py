@@ -17,12 +17,12 @@ from meshwise.prices import Prices
 from meshwise.prices.key import links
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
-from meshwise.search import balance, bound, pipeline, simulate, space
+from meshwise.search import balance, bound, pipeline, room, simulate, space
 from meshwise.search import stage as stages
 from meshwise.search.predict import EXCHANGE, memory_of, moved
 from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
-from meshwise.search.stage import StageCost
+from meshwise.search.stage import UNTIMED, StageCost
 from meshwise.spec import (
     Collective,
     Decoder,
@@ -298,10 +298,41 @@ def test_memory_is_between_its_bounds(costs, dtype, lowering, experts):
             if layout.pp > 1:
                 uneven = any_counts(chance, model.layers, layout.num_stages)
                 layout = msgspec.structs.replace(layout, layers=uneven)
+            needed = {}
             for rung in ladder(layout, model):
-                least, most = bound.memory_between(model, workload, rung, prices)
-                needed = memory_of(model, workload, rung, prices)[1].total_bytes
-                assert least <= needed <= most, (model, rung.name)
+                least, most = room.between(model, workload, rung, prices)
+                peak = memory_of(model, workload, rung, prices)
+                needed[rung] = peak[1].total_bytes
+                assert least <= needed[rung] <= most, (model, rung.name)
+                among = room.fullest(model, workload, rung, prices)
+                assert peak == memory_of(model, workload, rung, prices, among=among), rung.name
+            rung, *others = needed
+            least = bound.memory_bytes(model, workload.seq_len, rung, prices, others)
+            assert least <= min(needed.values()), (model, rung.name)
+            for limit in (1.0, 1.05, 1.2):
+                limit *= max(needed.values())
+                if room.all_fit(model, workload, tuple(needed), prices, limit * (1 - 1e-9)):
+                    assert limit > max(needed.values()), (model, rung.name)
+
+
+@pytest.mark.parametrize("model", [MODEL, LLAMA, *EXPERTS.values()], ids=["gpt", "llama", *EXPERTS])
+@pytest.mark.parametrize("lowering", ["eager", "compiled"])
+def test_any_microbatch_follows_from_two(costs, model, lowering):
+    """Seconds and bytes of a stage's actions, against its own program, written for that size."""
+    there = msgspec.structs.replace(two_hosts(costs, per_host=4), lowering=lowering)
+    model = msgspec.structs.replace(model, layers=6)
+    ep = {"ep": 2} if model.experts else {}
+    for layout in (
+        Layout(dp=2, zero=3, num_microbatches=2, recompute="full", recompute_layers=5, **ep),
+        Layout(dp=2, tp=2, sequence_parallel=True, zero=2, num_microbatches=4, **ep),
+        Layout(cp=2, tp=4, recompute="selective"),
+    ):
+        prices = Prices(there, datasheet=True)
+        for size in (3, 1, 8, 64):
+            rung = msgspec.structs.replace(layout, microbatch_size=size)
+            for kind in stages.kinds_of(model, 512, rung):
+                found = stages.stage_cost(kind, prices)
+                assert found == stages.stage_cost(kind, Prices(there, datasheet=True)), rung.name
 
 
 def small_space(chance):
@@ -359,14 +390,14 @@ def test_the_nearest_that_does_not_fit_is_nearest_of_all(costs, seed):
     sizes = sorted(needed.values())
     limit = (0.99 * sizes[0], chance.choice(sizes), chance.uniform(sizes[0], sizes[-1]))[seed % 3]
     above = [size for size in sizes if size > int(limit)]
-    room = on(costs, memory_bytes=limit)
+    there = on(costs, memory_bytes=limit)
     if sizes[0] > int(limit):
         with pytest.raises(ValueError) as refusal:
-            search.find(model, workload, room, num_devices=devices)
+            search.find(model, workload, there, num_devices=devices)
         told = re.search("the nearest, (.*): rank", str(refusal.value))
         assert told is not None and needed[told[1]] == pytest.approx(above[0], rel=1e-12)
         return
-    nearest = search.find(model, workload, room, num_devices=devices).nearest_infeasible
+    nearest = search.find(model, workload, there, num_devices=devices).nearest_infeasible
     assert (nearest is None) == (not above)
     if nearest is not None:
         assert nearest.missing_bytes == pytest.approx(above[0] - int(limit), abs=1e-3)
@@ -632,6 +663,38 @@ class TestPipeline:
         if name == "1f1b":  # the first rank holds most, the last one microbatch
             assert rank == 0 and highest == sorted(highest, reverse=True)
             assert highest[-1] == 100 + self.SAVED + self.WORKING + 14.0
+
+    @settings(deadline=None)
+    @given(data=st.data(), pp=st.integers(1, 4), count=st.integers(1, 40))
+    def test_memory_needs_no_more_microbatches_than_show_every_state(self, data, pp, count):
+        """Of stages that hold and need different amounts, gathered weights too."""
+        every = [("none", 1)] if pp == 1 else PIPELINES
+        runs = [(n, v) for n, v in every if not schedule.check(n, pp, v, count)]
+        name, stages_per_rank = data.draw(st.sampled_from(runs))
+        sizes = st.floats(0, 100)
+
+        def live(freed, held):
+            rise = {"activations": data.draw(sizes), "gathered weights": data.draw(sizes)}
+            return UNTIMED, Live(rise, {"activations": held, "gathered weights": freed})
+
+        def stage():
+            held, freed = data.draw(st.integers(1, 50)), data.draw(st.sampled_from([0, 30]))
+            kinds = {"F": held, "I": -(held // 3), "W": held // 3 - held}
+            if name not in SPLIT:
+                kinds = {"F": held, "B": -held}
+            places = range(min(3, count))
+            actions = {kind: tuple(live(freed, x) for _ in places) for kind, x in kinds.items()}
+            return StageCost(actions, UNTIMED, {"parameters": 7}, 0.0, ())
+
+        every = [stage() for _ in range(pp * stages_per_rank)]
+        some = schedule.enough(name, pp, count)
+        of = [
+            pipeline.peak_memory(
+                every, pipeline.timetable(name, pp, stages_per_rank, many), 5.0, 60.0
+            )
+            for many in (count, some)
+        ]
+        assert of[0][1].total_bytes == pytest.approx(of[1][1].total_bytes, rel=1e-12)
 
     def test_gathered_weights_are_one_copy_for_all_microbatches(self):
         gathered = {"gathered weights": 50.0, "activations": 10.0}
@@ -912,7 +975,7 @@ def test_bounds_hold_where_sequences_are_shared(costs, monkeypatch, model):
         ratios.append(prediction.step_time_s / max(bound.mathematics_s(*of), bound.traffic_s(*of)))
         assert prediction.peak_memory_bytes >= bound.memory_bytes(*of), rung.name
         _, peak = memory_of(model, WORKLOAD, rung, prices)
-        least, most = bound.memory_between(model, WORKLOAD, rung, prices)
+        least, most = room.between(model, WORKLOAD, rung, prices)
         assert least <= peak.total_bytes <= most, rung.name
     assert 1 <= min(ratios) < 1.1
 

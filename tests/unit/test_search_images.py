@@ -14,7 +14,8 @@ from meshwise.models import block_ops
 from meshwise.prices import Prices, unmeasured
 from meshwise.probe.cases import profile
 from meshwise.probe.cases.scope import Scope
-from meshwise.search import bound
+from meshwise.search import bound, room
+from meshwise.search import stage as stages
 from meshwise.search.predict import memory_of
 from meshwise.search.space import legal_layouts
 from meshwise.spec import (
@@ -51,7 +52,7 @@ def test_bounds_are_bounds(lowering, dtype):
         prediction = search.predict(MODEL, WORKLOAD, rung, prices)
         least_s = max(bound.mathematics_s(*of), bound.traffic_s(*of))
         assert least_s <= prediction.step_time_s * (1 + 1e-9), rung.name
-        least, most = bound.memory_between(MODEL, WORKLOAD, rung, prices)
+        least, most = room.between(MODEL, WORKLOAD, rung, prices)
         needed = memory_of(MODEL, WORKLOAD, rung, prices)[1].total_bytes
         assert max(least, bound.memory_bytes(*of)) <= needed <= most, rung.name
 
@@ -117,3 +118,13 @@ def test_plans_are_compiled_and_layers_cost_what_their_blocks_took(measured):
         assert parts[f"{phase} layer"] == pytest.approx(expected_s, rel=0.02)
     wide = (found.high_s - found.low_s) / found.step_time_s
     assert wide > 0.3 or measured
+
+
+def test_any_number_of_images_follows_from_two():
+    """Seconds and bytes of a stage's actions, against its own program, written for that number."""
+    layout, shared = Layout(dp=2, tp=2, zero=3, num_microbatches=3), Prices(costs(), datasheet=True)
+    for size in (3, 1, 8, 64):
+        rung = replace(layout, microbatch_size=size)
+        (kind,) = stages.kinds_of(MODEL, 1, rung)
+        own = Prices(costs(), datasheet=True)
+        assert stages.stage_cost(kind, shared) == stages.stage_cost(kind, own), size

@@ -1,0 +1,263 @@
+"""What memory a layout takes, between two bounds, so that ``find`` need not walk through every one.
+
+To what lasts and what microbatches in flight hold comes how far a stage of one layer rises above
+what it holds. Layer by layer that changes in proportion, so that it is most before or after an
+action. What a stage holds whatever data parallelism does, and what data parallelism adds, are
+looked up apart: few stages make many layouts.
+"""
+
+from collections import Counter
+from functools import lru_cache
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwise import schedule
+from meshwise.models import apply, graph
+from meshwise.prices import Prices
+from meshwise.schedule import Name
+from meshwise.search.bound import Again, End, Of, again_of, cut_of, layers_of, stages_of
+from meshwise.search.predict import images_bytes, in_transit, most_sent
+from meshwise.search.simulate import ROLES, WEIGHTS
+from meshwise.search.stage import StageKind, stage_memory
+from meshwise.spec import DTYPE_BYTES, AnyModel, Cuts, LayerKind, Layout, Workload
+from meshwise.spec.layout import SPLIT, rank_of
+from meshwise.spec.op import Dtype
+
+_ROUNDING = 32  # bytes a layer: shards are rounded up
+State = tuple[int, ...]
+
+
+class Activity(NamedTuple):
+    """Bytes of a stage, whatever data parallelism does: its float32 parameters; what it holds of a
+    microbatch from forward to backward, at most and at least, and at most of one layer with the
+    stage's ends; what an action adds at most, and a backward at least."""
+
+    parameters: float
+    held: float
+    held_least: float
+    single: float
+    action: float
+    backward: float
+
+
+def between(
+    model: AnyModel, workload: Workload, layout: Layout, prices: Prices
+) -> tuple[float, float]:
+    """No prediction of ``layout`` needs less than the first, and none more than the second."""
+    _, lows, highs = zip(*_of_ranks(model, workload, (layout,), prices), strict=True)
+    return max(lows), max(highs)
+
+
+def fullest(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> set[int]:
+    """The pipeline ranks that may need most memory of all."""
+    of_ranks = _of_ranks(model, workload, (layout,), prices)
+    least = max(low for _, low, _ in of_ranks)
+    return {rank for ranks, _, high in of_ranks if high >= least for rank in ranks}
+
+
+def all_fit(
+    model: AnyModel, workload: Workload, ladder: tuple[Layout, ...], prices: Prices, limit: float
+) -> bool:
+    """Whether layouts that differ in what they recompute alone are seen at once to fit: one would
+    that had the most of each in every respect."""
+    return max(high for _, _, high in _of_ranks(model, workload, ladder, prices)) <= limit
+
+
+@lru_cache(maxsize=4096)
+def _of_ranks(
+    model: AnyModel, workload: Workload, ladder: tuple[Layout, ...], prices: Prices
+) -> list[tuple[tuple[int, ...], float, float]]:
+    """Ranks whose stages are alike, and between what lies the memory that these need under a
+    layout; under several rungs of a ladder at most."""
+    layout, seq_len, cut = ladder[0], workload.seq_len, cut_of(ladder[0])
+    words = [again_of(rung) for rung in ladder]
+    split = layout.schedule in SPLIT
+    moving, exchanged = in_transit(model, workload, layout, prices.costs)
+    overhead = prices.costs.memory_overhead_bytes + images_bytes(model, workload, layout)
+    most = (most_sent(layout, prices.costs) + 1) * moving
+    stages = stages_of(model, seq_len, layout.num_stages, layout.layers)
+    some = schedule.enough(layout.schedule, layout.pp, layout.num_microbatches)
+    dtype, found = prices.costs.dtype, []
+    for ends, ranks in _alike(layout.schedule, layout.pp, stages):
+        states, early = _states(layout.schedule, layout.pp, layout.stages_per_rank, some, ranks)
+        of = []
+        for end in ends:
+            each = [_activity(model, seq_len, cut, word, split, end, prices) for word in words]
+            most_active = (
+                each[0] if len(each) == 1 else Activity(*map(max, zip(*each, strict=True)))
+            )
+            of.append(_holding(model, layout, end, most_active, dtype))
+        lasting, held, held_least, single, gradients, action, backward = np.asarray(of).T
+        lasts, low = lasting.sum(), 0.0
+        during = (states @ np.concatenate([held, single, gradients, action])).max()
+        high = lasts + max(during, gradients.sum() + exchanged)
+        if not split:
+            during = (early @ np.concatenate([held_least, single, gradients, backward])).max()
+            low = lasts + during - 3 * _ROUNDING * model.layers
+        found.append((ranks, max(low, 0.0) + overhead, high + most + overhead))
+    return found
+
+
+def _holding(
+    model: AnyModel, layout: Layout, end: End, of: Activity, dtype: Dtype
+) -> tuple[float, ...]:
+    """Of a stage: what lasts through the step; of a microbatch what it holds, at most and at least,
+    and at most of one layer; gradients; what an action adds at most, and a backward at least. FSDP2
+    gathers one unit ahead of its use."""
+    shards = layout.shards if layout.zero else 0
+    here, gathered, widest, root = _units(model, end, layout.tp, layout.ep, layout.cuts, shards)
+    adds_up = layout.zero < 2 and layout.num_microbatches > 1  # before they are reduced
+    wide, narrow = DTYPE_BYTES[dtype] / 4, dtype != "fp32"
+    copied = wide if narrow or layout.num_devices > layout.pp else 0.0
+    bare = not narrow and layout.tp * layout.cp * layout.ep == 1  # ``of`` has no copies to reduce
+    added = 0.0 if layout.zero < 3 else gathered if layout.schedule in SPLIT else widest
+    unit, rounding = max(widest, root), _ROUNDING * len(end.kinds)
+    return (
+        # the root's copies stay until the backward
+        3 * here + copied * (gathered if layout.zero < 3 else root) + rounding,
+        of.held,
+        of.held_least,
+        of.single,
+        (of.parameters if adds_up else here) + rounding,
+        of.action
+        + copied * (added + (unit if layout.zero else 0))
+        + unit  # what the unit before it reduced
+        + bare * unit
+        + adds_up * wide * of.parameters,  # gradients that wait for the others
+        of.backward,
+    )
+
+
+@lru_cache(maxsize=65536)
+def _activity(
+    model: AnyModel,
+    seq_len: int,
+    cut: Layout,
+    again: Again,
+    split: bool,
+    end: End,
+    prices: Prices,
+) -> Activity:
+    layers = layers_of(end.kinds, again)
+
+    def some(of: tuple[Of, ...], first: bool, last: bool) -> tuple[float, ...]:
+        """Parameters of these layers with these ends, what they hold, and what actions add to
+        that: at most, and in the backward no less."""
+        kinds, words = zip(*of, strict=True)
+        stage = StageKind(model, seq_len, kinds, first, last, words, cut, split)
+        cost = stage_memory(stage, prices)
+        live = {kind: of[0][1] for kind, of in cost.actions.items()}
+        copies = live["F"].left.get(WEIGHTS, 0.0)
+        left = {
+            kind: sum(of.left.values()) - of.left.get(WEIGHTS, 0.0) for kind, of in live.items()
+        }
+        held = left["F"] + max(0.0, left.get("I", 0.0))  # I leaves what W needs
+        rises = [sum(of.rise.values()) - held * (kind == "F") for kind, of in live.items()]
+        least = live["I" if split else "B"].rise.get(ROLES["activation"], 0.0)
+        return cost.resident["parameters"], held, max(rises) - copies, max(0.0, least)
+
+    whole = {of: some((of,), end.first, end.last) for of in set(layers)}
+    single = {of: some((of,), False, False) for of in set(layers)}
+    pairs = {two: some(two, False, False)[1] for two in {*pairwise(layers), (layers[0],) * 2}}
+    start, *others = layers
+    further = {two: held - single[two[0]][1] for two, held in pairs.items()}
+    held = whole[start][1] + sum(further[two] for two in pairwise(layers))
+    # the first microbatch has its input in full, the others as much as is saved of it
+    unsaved = further[start, start] - single[start][1]
+    return Activity(
+        parameters=whole[start][0] + sum(single[of][0] for of in others),
+        held=held + max(0.0, unsaved),
+        held_least=held + min(0.0, unsaved),
+        single=max(of[1] for of in whole.values()),
+        action=max(of[2] for of in whole.values()),
+        backward=some(layers[-1:], False, end.last)[3],  # its first has all others' beside it
+    )
+
+
+@lru_cache(maxsize=4096)
+def _units(
+    model: AnyModel, end: End, tp: int, ep: int, cuts: Cuts, shards: int
+) -> tuple[float, ...]:
+    """Bytes of a stage's float32 parameters on one rank, and of those that it gathers to compute
+    with: of all, of the largest layer, and of the root."""
+
+    def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
+        return _weights(model, kinds, first, last, tp, ep, cuts, shards)
+
+    here, gathered = weights(end.first, end.last, *end.kinds).tolist()
+    widest = max(float(weights(False, False, kind)[1]) for kind in set(end.kinds))
+    one = end.kinds[0]
+    root = float((weights(end.first, end.last, one) - weights(False, False, one))[1])
+    return here, gathered, widest, root
+
+
+@lru_cache(maxsize=4096)
+def _weights(
+    model: AnyModel,
+    kinds: tuple[LayerKind, ...],
+    first: bool,
+    last: bool,
+    tp: int,
+    ep: int,
+    cuts: Cuts,
+    shards: int,
+) -> np.ndarray:
+    """Bytes of a stage's float32 parameters on one rank, and of those that it gathers to compute
+    with, padded as FSDP2 pads them; of 0 shards each rank has its own."""
+    if len(kinds) > 1:
+        found = _weights(model, kinds[:1], first, last, tp, ep, cuts, shards)
+        for kind, count in Counter(kinds[1:]).items():
+            found = found + count * _weights(model, (kind,), False, False, tp, ep, cuts, shards)
+        return found
+    one = graph(model, 1, 1, "fp32", layers=kinds, first=first, last=last)
+    layout = Layout(dp=shards or ep, tp=tp, ep=ep, zero=3 if shards > 1 else 0, cuts=cuts)
+    program = apply(one, layout, "fp32")
+    return np.asarray([program.resident_bytes["parameters"], 4 * program.gathered])
+
+
+@lru_cache(maxsize=4096)
+def _alike(
+    name: Name, pp: int, stages: tuple[End, ...]
+) -> tuple[tuple[tuple[End, ...], tuple[int, ...]], ...]:
+    """The different stages of ranks, and which ranks have these."""
+    found: dict[tuple[End, ...], tuple[int, ...]] = {}
+    for rank in range(pp):
+        ends = tuple(end for stage, end in enumerate(stages) if rank_of(name, stage, pp) == rank)
+        found[ends] = (*found.get(ends, ()), rank)
+    return tuple(found.items())
+
+
+@lru_cache(maxsize=4096)
+def _states(
+    name: Name, pp: int, stages_per_rank: int, num_microbatches: int, ranks: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of these ranks, before and after each action, of each of their stages: its microbatches
+    alive, whether one layer more is, whether it has gradients, whether it acts. Then those before
+    backwards up to the first of the last microbatch, after which gradients shrink."""
+    states, early = set[State](), set[State]()
+    nothing, ones = (0,) * stages_per_rank, np.eye(stages_per_rank, dtype=int).tolist()
+    for rank in ranks:
+        place = {s: at for at, s in enumerate(schedule.stages_of(name, rank, pp, stages_per_rank))}
+        alive, reduced, over, repeats = list(nothing), list(nothing), False, 0
+        row = schedule.row(name, pp, rank, stages_per_rank, num_microbatches)
+        for action, behind in zip_longest(row, row[1:]):
+            kind, stage, microbatch = action
+            at, ends = place[stage], behind is None or behind[:2] != action[:2]
+            alive[at] += kind == "F"
+            # of equal ones in a row the last forward has most alive, of backwards the second
+            shown = ends if kind == "F" else repeats < 2
+            repeats = 0 if ends else repeats + 1
+            if shown:
+                states.add((*alive, *nothing, *reduced, *ones[at]))
+            if kind != "F" and not over:
+                if shown:
+                    early.add((*alive, *nothing, *reduced, *ones[at]))
+                over = microbatch == num_microbatches - 1
+            if kind in "BW":
+                alive[at] -= 1
+                reduced[at] = 1
+                if shown:
+                    states.add((*alive, *ones[at], *reduced, *ones[at]))
+    return np.asarray([*states]), np.asarray([*early])
