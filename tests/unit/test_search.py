@@ -315,7 +315,17 @@ def test_memory_is_between_its_bounds(costs, dtype, lowering, experts):
                     assert limit > max(needed.values()), (model, rung.name)
 
 
-@pytest.mark.parametrize("model", [MODEL, LLAMA, *EXPERTS.values()], ids=["gpt", "llama", *EXPERTS])
+CAPACITY = msgspec.structs.replace(
+    MODEL,
+    experts=Experts(num_experts=4, top_k=2, ffn=2048, every=2, capacity_factor=1.0, group_size=32),
+)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [MODEL, LLAMA, *EXPERTS.values(), CAPACITY],
+    ids=["gpt", "llama", *EXPERTS, "capacity"],
+)
 @pytest.mark.parametrize("lowering", ["eager", "compiled"])
 def test_any_microbatch_follows_from_two(costs, model, lowering):
     """Seconds and bytes of a stage's actions, against its own program, written for that size."""
@@ -370,7 +380,11 @@ def with_experts(chance, model):
     return msgspec.structs.replace(model, experts=experts)
 
 
-@pytest.mark.parametrize("seed", range(58))
+SEEDS = [*range(20), *range(50, 58)]  # those from 50 on have experts
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.whole) for seed in range(20, 50)]
+
+
+@pytest.mark.parametrize("seed", SEEDS + MORE_SEEDS)
 def test_the_nearest_that_does_not_fit_is_nearest_of_all(costs, seed):
     """Against predicting every layout of the space, with memory for some or for none."""
     chance = random.Random(seed)
