@@ -9,8 +9,10 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwise.files import write_whole
 from meshwise.text import plain
 from meshwise.units import format_bytes, format_rate
 
@@ -120,6 +122,13 @@ def standalone(figure: Figure) -> str:
     head, rest = figure.svg.replace("<svg", f"<svg {names}", 1).split(">", 1)
     white = '<rect width="100%" height="100%" fill="white"/>'
     return plain(f"{head}><style>:root {{ {SHEET} }}</style>{white}{rest}", keep="\n")
+
+
+def write(path: Path | str, figure: Figure) -> None:
+    """Write the figure to a file; ValueError if its name says another format."""
+    if Path(path).suffix != ".svg":
+        raise ValueError(f"figure = {str(path)!r}: is written as SVG; let its name end in .svg")
+    write_whole(path, standalone(figure))
 
 
 def colour(index: int) -> str:

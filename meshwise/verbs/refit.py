@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from meshwise.files import append_line, write_whole
+from meshwise.files import append_line
 from meshwise.models import catalogue
 from meshwise.models.decoder import num_parameters
 from meshwise.options import keywords
@@ -55,7 +55,7 @@ def refit(asked: Refit) -> Path | list[Forecast]:
     if asked.dry_run:
         found = _forecasts(tasks, asked)
         if asked.figure is not None and job.leads():
-            write_whole(asked.figure, svg.standalone(page.figure(found[0])))
+            svg.write(asked.figure, page.figure(found[0]))
         return found
     machine = measure.machine_of(asked.cluster, asked.nproc, keep=True)
     return _measure_all(_cases(tasks, machine, asked), machine, asked)

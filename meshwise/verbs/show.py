@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from meshwise import store
-from meshwise.files import write_whole
 from meshwise.options import keywords
 from meshwise.options.ring import Pattern
 from meshwise.pages.show import Run, Shown
@@ -162,6 +161,6 @@ def pattern(asked: Pattern) -> "Cover":
         from meshwise.pages import pattern as page
         from meshwise.pages import svg
 
-        write_whole(asked.figure, svg.standalone(page.figure(op, where)))
+        svg.write(asked.figure, page.figure(op, where))
         log.info("wrote %s", asked.figure)
     return found

@@ -425,8 +425,8 @@ def test_a_dry_run_draws_its_first_transfer(capsys):
     flags = "--scenario tp2-tp1 --scenario kimi-k2 --num-layers 1 --dry-run --figure"
     assert call("refit", *flags.split(), "k.svg") == 0
     assert "tp2-tp1, collocated" in Path("k.svg").read_text(encoding="utf-8")
-    assert call("refit", "--scenario", "tp2-tp1", "--dry-run", "--figure", "k.svg/a") == 2
-    assert "k.svg/a cannot be written: Not a directory" in capsys.readouterr().err
+    assert call("refit", "--scenario", "tp2-tp1", "--dry-run", "--figure", "k.svg/a.svg") == 2
+    assert "k.svg/a.svg cannot be written: Not a directory" in capsys.readouterr().err
 
 
 def test_the_least_cap_grows_with_peers_and_steps():
