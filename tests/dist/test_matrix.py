@@ -243,7 +243,7 @@ WHOLE_EXPERTS = [
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "deepseek", pytest.param("gshard", marks=pytest.mark.whole)]
+    "name", ["mixtral", *(pytest.param(n, marks=pytest.mark.whole) for n in ("deepseek", "gshard"))]
 )
 def test_whole_experts_on_different_tp_ranks_train_as_the_oracle_does(check, name):
     every = [
