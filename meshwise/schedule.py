@@ -89,8 +89,8 @@ def row(
 
 
 def enough(name: Name, pp: int, num_microbatches: int) -> int:
-    """So many microbatches show all states of a rank (what is alive of which stage, whose gradients
-    there are) that ``num_microbatches`` do: more repeat them in between."""
+    """Return how many microbatches show all states of a rank that ``num_microbatches`` do (what is
+    alive of which stage, whose gradients there are): more repeat them in between."""
     return num_microbatches if name in ("gpipe", "looped_bfs") else min(num_microbatches, 4 * pp)
 
 

@@ -20,8 +20,8 @@ def pytest_configure() -> None:
     """Take signals as a terminal's program does: a shell's background job ignores Ctrl-C."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
-            python = signal.default_int_handler
-            signal.signal(number, python if number == signal.SIGINT else signal.SIG_DFL)
+            is_int = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_int else signal.SIG_DFL)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

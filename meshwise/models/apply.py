@@ -192,7 +192,7 @@ def _optimizer_task(node: Node, num_elements: int) -> Task:
 def _parts(
     graph: Graph, split: bool, *over: Any
 ) -> tuple[Sharded, dict[str, list[str]], Actions, Names, Names]:
-    """What is the same whatever data parallelism does: shards, members, runs, what these read."""
+    """Keep what data parallelism does not change: shards, members, runs, what these read."""
     sharded = shard(graph, *over)
     runs = _runs(graph, sharded, split)
     return sharded, _members(sharded), runs, _received(runs), _retained(runs, sharded)

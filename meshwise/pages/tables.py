@@ -275,7 +275,7 @@ def batch(model: AnyModel, workload: Workload) -> str:
 
 
 def rate_unit(model: AnyModel) -> str:
-    """What ``tokens_per_s`` counts."""
+    """Name the unit of ``tokens_per_s``."""
     return "images/s" if isinstance(model, WideResNet) else "tokens/s"
 
 

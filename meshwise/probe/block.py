@@ -153,7 +153,7 @@ def _layer(op: Block) -> int:
 
 
 def _shapes(op: Block) -> tuple[tuple[int, ...], ...]:
-    """What enters a block and what leaves a layer, on one rank."""
+    """Shapes on one rank of a block's input and of a layer's output."""
     index, rows = _layer(op), op.microbatch_size
     positions = op.seq_len // op.tp if op.sequence_parallel else op.seq_len
     into, out = (stream_shape(op.model, rows, positions, at) for at in (index, index + 1))

@@ -37,9 +37,9 @@ from meshwise.units import format_bytes
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause the collector of cycles: a search makes millions of tuples and no cycle, and a fifth of
-    its time went to looking for one. Keep no programs behind it."""
+def _searching() -> Iterator[None]:
+    """Keep no programs behind a search. Pause the collector of cycles: a search makes millions of
+    tuples and no cycle, and a fifth of its time went to looking for one."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -50,7 +50,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
+@_searching()
 def find(
     model: AnyModel,
     workload: Workload,

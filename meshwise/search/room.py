@@ -1,4 +1,4 @@
-"""What memory a layout takes, between two bounds, so that ``find`` need not walk through every one.
+"""Bound a layout's memory from below and above, so that ``find`` walks through few of them.
 
 To what lasts and what microbatches in flight hold comes how far a stage of one layer rises above
 what it holds. Layer by layer that changes in proportion, so that it is most before or after an
@@ -69,8 +69,8 @@ def all_fit(
 def _of_ranks(
     model: AnyModel, workload: Workload, ladder: tuple[Layout, ...], prices: Prices
 ) -> list[tuple[tuple[int, ...], float, float]]:
-    """Ranks whose stages are alike, and between what lies the memory that these need under a
-    layout; under several rungs of a ladder at most."""
+    """Group ranks whose stages are alike, with the least and the most memory that they need. For
+    several rungs of a ladder only the most is a bound."""
     layout, seq_len, cut = ladder[0], workload.seq_len, cut_of(ladder[0])
     words = [again_of(rung) for rung in ladder]
     split = layout.schedule in SPLIT
@@ -103,9 +103,9 @@ def _of_ranks(
 def _holding(
     model: AnyModel, layout: Layout, end: End, of: Activity, dtype: Dtype
 ) -> tuple[float, ...]:
-    """Of a stage: what lasts through the step; of a microbatch what it holds, at most and at least,
-    and at most of one layer; gradients; what an action adds at most, and a backward at least. FSDP2
-    gathers one unit ahead of its use."""
+    """Bytes of a stage that last through the step; those it holds of a microbatch, at most, at
+    least, and at most of one layer; gradients; what an action adds at most, and a backward at
+    least. FSDP2 gathers one unit ahead of its use."""
     shards = layout.shards if layout.zero else 0
     here, gathered, widest, root = _units(model, end, layout.tp, layout.ep, layout.cuts, shards)
     adds_up = layout.zero < 2 and layout.num_microbatches > 1  # before they are reduced
@@ -233,9 +233,9 @@ def _alike(
 def _states(
     name: Name, pp: int, stages_per_rank: int, num_microbatches: int, ranks: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of these ranks, before and after each action, of each of their stages: its microbatches
-    alive, whether one layer more is, whether it has gradients, whether it acts. Then those before
-    backwards up to the first of the last microbatch, after which gradients shrink."""
+    """States of these ranks before and after each action. For each of their stages: microbatches
+    alive, whether one layer more is, whether it has gradients, whether it acts. Second, the states
+    before backwards up to the first of the last microbatch, after which gradients shrink."""
     states, early = set[State](), set[State]()
     nothing, ones = (0,) * stages_per_rank, np.eye(stages_per_rank, dtype=int).tolist()
     for rank in ranks:

@@ -6,9 +6,8 @@ over dp * cp, over several hosts also with replicas; experts over any share of t
 one copy; sequence parallelism over tp, there also with other experts on each tp rank; the batch of
 a dp rank cut into equal microbatches, of every size that divides it: most of the cuts cost nothing
 to list, since ``find`` prices only what can be among the best. Stages get as many layers as each
-other, or one more;
-``balance`` deals them by price. Layouts that would run the same program as another, or the same
-with nothing gained, are dropped by name.
+other, or one more; ``balance`` deals them by price. Layouts that would run the same program as
+another, or the same with nothing gained, are dropped by name.
 
 What is recomputed is no axis of this space. It costs time to save memory, so ``find`` asks for it
 where a layout does not fit without.
@@ -129,10 +128,9 @@ def _pipelines(pp: int, layers: int) -> Iterator[tuple[ScheduleName, int]]:
     if pp == 1:
         yield "none", 1
         return
-    yield from PIPELINES
-    for stages in divisors(layers // pp) if layers % pp == 0 else ():
-        if 2 < stages <= MOST_STAGES and stages != 4:
-            yield "interleaved_1f1b", stages
+    equal = [n for n in divisors(layers // pp) if 1 < n <= MOST_STAGES] if layers % pp == 0 else []
+    interleaved: list[tuple[ScheduleName, int]] = [("interleaved_1f1b", n) for n in equal]
+    yield from dict.fromkeys([*PIPELINES, *interleaved])
 
 
 def _cuts(layout: Layout, local_batch: int, pp: int, layers: int) -> Iterator[Layout]:

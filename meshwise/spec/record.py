@@ -54,7 +54,7 @@ class Record(
                 self._check_ranges((constraint,))
         self.check()
 
-    def _check_ranges(self, constraints: "tuple[_Constraint, ...]") -> None:
+    def _check_ranges(self, constraints: tuple[_Constraint, ...]) -> None:
         for field, is_tuple, choices, bounds in constraints:
             held = getattr(self, field)
             if held is None:
@@ -123,9 +123,9 @@ def mistyped(given: dict[str, Any], kinds: Any) -> tuple[str, str] | None:
 
 
 @functools.cache
-def _in_range(cls: type) -> tuple[Callable[[Any], Any], tuple[Any, ...], "tuple[_Constraint, ...]"]:
-    """How to get the fields that have choices, or may be from a number to another, and these, which
-    are quickly checked: searches build records by the ten thousand; the other constraints."""
+def _in_range(cls: type) -> tuple[Callable[[Any], Any], tuple[Any, ...], tuple[_Constraint, ...]]:
+    """Split a class's constraints: a getter of the fields that one comparison checks, with their
+    choices and ends, and the other constraints. Searches build records by the ten thousand."""
     quick, others = dict[str, tuple[Any, float, float]](), list[_Constraint]()
     for field, is_tuple, choices, bounds in _constraints(cls):
         limits = {sign: bound for _, bound, sign in bounds}
@@ -140,7 +140,7 @@ def _in_range(cls: type) -> tuple[Callable[[Any], Any], tuple[Any, ...], "tuple[
 
 
 @functools.cache
-def _constraints(cls: type) -> "tuple[_Constraint, ...]":
+def _constraints(cls: type) -> tuple[_Constraint, ...]:
     """Fields with a range or choices, and whether these are of each element of a tuple."""
     found = []
     for field, hint in typing.get_type_hints(cls, include_extras=True).items():

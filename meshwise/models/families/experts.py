@@ -133,7 +133,7 @@ def _routed(build: Build, x: str, routes: _Routes, at: str, *, gated: bool, bias
 def _sorted(
     build: Build, x: str, chosen: str, counts: str, at: str, *, gated: bool, bias: bool
 ) -> str:
-    """What the experts make of all copies, sorted by expert and aligned for their products."""
+    """Return the experts' results for all copies, sorted by expert and aligned for products."""
     order = build.node(f"{at}.order", "sort", (chosen,), _constant(build, f"{at}.order.y", COPIES))
     place = build.node(f"{at}.place", "sort", (order,), _constant(build, f"{at}.place.y", COPIES))
     rows = build.move(f"{at}.copies", x, (order, place), ROWS)

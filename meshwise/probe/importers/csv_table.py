@@ -23,8 +23,8 @@ Line = Mapping[str, str]
 
 
 class Form(NamedTuple):
-    """What one tool writes. ``read`` makes rows of a line, where it stands, and the file's name;
-    ``ranks``: the column that says how many there were, where all lines must say the same."""
+    """One tool's table. ``read`` makes rows of a line, its place and the file's name; ``ranks`` is
+    the column with the number of ranks, which must be the same in all lines."""
 
     name: str
     tool: str

@@ -86,7 +86,7 @@ class Setting(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What is read so far. ``skipped``: why rows are left out; ``unread``: which are no rows."""
+    """The rows read so far. ``skipped``: why others are left out; ``unread``: lines without one."""
 
     rows: list[Row]
     skipped: Counter[str]

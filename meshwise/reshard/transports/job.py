@@ -1,5 +1,6 @@
 """The work of a transport: the tiles that concern one rank, where its buffers are, their hashes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ def num_bytes(table: Table) -> int:
     return int(tiles.nbytes(table).sum())
 
 
-class Stage:
+class Stage(ABC):
     """A stage on one rank: its tiles, and the hashes of what it ``sent`` and ``received``, of what
     the senders said (``theirs``), and twice of what it ``kept``, where all memory is verified."""
 
@@ -125,16 +126,17 @@ class Stage:
         self.sent, self.kept = self.looked[:sent], (self.looked[sent:], again)
 
     @property
+    @abstractmethod
     def extra_bytes(self) -> int:
-        raise NotImplementedError
+        """Bytes on this rank beside the buffers."""
 
+    @abstractmethod
     def settle(self, verified: bool) -> None:
         """With ``delta``: note what the destination has now, or that nobody knows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def changed_here(self) -> npt.NDArray[np.bool_]:
         """With ``delta``: which of the tiles that this rank receives came in the last launch."""
-        raise NotImplementedError
 
     def wrong_tiles(self) -> Table:
         """The tiles that came or stayed here and whose two hashes differ."""
@@ -146,9 +148,8 @@ class Stage:
 
 
 class Transport:
-    """What every transport can say of its stages. ``value``: this rank's word to all, by which it
-    refuses a launch; ``total``: the sum of all ranks' words, in the end the number of wrong
-    tiles."""
+    """A transport reports on its stages. ``value``: this rank's word to all, by which it refuses a
+    launch; ``total``: the sum of all ranks' words, in the end the number of wrong tiles."""
 
     stages: Sequence[Stage]
     value: Any
