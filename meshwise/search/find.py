@@ -19,7 +19,7 @@ from meshwise.prices import Prices
 from meshwise.search import balance, bound, room
 from meshwise.search.predict import memory_of, moved, predict
 from meshwise.search.simulate import Peak
-from meshwise.search.space import check, legal_layouts
+from meshwise.search.space import check, legal_layouts, unchecked
 from meshwise.search.stage import forms
 from meshwise.spec import (
     AnyModel,
@@ -147,9 +147,7 @@ def _ladders(
         return
     equal = layout.layers or (model.layers // layout.num_stages,) * layout.num_stages
     dealt = [(rung, balance.counts(model, seq_len, rung, prices)) for rung in ladder]
-    other = [
-        msgspec.structs.replace(rung, layers=counts) for rung, counts in dealt if counts != equal
-    ]
+    other = [unchecked(rung, layers=counts) for rung, counts in dealt if counts != equal]
     if other:
         yield tuple(other)
 
@@ -159,13 +157,12 @@ def _ladder(layout: Layout, model: AnyModel) -> tuple[Layout, ...]:
     the weights torch then computes a layer again once for each of them."""
     if layout.schedule in SPLIT:
         return (layout,)
-    replace = msgspec.structs.replace
     half = model.layers // layout.num_stages // 2
     return (
         layout,
-        replace(layout, recompute="selective"),
-        *([replace(layout, recompute="full", recompute_layers=half)] if half else []),
-        replace(layout, recompute="full"),
+        unchecked(layout, recompute="selective"),
+        *([unchecked(layout, recompute="full", recompute_layers=half)] if half else []),
+        unchecked(layout, recompute="full"),
     )
 
 

@@ -6,6 +6,7 @@ action. What a stage holds whatever data parallelism does, and what data paralle
 looked up apart: few stages make many layouts.
 """
 
+import math
 from collections import Counter
 from functools import lru_cache
 from itertools import pairwise, zip_longest
@@ -32,7 +33,8 @@ State = tuple[int, ...]
 class Activity(NamedTuple):
     """Bytes of a stage, whatever data parallelism does: its float32 parameters; what it holds of a
     microbatch from forward to backward, at most and at least, and at most of one layer with the
-    stage's ends; what an action adds at most, and a backward at least."""
+    stage's ends; what an action adds at most, a backward at least, and its second layer at least
+    (whose first no longer holds anything, or minus infinity)."""
 
     parameters: float
     held: float
@@ -40,6 +42,7 @@ class Activity(NamedTuple):
     single: float
     action: float
     backward: float
+    second: float
 
 
 def between(
@@ -89,12 +92,12 @@ def _of_ranks(
                 each[0] if len(each) == 1 else Activity(*map(max, zip(*each, strict=True)))
             )
             of.append(_holding(model, layout, end, most_active, dtype))
-        lasting, held, held_least, single, gradients, action, backward = np.asarray(of).T
+        lasting, gradients, held, single, action, waits, *least = np.asarray(of).T
         lasts, low = lasting.sum(), 0.0
-        during = (states @ np.concatenate([held, single, gradients, action])).max()
+        during = (states @ np.concatenate([gradients, held, single, action, waits])).max()
         high = lasts + max(during, gradients.sum() + exchanged)
         if not split:
-            during = (early @ np.concatenate([held_least, single, gradients, backward])).max()
+            during = (early @ np.concatenate([gradients, *least])).max()
             low = lasts + during - 3 * _ROUNDING * model.layers
         found.append((ranks, max(low, 0.0) + overhead, high + most + overhead))
     return found
@@ -103,30 +106,41 @@ def _of_ranks(
 def _holding(
     model: AnyModel, layout: Layout, end: End, of: Activity, dtype: Dtype
 ) -> tuple[float, ...]:
-    """Bytes of a stage that last through the step; those it holds of a microbatch, at most, at
-    least, and at most of one layer; gradients; what an action adds at most, and a backward at
-    least. FSDP2 gathers one unit ahead of its use."""
+    """Bytes of a stage that last through the step, and of its gradients. At most: what it holds of
+    a microbatch, and of one layer, what an action adds, and gradients that wait for the end of a
+    backward. At least: what it holds, what a backward adds, and what waits. FSDP2 gathers one unit
+    ahead of its use."""
     shards = layout.shards if layout.zero else 0
-    here, gathered, widest, root = _units(model, end, layout.tp, layout.ep, layout.cuts, shards)
+    of_units = _units(model, end, layout.tp, layout.ep, layout.cuts, shards)
+    here, gathered, widest, least, root = of_units
     adds_up = layout.zero < 2 and layout.num_microbatches > 1  # before they are reduced
     wide, narrow = DTYPE_BYTES[dtype] / 4, dtype != "fp32"
     copied = wide if narrow or layout.num_devices > layout.pp else 0.0
     bare = not narrow and layout.tp * layout.cp * layout.ep == 1  # ``of`` has no copies to reduce
     added = 0.0 if layout.zero < 3 else gathered if layout.schedule in SPLIT else widest
     unit, rounding = max(widest, root), _ROUNDING * len(end.kinds)
+    waits = adds_up * wide * of.parameters
+    even = len(set(end.kinds)) == 1  # each layer holds as much as any, and as much waits of it
+    backward = of.backward
+    if layout.zero == 3 and layout.expert_ranks == 1:  # weights here and on their way; reduced ones
+        ahead, count = copied * least, len(end.kinds)
+        first, second = 1 + (count > 1 and not end.last), 1 + (count > 2)
+        backward = max(backward + first * ahead, of.second + least + second * ahead)
     return (
         # the root's copies stay until the backward
         3 * here + copied * (gathered if layout.zero < 3 else root) + rounding,
-        of.held,
-        of.held_least,
-        of.single,
         (of.parameters if adds_up else here) + rounding,
+        of.held,
+        of.single,
         of.action
         + copied * (added + (unit if layout.zero else 0))
         + unit  # what the unit before it reduced
         + bare * unit
-        + adds_up * wide * of.parameters,  # gradients that wait for the others
-        of.backward,
+        + (0.0 if even else waits),
+        waits if even else 0.0,
+        of.held_least,
+        backward,
+        waits if narrow and layout.expert_ranks == 1 else 0.0,
     )
 
 
@@ -166,13 +180,15 @@ def _activity(
     held = whole[start][1] + sum(further[two] for two in pairwise(layers))
     # the first microbatch has its input in full, the others as much as is saved of it
     unsaved = further[start, start] - single[start][1]
+    most_single = max(of[1] for of in whole.values())
     return Activity(
         parameters=whole[start][0] + sum(single[of][0] for of in others),
         held=held + max(0.0, unsaved),
         held_least=held + min(0.0, unsaved),
-        single=max(of[1] for of in whole.values()),
+        single=most_single,
         action=max(of[2] for of in whole.values()),
         backward=some(layers[-1:], False, end.last)[3],  # its first has all others' beside it
+        second=single[layers[-2]][3] - most_single if others else -math.inf,
     )
 
 
@@ -181,16 +197,16 @@ def _units(
     model: AnyModel, end: End, tp: int, ep: int, cuts: Cuts, shards: int
 ) -> tuple[float, ...]:
     """Bytes of a stage's float32 parameters on one rank, and of those that it gathers to compute
-    with: of all, of the largest layer, and of the root."""
+    with: of all, of the largest layer, of the smallest, and of the root."""
 
     def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
         return _weights(model, kinds, first, last, tp, ep, cuts, shards)
 
     here, gathered = weights(end.first, end.last, *end.kinds).tolist()
-    widest = max(float(weights(False, False, kind)[1]) for kind in set(end.kinds))
+    layers = [float(weights(False, False, kind)[1]) for kind in set(end.kinds)]
     one = end.kinds[0]
     root = float((weights(end.first, end.last, one) - weights(False, False, one))[1])
-    return here, gathered, widest, root
+    return here, gathered, max(layers), min(layers), root
 
 
 @lru_cache(maxsize=4096)
@@ -233,9 +249,11 @@ def _alike(
 def _states(
     name: Name, pp: int, stages_per_rank: int, num_microbatches: int, ranks: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """States of these ranks before and after each action. For each of their stages: microbatches
-    alive, whether one layer more is, whether it has gradients, whether it acts. Second, the states
-    before backwards up to the first of the last microbatch, after which gradients shrink."""
+    """States of these ranks before and after each action. For each of their stages: whether it has
+    gradients, microbatches alive, whether one layer more is, whether it acts, whether gradients of
+    one microbatch wait for the others. Second, without the layer, the states before backwards up to
+    the first of the last microbatch, after which gradients shrink; and after those that leave other
+    data ranks alone."""
     states, early = set[State](), set[State]()
     nothing, ones = (0,) * stages_per_rank, np.eye(stages_per_rank, dtype=int).tolist()
     for rank in ranks:
@@ -250,14 +268,16 @@ def _states(
             shown = ends if kind == "F" else repeats < 2
             repeats = 0 if ends else repeats + 1
             if shown:
-                states.add((*alive, *nothing, *reduced, *ones[at]))
+                states.add((*reduced, *alive, *nothing, *ones[at], *nothing))
             if kind != "F" and not over:
                 if shown:
-                    early.add((*alive, *nothing, *reduced, *ones[at]))
+                    early.add((*reduced, *alive, *ones[at], *nothing))
                 over = microbatch == num_microbatches - 1
             if kind in "BW":
                 alive[at] -= 1
                 reduced[at] = 1
                 if shown:
-                    states.add((*alive, *ones[at], *reduced, *ones[at]))
+                    states.add((*reduced, *alive, *ones[at], *ones[at], *ones[at]))
+                if shown and microbatch > 0 and not over:
+                    early.add((*reduced, *alive, *nothing, *ones[at]))
     return np.asarray([*states]), np.asarray([*early])

@@ -184,16 +184,6 @@ class Moments(NamedTuple):
     spans: tuple[Changes, ...]
 
 
-def peak_memory(program: Program, scale: Callable[[str], float]) -> Peak:
-    """The largest sum of live bytes of a program run by itself; ``scale`` corrects a buffer's
-    counted size by its name."""
-    sizes = [buffer.num_bytes * scale(name) for name, buffer in program.buffers.items()]
-    times = [loop.times for loop in program.loops]
-    (whole,) = memory(moments(program, [(0, len(program.tasks))]), np.asarray(sizes), times)
-    parts = {role: float(size) for role, size in program.resident_bytes.items()} | whole.rise
-    return Peak(sum(parts.values()), parts)
-
-
 def moments(program: Program, spans: Sequence[tuple[int, int]]) -> Moments:
     """What each span does to memory, whatever the sizes and how often loops turn; buffers are
     numbered as the program has them."""

@@ -13,11 +13,13 @@ What is recomputed is no axis of this space. It costs time to save memory, so ``
 where a layout does not fit without.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
-import msgspec
+from msgspec.structs import force_setattr
 
 from meshwise import schedule
 from meshwise.models import placement
@@ -56,7 +58,7 @@ def legal_layouts(
         if reason is None:
             stages = layout.num_stages
             counts = equal_counts(model.layers, stages) if model.layers % stages else ()
-            layouts.append(msgspec.structs.replace(layout, layers=counts) if counts else layout)
+            layouts.append(unchecked(layout, layers=counts) if counts else layout)
         else:
             removed[reason] += 1
     return layouts, [Removal(constraint=name, count=n) for name, n in sorted(removed.items())]
@@ -81,6 +83,15 @@ def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
         reason = reason or placement.obstacle(model, workload.seq_len, inside)
     if reason is not None:
         raise ValueError(f"Plan.layout {layout.name} cannot be: {reason}; plan anew")
+
+
+def unchecked(layout: Layout, **changes: Any) -> Layout:
+    """``layout`` with other values that are known to be legal: of so many there is no time to check
+    each again."""
+    other = copy.copy(layout)
+    for field, value in changes.items():
+        force_setattr(other, field, value)
+    return other
 
 
 def _candidates(
@@ -136,7 +147,7 @@ def _pipelines(pp: int, layers: int) -> Iterator[tuple[ScheduleName, int]]:
 def _cuts(layout: Layout, local_batch: int, pp: int, layers: int) -> Iterator[Layout]:
     for microbatch_size in divisors(local_batch):
         for name, stages in _pipelines(pp, layers):
-            yield msgspec.structs.replace(
+            yield unchecked(
                 layout,
                 pp=pp,
                 microbatch_size=microbatch_size,

@@ -20,7 +20,6 @@ from meshwise.nn import llama
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import cross_entropy
 from meshwise.nn.wide_resnet import Bottleneck
-from meshwise.search.simulate import peak_memory
 from meshwise.spec import (
     Attention,
     Convolution,
@@ -34,6 +33,7 @@ from meshwise.spec import (
     WideResNet,
     layer_kinds,
 )
+from tests.on_paper import peak_bytes
 
 TINY = Model(hidden=64, layers=3, heads=4, ffn=256, vocab=512, max_seq_len=64)
 LLAMA = Decoder(
@@ -302,7 +302,7 @@ def test_peak_memory_of_a_step(name, word, vocab):
     graph = models.graph(model, batch, SEQ, "fp32", recompute=words, device="cpu")
     program = models.apply(graph, Layout(microbatch_size=batch), "fp32")
     error = 1e-3 if name == "gpt" else 2e-2
-    assert peak_memory(program, lambda name: 1.0).total_bytes == pytest.approx(measured, rel=error)
+    assert peak_bytes(program) == pytest.approx(measured, rel=error)
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -331,6 +331,6 @@ def test_peak_memory_of_a_middle_stage(word):
         recompute=words,
     )
     program = models.apply(graph, Layout(microbatch_size=batch), "fp32")
-    counted = peak_memory(program, lambda name: 1.0).total_bytes
+    counted = peak_bytes(program)
     counted -= program.resident_bytes["optimizer state"]
     assert counted == pytest.approx(measured, rel=1e-3)

@@ -20,7 +20,7 @@ from meshwise.probe.cases.scope import Scope
 from meshwise.search import balance, bound, pipeline, room, simulate, space
 from meshwise.search import stage as stages
 from meshwise.search.predict import EXCHANGE, memory_of, moved
-from meshwise.search.simulate import Charge, Live, Spent, peak_memory, run_program
+from meshwise.search.simulate import Charge, Live, Spent, run_program
 from meshwise.search.space import PIPELINES, legal_layouts
 from meshwise.search.stage import UNTIMED, StageCost
 from meshwise.spec import (
@@ -37,6 +37,7 @@ from meshwise.spec import (
 )
 from meshwise.spec.layout import SPLIT, rank_of
 from meshwise.units import format_bytes
+from tests.on_paper import peak_bytes
 from tests.unit.test_prices import CLUSTER
 from tests.unit.test_prices import costs as measured  # noqa: F401
 
@@ -527,8 +528,7 @@ def in_one_program(costs, model, workload, layout):
         free[job.stream] = start + prices.estimate(job.op).time_s
         written.update(dict.fromkeys(job.writes, free[job.stream]))
     assert prediction.step_time_s == pytest.approx(max(free.values()), rel=1e-9)
-    peak = peak_memory(program, lambda name: 1.0)
-    assert prediction.peak_memory_bytes == pytest.approx(peak.total_bytes)
+    assert prediction.peak_memory_bytes == pytest.approx(peak_bytes(program))
 
 
 def test_memory_falls_with_zero_and_grows_with_the_microbatch(costs):
@@ -829,7 +829,7 @@ def test_peak_memory_equals_a_count_at_every_moment(spans):
         for at in range(10)
     )
     program = Program(tasks, buffers, {"parameters": 7}, frozenset())
-    assert peak_memory(program, lambda name: 1.0).total_bytes == expected + 7
+    assert peak_bytes(program) == expected + 7
 
 
 def a_plan(costs, layout):

@@ -1,0 +1,14 @@
+"""What a whole program needs, by the rules that ``search.simulate`` applies action by action."""
+
+import numpy as np
+
+from meshwise.models import Program
+from meshwise.search.simulate import memory, moments
+
+
+def peak_bytes(program: Program) -> float:
+    """The largest sum of bytes that live at one moment."""
+    sizes = np.asarray([buffer.num_bytes for buffer in program.buffers.values()], float)
+    times = [loop.times for loop in program.loops]
+    (whole,) = memory(moments(program, [(0, len(program.tasks))]), sizes, times)
+    return sum(program.resident_bytes.values()) + sum(whole.rise.values())
