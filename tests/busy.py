@@ -29,7 +29,7 @@ def main(num_busy: int) -> int:
     try:
         running = {
             file: subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-q", file],
+                [sys.executable, "-m", "pytest", file],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
