@@ -79,19 +79,20 @@ def _changed(data: Any, rng: random.Random) -> Any:
 
 
 def _holds(data: Any, sought: Any) -> bool:
-    if data is sought:
-        return True
-    values = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
-    return any(_holds(value, sought) for value in values)
+    return data is sought or any(holder[key] is sought for holder, key in _places(data))
 
 
 def _places(data: Any) -> Iterator[tuple[Any, Any]]:
-    if not isinstance(data, dict | list):
-        return
-    for key, value in list(data.items() if isinstance(data, dict) else enumerate(data)):
-        yield data, key
-        if isinstance(value, dict | list):
-            yield from _places(value)
+    """Every place for a value, however deep, the outer before the inner."""
+    waiting = [data]
+    while waiting:
+        holder = waiting.pop()
+        if isinstance(holder, tuple):
+            yield holder
+            holder = holder[0][holder[1]]
+        if isinstance(holder, dict | list):
+            keys = list(holder) if isinstance(holder, dict) else range(len(holder))
+            waiting += [(holder, key) for key in reversed(keys)]
 
 
 def _value(old: Any, rng: random.Random) -> Any:
