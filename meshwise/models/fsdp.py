@@ -15,7 +15,7 @@ from meshwise.models import families
 from meshwise.models.apply import apply, padded_shard
 from meshwise.models.backward import training_step
 from meshwise.models.decoder import ROUTER_BIAS, Weight, weights
-from meshwise.spec import DTYPE_BYTES, AnyModel, Collective, Layout
+from meshwise.spec import DTYPE_BYTES, AnyModel, Collective, Layout, layer_kinds
 from meshwise.spec.op import Dtype
 
 
@@ -84,21 +84,26 @@ def planned(
             zero=3 if reshard else 2,
             num_microbatches=min(2, microbatches),
         )
+    kinds = layer_kinds(model, 1)
+    different = tuple(dict.fromkeys(kinds))  # there may be thousands of layers
+    alike: dict[str, list[str]] = {"root": ["root"]}
+    for index, kind in enumerate(kinds):
+        alike.setdefault(f"layers.{different.index(kind)}", []).append(f"layers.{index}")
     found: dict[tuple[str, str, str], Planned] = {}
-    step = training_step(families.forward(model, 1, 1, "fp32"))
+    step = training_step(families.forward(model, 1, 1, "fp32", layers=different))
     for task in apply(step, layout, param_dtype).tasks:
-        op, (unit, _, kind) = task.op, task.name.rpartition(".")
+        op, (of, _, name) = task.op, task.name.rpartition(".")
         if task.stream != "dp" or not isinstance(op, Collective) or op.group_size == 1:
             continue
-        elements, is_gather = op.size_bytes // DTYPE_BYTES[op.dtype], kind == "all_gather"
+        elements, is_gather = op.size_bytes // DTYPE_BYTES[op.dtype], name == "all_gather"
         dtype = param_dtype if is_gather else reduce_dtype
         op = replace(op, dtype=dtype, size_bytes=elements * DTYPE_BYTES[dtype])
-        held = elements if kind == "all_reduce" else elements // op.group_size
+        held = elements if name == "all_reduce" else elements // op.group_size
         phase = task.phase.rstrip("0123456789")
-        once = is_gather and not reshard
-        row = Planned(unit, phase, op, held, 1 if once else microbatches)
-        found.setdefault((phase, unit, kind), row)
-    order = {"root": -1} | {unit.name: index for index, unit in enumerate(units(model)[:-1])}
+        count = 1 if is_gather and not reshard else microbatches
+        for unit in alike[of]:
+            found.setdefault((phase, unit, name), Planned(unit, phase, op, held, count))
+    order = {"root": -1} | {f"layers.{index}": index for index in range(len(kinds))}
     forward = [row for row in found.values() if row.phase == "forward"]
     backward = [row for row in found.values() if row.phase == "backward"]
     return [

@@ -152,6 +152,24 @@ def test_sizes_and_groups_of_hsdp():
     )  # fmt: skip
 
 
+def test_thousands_of_layers_are_written_once_for_each_kind(monkeypatch):
+    written, forward = [], fsdp.families.forward
+
+    def noted(*args, **given):
+        written.append(len(given["layers"]))
+        return forward(*args, **given)
+
+    monkeypatch.setattr(fsdp.families, "forward", noted)
+    experts = Experts(num_experts=4, top_k=2, ffn=6, first_dense=2)
+    short, long = (msgspec.structs.replace(TINY, layers=n, experts=experts) for n in (4, 10_000))
+    plan = fsdp.planned(long, shard=2)
+    assert written == [2]
+    by_unit = {unit.name: fsdp.shard_elements(unit, 2) for unit in fsdp.units(long)}
+    assert {row.unit: row.elements_per_rank for row in plan} == by_unit
+    first = [row for row in plan if row.unit in {"root", *(f"layers.{n}" for n in range(4))}]
+    assert first == fsdp.planned(short, shard=2)
+
+
 def test_one_shard_only_all_reduces_its_replicas():
     assert fsdp.planned(TINY, shard=1) == []
     plan = fsdp.planned(TINY, shard=1, replicas=4, reshard=False)
