@@ -1,4 +1,4 @@
-"""What a whole program needs, by the rules that ``search.simulate`` applies action by action."""
+"""Run a whole program on paper as one action; ``search.simulate`` does it action by action."""
 
 import numpy as np
 
