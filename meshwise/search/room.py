@@ -33,8 +33,8 @@ State = tuple[int, ...]
 class Activity(NamedTuple):
     """Bytes of a stage, whatever data parallelism does: its float32 parameters; what it holds of a
     microbatch from forward to backward, at most and at least, and at most of one layer with the
-    stage's ends; what an action adds at most, a backward at least, and its second layer at least
-    (whose first no longer holds anything, or minus infinity)."""
+    stage's ends; what an action adds at most; what a backward adds at least, and what its second
+    layer does, once the first is freed (minus infinity: there is one layer)."""
 
     parameters: float
     held: float
@@ -251,9 +251,9 @@ def _states(
 ) -> tuple[np.ndarray, np.ndarray]:
     """States of these ranks before and after each action. For each of their stages: whether it has
     gradients, microbatches alive, whether one layer more is, whether it acts, whether gradients of
-    one microbatch wait for the others. Second, without the layer, the states before backwards up to
-    the first of the last microbatch, after which gradients shrink; and after those that leave other
-    data ranks alone."""
+    one microbatch wait for the end of its backward. The second array has no column for the layer.
+    It holds the states before backwards up to the first of the last microbatch, after which
+    gradients shrink, and those after backwards between the first and the last microbatch."""
     states, early = set[State](), set[State]()
     nothing, ones = (0,) * stages_per_rank, np.eye(stages_per_rank, dtype=int).tolist()
     for rank in ranks:
