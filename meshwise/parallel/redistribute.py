@@ -8,7 +8,7 @@ layers of equal placements share compiled code.
 
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, contiguous_format
 from torch.autograd import Function
 
 from meshwise.parallel import torch_private
@@ -56,7 +56,8 @@ def moved(x: Tensor, have: Placement, wanted: Placement, ranks: Ranks) -> Tensor
         return x.view_as(x)
     if have == "whole":
         assert isinstance(wanted, int)
-        return x.chunk(ranks.size, wanted)[ranks.rank].contiguous()
+        # a copy of rows too: from a view, torch 2.11 compiles wrong gradients (2.13 does not)
+        return x.chunk(ranks.size, wanted)[ranks.rank].clone(memory_format=contiguous_format)
     if have == "partial":
         if wanted == "whole":
             return torch_private.all_reduced(x, ranks.group)

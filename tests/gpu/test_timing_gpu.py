@@ -21,6 +21,7 @@ import torch.distributed as dist
 from meshwise import machine, timing
 from meshwise import ranks as ranks_module
 from meshwise.launch import RanksFailed, errand, local, worker
+from meshwise.patience import Patience
 from meshwise.ranks import Ranks
 from meshwise.spec import Record
 from meshwise.stats import median_interval
@@ -81,7 +82,7 @@ def start(target: str, folder: Path, timeout_s: float = 30.0) -> None:
         target=f"{HERE}:{target}",
         request=msgspec.Raw(msgspec.json.encode(Request(folder=str(folder)))),
         threads=1,
-        timeout_s=timeout_s,
+        patience=Patience(timeout_s),
     )
     local.start(told, 2, worker=("-m", HERE))
 
