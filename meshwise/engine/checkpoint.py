@@ -27,6 +27,7 @@ import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import isclose, isfinite, nan, prod, sqrt
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -50,6 +51,7 @@ SAME_NORM = 1e-4  # relative: sums in another order
 FILE_BYTES = 2**30  # of a file, unless one tensor has more: what a rank copies to the host at once
 
 T = TypeVar("T")
+Targets = dict[str, list[tuple[Box, Tensor]]]  # by name, what this rank holds of each tensor
 
 
 class Share(NamedTuple):
@@ -373,15 +375,17 @@ def _read(folder: Path, record: Checkpoint, training: Training) -> None:
     for name, tensor, _ in _tensors(training):
         wanted[name].append(tensor)
     _check_tensors(record, wanted)
-    targets = {
+    targets: Targets = {
         name: [(_box(tensor), _local(tensor)) for tensor in tensors if tensor.ndim]
         for name, tensors in wanted.items()
     }
     lacking = {name: sum(box.num_elements for box, _ in of) for name, of in targets.items()}
     for name_of_file, stored in record.files.items():
         file = blocks.DataFile(folder / record.data / name_of_file, stored)
-        for name in file.parts.keys() & targets.keys():
-            lacking[name] -= _filled(file, name, targets[name])
+        names = list(file.parts.keys() & targets.keys())
+        with ThreadPoolExecutor(2) as readers:  # verify 6.5 GB/s, one 3.6, four no more than two
+            counts = readers.map(functools.partial(_filled, file, targets), names)
+            lacking |= {n: lacking[n] - count for n, count in zip(names, counts, strict=True)}
     if lacks := [name for name, elements in lacking.items() if elements]:
         raise ValueError(f"the files lack a part of {lacks[0]}; {blocks.FIX}")
     for name, tensors in wanted.items():
@@ -390,16 +394,16 @@ def _read(folder: Path, record: Checkpoint, training: Training) -> None:
                 _local(tensor).fill_(record.numbers[name])
 
 
-def _filled(file: blocks.DataFile, name: str, targets: Sequence[tuple[Box, Tensor]]) -> int:
+def _filled(file: blocks.DataFile, targets: Targets, name: str) -> int:
     """Copy what a file has of a tensor into the boxes that this rank holds; elements copied."""
     part, count = file.parts[name], 0
-    for _, local in targets:
+    for _, local in targets[name]:
         saved_bytes = part.last - part.first
         if len(part.shape) != local.ndim or saved_bytes != prod(part.shape) * local.itemsize:
             raise ValueError(f"{file.path}: {name} has other dims or another dtype; {blocks.FIX}")
     for piece, first, last in part.pieces():
         saved = piece.shifted(part.low)
-        for box, local in targets:
+        for box, local in targets[name]:
             if common := box.intersect(saved):
                 values = torch.frombuffer(file.read(first, last), dtype=local.dtype)
                 values = values.view(piece.shape)[_slices(common, saved)]
