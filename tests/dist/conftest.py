@@ -2,15 +2,20 @@
 
 The function takes (ranks, **arguments) and every rank's return value comes back in rank order;
 arguments and values are plain data, as JSON (a record is its own JSON, as a string). Ranks are
-processes that serve many calls, because starting them costs seconds; an error in one ends them
-all and is raised here with its traceback.
+processes that serve many calls; an error in one ends them all and is raised here with its
+traceback. They are forked from one process that has imported torch, because importing it costs a
+core five seconds; it has no threads yet.
 """
 
+import contextlib
 import gc
+import importlib
 import importlib.util
-import itertools
 import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -23,15 +28,48 @@ from tests.pace import paced
 
 CALL_S = 240.0
 TIMEOUT_S = 10.0  # of collectives, where each rank has a core
+IMPORTED = [
+    "hypothesis", "pytest", "torch", "torch._dynamo", "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel", "torch.profiler", "meshwise.engine.train",
+    "meshwise.search",
+]  # fmt: skip
 # Groups stay until their rank ends, and each has threads that wake up 150 times a second: hundreds
 # keep a core busy. torch's caches hold meshes, so that groups cannot be left one by one.
 MOST_GROUPS = 40
 
 
+@contextlib.contextmanager
+def forking():
+    """A process that has imported torch and forks at each message: a rank's pipe and variables."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            env=os.environ | variables,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        yield ours
+    process.wait()
+
+
+@pytest.fixture(scope="session")
+def forks():
+    with forking() as forks:
+        yield forks
+
+
 @pytest.fixture(scope="module")
-def gloo_ranks():
+def gloo_ranks(forks):
     """Ranks that a module's tests share, until their meshes have made too many groups."""
-    started = _GlooRanks()
+    started = _GlooRanks(forks)
     yield started
     for n in list(started.jobs):
         started.end(n)
@@ -69,12 +107,13 @@ def _plan(model, workload, layout, dtype="fp32", lowering="eager"):
 
 
 class _GlooRanks:
-    def __init__(self):
+    def __init__(self, forks):
+        self.forks = forks
         self.jobs = {}
 
     def __call__(self, n, function, **arguments):
         if n not in self.jobs:
-            self.jobs[n] = _Job(n)
+            self.jobs[n] = _Job(self.forks, n)
         order = [function.__code__.co_filename, function.__name__, arguments]
         try:
             values = self.jobs[n].call(json.dumps(order).encode())
@@ -94,7 +133,7 @@ class _GlooRanks:
 class _Job:
     """The processes of one group of ranks, each with a pipe to it."""
 
-    def __init__(self, n):
+    def __init__(self, forks, n):
         # held here, as torchrun does, so that no one else can take its port before rank 0 does
         self.store = hold_store()
         self.pipes, self.processes, self.groups = [], [], 0
@@ -106,19 +145,13 @@ class _Job:
                 "MASTER_PORT": self.store.port,
                 "TORCHELASTIC_USE_AGENT_STORE": True,
                 "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": 1,
                 "CUDA_VISIBLE_DEVICES": "",
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             }
             variables = {name: str(value) for name, value in (place | settings).items()}
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno())],
-                    env=os.environ | variables,
-                    pass_fds=[theirs.fileno()],
-                )
-            )
+            message = json.dumps(dict(os.environ) | variables).encode()
+            socket.send_fds(forks, [message], [theirs.fileno()])
             theirs.close()
+            self.processes.append(os.pidfd_open(int(forks.recv(16))))
             self.pipes.append(ours)
 
     def call(self, order):
@@ -138,10 +171,35 @@ class _Job:
         return [replies[pipe] for pipe in self.pipes]
 
     def end(self):
-        for process, pipe in itertools.zip_longest(self.processes, self.pipes):
-            process.kill()
-            process.wait()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            if not select.select([process], [], [], 0)[0]:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                select.select([process], [], [])
+            os.close(process)
             pipe.close()
+
+
+def _fork(messages):
+    """Fork a rank for each message, until the parent is gone."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ranks are forgotten
+    while True:
+        text, pipes, *_ = socket.recv_fds(messages, 2**20, 1)
+        if not text:
+            os._exit(0)
+        if pid := os.fork():
+            os.close(*pipes)
+            messages.send(str(pid).encode())
+            continue
+        messages.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(json.loads(text))
+        try:
+            _serve(Connection(*pipes))
+        except EOFError:
+            os._exit(0)
 
 
 def _serve(pipe):
@@ -170,7 +228,4 @@ def _load(file):
 
 
 if __name__ == "__main__":
-    try:
-        _serve(Connection(int(sys.argv[1])))
-    except EOFError:
-        os._exit(0)
+    _fork(socket.socket(fileno=int(sys.argv[1])))

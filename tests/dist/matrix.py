@@ -426,10 +426,11 @@ def is_right(plan, loss, value):
 
 def table(world, name, lowering, cases):
     """Run cases of a family on so many ranks: a line each, and whether it is wrong."""
-    from tests.dist.conftest import _GlooRanks
+    from tests.dist.conftest import _GlooRanks, forking
 
-    started, lines = _GlooRanks(), []
-    with tempfile.TemporaryDirectory() as folder:
+    lines = []
+    with tempfile.TemporaryDirectory() as folder, forking() as forks:
+        started = _GlooRanks(forks)
         for case in cases:
             plan = case.plan(lowering)
             loss, value, where = run(started, plan, folder)
@@ -437,8 +438,8 @@ def table(world, name, lowering, cases):
             told = (world, name, case.layout.name, case.optimizer, f"{loss:.1e}")
             lines.append(f"| {' | '.join(map(str, told))} | {value:.1e} {where} |{mark}")
             print(lines[-1], flush=True)
-    for n in list(started.jobs):
-        started.end(n)
+        for n in list(started.jobs):
+            started.end(n)
     return lines
 
 

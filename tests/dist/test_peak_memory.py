@@ -135,9 +135,9 @@ def test_gradients_wait_for_the_end_of_a_backward_that_fsdp2_does_not_see(
     gloo_ranks, plan_of, dtype
 ):
     layouts = [
-        Layout(tp=4, sequence_parallel=True, microbatch_size=2, num_microbatches=4),
-        Layout(tp=4, microbatch_size=2, num_microbatches=4, recompute="full"),
-        Layout(dp=2, tp=2, zero=1, microbatch_size=1, num_microbatches=4),
+        Layout(tp=4, sequence_parallel=True, microbatch_size=4, num_microbatches=2),
+        Layout(tp=4, microbatch_size=4, num_microbatches=2, recompute="full"),
+        Layout(dp=2, tp=2, zero=1, microbatch_size=2, num_microbatches=2),
     ]
     found = errors(gloo_ranks, plan_of, "llama", dtype, layouts)
     assert max(abs(error) for _, error in found) <= 0.02, found
@@ -191,8 +191,11 @@ def test_peaks_where_ranks_share_sequences(gloo_ranks, plan_of, name, dtype):
     assert max(abs(error) for _, error in found) <= 0.06, found
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.whole)])
-def test_peaks_of_images(gloo_ranks, plan_of, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "every"),
+    [("fp32", 3), *(pytest.param(dtype, 1, marks=pytest.mark.whole) for dtype in ("fp32", "bf16"))],
+)
+def test_peaks_of_images(gloo_ranks, plan_of, dtype, every):
     layouts = [
         Layout(dp=4, microbatch_size=2),
         Layout(dp=4, zero=3, microbatch_size=1, num_microbatches=2, recompute="full"),
@@ -204,7 +207,7 @@ def test_peaks_of_images(gloo_ranks, plan_of, dtype):
         Layout(pp=2, stages_per_rank=2, schedule="looped_bfs", dp=2, zero=3, microbatch_size=2,
             num_microbatches=2, recompute="full"),
     ]  # fmt: skip
-    found = errors(gloo_ranks, plan_of, "images", dtype, layouts)
+    found = errors(gloo_ranks, plan_of, "images", dtype, layouts[::every])
     for layout, error in found:
         print(f"{100 * error:6.2f} %  {layout}")
     sizes = [abs(error) for _, error in found]
