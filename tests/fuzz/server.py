@@ -112,6 +112,7 @@ class Place:
 
 def prepare(folder: Path) -> Place:
     """Import what the commands need, before the first fork, and make the session they start in."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a fork cannot use what its parent has opened
     import matplotlib.pyplot
     import scipy.stats  # noqa: F401
     import torch.distributed.fsdp  # noqa: F401
