@@ -1,11 +1,14 @@
-"""How fast one process verifies a checkpoint's file from the page cache: python rate.py [GiB]."""
+"""How fast one process verifies a checkpoint's file from the page cache, by threads that each read
+tensors of their own as ``engine.checkpoint`` has them: python rate.py [GiB]."""
 
 import json
+import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +25,23 @@ with tempfile.TemporaryDirectory() as folder:
     offsets = json.dumps({name: {"saved_offsets": [0]} for name in tensors})
     save_file(tensors, path, metadata={OFFSETS: offsets})
     del tensors
-    record, rates, reads = stored(path), [], []
+    record = stored(path)
+    rates: dict[str, list[float]] = {}
+    reads = []
+
+    def read(name: str) -> int:
+        part = file.parts[name]
+        for _, first, last in part.pieces():
+            file.read(first, last)
+        return part.last - part.first
+
     for _ in range(7):
-        file = DataFile(path, record)
-        last = max(part.last for part in file.parts.values())
-        began = time.perf_counter()
-        for first in range(0, last, BLOCK):
-            file.read(first, min(first + BLOCK, last))
-        rates.append(last / (time.perf_counter() - began) / 1e9)
+        for count in (1, 2, 4, 8):
+            file = DataFile(path, record)
+            began = time.perf_counter()
+            with ThreadPoolExecutor(count) as threads:
+                total = sum(threads.map(read, file.parts))
+            rates.setdefault(str(count), []).append(total / (time.perf_counter() - began) / 1e9)
         content = np.fromfile(path, np.uint64)  # in memory: what reading alone can reach
         began = time.perf_counter()
         np.bitwise_xor.reduce(content)
@@ -39,11 +51,14 @@ print(
     json.dumps(
         {
             "GiB": SIZE,
-            "verified GB/s": [round(rate, 2) for rate in rates],
-            "median GB/s": round(statistics.median(rates), 2),
-            "one xor over memory, median GB/s": round(statistics.median(reads), 2),
-            "threads of torch": torch.get_num_threads(),
+            "median GB/s verified, by threads": {
+                count: round(statistics.median(of), 2) for count, of in rates.items()
+            },
+            "all GB/s": {count: [round(rate, 2) for rate in of] for count, of in rates.items()},
+            "one xor over memory by one thread, median GB/s": round(statistics.median(reads), 2),
+            "cores": len(os.sched_getaffinity(0)),
             "torch": torch.__version__,
+            "numpy": np.__version__,
             "python": platform.python_version(),
         }
     )
