@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from meshwise.engine.blocks import BLOCK, OFFSETS, DataFile, stored
+from meshwise.engine.blocks import OFFSETS, DataFile, stored
 
 SIZE = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 
