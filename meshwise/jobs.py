@@ -71,6 +71,7 @@ def join_at(
     if came is None:
         raise TimeoutError(f"{first} (its store does not answer) {ranks.ABSENT} at the start")
     if isinstance(came, Exception):
+        time.sleep(ranks.grace_s() if opens else 0.0)  # the store may end with this process
         raise came
     met, sizes = came
     names = [f"{name} rank {r}" for name, size in sizes.items() for r in range(size)]
@@ -154,7 +155,7 @@ def _meet_jobs(
     A meeting is open until all are there. One that was refused stays so until the next is opened.
     """
     token = f"{socket.gethostname()} {os.getpid()}"
-    if opens := opens and store.compare_set("opener", "", token) == token.encode():
+    if opens and store.compare_set("opener", "", token) == token.encode():
         store.set("open", str(store.add("meetings", 1)))
     try:
         store.wait(["open"], timedelta(seconds=max(0.1, limit - time.monotonic())))
@@ -177,7 +178,6 @@ def _meet_jobs(
         met.set("over", "")
     if met.check(["refused"]):
         reason = met.get("refused")
-        time.sleep(ranks.grace_s() if opens else 0.0)  # the store may end with this process
         kind = TimeoutError if ranks.ABSENT.encode() in reason else ValueError
         return kind(ranks.plain(reason))
     return met, {name: _told(met, f"size/{name}", Size) for name in jobs}
