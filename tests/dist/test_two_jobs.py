@@ -99,8 +99,9 @@ def test_the_first_job_may_come_last(start):
     assert [answer["rank"] for answer in answers(trainer + server)] == [0, 1, 2]
 
 
-def test_a_job_that_never_comes_is_named(start):
-    (trainer,) = start("trainer", 1, ["trainer", "server"], "meet", setup_s=TIMEOUT_S)
+@pytest.mark.parametrize("what", ["meet", "meet under growing load"])
+def test_a_job_that_never_comes_is_named(start, what):
+    (trainer,) = start("trainer", 1, ["trainer", "server"], what, setup_s=TIMEOUT_S)
     (answer,) = answers([trainer])
     absent = "server (none of its ranks) had not arrived at the start"
     assert answer == {"TimeoutError": f"{absent} after {TIMEOUT_S:g} s"}
@@ -228,6 +229,9 @@ def _answer(address, job, jobs, setup_s, what, has_group):
     def join():
         return meetings.join_at(address, job, jobs, timeout_s=TIMEOUT_S, setup_s=setup_s)
 
+    if what == "meet under growing load":  # what the store was given is over before the grace is
+        given_s = iter([1.0])
+        ranks.grace_s = lambda: next(given_s, 4.0)
     joined = join()
     if what == "stop":
         joined.at("weights")
