@@ -28,6 +28,11 @@ from tests.pace import paced
 
 CALL_S = 240.0
 TIMEOUT_S = 10.0  # of collectives, where each rank has a core
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 IMPORTED = [
     "hypothesis", "pytest", "torch", "torch._dynamo", "torch._inductor.compile_fx",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
@@ -44,15 +49,9 @@ def forking():
     """A process that has imported torch and forks at each message: a rank's pipe and variables."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        variables = {
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
         process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            env=os.environ | variables,
+            env=os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
@@ -145,10 +144,9 @@ class _Job:
                 "MASTER_PORT": self.store.port,
                 "TORCHELASTIC_USE_AGENT_STORE": True,
                 "GLOO_SOCKET_IFNAME": "lo",
-                "CUDA_VISIBLE_DEVICES": "",
             }
             variables = {name: str(value) for name, value in (place | settings).items()}
-            message = json.dumps(dict(os.environ) | variables).encode()
+            message = json.dumps(dict(os.environ) | SETTINGS | variables).encode()
             socket.send_fds(forks, [message], [theirs.fileno()])
             theirs.close()
             self.processes.append(os.pidfd_open(int(forks.recv(16))))

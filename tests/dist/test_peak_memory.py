@@ -137,7 +137,7 @@ def test_gradients_wait_for_the_end_of_a_backward_that_fsdp2_does_not_see(
     layouts = [
         Layout(tp=4, sequence_parallel=True, microbatch_size=4, num_microbatches=2),
         Layout(tp=4, microbatch_size=4, num_microbatches=2, recompute="full"),
-        Layout(dp=2, tp=2, zero=1, microbatch_size=2, num_microbatches=2),
+        Layout(dp=2, tp=2, zero=1, microbatch_size=1, num_microbatches=4),
     ]
     found = errors(gloo_ranks, plan_of, "llama", dtype, layouts)
     assert max(abs(error) for _, error in found) <= 0.02, found
