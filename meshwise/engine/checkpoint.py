@@ -383,7 +383,7 @@ def _read(folder: Path, record: Checkpoint, training: Training) -> None:
     for name_of_file, stored in record.files.items():
         file = blocks.DataFile(folder / record.data / name_of_file, stored)
         names = list(file.parts.keys() & targets.keys())
-        with ThreadPoolExecutor(2) as readers:  # verify a third more a second than one
+        with ThreadPoolExecutor(2) as readers:  # a third faster than one
             counts = readers.map(functools.partial(_filled, file, targets), names)
             lacking |= {n: lacking[n] - count for n, count in zip(names, counts, strict=True)}
     if lacks := [name for name, elements in lacking.items() if elements]:
