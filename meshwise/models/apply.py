@@ -135,7 +135,7 @@ def apply(
                     loop(begin, unit, following)
             if groups:
                 arrived = [renamed[name] for name in received[kind]]
-                tasks[start] = tasks[start]._replace(writes=(*tasks[start].writes, *arrived))
+                tasks[start] = replace(tasks[start], writes=(*tasks[start].writes, *arrived))
                 tasks[-1] = _reading(tasks[-1], renamed, received[kind])
             actions.append(Span(kind, microbatch, start, len(tasks)))
     units = {unit: (data.shard_elements[unit], data.padded(unit)) for unit in members}
@@ -168,14 +168,14 @@ def _note(loops: list[Loop], loop: Loop) -> None:
 
 
 def _of_microbatch(task: Task, renamed: Mapping[str, str], weights: tuple[str, ...]) -> Task:
-    name, op, stream, part, phase, reads, writes = task
-    reads = (*map(renamed.__getitem__, reads), *weights)
-    return Task(name, op, stream, part, phase, reads, tuple(map(renamed.__getitem__, writes)))
+    reads = (*map(renamed.__getitem__, task.reads), *weights)
+    writes = (*map(renamed.__getitem__, task.writes),)
+    return Task(task.name, task.op, task.stream, task.part, task.phase, reads, writes)
 
 
 def _reading(task: Task, renamed: Mapping[str, str], names: tuple[str, ...]) -> Task:
     """The same, which also reads what a microbatch calls by these names."""
-    return task._replace(reads=(*task.reads, *[renamed[name] for name in names]))
+    return replace(task, reads=(*task.reads, *[renamed[name] for name in names]))
 
 
 def _layer_of(unit: str) -> str:
@@ -355,7 +355,7 @@ class _DataParallel:
             for ranks, stride in sums:
                 if ranks > 1:
                     op = replace(task.op, group_size=ranks, group_stride=stride)
-                    yield task._replace(op=op)
+                    yield replace(task, op=op)
 
     def rests(self, microbatch: int) -> bool:
         """Whether FSDP2 sees nothing of a microbatch, so that gradients wait for the end of its

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from meshwise.models import context
@@ -34,15 +35,7 @@ from meshwise.models.graph import (
     num_elements,
     operation,
 )
-from meshwise.models.placement import (
-    DIMS,
-    PARTIAL,
-    ROWS,
-    WHOLE,
-    Cut,
-    collective,
-    has,
-)
+from meshwise.models.placement import DIMS, PARTIAL, ROWS, WHOLE, Cut, collective, has
 from meshwise.spec import Attention, Collective, Cuts, Op
 
 OVER_DATA = "over_data"  # an all-reduce over data ranks, which are not known here
@@ -51,7 +44,7 @@ OVER_DATA = "over_data"  # an all-reduce over data ranks, which are not known he
 SPLIT_LOSS = {"loss.softmax": "shifted", "loss.softmax.grad": "exp"}
 
 
-class Task(NamedTuple):
+class Task(Struct, frozen=True, gc=False):
     """One operation of a rank. It starts when its stream is free and all it reads is written."""
 
     name: str
@@ -63,7 +56,7 @@ class Task(NamedTuple):
     writes: tuple[str, ...]
 
 
-class Buffer(NamedTuple):
+class Buffer(Struct, frozen=True, gc=False):
     num_bytes: int
     role: str  # activation, weights (gathered), gradient, communication
 

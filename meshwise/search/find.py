@@ -176,7 +176,7 @@ def _best_first(
 ) -> tuple[list[Candidate], Counter[str]]:
     """Candidates that fit, fastest first; how many layouts were passed over, and why."""
     ranked: list[Candidate] = []
-    passed_over = Counter[str]()
+    passed_over, too_large = Counter[str](), f"memory: more than {format_bytes(limit)} a device"
     about = (model, workload.seq_len)
     waiting = [
         (bound.mathematics_s(*about, ladder[0], prices), number, 0, False)
@@ -208,7 +208,7 @@ def _best_first(
                 insort(ranked, candidate, key=lambda c: c.prediction.step_time_s)
                 passed_over["recomputation that is not needed to fit"] += len(rest)
                 continue
-        passed_over[f"memory: more than {format_bytes(limit)} a device"] += 1
+        passed_over[too_large] += 1
         if rest:
             least_s = bound.mathematics_s(*about, rest[0], prices)
             heappush(waiting, (least_s, number, rung + 1, False))

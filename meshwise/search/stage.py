@@ -255,7 +255,7 @@ def _sized(form: Form, size: int) -> Program:
             for op, other in zip(of_one, of_two, strict=True)
         ])  # fmt: skip
     tasks = [
-        task if task.op is op else Task(task.name, op, *task[2:])
+        task if task.op is op else msgspec.structs.replace(task, op=op)
         for task, op in zip(form.program.tasks, ops, strict=True)
     ]
     return form.program._replace(tasks=tuple(tasks))
