@@ -7,7 +7,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from meshwise.models import families
-from meshwise.models.apply import Loop, Program, Span, apply
+from meshwise.models.apply import ActionSpan, Loop, Program, apply
 from meshwise.models.backward import training_step
 from meshwise.models.counts import num_parameters, saved_activation_bytes, step_flops
 from meshwise.models.decoder import stream_shape
@@ -29,12 +29,12 @@ from meshwise.spec.op import Direction, Dtype
 
 __all__ = [
     "DIRECTIONS",
+    "ActionSpan",
     "Device",
     "Graph",
     "Loop",
     "Piece",
     "Program",
-    "Span",
     "Task",
     "apply",
     "block_ops",

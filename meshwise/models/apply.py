@@ -30,7 +30,7 @@ Names = dict[Any, tuple[str, ...]]
 EXPERTS = ".experts"  # of a layer's unit, where ranks hold different ones
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """An action of a pipeline schedule: ``tasks[start:stop]`` of a program.
 
     ``kind``: F forward, B backward, or B in two: I and then W, the weights' gradients.
@@ -67,7 +67,7 @@ class Program(NamedTuple):
     buffers: dict[str, Buffer]
     resident_bytes: dict[str, int]
     kept: frozenset[str]
-    actions: tuple[Span, ...] = ()
+    actions: tuple[ActionSpan, ...] = ()
     loops: tuple[Loop, ...] = ()
     gathered: int = 0
     units: Mapping[str, tuple[int, int]] = {}
@@ -93,7 +93,7 @@ def apply(
     sharded, members, runs, received, retained = _parts(graph, split, *over)
     data = _DataParallel(layout, members, dtype, sharded, device)
     several = {f"layers.{index}" for index in times or ()}
-    tasks, actions, loops = list[Task](), list[Span](), list[Loop]()
+    tasks, actions, loops = list[Task](), list[ActionSpan](), list[Loop]()
 
     def loop(start: int, unit: str, following: str | None = None) -> None:
         """Note that what was added since ``start`` is of a layer that stands for several."""
@@ -137,7 +137,7 @@ def apply(
                 arrived = [renamed[name] for name in received[kind]]
                 tasks[start] = replace(tasks[start], writes=(*tasks[start].writes, *arrived))
                 tasks[-1] = _reading(tasks[-1], renamed, received[kind])
-            actions.append(Span(kind, microbatch, start, len(tasks)))
+            actions.append(ActionSpan(kind, microbatch, start, len(tasks)))
     units = {unit: (data.shard_elements[unit], data.padded(unit)) for unit in members}
     optimizer = tuple(node for node in graph.nodes if node.phase == "optimizer")
     buffers |= data.buffers

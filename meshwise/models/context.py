@@ -25,7 +25,7 @@ STREAM = "cp"
 Names = tuple[str, ...]
 
 
-class Step(NamedTuple):
+class ContextStep(NamedTuple):
     """An operation, and the buffers that it reads and writes."""
 
     name: str
@@ -39,13 +39,13 @@ class Steps(NamedTuple):
     """``sizes``: bytes of each buffer besides inputs and results; messages are in ``sent``.
     ``saved``: what a backward needs of a forward: by slice of the heads q, k and v, out, lse."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ContextStep, ...]
     sizes: dict[str, int]
     sent: frozenset[str]
     saved: tuple[Names, ...] = ()
 
 
-class Share(NamedTuple):
+class AttentionShare(NamedTuple):
     """The part of ``op`` that one of the ranks sharing it does; they are ``stride`` apart. Values
     are ``value_dim`` wide, padded to the width of keys."""
 
@@ -81,7 +81,7 @@ class Share(NamedTuple):
 
 def share(
     op: Attention, ranks: int, stride: int, rank: int | None = None, device: Device = "cuda"
-) -> Share:
+) -> AttentionShare:
     """``op``: of one rank's queries and as many keys. ``rank``: by default the one that has most
     to do, or of several the one that receives most."""
     width = max(op.head_dim, op.value_dim)
@@ -95,10 +95,12 @@ def share(
 @lru_cache(maxsize=1024)
 def _share(
     op: LongAttention, ranks: int, stride: int, value_dim: int, rank: int | None, device: Device
-) -> Share:
+) -> AttentionShare:
     held = balanced(op.seq_len, ranks)
     way = volume.choose_dense(op, held)
-    every = [Share(op, held, way, each, stride, value_dim, device) for each in range(ranks)]
+    every = [
+        AttentionShare(op, held, way, each, stride, value_dim, device) for each in range(ranks)
+    ]
     if rank is not None:
         return every[rank]
     received = map(sum, zip(*volume.dense_bytes(op, held, way), strict=True))
@@ -111,7 +113,7 @@ def _share(
     return every[max(range(ranks), key=lambda r: load[r])]
 
 
-def forward(own: Share, at: str, inputs: Names, outputs: Names) -> Steps:
+def forward(own: AttentionShare, at: str, inputs: Names, outputs: Names) -> Steps:
     """``inputs``: buffers of q, k and v, or one of all three; ``outputs``: out and lse."""
     steps, saved = _Writer(own, at, "forward"), []
     out, lse = outputs
@@ -128,7 +130,9 @@ def forward(own: Share, at: str, inputs: Names, outputs: Names) -> Steps:
     return steps.made(tuple(saved))
 
 
-def backward(own: Share, at: str, saved: tuple[Names, ...], grad: str, outputs: Names) -> Steps:
+def backward(
+    own: AttentionShare, at: str, saved: tuple[Names, ...], grad: str, outputs: Names
+) -> Steps:
     """``saved`` by the forward; ``outputs``: the gradients of its inputs."""
     steps = _Writer(own, at, "backward")
     if steps.pads:
@@ -193,9 +197,9 @@ class _Heads(NamedTuple):
 class _Writer:
     """The steps of one attention, as they are written."""
 
-    def __init__(self, own: Share, at: str, direction: Direction) -> None:
+    def __init__(self, own: AttentionShare, at: str, direction: Direction) -> None:
         self.own, self.at, self.direction = own, at, direction
-        self.steps: list[Step] = []
+        self.steps: list[ContextStep] = []
         self.sizes: dict[str, int] = {}
         self.sent: set[str] = set()
         op, width = own.op, BYTES[own.op.dtype]
@@ -219,7 +223,7 @@ class _Writer:
         return self.buffer(name, heads * (self.own_rows if rows is None else rows) * self.row)
 
     def step(self, name: str, op: Op, reads: Names, writes: Names, stream: str = "compute") -> None:
-        self.steps.append(Step(f"{self.at}.{name}", op, stream, reads, writes))
+        self.steps.append(ContextStep(f"{self.at}.{name}", op, stream, reads, writes))
 
     def moves(self, name: str, rows: int, reads: Names, writes: Names) -> None:
         """Copy so many rows of a head."""

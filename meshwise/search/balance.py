@@ -1,10 +1,10 @@
-"""How many layers each stage of a pipeline gets, by price.
+"""Deal layers to pipeline stages so that the slowest stage is as fast as possible.
 
-Every microbatch passes every stage, so the slowest sets the pace. A stage takes as long as its
-layers and, at the ends of the model, embedding or head. At a pace T each stage can take so many
-layers and no more; the least T at which all have a place is found by raising it to the next load
-that one more layer would make. Where this leaves a choice, counts are as equal as can be, and what
-is over goes to late stages, which hold fewer microbatches.
+Every microbatch passes every stage, so the slowest sets the pace. A stage's time is that of its
+layers plus the embedding or the head at the ends of the model. At pace T each stage can take a
+certain number of layers. The least T that places all layers is found by raising T to the next load
+that one more layer would make. Ties go to equal counts, and what is left over goes to late stages,
+which hold fewer microbatches.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from meshwise.prices import Prices
-from meshwise.search.bound import Of, cut_of, end_work, layer_work
+from meshwise.search.bound import cut_of, end_work, layer_work
 from meshwise.search.space import equal_counts
 from meshwise.spec import AnyModel, Layout, layer_kinds
 from meshwise.spec.layout import Recompute
@@ -22,7 +22,7 @@ _SAME = 1 + 1e-9  # loads that differ by less are equal: sums of the same layers
 
 
 def counts(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> tuple[int, ...]:
-    """Layers of each stage of ``layout`` such that the slowest is as fast as can be."""
+    """Return the layer count of each stage of ``layout`` that makes the slowest stage fastest."""
     # so many recomputed layers in every stage change no difference between stages
     word = "none" if layout.recompute_layers else layout.recompute
     return _counts(model, seq_len, cut_of(layout), layout.num_stages, word, prices)
@@ -38,7 +38,7 @@ def _counts(
     prices: Prices,
 ) -> tuple[int, ...]:
     kinds, about = layer_kinds(model, seq_len), (model, seq_len, cut, prices)
-    of_kind = {kind: layer_work(*about, Of(kind, word)).both_s for kind in set(kinds)}
+    of_kind = {kind: layer_work(*about, (kind, word)).both_s for kind in set(kinds)}
     first_s = end_work(*about, kinds[0], first=True).both_s
     last_s = end_work(*about, kinds[-1], last=True).both_s
     return balanced([of_kind[kind] for kind in kinds], num_stages, first_s, last_s)
@@ -47,9 +47,9 @@ def _counts(
 def balanced(
     layers_s: Sequence[float], num_stages: int, first_s: float, last_s: float
 ) -> tuple[int, ...]:
-    """Counts of consecutive layers, at least one a stage, with the least slowest stage; ``first_s``
-    and ``last_s`` come on top of the first stage's layers and the last's. Equal counts if these are
-    no slower."""
+    """Return counts of consecutive layers, at least one a stage, that minimise the slowest stage.
+    ``first_s`` and ``last_s`` are added to the first and the last stage. Equal counts are returned
+    when they are no slower."""
     ends = [0.0, *accumulate(layers_s)]
     ends = [0.0, *[end + first_s for end in ends[1:-1]], ends[-1] + first_s + last_s]
     pace_s = max(ends[-1] / num_stages, *[stop - start for start, stop in pairwise(ends)])
@@ -70,8 +70,8 @@ def balanced(
 
 
 def _reach(ends: Sequence[float], num_stages: int, pace_s: float) -> list[int]:
-    """How many layers so many stages can take at most, none slower than ``pace_s``; each leaves
-    one for every stage behind it."""
+    """Return how many layers this many stages can take with none slower than ``pace_s``; each stage
+    leaves one layer for every stage behind it."""
     reach = [0]
     for behind in range(num_stages - 1, -1, -1):
         most = bisect_right(ends, ends[reach[-1]] + pace_s) - 1

@@ -1,19 +1,19 @@
-"""What a layout takes at least, cheaply: so that ``find`` need not price every one in full.
+"""Bound a layout's step time and memory from below, cheaply, so that ``find`` prices few in full.
 
-One layer, the embedding and the head are priced by themselves for each way to cut them (tp,
-sequence parallelism, microbatch size, recomputation); stages and ranks are sums of them.
+One layer, the embedding and the head are priced alone for each way to cut them (tp, sequence
+parallelism, microbatch size, recomputation). Stages and ranks are sums of these.
 
-Mathematics: whatever the schedule, a rank does its work on all microbatches after the forwards of
-the stages before its first, and before their backwards:
+Compute: under any schedule a rank works on all microbatches. It starts after the forwards of the
+stages before its first stage, and ends before their backwards:
 
     T >= sum over stages s < p of (F_s + B_s) + microbatches * (F + B of rank p)
 
-without B_s where backward is split, since a W may come last. Traffic, of the first rank: no
-schedule hides the root's gather before all else and its reduction behind; nor can all traffic in a
-row end sooner than itself.
+A split backward drops B_s, since a W may come last. Traffic of the first rank: no schedule hides
+the root's gather, which comes first, or its reduction, which comes last; and a queue of messages
+takes at least their sum.
 
-Memory, of the first rank, which holds most microbatches: parameters, optimizer, the copies that
-all actions compute with, and what microbatches in flight have saved; ``room`` has it more closely.
+Memory of the first rank, which holds most microbatches: parameters, optimizer state, gathered
+copies, and what the microbatches in flight have saved. ``room`` bounds it more closely.
 """
 
 import math
@@ -32,7 +32,7 @@ from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.schedule import Name
 from meshwise.search.simulate import COPIES, WAITING, WEIGHTS, Spent
-from meshwise.search.stage import StageKind, graph_of, stage_cost
+from meshwise.search.stage import Layer, StageKind, graph_of, stage_cost
 from meshwise.spec import (
     AnyModel,
     Collective,
@@ -46,8 +46,8 @@ from meshwise.spec.record import Record
 
 
 class Work(NamedTuple):
-    """Of some layers and one microbatch: seconds; bytes kept from forward to backward; bytes of
-    float32 parameters and of the copies that are computed with."""
+    """The work of some layers on one microbatch: seconds, bytes saved for the backward, bytes of
+    float32 parameters, and bytes of the copies that compute reads."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -60,37 +60,26 @@ class Work(NamedTuple):
         return self.forward_s + self.backward_s
 
     def plus(self, other: "Work", times: int = 1) -> "Work":
-        return Work(
-            self.forward_s + times * other.forward_s,
-            self.backward_s + times * other.backward_s,
-            self.saved_bytes + times * other.saved_bytes,
-            self.parameter_bytes + times * other.parameter_bytes,
-            self.copy_bytes + times * other.copy_bytes,
-        )
-
-
-class Of(NamedTuple):
-    """A layer: its kind, and what backward computes again of it."""
-
-    kind: LayerKind
-    word: Recompute
+        return Work(*[mine + times * its for mine, its in zip(self, other, strict=True)])
 
 
 class End(Record):
-    """A stage: its layers, whether it is the first, whether the last."""
+    """A stage: its layers, and whether it is the first or the last."""
 
     kinds: tuple[LayerKind, ...]
     first: bool
     last: bool
 
 
+NOTHING: Recompute = "none"
 Again = tuple[Recompute, int | None]  # what backward computes again, in how many layers
 
 
-class Ranks(NamedTuple):
-    """``first``: the first rank's work with its ends, and in each respect the ``least`` of one of
-    its stages without them. ``times``: pairs of seconds before and after the work of a rank, and of
-    its work for a microbatch; none of which another exceeds in both."""
+class RankWork(NamedTuple):
+    """Work per rank. ``first``: the first rank's, with the ends of the model. ``least``: the
+    minimum over its stages, field by field, without the ends. ``times``: for each rank, seconds
+    before and after its work, and seconds of its work on one microbatch; ranks that another rank
+    exceeds in both are left out."""
 
     first: Work
     least: Work
@@ -98,13 +87,13 @@ class Ranks(NamedTuple):
 
 
 def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
-    """No prediction of ``layout`` is shorter."""
+    """Return a lower bound of the step time: compute alone."""
     ranks, count = _ranks(model, seq_len, layout, prices), layout.num_microbatches
     return max([around_s + count * both_s for around_s, both_s in ranks.times])
 
 
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
-    """No prediction of ``layout`` is shorter either."""
+    """Return a lower bound of the step time: compute and traffic over dp of the first rank."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
     stages = stages_of(model, seq_len, layout.num_stages, layout.layers)
     mine = [
@@ -138,7 +127,8 @@ def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> 
 def memory_bytes(
     model: AnyModel, seq_len: int, layout: Layout, prices: Prices, others: Sequence[Layout] = ()
 ) -> float:
-    """No prediction of ``layout`` needs less, nor of others that recompute otherwise."""
+    """Return a lower bound of the peak memory of ``layout`` and of ``others``, which differ from it
+    in what they recompute."""
     ranks = _ranks(model, seq_len, layout, prices, others)
     state = 3 * ranks.first.parameter_bytes / layout.shards
     copies = ranks.first.copy_bytes if layout.zero < 3 else 0.0
@@ -154,7 +144,7 @@ def memory_bytes(
 def stages_of(
     model: AnyModel, seq_len: int, count: int, layers: tuple[int, ...]
 ) -> tuple[End, ...]:
-    """Each of so many stages, of equal size or with these ``layers``."""
+    """Return ``count`` stages of equal size, or of these ``layers``."""
     ends = [*accumulate(layers or (model.layers // count,) * count, initial=0)]
     kinds = layer_kinds(model, seq_len)
     return tuple(
@@ -163,19 +153,19 @@ def stages_of(
     )
 
 
-def layers_of(kinds: tuple[LayerKind, ...], again: Again) -> tuple[Of, ...]:
-    """A stage's layers; what is recomputed as ``Layout.recomputed`` has it."""
+def layers_of(kinds: tuple[LayerKind, ...], again: Again) -> tuple[Layer, ...]:
+    """Return a stage's layers with what each recomputes, as ``Layout.recomputed`` has it."""
     word, some = again
     count = min(len(kinds), some or len(kinds))
-    return tuple(Of(kind, word if layer < count else "none") for layer, kind in enumerate(kinds))
+    return tuple((kind, word if layer < count else "none") for layer, kind in enumerate(kinds))
 
 
 @lru_cache(maxsize=4096)
 def _cut(
     tp: int, cp: int, sequence_parallel: bool, microbatch_size: int, ep: int, cuts: Cuts
 ) -> Layout:
-    """A device, or its tp group, and one microbatch; as many of these as share its sequences, and
-    as hold all experts."""
+    """Return the smallest layout with these cuts: one microbatch, and just enough dp ranks to share
+    its sequences and to hold all experts."""
     return Layout(
         dp=ep // math.gcd(ep, cp),
         cp=cp,
@@ -188,14 +178,14 @@ def _cut(
 
 
 def cut_of(layout: Layout) -> Layout:
-    """Keep what the work of a layer depends on."""
+    """Keep the fields of a layout that a layer's work depends on."""
     shape = (layout.tp, layout.cp, layout.sequence_parallel, layout.microbatch_size, layout.ep)
     return _cut(*shape, layout.cuts)
 
 
 def _ranks(
     model: AnyModel, seq_len: int, layout: Layout, prices: Prices, others: Sequence[Layout] = ()
-) -> Ranks:
+) -> RankWork:
     stages = stages_of(model, seq_len, layout.num_stages, layout.layers)
     kind = (layout.pp, layout.schedule in V_SHAPED, layout.schedule in SPLIT)
     about = (model, seq_len, cut_of(layout), stages, kind, prices)
@@ -205,8 +195,8 @@ def _ranks(
 
 
 @lru_cache(maxsize=65536)
-def _leanest(*about: Any) -> Ranks:
-    """The work of ranks under that of several recomputations which saves least."""
+def _leanest(*about: Any) -> RankWork:
+    """Of several ways to recompute, return the work of the ranks that save least."""
     *of, words = about
     return min([_ranks_of(*of, word) for word in words], key=lambda ranks: ranks.least.saved_bytes)
 
@@ -224,8 +214,9 @@ def _ranks_of(
     kind: tuple[int, bool, bool],
     prices: Prices,
     again: Again,
-) -> Ranks:
-    """Add up the work of each rank; ``kind``: ranks, whether in a V, whether backward is split."""
+) -> RankWork:
+    """Add up the work of each rank. ``kind``: number of ranks, whether they form a V, whether the
+    backward is split."""
     pp, v_shaped, split = kind
     schedule: Name = "zbv" if v_shaped else "1f1b"  # any in a V, or in loops
     works = {end: _stage_work(model, seq_len, cut, prices, again, end) for end in {*stages}}
@@ -241,14 +232,14 @@ def _ranks_of(
         around_s += whole[stages[rank]].forward_s if split else whole[stages[rank]].both_s
     mine = {end for stage, end in enumerate(stages) if rank_of(schedule, stage, pp) == 0}
     least = Work(*map(min, zip(*[bare[end] for end in mine], strict=True)))
-    return Ranks(ranks[0], least, tuple(times))
+    return RankWork(ranks[0], least, tuple(times))
 
 
 @lru_cache(maxsize=65536)
 def _stage_work(
     model: AnyModel, seq_len: int, cut: Layout, prices: Prices, again: Again, end: End
 ) -> tuple[Work, Work]:
-    """The work of a stage's layers, and of these with the ends of the model."""
+    """Return the work of a stage's layers, without and with the ends of the model."""
     about, bare = (model, seq_len, cut, prices), Work()
     for of, number in Counter(layers_of(end.kinds, again)).items():
         bare = bare.plus(layer_work(*about, of), number)
@@ -264,11 +255,11 @@ def layer_work(
     seq_len: int,
     cut: Layout,
     prices: Prices,
-    of: Of,
+    of: Layer,
     first: bool = False,
     last: bool = False,
 ) -> Work:
-    """The work of one layer, with these ends of the model."""
+    """Return the work of one layer, with these ends of the model."""
     kind, word = of
     return _work(StageKind(model, seq_len, (kind,), first, last, (word,), cut, False), prices)
 
@@ -283,15 +274,17 @@ def end_work(
     first: bool = False,
     last: bool = False,
 ) -> Work:
-    """The work of the embedding, of the head, or of both, beside a layer of this kind."""
-    about, of = (model, seq_len, cut, prices), Of(kind, "none")
-    return layer_work(*about, of, first, last).plus(layer_work(*about, of), -1)
+    """Return the work of the embedding, the head, or both, when they stand beside a layer of this
+    kind."""
+    about, layer = (model, seq_len, cut, prices), (kind, NOTHING)
+    return layer_work(*about, layer, first, last).plus(layer_work(*about, layer), -1)
 
 
 @lru_cache(maxsize=4096)
 def _work(kind: StageKind, prices: Prices) -> Work:
-    """Price a stage of one layer, on one device or its tp group, without data parallelism. A result
-    that it keeps is the next layer's input; that alone counts it as it arrived and as a copy."""
+    """Price a stage of one layer on one device or its tp group, without data parallelism. A saved
+    result is the next layer's saved input, so it is not counted here: alone, the stage would count
+    it twice, as its input arrives and as a copy."""
     cost = stage_cost(kind, prices)
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
     whole = graph_of(kind, prices.costs)
@@ -315,7 +308,8 @@ def _work(kind: StageKind, prices: Prices) -> Work:
 def _traffic(
     model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
 ) -> tuple[float, float, float, float]:
-    """Seconds of a layer's gathers and reductions for one microbatch, then of the root's."""
+    """Return the seconds of a layer's gathers and reductions for one microbatch, then those of the
+    root."""
     stage = StageKind(model, seq_len, (kind,), True, last, (), inside, False)
     seconds: dict[tuple[bool, bool], float] = defaultdict(float)
     for task in apply(graph_of(stage, prices.costs), inside, prices.costs.dtype).tasks:
@@ -323,17 +317,16 @@ def _traffic(
             assert isinstance(task.op, Collective)
             place = task.name.startswith("root."), task.op.kind != "all_gather"
             seconds[place] += prices.estimate(task.op).time_s
-    return (
-        seconds[False, False], seconds[False, True], seconds[True, False], seconds[True, True],
-    )  # fmt: skip
+    gather_s, reduce_s = seconds[False, False], seconds[False, True]
+    return gather_s, reduce_s, seconds[True, False], seconds[True, True]
 
 
 @lru_cache(maxsize=4096)
 def _moments(
     name: Name, pp: int, stages_per_rank: int, num_microbatches: int
 ) -> frozenset[tuple[int, int]]:
-    """On the first rank, after a forward: how many of its stages' microbatches are alive at most
-    where so many of its stages have gradients."""
+    """For the first rank, right after each forward, return pairs: the most microbatches alive, and
+    how many of its stages already hold gradients."""
     alive, reduced, found = 0, set[int](), dict[int, int]()
     for kind, stage, _ in schedule.row(name, pp, 0, stages_per_rank, num_microbatches):
         alive += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]  # I may free part, so count none

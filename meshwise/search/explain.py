@@ -1,14 +1,15 @@
-"""Follow one operation from the model to the plan: what it is, what it costs, where that is from.
+"""Follow one operation from the model to the plan: what it is, what it costs, where the price is
+from.
 
-A node of the model's graph (``layers.0.up``) lies in one stage and becomes tasks on every rank of
-it, forward, backward and computed again; each task is an operation record with a price; the block
-it lies in corrects the price; the plan adds it up once a microbatch.
+A node of the model's graph (``layers.0.up``) lies in one stage. It becomes tasks on every rank of
+the stage: forward, backward and recomputed. Each task is an operation record with a price, the
+factor of its block corrects the price, and the plan adds it up once per microbatch.
 """
 
 import msgspec
 
 from meshwise.models import apply
-from meshwise.prices import Estimate, Prices
+from meshwise.prices import Prices
 from meshwise.search.stage import (
     StageKind,
     direction_of,
@@ -36,7 +37,8 @@ class Explained(Record, kw_only=True):
 
 
 def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
-    """The tasks of ``node`` in ``plan``'s step; an unknown node is a ValueError that lists some."""
+    """Return the tasks of ``node`` in a step of ``plan``. An unknown node is a ValueError that
+    lists some."""
     kind, local = _find(plan, node)
     prices = Prices(costs, datasheet=True)
     factors, pieces = factors_of(kind, prices, plan.dtype), pieces_of(kind)
@@ -45,27 +47,20 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
     for task in apply(graph_of(kind, plan), once, plan.dtype, split=kind.split).tasks:
         if not task.name.startswith(f"{local}.") and task.name != local:
             continue
-        estimate: Estimate = prices.estimate(task.op)
+        price, times = prices.estimate(task.op), plan.layout.num_microbatches
         factor, _ = factors.get((pieces(task), direction_of(task.phase)), (1.0, None))
-        times = plan.layout.num_microbatches
         rows.append(
             Explained(
-                task=node + task.name.removeprefix(local),
-                phase=task.phase,
-                op=task.op,
-                price_s=estimate.time_s,
-                source=estimate.source,
-                relative_error=estimate.error,
-                factor=factor,
-                times=times,
-                seconds=estimate.time_s * factor * times,
+                task=node + task.name.removeprefix(local), phase=task.phase, op=task.op,
+                price_s=price.time_s, source=price.source, relative_error=price.error,
+                factor=factor, times=times, seconds=price.time_s * factor * times,
             )
-        )
+        )  # fmt: skip
     return tuple(rows)
 
 
 def _find(plan: Plan, node: str) -> tuple[StageKind, str]:
-    """The stage that ``node`` lies in, and its name there: stages count their layers from 0."""
+    """Find the stage that holds ``node``, and its name there: stages number their layers from 0."""
     examples: list[str] = []
     kinds = kinds_of(plan.model, plan.workload.seq_len, plan.layout)
     for kind, stage in zip(kinds, plan.stages, strict=True):
@@ -79,5 +74,6 @@ def _find(plan: Plan, node: str) -> tuple[StageKind, str]:
             if name == node:
                 return kind, known.name
             examples += [name] if name.startswith("layers.0.") else []
-    some = ", ".join(examples)
-    raise ValueError(f"no operation {node!r} in {plan.model.name}; for example {some}")
+    raise ValueError(
+        f"no operation {node!r} in {plan.model.name}; for example {', '.join(examples)}"
+    )

@@ -1,8 +1,9 @@
-"""The plan: the fastest layout that fits, its runners-up, and why the rest are not it.
+"""Search for the fastest layout that fits, its runners-up, and why the others lose.
 
-Best first: layouts wait in the order of the least time they can take (``bound``), that bound is
-sharpened, then the layout priced, until none that waits can be among the best. One that does not
-fit waits again with more recomputed; of one that fits, more recomputation would only cost time.
+Best first: layouts wait in order of a lower bound on their step time (``bound``). The bound of the
+first is sharpened, then the layout is priced, until no waiting layout can be among the best. A
+layout that does not fit waits again with more recomputation. More recomputation is not tried on one
+that fits: it would only cost time.
 """
 
 import gc
@@ -38,8 +39,8 @@ from meshwise.units import format_bytes
 
 @contextmanager
 def _searching() -> Iterator[None]:
-    """Keep no programs behind a search. Pause the collector of cycles: a search makes millions of
-    tuples and no cycle, and a fifth of its time went to looking for one."""
+    """Pause the garbage collector during a search, and drop its programs afterwards. A search makes
+    millions of tuples and no cycle; looking for cycles took a fifth of its time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -60,9 +61,9 @@ def find(
     top: int = 10,
     measured_only: bool = False,
 ) -> Plan:
-    """The ``top`` fastest layouts on ``num_devices`` that fit, of all legal ones, and the fastest
-    pipeline if none is among them: users compare with it. What was not measured is priced by the
-    data sheet, or with ``measured_only`` an error."""
+    """Search the ``top`` fastest layouts that fit on ``num_devices``, plus the fastest pipeline if
+    none of them is one, since users compare with it. Operations that were not measured are priced
+    by the data sheet; with ``measured_only`` they are an error."""
     cluster = costs.cluster
     if num_devices > cluster.num_devices:
         raise ValueError(
@@ -114,7 +115,7 @@ def given(
     *,
     measured_only: bool = False,
 ) -> Plan:
-    """The plan of one layout, whatever else there is; it may be uneven, and need not fit."""
+    """Plan one given layout. It may be uneven, and it need not fit."""
     check(model, workload, layout)
     prices = Prices(costs, datasheet=not measured_only)
     prediction = predict(model, workload, layout, prices)
@@ -139,8 +140,8 @@ def _plan(model: AnyModel, workload: Workload, costs: Costs, chosen: Candidate) 
 def _ladders(
     layout: Layout, model: AnyModel, seq_len: int, prices: Prices
 ) -> Iterator[tuple[Layout, ...]]:
-    """``layout`` as it is, and as its stages take equally long; each with more and more recomputed,
-    the fastest first."""
+    """Yield ladders of ``layout``: with equal stages, and with stages balanced by time. A ladder
+    holds the same layout with more and more recomputation, fastest first."""
     ladder = _ladder(layout, model)
     yield ladder
     if layout.pp == 1:
@@ -153,8 +154,8 @@ def _ladders(
 
 
 def _ladder(layout: Layout, model: AnyModel) -> tuple[Layout, ...]:
-    """``layout`` with more and more recomputed, the fastest first. Not with a split backward: for
-    the weights torch then computes a layer again once for each of them."""
+    """Return ``layout`` with more and more recomputation, fastest first. A split backward has one
+    rung: there torch would recompute a layer once for each of its weights."""
     if layout.schedule in SPLIT:
         return (layout,)
     half = model.layers // layout.num_stages // 2
@@ -174,7 +175,8 @@ def _best_first(
     limit: float,
     top: int,
 ) -> tuple[list[Candidate], Counter[str]]:
-    """Candidates that fit, fastest first; how many layouts were passed over, and why."""
+    """Return the candidates that fit, fastest first, and how many layouts were passed over for
+    which reason."""
     ranked: list[Candidate] = []
     passed_over, too_large = Counter[str](), f"memory: more than {format_bytes(limit)} a device"
     about = (model, workload.seq_len)
@@ -216,7 +218,7 @@ def _best_first(
 
 
 def _unmeasured(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> str | None:
-    """What has to be measured before this pipeline can be priced."""
+    """Name what must be measured before this pipeline can be priced, or return None."""
     try:
         for op in moved(model, workload, layout, prices.costs):
             if op:
@@ -238,9 +240,9 @@ def _nearest(
     ladders: Sequence[tuple[Layout, ...]],
     limit: float,
 ) -> Infeasible | None:
-    """The layout that needs least of those that do not fit. They wait in the order of the least
-    that they can need: at first together with those that differ in what they recompute alone, then
-    each, then with that bound sharpened; after that a layout is looked at itself."""
+    """Return the layout that needs least memory among those that do not fit. Layouts wait in order
+    of a lower bound: first one entry for all that differ only in recomputation, then each alone,
+    then with the sharper bound of ``room``; last, the layout itself is evaluated."""
     about = (model, workload.seq_len)
     layouts, together = list[Layout](), dict[int, tuple[Layout, ...]]()
     for ladder in ladders:

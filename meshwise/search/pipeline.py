@@ -1,14 +1,14 @@
-"""A training step from the costs of its stages: how long it takes, and how much memory it needs.
+"""Add up a training step from the costs of its stages: how long it takes, how much memory it needs.
 
-In: a schedule's action table and what each action costs (``stage``). Without a pipeline the table
-has one row, so that all layouts are priced by the same sums.
+In: the action table of a schedule, and the cost of each action (``stage``). Without a pipeline the
+table has one row, so all layouts are priced by the same sums.
 
-Time: the table is run on paper (``schedule.simulate``). A rank is ready when its actions and the
-data-parallel traffic behind them have ended, and, if it holds one end of a tied embedding, when
-it has the gradient of the other; then its optimizer runs. The rank that ends last is the step.
+Time: the table is run on paper (``schedule.simulate``). A rank's optimizer starts when its actions
+and their data-parallel traffic have ended and, if the rank holds one end of a tied embedding, when
+the gradient of the other end has arrived. The rank that ends last sets the step.
 
-Memory of a rank: what is resident, and above it what the actions of its row leave alive, free and,
-while they run, rise to.
+Memory of a rank: what is resident, plus what the actions of its row leave alive and what they add
+while they run.
 """
 
 from collections import Counter
@@ -40,8 +40,8 @@ _UNKNOWN = Live({}, {})
 
 
 class Element(NamedTuple):
-    """An action as far as costs differ: of a stage's first, middle or last microbatch (0, 1, 2,
-    or as many as there are)."""
+    """An action, as far as costs differ: ``place`` is 0, 1 or 2 for a stage's first, middle or last
+    microbatch (fewer when there are fewer)."""
 
     stage: int
     kind: Kind
@@ -49,10 +49,11 @@ class Element(NamedTuple):
 
 
 class Timetable(NamedTuple):
-    """``held``: the stages of each rank. ``of_action``: indices into ``elements``, of I and W for a
-    B where backward is split; ``rows``: those of each rank in order; ``before``: of the same stage
-    before it, else -1; of what is on its way beside it, and behind the last: how many results were
-    ``sent`` before, and whether what the next action needs is ``coming``."""
+    """A schedule's table, prepared for summing. ``held``: the stages of each rank. ``of_action``:
+    indices into ``elements``; a split B has two, I and W. ``rows``: the elements of each rank in
+    order. ``before``: the previous element of the same stage, else -1. ``sent`` and ``coming``, per
+    element and once after the last: how many results were sent before it, and whether the next
+    action's input is on its way."""
 
     table: Table
     held: tuple[tuple[int, ...], ...]
@@ -64,8 +65,9 @@ class Timetable(NamedTuple):
     coming: tuple[np.ndarray, ...]
 
 
-class Step(NamedTuple):
-    """Of the rank that ends last: ``parts`` add up to ``time_s``; ``errors`` by group of prices."""
+class StepTime(NamedTuple):
+    """The rank that ends last: its step time, whose ``parts`` add up to ``time_s``, and the
+    possible errors by group of prices."""
 
     time_s: float
     rank: int
@@ -75,7 +77,7 @@ class Step(NamedTuple):
 
 @lru_cache(maxsize=128)
 def timetable(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> Timetable:
-    """The table of a schedule with its actions told apart."""
+    """Build the timetable of a schedule."""
     table = schedule.table(name, pp, stages_per_rank, num_microbatches)
     halves: tuple[Kind, ...] = ("I", "W") if name in SPLIT else ("B",)
     index: dict[Element, int] = {}
@@ -126,10 +128,10 @@ def step_time(
     times: Timetable,
     hops: Sequence[Charge | None],
     exchange: Charge | None,
-) -> Step:
-    """The step's seconds. ``hops[s]``: moving a tensor between stages s and s + 1, None where they
-    are on one rank or s is the last; ``exchange``: likewise the gradients of a tied embedding
-    between the first stage and the last."""
+) -> StepTime:
+    """Return the step's seconds. ``hops[s]`` moves a tensor between stages s and s + 1; it is None
+    when both are on one rank, and for the last stage. ``exchange`` moves the gradients of a tied
+    embedding between the first and the last stage."""
     spent = [stages[stage].actions[kind][place][0] for stage, kind, place in times.elements]
     duration = {
         action: sum([spent[number].time_s for number in numbers])
@@ -161,11 +163,11 @@ def step_time(
         clock = end_s
     add(parts, WAITING, over[rank] - clock)
     _wait(ready[rank] - over[rank], exchange, parts, errors)
-    return Step(finish[rank], rank, parts, errors)
+    return StepTime(finish[rank], rank, parts, errors)
 
 
 def _traffic_ends(row: Sequence[Span], times: Timetable, spent: Sequence[Spent]) -> float:
-    """When the actions of a rank and their data-parallel traffic, in a queue, have ended."""
+    """Return when a rank's actions and their data-parallel traffic, which queues, have ended."""
     traffic_ends = 0.0
     for action, clock, _ in row:
         for number in times.of_action[action]:
@@ -176,7 +178,7 @@ def _traffic_ends(row: Sequence[Span], times: Timetable, spent: Sequence[Spent])
 
 
 def _wait(idle_s: float, came: Charge | None, parts: Amounts, errors: Amounts) -> None:
-    """Time until something came from another rank: as much as its way takes, then bubble."""
+    """Book idle time: the transfer's own time first, the rest as pipeline bubble."""
     if idle_s > 0:
         assert came is not None, "a rank waits only for others"
         on_its_way = min(idle_s, came.time_s)
@@ -192,11 +194,11 @@ def peak_memory(
     exchange_bytes: float,
     most_sent: int = 1,
 ) -> tuple[int, Peak]:
-    """The rank with the largest peak, and that peak, among those whose ``stages`` are given.
+    """Return the rank with the largest peak and that peak, among the ranks whose ``stages`` are
+    given.
 
-    ``moving_bytes``: of a tensor on its way between stages, ``most_sent``: how many results are
-    held because they were sent; ``exchange_bytes``: the other gradient of a tied embedding, once
-    all actions are done.
+    ``moving_bytes``: a tensor on its way between stages. ``most_sent``: how many sent results are
+    held at most. ``exchange_bytes``: the other gradient of a tied embedding, after all actions.
     """
     lives = [
         cost.actions[kind][place][1] if (cost := stages[stage]) else _UNKNOWN
@@ -233,7 +235,8 @@ def peak_memory(
 def _parts_at(
     stages: Sequence[StageCost | None], times: Timetable, lives: list[Live], rank: int, at: int
 ) -> Amounts:
-    """Bytes by role at the worst moment of the ``at``-th element of a row, or after the last."""
+    """Return bytes by role at the worst moment of the ``at``-th element of a row, or after the
+    last."""
     row = times.rows[rank].tolist()
     stage_of = {number: times.elements[number].stage for number in row}
     weights = {stage_of[number]: lives[number].left.get(WEIGHTS, 0.0) for number in row[:at]}

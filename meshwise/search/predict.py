@@ -1,14 +1,14 @@
-"""One layout in, its predicted step out: time and peak memory by part, with intervals.
+"""Predict a step of one layout: time and peak memory by part, with intervals.
 
-The stages of the layout are priced action by action (``stage``), their schedule is run on paper
-(``pipeline``), and what moves between them is priced here: the activation of a microbatch, or its
-gradient, to the rank that holds the same slice of the next stage, and once a step the gradients of
-an embedding whose two uses lie on different ranks.
+``stage`` prices the stages action by action, and ``pipeline`` runs their schedule on paper. This
+module prices what moves between stages: the activation of a microbatch or its gradient, sent to the
+rank with the same slice of the next stage, and once a step the gradients of a tied embedding whose
+two ends lie on different ranks.
 
-Interval of the time: for each group of prices the held-out error (p90) times its share, taken as
-wholly correlated inside a group and independent between groups. Interval of the memory: one
-unit's gathered weights and float32 gradients more or less, which is how far the host may run
-ahead of, or behind, the order assumed here.
+Interval of the time: each group of prices contributes its held-out error (p90) times its share.
+Errors are fully correlated within a group and independent between groups. Interval of the memory:
+one unit's gathered weights and float32 gradients more or less, since the host may run ahead of or
+behind the order assumed here.
 """
 
 import math
@@ -22,7 +22,7 @@ from meshwise.models.decoder import weights
 from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
-from meshwise.search.pipeline import BUBBLE, Timetable, peak_memory, step_time, timetable
+from meshwise.search.pipeline import BUBBLE, peak_memory, step_time, timetable
 from meshwise.search.simulate import SHARING, WAITING, Amounts, Charge, Peak
 from meshwise.search.stage import (
     StageCost,
@@ -59,15 +59,16 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
     prices.begin()
     hops = [_charge(op, TRANSFER, prices) for op in moved(model, workload, layout, costs)]
     exchange = _charge(_exchanged(model, layout, costs), EXCHANGE, prices)
-    step = step_time(stages, _timetable(layout), hops, exchange)
-    busy_s = step.time_s - step.parts.get(BUBBLE, 0.0)
-    relative = math.sqrt(sum(error_s**2 for error_s in step.errors.values())) / busy_s
+    about = (layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches)
+    step = step_time(stages, timetable(*about), hops, exchange)
+    relative = math.hypot(*step.errors.values()) / (step.time_s - step.parts.get(BUBBLE, 0.0))
 
     rank, peak = memory_of(model, workload, layout, prices, stage_cost)
     extra = max(stage.unit_bytes for stage in stages)
     rate = _flops(model, workload) / step.time_s / layout.num_devices
     peak_flops = costs.cluster.device.peak_flops.get(costs.dtype)
     notes = dict.fromkeys([note for stage in stages for note in stage.notes] + list(prices.notes))
+    where = (f"memory peaks on rank {rank}",) if rank else ()
     return Prediction(
         step_time_s=step.time_s,
         low_s=step.time_s * max(0.0, 1 - relative),
@@ -85,13 +86,13 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
         flops_per_device_per_s=rate,
         mfu=rate / peak_flops if peak_flops else None,
         stage_times=tuple(map(_of_microbatch, stages)) if layout.pp > 1 else (),
-        notes=(*_for_run(costs, layout), *notes, *_not_on_rank_0(rank)),
+        notes=(*_for_run(costs, layout), *notes, *where),
         tier=max(prices.tier, *[stage.tier for stage in stages], key=TIERS.index),
     )
 
 
 def _of_microbatch(stage: StageCost) -> StageTimes:
-    """A microbatch in the middle, or the last if there is none."""
+    """Return the stage's times for a middle microbatch, or the last if there is none."""
     seconds = {
         kind: of_kind[min(1, len(of_kind) - 1)][0].time_s for kind, of_kind in stage.actions.items()
     }
@@ -110,8 +111,8 @@ def memory_of(
     of_stage: Callable[[StageKind, Prices], StageCost] = stage_memory,
     among: Collection[int] | None = None,
 ) -> tuple[int, Peak]:
-    """The rank that needs most memory (the first of its pipeline rank), and its peak; ``among``:
-    the pipeline ranks that may need most."""
+    """Return the rank that needs most memory (the first of its pipeline rank) and its peak.
+    ``among``: the pipeline ranks to look at."""
     costs = prices.costs
     kinds = zip(kinds_of(model, workload.seq_len, layout), _ranks(layout), strict=True)
     stages = [
@@ -129,7 +130,8 @@ def memory_of(
 
 
 def images_bytes(model: AnyModel, workload: Workload, layout: Layout) -> int:
-    """Bytes of a rank's images of a step, kept from its beginning to its end; tokens are few."""
+    """Return the bytes of a rank's images of a step, which stay from its beginning to its end.
+    Tokens are too few to count."""
     if not isinstance(model, WideResNet):
         return 0
     fewest = min((dp for dp, _ in layout.meshes), default=layout.dp)
@@ -145,16 +147,16 @@ def _image_bytes(model: AnyModel) -> int:
 def in_transit(
     model: AnyModel, workload: Workload, layout: Layout, costs: Costs
 ) -> tuple[float, float]:
-    """Bytes besides what stages count: of a tensor on its way between ranks; at the end of the step
-    the other gradient of a tied embedding."""
+    """Return the bytes that stages do not count: of a tensor on its way between ranks, and of the
+    other gradient of a tied embedding at the end of the step."""
     sizes, ends = _stream_bytes(model, workload, layout, costs), pairwise(_ranks(layout))
     moving = [size for size, (here, there) in zip(sizes, ends, strict=True) if here != there]
     return max(moving, default=0), _exchanged_bytes(model, layout)
 
 
 def most_sent(layout: Layout, costs: Costs) -> int:
-    """How many results a rank holds because they were sent: gloo does not tell that they arrived
-    before the step ends."""
+    """Return how many sent results a rank holds. With gloo it holds all until the step ends, since
+    gloo does not tell when they arrived."""
     by_gloo = costs.cluster.device.kind == "cpu"
     return 2 * layout.stages_per_rank * layout.num_microbatches if by_gloo else 1
 
@@ -162,7 +164,7 @@ def most_sent(layout: Layout, costs: Costs) -> int:
 def moved(
     model: AnyModel, workload: Workload, layout: Layout, costs: Costs
 ) -> list[Collective | None]:
-    """What moves from each stage to the next; None within a rank, and behind the last stage."""
+    """Return what moves from each stage to the next: None within a rank and behind the last."""
     sizes, ends = _stream_bytes(model, workload, layout, costs), pairwise(_ranks(layout))
     ops = [
         _between(layout, costs, here, there, size)
@@ -172,13 +174,13 @@ def moved(
 
 
 def _ranks(layout: Layout) -> list[int]:
-    """The pipeline rank of each stage."""
+    """Return the pipeline rank of each stage."""
     return [rank_of(layout.schedule, stage, layout.pp) for stage in range(layout.num_stages)]
 
 
 def _stream_bytes(model: AnyModel, workload: Workload, layout: Layout, costs: Costs) -> list[int]:
-    """Bytes of a microbatch's activations at each stage boundary, on a device of the pipeline rank
-    whose devices hold more of them."""
+    """Return the bytes of a microbatch's activations at each stage boundary, on a device of the
+    side that holds more."""
     meshes = layout.meshes or ((layout.dp, layout.tp),) * layout.pp
     layers = layout.stage_layers(model.layers)
     return [
@@ -197,7 +199,8 @@ def _stream_elements(model: AnyModel, rows: int, seq_len: int, behind: int) -> i
 
 
 def _exchanged(model: AnyModel, layout: Layout, costs: Costs) -> Collective | None:
-    """The gradient of a tied embedding, float32, that the first and the last stage exchange."""
+    """Return the message with the float32 gradient of a tied embedding, between the first and the
+    last stage."""
     size_bytes = _exchanged_bytes(model, layout)
     here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
     return _between(layout, costs, here, there, size_bytes) if size_bytes else None
@@ -220,7 +223,7 @@ def _embedding_elements(model: AnyModel) -> int:
 def _between(
     layout: Layout, costs: Costs, here: int, there: int, size_bytes: int
 ) -> Collective | None:
-    """A tensor that each device of one pipeline rank sends to its like on another."""
+    """Return the message that a device of one pipeline rank sends to its counterpart on another."""
     if here == there:
         return None
     low, high = sorted(layout.devices_of(rank)[0] for rank in (here, there))
@@ -234,8 +237,9 @@ def _between(
 
 
 def _stride(cluster: Cluster, low: int, high: int) -> int:
-    """The distance of two devices, or more: so much that rank 0 and its partner so far away share
-    the same tier of links as these two, which may lie on either side of a border."""
+    """Return a stride for which rank 0 and its partner share the same tier of links as these two
+    devices do. That is at least their distance, and more when a border of a tier lies between them.
+    """
     within = 0
     for tier in cluster.tiers:
         if low // tier.num_devices == high // tier.num_devices:
@@ -249,10 +253,6 @@ def _charge(op: Collective | None, part: str, prices: Prices) -> Charge | None:
         return None
     estimate = prices.estimate(op)
     return Charge(estimate.time_s, part, "Collective", estimate.time_s * estimate.error)
-
-
-def _timetable(layout: Layout) -> Timetable:
-    return timetable(layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches)
 
 
 def _parts(parts: Amounts, relative: float) -> tuple[Part, ...]:
@@ -270,15 +270,11 @@ def _parts(parts: Amounts, relative: float) -> tuple[Part, ...]:
 
 
 def _for_run(costs: Costs, layout: Layout) -> tuple[str, ...]:
-    """What running it meets: no trainer in fp16; on a CPU ranks share cores, so that prices hold
-    for as many ranks as were measured."""
+    """Note what ``run`` will meet: there is no trainer in fp16, and on a CPU prices hold only for
+    as many ranks as were measured, since ranks share the cores."""
     if costs.dtype not in ("fp32", "bf16"):
         return (f"`meshwise run` refuses this plan: it trains in fp32 or bf16, not {costs.dtype}",)
     if costs.cluster.device.kind != "cpu" or layout.num_devices == costs.world_size:
         return ()
     measured, wanted = costs.world_size, layout.num_devices
     return (f"measured with {measured} ranks sharing the cores; {wanted} will run differently",)
-
-
-def _not_on_rank_0(rank: int) -> tuple[str, ...]:
-    return (f"memory peaks on rank {rank}",) if rank else ()

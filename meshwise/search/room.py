@@ -1,9 +1,9 @@
-"""Bound a layout's memory from below and above, so that ``find`` walks through few of them.
+"""Bound a layout's memory from below and above, so that ``find`` evaluates few in full.
 
-To what lasts and what microbatches in flight hold comes how far a stage of one layer rises above
-what it holds. Layer by layer that changes in proportion, so that it is most before or after an
-action. What a stage holds whatever data parallelism does, and what data parallelism adds, are
-looked up apart: few stages make many layouts.
+The peak of a stage is what lasts, plus what the microbatches in flight hold, plus how far one layer
+rises above what it holds. Memory grows or shrinks by equal steps from layer to layer, so the peak
+lies before or after an action. What a stage holds without data parallelism and what data
+parallelism adds are looked up separately: few stages make many layouts.
 """
 
 import math
@@ -18,10 +18,10 @@ from meshwise import schedule
 from meshwise.models import apply, graph
 from meshwise.prices import Prices
 from meshwise.schedule import Name
-from meshwise.search.bound import Again, End, Of, again_of, cut_of, layers_of, stages_of
+from meshwise.search.bound import Again, End, again_of, cut_of, layers_of, stages_of
 from meshwise.search.predict import images_bytes, in_transit, most_sent
 from meshwise.search.simulate import ROLES, WEIGHTS
-from meshwise.search.stage import StageKind, stage_memory
+from meshwise.search.stage import Layer, StageKind, stage_memory
 from meshwise.spec import DTYPE_BYTES, AnyModel, Cuts, LayerKind, Layout, Workload
 from meshwise.spec.layout import SPLIT, rank_of
 from meshwise.spec.op import Dtype
@@ -31,10 +31,11 @@ State = tuple[int, ...]
 
 
 class Activity(NamedTuple):
-    """Bytes of a stage, whatever data parallelism does: its float32 parameters; what it holds of a
-    microbatch from forward to backward, at most and at least, and at most of one layer with the
-    stage's ends; what an action adds at most; what a backward adds at least, and what its second
-    layer does, once the first is freed (minus infinity: there is one layer)."""
+    """Bytes of a stage without data parallelism: ``parameters`` in float32; what it holds of a
+    microbatch from forward to backward (``held`` at most, ``held_least``, and ``single`` for one
+    layer with the stage's ends); what an ``action`` adds at most; what a ``backward`` adds at
+    least, and what its ``second`` layer adds once the first is freed (minus infinity if there is
+    one layer)."""
 
     parameters: float
     held: float
@@ -48,13 +49,13 @@ class Activity(NamedTuple):
 def between(
     model: AnyModel, workload: Workload, layout: Layout, prices: Prices
 ) -> tuple[float, float]:
-    """No prediction of ``layout`` needs less than the first, and none more than the second."""
+    """Return a lower and an upper bound of the layout's peak memory."""
     _, lows, highs = zip(*_of_ranks(model, workload, (layout,), prices), strict=True)
     return max(lows), max(highs)
 
 
 def fullest(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> set[int]:
-    """The pipeline ranks that may need most memory of all."""
+    """Return the pipeline ranks that may have the largest peak."""
     of_ranks = _of_ranks(model, workload, (layout,), prices)
     least = max(low for _, low, _ in of_ranks)
     return {rank for ranks, _, high in of_ranks if high >= least for rank in ranks}
@@ -63,8 +64,8 @@ def fullest(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
 def all_fit(
     model: AnyModel, workload: Workload, ladder: tuple[Layout, ...], prices: Prices, limit: float
 ) -> bool:
-    """Whether layouts that differ in what they recompute alone are seen at once to fit: one would
-    that had the most of each in every respect."""
+    """Return whether these layouts, which differ only in what they recompute, all fit by the upper
+    bound. It takes the largest of each quantity over all of them."""
     return max(high for _, _, high in _of_ranks(model, workload, ladder, prices)) <= limit
 
 
@@ -72,8 +73,8 @@ def all_fit(
 def _of_ranks(
     model: AnyModel, workload: Workload, ladder: tuple[Layout, ...], prices: Prices
 ) -> list[tuple[tuple[int, ...], float, float]]:
-    """Group ranks whose stages are alike, with the least and the most memory that they need. For
-    several rungs of a ladder only the most is a bound."""
+    """Return groups of ranks with the same stages, each with a lower and an upper bound. For
+    several rungs of a ladder only the upper one holds."""
     layout, seq_len, cut = ladder[0], workload.seq_len, cut_of(ladder[0])
     words = [again_of(rung) for rung in ladder]
     split = layout.schedule in SPLIT
@@ -106,10 +107,10 @@ def _of_ranks(
 def _holding(
     model: AnyModel, layout: Layout, end: End, of: Activity, dtype: Dtype
 ) -> tuple[float, ...]:
-    """Bytes of a stage that last through the step, and of its gradients. At most: what it holds of
-    a microbatch, and of one layer, what an action adds, and gradients that wait for the end of a
-    backward. At least: what it holds, what a backward adds, and what waits. FSDP2 gathers one unit
-    ahead of its use."""
+    """Return the bytes of a stage: what lasts through the step, gradients, then what upper and
+    lower bounds need. Upper: held per microbatch, held by one layer, added by an action, gradients
+    that wait for the end of a backward. Lower: held, added by a backward, waiting. FSDP2 gathers
+    one unit ahead of its use."""
     shards = layout.shards if layout.zero else 0
     of_units = _units(model, end, layout.tp, layout.ep, layout.cuts, shards)
     here, gathered, widest, least, root = of_units
@@ -156,9 +157,9 @@ def _activity(
 ) -> Activity:
     layers = layers_of(end.kinds, again)
 
-    def some(of: tuple[Of, ...], first: bool, last: bool) -> tuple[float, ...]:
-        """Parameters of these layers with these ends, what they hold, and what actions add to
-        that: at most, and in the backward no less."""
+    def some(of: tuple[Layer, ...], first: bool, last: bool) -> tuple[float, ...]:
+        """Return the parameters of these layers with these ends, what they hold, the most that an
+        action adds, and the least that a backward adds."""
         kinds, words = zip(*of, strict=True)
         stage = StageKind(model, seq_len, kinds, first, last, words, cut, split)
         cost = stage_memory(stage, prices)
@@ -196,8 +197,8 @@ def _activity(
 def _units(
     model: AnyModel, end: End, tp: int, ep: int, cuts: Cuts, shards: int
 ) -> tuple[float, ...]:
-    """Bytes of a stage's float32 parameters on one rank, and of those that it gathers to compute
-    with: of all, of the largest layer, of the smallest, and of the root."""
+    """Return the bytes of a stage's float32 parameters on one rank, then of those it gathers: all,
+    the largest layer, the smallest, and the root."""
 
     def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
         return _weights(model, kinds, first, last, tp, ep, cuts, shards)
@@ -220,8 +221,8 @@ def _weights(
     cuts: Cuts,
     shards: int,
 ) -> np.ndarray:
-    """Bytes of a stage's float32 parameters on one rank, and of those that it gathers to compute
-    with, padded as FSDP2 pads them; of 0 shards each rank has its own."""
+    """Return the bytes of a stage's float32 parameters on one rank, and of those it gathers, padded
+    as FSDP2 pads them. With 0 shards each rank keeps its own."""
     if len(kinds) > 1:
         found = _weights(model, kinds[:1], first, last, tp, ep, cuts, shards)
         for kind, count in Counter(kinds[1:]).items():
@@ -237,7 +238,7 @@ def _weights(
 def _alike(
     name: Name, pp: int, stages: tuple[End, ...]
 ) -> tuple[tuple[tuple[End, ...], tuple[int, ...]], ...]:
-    """The different stages of ranks, and which ranks have these."""
+    """Return the distinct stage lists of ranks, and which ranks have each."""
     found: dict[tuple[End, ...], tuple[int, ...]] = {}
     for rank in range(pp):
         ends = tuple(end for stage, end in enumerate(stages) if rank_of(name, stage, pp) == rank)
@@ -249,11 +250,11 @@ def _alike(
 def _states(
     name: Name, pp: int, stages_per_rank: int, num_microbatches: int, ranks: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """States of these ranks before and after each action. For each of their stages: whether it has
-    gradients, microbatches alive, whether one layer more is, whether it acts, whether gradients of
-    one microbatch wait for the end of its backward. The second array has no column for the layer.
-    It holds the states before backwards up to the first of the last microbatch, after which
-    gradients shrink, and those after backwards between the first and the last microbatch."""
+    """Return the states of these ranks before and after each action, one row a state. Columns per
+    stage: has gradients, microbatches alive, one more layer alive, acts now, gradients of one
+    microbatch wait for the end of its backward. The second array lacks the column for the layer. It
+    holds the states before backwards up to the first of the last microbatch, after which gradients
+    shrink, and those after backwards between the first and the last microbatch."""
     states, early = set[State](), set[State]()
     nothing, ones = (0,) * stages_per_rank, np.eye(stages_per_rank, dtype=int).tolist()
     for rank in ranks:

@@ -1,16 +1,15 @@
-"""Run a rank's program on paper, action by action: seconds, and bytes that live at each moment.
+"""Run a rank's program on paper, action by action: seconds, and bytes alive at each moment.
 
-Time: a task starts when its stream is free and everything it reads has been written. An action
-takes as long as it keeps the compute stream; what it leaves on the stream of data parallelism is
-noted, so that a schedule can add it up. That of attention over ranks (cp) is empty at the end of
-each attention. On devices whose communication uses the same processors as the mathematics (CPUs),
-all streams are one.
+Time: a task starts when its stream is free and everything it reads is written. An action lasts as
+long as it keeps the compute stream; what it leaves on the data-parallel stream is noted, so that a
+schedule can add it up. The stream of context parallelism is empty at the end of each attention. On
+CPUs communication uses the same cores as compute, so all streams are one.
 
-Memory: a buffer lives from its first writer to its last reader in issue order, on top of what is
-resident. Of an action this leaves two numbers for each role of buffer: how far it rises above what
-lived before it, and what it leaves alive (or frees). Actions of other microbatches add to both
-what they left, so a schedule can be walked without its tasks. Microbatches share one copy of
-gathered weights: these count in full, not as a difference.
+Memory: a buffer lives from its first writer to its last reader, in issue order, on top of what is
+resident. For each role of buffer an action leaves two numbers: how far it rises above what lived
+before it, and what it leaves alive or frees. Actions of other microbatches add what they left to
+both, so a schedule can be walked without its tasks. Microbatches share one copy of gathered
+weights, so these count in full, not as a difference.
 """
 
 import math
@@ -34,8 +33,8 @@ ROLES = {
 
 
 class Charge(NamedTuple):
-    """Price of a task: its seconds, what they are spent on, and by how many seconds the group of
-    prices that it belongs to may err."""
+    """The price of a task: its seconds, the part of the step they are spent on, the group its price
+    belongs to, and by how many seconds that may err."""
 
     time_s: float
     part: str
@@ -44,11 +43,11 @@ class Charge(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Seconds of the compute stream by what it did, which add up to ``time_s``; idle time is
-    exposed traffic. ``errors``: seconds by group of prices, of either stream.
+    """Seconds of the compute stream by part, which add up to ``time_s``; idle time is exposed
+    traffic. ``errors``: seconds by group of prices, of all streams.
 
-    ``traffic_s``: of the other stream; that ends ``lag_s`` after the compute stream does, or
-    later when it began with traffic of earlier actions.
+    ``traffic_s``: seconds of the data-parallel stream. It ends ``lag_s`` after the compute stream,
+    or later when traffic of earlier actions delays it.
     """
 
     time_s: float
@@ -64,10 +63,8 @@ class Peak(NamedTuple):
 
 
 class Live(NamedTuple):
-    """Bytes by role above what lived before: at an action's worst moment, and after it.
-
-    Of gathered weights all bytes at these moments.
-    """
+    """Bytes by role above what lived before the action: at its worst moment, and after it. Gathered
+    weights count in full."""
 
     rise: Amounts
     left: Amounts
@@ -86,51 +83,79 @@ def add_all(amounts: Amounts, more: Amounts, count: int = 1) -> None:
 def run_program(
     program: Program, charge: Callable[[Task], Charge], one_stream: bool
 ) -> tuple[list[Spent], Spent]:
-    """Seconds of each action, and of the optimizer, when the tasks run in their order."""
-    free = {"compute": 0.0, "dp": 0.0, "cp": 0.0}
-    written, shared = dict[str, float](), set[str]()  # shared: what cp's messages brought
-    brought = {name for t in program.tasks if t.stream != "compute" for name in t.writes}
-    loops = {loop.start: loop for loop in program.loops}
-    traffic_s = own_traffic_ends = 0.0
+    """Return the seconds of each action, and of the optimizer, when the tasks run in order."""
+    clocks = _Clocks(program, charge, one_stream)
+    spent = [clocks.run(span.start, span.stop) for span in program.actions]
+    return spent, clocks.run(program.actions[-1].stop, len(program.tasks))
 
-    def step(task: Task, parts: Amounts, errors: Amounts) -> None:
-        nonlocal traffic_s, own_traffic_ends
-        time_s, part, group, error_s = charge(task)
-        stream = "compute" if one_stream else task.stream
+
+class _Clocks:
+    """When each stream is free and each buffer is written, while a program runs on paper."""
+
+    def __init__(
+        self, program: Program, charge: Callable[[Task], Charge], one_stream: bool
+    ) -> None:
+        self.tasks, self.charge, self.one_stream = program.tasks, charge, one_stream
+        self.loops = {loop.start: loop for loop in program.loops}
+        self.free = {"compute": 0.0, "dp": 0.0, "cp": 0.0}
+        self.written = dict[str, float]()
+        self.shared = set[str]()  # buffers that cp's messages brought
+        self.brought = {x for t in program.tasks if t.stream != "compute" for x in t.writes}
+        self.traffic_s = self.own_traffic_ends = 0.0  # of the action that runs
+
+    def run(self, start: int, stop: int) -> Spent:
+        """Run an action: ``tasks[start:stop]``."""
+        begin = self.own_traffic_ends = self.free["compute"]
+        self.traffic_s = 0.0
+        parts, errors, at = Amounts(), Amounts(), start
+        while at < stop:
+            if at in self.loops:
+                self._repeat(self.loops[at], parts, errors)
+                at = self.loops[at].stop
+            else:
+                self._step(self.tasks[at], parts, errors)
+                at += 1
+        end = self.free["compute"]
+        return Spent(end - begin, parts, errors, self.traffic_s, self.own_traffic_ends - end)
+
+    def _step(self, task: Task, parts: Amounts, errors: Amounts) -> None:
+        time_s, part, group, error_s = self.charge(task)
+        free, written = self.free, self.written
+        stream = "compute" if self.one_stream else task.stream
         start = free[stream]
-        if stream != "compute" or not brought.isdisjoint(task.reads):
+        if stream != "compute" or not self.brought.isdisjoint(task.reads):
             ready = max([written.get(name, 0.0) for name in task.reads], default=0.0)
             start = max(start, ready)
         if stream == "compute":
             if start > free[stream]:
-                is_shared = any(written[x] == ready for x in shared & {*task.reads})
+                is_shared = any(written[x] == ready for x in self.shared & {*task.reads})
                 add(parts, SHARING if is_shared else WAITING, start - free[stream])
             add(parts, part, time_s)
         elif stream == "cp":
-            shared.update(task.writes)
+            self.shared.update(task.writes)
         else:
-            traffic_s += time_s
-            own_traffic_ends = max(own_traffic_ends, ready) + time_s
+            self.traffic_s += time_s
+            self.own_traffic_ends = max(self.own_traffic_ends, ready) + time_s
         add(errors, group, error_s)
         free[stream] = start + time_s
         for name in task.writes:
             written[name] = free[stream]
 
-    def repeat(loop: Loop, parts: Amounts, errors: Amounts) -> None:
-        """Turn until one leaves the clocks as the one before; then all others, alike, at once."""
-        nonlocal traffic_s, own_traffic_ends
-        tasks = program.tasks[loop.start : loop.stop]
-        sends = not one_stream and any(task.stream == "dp" for task in tasks)
+    def _repeat(self, loop: Loop, parts: Amounts, errors: Amounts) -> None:
+        """Run turns until one leaves the clocks as the turn before did; then add all remaining
+        turns at once."""
+        tasks, free, written = self.tasks[loop.start : loop.stop], self.free, self.written
+        sends = not self.one_stream and any(task.stream == "dp" for task in tasks)
         left = loop.times
         before: tuple[float, ...] = (math.inf,)
         while left:
-            turn, wrong, began_s, sent_s = Amounts(), Amounts(), free["compute"], traffic_s
+            turn, wrong, began_s, sent_s = Amounts(), Amounts(), free["compute"], self.traffic_s
             for task in tasks:
-                step(task, turn, wrong)
+                self._step(task, turn, wrong)
             if loop.there in written:
                 written[loop.here] = written[loop.there]
             arrived_s = written.get(loop.there, free["compute"])
-            clocks = (free["dp"], own_traffic_ends, arrived_s)
+            clocks = (free["dp"], self.own_traffic_ends, arrived_s)
             after = tuple([clock - free["compute"] for clock in clocks]) if sends else ()
             took_s, left = free["compute"] - began_s, left - 1
             alike = not sends or all(
@@ -141,34 +166,19 @@ def run_program(
                 turns, left = 1 + left, 0
                 free["compute"] += (turns - 1) * took_s
             if alike and sends:
-                traffic_s += (turns - 1) * (traffic_s - sent_s)
-                free["dp"], own_traffic_ends, arrived_s = [free["compute"] + at for at in after]
+                self.traffic_s += (turns - 1) * (self.traffic_s - sent_s)
+                free["dp"], self.own_traffic_ends, arrived_s = [
+                    free["compute"] + at for at in after
+                ]
                 written[loop.here] = written[loop.there] = arrived_s
             add_all(parts, turn, turns)
             add_all(errors, wrong, turns)
 
-    def run(start: int, stop: int) -> Spent:
-        nonlocal traffic_s, own_traffic_ends
-        begin, own_traffic_ends, traffic_s = free["compute"], free["compute"], 0.0
-        parts, errors, at = Amounts(), Amounts(), start
-        while at < stop:
-            if at in loops:
-                repeat(loops[at], parts, errors)
-                at = loops[at].stop
-            else:
-                step(program.tasks[at], parts, errors)
-                at += 1
-        end = free["compute"]
-        return Spent(end - begin, parts, errors, traffic_s, own_traffic_ends - end)
-
-    spans = [(span.start, span.stop) for span in program.actions]
-    return [run(*span) for span in spans], run(spans[-1][1], len(program.tasks))
-
 
 class Changes(NamedTuple):
-    """What a span of tasks does to memory, in order: which buffer begins (1) or ends (-1) to live,
-    by ``role`` and ``sign``, in the turns of which ``loop`` between its first and its last (-1: in
-    none). ``whole``: how many of these are done when a task's buffers have all begun."""
+    """How a span of tasks changes memory, in order: which ``buffer`` is born (``sign`` 1) or freed
+    (-1), its ``role``, and the ``loop`` whose middle turns repeat the change (-1: none). ``whole``:
+    after how many changes a task's buffers have all been born."""
 
     buffer: np.ndarray
     role: np.ndarray
@@ -178,15 +188,15 @@ class Changes(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The changes of each of some spans of a program, and the roles of its buffers."""
+    """The changes of each span of a program, and the roles of its buffers."""
 
     roles: tuple[str, ...]
     spans: tuple[Changes, ...]
 
 
 def moments(program: Program, spans: Sequence[tuple[int, int]]) -> Moments:
-    """What each span does to memory, whatever the sizes and how often loops turn; buffers are
-    numbered as the program has them."""
+    """Return how each span changes memory, for any buffer sizes and any number of loop turns.
+    Buffers are numbered in the program's order."""
     number = {name: at for at, name in enumerate(program.buffers)}
     first, last = dict[str, int](), dict[str, int]()
     for index, task in enumerate(program.tasks):
@@ -234,7 +244,7 @@ def moments(program: Program, spans: Sequence[tuple[int, int]]) -> Moments:
 
 
 def memory(of: Moments, sizes: np.ndarray, times: Sequence[int]) -> tuple[Live, ...]:
-    """What each span does to memory where buffers are of these sizes and loops turn so often."""
+    """Return how each span changes memory, given the buffers' sizes and the turns of each loop."""
     between = np.asarray([*times, 3]) - 2
     shared = np.asarray([role == WEIGHTS for role in of.roles])
     live = np.zeros(len(of.roles))

@@ -1,16 +1,17 @@
-"""Every legal layout of a model on N devices with like stages, and why the others are not legal.
+"""List every legal layout of a model on N devices with like stages, and why the others are not
+legal.
 
-pp * dp * cp * tp = N, the pipeline outermost; every schedule, 1F1B also interleaved by what divides
-the layers of a rank; cp where it leaves each rank 8,192 tokens of a sequence or more; ZeRO 0 to 3
-over dp * cp, over several hosts also with replicas; experts over any share of the ranks that hold
-one copy; sequence parallelism over tp, there also with other experts on each tp rank; the batch of
-a dp rank cut into equal microbatches, of every size that divides it: most of the cuts cost nothing
-to list, since ``find`` prices only what can be among the best. Stages get as many layers as each
-other, or one more; ``balance`` deals them by price. Layouts that would run the same program as
-another, or the same with nothing gained, are dropped by name.
+pp * dp * cp * tp = N, with the pipeline outermost. Every schedule; 1F1B also interleaved by each
+divisor of a rank's layers; cp only where each rank keeps 8,192 tokens of a sequence or more; ZeRO 0
+to 3 over dp * cp, with replicas too when there are several hosts; experts over any share of the
+ranks that hold one copy; sequence parallelism over tp, there also with different experts on each tp
+rank; the batch of a dp rank in equal microbatches of every size that divides it. Listing is cheap,
+since ``find`` prices only what can be among the best. Stages get equal layer counts or one more;
+``balance`` deals them by price. A layout that runs the same program as another, or gains nothing
+over it, is dropped by name.
 
-What is recomputed is no axis of this space. It costs time to save memory, so ``find`` asks for it
-where a layout does not fit without.
+Recomputation is not a dimension of this space. It costs time to save memory, so ``find`` asks for
+it only where a layout does not fit without.
 """
 
 import copy
@@ -46,7 +47,7 @@ def divisors(n: int) -> list[int]:
 def legal_layouts(
     model: AnyModel, workload: Workload, costs: Costs, num_devices: int
 ) -> tuple[list[Layout], list[Removal]]:
-    """Layouts in a fixed order, and how many candidates each constraint removed."""
+    """Return legal layouts in a fixed order, and how many candidates each constraint removed."""
     removed = Reasons()
     layouts = []
     for layout in _candidates(model, workload, costs.cluster, num_devices, removed):
@@ -65,15 +66,15 @@ def legal_layouts(
 
 
 def equal_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as equal as can be. The stages before the last get what is over: the
-    last has the head, and the first holds most microbatches."""
+    """Return layer counts of the stages that differ by at most one. The stages before the last get
+    the extra layers: the last has the head, and the first holds most microbatches."""
     count, over = divmod(num_layers, num_stages)
     last = num_stages - 1
     return tuple(count + (last - over <= stage < last) for stage in range(num_stages))
 
 
 def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
-    """Refuse, with the reason, a layout that cannot run; it may be uneven."""
+    """Refuse a layout that cannot run, with the reason; it may be uneven."""
     reason = schedule.check(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
     )
@@ -86,8 +87,8 @@ def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
 
 
 def unchecked(layout: Layout, **changes: Any) -> Layout:
-    """``layout`` with other values that are known to be legal: of so many there is no time to check
-    each again."""
+    """Return ``layout`` with other values that are known to be legal. There are too many layouts to
+    check each again."""
     other = copy.copy(layout)
     for field, value in changes.items():
         force_setattr(other, field, value)
@@ -97,7 +98,7 @@ def unchecked(layout: Layout, **changes: Any) -> Layout:
 def _candidates(
     model: AnyModel, workload: Workload, cluster: Cluster, num_devices: int, removed: Reasons
 ) -> Iterator[Layout]:
-    """Every cut of devices and batch; a cut of the devices that is none counts once."""
+    """Yield every cut of devices and batch. An impossible cut of the devices is counted once."""
     batch, host = workload.global_batch_size, cluster.num_devices_per_host
     for pp in divisors(num_devices):
         inside = num_devices // pp
@@ -120,7 +121,7 @@ def _candidates(
 
 
 def _shared(dp: int, cp: int, tp: int, has_experts: bool) -> Iterator[Layout]:
-    """How the ranks of one stage may share its state and its experts."""
+    """Yield the ways in which the ranks of one stage may share its state and its experts."""
     ranks = dp * cp
     for zero in range(4) if ranks > 1 else (0,):
         for replicas in divisors(dp) if zero else (1,):

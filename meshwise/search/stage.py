@@ -85,9 +85,9 @@ class StageKind(NamedTuple):
 
 
 class StageCost(NamedTuple):
-    """``actions``: by kind, of the first, a middle and the last microbatch, or as many as there
-    are. ``unit_bytes``: the largest unit's gathered weights and gradients on their way. ``tier``:
-    the lowest of its prices."""
+    """What a stage costs. ``actions``: by kind, for the first, a middle and the last microbatch, or
+    as many as there are. ``unit_bytes``: gathered weights and gradients on their way, of the
+    largest unit. ``tier``: the lowest tier of its prices."""
 
     actions: dict[Kind, tuple[tuple[Spent, Live], ...]]
     optimizer: Spent
@@ -97,18 +97,13 @@ class StageCost(NamedTuple):
     tier: PriceTier = TIERS[0]
 
 
-def views(layout: Layout) -> list[Layout]:
-    """The layout within the pipeline rank of each stage."""
-    if layout.meshes or layout.ways:
-        return [layout.of_stage(stage) for stage in range(layout.num_stages)]
-    return [layout.of_rank(0)] * layout.num_stages
-
-
 def kinds_of(model: AnyModel, seq_len: int, layout: Layout) -> list[StageKind]:
-    """The kind of every stage of ``layout``."""
+    """Return the kind of every stage of ``layout``."""
     count = min(3, layout.num_microbatches)
     plain = {"num_microbatches": count, "recompute": "none", "recompute_layers": None}
-    inside = views(layout)
+    every = range(layout.num_stages)
+    own = layout.meshes or layout.ways  # stages differ
+    inside = [layout.of_stage(at) for at in every] if own else [layout.of_rank(0)] * len(every)
     without = {view: msgspec.structs.replace(view, **plain) for view in set(inside)}
     return [
         StageKind(
@@ -128,7 +123,7 @@ def kinds_of(model: AnyModel, seq_len: int, layout: Layout) -> list[StageKind]:
 
 
 def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
-    """The operations of such a stage for one microbatch."""
+    """Return the operations of such a stage for one microbatch."""
     return graph(
         kind.model,
         kind.layout.microbatch_size,
@@ -143,12 +138,13 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
 
 
 class Form(NamedTuple):
-    """What stages have in common that differ in the size of their microbatches, or in how many
-    equal layers, or turns of a pattern, are in a row: the program of one, whose layers stand for
-    several, the block that holds each task, and what its actions do to memory; ``corrected``: which
-    ratio each buffer's counted size is multiplied by, of the blocks that ``saved`` names, of 1 or
-    of 0; ``passing``: the buffers of gathered weights, and of messages. By microbatch size the
-    ``ops`` of all tasks and the ``sizes`` of buffers of two: all grow in a line."""
+    """What stages share that differ only in microbatch size and in how many equal layers, or turns
+    of a pattern, follow one another. ``program``: a stage in which one layer stands for several.
+    ``pieces``: the block that holds each task. ``moments``: how its actions change memory.
+    ``corrected``: for each buffer an index into the measured ratios of ``saved``, then 1 and 0,
+    which multiply its counted size. ``passing``: buffers of gathered weights, and of messages.
+    ``ops`` and ``sizes``: each task's operation and each buffer's bytes at up to two microbatch
+    sizes; at other sizes they follow linearly."""
 
     program: Program
     pieces: Pieces
@@ -180,21 +176,22 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
 
 @lru_cache(maxsize=_MOST)
 def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
-    """The same, if need be without its seconds, which nothing need have a price for."""
+    """Return the same costs, without seconds if the stage was never priced. No operation needs a
+    price."""
     return _priced.get((kind, prices)) or _cost(kind, prices)
 
 
 def pieces_of(kind: StageKind) -> Pieces:
-    """Say which block holds a task of this stage, as ``factors_of`` names them."""
+    """Return a function that names the block of a task, as ``factors_of`` does."""
     if isinstance(kind.model, WideResNet):
         return lambda task: piece_of(task, kind.layers)
     return lambda task: (task.part, "")
 
 
 def _form(kind: StageKind, prices: Prices) -> tuple[Form, dict[int, int]]:
-    """The form of a stage, with its microbatch size or two others; how many layers each of its
-    layers stands for that stands for several. Of equal layers, or turns of a pattern, it has at
-    most three in a row: the second stands for all between the first and the last."""
+    """Return the form of a stage, known at its microbatch size or at two others, and how many
+    layers each of its layers stands for. Of equal layers, or turns of a pattern, a form has at most
+    three: the second stands for all between the first and the last."""
     none: Recompute = "none"
     words = kind.recompute or (none,) * len(kind.layers)
     short, stands_for = _shortened(tuple(zip(kind.layers, words, strict=True)))
@@ -230,15 +227,15 @@ def _form(kind: StageKind, prices: Prices) -> tuple[Form, dict[int, int]]:
 
 @lru_cache(maxsize=1024)
 def forms(kind: StageKind, several: tuple[int, ...], prices: Prices) -> list[Form]:
-    """Where to keep the form of stages like this one, with these layers that stand for several.
-    Programs are large: who asked for many clears this cache."""
+    """Return the list that keeps the form of stages like this one, in which these layers stand for
+    several. Programs are large: a caller that asked for many clears this cache."""
     return []
 
 
 @lru_cache(maxsize=_MOST)
 def _of_any_size(layout: Layout) -> Layout:
-    """The layout with microbatches of one sequence, unless tp divides these, or attention over cp
-    has other messages for other sizes."""
+    """Return the layout with microbatches of one sequence. It stays as it is where tp divides the
+    batch, or where messages of attention over cp differ by size."""
     cuts = layout.cuts
     if layout.cp > 1 or any(getattr(cuts, room) == "batch" for room in cuts.__struct_fields__):
         return layout
@@ -246,7 +243,7 @@ def _of_any_size(layout: Layout) -> Layout:
 
 
 def _sized(form: Form, size: int) -> Program:
-    """The program of a form with microbatches of this size."""
+    """Return a form's program with microbatches of this size."""
     ops = form.ops.get(size)
     if ops is None:
         (one, two), (of_one, of_two) = form.ops, form.ops.values()
@@ -263,14 +260,15 @@ def _sized(form: Form, size: int) -> Program:
 
 @lru_cache(maxsize=65536)
 def _grown(op: Op, other: Op, by: int, of: int) -> Op:
-    """The operation that is ``by`` away from ``op`` where ``other`` is ``of`` away."""
+    """Extrapolate an operation: ``other`` is ``of`` sequences away from ``op``, the result ``by``
+    sequences."""
     fields = {name: (getattr(op, name), getattr(other, name)) for name in op.__struct_fields__}
     grown = {name: a + (b - a) * by // of for name, (a, b) in fields.items() if a != b}
     return msgspec.structs.replace(op, **grown)
 
 
 def _bytes(form: Form, size: int) -> np.ndarray:
-    """Counted bytes of each buffer with microbatches of this size."""
+    """Return the counted bytes of each buffer with microbatches of this size."""
     found = form.sizes.get(size)
     if found is None:
         (one, two), (of_one, of_two) = form.sizes, form.sizes.values()
@@ -280,7 +278,7 @@ def _bytes(form: Form, size: int) -> np.ndarray:
 
 @lru_cache(maxsize=_MOST)
 def _shortened(layers: tuple[Layer, ...]) -> tuple[list[Layer], dict[int, int]]:
-    """The layers that are left, and for how many some of them stand."""
+    """Return the layers that remain, and how many layers some of them stand for."""
     short, times, at = list[Layer](), dict[int, int](), 0
 
     def repeats(size: int) -> int:
@@ -337,14 +335,14 @@ def _cost(
 
 
 def factors_of(kind: StageKind, prices: Prices, dtype: Dtype) -> Factors:
-    """The factors of the blocks that a stage has, with their errors."""
+    """Return the factors of a stage's blocks, with their errors."""
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, dtype)
     here = {"", *(layer.form for layer in kind.layers)}
     return {key: prices.factor(of) for key, of in blocks.items() if of.form in here}
 
 
 def direction_of(phase: str) -> str:
-    """Whose factor a task takes: what is computed again runs as in forward."""
+    """Return the direction whose factor a task takes: a recomputed task runs as in forward."""
     return "forward" if phase == "recompute" else phase
 
 
@@ -387,11 +385,11 @@ def _spent_on(task: Task) -> str:
 
 
 def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:
-    """Measured over counted bytes of a layer that keeps less.
+    """Return the ratio of measured to counted bytes for a layer under selective recomputation.
 
-    Where compiled code keeps less than counted, it does so by computing again what selective
-    recomputation does not keep either: both together save it once. Layers of images are not all
-    alike; of them what was counted stands.
+    Compiled code keeps less than counted because it recomputes what selective recomputation does
+    not keep either. Both together save that once. Layers of images differ from each other, so their
+    counted bytes stand.
     """
     if ratio >= 1:
         return ratio
@@ -408,11 +406,12 @@ def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:
 def _corrected(
     program: Program, compiled: bool, pieces: Pieces
 ) -> tuple[tuple[Piece, ...], np.ndarray]:
-    """By what each buffer's counted size is multiplied: an index of these blocks, 1 and 0.
+    """Return the blocks with a measured ratio, and for each buffer an index: into these blocks, or
+    -2 for a factor of 1, or -1 for 0.
 
-    What backward reads of a block's forward pass: the measured ratio. In compiled code, what one
-    elementwise operation hands to the next is never written: nothing. What all microbatches share,
-    data parallelism makes, and counts as it is.
+    A block's forward results that backward reads take the measured ratio. In compiled code, what
+    one elementwise operation passes to the next is never written: 0. What all microbatches share
+    belongs to data parallelism and counts as it is.
     """
     stop = max([span.stop for span in program.actions if span.microbatch == 0])
     writers, readers = dict[str, Task](), dict[str, list[Task]]()

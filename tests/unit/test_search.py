@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwise import models, schedule, search
-from meshwise.models.apply import Program, Span
+from meshwise.models.apply import ActionSpan, Program
 from meshwise.models.shard import Buffer, Task
 from meshwise.pages import figures, html, tables
 from meshwise.prices import Prices
@@ -795,7 +795,7 @@ def test_two_streams_overlap_and_waiting_is_counted():
         task("reduce", "dp", "y"),
         task("optimizer", "compute", phase="optimizer"),
     )
-    program = Program(tasks, {}, {}, frozenset(), (Span("F", 0, 0, 4),))
+    program = Program(tasks, {}, {}, frozenset(), (ActionSpan("F", 0, 0, 4),))
 
     def charge(t):
         return Charge(seconds[t.name], t.name, "group", 0.1)
