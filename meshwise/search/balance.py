@@ -30,12 +30,7 @@ def counts(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> tup
 
 @lru_cache(maxsize=65536)
 def _counts(
-    model: AnyModel,
-    seq_len: int,
-    cut: Layout,
-    num_stages: int,
-    word: Recompute,
-    prices: Prices,
+    model: AnyModel, seq_len: int, cut: Layout, num_stages: int, word: Recompute, prices: Prices
 ) -> tuple[int, ...]:
     kinds, about = layer_kinds(model, seq_len), (model, seq_len, cut, prices)
     of_kind = {kind: layer_work(*about, (kind, word)).both_s for kind in set(kinds)}
