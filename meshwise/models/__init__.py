@@ -64,10 +64,12 @@ def graph(
     recompute: tuple[Recompute, ...] = (),
     device: Device = "cuda",
 ) -> Graph:
-    """Forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens or images.
+    """Build the forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens, or
+    images.
 
-    Of the whole model, or of a pipeline stage of ``layers`` of these kinds (``families.forward``).
-    ``recompute``: one word a layer; () is none. ``device``: whose eager kernels.
+    It covers the whole model, or a pipeline stage of ``layers`` of these kinds
+    (``families.forward``). ``recompute``: one word per layer; () is none. ``device``: whose eager
+    kernels.
     """
     if isinstance(model, Decoder):
         model.check_computed()
@@ -83,8 +85,9 @@ ENTRY = ("layers.0.in", "layers.0.in.grad")  # of a stage of images, not of the 
 def blocks_of(
     model: AnyModel, seq_len: int, layout: Layout, dtype: Dtype
 ) -> dict[tuple[Piece, str], Block]:
-    """The blocks of a layout, of as many tokens or images as a rank has. Of images they are the
-    layers alone, each kind of them, the most frequent first."""
+    """Return the blocks of a layout, by piece and direction, with as many tokens or images as a
+    rank has. Images have one block for each kind of layer, the most frequent first, and none for
+    the head."""
     pieces: list[tuple[Literal["layer", "head"], str]] = [("layer", ""), ("head", "")]
     few: AnyModel
     if isinstance(model, WideResNet):
@@ -111,14 +114,15 @@ def blocks_of(
 
 
 def piece_of(task: Task, layers: tuple[LayerKind, ...]) -> Piece:
-    """Part and form of the block that holds a task of a stage of ``layers`` of images."""
+    """Return the part and form of the block that holds a task; ``layers`` are the stage's, of
+    images."""
     if task.part != "layer":
         return task.part, ""
     return task.part, layers[int(task.name.split(".")[1])].form
 
 
 def block_tasks(block: Block, device: Device = "cuda") -> tuple[Task, ...]:
-    """What one rank does in a block: its compute and tensor-parallel collectives, in order."""
+    """Return one rank's tasks in a block: its compute and tensor-parallel collectives, in order."""
     tasks = _block_program(block, device).tasks
     here = (block.part, block.direction)
     return tuple(t for t in tasks if (t.part, t.phase) == here and t.name not in ENTRY)
@@ -139,12 +143,13 @@ def _block_program(block: Block, device: Device) -> Program:
 
 
 def block_ops(block: Block, device: Device = "cuda") -> tuple[Op, ...]:
-    """The operations of a block; their prices add up to its composed price."""
+    """Return the operations of a block; their prices add up to its composed price."""
     return tuple(task.op for task in block_tasks(block, device))
 
 
 def saved_block_bytes(block: Block, device: Device = "cuda") -> int:
-    """Bytes that a block's backward reads of the forward pass on one rank, its input included."""
+    """Return the bytes of the forward pass that a block's backward reads on one rank, input
+    included."""
     program = _block_program(block, device)
     written = {name for t in program.tasks if t.phase == "forward" for name in t.writes}
     mine = block_tasks(replace(block, direction="backward"), device)

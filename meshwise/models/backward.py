@@ -42,9 +42,9 @@ REPEATED = ("heads", "top_k")
 
 
 def training_step(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Graph:
-    """The forward graph with its backward nodes and the optimizer's appended.
+    """Append the backward nodes and the optimizer's to a forward graph.
 
-    ``recompute``: one word a layer; () is none.
+    ``recompute``: one word per layer; () is none.
     """
     step = _Backward(graph, recompute)
     for node in reversed(graph.nodes):
@@ -59,7 +59,8 @@ def training_step(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Graph:
 
 
 class _Backward:
-    """The nodes and tensors so far, and where to find gradients and forward results in them."""
+    """The nodes and tensors so far, and where gradients and forward results are found among
+    them."""
 
     def __init__(self, graph: Graph, recompute: tuple[Recompute, ...]) -> None:
         self.tensors = dict(graph.tensors)
@@ -89,14 +90,14 @@ class _Backward:
         )  # fmt: skip
 
     def emit(self, of: Node, suffix: str, kind: str, inputs: list[str], to: list[str]) -> None:
-        """A node that computes the gradients of ``to``."""
+        """Append a node that computes the gradients of ``to``."""
         new = [self.declare(t, f".{of.name}" if t in self.gradient_of else "") for t in to]
         self.add_node(of, suffix, kind, inputs, new)
         for name, gradient in zip(to, new, strict=True):
             self.accumulate(of, name, gradient)
 
     def accumulate(self, of: Node, name: str, gradient: str) -> None:
-        """The second contribution to a tensor's gradient is added to the first."""
+        """Add a second contribution to a tensor's gradient."""
         first = self.gradient_of.setdefault(name, gradient)
         if first != gradient:
             total = self.declare(name, f".sum.{of.name}")
@@ -104,8 +105,8 @@ class _Backward:
             self.gradient_of[name] = total
 
     def saved(self, name: str, reader: Node) -> str:
-        """What ``reader``, forward or backward, finds of a forward result: the tensor if it is
-        kept, or a copy that is computed here and now."""
+        """Return what ``reader``, forward or backward, finds of a forward result: the tensor if
+        it is kept, or a copy that is recomputed here and now."""
         producer = self.producers.get(name)
         if producer is None or not self.is_redone(producer, reader):
             return name
@@ -125,7 +126,8 @@ class _Backward:
         return f"{name}.again"
 
     def is_redone(self, producer: Node, reader: Node) -> bool:
-        """Whether a result is not kept for ``reader``; a layer's input, made elsewhere, is."""
+        """Return whether a result is recomputed for ``reader`` rather than kept. A layer's input
+        is kept."""
         while producer.kind == "view":
             if producer.inputs[0] not in self.producers:
                 return False
@@ -135,9 +137,9 @@ class _Backward:
         return word == "full" or (word == "selective" and producer.cheap)
 
     def reduced(self, node: Node, kind: str, inputs: list[str], to: str) -> None:
-        """A node that computes the gradient of ``to``, and one that adds it up where the forward
-        node repeated ``to``: for all heads, for the copies of a token, a factor along any dim. A
-        factor narrower than the product gets its gradient by a cast."""
+        """Append a node that computes the gradient of ``to``, and one that sums it where the
+        forward node repeated ``to``: over all heads, over the copies of a token, or along any
+        dim of a factor. A factor narrower than the product gets its gradient by a cast."""
         source, result = self.tensors[to], self.tensors[node.outputs[0]]
         more = [dim for dim in result.dims if dim not in source.dims]
         if kind == "move" and "room" in more and "top_k" not in source.dims:
@@ -154,7 +156,7 @@ class _Backward:
         self.emit(node, f"grad.{to}", "add" if more else "cast", [every], [to])
 
     def product(self, node: Node, dy: str) -> None:
-        """Differentiate a product or convolution by its input, its weight and what it adds."""
+        """Differentiate a product or convolution by its input, its weight and its bias."""
         x = node.inputs[0]
         weight, *others = node.inputs[1:]
         saved = self.saved(x, node)  # one operator in torch: it is redone before either product

@@ -4,7 +4,7 @@ Sizes of the GPT family from gpt-125m on: Alpa's table (OSDI'22, table 5; benchm
 suite_manual_gpt.py), sequence 1024, vocabulary 51200. Parameters here include biases, norms and
 positions, which Alpa's formula leaves out. gpt-30m is for machines without an accelerator. The
 moe family is the same table's (suite_manual_moe.py; vocabulary 32000), as the suites run it: layers
-0, 2, 4 and so on have experts, two for each token; Wide-ResNets are in ``wide_resnet``.
+0, 2, 4 and so on have experts, two for each token. So are the Wide-ResNets (suite_wresnet.py).
 
 Sizes of the decoders: their published config.json files (meta-llama, mistralai, deepseek-ai, Qwen,
 openai on Hugging Face); DeepSeek-V3 without its head that predicts a second token. gpt-oss-120b and
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise import store
-from meshwise.models import hugging_face, wide_resnet
+from meshwise.models import hugging_face
 from meshwise.spec import (
     AnyModel,
     Cluster,
@@ -100,7 +100,7 @@ _LLAMA_3_1 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=8192)
 
 
 def _yarn(mscale: float) -> RopeScaling:
-    """DeepSeek's, from 4096 to 163,840 tokens."""
+    """DeepSeek's YaRN, from 4096 to 163,840 tokens."""
     scale = hugging_face.grown(40.0, mscale) ** 2
     return RopeScaling(
         kind="yarn", factor=40.0, original_max_seq_len=4096, fast=32.0, softmax_scale=scale
@@ -120,26 +120,36 @@ _NUMBERS = {  # the first that a name begins with: rope_theta, norm_eps, rope_sc
 }
 _Q_LORA_RANK = {"deepseek-v2-lite": None, "deepseek-v2": 1536, "deepseek-v3": 1536}
 
+_WIDE_RESNETS = {  # blocks, channels, width_factor
+    "wresnet-250m": ((3, 4, 6, 3), 160, 2),
+    "wresnet-500m": ((3, 4, 6, 3), 224, 2),
+    "wresnet-1b": ((3, 4, 6, 3), 320, 2),
+    "wresnet-2b": ((3, 4, 6, 3), 448, 2),
+    "wresnet-4b": ((3, 4, 6, 3), 640, 2),
+    "wresnet-6.8b": ((3, 4, 6, 3), 320, 16),
+    "wresnet-13b": ((3, 4, 23, 3), 320, 16),
+}
+
 
 def names() -> tuple[str, ...]:
-    """Dense GPTs."""
+    """Return the names of the dense GPTs."""
     return tuple(_GPT)
 
 
 def decoder_names() -> tuple[str, ...]:
-    """Decoders, those that are only listed, too."""
+    """Return the names of the decoders, including those that are only listed."""
     return tuple(_DECODERS)
 
 
 def all_names() -> tuple[str, ...]:
-    """Those that can be trained, of every family."""
+    """Return the names of the models that can be trained, of every family."""
     computed = (name for name in _DECODERS if name not in _LISTED)
-    return (*_GPT, *_MOE, *computed, *wide_resnet.names())
+    return (*_GPT, *_MOE, *computed, *_WIDE_RESNETS)
 
 
 def find(text: str) -> Model | Decoder:
-    """A language model by name, or by the path of a Hugging Face config.json or its folder; an
-    unknown name suggests the nearest."""
+    """Find a language model by name, or by the path of a Hugging Face config.json or its folder.
+    An unknown name is a ValueError that suggests the nearest."""
     found = find_any(text)
     if isinstance(found, WideResNet):
         raise ValueError(f"model {text!r}: is of images; name a language model")
@@ -147,15 +157,16 @@ def find(text: str) -> Model | Decoder:
 
 
 def find_any(text: str) -> AnyModel:
-    """The same of every family."""
+    """Find a model of any family, as ``find`` does."""
     if text in _GPT:
         return get(text)
     if text in _MOE:
         return _moe(text)
     if text in _DECODERS:
         return _decoder(text)
-    if text in wide_resnet.names():
-        return wide_resnet.sized(text)
+    if text in _WIDE_RESNETS:
+        blocks, channels, width_factor = _WIDE_RESNETS[text]
+        return WideResNet(name=text, blocks=blocks, channels=channels, width_factor=width_factor)
     if text.lstrip().startswith("{"):
         return _record(store.parse(text, dict, "model"), "model")
     if "/" in text or text.endswith(".json") or Path(text).is_dir():
@@ -168,7 +179,7 @@ def find_any(text: str) -> AnyModel:
 
 
 def _record(fields: dict[str, Any], source: str) -> AnyModel:
-    """A record of ours, written as JSON."""
+    """Read a record of ours, written as JSON."""
     every: tuple[type[AnyModel], ...] = (Model, Decoder, WideResNet)
     kinds = {str(kind.__struct_config__.tag): kind for kind in every}
     family = fields.get("family")
@@ -237,7 +248,8 @@ def _decoder(name: str) -> Decoder:
 
 
 def get(name: str) -> Model:
-    """The model called ``name``; an unknown one suggests the nearest."""
+    """Return the model called ``name``; an unknown name is a ValueError that suggests the
+    nearest."""
     if name not in _GPT:
         near = difflib.get_close_matches(name, _GPT, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_GPT)}"
@@ -247,8 +259,8 @@ def get(name: str) -> Model:
 
 
 def default_model(cluster: Cluster) -> Model:
-    """A GPT that fills the cluster: on GPUs the largest that trains replicated (18 bytes a
-    parameter) in half of one device, so that every degree of sharding is a real choice."""
+    """Return a GPT that fills the cluster. On GPUs it is the largest that trains replicated (18
+    bytes a parameter) in half of one device, so that every degree of sharding is a real choice."""
     if cluster.device.kind == "cpu":
         return get("gpt-30m")
     fitting = [m for m in map(get, _GPT) if 18 * _approximate(m) <= cluster.device.memory_bytes / 2]
@@ -260,8 +272,8 @@ def _approximate(model: Model) -> int:
 
 
 def default_workload(cluster: Cluster, model: AnyModel) -> Workload:
-    """Batch 32 x 1024 on GPUs (8 sequences a device from 4 on), 8 x 128 on CPUs; of images as
-    many, each a sequence of length 1."""
+    """Return a batch of 32 x 1024 on GPUs (8 sequences per device from 4 devices on) and 8 x 128
+    on CPUs. Images count as sequences of length 1."""
     on_cpu, devices = cluster.device.kind == "cpu", cluster.num_devices
     longest = 1 if isinstance(model, WideResNet) else model.max_seq_len
     return Workload(

@@ -1,12 +1,12 @@
-"""Attention of sequences that cp ranks share, as steps of one of these ranks.
+"""Attention over sequences that cp ranks share, as steps of one of these ranks.
 
-The executor is ``attention``. Its plans, which need no torch, say here, too, which way is gone
-(heads, ring_heads, ring), which rows and heads a rank holds, which pieces it attends at each step
-of a ring, and what it sends and receives. Messages are a stream of their own: the next keys come
-while a rank attends those it has, gradients follow a step behind.
+``attention`` executes it. Its plans need no torch, so they decide here, too: the way (heads,
+ring_heads, ring), the rows and heads of a rank, the pieces it attends at each step of a ring, and
+what it sends and receives. Messages are a stream of their own: the next keys arrive while a rank
+attends the keys it has, and gradients follow one step behind.
 
-A piece is one kernel, which wants a key head for each query head. What several pieces add to is
-wide: fp64 for the softmax, fp32 for gradients.
+A piece is one kernel, which needs one key head per query head. Sums over several pieces are wide:
+fp64 for the softmax, fp32 for gradients.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,9 @@ class ContextStep(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """``sizes``: bytes of each buffer besides inputs and results; messages are in ``sent``.
-    ``saved``: what a backward needs of a forward: by slice of the heads q, k and v, out, lse."""
+    """The steps of one attention. ``sizes``: bytes of each buffer besides inputs and results.
+    ``sent``: the buffers of messages. ``saved``: what backward needs, per slice of heads: q, k
+    and v, out, lse."""
 
     steps: tuple[ContextStep, ...]
     sizes: dict[str, int]
@@ -46,8 +47,8 @@ class Steps(NamedTuple):
 
 
 class AttentionShare(NamedTuple):
-    """The part of ``op`` that one of the ranks sharing it does; they are ``stride`` apart. Values
-    are ``value_dim`` wide, padded to the width of keys."""
+    """One rank's share of ``op``. The ranks that share it are ``stride`` apart. Values are
+    ``value_dim`` wide and padded to the width of keys."""
 
     op: LongAttention
     shards: Shards
@@ -59,12 +60,13 @@ class AttentionShare(NamedTuple):
 
     @property
     def degree(self) -> int:
-        """Among how many neighbours heads are divided."""
+        """Return the number of neighbours that divide the heads."""
         return volume.degree_of(self.way, self.op.kv_heads, len(self.shards.intervals))
 
     @property
     def ring(self) -> Shards:
-        """The tokens that each member of a ring holds; a member is a group of neighbours."""
+        """Return the tokens that each member of the ring holds; a member is a group of
+        neighbours."""
         return volume.grouped(self.shards, self.degree)
 
     def pieces(self, step: int) -> tuple[Piece, ...]:
@@ -82,8 +84,9 @@ class AttentionShare(NamedTuple):
 def share(
     op: Attention, ranks: int, stride: int, rank: int | None = None, device: Device = "cuda"
 ) -> AttentionShare:
-    """``op``: of one rank's queries and as many keys. ``rank``: by default the one that has most
-    to do, or of several the one that receives most."""
+    """Return a rank's share of an attention over ``ranks`` ranks. ``op``: one rank's queries and
+    as many keys. ``rank``: by default the one with most work, among equals the one that receives
+    most."""
     width = max(op.head_dim, op.value_dim)
     whole = LongAttention(
         batch=op.batch, seq_len=op.q_len * ranks, heads=op.heads, kv_heads=op.kv_heads,
@@ -114,7 +117,8 @@ def _share(
 
 
 def forward(own: AttentionShare, at: str, inputs: Names, outputs: Names) -> Steps:
-    """``inputs``: buffers of q, k and v, or one of all three; ``outputs``: out and lse."""
+    """Return the forward steps. ``inputs``: buffers of q, k and v, or one of all three;
+    ``outputs``: out and lse."""
     steps, saved = _Writer(own, at, "forward"), []
     out, lse = outputs
     if steps.pads:
@@ -133,7 +137,8 @@ def forward(own: AttentionShare, at: str, inputs: Names, outputs: Names) -> Step
 def backward(
     own: AttentionShare, at: str, saved: tuple[Names, ...], grad: str, outputs: Names
 ) -> Steps:
-    """``saved`` by the forward; ``outputs``: the gradients of its inputs."""
+    """Return the backward steps. ``saved``: by the forward; ``outputs``: the gradients of its
+    inputs."""
     steps = _Writer(own, at, "backward")
     if steps.pads:
         grad = steps.copy("pad", own.op.heads, (grad,), "grad")
@@ -195,7 +200,7 @@ class _Heads(NamedTuple):
 
 
 class _Writer:
-    """The steps of one attention, as they are written."""
+    """Writes the steps of one attention."""
 
     def __init__(self, own: AttentionShare, at: str, direction: Direction) -> None:
         self.own, self.at, self.direction = own, at, direction
@@ -226,7 +231,7 @@ class _Writer:
         self.steps.append(ContextStep(f"{self.at}.{name}", op, stream, reads, writes))
 
     def moves(self, name: str, rows: int, reads: Names, writes: Names) -> None:
-        """Copy so many rows of a head."""
+        """Add a copy of ``rows`` rows of one head."""
         size = rows * self.row
         self.step(name, elementwise("copy", size, size, self.direction), reads, writes)
 
@@ -245,8 +250,8 @@ class _Writer:
     def sends(
         self, name: str, kind: CollectiveKind, sent: int, received: int, ranks: int, held: Names
     ) -> str:
-        """A message of ``sent`` bytes, while others bring ``received`` to the buffer returned.
-        ``ranks``: neighbours, or of a ring groups of these."""
+        """Add a message of ``sent`` bytes and return the buffer in which ``received`` bytes
+        arrive. ``ranks``: neighbours, or members of a ring."""
         arrives = self.buffer(f"{name}.arrived", received)
         self.sent.add(arrives)
         if max(sent, received):
@@ -273,8 +278,8 @@ class _Writer:
         return found
 
     def to_heads(self, at: str, held: Names, heads: _Heads, keys: int) -> Names:
-        """Own rows for all rows of this rank's heads: of queries and of ``keys`` tensors of keys.
-        What was sent lasts as long as what came is needed."""
+        """Exchange own rows of all heads for all rows of own heads: of queries, and of ``keys``
+        tensors of keys. What is sent lives as long as what arrives."""
         here = sum(q + keys * k for q, k in heads.counts)
         mine = heads.mine[0] + keys * heads.mine[1]
         packed = self.copy(f"pack{at}", here, held, "sent")
@@ -282,7 +287,8 @@ class _Writer:
         return self._exchange(f"to_heads{at}", here * self.own_rows, mine * self.all_rows, packed)
 
     def to_rows(self, at: str, held: Names, heads: _Heads, keys: int, into: Names = ()) -> Names:
-        """All rows of this rank's heads for its own rows of all, which will go ``into``."""
+        """Exchange all rows of own heads for own rows of all heads; they go ``into`` these
+        buffers."""
         here = heads.mine[0] + keys * heads.mine[1]
         every = sum(q + keys * k for q, k in heads.counts)
         packed = self.rows(f"pack_rows{at}.sent", here, self.all_rows)
@@ -295,7 +301,8 @@ class _Writer:
         return self.sends(name, "all_to_all", *sizes, self.own.degree, (packed,)), packed
 
     def _hop(self, at: str, step: int, heads: int, held: Names) -> str | None:
-        """The next keys come; None if nobody attends any."""
+        """Add the message that brings the next keys, and return its buffer; None if nobody
+        attends any."""
         hops = self.own.hops
         if step > max(hops.last):
             return None
@@ -306,7 +313,7 @@ class _Writer:
         )
 
     def _hop_back(self, at: str, step: int, heads: int, made: Names) -> str:
-        """Gradients of the shard that is held go on, or home."""
+        """Add the message that sends the gradients of the held shard on, or home."""
         hops, row = self.own.hops, 2 * heads * self.wide_row
         come = sum(hops.expected(self.me, step).values())
         sizes = _len(hops.made(self.me, step)) * row, come * row
@@ -315,7 +322,8 @@ class _Writer:
     # ---- rounds
 
     def attend(self, at: str, held: Names, results: Names, heads: int, keys: int) -> None:
-        """``held``: q, k and v, all rows of these heads; ``results``: out and lse."""
+        """Add the forward of these heads. ``held``: q, k and v with all rows; ``results``: out
+        and lse."""
         queries, rounds, rows = held, len(self.own.ring.intervals), self.all_rows
         pieces, accumulated = self.own.pieces(0), None
         whole = len(pieces) == 1 and pieces[0][:2] == (0, rows)
@@ -349,7 +357,8 @@ class _Writer:
             self.step(f"result{at}", op, (accumulated,), results)
 
     def attend_backward(self, at: str, read: Names, results: Names, heads: int, keys: int) -> None:
-        """``read``: the gradient, and what was saved; ``results``: dq, dk and dv."""
+        """Add the backward. ``read``: the gradient, and what was saved; ``results``: dq, dk and
+        dv."""
         rounds, rows = len(self.own.ring.intervals), self.all_rows
         pieces = self.own.pieces(0)
         if rounds == 1 and len(pieces) == 1 and pieces[0][:4] == (0, rows, 0, rows):
@@ -392,7 +401,7 @@ class _Writer:
         self.step(f"result{at}", op, (dq, own, *read), results)
 
     def _passing(self, name: str, rows: int, width: int) -> Names:
-        """Buffers in which CPUs widen rows before they add them; GPUs add in one pass."""
+        """Return buffers in which CPUs widen rows before they add them; GPUs add in one pass."""
         if self.own.device == "cuda":
             return ()
         return (
@@ -416,7 +425,8 @@ class _Writer:
     def _piece(
         self, at: str, batch: Sequence[Piece], read: Names, written: Names, heads: int, keys: int
     ) -> None:
-        """The kernel of pieces of one shape; keys are repeated before it, gradients summed."""
+        """Add the kernel of pieces of one shape; keys are repeated before it, gradients summed
+        after it."""
         p, op = batch[0], self.own.op
         q_len, kv_len, count = p.q_stop - p.q_start, p.k_stop - p.k_start, len(batch)
         if p.kind == "anti":

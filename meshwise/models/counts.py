@@ -1,4 +1,4 @@
-"""Counts that need no device: parameters, FLOPs by convention, activations saved for backward."""
+"""Count parameters, FLOPs by convention and activations saved for backward. No device is needed."""
 
 from collections import Counter
 from typing import Literal
@@ -24,21 +24,21 @@ Convention = Literal["torchtitan", "megatron", "alpa"]
 
 
 def num_parameters(model: AnyModel) -> int:
-    """Exact count of the module in ``nn/``, a tied weight once."""
+    """Count the parameters of the module in ``nn/``, a tied weight once."""
     return sum(
         weight.num_elements for weight in weights(model) if not weight.name.endswith(ROUTER_BIAS)
     )
 
 
 def step_flops(model: AnyModel, workload: Workload, convention: Convention = "torchtitan") -> float:
-    """FLOPs of one training step (forward and backward), as each project counts them.
+    """Return the FLOPs of one training step (forward and backward), as each project counts them.
 
-    torchtitan: tokens * (6 (N - lookups) + 12 L h s), attention not halved, s the window where a
-    layer has a shorter one, of the experts those that a token goes through; a tied head is a
+    torchtitan: tokens * (6 (N - lookups) + 12 L h s). Attention is not halved; s is the window
+    where a layer has a shorter one; of the experts only those of a token count; a tied head is a
     product and stays in N, tables of embeddings and positions are lookups and leave it. megatron:
     the same with causal attention halved. alpa: 72 B s h^2 L (1 + s/6h) + 6 B s h V (Alpa's
-    util.py; no biases, no norms; a feed-forward of 4h assumed). Of images: three times the forward
-    products, that of the images' gradient, which nobody needs, included, whatever the convention.
+    util.py; no biases, no norms, a feed-forward of 4h). Images: three times the forward products
+    under any convention; this includes the gradient of the images, which nobody needs.
     """
     if isinstance(model, WideResNet):
         return 3.0 * forward_flops(model, workload.global_batch_size)
@@ -53,7 +53,7 @@ def step_flops(model: AnyModel, workload: Workload, convention: Convention = "to
 
 
 def forward_flops(model: WideResNet, images: int) -> int:
-    """Convolutions and head, a multiplication and an addition as two."""
+    """Count FLOPs of convolutions and head; a multiply-add is two."""
     graph, flops = families.forward(model, 1, 1, "fp32"), 0
     for node in graph.nodes:
         read, written = ([graph.tensors[x] for x in of] for of in (node.inputs, node.outputs))
@@ -63,13 +63,13 @@ def forward_flops(model: WideResNet, images: int) -> int:
 
 
 def attention_width(model: LanguageModel) -> int:
-    """Elements of a token's keys and values over all query heads: 2h for most."""
+    """Return the elements of a token's keys and values over all query heads: 2h for most models."""
     op = decoder.attention(model, 1, 1)
     return op.heads * (op.head_dim + op.value_dim)
 
 
 def active_parameters(model: LanguageModel) -> int:
-    """Count the parameters that one token is multiplied by: its own experts only, no lookups."""
+    """Count the parameters that multiply one token: its own experts only, and no lookups."""
     total, sizes = 0, families.forward(model, 1, 1, "fp32", layers=()).sizes
     for weight in decoder.weights(model):
         if weight.name == "positions.weight" or weight.name.endswith(ROUTER_BIAS):
@@ -91,8 +91,8 @@ def saved_activation_bytes(
     recompute: tuple[Recompute, ...] = (),
     device: Device = "cuda",
 ) -> dict[str, int]:
-    """Bytes that backward, and what it recomputes (one word a layer), read of the forward pass,
-    by part, on one ``device`` in eager mode."""
+    """Return the bytes of the forward pass, by part, that backward reads or recomputes from, in
+    eager mode on one ``device``. ``recompute``: one word per layer."""
     forward = families.forward(model, batch, seq, dtype)
     graph = training_step(on_cpu(forward) if device == "cpu" else forward, recompute)
     part_of = {

@@ -1,8 +1,8 @@
-"""The weights, matrix products, attention and messages of a model, read off its graph.
+"""Read weights, matrix products, attention and messages of a model off its graph.
 
-In: a model and the microbatch. Out: the records that are measured, read
-off the graph; messages off its tasks on one rank. A weight W[n,k] multiplies m = microbatch_size *
-seq_len rows, 2mnk FLOPs. Experts are one grouped product over all m * top_k rows.
+In: a model and the microbatch. Out: the operation records that are measured, and the messages of
+its tasks on one rank. A weight W[n,k] multiplies m = microbatch_size * seq_len rows: 2mnk FLOPs.
+Experts are one grouped product over all m * top_k rows.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ _AXES = ("tp", "sp", "pp", "ep")
 
 
 class Weight(NamedTuple):
-    """``unit``: of FSDP2, ``layers.3`` or ``root``."""
+    """A parameter or a state. ``unit``: its FSDP2 unit, ``layers.3`` or ``root``."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Weight(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A forward product of one rank; ``count``: how many such in one pass through the model.
+    """A forward product of one rank. ``count``: how often it runs in one pass through the model.
     ``part``: layer or head."""
 
     name: str
@@ -67,7 +67,8 @@ class Exchange(NamedTuple):
 
 
 def weights(model: AnyModel) -> list[Weight]:
-    """Every weight in module order, a tied one once. Experts are stacked, [experts, n, k]."""
+    """Return every weight in module order, a tied one once. Experts are stacked: [experts, n,
+    k]."""
     graph, kinds = _one_of_each(model)
     units: dict[LayerKind, list[tuple[str, tuple[int, ...]]]] = {kind: [] for kind in kinds}
     found, layers = [], ((index, kind) for index, kind in enumerate(layer_kinds(model, 1)))
@@ -88,7 +89,8 @@ def weights(model: AnyModel) -> list[Weight]:
 
 
 def stage_weights(model: AnyModel, layers: range) -> list[Weight]:
-    """The weights of the pipeline stage of these layers, with the ends of the model that it has."""
+    """Return the weights of the pipeline stage of these layers, including the ends of the model
+    it has."""
 
     def is_in(weight: Weight) -> bool:
         if weight.unit != "root":
@@ -100,7 +102,7 @@ def stage_weights(model: AnyModel, layers: range) -> list[Weight]:
 
 
 def num_parameters(model: LanguageModel) -> int:
-    """As published: the routers' score biases included."""
+    """Count parameters as published: the routers' score biases included."""
     return sum(weight.num_elements for weight in weights(model))
 
 
@@ -121,20 +123,20 @@ def _alone(model: AnyModel, layer: int) -> Graph:
 
 @lru_cache(maxsize=256)
 def _one_of_each(model: AnyModel, *, between: bool = False) -> tuple[Graph, tuple[LayerKind, ...]]:
-    """The graph of one layer of each kind that the model has, for one token, with both ends or
-    ``between`` other stages; and these kinds."""
+    """Return the graph of one layer of each kind that the model has, for one token, and these
+    kinds. It has both ends of the model, or lies ``between`` other stages."""
     kinds, ends = tuple(sorted(set(layer_kinds(model, 1)))), not between
     return families.forward(model, 1, 1, "fp32", layers=kinds, first=ends, last=ends), kinds
 
 
 def _sizes(graph: Graph, batch: int, seq: int) -> dict[str, int]:
-    """The extents of a graph's dims for so many tokens."""
+    """Return the extents of a graph's dims for this batch and sequence length."""
     sizes = {**graph.sizes, "batch": batch, "seq": seq}
     return {**sizes, "room": room(sizes)} if "experts" in sizes else sizes
 
 
 def _tokens(microbatch_size: int, seq_len: int) -> int:
-    """Count a microbatch's tokens; ValueError names a size that cannot be."""
+    """Count a microbatch's tokens; a size below 1 is a ValueError that names it."""
     for name, value in {"microbatch_size": microbatch_size, "seq_len": seq_len}.items():
         if value < 1:
             raise ValueError(f"{name} = {value}: must be >= 1")
@@ -148,10 +150,8 @@ def products(
     *,
     dtype: Dtype = "bf16",
 ) -> list[Product]:
-    """The forward products of one device, those of equal name and shape once with their count.
-
-    What reads one input is one product. fp8 is scaled by tensor.
-    """
+    """Return the forward products of one device; those of equal name and shape come once, with a
+    count. Weights that multiply the same input are one product. fp8 is scaled by tensor."""
     tokens, (graph, kinds) = _tokens(microbatch_size, seq_len), _one_of_each(model)
     layers, sizes = Counter(layer_kinds(model, 1)), _sizes(graph, microbatch_size, seq_len)
     if "top_k" in sizes and "capacity" not in sizes:
@@ -176,7 +176,7 @@ def products(
 
 
 def _called(node: Node, graph: Graph) -> str:
-    """A product's name; q, k and v have one, and so have gate and up."""
+    """Name a product: q, k and v share one name, and so do gate and up."""
     own = ".".join(node.name.split(".")[2:]) or "vocab"
     if own in ("q", "k", "v") and "layers.0.k.weight" in graph.tensors:
         return "qkv"
@@ -187,8 +187,9 @@ def _called(node: Node, graph: Graph) -> str:
 
 
 def passes(forward: Gemm) -> tuple[Gemm, Gemm, Gemm]:
-    """Forward y = x W^T, weight gradient dW = dy^T x, input gradient dx = dy W: (m,n,k), (n,k,m),
-    (m,k,n), in Primus' order. A grouped weight gradient divides its k, the rows, by group."""
+    """Return forward y = x W^T, weight gradient dW = dy^T x and input gradient dx = dy W:
+    (m,n,k), (n,k,m), (m,k,n), in Primus' order. A grouped weight gradient divides its k, the
+    rows, by group."""
     m, n, k = forward.m, forward.n, forward.k
     wgrad = replace(forward, m=n, n=k, k=m, trans_a=True, trans_b=False)
     return forward, wgrad, replace(forward, m=m, n=k, k=n, trans_b=False)
@@ -202,8 +203,8 @@ def attention(
     dtype: Dtype = "bf16",
     direction: Direction = "forward",
 ) -> Attention:
-    """The causal attention of one layer on one device. MLA trains with as many k and v as q heads,
-    k wider than v."""
+    """Return the causal attention of one layer on one device. MLA trains with as many k and v
+    heads as q heads, and k is wider than v."""
     _tokens(microbatch_size, seq_len)
     graph, _ = _one_of_each(model)
     node = next(node for node in graph.nodes if node.kind == "attention")
@@ -216,7 +217,7 @@ def attention(
 def attentions(
     model: LanguageModel, microbatch_size: int, seq_len: int, *, dtype: Dtype = "bf16"
 ) -> list[Attention]:
-    """What differs of the layers' attention: those with a window see fewer keys."""
+    """Return the distinct attentions of the layers: one for each window."""
     whole = attention(model, microbatch_size, seq_len, dtype=dtype)
     windows = dict.fromkeys(kind.window for kind in layer_kinds(model, seq_len))
     return [replace(whole, window=window) for window in windows]
@@ -231,9 +232,10 @@ def exchanges(
     ep: int = 1,
     dtype: Dtype = "bf16",
 ) -> list[Exchange]:
-    """The messages of one microbatch, the largest of each kind: of tensor parallelism (with
-    sequence parallelism a gather and a scatter in place of the all-reduce), to the next pipeline
-    stage, and to the experts. A degree of 1 and, in a model without experts, ep send nothing."""
+    """Return the messages of one microbatch, the largest of each kind: of tensor parallelism
+    (with sequence parallelism an all-gather and a reduce-scatter replace the all-reduce), to the
+    next pipeline stage, and to the experts. A degree of 1 sends nothing, nor does ep in a model
+    without experts."""
     listed = model  # messages are known of models that no module computes
     if isinstance(model, Decoder):
         listed = replace(model, not_computed="", more_weights=())

@@ -1,10 +1,10 @@
-"""FSDP2's units and the collectives of one training step, exactly.
+"""List FSDP2's units and the collectives of one training step, exactly.
 
-A unit is a layer, or the root: all that is in no layer (``parallel/data.py``). Its weights travel
-as one message. Each is cut by its first dim, padded to a multiple of the ranks, so a rank holds
-sum(ceil(dim0 / ranks) * rest) elements (torch/distributed/fsdp/_fully_shard: _chunk_with_empty,
-_get_dim0_padded_size). NCCL's traces show that number as the ``count`` of AllGather and
-ReduceScatter.
+A unit is a layer, or the root with all that is in no layer (``parallel/data.py``). Its weights
+travel as one message. Each weight is cut by its first dim, padded to a multiple of the ranks, so a
+rank holds sum(ceil(dim0 / ranks) * rest) elements (torch/distributed/fsdp/_fully_shard:
+_chunk_with_empty, _get_dim0_padded_size). NCCL's traces show that number as the ``count`` of
+AllGather and ReduceScatter.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from meshwise.models import families
-from meshwise.models.apply import apply, padded_shard
+from meshwise.models.apply import apply
 from meshwise.models.backward import training_step
+from meshwise.models.data_parallel import padded_shard
 from meshwise.models.decoder import ROUTER_BIAS, Weight, weights
 from meshwise.spec import DTYPE_BYTES, AnyModel, Collective, Layout, layer_kinds
 from meshwise.spec.op import Dtype
@@ -25,8 +26,9 @@ class Unit(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A collective that each rank issues ``count`` times in a step. ``elements_per_rank``: what it
-    sends to a gather, keeps of a scatter, and all-reduces. ``phase``: forward or backward."""
+    """A collective that each rank issues ``count`` times in a step. ``elements_per_rank``: what
+    the rank sends to a gather, keeps of a scatter, or all-reduces. ``phase``: forward or
+    backward."""
 
     unit: str
     phase: str
@@ -36,7 +38,8 @@ class Planned(NamedTuple):
 
 
 def units(model: AnyModel) -> list[Unit]:
-    """Layer by layer, then the root. A router's score bias is not cut: it is no parameter here."""
+    """Return the units: the layers, then the root. A router's score bias is left out: here it is
+    state."""
     members: dict[str, list[Weight]] = {}
     for weight in weights(model):
         if not weight.name.endswith(ROUTER_BIAS):
@@ -50,7 +53,7 @@ def num_elements(unit: Unit) -> int:
 
 
 def shard_elements(unit: Unit, ranks: int) -> int:
-    """What each of the ranks holds of a unit, padding included."""
+    """Return the elements of a unit that each rank holds, padding included."""
     if ranks < 1:
         raise ValueError(f"ranks = {ranks}: must be >= 1")
     return sum(padded_shard(weight.shape, ranks) for weight in unit.weights)
@@ -66,12 +69,12 @@ def planned(
     reshard: bool = True,
     microbatches: int = 1,
 ) -> list[Planned]:
-    """The collectives of one step over ``replicas`` groups of ``shard`` ranks each.
+    """Return the collectives of one step over ``replicas`` groups of ``shard`` ranks each.
 
-    ``reshard`` (ZeRO-3): layers are gathered for each forward and again for each backward; the
-    root stays from its forward to its backward. Without it (ZeRO-2) each unit is gathered once a
-    step. Gradients are scattered, and with replicas all-reduced, in each microbatch; ZeRO-1, and
-    ZeRO-0, which is replicas of one shard, do so once a step: plan these as one microbatch.
+    ``reshard`` (ZeRO-3): layers are gathered for each forward and again for each backward; the root
+    stays from its forward to its backward. Without it (ZeRO-2) each unit is gathered once a step.
+    Gradients are scattered, and with replicas all-reduced, in each microbatch. ZeRO-1, and ZeRO-0
+    (replicas of one shard), do so once a step: plan these as one microbatch.
     """
     for name, value in {"shard": shard, "replicas": replicas, "microbatches": microbatches}.items():
         if value < 1:
@@ -120,8 +123,8 @@ _DTYPES = {
 
 
 def nccl_tests_command(collective: Collective) -> str:
-    """The nccl-tests (or rccl-tests) command of the same size; its ``-b`` is the total over ranks,
-    of which it rounds a rank's part of a gather or scatter down to 16 bytes."""
+    """Return the nccl-tests (or rccl-tests) command of the same size. Its ``-b`` is the total
+    over ranks; nccl-tests rounds a rank's part of a gather or scatter down to 16 bytes."""
     kind, size = collective.kind, collective.size_bytes
     if kind in ("send", "all_to_all_v"):
         raise ValueError(f"Collective.kind = {kind!r}: nccl-tests has no test of it")

@@ -24,8 +24,9 @@ Phase = Literal["forward", "recompute", "backward", "optimizer"]
 
 
 class Tensor(NamedTuple):
-    """``role``: activation, parameter, gradient (of a parameter), index (integer input), constant
-    (which needs no gradient) or state (which training keeps beside the parameters)."""
+    """A tensor with named dims. ``role``: activation, parameter, gradient (of a parameter),
+    index (integer input), constant (needs no gradient) or state (kept by training beside the
+    parameters)."""
 
     name: str
     dims: tuple[str, ...]
@@ -34,14 +35,14 @@ class Tensor(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One operation. ``kind`` is gemm, attention, convolution, an elementwise kind, or one that is
-    priced as a copy (softmax, sort, move, relu); ``part`` is where it belongs (embed, layer, head,
-    optimizer) and ``layer`` its index there. A ``view`` is no kernel: its outputs lie in its
-    input's memory; nor is an ``exchange`` where no other ranks hold experts, nor the ``average`` of
-    one data rank. ``cheap``: selective recomputation computes it again rather than keep its result.
-    ``room``: the part of the model whose dims tp divides in one way, convolutions or a field of
-    ``Cuts``. ``holds``: what it does not read, but another kernel of the same autograd node did,
-    which lets go of it at its end. ``window``: of an attention."""
+    """One operation. ``kind``: gemm, attention, convolution, an elementwise kind, or one that is
+    priced as a copy (softmax, sort, move, relu). ``part``: embed, layer, head or optimizer;
+    ``layer``: its index there. Three kinds launch no kernel: a ``view``, whose outputs lie in
+    its input's memory; an ``exchange`` where no other ranks hold experts; the ``average`` of one
+    data rank. ``cheap``: selective recomputation redoes it. ``room``: the part of the model
+    whose dims tp divides in one way (convolutions, or a field of ``Cuts``). ``holds``: tensors
+    that another kernel of the same autograd node read and that are freed only at this node's
+    end. ``window``: of an attention."""
 
     name: str
     kind: str
@@ -58,9 +59,9 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Nodes in an order that respects every dependency (a tensor is written before it is read).
+    """Nodes in dependency order: a tensor is written before it is read.
 
-    Compared and hashed by identity, so that what is derived from a graph can be remembered.
+    Graphs compare and hash by identity, so that results derived from a graph can be cached.
     """
 
     sizes: Mapping[str, int]
@@ -70,7 +71,7 @@ class Graph:
 
     @functools.cached_property
     def bases(self) -> Mapping[str, str]:
-        """The tensor in whose memory each view lies."""
+        """For each view, name the tensor in whose memory it lies."""
         found: dict[str, str] = {}
         for node in self.nodes:
             if node.kind in ("view", "exchange", "average"):
@@ -103,7 +104,8 @@ FUSED = frozenset(
 
 
 def module_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """A parameter's shape in the module, where neighbours of heads, q|k|v and head_dim are one."""
+    """Return a parameter's shape in the module, where neighbours of heads, q|k|v and head_dim
+    are one dim."""
     runs = itertools.groupby(tensor.dims, key=lambda dim: "" if dim in FUSED else dim)
     return tuple(prod(sizes[dim] for dim in dims) for _, dims in runs)
 
@@ -139,7 +141,7 @@ convolution = functools.lru_cache(maxsize=65536)(Convolution)
 def operation(
     node: Node, inputs: list[Tensor], outputs: list[Tensor], sizes: Mapping[str, int]
 ) -> Op:
-    """The record of a node whose logical dims have the given (local) extents."""
+    """Return the operation record of a node whose logical dims have the given (local) extents."""
     if node.kind == "gemm":
         left, right, result = inputs[0], inputs[1], outputs[0]
         shared = set(left.dims) & set(right.dims)

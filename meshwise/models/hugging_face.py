@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 
 def read_config(path: Path | str) -> Decoder | Model:
-    """A config.json or a folder with one. What does not fit is a ValueError naming file and key."""
+    """Read a config.json, or a folder with one. What does not fit is a ValueError with file and
+    key."""
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
@@ -33,8 +34,8 @@ def read_config(path: Path | str) -> Decoder | Model:
 
 
 def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
-    """The Decoder of a config whose ``model_type`` is one of those below; ``source`` is named in
-    errors."""
+    """Return the Decoder of a config whose ``model_type`` is one of those below. Errors name
+    ``source``."""
     config, kind = _Config(data, source), data.get("model_type")
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join([*_KINDS, "gpt2"])
@@ -75,7 +76,7 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
 
 
 class _Config:
-    """A config with the file it came from: values by key, checked."""
+    """A config and the file it came from: values by key, checked."""
 
     def __init__(self, data: Mapping[str, Any], source: str) -> None:
         self.data, self.source = data, source
@@ -87,7 +88,7 @@ class _Config:
         return ValueError(f"{self.source}: {found}: {fix}")
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number; absent or null is the default, if there is one."""
+        """Read a whole number; absent or null is the default, if there is one."""
         self.read.add(key)
         value = self.data.get(key)
         if value is None and default is not None:
@@ -97,7 +98,7 @@ class _Config:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Above 0; absent or null is the default."""
+        """Read a number above 0; absent or null is the default."""
         self.read.add(key)
         value = self.data.get(key)
         if value is None:
@@ -113,18 +114,20 @@ class _Config:
         return value
 
     def only(self, key: str, *known: Any) -> None:
-        """Refuse a value that would compute something else; absent or null is the default."""
+        """Refuse a value that would change the computation; absent or null is the default."""
         if self.data.get(key) not in (None, *known):
             raise self.error(key, f"must be {' or '.join(map(repr, known))}")
 
     def nothing_else(self) -> None:
-        """Refuse what changes the computation of another model type and was not read for this."""
+        """Refuse keys of other model types that change the computation and were not read for
+        this type."""
         for key, neutral in _NEUTRAL.items():
             if key not in self.read and self.data.get(key) not in (None, *neutral):
                 raise self.error(key, f"is not known for model_type {self.kind!r}; leave it out")
 
     def build(self, record: Callable[..., T], keys: Mapping[str, str], **fields: Any) -> T:
-        """A record whose own complaints name the file and, for its fields, the file's ``keys``."""
+        """Build a record; its own complaints name the file and, for its fields, the file's
+        ``keys``."""
         try:
             return record(**fields)
         except ValueError as error:
@@ -134,7 +137,7 @@ class _Config:
             raise ValueError(f"{self.source}: {told}") from None
 
     def experts(self, num_key: str, **fields: Any) -> Experts:
-        """``num_key``: what this kind calls the number of experts."""
+        """Read the experts. ``num_key``: what this type calls their number."""
         return self.build(
             Experts,
             {"num_experts": num_key, "top_k": "num_experts_per_tok"},
@@ -170,7 +173,8 @@ def _gpt2(config: _Config, name: str) -> Model:
 
 
 def _kv_heads(config: _Config, heads: int) -> int:
-    """Null means as many as heads, and so may absent; the others' defaults are sizes."""
+    """Read the number of key heads. Null, and for some types an absent key, means one per query
+    head; other types have a size as default."""
     derived = config.kind in _HEADS_DERIVED or "num_key_value_heads" in config.data
     kv_heads = config.size("num_key_value_heads", heads if derived else None)
     if heads % kv_heads:
@@ -190,7 +194,7 @@ def _head_dim(config: _Config) -> int:
 
 
 def _biases(config: _Config) -> dict[str, bool]:
-    """Which products have a bias and whether q and k are normed."""
+    """Return which products have a bias and whether q and k are normed."""
     kind = config.kind
     if kind in ("mistral", "mixtral", "phi3"):
         return {}
@@ -207,7 +211,7 @@ def _biases(config: _Config) -> dict[str, bool]:
 
 
 def _windows(config: _Config) -> dict[str, Any]:
-    """How many keys a token sees, and in which layers all before it."""
+    """Return how many keys a token sees, and in which layers it sees all before it."""
     layers = range(min(config.size("num_hidden_layers"), 10_000))  # more are refused elsewhere
     types = config.data.get("layer_types") or []
     if not isinstance(types, list) or any(
@@ -270,7 +274,7 @@ def _gemma(config: _Config) -> dict[str, Any]:
 
 
 def _rotary(config: _Config) -> dict[str, Any]:
-    """How far rotary positions turn; transformers 5 has it all in ``rope_parameters``."""
+    """Read the rotary positions. transformers 5 keeps all of it in ``rope_parameters``."""
     theta = config.number("rope_theta", 1e6 if config.kind in ("mixtral", "gemma3_text") else 1e4)
     old, new = (config.data.get(key) for key in ("rope_scaling", "rope_parameters"))
     key = "rope_parameters" if new else "rope_scaling"
@@ -282,7 +286,8 @@ def _rotary(config: _Config) -> dict[str, Any]:
 
 
 def _rotary_of_types(config: _Config, key: str, types: Any, theta: float) -> dict[str, Any]:
-    """Gemma 3's: layers with a window have positions of their own, which are not stretched."""
+    """Read Gemma 3's rotary positions: layers with a window have their own, which are not
+    stretched."""
     if not isinstance(types, dict) or types.keys() - {"full_attention", "sliding_attention"}:
         raise config.error(key, "must be an object of full_attention and sliding_attention")
     full, sliding = (types.get(each) or {} for each in ("full_attention", "sliding_attention"))
@@ -296,7 +301,7 @@ def _rotary_of_types(config: _Config, key: str, types: Any, theta: float) -> dic
 
 
 def _turned(config: _Config, key: str, given: Any, theta: float) -> dict[str, Any]:
-    """Of one set of positions; ``key``: where it stands."""
+    """Read one set of rotary positions, which stands under ``key``."""
     if not isinstance(given, dict) or any(isinstance(each, dict) for each in given.values()):
         raise config.error(key, "must be an object of numbers, the same for all layers, or null")
     rope = _Config(given, f"{config.source}: {key}")
@@ -330,7 +335,7 @@ def _turned(config: _Config, key: str, given: Any, theta: float) -> dict[str, An
 
 
 def _yarn_scales(rope: _Config, factor: float, latent: bool) -> dict[str, float]:
-    """Through q and k alike, and DeepSeek's through the softmax's scale."""
+    """Return YaRN's factors of q and k, and DeepSeek's of the softmax."""
     both = rope.data.get("mscale") and rope.data.get("mscale_all_dim")
     share = grown(factor, rope.number("mscale", 1.0))
     by = rope.number("mscale_all_dim", 1.0)
@@ -340,8 +345,8 @@ def _yarn_scales(rope: _Config, factor: float, latent: bool) -> dict[str, float]
 
 
 def grown(factor: float, by: float = 1.0) -> float:
-    """What YaRN multiplies q and k by, as logits grow with the context's length (Peng et al. 2023,
-    3.4)."""
+    """Return YaRN's factor for q and k, which makes logits grow with the context length (Peng et
+    al. 2023, 3.4)."""
     return 0.1 * by * math.log(max(factor, 1.0)) + 1.0
 
 

@@ -1,15 +1,15 @@
-"""Where tensors lie on the tp ranks of a stage, and which layouts can be.
+"""Decide where tensors lie on the tp ranks of a stage, and which layouts are legal.
 
-A part of a model (a field of ``Cuts``) says which dim its operations divide over tp; what a tensor
-has of that dim decides how it lies: ``whole``, cut by a dim, or ``partial``, a sum that is due.
-Where a producer left a tensor and where a consumer needs it decide the collective:
+Each part of a model (a field of ``Cuts``) names the dim that its operations divide over tp. A
+tensor that has the dim is cut by it; others are ``whole``, or ``partial``: a sum over ranks that is
+still due. Where a producer left a tensor and where a consumer needs it decide the collective:
 
     partial -> whole   all_reduce           partial -> cut   reduce_scatter
     cut     -> whole   all_gather           whole   -> cut   nothing (a view)
     cut by one dim -> by another            all_to_all
 
-Fewer key and value heads than ranks: each rank computes the one that its queries read, from a
-weight that is whole on all, and the weight's gradients are added up.
+With fewer key and value heads than ranks, each rank computes the head that its queries read, from a
+weight that is whole on all ranks, and the weight's gradients are summed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,8 +43,8 @@ DIMS = {  # what a part of the model divides: the first that a tensor has
 
 
 class Cut:
-    """The extents of a graph's dims on one of ``tp`` ranks, in a group of ``ep``, of which ``cp``
-    share each sequence."""
+    """The extents of a graph's dims on one of ``tp`` ranks, in an expert group of ``ep``, where
+    ``cp`` ranks share each sequence."""
 
     def __init__(self, graph: Graph, tp: int, cuts: Cuts, ep: int, cp: int = 1) -> None:
         self.tp, self.cuts, self.sizes = tp, cuts, dict(graph.sizes)
@@ -57,13 +57,13 @@ class Cut:
         self._local: dict[str, Mapping[str, int]] = {}
 
     def of(self, room: str) -> str:
-        """What a part of the model divides."""
+        """Return the word for what a part of the model divides."""
         if self.tp == 1:
             return WHOLE
         return CHANNELS if room == "convolutions" else self.cuts.of(room)
 
     def dim(self, room: str, tensors: list[Tensor]) -> str:
-        """The dim that an operation on these tensors divides, or ``whole``."""
+        """Return the dim that an operation on these tensors divides, or ``whole``."""
         word = self.of(room)
         if word == WHOLE:
             return WHOLE
@@ -74,11 +74,11 @@ class Cut:
         return WHOLE
 
     def repeats(self, tensor: Tensor, dim: str) -> bool:
-        """Whether each head of a tensor cut by ``dim`` is on several ranks."""
+        """Return whether several ranks hold each head of a tensor cut by ``dim``."""
         return self.copies > 1 and dim == "kv_heads" and "queries" not in tensor.dims
 
     def local(self, dim: str) -> Mapping[str, int]:
-        """Extents where ``dim`` is divided; the first ranks have most of an uneven one."""
+        """Return the extents where ``dim`` is divided; the first ranks have the larger shares."""
         if dim in (WHOLE, PARTIAL):
             return self.sizes
         if dim not in self._local:
@@ -94,12 +94,13 @@ class Cut:
 
 
 def has(tensor: Tensor, dim: str) -> bool:
-    """Whether a tensor has a dim; the ``room`` of experts holds rows of the batch."""
+    """Return whether a tensor has a dim; the ``room`` of experts holds rows of the batch."""
     return dim in tensor.dims or (dim in ROWS and "room" in tensor.dims)
 
 
 def collective(have: str, wanted: str) -> CollectiveKind | None:
-    """What brings a tensor from where it lies to where it is needed."""
+    """Return the collective that brings a tensor from where it lies to where it is needed, or
+    None."""
     if have in (WHOLE, wanted):
         return None
     if have == PARTIAL:
@@ -108,13 +109,13 @@ def collective(have: str, wanted: str) -> CollectiveKind | None:
 
 
 def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
-    """Refuse, by field, degree and size, a layout within a pipeline rank that cannot be."""
+    """Refuse an illegal layout within a pipeline rank, naming field, degree and size."""
     if reason := obstacle(model, workload.seq_len, layout):
         raise ValueError(f"Layout.{reason}")
 
 
 def obstacle(model: AnyModel, seq_len: int, layout: Layout) -> str | None:
-    """Why a layout within a pipeline rank (``Layout.of_rank``) cannot be, or None."""
+    """Return why a layout within a pipeline rank (``Layout.of_rank``) is illegal, or None."""
     if isinstance(model, WideResNet):
         return next(_images(model, seq_len, layout), None)
     return next(_language(model, seq_len, layout), None)
@@ -186,7 +187,8 @@ def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[st
 
 
 def _groups(moe: Experts, seq_len: int, layout: Layout) -> Iterator[str]:
-    """A group of tokens lies on one rank, so its runs of tokens must be of whole groups."""
+    """Check that each rank's runs of tokens are whole groups: a group of tokens lies on one
+    rank."""
     word, cp = layout.placed.of("experts") if layout.tp > 1 else WHOLE, layout.cp
     parts = cp * lcm(2 if cp > 1 else 1, layout.tp if word == "seq" else 1)  # cp has two chunks
     run, rest = divmod(seq_len, parts)

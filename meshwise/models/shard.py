@@ -1,17 +1,17 @@
-"""Tensor parallelism: a graph over tp ranks, read off the logical dims.
+"""Shard a graph over tp ranks, read off the logical dims.
 
-Each part of a model divides one dim (``placement``). A node of it divides that dim where any of its
-tensors has it (a column- or row-parallel product, a vocabulary-parallel lookup or loss), and is
-computed whole on every rank otherwise. A result that lacks the dim that its inputs have is partial.
-What a consumer needs and what a producer left decide the collective, so Megatron's f, g and their
+Each part of a model divides one dim (``placement``). A node divides that dim if any of its tensors
+has it (a column- or row-parallel product, a vocabulary-parallel lookup or loss); otherwise every
+rank computes it whole. A result is partial if it lacks the divided dim of its inputs. What a
+producer left and what a consumer needs decide the collective, so Megatron's f, g and their
 conjugates follow, forward and backward, from one rule. A stage's input and the gradient of its
-result arrive as the stream lies.
+result arrive as the residual stream lies.
 
-Ranks of an ep group hold different experts: an ``exchange`` sends rows to them, or back, by an
-all-to-all, and sorts them beside it. A rank receives as many rows as it sends.
+Ranks of an ep group hold different experts. An ``exchange`` sends rows to them, or back, by an
+all-to-all, and sorts the rows on the experts' side. A rank receives as many rows as it sends.
 
-Ranks that share sequences (cp) have some rows of everything, and weights whole; what their
-attention sends to whom is ``context``'s. tp divides what cp leaves.
+Ranks that share sequences (cp) have some rows of everything, and whole weights. ``context`` plans
+what their attention sends to whom; tp divides what cp leaves.
 """
 
 from collections import defaultdict
@@ -45,7 +45,8 @@ SPLIT_LOSS = {"loss.softmax": "shifted", "loss.softmax.grad": "exp"}
 
 
 class Task(Struct, frozen=True, gc=False):
-    """One operation of a rank. It starts when its stream is free and all it reads is written."""
+    """One operation of a rank. It starts when its stream is free and everything it reads is
+    written."""
 
     name: str
     op: Op
@@ -62,11 +63,11 @@ class Buffer(Struct, frozen=True, gc=False):
 
 
 class Sharded(NamedTuple):
-    """Every node's tasks on one tp rank (its collectives, then itself), and their buffers.
+    """The tasks of each node on one tp rank (its collectives, then itself), and their buffers.
 
-    ``shapes``: of this rank's part of each parameter, as in the module. ``partial``: the parameters
-    whose gradients are parts of a sum over tp, which is taken when data parallelism reduces them.
-    ``apart``: the experts' parameters, where ranks hold different ones.
+    ``shapes``: of this rank's part of each parameter, as in the module. ``partial``: parameters
+    whose gradients are partial sums over tp; data parallelism sums them when it reduces them.
+    ``apart``: the experts' parameters, if ranks hold different ones.
     """
 
     tasks: tuple[tuple[Node, tuple[Task, ...]], ...]
@@ -86,8 +87,8 @@ def shard(
     cp_rank: int | None = None,
     device: Device = "cuda",
 ) -> Sharded:
-    """The share of ``graph`` of one rank of so many tp ranks, in a group of ``ep``; of ``cp`` that
-    share sequences number ``cp_rank``, by default the busiest."""
+    """Return the share of ``graph`` of one rank among ``tp`` ranks, in a group of ``ep``. Among
+    ``cp`` ranks that share sequences it is number ``cp_rank``, the busiest by default."""
     walk = _Walk(graph, tp, cuts, ep, cp, cp_rank, device)
     nodes = [node for node in graph.nodes if node.phase != "optimizer"]
     tasks = tuple((node, tuple(walk.tasks(node))) for node in nodes)
@@ -106,7 +107,7 @@ def shard(
 
 
 class _Walk:
-    """Where every tensor lies on the tp ranks, while the nodes are walked in order."""
+    """Walks the nodes in order and knows where every tensor lies on the tp ranks."""
 
     def __init__(
         self,
@@ -163,13 +164,13 @@ class _Walk:
                 yield from self._redistribute(node, tensor.name, WHOLE)
 
     def _wanted(self, tensor: Tensor, dim: str) -> str:
-        """Where a node that divides ``dim`` needs what it reads."""
+        """Return where a node that divides ``dim`` needs an input."""
         lies = self.placement[tensor.name]
         is_local = tensor.role == "constant" and lies in ROWS  # counts of a rank's own tokens
         return dim if has(tensor, dim) or dim == PARTIAL == lies else lies if is_local else WHOLE
 
     def _lies(self, node: Node, tensor: Tensor, inputs: list[Tensor], dim: str) -> str:
-        """Where a node that divides ``dim`` leaves its result."""
+        """Return where a node that divides ``dim`` leaves its result."""
         if has(tensor, dim):
             return dim
         if not any(has(read, dim) for read in inputs):
@@ -182,7 +183,7 @@ class _Walk:
     def _computed(
         self, node: Node, inputs: list[Tensor], outputs: list[Tensor], dim: str, reads: list[str]
     ) -> Iterator[Task]:
-        """The tasks of a node whose inputs are where it needs them."""
+        """Yield the tasks of a node whose inputs are where it needs them."""
         sizes, writes = self.cut.local(dim), tuple(tensor.name for tensor in outputs)
 
         def task(name: str, op: Op, written: tuple[str, ...]) -> Task:
@@ -212,7 +213,7 @@ class _Walk:
     def _shared(
         self, node: Node, op: Op, reads: list[str], writes: tuple[str, ...]
     ) -> Iterator[Task]:
-        """Attention over ranks that share the sequences."""
+        """Yield the tasks of an attention over ranks that share the sequences."""
         assert isinstance(op, Attention)
         own = context.share(op, self.cp, self.tp, self.cp_rank, self.device)
         if node.phase == "backward":
@@ -228,7 +229,7 @@ class _Walk:
             yield Task(name, of, stream, node.part, node.phase, read, written)
 
     def _loads(self, node: Node, counts: Tensor, read: str) -> Iterator[Task]:
-        """Rows of each expert over all ranks that see other tokens."""
+        """Sum the rows of each expert over all ranks with other tokens."""
         size, at = num_bytes(counts, self.sizes), f"{node.name}.{OVER_DATA}"
         loads = Collective(
             kind="all_reduce", size_bytes=size, group_size=1, dtype="fp64", in_place=True
@@ -239,7 +240,7 @@ class _Walk:
                 yield Task(name, op, "compute", node.part, node.phase, (read,), ())
 
     def _averaged(self, node: Node) -> Iterator[Task]:
-        """A tensor becomes the mean over all ranks that see other images."""
+        """Average a tensor over all ranks with other images."""
         (name,), tensor = node.outputs, self.graph.tensors[node.outputs[0]]
         lies = self.placement[name]
         op = Collective(
@@ -253,7 +254,7 @@ class _Walk:
         yield Task(f"{node.name}.{OVER_DATA}", op, "compute", node.part, node.phase, read, ())
 
     def _view(self, node: Node) -> Iterator[Task]:
-        """Its outputs lie where its input does, in the same buffers."""
+        """Place the outputs of a view where its input lies, in the same buffers."""
         x = node.inputs[0]
         if self.placement[x] != PARTIAL or node.room == "stream":
             tensors = [self.graph.tensors[name] for name in (x, *node.outputs)]
@@ -272,7 +273,8 @@ class _Walk:
         reads: list[str],
         writes: tuple[str, ...],
     ) -> Iterator[Task]:
-        """Rows to the ranks of their experts, or back: they are sorted there."""
+        """Send rows to the ranks of their experts, or back. They are sorted on the experts'
+        side."""
         returns = node.name.removesuffix(".again").endswith(".combine")
         sorts_first = returns != (node.phase == "backward")
         rows, *counts = inputs
@@ -305,9 +307,10 @@ class _Walk:
         )
 
     def _is_part(self, node: Node, tensors: list[Tensor]) -> bool:
-        """Whether the result is a part of a sum because what a node is linear in is one: all that
-        an addition adds, a factor, rows that are moved, in backward the gradients that it reads.
-        Where weights are cut, each rank weighs the experts' balance with a share of its own."""
+        """Return whether the result is a partial sum because the node is linear in a partial
+        input: all terms of an addition, a factor, rows that are moved, and in backward the
+        gradients it reads. Where weights are cut, each rank weighs the experts' balance with its
+        own share."""
         if self.tp == 1:
             return False
         word, backward = self.cut.of(node.room), node.phase == "backward"
@@ -342,7 +345,7 @@ class _Walk:
         self.placement[tensor.name] = placement
 
     def _moved_again(self, node: Node, name: str) -> Iterator[Task]:
-        """What forward moved for a product that is not redone is moved here, too."""
+        """Redistribute a recomputed result as forward did: that product is not recomputed."""
         for wanted in list(self.version[name.removesuffix(".again")]):
             yield from self._redistribute(node, name, wanted)
 

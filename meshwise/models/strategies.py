@@ -1,20 +1,20 @@
-"""How tensor and expert parallelism cut the weights of a module that somebody else wrote.
+"""Name how tensor and expert parallelism cut the weights of a foreign module.
 
 In: a map of patterns to strategies, and the names of a module's parameters. Out: each parameter's
-strategy, and the patterns that named nothing. A pattern is a dotted name in which ``*`` stands for
-any part of one component: ``model.layers.*.self_attn.q_proj``. It names a module or a parameter,
-and means all beneath; of several the one with most components counts.
+strategy, and the patterns that matched nothing. A pattern is a dotted name in which ``*`` stands
+for any part of one component: ``model.layers.*.self_attn.q_proj``. It names a module or a parameter
+and covers all beneath it; of several patterns the one with most components counts.
 
 Strategies of a weight over the tp ranks:
 
-- ``col``: by its outputs; ``col/3``: by those of each of 3 equal parts, for a fused [q|k|v];
-- ``row``: by its inputs, which a ``col`` before it has split; results are added up;
-- ``vocab``: by rows of the vocabulary, of an embedding or of a head, whose logits are gathered;
+- ``col``: cut by outputs; ``col/3``: each of 3 equal parts by its outputs, for a fused [q|k|v];
+- ``row``: cut by inputs, which a ``col`` before it has split; results are summed;
+- ``vocab``: rows of the vocabulary, of an embedding or of a head, whose logits are gathered;
 - ``expert``: stacked experts, by expert over the ep ranks and by ffn over the tp ranks;
 - ``channel_col``, ``channel_row``: ``col`` and ``row`` of a convolution;
-- ``replicated``: whole on every rank, of activations that are whole;
-- ``summed``: whole on every rank, of activations that are split (the norm of each head, say), so
-  that its gradient is the sum over ranks.
+- ``replicated``: whole on every rank, applied to whole activations;
+- ``summed``: whole on every rank, applied to split activations (the norm of each head, say), so
+  that its gradient is summed over ranks.
 """
 
 import re
@@ -31,9 +31,8 @@ WHOLE: tuple[Strategy, ...] = ("replicated", "summed")
 
 
 class Known(NamedTuple):
-    """A class of models. ``units``: the modules that are sharded, recomputed and compiled each by
-    itself. ``divided``: attributes that count heads or features, of which each rank has a share.
-    """
+    """A class of models. ``units``: the modules that are sharded, recomputed and compiled each
+    by itself. ``divided``: attributes that count heads or features, which each rank divides."""
 
     strategies: StrategyMap
     units: tuple[str, ...]
@@ -41,14 +40,15 @@ class Known(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """``strategies`` by name, None where no pattern names it; ``idle``: patterns without effect."""
+    """``strategies`` by parameter, None where no pattern matches; ``idle``: patterns without
+    effect."""
 
     strategies: dict[str, str | None]
     idle: tuple[str, ...]
 
 
 def parse(strategy: str) -> tuple[Strategy, int]:
-    """The strategy and the number of parts that it cuts: ("col", 3) of ``col/3``."""
+    """Return the strategy and its number of parts: ("col", 3) for ``col/3``."""
     word, _, parts = strategy.partition("/")
     kind = next((kind for kind in STRATEGIES if kind == word), None)
     numbered = re.fullmatch("[1-9][0-9]?", parts) and kind == "col"
@@ -64,18 +64,18 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def selects(pattern: str, name: str) -> bool:
-    """Whether a pattern is exactly this name."""
+    """Return whether a pattern matches exactly this name."""
     return _compiled(pattern).fullmatch(name) is not None
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether a pattern is this name, or of something that it is beneath."""
+    """Return whether a pattern matches this name or a module above it."""
     head = ".".join(name.split(".")[: pattern.count(".") + 1])
     return selects(pattern, head)
 
 
 def assign(strategies: StrategyMap, names: Iterable[str]) -> Assigned:
-    """Which strategy each parameter takes."""
+    """Return the strategy of each parameter."""
     for strategy in strategies.values():
         parse(strategy)
     closest = sorted(strategies, key=lambda pattern: -pattern.count("."))
@@ -89,7 +89,7 @@ def assign(strategies: StrategyMap, names: Iterable[str]) -> Assigned:
 
 
 def known(class_names: Iterable[str]) -> Known | None:
-    """Of the first class that is known; give a module's class and those that it derives from."""
+    """Return what is known of the first known class; give a module's class and its base classes."""
     return next((KNOWN[name] for name in class_names if name in KNOWN), None)
 
 

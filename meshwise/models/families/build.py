@@ -12,10 +12,8 @@ STREAM = (*TOKEN, "hidden")
 
 
 class Build:
-    """The nodes and tensors written so far. Each method appends a node and returns its result.
-
-    ``part`` and ``layer`` are those of the nodes that follow.
-    """
+    """Writes nodes and tensors. Each method appends a node and returns its result. ``part`` and
+    ``layer`` are those of the nodes that follow."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -39,14 +37,15 @@ class Build:
     def node(
         self, name: str, kind: str, inputs: tuple[str, ...], *outputs: str, cheap: bool = False
     ) -> str:
-        """``cheap``: selective recomputation computes it again rather than keep its result."""
+        """Append a node. ``cheap``: selective recomputation redoes it rather than keep its
+        result."""
         self.nodes.append(
             Node(name, kind, inputs, outputs, self.part, self.layer, "forward", cheap, self.room)
         )
         return outputs[0]
 
     def split(self, x: str, **parts: str) -> tuple[str, ...]:
-        """Views of x by name, each of another last dim."""
+        """Return views of x by name, each with another last dim."""
         rows, dtype = self.tensors[x].dims[:-1], self.tensors[x].dtype
         at = x.removesuffix(".y")
         views = [self.tensor(f"{at}.{name}", (*rows, dim), dtype) for name, dim in parts.items()]
@@ -54,13 +53,14 @@ class Build:
         return tuple(views)
 
     def concat(self, name: str, x: str, *others: str, dim: str) -> str:
-        """x [batch, seq, heads, ..] and others behind it, of which some may lack the heads."""
+        """Concatenate x [batch, seq, heads, ..] and others; some of these may lack the heads."""
         dims = (*self.tensors[x].dims[:-1], dim)
         return self.node(name, "concat", (x, *others), self.tensor(f"{name}.y", dims))
 
     @contextmanager
     def within(self, room: str) -> Iterator[None]:
-        """Nodes in here belong to a part of the model whose dims tp divides in one way."""
+        """Assign the nodes in this block to a part of the model whose dims tp divides in one
+        way."""
         self.room = room
         yield
         self.room = "stream"
@@ -68,13 +68,13 @@ class Build:
     def elementwise(
         self, name: str, kind: str, *inputs: str, dtype: str = "", cheap: bool = False
     ) -> str:
-        """A node whose result has the first input's dims."""
+        """Append a node whose result has the first input's dims."""
         first = self.tensors[inputs[0]]
         result = self.tensor(f"{name}.y", first.dims, dtype or first.dtype)
         return self.node(name, kind, inputs, result, cheap=cheap)
 
     def move(self, name: str, x: str, indices: tuple[str, str], dims: tuple[str, ...]) -> str:
-        """Rows of x picked by the first index; by the second they are picked back."""
+        """Pick rows of x by the first index; backward picks them back by the second."""
         y = self.tensor(f"{name}.y", dims, self.tensors[x].dtype)
         return self.node(name, "move", (x, *indices), y)
 
@@ -85,7 +85,7 @@ class Build:
         return self.node(name, "layer_norm", (x, weight, bias), y, stats, cheap=cheap)
 
     def rms_norm(self, x: str, name: str, *, cheap: bool = True, over: int = 1) -> str:
-        """Normalise x over its last dims, ``over`` so many."""
+        """Normalise x over its last ``over`` dims."""
         dims = self.tensors[x].dims
         y = self.tensor(f"{name}.y", dims)
         rstd = self.tensor(f"{name}.rstd", dims[:-over], "fp32")
@@ -110,8 +110,8 @@ class Build:
     def attention(
         self, name: str, inputs: tuple[str, ...], heads: tuple[str, ...], dim: str = "head_dim"
     ) -> str:
-        """``inputs``: q, k and v, or one tensor of the three; ``heads``: the dims of q's heads;
-        ``dim``: of each head of v."""
+        """Append an attention. ``inputs``: q, k and v, or one tensor of the three; ``heads``:
+        the dims of q's heads; ``dim``: of each head of v."""
         y = self.tensor(f"{name}.y", (*TOKEN, *heads, dim))
         lse = self.tensor(f"{name}.lse", ("batch", *heads, "seq"), "fp32")
         self.node(name, "attention", inputs, y, lse)
@@ -133,7 +133,7 @@ class Build:
             self.loss(self.node("head", "gemm", (x, table), y))
 
     def loss(self, logits: str) -> None:
-        """The mean cross entropy of logits, whose last dim is the classes."""
+        """Return the mean cross entropy of logits, whose last dim is the classes."""
         dims = self.tensors[logits].dims
         if self.dtype != "fp32":
             wide = self.tensor("loss.logits", dims, "fp32")

@@ -1,16 +1,16 @@
-"""The part of a forward graph that is a mixture of experts in place of a feed-forward.
+"""A mixture of experts in a forward graph, in place of a feed-forward.
 
     scores = softmax(x router^T) in fp32;  the best top_k of each token
     y = sum over these of score * down(act(first(x)));  and shared(x) beside it
 
-Rows are the copies of tokens, sorted by expert. They are moved into a buffer of ``room`` rows, in
-which each expert's group is aligned, go through one grouped product a weight, and are moved back.
-``nn/experts.py`` is the same mathematics as a torch module; where ranks hold different experts,
-``dispatch`` sends rows to them and ``combine`` brings them back. Every expert gets the same number
-of rows here: what a router chooses is a named load, not a size.
+Rows are copies of tokens, sorted by expert. They are moved into a buffer of ``room`` rows, in which
+each expert's group is aligned, pass through one grouped product per weight, and are moved back.
+``nn/experts.py`` is the same mathematics as a torch module. Where ranks hold different experts,
+``dispatch`` sends rows to them and ``combine`` brings them back. Here every expert gets the same
+number of rows: what a router chooses is a named load, not a size.
 
-Where experts have a capacity, the ``room`` is [experts,groups,capacity] instead: copies are moved
-there at once, ``combine`` gives 0 for what was dropped, and products are batched.
+Experts with a capacity have a ``room`` of [experts,groups,capacity] instead: copies are moved there
+at once, ``combine`` gives 0 for dropped ones, and products are batched.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ ROOM, CHOICES = ("room",), ("choices",)
 
 
 def sizes(model: LanguageModel, batch: int, seq: int) -> dict[str, int]:
-    """Extents of the dims that experts add; ``choices`` are the experts that a router scores,
-    ``experts`` those that a rank holds."""
+    """Return the extents of the dims that experts add. ``choices``: experts that a router
+    scores; ``experts``: those that a rank holds."""
     moe = model.experts
     if moe is None:
         return {}
@@ -40,7 +40,7 @@ def sizes(model: LanguageModel, batch: int, seq: int) -> dict[str, int]:
 
 
 def room(sizes: Mapping[str, int]) -> int:
-    """Rows of the buffer that a rank's products read."""
+    """Return the rows of the buffer that a rank's products read."""
     tokens = sizes["batch"] * sizes["seq"]
     if "capacity" in sizes:  # it gets as many of other ranks as it sends
         return max(1, tokens // sizes["group"]) * sizes["capacity"] * sizes["choices"]
@@ -61,8 +61,8 @@ def experts(build: Build, model: LanguageModel, x: str, at: str) -> str:
 
 
 class _Routes(NamedTuple):
-    """Each token's experts, their weights, and the mean score of each expert. ``places``: where
-    each copy lies in the buffer and which copy lies at each place, where there is a capacity."""
+    """Each token's experts, their weights, and the mean score of each expert. With a capacity,
+    ``places``: where each copy lies in the buffer, and which copy lies at each place."""
 
     chosen: str
     weights: str
@@ -102,7 +102,7 @@ def _constant(build: Build, name: str, dims: tuple[str, ...], dtype: str = "int6
 
 
 def _normalized(build: Build, x: str, name: str) -> str:
-    """x over its sum over the last dim."""
+    """Divide x by its sum over the last dim."""
     *rows, _ = build.tensors[x].dims
     y = build.tensor(f"{name}.y", build.tensors[x].dims, "fp32")
     return build.node(name, "normalize", (x,), y, build.tensor(f"{name}.sum", tuple(rows), "fp32"))
@@ -152,8 +152,8 @@ def _products(
     build: Build, rows: str, at: str, ends: str | None, *, gated: bool, bias: bool
 ) -> str:
     def product(x: str, name: str, out: tuple[str, ...], into: tuple[str, ...]) -> str:
-        """One weight for each expert, whose rows are ``ends`` or as many as another's. Its bias is
-        then picked by a second product, or added by the first."""
+        """Multiply by one weight per expert; its rows are ``ends``, or as many as another's. The
+        bias is picked by a second product and added, or added by the first."""
         weight = build.parameter(f"{at}.{name}.weight", "experts", *out, *into)
         added = [build.parameter(f"{at}.{name}.bias", "experts", *out)] if bias else []
         y = build.tensor(f"{at}.{name}.y", (*ROOM, *out))
@@ -171,7 +171,7 @@ def _products(
 
 
 def _activated(build: Build, first: str, at: str) -> str:
-    """silu(gate) * up of first = [gate, up], or gelu."""
+    """Return silu(gate) * up of first = [gate, up], or gelu."""
     dims, dtype = build.tensors[first].dims, build.tensors[first].dtype
     if "halves" not in dims:
         return build.elementwise(f"{at}.gelu", "gelu", first)

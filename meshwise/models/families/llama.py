@@ -86,15 +86,15 @@ def _layer(build: Build, model: Decoder, x: str, i: int, *, has_experts: bool) -
 
 
 def _before(build: Build, model: Decoder, x: str, name: str, *, cheap: bool = True) -> str:
-    """What the first product reads of x; without a norm, x itself by another name, so that the
-    gradients of what reads it are added up before they join that of the stream."""
+    """Return the input of the first product. Without a norm it is x under another name, so that
+    the gradients of its readers are summed before they join the stream's."""
     if model.norms != "after":
         return build.rms_norm(x, name, cheap=cheap)
     return build.node(f"{name}.in", "view", (x,), build.tensor(f"{name}.x", STREAM))
 
 
 def _add(build: Build, model: Decoder, x: str, y: str, at: str, place: int) -> str:
-    """x + y; y is normed and scaled first where the model does so."""
+    """Return x + y; y is normed and scaled first where the model does so."""
     if model.norms != "before":
         y = build.rms_norm(y, f"{at}.post{place}", cheap=False)
     if model.residual_scale != 1:
@@ -142,7 +142,7 @@ def _latent_attention(build: Build, model: Decoder, mla: Mla, x: str, at: str) -
 
 
 def _rope(build: Build, x: str, name: str) -> str:
-    """Turn the halves of each head against each other, in fp32: x cos + flip(x) sin."""
+    """Rotate the halves of each head, in fp32: x cos + flip(x) sin."""
     cos, sin = (
         build.tensor(f"rope.{table}", ("seq", "half"), "fp32", "constant")
         for table in ("cos", "sin")

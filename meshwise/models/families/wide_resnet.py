@@ -52,7 +52,7 @@ def _image(channels: str, resolution: int | str) -> tuple[str, ...]:
 
 
 def _into(kind: str) -> tuple[str, ...]:
-    """Dims of what a layer of this kind reads."""
+    """Return the dims of the input of a layer of this kind."""
     resolution, where = int(kind[0]), kind[2:]
     if where == "rest":
         return _image(f"features.{resolution}", resolution)
@@ -94,19 +94,20 @@ def _bottleneck(build: Build, x: str, at: str, kind: str) -> str:
 
 
 def _convolution(build: Build, x: str, name: str, out: tuple[str, ...], kernel: int) -> str:
-    """A product by a square kernel; the extents of x and the result say its stride."""
+    """Append a product by a square kernel; its stride follows from the extents of x and the
+    result."""
     square = (f"kernel.height{kernel}", f"kernel.width{kernel}")
     weight = build.parameter(f"{name}.weight", out[1], build.tensors[x].dims[1], *square)
     return build.node(name, "convolution", (x, weight), build.tensor(f"{name}.y", out))
 
 
 def _norm(build: Build, x: str, name: str, *, cheap: bool = False) -> str:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias, as x * scale + shift. ``cheap``:
-    selective recomputation normalises again, by the same statistics."""
+    """Append (x - mean) / sqrt(variance + epsilon) * weight + bias, as x * scale + shift.
+    ``cheap``: selective recomputation normalises again, with the same statistics."""
     dims, c = build.tensors[x].dims, build.tensors[x].dims[1]
 
     def small(of: str, kind: str, *inputs: str, cheap: bool = False) -> str:
-        """A node whose result is a number a channel."""
+        """Append a node whose result is one number per channel."""
         y = build.tensor(f"{name}.{of}", (c,), "fp32")
         return build.node(f"{name}.{of}", kind, inputs, y, cheap=cheap)
 
