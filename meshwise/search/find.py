@@ -7,6 +7,7 @@ that fits: it would only cost time.
 """
 
 import gc
+import logging
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,8 @@ from meshwise.spec import (
 )
 from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
+
+log = logging.getLogger("meshwise")
 
 
 @contextmanager
@@ -73,6 +76,7 @@ def find(
     layouts, removed = legal_layouts(model, workload, costs, num_devices)
     if not layouts:
         raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
+    log.info("comparing %s layouts of %d devices", f"{len(layouts):,}", num_devices)
     prices = Prices(costs, datasheet=not measured_only)
     limit = cluster.device.memory_bytes - cluster.reserved_bytes
     ladders = [
