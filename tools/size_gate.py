@@ -22,7 +22,7 @@ ROOMS = {
     "prices": 840,
     "probe": 6_390,
     "reshard": 5_090,
-    "search": 2_490,
+    "search": 2_500,
     "spec": 2_850,
     "suites": 1_007,
     "verbs": 3_540,
