@@ -100,17 +100,14 @@ def _check_alike(measured: Cluster, described: Cluster) -> None:
 
 
 def _long_enough(model: AnyModel, seq_len: int) -> AnyModel:
-    """The model with positions for ``seq_len`` tokens: a GPT's table grows, others have none."""
+    """Give the model positions for ``seq_len`` tokens: a row each in a GPT's table, angles of
+    rotary positions elsewhere."""
     if isinstance(model, WideResNet) or seq_len <= model.max_seq_len:
         return model
-    if not isinstance(model, Model):
-        raise ValueError(
-            f"seq_len = {seq_len}: {model.name or 'the model'} has positions for "
-            f"{model.max_seq_len} tokens; use at most that"
-        )
+    what = "table of positions" if isinstance(model, Model) else "rotary positions"
     log.info(
-        "the table of positions of %s grows from %d to %d tokens",
-        model.name or "the model", model.max_seq_len, seq_len,
+        "the %s of %s: for %d tokens here, %d as published",
+        what, model.name or "the model", seq_len, model.max_seq_len,
     )  # fmt: skip
     return msgspec.structs.replace(model, max_seq_len=seq_len)
 

@@ -499,11 +499,14 @@ class TestCalibrateAndPlan:
         caplog.set_level("INFO", "meshwise")
         plan = meshwise.plan(seq_len=2048)
         assert (plan.model.max_seq_len, plan.workload.seq_len) == (2048, 2048)
-        assert "positions of gpt-30m grows from 1024 to 2048 tokens" in caplog.text
+        assert "table of positions of gpt-30m: for 2048 tokens here, 1024 as publ" in caplog.text
 
-    def test_longer_than_rotary_positions_go(self):
-        with pytest.raises(ValueError, match="seq_len = 4097: llama-2-7b has positions for 4096"):
-            meshwise.plan("llama-2-7b", seq_len=4097)
+    def test_rotary_positions_go_on(self, caplog):
+        caplog.set_level("INFO", "meshwise")
+        layout = '{"dp": 2, "zero": 3, "microbatch_size": 2}'
+        plan = meshwise.plan("llama-2-7b", seq_len=5000, global_batch_size=4, layout=layout)
+        assert (plan.model.max_seq_len, plan.workload.seq_len) == (5000, 5000)
+        assert "rotary positions of llama-2-7b: for 5000 tokens here, 4096 as publ" in caplog.text
 
     def test_a_layout_is_json_or_a_file(self):
         text = '{"dp": 2, "zero": 3, "num_microbatches": 4}'
