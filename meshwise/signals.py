@@ -42,7 +42,7 @@ def told(number: int) -> str:
     return f"ended by {signal.Signals(number).name}"
 
 
-class Held:
+class HeldSignals:
     """``number`` is the first signal that came while signals were held."""
 
     number: int | None = None
@@ -52,9 +52,9 @@ class Held:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[Held]:
+def held() -> Iterator[HeldSignals]:
     """Put signals off until the body has ended; the body may look at ``number`` and end early."""
-    came = Held()
+    came = HeldSignals()
     before = _handled()
     for number in before:
         signal.signal(number, came)

@@ -38,7 +38,7 @@ _DIGITS = 16  # of a hash
 Bytes = npt.NDArray[np.uint8]
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A tensor's part in a file: bytes [first, last) behind the header, its box's shape and where
     the box begins in the whole tensor."""
 
@@ -71,7 +71,7 @@ class DataFile:
             raise ValueError(f"{path} has {len(self._content)} bytes of {stored.bytes}; {FIX}")
         self._hashes = stored.hashes
         self._verified: set[int] = set()
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, StoredPart] = {}
         self._verify(0)
         header = self._content[8 : self._blocks[0].stop].tobytes()
         try:
@@ -182,7 +182,7 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[NonNegative, NonNegative]
 
 
-def _parts(header: bytes, most: int) -> dict[str, Part]:
+def _parts(header: bytes, most: int) -> dict[str, StoredPart]:
     """Each tensor's entry in a header; ``most``: the bytes behind the header."""
     told = files.parse_json(header, "it", at_most=_MOST_HEADER)
     about = files.parse_json(told.pop("__metadata__")[OFFSETS], OFFSETS, at_most=_MOST_HEADER)
@@ -195,5 +195,5 @@ def _parts(header: bytes, most: int) -> dict[str, Part]:
         fits = first <= last <= most and size * elements == last - first
         if not fits or first % max(size, 1) or len(low) != len(entry.shape):
             raise ValueError(f"{name} lies at {first} to {last} of {most}")
-        found[name] = Part(first, last, entry.shape, low)
+        found[name] = StoredPart(first, last, entry.shape, low)
     return found

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from meshwise import files
 from meshwise.engine import blocks
 from meshwise.engine import folder as folders
-from meshwise.engine.step import Training
+from meshwise.engine.step import TrainingState
 from meshwise.ranks import Ranks
 from meshwise.reshard.regions import Box, chunk_of, whole
 from meshwise.spec import AnyModel, Plan, Record
@@ -54,7 +54,7 @@ T = TypeVar("T")
 Targets = dict[str, list[tuple[Box, Tensor]]]  # by name, what this rank holds of each tensor
 
 
-class Share(NamedTuple):
+class TensorShare(NamedTuple):
     """A rank's part of a tensor; ``norm`` of this part, None if it is not finite."""
 
     name: str
@@ -76,11 +76,11 @@ def saving(ranks: Ranks, folder: Path | str) -> Iterator[Save]:
     into it since, or if one rank cannot write.
     """
     folder = Path(folder)
-    held: folders.Held | None = None
+    held: folders.HeldFolder | None = None
 
     def hold() -> None:
         nonlocal held
-        held = folders.Held(folder) if ranks.rank == 0 else None
+        held = folders.HeldFolder(folder) if ranks.rank == 0 else None
 
     _everywhere(ranks, f"saving into {folder}", hold)
     try:
@@ -93,8 +93,8 @@ def saving(ranks: Ranks, folder: Path | str) -> Iterator[Save]:
 def _save(
     ranks: Ranks,
     folder: Path,
-    held: folders.Held | None,
-    training: Training,
+    held: folders.HeldFolder | None,
+    training: TrainingState,
     plan: Plan,
     *,
     step: int,
@@ -103,7 +103,7 @@ def _save(
     tensors = {name: tensor for name, tensor, is_copy in _tensors(training) if not is_copy}
     numbers = {name: _local(value).item() for name, value in tensors.items() if value.ndim == 0}
     told = ranks.gather((secrets.token_hex(4), numbers, _shares(tensors)))
-    everyone = msgspec.convert([shares for _, _, shares in told], list[list[Share]])
+    everyone = msgspec.convert([shares for _, _, shares in told], list[list[TensorShare]])
     _check_shares(everyone)
     names = _assigned(everyone)[ranks.rank]
     data = f"step-{step}-{told[0][0]}"
@@ -153,7 +153,9 @@ def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = N
     return record
 
 
-def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, seed: int) -> int:
+def load(
+    ranks: Ranks, training: TrainingState, folder: Path | str, plan: Plan, *, seed: int
+) -> int:
     """Fill a newly made training with what ``folder`` holds; returns the next step.
 
     All ranks call it together; ValueError on all of them if the checkpoint is damaged, or of
@@ -172,7 +174,7 @@ def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, se
         _make_states(training.optimizer)
     _everywhere(ranks, f"reading {folder}", lambda: _read(folder, record, training))
     tensors = {name: tensor for name, tensor, is_copy in _tensors(training) if not is_copy}
-    everyone = msgspec.convert(ranks.gather(_shares(tensors)), list[list[Share]])
+    everyone = msgspec.convert(ranks.gather(_shares(tensors)), list[list[TensorShare]])
     for name, norm in _norms(everyone).items():
         if not isclose(norm, record.norms.get(name, norm), rel_tol=SAME_NORM):
             raise ValueError(
@@ -182,7 +184,7 @@ def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, se
     return record.step
 
 
-def _tensors(training: Training) -> Iterator[tuple[str, Tensor, bool]]:
+def _tensors(training: TrainingState) -> Iterator[tuple[str, Tensor, bool]]:
     """This rank's tensors by their names in the whole model, and whether each is a tied copy."""
     for stage in training.pipeline.stages.values():
         module = stage.module
@@ -234,22 +236,22 @@ def _box(tensor: Tensor) -> Box:
     return box
 
 
-def _shares(tensors: Mapping[str, Tensor]) -> list[Share]:
+def _shares(tensors: Mapping[str, Tensor]) -> list[TensorShare]:
     found = []
     for name, tensor in tensors.items():
         box = _box(tensor)
         if tensor.ndim and box.num_elements:
             norm = float(_local(tensor).float().norm())
             known = norm if isfinite(norm) else None
-            found.append(Share(name, tuple(tensor.shape), _dtype(tensor), box, known))
+            found.append(TensorShare(name, tuple(tensor.shape), _dtype(tensor), box, known))
     return found
 
 
-def _check_shares(everyone: Sequence[Sequence[Share]]) -> None:
+def _check_shares(everyone: Sequence[Sequence[TensorShare]]) -> None:
     """All is finite, and ranks that have the same part of a tensor have the same numbers: else
     they hold parts that only look alike. Rounding changes a norm less than the tolerance."""
-    whole_of: dict[str, Share] = {}
-    part_of: dict[tuple[str, Box], Share] = {}
+    whole_of: dict[str, TensorShare] = {}
+    part_of: dict[tuple[str, Box], TensorShare] = {}
     for rank, shares in enumerate(everyone):
         for share in shares:
             if share.norm is None:
@@ -264,7 +266,7 @@ def _check_shares(everyone: Sequence[Sequence[Share]]) -> None:
                 )
 
 
-def _norms(everyone: Sequence[Sequence[Share]]) -> dict[str, float]:
+def _norms(everyone: Sequence[Sequence[TensorShare]]) -> dict[str, float]:
     """Norms of whole tensors, however they are cut; NaN for one that is not finite."""
     parts = {(share.name, share.box): share.norm for shares in everyone for share in shares}
     squares: dict[str, float] = defaultdict(float)
@@ -273,7 +275,7 @@ def _norms(everyone: Sequence[Sequence[Share]]) -> dict[str, float]:
     return {name: sqrt(square) for name, square in squares.items()}
 
 
-def _assigned(everyone: Sequence[Sequence[Share]]) -> list[list[str]]:
+def _assigned(everyone: Sequence[Sequence[TensorShare]]) -> list[list[str]]:
     """Share the writing: each part is written by the least loaded of the ranks that hold it."""
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     lacking: dict[str, int] = {}
@@ -369,7 +371,7 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _read(folder: Path, record: Checkpoint, training: Training) -> None:
+def _read(folder: Path, record: Checkpoint, training: TrainingState) -> None:
     """Fill this rank's tensors from whatever files have parts of theirs."""
     wanted: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor, _ in _tensors(training):

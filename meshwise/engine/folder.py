@@ -68,7 +68,7 @@ def check_files(folder: Path, record: Checkpoint) -> None:
             raise ValueError(f"{path} has {found} bytes of {stored.bytes}; {FIX}")
 
 
-class Held:
+class HeldFolder:
     """A folder that one run may save into, until ``close`` or the end of the process."""
 
     def __init__(self, folder: Path) -> None:

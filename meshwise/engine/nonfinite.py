@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwise.engine.step import Training
+from meshwise.engine.step import TrainingState
 from meshwise.parallel import apply, pipeline
 from meshwise.parallel.mesh import share
-from meshwise.parallel.pipeline import Stage
+from meshwise.parallel.pipeline import LinkedStage
 from meshwise.ranks import Ranks
 
 KINDS = ("value before the step", "output", "gradient", "gradient of the parameter")
 VALUE, OUTPUT, GRADIENT, OF_PARAMETER = range(len(KINDS))
 
 
-class Finding(NamedTuple):
+class NonfiniteValue(NamedTuple):
     """Sorted as the ranks together would come to them: by microbatch and stage in a forward; in a
     backward the last stage is the first."""
 
@@ -48,14 +48,14 @@ class _Watch:
     """One forward and backward under observation; ``found`` is this rank's first of each kind."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.found = rank, dict[int, Finding]()
+        self.rank, self.found = rank, dict[int, NonfiniteValue]()
 
     def look(self, value: Any, kind: int, stage: int, microbatch: int, name: str) -> None:
         if kind not in self.found and not all(map(_is_finite, _tensors(value))):
             order = stage if kind <= OUTPUT else -stage
-            self.found[kind] = Finding(kind, microbatch, order, self.rank, name)
+            self.found[kind] = NonfiniteValue(kind, microbatch, order, self.rank, name)
 
-    def over(self, stage: Stage, hold: ExitStack) -> None:
+    def over(self, stage: LinkedStage, hold: ExitStack) -> None:
         """Look at every module of a stage. What backward computes again is not looked at twice."""
         microbatch, running = -1, False
 
@@ -89,7 +89,7 @@ class _Watch:
         hold.callback(stage.module.register_forward_hook(end).remove)
 
 
-def first_module(ranks: Ranks, training: Training, index: int) -> str | None:
+def first_module(ranks: Ranks, training: TrainingState, index: int) -> str | None:
     """``the output of layers.3.mlp.up (stage 1, microbatch 0, rank 2)``, or None if all is finite.
 
     Every rank calls it with its own ``training`` and learns the same. Gradients come back to zero.
@@ -117,7 +117,7 @@ def first_module(ranks: Ranks, training: Training, index: int) -> str | None:
             watch.look(parameter.grad, OF_PARAMETER, stage.number, 0, name)
     training.optimizer.zero_grad()
     told = chain.from_iterable(ranks.gather(list(watch.found.values())))
-    found = [Finding(*finding) for finding in told]
+    found = [NonfiniteValue(*finding) for finding in told]
     return str(min(found)) if found else None
 
 

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwise import store
 from meshwise.engine import step
-from meshwise.engine.frame import Job, no_pauses
+from meshwise.engine.frame import RankJob, no_pauses
 from meshwise.parallel import torch_private
 from meshwise.ranks import Ranks
 from meshwise.spec.phases import (
@@ -58,7 +58,7 @@ MEETINGS = ("exchange", "clip")  # where ranks of a pipeline wait for each other
 COMMUNICATES = re.compile(r"nccl|nvshmem|multimem|one_shot|two_shot|PtoP", re.IGNORECASE)
 
 
-class Named(NamedTuple):
+class NamedSpan(NamedTuple):
     name: str
     start_s: float
     end_s: float
@@ -69,8 +69,8 @@ class Trace(NamedTuple):
 
     marks: list[float]
     compute: list[Interval]
-    communication: list[Named]
-    messages: list[Named]
+    communication: list[NamedSpan]
+    messages: list[NamedSpan]
 
 
 class Marked(NamedTuple):
@@ -79,12 +79,12 @@ class Marked(NamedTuple):
     names: list[str]
     starts: list[float]
 
-    def stretches(self) -> list[Named]:
+    def stretches(self) -> list[NamedSpan]:
         times = pairwise(self.starts)
-        return [Named(name, a, b) for name, (a, b) in zip(self.names, times, strict=False)]
+        return [NamedSpan(name, a, b) for name, (a, b) in zip(self.names, times, strict=False)]
 
 
-def record(job: Job, training: step.Training, run_dir: Path) -> dict[str, float]:
+def record(job: RankJob, training: step.TrainingState, run_dir: Path) -> dict[str, float]:
     """Measure on the last batch; rank 0 writes all into ``run_dir``. Its metrics."""
     job.say("two steps to see where the time goes")
     work = functools.partial(measure, job.ranks, training, len(training.inputs) - 1)
@@ -94,7 +94,7 @@ def record(job: Job, training: step.Training, run_dir: Path) -> dict[str, float]
     return measured.metrics
 
 
-def measure(ranks: Ranks, training: step.Training, index: int) -> Phases:
+def measure(ranks: Ranks, training: step.TrainingState, index: int) -> Phases:
     """Two steps on batch ``index``, which train like any other; the same result on every rank."""
     modules = [stage.module for stage in training.pipeline.stages.values()]
     piped = not all(module.first and module.last for module in modules)
@@ -119,7 +119,7 @@ def measure(ranks: Ranks, training: step.Training, index: int) -> Phases:
     )
 
 
-def _marked(ranks: Ranks, training: step.Training, index: int) -> Marked:
+def _marked(ranks: Ranks, training: step.TrainingState, index: int) -> Marked:
     mark, elapsed_s = clock(ranks.device)
     marks: list[tuple[str, Any]] = []
     ranks.synchronize("the steps before")
@@ -131,7 +131,7 @@ def _marked(ranks: Ranks, training: step.Training, index: int) -> Marked:
     return Marked([name for name, _ in marks], [elapsed_s(zero, at) for _, at in marks])
 
 
-def _profiled(ranks: Ranks, training: step.Training, index: int) -> list[dict[str, Any]]:
+def _profiled(ranks: Ranks, training: step.TrainingState, index: int) -> list[dict[str, Any]]:
     """The events of one step. A mark on a GPU is a kernel of no length: annotations of the host do
     not cover what backward's threads launch."""
     activities = [ProfilerActivity.CPU]
@@ -162,12 +162,17 @@ def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> 
     if device_type == "cpu":  # gloo's threads add numbers too, by torch's operators
         main = next(event["tid"] for event in whole if event["name"] == MARK)
         whole = [e for e in whole if e["tid"] == main or e["name"].startswith("gloo:")]
-    found: dict[str, list[Named]] = {"mark": [], "compute": [], "communication": [], "message": []}
+    found: dict[str, list[NamedSpan]] = {
+        "mark": [],
+        "compute": [],
+        "communication": [],
+        "message": [],
+    }
     for event in whole:
         kind, name = of_device(event)
         if kind in found:
             start_s = event["ts"] / 1e6
-            found[kind].append(Named(name, start_s, start_s + event["dur"] / 1e6))
+            found[kind].append(NamedSpan(name, start_s, start_s + event["dur"] / 1e6))
     if not piped:
         found["communication"] += found.pop("message")
     return Trace(
@@ -209,9 +214,9 @@ def _carried(seen: Trace, marked: Marked) -> Trace:
     def moved(times: list[float]) -> list[float]:
         return [float(t) for t in np.interp(times, seen.marks, marked.starts)]
 
-    def named(spans: list[Named]) -> list[Named]:
+    def named(spans: list[NamedSpan]) -> list[NamedSpan]:
         starts, ends = moved([s.start_s for s in spans]), moved([s.end_s for s in spans])
-        found = [Named(s.name, a, b) for s, a, b in zip(spans, starts, ends, strict=True)]
+        found = [NamedSpan(s.name, a, b) for s, a, b in zip(spans, starts, ends, strict=True)]
         return [span for span in found if span.end_s > span.start_s]
 
     starts, ends = moved([a for a, _ in seen.compute]), moved([b for _, b in seen.compute])

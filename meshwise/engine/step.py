@@ -22,17 +22,17 @@ from meshwise.attention import shards
 from meshwise.attention.dense import ring_attention
 from meshwise.engine import data, optimizer
 from meshwise.models import placement
-from meshwise.nn import Stage, build
+from meshwise.nn import ModelStage, build
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import Attend, causal, cross_entropy
 from meshwise.parallel import apply, pipeline
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.spec import AnyModel, Layout, Plan, Recipe
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingState:
     """A rank's stages with their optimizer and its batches on the device."""
 
     pipeline: Pipeline
@@ -73,18 +73,18 @@ def rows(layout: Layout, rank: int) -> npt.NDArray[np.int64]:
 
 def prepare(
     plan: Plan,
-    place: Place,
+    place: MeshPlace,
     batches: data.Batches,
     device: torch.device,
     *,
     dtype: str,
     seed: int,
-) -> Training:
+) -> TrainingState:
     """Build a rank's share of the plan's model for its rows of the batches."""
     inside = place.layout
     shares = 1 if inside.placed.experts == "whole" else inside.tp
 
-    def lay_out(module: Stage, place: Place) -> Stage:
+    def lay_out(module: ModelStage, place: MeshPlace) -> ModelStage:
         module = apply.parallelize(
             module, place, dtype=dtype, lowering=plan.lowering, recipe=plan.recipe, seed=seed
         )
@@ -100,11 +100,11 @@ def prepare(
 
 def built_stages(
     plan: Plan,
-    place: Place,
+    place: MeshPlace,
     batches: data.Batches,
     device: torch.device,
     dtype: torch.dtype,
-    lay_out: Callable[[Stage, Place], Stage],
+    lay_out: Callable[[ModelStage, MeshPlace], ModelStage],
     *,
     forward_only: bool = False,
 ) -> tuple[Pipeline, data.Batches]:
@@ -113,7 +113,7 @@ def built_stages(
     placement.check(plan.model, plan.workload, place.layout)
     at, attend = positions(plan, place), attention(plan, place)
 
-    def make(number: int, layers: range) -> Stage:
+    def make(number: int, layers: range) -> ModelStage:
         inside = place._replace(layout=layout.of_stage(number))
         module = lay_out(on_meta(plan.model, layers, plan.recipe, attend), inside)
         if at is not None:
@@ -132,7 +132,7 @@ def built_stages(
 
 def prepare_alone(
     plan: Plan, batches: data.Batches, device: torch.device, *, seed: int
-) -> Training:
+) -> TrainingState:
     """The same model and workload in fp32 on one device, in plain torch."""
     model = on_meta(plan.model, None, plan.recipe, causal).to_empty(device=device)
     model.tie()
@@ -144,7 +144,7 @@ def prepare_alone(
     return _training(built, cross_entropy, batches, plan.recipe, alone=True)
 
 
-def positions(plan: Plan, place: Place) -> npt.NDArray[np.int64] | None:
+def positions(plan: Plan, place: MeshPlace) -> npt.NDArray[np.int64] | None:
     """The positions of this rank's tokens in their sequences, if ranks share those. The first and
     the last chunk together make causal work equal."""
     if place.context is None:
@@ -156,7 +156,7 @@ def _shards(plan: Plan) -> shards.Shards:
     return shards.balanced(plan.workload.seq_len, plan.layout.cp)
 
 
-def attention(plan: Plan, place: Place) -> Attend:
+def attention(plan: Plan, place: MeshPlace) -> Attend:
     """Causal attention, of sequences that the ranks of a context group share if there is one."""
     if place.context is None:
         return causal
@@ -171,13 +171,13 @@ def attention(plan: Plan, place: Place) -> Attend:
     return alike
 
 
-def on_meta(model: AnyModel, layers: range | None, recipe: Recipe, attend: Attend) -> Stage:
+def on_meta(model: AnyModel, layers: range | None, recipe: Recipe, attend: Attend) -> ModelStage:
     """The module of a model, or of a stage of it, without memory."""
     with torch.device("meta"):
         return build(model, layers, attend=attend, routing=recipe.routing)
 
 
-def balance(module: Stage, scale: float) -> None:
+def balance(module: ModelStage, scale: float) -> None:
     """Add the experts' load balancing losses, times ``scale``, to the loss of a microbatch."""
     for part in module.modules():
         if isinstance(part, MoE):
@@ -191,9 +191,9 @@ def _training(
     recipe: Recipe,
     *,
     alone: bool,
-) -> Training:
+) -> TrainingState:
     stages = built.stages.values()
-    return Training(
+    return TrainingState(
         pipeline=built,
         optimizer=optimizer.build(recipe, (p for s in stages for p in s.module.parameters())),
         loss=loss_function,
@@ -209,7 +209,7 @@ def _on(device: torch.device, values: npt.NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 
-def run(training: Training, index: int, mark: pipeline.Mark = pipeline.unmarked) -> Tensor:
+def run(training: TrainingState, index: int, mark: pipeline.Mark = pipeline.unmarked) -> Tensor:
     """One optimizer step on batch ``index``; this rank's mean loss, on the device (0 where the
     last stage is not). ``mark`` is told what begins, as ``pipeline.run`` says, then ``clip``,
     ``optimizer`` and ``end``.

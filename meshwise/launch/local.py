@@ -1,6 +1,6 @@
 """Ranks on this host: start them, watch them, end them all.
 
-In: an errand and a number of ranks. Out: nothing, or ``RanksFailed``. Nobody but this host's users
+In: an order and a number of ranks. Out: nothing, or ``RanksFailed``. Nobody but this host's users
 can reach what they listen on: the store, which this process holds, gloo and NCCL use the loopback
 interface. The thread that starts ranks waits for them, since the kernel kills them when it ends.
 """
@@ -20,7 +20,7 @@ import msgspec
 
 from meshwise import files, signals
 from meshwise.launch import RanksFailed, cache, failures, keeper, scratch
-from meshwise.launch.errand import Errand
+from meshwise.launch.order import WorkOrder
 from meshwise.patience import turns
 
 log = logging.getLogger("meshwise")
@@ -32,8 +32,8 @@ _WORKER = ("-m", "meshwise.launch.worker")
 _ENDED = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
 
 
-def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
-    """Run the errand on ``nproc`` ranks to its end. Signals end them and act as usual afterwards.
+def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
+    """Carry out the order on ``nproc`` ranks. Signals end the ranks and act as usual afterwards.
 
     ``worker`` are the arguments to Python that start one rank, before the request's path and our
     process id.
@@ -46,7 +46,7 @@ def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
     job = _Job()
     with signals.held() as held, scratch.folder() as folder, _keeper() as groups:
         request = folder / "request.json"
-        files.write_whole(request, msgspec.json.encode(errand), sync=False)
+        files.write_whole(request, msgspec.json.encode(order), sync=False)
         # torch's symmetric memory opens sockets in it, by names that others can tell beforehand
         store, kept = ranks.hold_store(), cache.variables(folder) | {"TMPDIR": str(folder)}
         command = [sys.executable, *(worker or _worker()), str(request), str(os.getpid())]
@@ -55,14 +55,14 @@ def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
                 with signals.blocked():  # the worker lets them in when they end it at once
                     started = subprocess.Popen(
                         command,
-                        env=os.environ | kept | variables(errand, rank, nproc, store.port),
+                        env=os.environ | kept | variables(order, rank, nproc, store.port),
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,  # Ctrl-C is for us; a group for all that it starts
                     )
                 job.processes.append(started)
                 with contextlib.suppress(BrokenPipeError):  # who ended it wants no such help
                     groups.write(b"%d\n" % started.pid)
-            failed = job.wait(folder, errand.patience.limits(nproc)[0], held)
+            failed = job.wait(folder, order.patience.limits(nproc)[0], held)
         finally:
             job.end()
         if failed:
@@ -71,7 +71,7 @@ def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
             raise RanksFailed(f"the ranks were {signals.told(held.number)}")
 
 
-def variables(errand: Errand, rank: int, nproc: int, port: int) -> dict[str, str]:
+def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, str]:
     """A rank's environment beyond ours. ``usual`` is left to the user, who may have set it."""
     from meshwise import ranks
 
@@ -89,12 +89,12 @@ def variables(errand: Errand, rank: int, nproc: int, port: int) -> dict[str, str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "OMP_NUM_THREADS": errand.threads,
+        "OMP_NUM_THREADS": order.threads,
     }
     return {
         **{name: os.environ.get(name, value) for name, value in usual.items()},
         **{name: str(value) for name, value in place.items()},
-        **{name: text.replace("{rank}", str(rank)) for name, text in errand.environment.items()},
+        **{name: text.replace("{rank}", str(rank)) for name, text in order.environment.items()},
     }
 
 
@@ -132,7 +132,7 @@ class _Job:
         self.codes: dict[int, int] = {}
         self.killed: set[int] = set()
 
-    def wait(self, folder: Path, timeout_s: float, held: signals.Held) -> bool:
+    def wait(self, folder: Path, timeout_s: float, held: signals.HeldSignals) -> bool:
         """Wait until all are done, or a signal came; True as soon as one has ended otherwise.
 
         One that stays stopped is killed: others notice it in most collectives, but NCCL waits for

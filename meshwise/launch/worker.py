@@ -18,9 +18,9 @@ def main(request: str, parent: str, package: str = "meshwise") -> None:
     """Do what the request says, if the process ``parent`` still waits for it."""
     end_with(int(parent))
     os.dup2(2, 1)
-    from meshwise.launch import errand
+    from meshwise.launch import order
 
-    errand.run(Path(request), package)
+    order.run(Path(request), package)
 
 
 def end_with(parent: int) -> None:

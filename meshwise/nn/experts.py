@@ -33,7 +33,7 @@ from meshwise.spec import Experts as Sizes
 from meshwise.spec.recipe import Routing
 
 
-class Exchange(Protocol):
+class TokenExchange(Protocol):
     """Moves rows, sorted by expert, to the ranks that hold the experts, and back."""
 
     def out(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -66,7 +66,7 @@ class Here:
         return rows
 
 
-class Chosen(NamedTuple):
+class Routed(NamedTuple):
     """``experts`` [tokens,top_k] and ``weights`` of the same shape; ``mean`` [experts]: the mean
     score of each. ``places``: of ``placed``, where experts have a capacity."""
 
@@ -107,7 +107,7 @@ class Router(nn.Module):
             self.bias: Tensor
             self.bias.zero_()
 
-    def forward(self, x: Tensor, weight: Tensor) -> Chosen:
+    def forward(self, x: Tensor, weight: Tensor) -> Routed:
         """x [tokens,hidden]; ``weight``: this module's, whole."""
         sizes = self.sizes
         logits = F.linear(wide(x), wide(weight))
@@ -124,7 +124,7 @@ class Router(nn.Module):
         if sizes.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         shares = scores / scores.sum(-1, keepdim=True) if sizes.router_bias else scores
-        return Chosen(experts, weights * sizes.routed_scale, shares.mean(0), places)
+        return Routed(experts, weights * sizes.routed_scale, shares.mean(0), places)
 
     def in_groups(self, ranking: Tensor) -> Tensor:
         """The same [tokens,experts], -inf outside of the best groups."""
@@ -218,7 +218,7 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-class Move(torch.autograd.Function):
+class MoveRows(torch.autograd.Function):
     """Picks rows, forward and backward: scattered writes are many times slower on GPUs."""
 
     @staticmethod
@@ -241,7 +241,7 @@ class Move(torch.autograd.Function):
 def move(x: Tensor, there: Tensor, back: Tensor, copies: int = 1, *, lossy: bool = False) -> Tensor:
     """Row i of the result is row ``there[i]`` of x, or 0 where that is -1. ``back``: where each row
     of x went, ``copies`` places in a row. ``lossy``: some rows of x go nowhere."""
-    return Move.apply(x, there, back, copies, lossy)  # type: ignore[no-any-return,no-untyped-call]
+    return MoveRows.apply(x, there, back, copies, lossy)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _rows(x: Tensor, index: Tensor, some_absent: bool) -> Tensor:
@@ -362,7 +362,7 @@ class MoE(nn.Module):
         self.shared = None
         if sizes.shared_ffn:
             self.shared = SharedExpert(hidden, sizes, gated=gated, bias=bias)
-        self.exchange: Exchange = Here()
+        self.exchange: TokenExchange = Here()
         self.count: Callable[[Tensor], Tensor] = same
         self.local: Callable[[Tensor], Tensor] = same
         self.balance_scale = 0.0
@@ -375,7 +375,7 @@ class MoE(nn.Module):
             y = y + self.shared(tokens, self.local)
         return y.view_as(x)
 
-    def routed(self, x: Tensor, chosen: Chosen) -> Tensor:
+    def routed(self, x: Tensor, chosen: Routed) -> Tensor:
         """x [tokens,hidden] through the chosen experts."""
         n, top_k = self.sizes.num_experts, self.sizes.top_k
         flat, limited = chosen.experts.flatten(), chosen.places is not None
@@ -397,7 +397,7 @@ class MoE(nn.Module):
         picked = move(rows, place, order, lossy=limited).view(len(x), top_k, -1)
         return (picked * chosen.weights.to(x.dtype).unsqueeze(-1)).sum(1)
 
-    def balanced(self, x: Tensor, chosen: Chosen, counts: Tensor) -> Tensor:
+    def balanced(self, x: Tensor, chosen: Routed, counts: Tensor) -> Tensor:
         """x, with the gradient of the load balancing loss tied to it."""
         if not self.balance_scale or not torch.is_grad_enabled():
             return x

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
 from meshwise.nn.initial import WEIGHT
-from meshwise.nn.stage import Attend, Layer, Stage, causal
+from meshwise.nn.stage import Attend, Layer, ModelStage, causal
 from meshwise.spec import Model
 from meshwise.spec.recipe import Routing
 
@@ -109,7 +109,7 @@ class Head(nn.Module):
         return self.projection(self.norm(x))  # type: ignore[no-any-return]
 
 
-class GPT(Stage):
+class GPT(ModelStage):
     """The whole model, or a pipeline stage of it: the layers in ``layers``, with the embedding if
     they are the first and the head if they are the last.
 

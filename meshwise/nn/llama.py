@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
-from meshwise.nn.stage import Attend, Layer, Stage, call, causal, wide
+from meshwise.nn.stage import Attend, Layer, ModelStage, call, causal, wide
 from meshwise.spec import Decoder, Mla, RopeScaling
 from meshwise.spec.recipe import Routing
 
@@ -98,7 +98,7 @@ class QKV(nn.Module):
         return self.q(x), self.k(x), self.v(x)
 
 
-class Attention(nn.Module):
+class RotaryAttention(nn.Module):
     """[b,s,heads*head_dim] and k, v of as many or fewer heads -> [b,s,heads*head_dim]."""
 
     def __init__(
@@ -211,7 +211,7 @@ class DecoderLayer(Layer):
         self.norm1 = norm("before", "both")
         self.qkv: nn.Module = QKV(model) if model.mla is None else LatentQKV(model, model.mla)
         self.attention: nn.Module = (
-            Attention(model, attend, rotary, model.window_of(index))
+            RotaryAttention(model, attend, rotary, model.window_of(index))
             if model.mla is None
             else LatentAttention(model, model.mla, attend, rotary)
         )
@@ -267,7 +267,7 @@ class Head(nn.Module):
         return self.projection(x)  # type: ignore[no-any-return]
 
 
-class Llama(Stage):
+class Llama(ModelStage):
     """The whole model or a stage of it. ``attend``: q, k, v -> out, each [b,s,heads,dim], k and v
     perhaps with fewer heads; by default causal and of one rank."""
 

@@ -54,7 +54,7 @@ class Layer(nn.Module):
         return self.whole(self.compute, x)  # type: ignore[no-any-return]
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """A model, or a pipeline stage of it: the layers in ``layers`` of ``count``, with what comes
     before them if they are the first and what comes behind them if they are the last.
 

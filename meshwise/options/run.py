@@ -46,13 +46,18 @@ USUAL_TOKENS = 64  # decoded
 USUAL_IN_FLIGHT = 4
 
 
-class Counts(NamedTuple):
+class RunCounts(NamedTuple):
     """How much a run times."""
 
     steps: int
     warmup: int
     in_flight: int
     new_tokens: int
+
+    @property
+    def all_steps(self) -> int:
+        """Training steps: warm-up, one more untimed one, and the timed ones."""
+        return self.warmup + 1 + self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,20 +116,20 @@ class Course(Options):
         if mode == "decode" and self.driver_time:
             raise ValueError("driver_time: decoding has no other clock; leave it out")
 
-    def counts(self, device_kind: str) -> Counts:
+    def counts(self, device_kind: str) -> RunCounts:
         """The numbers, the usual ones where none was given."""
         given = (self.steps, self.warmup, self.in_flight, self.new_tokens)
         usual = (*USUAL_STEPS[device_kind], USUAL_IN_FLIGHT, USUAL_TOKENS)
-        return Counts(*(b if a is None else a for a, b in zip(given, usual, strict=True)))
+        return RunCounts(*(b if a is None else a for a, b in zip(given, usual, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Started, Course, Given):
+class RunOptions(Started, Course, Given):
     """Execute a plan, or a model in a layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite(Run):
+class Suite(RunOptions):
     """The suites of Alpa's benchmark, and its flags."""
 
     suite: str | None = None

@@ -1,7 +1,7 @@
 """Applies a layout to a model or a stage of one: tensor, expert and context parallelism,
 recomputation, compilation, data parallelism.
 
-In: a module of ``nn`` built on the meta device, a rank's ``Place``. Out: the same module with
+In: a module of ``nn`` built on the meta device, a rank's ``MeshPlace``. Out: the same module with
 initialised weights, each rank holding its share. The order is torchtitan's: DTensor hooks are
 compiled with the layer, FSDP2's run outside the compiled code.
 """
@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwise.nn import Stage
+from meshwise.nn import ModelStage
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import Layer, cross_entropy
 from meshwise.parallel import data, fp8, offload, recompute, tensor, torch_private
-from meshwise.parallel.mesh import Place, share
+from meshwise.parallel.mesh import MeshPlace, share
 from meshwise.spec import Layout, Recipe
 
 Lowering = Literal["eager", "compiled"]
@@ -36,14 +36,14 @@ BESIDE_PRODUCTS = {
 
 
 def parallelize(
-    model: Stage,
-    place: Place,
+    model: ModelStage,
+    place: MeshPlace,
     *,
     dtype: str,
     lowering: Lowering,
     recipe: Recipe | None = None,
     seed: int = 0,
-) -> Stage:
+) -> ModelStage:
     """Lay the model out; its weights are those of ``Stage.init_weights(seed)`` under any layout.
 
     Each unit is filled and sharded before the next is allocated, so a rank holds its share of
@@ -104,7 +104,12 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def fill(
-    model: Stage, module: nn.Module, name: str, seed: int, device: torch.device, dtype: torch.dtype
+    model: ModelStage,
+    module: nn.Module,
+    name: str,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     """Allocate a module's parameters on the device and give them their initial values. One that is
     filled already, since it is tied, gets the same again. Buffers (statistics) stay fp32."""

@@ -21,16 +21,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 
-from meshwise.nn.wide_resnet import BatchNorm, Bottleneck, Convolution, WideResNet
+from meshwise.nn.wide_resnet import BatchNorm, Bottleneck, PaddedConv2d, WideResNetModule
 from meshwise.parallel import torch_private
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 
 DIMS = {"conv2": 0, "norm2": 0, "conv3": 1}  # of a bottleneck's tensors, over which tp divides them
 
 Groups = tuple[ProcessGroup, ...]
 
 
-def divide(model: WideResNet, place: Place) -> None:
+def divide(model: WideResNetModule, place: MeshPlace) -> None:
     """Divide a model, or a stage of one, over tp; let its norms hear of all data ranks."""
     if groups := tuple(place.data_groups):
         average = partial(_mean, groups=groups, num_ranks=place.layout.data_ranks)
@@ -41,7 +41,7 @@ def divide(model: WideResNet, place: Place) -> None:
         _divide(model, place.mesh["tp"])
 
 
-def _divide(model: WideResNet, tp_mesh: DeviceMesh) -> None:
+def _divide(model: WideResNetModule, tp_mesh: DeviceMesh) -> None:
     for layer in model.layers.values():
         for name, dim in DIMS.items():
             _cut(getattr(layer, name), tp_mesh, Shard(dim))
@@ -53,7 +53,7 @@ def _divide(model: WideResNet, tp_mesh: DeviceMesh) -> None:
         partial(_all_reduce, groups=tp, back=()),
     )
     for module in model.modules():
-        if isinstance(module, BatchNorm | Convolution):
+        if isinstance(module, BatchNorm | PaddedConv2d):
             module.local = local
         if isinstance(module, Bottleneck):
             module.conv2.enter, module.conv3.leave = enter, leave

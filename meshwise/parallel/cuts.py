@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from meshwise.models.strategies import WHOLE, Strategy
 from meshwise.parallel import torch_private
 from meshwise.parallel.experts import AllToAll
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 
 Placements = tuple[Placement, ...]
 View = Callable[[DTensor], Tensor]
@@ -47,7 +47,7 @@ class _Dims(NamedTuple):
 
 
 def parameters(
-    name: str, module: nn.Module, strategies: Mapping[str, tuple[Strategy, int]], place: Place
+    name: str, module: nn.Module, strategies: Mapping[str, tuple[Strategy, int]], place: MeshPlace
 ) -> Parameters:
     """Of the parameters of this module itself; ``strategies`` by their names."""
     mesh = place.mesh["tp"]
@@ -151,7 +151,7 @@ def _check_divides(
         )
 
 
-def _experts(name: str, module: nn.Module, place: Place) -> Parameters:
+def _experts(name: str, module: nn.Module, place: MeshPlace) -> Parameters:
     """Stacked as transformers does since 5: gate_up_proj [experts,2*ffn,hidden], down_proj
     [experts,hidden,ffn], called with (rows, chosen experts, their weights)."""
     own = dict(module.named_parameters(recurse=False))
@@ -235,7 +235,7 @@ class _Gather(torch.autograd.Function):
 
 
 def connect(
-    module: nn.Module, kind: Strategy, views: Mapping[str, View], place: Place, fetched: Fetched
+    module: nn.Module, kind: Strategy, views: Mapping[str, View], place: MeshPlace, fetched: Fetched
 ) -> None:
     """Hooks for what the module reads, sees and leaves, by its strategy."""
     mesh, tp = place.mesh["tp"], place.layout.tp
@@ -320,7 +320,7 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh) -> None:
     module.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def _send_tokens(module: nn.Module, place: Place) -> None:
+def _send_tokens(module: nn.Module, place: MeshPlace) -> None:
     """Rows go to the ranks of their experts and back; there each has one expert, of weight 1."""
     assert place.experts is not None
     exchange = AllToAll(place.experts["ep"].get_group(), place.layout.ep)

@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwise.nn import Stage
+from meshwise.nn import ModelStage
 from meshwise.nn.experts import MoE
 from meshwise.parallel import torch_private
-from meshwise.parallel.mesh import Place, data_axes
+from meshwise.parallel.mesh import MeshPlace, data_axes
 from meshwise.spec import Layout, Recipe
 
 
@@ -39,7 +39,7 @@ def is_needed(layout: Layout, dtype: str) -> bool:
     return layout.num_devices > 1 or dtype != "fp32"
 
 
-def shard(unit: nn.Module, place: Place, dtype: str, recipe: Recipe, *, root: bool) -> None:
+def shard(unit: nn.Module, place: MeshPlace, dtype: str, recipe: Recipe, *, root: bool) -> None:
     """Make a module one unit of gathering and scattering; the root after all others.
 
     The root of zero 3 is left to torch, which keeps it gathered: its backward comes first.
@@ -101,26 +101,26 @@ def may_rest(layout: Layout) -> bool:
     return layout.zero <= 1 and layout.expert_ranks == 1 and layout.num_microbatches > 1
 
 
-def gather(model: Stage) -> None:
+def gather(model: ModelStage) -> None:
     """Have the weights for forwards that FSDP2 does not see."""
     if isinstance(model, FSDPModule):
         torch_private.begin(model)
         before_split_backward(model)
 
 
-def at_rest(model: Stage) -> AbstractContextManager[None]:
+def at_rest(model: ModelStage) -> AbstractContextManager[None]:
     """FSDP2 sees neither the forward in here nor its backward; call ``after_rest`` behind that."""
     return torch_private.unseen(_units(model))
 
 
-def after_rest(model: Stage, layout: Layout, *, last: bool) -> None:
+def after_rest(model: ModelStage, layout: Layout, *, last: bool) -> None:
     """Take up the gradients of such a backward."""
     torch_private.add_gradients(_units(model))
     if last:
         after_split_backward(model, layout, last=True)
 
 
-def _units(model: Stage) -> list[FSDPModule]:
+def _units(model: ModelStage) -> list[FSDPModule]:
     parts = (model, *model.layers.values())
     return [part for part in parts if isinstance(part, FSDPModule)]
 

@@ -30,14 +30,14 @@ from torch.distributed.tensor import (
 
 from meshwise.models.placement import ROWS
 from meshwise.nn.experts import MoE, move
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.parallel.redistribute import share
 
 SHARED_DIMS = {"gate": (0, 0), "up": (0, 0), "down": (1, None), "score": (None, None)}
 FFN_DIMS = {"first": 2, "down": 2, "first_bias": 2, "down_bias": None}
 
 
-def divide(moe: MoE, place: Place) -> None:
+def divide(moe: MoE, place: MeshPlace) -> None:
     """Divide the experts over ep, and over tp by ffn, by tokens or by expert."""
     tp, word = place.layout.tp, place.layout.placed.of("experts")
     over_tokens = tp > 1 and word in ROWS

@@ -24,7 +24,7 @@ from meshwise.models import strategies
 from meshwise.models.strategies import WHOLE, Assigned, Known
 from meshwise.parallel import cuts, data
 from meshwise.parallel.apply import device_of
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.spec import Recipe
 
 # Gives the whole value of a parameter or buffer on the meta device, the same on every rank.
@@ -42,7 +42,7 @@ class Laid(NamedTuple):
     notes: tuple[str, ...]
 
 
-class _Todo(NamedTuple):
+class _ModuleCut(NamedTuple):
     """``cut`` is None where every rank keeps the whole."""
 
     path: str
@@ -53,7 +53,7 @@ class _Todo(NamedTuple):
 
 def lay_out(
     model: nn.Module,
-    place: Place,
+    place: MeshPlace,
     wishes: Known,
     *,
     dtype: str,
@@ -108,7 +108,7 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def check(
     model: nn.Module,
-    place: Place,
+    place: MeshPlace,
     assigned: Assigned,
     units: Mapping[str, nn.Module],
     init: Init | None,
@@ -145,7 +145,7 @@ def _check_scalars(model: nn.Module) -> None:
             )
 
 
-def _check_module(name: str, module: nn.Module, place: Place) -> None:
+def _check_module(name: str, module: nn.Module, place: MeshPlace) -> None:
     layout, kind = place.layout, type(module).__name__
     if isinstance(module, OF_OWN_ROWS) and layout.data_ranks > 1:
         raise ValueError(
@@ -212,7 +212,7 @@ def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in model.named_modules() if module._parameters]
 
 
-def _todo(path: str, module: nn.Module, assigned: Assigned, place: Place) -> _Todo:
+def _todo(path: str, module: nn.Module, assigned: Assigned, place: MeshPlace) -> _ModuleCut:
     found = {}
     for name, _ in module.named_parameters(recurse=False):
         strategy = assigned.strategies[_join(path, name)]
@@ -221,7 +221,7 @@ def _todo(path: str, module: nn.Module, assigned: Assigned, place: Place) -> _To
     kind: strategies.Strategy = next(cutting, "replicated")
     divided = place.layout.tp > 1 or (kind == "expert" and place.experts is not None)
     cut = cuts.parameters(path, module, found, place) if divided and found else None
-    return _Todo(path, module, kind, cut)
+    return _ModuleCut(path, module, kind, cut)
 
 
 class _Sums(NamedTuple):
@@ -234,8 +234,8 @@ class _Sums(NamedTuple):
 
 def _place(
     model: nn.Module,
-    place: Place,
-    todo: Sequence[_Todo],
+    place: MeshPlace,
+    todo: Sequence[_ModuleCut],
     dtype: str,
     recipe: Recipe,
     init: Init | None,
@@ -275,7 +275,7 @@ def _place(
     return sums
 
 
-def _check_same(sums: Sequence[_Sums], place: Place) -> None:
+def _check_same(sums: Sequence[_Sums], place: MeshPlace) -> None:
     """Whether all ranks came with the same weights: each keeps its part of its own."""
     if place.layout.num_devices == 1 or not sums:
         return
@@ -297,8 +297,8 @@ def _check_same(sums: Sequence[_Sums], place: Place) -> None:
 def _shard(
     model: nn.Module,
     units: Sequence[nn.Module],
-    todo: Sequence[_Todo],
-    place: Place,
+    todo: Sequence[_ModuleCut],
+    place: MeshPlace,
     dtype: str,
     recipe: Recipe,
 ) -> None:
@@ -313,7 +313,7 @@ def _shard(
         data.prefetch(list(units), recipe.prefetch)
 
 
-def _watch(model: nn.Module, assigned: Assigned, place: Place) -> None:
+def _watch(model: nn.Module, assigned: Assigned, place: MeshPlace) -> None:
     """See after the first backward whether what is whole on all tp ranks got one gradient."""
     group = place.mesh["tp"].get_group()
     for name, parameter in model.named_parameters():

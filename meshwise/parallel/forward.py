@@ -1,6 +1,6 @@
 """Forward passes only: a model laid out for inference, and its microbatches through the stages.
 
-In: a module of ``nn`` on the meta device and a ``Place``; then a ``Pipeline`` whose row holds
+In: a module of ``nn`` on the meta device and a ``MeshPlace``; then a ``Pipeline`` whose row holds
 forwards only, and the inputs of its microbatches. Out: the module with weights in the compute
 dtype, whole on all data ranks, cut by tp and ep as in training; then what the last stage made of
 each microbatch, logits cut by vocabulary.
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwise.nn import Stage
+from meshwise.nn import ModelStage
 from meshwise.nn.stage import Layer
 from meshwise.parallel import apply, tensor, torch_private
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.parallel.pipeline import Messages, Pipeline
 from meshwise.reshard.transports import p2p
 from meshwise.schedule import Action
 
 
 def lay_out(
-    model: Stage, place: Place, *, dtype: torch.dtype, lowering: apply.Lowering, seed: int
-) -> Stage:
+    model: ModelStage, place: MeshPlace, *, dtype: torch.dtype, lowering: apply.Lowering, seed: int
+) -> ModelStage:
     """The model ready for inference; its weights are those of ``Stage.init_weights(seed)``."""
     tensor.apply(model, place)
     device = apply.device_of(place.mesh)
@@ -43,12 +43,18 @@ def lay_out(
 
 
 class Pass(NamedTuple):
-    """``results`` of the microbatches, where the last stage is; each action with the ``marks``
-    before and behind it; messages that may still be ``sending``."""
+    """A batch that has gone through this rank's stages. ``results`` of the microbatches, where the
+    last stage is; each action with the ``marks`` before and after it; messages that may still be
+    ``sending``."""
 
     results: list[Tensor]
     marks: list[tuple[Action, Any, Any]]
     sending: list[p2p.Sending]
+
+    def wait(self) -> None:
+        """Wait for the messages."""
+        for sending in self.sending:
+            sending.wait()
 
 
 @torch.no_grad()

@@ -1,11 +1,12 @@
-"""A stage for decoding: what this rank holds of it as plain tensors, with the sums over ranks said.
+"""Build a stage for decoding: this rank's part of it in plain tensors, with explicit sums over
+ranks.
 
-In: a model's sizes and a ``Place``. Out: the module of ``nn`` whose products, embedding and experts
-hold this rank's part, cut as ``parallel.tensor`` and ``parallel.experts`` cut it. DTensor and
-its hooks are not there: one token leaves nothing to hide the host's work behind. Products of one
+In: a model's sizes and a ``MeshPlace``. Out: the module of ``nn`` whose products, embedding and
+experts hold this rank's part, cut as ``parallel.tensor`` and ``parallel.experts`` cut it. It has no
+DTensors and no hooks: one token leaves nothing to hide the host's work behind. Products of one
 input are one product (q, k, v; gate, up). Logits are this rank's part of the vocabulary.
 
-``Product`` is the one place where a dense weight meets the tokens: a GPU's single row goes through
+Every dense weight meets the tokens in ``SplitLinear``, so that a GPU's single row goes through
 ``token_kernels``.
 """
 
@@ -20,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwise.nn import Stage, build
+from meshwise.nn import ModelStage, build
 from meshwise.nn.cache import AttendOne
 from meshwise.nn.experts import MoE
 from meshwise.nn.llama import QKV, GateUp
 from meshwise.parallel import experts, tensor, torch_private
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.reshard.regions import chunks
 from meshwise.spec import Decoder, Model
 from meshwise.spec.recipe import Routing
@@ -54,7 +55,7 @@ class Sum:
         return part
 
 
-class Product(nn.Module):
+class SplitLinear(nn.Module):
     """x W^T + b, with rows of W, or with columns and a sum over the ranks that hold the others."""
 
     def __init__(
@@ -93,12 +94,12 @@ def attend_one(device: torch.device) -> AttendOne | None:
 class Fused(nn.Module):
     """Several products of one input as one: x -> each one's result."""
 
-    def __init__(self, products: list[Product]) -> None:
+    def __init__(self, products: list[SplitLinear]) -> None:
         super().__init__()
         biases = [product.bias for product in products if product.bias is not None]
         assert len(biases) in (0, len(products))
         self.sizes = [len(product.weight) for product in products]
-        self.product = Product(
+        self.product = SplitLinear(
             torch.cat([product.weight.detach() for product in products]),
             torch.cat([bias.detach() for bias in biases]) if biases else None,
         )
@@ -134,7 +135,7 @@ class Summed(nn.Module):
 class Choice:
     """The likeliest token of each row of split logits [b, part of the vocabulary] -> [b]."""
 
-    def __init__(self, place: Place, vocab: int) -> None:
+    def __init__(self, place: MeshPlace, vocab: int) -> None:
         self.ranks, self.group = place.layout.tp, place.mesh["tp"].get_group()
         self.first = first_row(place, vocab)
 
@@ -159,7 +160,7 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return top[..., 0], (part * parts.shape[-1] + place.gather(-1, part))[..., 0]
 
 
-def first_row(place: Place, vocab: int) -> int:
+def first_row(place: MeshPlace, vocab: int) -> int:
     """Where this rank's part of the vocabulary begins."""
     sizes = chunks(vocab, place.layout.tp)
     if not all(sizes):
@@ -174,9 +175,9 @@ def first_row(place: Place, vocab: int) -> int:
 class _Cut:
     """How a model is cut: the same stage laid out by ``parallel.tensor``, which holds nothing."""
 
-    stage: Stage
+    stage: ModelStage
     parameters: dict[str, nn.Parameter]
-    place: Place
+    place: MeshPlace
     dtype: torch.dtype
     device: torch.device
     seed: int
@@ -195,13 +196,13 @@ class _Cut:
 def localized(
     model: Model | Decoder,
     layers: range,
-    place: Place,
+    place: MeshPlace,
     *,
     routing: Routing,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-) -> Stage:
+) -> ModelStage:
     """The layers with this rank's weights, those of ``Stage.init_weights(seed)``."""
     with torch.device("meta"):
         cut, stage = (build(model, layers, routing=routing) for _ in range(2))
@@ -244,17 +245,17 @@ def _fill(module: nn.Module, prefix: str, cut: _Cut) -> None:
         setattr(module, name, torch.empty_like(buffer, device=cut.device))
 
 
-def _product(name: str, cut: _Cut) -> Product:
+def _product(name: str, cut: _Cut) -> SplitLinear:
     """Of a weight's columns there is a sum to take, of its rows none."""
     weight, bias = cut.parameters[f"{name}.weight"], None
     by_columns = isinstance(weight, DTensor) and weight.placements[0].is_shard(1)
     if f"{name}.bias" in cut.parameters:
         bias = cut.share(f"{name}.bias")
-    return Product(cut.share(f"{name}.weight"), bias, cut.total if by_columns else None)
+    return SplitLinear(cut.share(f"{name}.weight"), bias, cut.total if by_columns else None)
 
 
-def _fused(module: QKV | GateUp, place: Place) -> Fused:
-    products = [part for part in module.children() if isinstance(part, Product)]
+def _fused(module: QKV | GateUp, place: MeshPlace) -> Fused:
+    products = [part for part in module.children() if isinstance(part, SplitLinear)]
     if isinstance(module, QKV) and module.kv_heads % place.layout.tp:
         rows = tensor.repeated_rows(module.kv_heads, module.head_dim, place.mesh["tp"])
         for product in products[1:]:  # k and v, of which every rank holds all heads

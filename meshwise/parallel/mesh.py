@@ -1,6 +1,6 @@
 """Where a process stands in a layout: its pipeline rank, the mesh within it, links to others.
 
-In: a Layout whose degrees multiply to the number of joined ranks. Out: a ``Place``. Rank r of a
+In: a Layout whose degrees multiply to the number of joined ranks. Out: a ``MeshPlace``. Rank r of a
 pipeline rank is number r % tp of its tp group, and tp groups are neighbours; then come the shards
 of one copy of the model, then the copies: axes ``replica``, ``shard``, ``tp``. Ranks that share a
 sequence (cp) are neighbouring data ranks, and so are those that divide a set of experts (ep).
@@ -30,7 +30,7 @@ class Link(NamedTuple):
     backward: dist.ProcessGroup
 
 
-class Place(NamedTuple):
+class MeshPlace(NamedTuple):
     """``layout`` is that within the pipeline rank; ``links`` by the stage before the boundary, the
     ends of the pipeline linked as -1. ``experts``: the same ranks with an axis ``ep``; ``context``:
     the ranks that share this one's sequences. Both only where the layout has them."""
@@ -61,7 +61,7 @@ class Place(NamedTuple):
         return [axis.get_group() for axis in axes if axis.size() > 1]
 
 
-def build(layout: Layout, device_type: str) -> Place:
+def build(layout: Layout, device_type: str) -> MeshPlace:
     """This process's place among all joined ranks."""
     if layout.num_devices != dist.get_world_size():
         raise ValueError(
@@ -74,7 +74,7 @@ def build(layout: Layout, device_type: str) -> Place:
     links = _links(layout, device_type)
     if mesh["tp"].size() > 1:
         _keep_apart(mesh)
-    return Place(layout.of_rank(mine), mine, mesh, links, experts, context)
+    return MeshPlace(layout.of_rank(mine), mine, mesh, links, experts, context)
 
 
 def _keep_apart(mesh: DeviceMesh) -> None:

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from meshwise.nn.stage import Layer, Stage
+from meshwise.nn.stage import Layer, ModelStage
 
 MIN_BYTES = 2**20
 Side = torch.cuda.Stream | None
 
 
-class _Group:
+class _SavedByCall:
     """What one call of a layer saved: bytes on the device, on the host, or on both."""
 
-    def __init__(self, before: "_Group | None", home: torch.device, side: Side) -> None:
+    def __init__(self, before: "_SavedByCall | None", home: torch.device, side: Side) -> None:
         self.before, self.home, self.side = before, home, side
         self.device: list[Tensor] = []  # empty: on the host only
         self.host: list[Tensor] = []
@@ -88,7 +88,7 @@ class _Group:
 class _View(NamedTuple):
     """A saved tensor as part of a storage; ``wrap`` makes of that what it was."""
 
-    group: _Group
+    group: _SavedByCall
     number: int
     dtype: torch.dtype
     offset: int
@@ -102,7 +102,9 @@ class _Calls:
 
     def __init__(self) -> None:
         self.side: Side = None
-        self.latest: Callable[[], _Group | None] = lambda: None  # weak: it ends with its graph
+        self.latest: Callable[[], _SavedByCall | None] = lambda: (
+            None
+        )  # weak: it ends with its graph
 
     def run(self, call: Callable[[Tensor], Any], layer: nn.Module, first: bool, x: Tensor) -> Any:
         if not torch.is_grad_enabled():
@@ -110,7 +112,7 @@ class _Calls:
         if x.is_cuda and self.side is None:
             self.side = torch.cuda.Stream()
         earlier = self.latest()
-        group = _Group(None if first else earlier, x.device, self.side)
+        group = _SavedByCall(None if first else earlier, x.device, self.side)
         self.latest = weakref.ref(group)
         staying: set[int] = set()
 
@@ -126,7 +128,7 @@ class _Calls:
         return out
 
 
-def apply(model: Stage) -> None:
+def apply(model: ModelStage) -> None:
     """Wrap every layer, before or after it is compiled and sharded.
 
     The layers' class gets a ``__call__`` around torch's, which is outside compiled code and outside
@@ -150,7 +152,7 @@ def _around(kind: type[nn.Module], calls: _Calls, first: nn.Module) -> Callable[
     return call
 
 
-def _pack(value: Tensor, group: _Group, staying: set[int]) -> Tensor | _View:
+def _pack(value: Tensor, group: _SavedByCall, staying: set[int]) -> Tensor | _View:
     """What autograd keeps: the tensor itself if it stays, else where it went."""
     local, wrap = _unwrapped(value)
     if type(local) is not Tensor or local.layout != torch.strided or local.device != group.home:

@@ -1,8 +1,8 @@
 """Runs a step's action table on this rank: forwards and backwards of its stages, and the messages
 between them. Without a pipeline the table is forward, backward, forward, backward, ...
 
-In: a rank's ``Place``, its stages (each already laid out), its row of the table, the tokens of its
-microbatches. Out: gradients in the parameters, and the loss where the last stage is.
+In: a rank's ``MeshPlace``, its stages (each already laid out), its row of the table, the tokens of
+its microbatches. Out: gradients in the parameters, and the loss where the last stage is.
 
 A stage's result is cut by the mesh that made it and needed as the next stage's mesh cuts it: rows
 over dp, positions over cp and over tp with sequence parallelism, copies over tp without.
@@ -35,7 +35,7 @@ from meshwise.parallel.data import (
     gather,
     may_rest,
 )
-from meshwise.parallel.mesh import Link, Place
+from meshwise.parallel.mesh import Link, MeshPlace
 from meshwise.reshard.regions import Layout as Regions
 from meshwise.reshard.regions import placed
 from meshwise.reshard.transports import p2p
@@ -65,9 +65,9 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LinkedStage:
     number: int
-    module: nn.Stage
+    module: nn.ModelStage
     before: Boundary | None  # None: there is no such stage, or it is on this rank
     after: Boundary | None
 
@@ -77,7 +77,7 @@ class Pipeline:
     """A rank's share of the pipeline, ready to run."""
 
     layout: Layout  # within this pipeline rank
-    stages: dict[int, Stage]
+    stages: dict[int, LinkedStage]
     row: tuple[Action, ...]
     dtype: torch.dtype
     device: torch.device
@@ -85,12 +85,12 @@ class Pipeline:
 
 
 def build(
-    place: Place,
+    place: MeshPlace,
     layout: Layout,
     model: AnyModel,
     workload: Workload,
     row: tuple[Action, ...],
-    make: Callable[[int, range], nn.Stage],
+    make: Callable[[int, range], nn.ModelStage],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -115,7 +115,7 @@ def build(
     }
     tie = tied.tie(place, layout, model, modules, device) if layout.pp > 1 else None
     stages = {
-        number: Stage(number, module, boundaries.get(number - 1), boundaries.get(number))
+        number: LinkedStage(number, module, boundaries.get(number - 1), boundaries.get(number))
         for number, module in modules.items()
     }
     return Pipeline(
@@ -128,10 +128,10 @@ def build(
     )
 
 
-def alone(model: nn.Stage, layout: Layout, device: torch.device) -> Pipeline:
+def alone(model: nn.ModelStage, layout: Layout, device: torch.device) -> Pipeline:
     """A whole model on one device, in fp32."""
     row = table("none", 1, 1, layout.num_microbatches)[0]
-    stages = {0: Stage(0, model, None, None)}
+    stages = {0: LinkedStage(0, model, None, None)}
     return Pipeline(layout, stages, row, torch.float32, device, None)
 
 
@@ -174,7 +174,7 @@ def run(
     an action (``F 0.3``: forward of stage 0, microbatch 3), ``wait`` (for its message) or
     ``exchange`` (what is left to send, and the tied weight's gradients).
     """
-    step = _Step(pipeline, inputs, targets, loss)
+    step = _RunningStep(pipeline, inputs, targets, loss)
     step.mark = mark
     for action, following in zip_longest(pipeline.row, pipeline.row[1:]):
         step.expect(action)
@@ -238,7 +238,7 @@ class Messages:
         self.sending.append(p2p.send(boundary.route(action), value))
 
 
-class _Step(Messages):
+class _RunningStep(Messages):
     """One step under way: its graphs, and its messages."""
 
     def __init__(
@@ -291,7 +291,7 @@ class _Step(Messages):
             self.postponed.pop(key)()
             after_split_backward(module, layout, last=last)
 
-    def forward(self, stage: Stage, action: Action) -> tuple[Tensor, Tensor | GradientEdge]:
+    def forward(self, stage: LinkedStage, action: Action) -> tuple[Tensor, Tensor | GradientEdge]:
         """The stage's input and what its backward starts from."""
         number = action.microbatch
         module = stage.module
@@ -306,7 +306,7 @@ class _Step(Messages):
         # result itself may go.
         return x, result if self.split else get_gradient_edge(result)
 
-    def compute(self, module: nn.Stage, x: Tensor, action: Action) -> Tensor:
+    def compute(self, module: nn.ModelStage, x: Tensor, action: Action) -> Tensor:
         if (action.stage, action.microbatch) not in self.resting:
             return module(x)  # type: ignore[no-any-return]
         if self.first_of[action.stage] == action:
@@ -316,7 +316,7 @@ class _Step(Messages):
         with at_rest(module):
             return module(x)  # type: ignore[no-any-return]
 
-    def gradient(self, stage: Stage, action: Action) -> Tensor | None:
+    def gradient(self, stage: LinkedStage, action: Action) -> Tensor | None:
         """Of the stage's result; of the loss it is 1."""
         if stage.module.last:
             return None
@@ -325,14 +325,14 @@ class _Step(Messages):
             gradient *= stage.after.scale
         return gradient
 
-    def send_back(self, stage: Stage, action: Action, x: Tensor) -> None:
+    def send_back(self, stage: LinkedStage, action: Action, x: Tensor) -> None:
         if not stage.module.first:
             assert x.grad is not None
             before = action._replace(stage=stage.number - 1)
             self.give(x.grad, before, stage.before)
             x.grad = None
 
-    def backward_of_input(self, stage: Stage, action: Action) -> Callable[[], None]:
+    def backward_of_input(self, stage: LinkedStage, action: Action) -> Callable[[], None]:
         """Send the input's gradient back; what is left to do for the weights.
 
         The first stage's input has none, so all of its backward is left.

@@ -16,7 +16,7 @@ from meshwise.parallel import torch_private
 Placement = int | Literal["whole", "partial"]
 
 
-class Ranks(NamedTuple):
+class NamedGroup(NamedTuple):
     """A group of ranks by name, and which of them this one is."""
 
     group: str
@@ -30,7 +30,7 @@ class Edge(NamedTuple):
 
     there: tuple[Placement, Placement]
     back: tuple[Placement, Placement]
-    ranks: Ranks
+    ranks: NamedGroup
 
     def move(self, x: Tensor) -> Tensor:
         if self.there[0] == self.there[1] and self.back[0] == self.back[1]:
@@ -40,7 +40,7 @@ class Edge(NamedTuple):
 
 class _Moved(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Any, back: Any, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: Any, back: Any, ranks: NamedGroup) -> Tensor:
         ctx.way = back, ranks
         return moved(x, there[0], there[1], ranks)
 
@@ -50,7 +50,7 @@ class _Moved(Function):
         return moved(gradients[0], back[0], back[1], ranks), None, None, None
 
 
-def moved(x: Tensor, have: Placement, wanted: Placement, ranks: Ranks) -> Tensor:
+def moved(x: Tensor, have: Placement, wanted: Placement, ranks: NamedGroup) -> Tensor:
     """This rank's part of x, which lies as ``have`` says, as ``wanted`` says."""
     if have == wanted:
         return x.view_as(x)
@@ -70,13 +70,13 @@ def moved(x: Tensor, have: Placement, wanted: Placement, ranks: Ranks) -> Tensor
     return _joined(exchanged, have, ranks)
 
 
-def _parts(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def _parts(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
     """x with what each rank shall get of ``dim`` one after the other in dim 0."""
     parts: Tensor = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0)
     return parts.flatten(0, 1).contiguous()
 
 
-def _joined(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+def _joined(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
     """The other way round: what came of each rank, one after the other in ``dim``."""
     parts: Tensor = x.unflatten(0, (ranks.size, -1)).movedim(0, dim)
     return parts.flatten(dim, dim + 1)

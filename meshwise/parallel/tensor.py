@@ -30,11 +30,11 @@ from meshwise.nn import llama
 from meshwise.nn.experts import MoE, same
 from meshwise.nn.gpt import GPT, GPTLayer, Head, Positions
 from meshwise.nn.llama import DecoderLayer, Llama
-from meshwise.nn.stage import Stage
-from meshwise.nn.wide_resnet import WideResNet as WideResNetModule
+from meshwise.nn.stage import ModelStage
+from meshwise.nn.wide_resnet import WideResNetModule
 from meshwise.parallel import channels, experts
-from meshwise.parallel.mesh import Place
-from meshwise.parallel.redistribute import Edge, Placement, Ranks, moved, share
+from meshwise.parallel.mesh import MeshPlace
+from meshwise.parallel.redistribute import Edge, NamedGroup, Placement, moved, share
 from meshwise.spec import Cuts
 
 DIM: dict[str, int] = {"batch": 0, "seq": 1}  # of an activation
@@ -60,7 +60,7 @@ class Splitter:
     def __init__(self, mesh: DeviceMesh, cuts: Cuts) -> None:
         group = mesh.get_group()
         self.mesh, self.cuts = mesh, cuts
-        self.ranks = Ranks(group.group_name, group.size(), group.rank())
+        self.ranks = NamedGroup(group.group_name, group.size(), group.rank())
         self.stream = self.room("stream").needs
 
     def room(self, name: str) -> Room:
@@ -156,7 +156,7 @@ class Splitter:
             rows = -(-embed.num_embeddings // self.ranks.size)
             embed.first_row = self.ranks.rank * rows  # type: ignore[assignment]
 
-    def take(self, word: str) -> tuple[int, Ranks] | None:
+    def take(self, word: str) -> tuple[int, NamedGroup] | None:
         """Which dim of what every rank has whole to take a part of."""
         return (DIM[word], self.ranks) if word in DIM else None
 
@@ -238,7 +238,7 @@ class LocalEmbedding(_Local, nn.Embedding):
     rank's part of the table begins; tokens of other ranks are 0. (A lookup of DTensors makes a
     gradient of the whole table on every rank, torch 2.13.)"""
 
-    take: tuple[int, Ranks] | None = None
+    take: tuple[int, NamedGroup] | None = None
     first_row: int | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -256,11 +256,11 @@ class LocalEmbedding(_Local, nn.Embedding):
 class LocalPositions(_Local, Positions):
     """``take``: of the positions, a part, where ranks divide the stream by them."""
 
-    take: tuple[int, Ranks] | None = None
+    take: tuple[int, NamedGroup] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = part(self.weight, self)
-        ranks = self.take[1] if self.take is not None else Ranks("", 1, 0)
+        ranks = self.take[1] if self.take is not None else NamedGroup("", 1, 0)
         if self.at is None:
             rows: Tensor = weight[ranks.rank * x.shape[1] :][: x.shape[1]]
             return x + rows
@@ -276,7 +276,7 @@ LOCAL: dict[type[nn.Module], type[nn.Module]] = {
 }  # fmt: skip
 
 
-def apply(model: Stage, place: Place) -> None:
+def apply(model: ModelStage, place: MeshPlace) -> None:
     """Split a whole model, or a stage of one, over tp, and its experts over ep."""
     if isinstance(model, WideResNetModule):
         channels.divide(model, place)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.nn import Stage
-from meshwise.parallel.mesh import Place
+from meshwise.nn import ModelStage
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.reshard.regions import Layout as Regions
 from meshwise.reshard.regions import placed
 from meshwise.reshard.transports import p2p
@@ -56,10 +56,10 @@ def _local(weight: nn.Parameter) -> Tensor:
 
 
 def tie(
-    place: Place,
+    place: MeshPlace,
     layout: Layout,
     model: AnyModel,
-    stages: Mapping[int, Stage],
+    stages: Mapping[int, ModelStage],
     device: torch.device,
 ) -> Tie | None:
     """This rank's part in the tie of the pipeline's ends, if it has one."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from meshwise.parallel.foreign import Init
-    from meshwise.parallel.mesh import Place
+    from meshwise.parallel.mesh import MeshPlace
 
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer, in a name
@@ -47,7 +47,7 @@ class Applied:
     by itself. ``print`` it."""
 
     model: "nn.Module"
-    place: "Place"
+    place: "MeshPlace"
     mapped: dict[str, str]
     unmapped: tuple[Unmapped, ...]
     units: tuple[str, ...]

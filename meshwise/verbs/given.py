@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from meshwise import schedule, store
 from meshwise.models import catalogue, placement
-from meshwise.options.run import Run
+from meshwise.options.run import RunOptions
 from meshwise.spec import AnyModel, Cluster, Layout, Model, Plan, Recipe, Workload, stages_of
 from meshwise.spec.layout import SPLIT
 from meshwise.verbs import measure
@@ -27,7 +27,7 @@ def record(given: T | Path | str, kind: type[T]) -> T:
     return store.parse(text, kind, kind.__name__.lower())
 
 
-def plan(asked: Run) -> Plan:
+def plan(asked: RunOptions) -> Plan:
     """How to run a model on this machine. Without a layout its batch is divided over all devices,
     and the state of a training with it; without a batch size that of the layout counts."""
     model, nproc = asked.model, asked.nproc

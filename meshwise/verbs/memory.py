@@ -15,7 +15,7 @@ from math import prod
 from meshwise import machine
 from meshwise.models import stream_shape
 from meshwise.models.decoder import Weight, attention, stage_weights, weights
-from meshwise.options.run import Run
+from meshwise.options.run import RunOptions
 from meshwise.spec import DTYPE_BYTES, Cluster, Layout, Plan, WideResNet
 from meshwise.spec.layout import rank_of
 from meshwise.units import format_bytes
@@ -29,13 +29,13 @@ FIX = {
 }
 
 
-def check(plan: Plan, asked: Run) -> None:
+def check(plan: Plan, asked: RunOptions) -> None:
     """ValueError where a plan needs more than its devices or their hosts have."""
     if lacks := shortage(plan, asked):
         raise ValueError(f"{plan.model.name} {plan.layout.name}: {lacks}; {FIX[asked.mode]}")
 
 
-def shortage(plan: Plan, asked: Run) -> str:
+def shortage(plan: Plan, asked: RunOptions) -> str:
     """Say what memory a plan lacks; "" if none is known to be missing."""
     devices, hosts = needed(plan, asked)
     return missing(plan.cluster, devices, hosts)
@@ -70,7 +70,7 @@ def _host_bytes(cluster: Cluster) -> int:
     return min(machine.host_memory_bytes(), said or sys.maxsize)
 
 
-def needed(plan: Plan, asked: Run) -> tuple[list[float], list[float]]:
+def needed(plan: Plan, asked: RunOptions) -> tuple[list[float], list[float]]:
     """Bytes of each rank, of its device and of its host besides."""
     layout, model = plan.layout, plan.model
     devices, hosts = [0.0] * layout.pp, [0.0] * layout.pp
@@ -93,7 +93,7 @@ def needed(plan: Plan, asked: Run) -> tuple[list[float], list[float]]:
     return each, [hosts[rank] for rank in of_ranks]
 
 
-def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: Run) -> float:
+def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: RunOptions) -> float:
     """Bytes of an element of a weight on one device of its stage, as if tp divided every weight."""
     ep = inside.ep if ".experts." in weight.name else 1
     compute = DTYPE_BYTES[plan.dtype]

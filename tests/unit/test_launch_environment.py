@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from meshwise import launch, ranks
-from meshwise.launch import errand, local
+from meshwise.launch import local, order
 from meshwise.spec import Workload
 
 GLOO = "GLOO_SOCKET_IFNAME"
@@ -114,7 +114,7 @@ def test_ranks_of_one_host_use_the_loopback_interface_wherever_their_store_is(
     for name, value in (variables | {"RANK": "0", "WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     seen: list[str | None] = []
-    monkeypatch.setattr(errand, "serve", lambda *_: seen.append(os.environ.get(GLOO)))
+    monkeypatch.setattr(order, "serve", lambda *_: seen.append(os.environ.get(GLOO)))
     with pytest.MonkeyPatch.context() as kept:
         kept.setattr(os, "environ", dict(os.environ))
         launch.run("meshwise.launch:run", Workload(global_batch_size=1, seq_len=1), nproc=2)
@@ -140,8 +140,8 @@ def test_an_interface_of_the_user_s_is_told(
     assert GLOO not in caplog.text
 
 
-def told(**environment: str) -> errand.Errand:
-    return errand.Errand(
+def told(**environment: str) -> order.WorkOrder:
+    return order.WorkOrder(
         target="meshwise.launch:run",
         request=msgspec.Raw(b"{}"),
         threads=3,
