@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn.initial import WEIGHT, ZEROS
-from meshwise.nn.stage import wide
+from meshwise.nn.stage import identity, wide
 from meshwise.spec import EXPERT_ALIGNMENT as ALIGNMENT
 from meshwise.spec import Experts as Sizes
 from meshwise.spec.recipe import Routing
@@ -193,8 +193,8 @@ class FeedForwards(nn.Module):
         self.down = nn.Parameter(torch.empty(n, hidden, ffn))
         self.first_bias = nn.Parameter(torch.empty(n, halves, ffn)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(n, hidden)) if bias else None
-        self.local: Callable[[Tensor], Tensor] = same
-        self.added: Callable[[Tensor], Tensor] = same
+        self.local: Callable[[Tensor], Tensor] = identity
+        self.added: Callable[[Tensor], Tensor] = identity
 
     def forward(self, rows: Tensor, counts: Tensor | None) -> Tensor:
         """rows [n,hidden], sorted by expert, ``counts`` [experts] of them -> [n,hidden]; without
@@ -212,10 +212,6 @@ class FeedForwards(nn.Module):
         x = product(x, first, offsets, first_bias)
         x = product(activate(x, self.gated), down, offsets, down_bias)
         return move(x, place, source)
-
-
-def same(x: Tensor) -> Tensor:
-    return x
 
 
 class MoveRows(torch.autograd.Function):
@@ -331,7 +327,7 @@ class SharedExpert(nn.Module):
         self.up = nn.Linear(hidden, sizes.shared_ffn, bias)
         self.down = nn.Linear(sizes.shared_ffn, hidden, bias)
         self.score = nn.Linear(hidden, 1, bias=False) if sizes.shared_gate else None
-        self.added: Callable[[Tensor], Tensor] = same
+        self.added: Callable[[Tensor], Tensor] = identity
 
     def forward(self, x: Tensor, local: Callable[[Tensor], Tensor]) -> Tensor:
         def product(linear: nn.Linear, x: Tensor, biased: Callable[..., Tensor] = local) -> Tensor:
@@ -363,8 +359,8 @@ class MoE(nn.Module):
         if sizes.shared_ffn:
             self.shared = SharedExpert(hidden, sizes, gated=gated, bias=bias)
         self.exchange: TokenExchange = Here()
-        self.count: Callable[[Tensor], Tensor] = same
-        self.local: Callable[[Tensor], Tensor] = same
+        self.count: Callable[[Tensor], Tensor] = identity
+        self.local: Callable[[Tensor], Tensor] = identity
         self.balance_scale = 0.0
 
     def forward(self, x: Tensor) -> Tensor:

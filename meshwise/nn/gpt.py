@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
 from meshwise.nn.initial import WEIGHT
-from meshwise.nn.stage import Attend, Layer, ModelStage, causal
+from meshwise.nn.stage import Attend, Head, Layer, ModelStage, causal
 from meshwise.spec import Model
 from meshwise.spec.recipe import Routing
 
@@ -97,18 +97,6 @@ class Positions(nn.Module):
         return x + F.embedding(self.at, self.weight)
 
 
-class Head(nn.Module):
-    """The last norm and the projection to the vocabulary: x[b,s,hidden] -> logits[b,s,vocab]."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(model.hidden)
-        self.projection = nn.Linear(model.hidden, model.vocab, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.projection(self.norm(x))  # type: ignore[no-any-return]
-
-
 class GPT(ModelStage):
     """The whole model, or a pipeline stage of it: the layers in ``layers``, with the embedding if
     they are the first and the head if they are the last.
@@ -134,7 +122,7 @@ class GPT(ModelStage):
             self.positions = Positions(model)
         self.layers = nn.ModuleDict({str(i): GPTLayer(model, i, attend, routing) for i in layers})
         if self.last:
-            self.head = Head(model)
+            self.head = Head(nn.LayerNorm(model.hidden), model.hidden, model.vocab)
         self.tie()
 
     def at(self, positions: Tensor) -> None:

@@ -55,3 +55,10 @@ def draw(start: Start, name: str, shape: torch.Size, seed: int, device: torch.de
         return torch.full(shape, start.mean, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     return torch.empty(shape, device=device).normal_(*start, generator=generator)
+
+
+def reset_buffers(model: nn.Module) -> None:
+    """Give every buffer (tables, statistics) its initial values."""
+    for module in model.modules():
+        if callable(reset := getattr(module, "reset_buffers", None)):
+            reset()

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
-from meshwise.nn.stage import Attend, Layer, ModelStage, call, causal, wide
+from meshwise.nn.stage import Attend, Head, Layer, ModelStage, call, causal, wide
 from meshwise.spec import Decoder, Mla, RopeScaling
 from meshwise.spec.recipe import Routing
 
@@ -252,21 +252,6 @@ class DecoderLayer(Layer):
         return x + (y if self.scale == 1 else y * self.scale)
 
 
-class Head(nn.Module):
-    """The last norm and the projection to the vocabulary: x[b,s,hidden] -> logits[b,s,vocab]."""
-
-    def __init__(self, model: Decoder) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(model.hidden, model.norm_eps)
-        self.projection = nn.Linear(model.hidden, model.vocab, bias=False)
-        self.scale = model.logits_scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        x = x if self.scale == 1 else x * self.scale  # far fewer numbers than the logits
-        return self.projection(x)  # type: ignore[no-any-return]
-
-
 class Llama(ModelStage):
     """The whole model or a stage of it. ``attend``: q, k, v -> out, each [b,s,heads,dim], k and v
     perhaps with fewer heads; by default causal and of one rank."""
@@ -295,7 +280,8 @@ class Llama(ModelStage):
             {str(i): DecoderLayer(model, i, attend, rotaries[i], routing) for i in layers}
         )
         if self.last:
-            self.head = Head(model)
+            norm = nn.RMSNorm(model.hidden, model.norm_eps)
+            self.head = Head(norm, model.hidden, model.vocab, model.logits_scale)
         self.tie()
 
     def at(self, positions: Tensor) -> None:

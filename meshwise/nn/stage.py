@@ -25,6 +25,10 @@ def call(part: Part, x: Tensor) -> Any:
     return part(x)
 
 
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """[b,s,heads,head_dim] each, k and v perhaps with fewer heads; what comes out is like q.
     ``window``: a query sees so many keys at most, its own included."""
@@ -106,9 +110,7 @@ class ModelStage(nn.Module):
         for name, parameter in self.named_parameters():
             with torch.no_grad():
                 parameter.copy_(self.initial_value(name, seed, parameter.device))
-        for module in self.modules():
-            if hasattr(module, "reset_buffers"):
-                module.reset_buffers()  # type: ignore[operator]
+        initial.reset_buffers(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Take tokens, or the stream of the stage before; return a result, or the stream so far."""
@@ -117,6 +119,21 @@ class ModelStage(nn.Module):
         for layer in self.layers.values():
             x = layer(x)
         return self.end(x) if self.last else x
+
+
+class Head(nn.Module):
+    """The last norm and the projection to the vocabulary: x[b,s,hidden] -> logits[b,s,vocab], times
+    ``scale``."""
+
+    def __init__(self, norm: nn.Module, hidden: int, vocab: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.norm, self.scale = norm, scale
+        self.projection = nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        x = x if self.scale == 1 else x * self.scale  # far fewer numbers than the logits
+        return self.projection(x)  # type: ignore[no-any-return]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -17,16 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn import initial
-from meshwise.nn.stage import Layer, ModelStage, wide
+from meshwise.nn.stage import Layer, ModelStage, identity, wide
 from meshwise.spec.vision import EXPANSION
 from meshwise.spec.vision import WideResNet as Model
 
 EPSILON = 1e-5
 MOMENTUM = 0.9  # of the running statistics, as flax defines it; torch's is 1 - this
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
 
 
 class BatchNorm(nn.Module):

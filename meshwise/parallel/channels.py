@@ -1,10 +1,10 @@
-"""A Wide-ResNet over ranks: statistics of the whole microbatch, convolutions divided by channel.
+"""Divide a Wide-ResNet over ranks: norms over the whole microbatch, convolutions by channel.
 
-In: a ``WideResNet`` whose data ranks each see a share of the microbatch, and tp ranks the same one.
-Afterwards norms use mean and variance over all data ranks, and over tp a bottleneck is Megatron's
-pair (Shoeybi et al. 2019): conv2 makes a share of the channels (col), norm2 normalises it, conv3
-reads it (row) and the ranks add up what they made. Forward has one all-reduce, of conv3's result,
-backward one, of the gradient of what conv2 read. All else is whole on every tp rank.
+In: a ``WideResNetModule`` whose data ranks each see a share of the microbatch, and tp ranks the
+same one. Afterwards norms use mean and variance over all data ranks. Over tp a bottleneck is
+Megatron's pair (Shoeybi et al. 2019): conv2 makes a share of the channels (col), norm2 normalises
+it, conv3 reads it (row) and the ranks add up their results. Forward has one all-reduce, of conv3's
+result, backward one, of the gradient of conv2's input. All else is whole on every tp rank.
 
 This is by hand because DTensor's convolution with channel shards is silently wrong. Weights and
 running statistics are DTensors all the same, for FSDP2, clipping and checkpoints. The collectives
@@ -31,7 +31,8 @@ Groups = tuple[ProcessGroup, ...]
 
 
 def divide(model: WideResNetModule, place: MeshPlace) -> None:
-    """Divide a model, or a stage of one, over tp; let its norms hear of all data ranks."""
+    """Divide a model, or a stage of one, over tp; give its norms the statistics of all data
+    ranks."""
     if groups := tuple(place.data_groups):
         average = partial(_mean, groups=groups, num_ranks=place.layout.data_ranks)
         for module in model.modules():
@@ -79,12 +80,14 @@ def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor, *, groups: Groups, num_ranks: int) -> Tensor:
-    """Over ranks that each go on with it, so that its gradient is the mean of theirs."""
+    """Average over ranks that each go on with the result, so that its gradient is the mean of
+    theirs."""
     return _all_reduce(x / num_ranks, groups=groups, back=groups)
 
 
 def _all_reduce(x: Tensor, *, groups: Groups, back: Groups) -> Tensor:
-    """The sum of x over ``groups``, of its gradient over ``back``; over none it is as it is."""
+    """Sum x over ``groups`` and its gradient over ``back``; without groups both stay as they
+    are."""
     return _AllReduce.apply(x, groups, back)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -1,12 +1,12 @@
-"""How a module that somebody else wrote computes with its part of its weights.
+"""Make a foreign module compute with this rank's part of its weights.
 
-In: a module, what its strategy is, and where this rank is on the tp and ep axes. Out: the same
-module with DTensors as parameters and hooks: while its forward runs it sees plain tensors, this
-rank's parts, under the names of its parameters, so that any module's own code computes with them.
+In: a module, its strategy, and where this rank is on the tp and ep axes. Out: the same module with
+DTensors as parameters and hooks: while its forward runs it sees plain tensors, this rank's parts,
+under the names of its parameters, so that any module's own code computes with them.
 
-A module that is cut by outputs reads an activation that is whole, and the gradient of that is a
-sum over tp ranks; one that is cut by inputs leaves a part of a sum (Shoeybi et al. 2019). A bias
-that comes with such a sum is added by the first rank alone. No operator sees a DTensor.
+A module that is cut by outputs reads a whole activation, whose gradient is a sum over tp ranks; one
+that is cut by inputs leaves a part of a sum (Shoeybi et al. 2019). The first rank alone adds the
+bias of such a sum. No operator sees a DTensor.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,8 @@ UNCUTTABLE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 class Parameters(NamedTuple):
-    """Where a module's parameters lie, by name, and what of them its forward sees."""
+    """Where a module's parameters lie, by name, and the plain tensor that its forward sees of
+    each."""
 
     mesh: DeviceMesh
     placements: dict[str, Placements]
@@ -49,7 +50,7 @@ class _Dims(NamedTuple):
 def parameters(
     name: str, module: nn.Module, strategies: Mapping[str, tuple[Strategy, int]], place: MeshPlace
 ) -> Parameters:
-    """Of the parameters of this module itself; ``strategies`` by their names."""
+    """Cut the parameters of this module itself; ``strategies`` by their names."""
     mesh = place.mesh["tp"]
     kinds = set(strategies.values())
     cut = {kind for kind in kinds if kind[0] not in WHOLE}
@@ -104,20 +105,22 @@ def _product(
 
 
 def _pieces(bias: DTensor, parts: int, tp: int, rank: int) -> Tensor:
-    """This rank's share of each part of a bias, which is small enough to be whole everywhere."""
+    """Return this rank's share of each part of a bias, which is small enough to be whole
+    everywhere."""
     whole = bias.to_local(grad_placements=[Partial()])
     cut = [part.tensor_split(_edges(len(part), tp)) for part in whole.chunk(parts)]
     return torch.cat([pieces[rank] for pieces in cut])
 
 
 def _edges(size: int, tp: int) -> list[int]:
-    """Where DTensor cuts ``size`` rows into tp pieces: equal ones, the last may be smaller."""
+    """Return where DTensor cuts ``size`` rows into tp pieces: equal ones, the last may be
+    smaller."""
     step = -(-size // tp)
     return [min(size, step * rank) for rank in range(1, tp)]
 
 
 def _dims(name: str, module: nn.Module, kind: Strategy) -> _Dims:
-    """Which dims of the weight are outputs and inputs."""
+    """Return which dims of the weight are outputs and inputs."""
     known = None
     if kind.startswith("channel"):
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1:
@@ -152,8 +155,8 @@ def _check_divides(
 
 
 def _experts(name: str, module: nn.Module, place: MeshPlace) -> Parameters:
-    """Stacked as transformers does since 5: gate_up_proj [experts,2*ffn,hidden], down_proj
-    [experts,hidden,ffn], called with (rows, chosen experts, their weights)."""
+    """Cut experts stacked as transformers does since 5: gate_up_proj [experts,2*ffn,hidden],
+    down_proj [experts,hidden,ffn], called with (rows, chosen experts, their weights)."""
     own = dict(module.named_parameters(recurse=False))
     usual = set(own) <= set(STACKED) and "down_proj" in own and len(own) > 1
     if not usual or any(p.ndim != 3 for p in own.values()) or not hasattr(module, "num_experts"):
@@ -182,8 +185,8 @@ def _ffn(parameter: str, tp: int) -> tuple[int, int, int]:
 
 @dataclass
 class Fetched:
-    """The last activation that a module cut by outputs has read, as those beside it read it: one
-    sum of their gradients instead of one each. Whoever adds up results forgets it."""
+    """The last activation that a module cut by outputs has read. Modules beside it read the same
+    one, for one sum of their gradients instead of one each. Whoever adds up results forgets it."""
 
     key: tuple[Any, ...] = ()
     result: Tensor | None = None
@@ -205,7 +208,7 @@ class Fetched:
 
 
 def _fetch(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """x, whole on every rank; the gradients that ranks have of it are added up."""
+    """Return x, whole on every rank; the gradients that ranks have of it are added up."""
     whole = DTensor.from_local(x, mesh, [Replicate()])
     return whole.to_local(grad_placements=[Partial()])
 
@@ -237,7 +240,7 @@ class _Gather(torch.autograd.Function):
 def connect(
     module: nn.Module, kind: Strategy, views: Mapping[str, View], place: MeshPlace, fetched: Fetched
 ) -> None:
-    """Hooks for what the module reads, sees and leaves, by its strategy."""
+    """Hook what the module reads, sees and returns, by its strategy."""
     mesh, tp = place.mesh["tp"], place.layout.tp
     if kind == "vocab" and isinstance(module, nn.Embedding):
         _look_up(module, mesh)
@@ -280,9 +283,9 @@ def _behind(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _see(module: nn.Module, views: Mapping[str, View]) -> None:
-    """While forward runs, plain tensors stand in front of the parameters: python looks into an
-    object's own dict first, and torch keeps parameters elsewhere. Not by hooks, which would not run
-    when a forward is recomputed."""
+    """Put plain tensors in front of the parameters while forward runs: python looks into an
+    object's own dict first, and torch keeps parameters elsewhere. Hooks would not run when a
+    forward is recomputed."""
     compute = module.forward
 
     @wraps(compute)
@@ -299,8 +302,8 @@ def _see(module: nn.Module, views: Mapping[str, View]) -> None:
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Rows of the vocabulary that are here, 0 for others. Tokens outside of it fail on the first
-    or last rank as they do without tp."""
+    """Look up the rows of the vocabulary that are here, 0 for others. Tokens outside of it fail
+    on the first or last rank as they do without tp."""
     tp, rank, size = mesh.size(), mesh.get_local_rank(), module.num_embeddings
     edges = [0, *_edges(size, tp), size]
     low, high = edges[rank], edges[rank + 1]
@@ -321,7 +324,7 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh) -> None:
 
 
 def _send_tokens(module: nn.Module, place: MeshPlace) -> None:
-    """Rows go to the ranks of their experts and back; there each has one expert, of weight 1."""
+    """Send rows to the ranks of their experts and back; there each has one expert, of weight 1."""
     assert place.experts is not None
     exchange = AllToAll(place.experts["ep"].get_group(), place.layout.ep)
     compute, n = module.forward, int(module.num_experts)  # type: ignore[arg-type]

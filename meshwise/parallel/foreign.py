@@ -1,11 +1,11 @@
-"""Lays out a module that somebody else wrote, in place: tp and ep, recomputation, compilation, data
+"""Lay out a module that somebody else wrote, in place: tp and ep, recomputation, compilation, data
 parallelism.
 
-In: the module with its weights, a place, and what ``models.strategies`` knows or the user says of
-it. Out: the same module, whose parameters are DTensors with this rank's share, and a report. What
-cannot be done is refused by name before anything is changed.
+In: the module with its weights, a place, and strategies, known from ``models.strategies`` or given
+by the user. Out: the same module, whose parameters are DTensors with this rank's share, and a
+report. What cannot be done is refused by name before anything is changed.
 
-Every parameter is a DTensor on the tp axis, those that are whole on every rank too, so that stock
+Every parameter is a DTensor on the tp axis, also one that is whole on every rank, so that stock
 optimizers and clipping work on all of them at once.
 """
 
@@ -34,7 +34,7 @@ DIFFERENT = 0.05  # of gradients that ought to be the same, relative to their me
 
 
 class Laid(NamedTuple):
-    """What was done: strategies by parameter, units by name."""
+    """The report: strategies by parameter, units by name."""
 
     assigned: Assigned
     units: tuple[str, ...]
@@ -43,7 +43,8 @@ class Laid(NamedTuple):
 
 
 class _ModuleCut(NamedTuple):
-    """``cut`` is None where every rank keeps the whole."""
+    """A module with parameters of its own, its strategy, and their cut: None where every rank
+    keeps them whole."""
 
     path: str
     module: nn.Module
@@ -61,7 +62,7 @@ def lay_out(
     recipe: Recipe,
     init: Init | None,
 ) -> Laid:
-    """The order is that of ``parallel.apply``."""
+    """Lay the module out, in the order of ``parallel.apply``."""
     assigned = strategies.assign(wishes.strategies, [name for name, _ in _parameters(model)])
     units = {
         name: module
@@ -93,7 +94,8 @@ def lay_out(
 
 
 def _without_cache(model: nn.Module, needed: bool) -> tuple[str, ...]:
-    """A layer that runs twice, or compiled, must not add to a cache of keys and values."""
+    """Switch off a cache of keys and values where layers run twice or compiled, which must not
+    add to it."""
     config: Any = getattr(model, "config", None)
     if not needed or not getattr(config, "use_cache", False):
         return ()
@@ -102,7 +104,7 @@ def _without_cache(model: nn.Module, needed: bool) -> tuple[str, ...]:
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Tied ones under each of their names."""
+    """List the parameters, tied ones under each of their names."""
     return list(model.named_parameters(remove_duplicate=False))
 
 
@@ -137,7 +139,7 @@ def check(
 
 
 def _check_scalars(model: nn.Module) -> None:
-    """Which FSDP2 refuses by itself, in the midst of its work."""
+    """Refuse scalars, which FSDP2 refuses in the midst of its work."""
     for name, parameter in _parameters(model):
         if parameter.ndim == 0:
             raise ValueError(
@@ -159,7 +161,7 @@ def _check_module(name: str, module: nn.Module, place: MeshPlace) -> None:
 
 
 def _check_heads(model: nn.Module, tp: int, kinds: Iterable[str]) -> None:
-    """Of a config as transformers has it, where products are split by heads."""
+    """Check a config as transformers has it, where products are split by heads."""
     config = getattr(model, "config", None)
     if not any(kind.startswith(("col", "row")) for kind in kinds):
         return
@@ -170,7 +172,7 @@ def _check_heads(model: nn.Module, tp: int, kinds: Iterable[str]) -> None:
 
 
 def _check_tied(model: nn.Module, assigned: Assigned, units: Mapping[str, nn.Module]) -> None:
-    """A weight of two names is cut once and belongs to one unit."""
+    """Check that a weight with two names is cut once and belongs to one unit."""
     seen: dict[int, tuple[str, str | None, str]] = {}
     for name, parameter in _parameters(model):
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
@@ -188,7 +190,7 @@ def _check_tied(model: nn.Module, assigned: Assigned, units: Mapping[str, nn.Mod
 
 
 def _divide(model: nn.Module, patterns: Sequence[str], tp: int) -> list[str]:
-    """Give every rank its share of attributes that count heads or features; their names."""
+    """Give every rank its share of attributes that count heads or features; return their names."""
     found: dict[str, tuple[nn.Module, str, int]] = {}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -208,7 +210,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that have parameters of their own."""
+    """List the modules that have parameters of their own."""
     return [(path, module) for path, module in model.named_modules() if module._parameters]
 
 
@@ -225,7 +227,7 @@ def _todo(path: str, module: nn.Module, assigned: Assigned, place: MeshPlace) ->
 
 
 class _Sums(NamedTuple):
-    """Of a tensor's values, and of their sizes: what ranks compare."""
+    """The sums of a tensor's values and of their sizes, which ranks compare."""
 
     name: str
     values: Tensor
@@ -240,8 +242,8 @@ def _place(
     recipe: Recipe,
     init: Init | None,
 ) -> list[_Sums]:
-    """Move every tensor to the device, cut those that are to be cut, and connect what computes with
-    them."""
+    """Move every tensor to the device, cut those to be cut, and connect the modules that compute
+    with them."""
     device, fetched = device_of(place.mesh), cuts.Fetched()
     masters = torch.bfloat16 if recipe.weights == "bf16" and dtype == "bf16" else torch.float32
     made: dict[int, nn.Parameter] = {}
@@ -276,7 +278,7 @@ def _place(
 
 
 def _check_same(sums: Sequence[_Sums], place: MeshPlace) -> None:
-    """Whether all ranks came with the same weights: each keeps its part of its own."""
+    """Check that all ranks came with the same weights, since each keeps its part of its own."""
     if place.layout.num_devices == 1 or not sums:
         return
     device = device_of(place.mesh)
@@ -314,7 +316,8 @@ def _shard(
 
 
 def _watch(model: nn.Module, assigned: Assigned, place: MeshPlace) -> None:
-    """See after the first backward whether what is whole on all tp ranks got one gradient."""
+    """Check after the first backward that parameters which are whole on all tp ranks got one
+    gradient."""
     group = place.mesh["tp"].get_group()
     for name, parameter in model.named_parameters():
         kind = assigned.strategies[name] or "replicated"

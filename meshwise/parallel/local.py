@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshwise.nn import ModelStage, build
 from meshwise.nn.cache import AttendOne
 from meshwise.nn.experts import MoE
+from meshwise.nn.initial import reset_buffers
 from meshwise.nn.llama import QKV, GateUp
 from meshwise.parallel import experts, tensor, torch_private
 from meshwise.parallel.mesh import MeshPlace
@@ -38,8 +39,8 @@ _FEW_BYTES = 2**18  # each rank reads those of all
 
 
 class Sum:
-    """Adds the parts of all ranks of a group; those of a token's activations, ``token`` [rows,
-    hidden], by what is fastest for few bytes."""
+    """Adds the parts of all ranks of a group. ``token`` [rows, hidden]: what is as small as that
+    is added in the way that is fastest for few bytes."""
 
     def __init__(self, group: dist.ProcessGroup, token: Tensor) -> None:
         self.group, self.size = group, token.numel()
@@ -56,7 +57,8 @@ class Sum:
 
 
 class SplitLinear(nn.Module):
-    """x W^T + b, with rows of W, or with columns and a sum over the ranks that hold the others."""
+    """x W^T + b, with some rows of W, or with some columns and a sum over the ranks that hold
+    the others."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, total: Sum | None = None
@@ -83,7 +85,8 @@ def _multiply(device: torch.device) -> Multiply:
 
 
 def attend_one(device: torch.device) -> AttendOne | None:
-    """What attends for one token on a device, where there is something better than torch's."""
+    """Return the kernel that attends for one token on this device, if there is a better one than
+    torch's."""
     if device.type != "cuda":
         return None
     from meshwise.parallel import token_kernels
@@ -109,7 +112,7 @@ class Fused(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """The embedding of tokens from ``first`` on; others come from the ranks that hold them."""
+    """The embedding of tokens from ``first`` on; the ranks that hold the others add theirs."""
 
     def __init__(self, weight: Tensor, first: int, total: Sum) -> None:
         super().__init__()
@@ -133,7 +136,7 @@ class Summed(nn.Module):
 
 
 class Choice:
-    """The likeliest token of each row of split logits [b, part of the vocabulary] -> [b]."""
+    """Picks the likeliest token of each row of split logits [b, part of the vocabulary] -> [b]."""
 
     def __init__(self, place: MeshPlace, vocab: int) -> None:
         self.ranks, self.group = place.layout.tp, place.mesh["tp"].get_group()
@@ -153,7 +156,8 @@ class Choice:
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest number and where it is; in two steps, since a row is one block's work."""
+    """Return each row's largest number and its index, in two steps, since one block works on a
+    row."""
     parts = logits.unflatten(-1, (math.gcd(logits.shape[-1], 256), -1))
     most, place = parts.max(-1)
     top, part = most.max(-1, keepdim=True)
@@ -161,7 +165,7 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def first_row(place: MeshPlace, vocab: int) -> int:
-    """Where this rank's part of the vocabulary begins."""
+    """Return where this rank's part of the vocabulary begins."""
     sizes = chunks(vocab, place.layout.tp)
     if not all(sizes):
         raise ValueError(
@@ -184,7 +188,7 @@ class _Cut:
     total: Sum | None  # over the ranks of tp
 
     def share(self, name: str) -> Tensor:
-        """This rank's part of a parameter's initial value."""
+        """Return this rank's part of a parameter's initial value."""
         like = self.parameters[name]
         value = self.stage.initial_value(name, self.seed, self.device)
         if isinstance(like, DTensor):
@@ -203,7 +207,7 @@ def localized(
     device: torch.device,
     seed: int,
 ) -> ModelStage:
-    """The layers with this rank's weights, those of ``Stage.init_weights(seed)``."""
+    """Build the layers with this rank's weights, those of ``init_weights(seed)``."""
     with torch.device("meta"):
         cut, stage = (build(model, layers, routing=routing) for _ in range(2))
     tensor.apply(cut, place)
@@ -213,9 +217,7 @@ def localized(
         total = Sum(place.mesh["tp"].get_group(), token)
     _localize(stage, "", _Cut(cut, parameters, place, dtype, device, seed, total))
     stage.tie()
-    for module in stage.modules():
-        if callable(reset := getattr(module, "reset_buffers", None)):
-            reset()
+    reset_buffers(stage)
     return stage.requires_grad_(False).eval()
 
 
@@ -246,7 +248,7 @@ def _fill(module: nn.Module, prefix: str, cut: _Cut) -> None:
 
 
 def _product(name: str, cut: _Cut) -> SplitLinear:
-    """Of a weight's columns there is a sum to take, of its rows none."""
+    """Build a product: one of a weight's columns takes a sum over ranks, one of its rows none."""
     weight, bias = cut.parameters[f"{name}.weight"], None
     by_columns = isinstance(weight, DTensor) and weight.placements[0].is_shard(1)
     if f"{name}.bias" in cut.parameters:
@@ -266,7 +268,7 @@ def _fused(module: QKV | GateUp, place: MeshPlace) -> Fused:
 
 
 def _experts(moe: MoE, name: str, cut: _Cut) -> MoE | Summed:
-    """``experts.divide``, with plain weights."""
+    """Do as ``experts.divide``, with plain weights."""
     for full, part in moe.named_modules(prefix=name):
         _fill(part, f"{full}.", cut)
     for part in (moe.experts, moe.shared):

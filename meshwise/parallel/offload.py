@@ -2,9 +2,9 @@
 
 In: a laid-out stage. Afterwards every storage of at least 1 MiB that a layer saves, other than its
 parameters and buffers, is copied to pinned host memory while the next layer computes, and its
-device memory is free once that one has ended. In backward the first use of anything of a layer
-brings it all back, and starts on the layer before it, so that copies run beside computation. The
-last layer's are used where they are: its backward comes next.
+device memory is free once that layer has ended. In backward the first use of a layer's saved
+tensors brings all of them back and starts on the layer before it, so that copies run beside
+computation. The last layer's stay on the device: its backward comes next.
 
 Memory is released in stream order: the compute stream waits for a copy before its source may be
 used again. Storages are moved whole and once, so that views of them keep their strides. On a CPU
@@ -28,7 +28,7 @@ Side = torch.cuda.Stream | None
 
 
 class _SavedByCall:
-    """What one call of a layer saved: bytes on the device, on the host, or on both."""
+    """The storages that one call of a layer saved: on the device, on the host, or on both."""
 
     def __init__(self, before: "_SavedByCall | None", home: torch.device, side: Side) -> None:
         self.before, self.home, self.side = before, home, side
@@ -38,7 +38,7 @@ class _SavedByCall:
         self.moved: torch.cuda.Event | None = None  # behind the last copy, either way
 
     def add(self, storage: torch.UntypedStorage, version: int) -> int:
-        """Start copying a storage to the host, unless it is known; its number."""
+        """Start copying a storage to the host, unless it is known; return its number."""
         key = storage.data_ptr(), version
         if key not in self.numbers:
             self.numbers[key] = len(self.host)
@@ -58,7 +58,7 @@ class _SavedByCall:
             self.device = [self.copy(whole, self.home) for whole in self.host]
 
     def take(self, number: int) -> torch.UntypedStorage:
-        """A storage for backward."""
+        """Return a storage for backward."""
         self.fetch()
         self.wait()
         if self.before is not None:
@@ -86,7 +86,7 @@ class _SavedByCall:
 
 
 class _View(NamedTuple):
-    """A saved tensor as part of a storage; ``wrap`` makes of that what it was."""
+    """A saved tensor as part of a storage; ``wrap`` makes a DTensor of it again if it was one."""
 
     group: _SavedByCall
     number: int
@@ -153,7 +153,7 @@ def _around(kind: type[nn.Module], calls: _Calls, first: nn.Module) -> Callable[
 
 
 def _pack(value: Tensor, group: _SavedByCall, staying: set[int]) -> Tensor | _View:
-    """What autograd keeps: the tensor itself if it stays, else where it went."""
+    """Return what autograd keeps: the tensor itself if it stays, else where it went."""
     local, wrap = _unwrapped(value)
     if type(local) is not Tensor or local.layout != torch.strided or local.device != group.home:
         return value
@@ -174,7 +174,7 @@ def _unpack(kept: Tensor | _View) -> Tensor:
 
 
 def _unwrapped(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """This rank's part of a DTensor, and what makes the part a DTensor again."""
+    """Return this rank's part of a DTensor, and a function that makes the part a DTensor again."""
     if not isinstance(value, DTensor):
         return value, lambda local: local
     mesh, placements, shape, stride = (

@@ -1,4 +1,4 @@
-"""Runs a step's action table on this rank: forwards and backwards of its stages, and the messages
+"""Run a step's action table on this rank: forwards and backwards of its stages, and the messages
 between them. Without a pipeline the table is forward, backward, forward, backward, ...
 
 In: a rank's ``MeshPlace``, its stages (each already laid out), its row of the table, the tokens of
@@ -14,7 +14,7 @@ Each stage's data parallelism takes the mean over its own dp ranks, so a gradien
 dp = a to dp = b ranks is scaled by b / a.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -47,12 +47,12 @@ Mark = Callable[[str], object]
 
 
 def unmarked(_: str) -> None:
-    """Nobody asks what begins when."""
+    """Ignore what begins."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Between a stage and the next one, when that is on another pipeline rank."""
+    """The boundary between a stage and the next one, when that is on another pipeline rank."""
 
     forward: p2p.Route  # of activations
     backward: p2p.Route  # of their gradients
@@ -60,7 +60,8 @@ class Boundary:
     scale: float  # of a gradient that has crossed
 
     def route(self, action: Action) -> p2p.Route:
-        """Of what the action needs: a forward an activation, a backward a gradient."""
+        """Return the route of the action's input: an activation for a forward, a gradient for a
+        backward."""
         return self.forward if action.kind == "F" else self.backward
 
 
@@ -151,8 +152,8 @@ def _boundary(
 
 
 def activations(layout: Layout, pipeline_rank: int, shape: tuple[int, ...]) -> Regions:
-    """Who holds what of a microbatch's activation [rows, seq, hidden] (of images [rows, channels,
-    height, width])."""
+    """Return who holds what of a microbatch's activation [rows, seq, hidden] (images: [rows,
+    channels, height, width])."""
     inside = layout.of_rank(pipeline_rank)
     over_tp = {"batch": 0, "seq": 1}.get(inside.placed.stream)
     over_cp = 1 if inside.cp > 1 else None
@@ -168,18 +169,16 @@ def run(
     loss: Loss,
     mark: Mark = unmarked,
 ) -> Tensor:
-    """Forward and backward of all microbatches; their mean loss, 0 where the last stage is not.
+    """Run forward and backward of all microbatches; return their mean loss, 0 where the last stage
+    is not.
 
     ``inputs`` and ``targets``: this rank's rows of each microbatch. ``mark`` is told what begins:
     an action (``F 0.3``: forward of stage 0, microbatch 3), ``wait`` (for its message) or
-    ``exchange`` (what is left to send, and the tied weight's gradients).
+    ``exchange`` (the messages still to send, and the tied weight's gradients).
     """
     step = _RunningStep(pipeline, inputs, targets, loss)
     step.mark = mark
-    for action, following in zip_longest(pipeline.row, pipeline.row[1:]):
-        step.expect(action)
-        if following is not None:
-            step.expect(following)
+    for action in step.actions():
         step.work(action)
     mark("exchange")
     for sending in step.sending:
@@ -194,13 +193,13 @@ def _name(action: Action) -> str:
 
 
 def _needed(action: Action) -> tuple[bool, int, int]:
-    """Activation or gradient, and whose. dualpipev splits some backwards and others not, so the
-    stage before may ask for by I what came of a B."""
+    """Name the tensor that an action needs: activation or gradient, stage, microbatch. dualpipev
+    splits some backwards and not others, so an I may need the gradient that a B left."""
     return action.kind == "F", action.stage, action.microbatch
 
 
 class Messages:
-    """What goes between the stages: to and from other ranks, and between those of this rank."""
+    """The messages between stages: to and from other ranks, and between the stages of this rank."""
 
     mark: Mark = staticmethod(unmarked)
 
@@ -209,6 +208,15 @@ class Messages:
         self.received: dict[Action, p2p.Receiving] = {}
         self.handed: dict[tuple[bool, int, int], Tensor] = {}  # between stages of this rank
         self.sending: list[p2p.Sending] = []
+
+    def actions(self) -> Iterator[Action]:
+        """Yield the actions of the row, once receives for each and for the next have started."""
+        row = self.pipeline.row
+        for action, following in zip_longest(row, row[1:]):
+            self.expect(action)
+            if following is not None:
+                self.expect(following)
+            yield action
 
     def expect(self, action: Action) -> None:
         """Start receiving what an action needs from another rank."""
@@ -220,7 +228,8 @@ class Messages:
         self.received[action] = p2p.receive(route, boundary.shape, built.dtype, built.device)
 
     def take(self, action: Action) -> Tensor:
-        """What ``expect`` asked for, or what another stage of this rank left; nobody else's."""
+        """Return what ``expect`` asked for, or what another stage of this rank left for this
+        action."""
         if action in self.received:
             self.mark("wait")
             value = self.received.pop(action).wait()
@@ -255,9 +264,9 @@ class _RunningStep(Messages):
         self.postponed: dict[tuple[int, int], Callable[[], None]] = {}
 
     def find_resting(self) -> set[tuple[int, int]]:
-        """(stage, microbatch) whose forward and backward FSDP2 need not see. Without other data
-        ranks these are all; else not the first, which gathers weights beside computation, and the
-        last, which reduces gradients so."""
+        """Find the (stage, microbatch) whose forward and backward FSDP2 need not see. Without
+        other data ranks these are all; else all but the first, whose weights are gathered beside
+        computation, and the last, whose gradients are reduced so."""
         layout = self.pipeline.layout
         if self.split or not may_rest(layout):
             return set()
@@ -292,7 +301,7 @@ class _RunningStep(Messages):
             after_split_backward(module, layout, last=last)
 
     def forward(self, stage: LinkedStage, action: Action) -> tuple[Tensor, Tensor | GradientEdge]:
-        """The stage's input and what its backward starts from."""
+        """Return the stage's input and what its backward starts from."""
         number = action.microbatch
         module = stage.module
         x = self.inputs[number] if module.first else self.take(action).requires_grad_()
@@ -317,7 +326,7 @@ class _RunningStep(Messages):
             return module(x)  # type: ignore[no-any-return]
 
     def gradient(self, stage: LinkedStage, action: Action) -> Tensor | None:
-        """Of the stage's result; of the loss it is 1."""
+        """Return the gradient of the stage's result; None for the loss, whose gradient is 1."""
         if stage.module.last:
             return None
         gradient = self.take(action)
@@ -333,9 +342,9 @@ class _RunningStep(Messages):
             x.grad = None
 
     def backward_of_input(self, stage: LinkedStage, action: Action) -> Callable[[], None]:
-        """Send the input's gradient back; what is left to do for the weights.
+        """Send the input's gradient back; return what is left to do for the weights.
 
-        The first stage's input has none, so all of its backward is left.
+        The first stage's input has no gradient, so all of its backward is left.
         """
         x, result = self.saved.pop((action.stage, action.microbatch))
         assert isinstance(result, Tensor)

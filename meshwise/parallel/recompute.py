@@ -1,4 +1,4 @@
-"""Recomputation: what forward does not keep, backward computes again, by torch's checkpoint.
+"""Recomputation: backward computes again what forward does not keep, by torch's checkpoint.
 
 full keeps a layer's input and nothing else (Chen et al. 2016). selective keeps the results of the
 matrix products and of attention, and computes again what is cheap: the norms and the activation
@@ -44,7 +44,7 @@ KEPT = frozenset(
 
 
 def apply(layer: Layer, recompute: Recompute, lowering: Literal["eager", "compiled"]) -> None:
-    """Do it before the layer is compiled or sharded."""
+    """Set a layer's recomputation, before it is compiled or sharded."""
     if recompute == "full":
         layer.whole = _forgetting
     elif recompute == "selective" and lowering == "compiled":

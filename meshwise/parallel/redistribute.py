@@ -1,5 +1,5 @@
-"""Moves an activation from where it lies on the tp ranks to where it is needed, and its gradient
-the other way.
+"""Move an activation from where it lies on the tp ranks to where it is needed, and its gradient
+back.
 
 A placement is ``whole``, ``partial`` (a sum over ranks is due) or the tensor dim that the ranks
 divide, as in ``models.placement``. Local tensors go in and come out: no DTensor is dispatched, and
@@ -17,7 +17,7 @@ Placement = int | Literal["whole", "partial"]
 
 
 class NamedGroup(NamedTuple):
-    """A group of ranks by name, and which of them this one is."""
+    """A group of ranks by name, its size, and this rank's number in it."""
 
     group: str
     size: int
@@ -25,8 +25,8 @@ class NamedGroup(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Between two parts of a model: a tensor goes ``there``, its gradient ``back``, each from one
-    placement to another."""
+    """The way between two parts of a model: a tensor goes ``there``, its gradient ``back``, each
+    from one placement to another."""
 
     there: tuple[Placement, Placement]
     back: tuple[Placement, Placement]
@@ -51,7 +51,7 @@ class _Moved(Function):
 
 
 def moved(x: Tensor, have: Placement, wanted: Placement, ranks: NamedGroup) -> Tensor:
-    """This rank's part of x, which lies as ``have`` says, as ``wanted`` says."""
+    """Move x from the placement ``have`` to ``wanted``; return this rank's part."""
     if have == wanted:
         return x.view_as(x)
     if have == "whole":
@@ -71,13 +71,13 @@ def moved(x: Tensor, have: Placement, wanted: Placement, ranks: NamedGroup) -> T
 
 
 def _parts(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
-    """x with what each rank shall get of ``dim`` one after the other in dim 0."""
+    """Put each rank's part of ``dim`` one after the other in dim 0."""
     parts: Tensor = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0)
     return parts.flatten(0, 1).contiguous()
 
 
 def _joined(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
-    """The other way round: what came of each rank, one after the other in ``dim``."""
+    """Put each rank's part, one after the other in dim 0, together in ``dim``."""
     parts: Tensor = x.unflatten(0, (ranks.size, -1)).movedim(0, dim)
     return parts.flatten(dim, dim + 1)
 

@@ -1,15 +1,15 @@
 """Tensor parallelism in place, on the tp axis of a mesh, as a layout's ``cuts`` say.
 
-Weights (Shoeybi et al. 2019, Megatron-LM): what heads or ffn are made of is split by rows (col in
-plan.json), what reads them by columns (row), embedding and head by vocabulary; experts in
-``parallel.experts``. The stream between those is whole on every rank, or split by position
-(Korthikanti et al. 2022) or by sequence. A part of the model may also be computed alike on every
-rank, or divided by its tokens. Logits split by vocabulary are a DTensor;
+Weights (Shoeybi et al. 2019, Megatron-LM): products whose outputs are heads or ffn are split by
+rows (col in plan.json), products that read those by columns (row), embedding and head by
+vocabulary; experts in ``parallel.experts``. The stream between those is whole on every rank, or
+split by position (Korthikanti et al. 2022) or by sequence. A part of the model may also be computed
+alike on every rank, or divided by its tokens. Logits split by vocabulary are a DTensor;
 ``apply.loss_context`` computes their loss that way.
 
-Every parameter becomes a DTensor on the tp mesh, norms and positions as replicas, so that
-gradients that are partial sums are known to be. Activations are local tensors, moved between the
-parts by ``redistribute``. Fewer key and value heads than ranks are computed by several ranks each.
+Every parameter becomes a DTensor on the tp mesh, norms and positions as replicas, so that gradients
+that are partial sums are known to be. Activations are local tensors, moved between the parts by
+``redistribute``. Fewer key and value heads than ranks are computed by several ranks each.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from meshwise.nn import llama
-from meshwise.nn.experts import MoE, same
-from meshwise.nn.gpt import GPT, GPTLayer, Head, Positions
+from meshwise.nn.experts import MoE
+from meshwise.nn.gpt import GPT, GPTLayer, Positions
 from meshwise.nn.llama import DecoderLayer, Llama
-from meshwise.nn.stage import ModelStage
+from meshwise.nn.stage import Head, ModelStage, identity
 from meshwise.nn.wide_resnet import WideResNetModule
 from meshwise.parallel import channels, experts
 from meshwise.parallel.mesh import MeshPlace
@@ -42,8 +42,8 @@ COL, ROW = ("weight", 0), ("weight", 1)
 
 
 class Room(NamedTuple):
-    """A part of the model: how it ``needs`` its input and the gradient of its result, and how it
-    ``leaves`` its result and the gradient of its input."""
+    """A part of the model: where it ``needs`` its input and the gradient of its result, and
+    where it ``leaves`` its result and the gradient of its input."""
 
     needs: Placement
     leaves: Placement
@@ -70,7 +70,7 @@ class Splitter:
         return Room("whole", "whole" if word == "whole" else "partial")
 
     def enter(self, name: str) -> Edge:
-        """From the stream into a part of the model."""
+        """Return the way from the stream into a part of the model."""
         room = self.room(name)
         return Edge((self.stream, room.needs), (room.leaves, self.stream), self.ranks)
 
@@ -80,11 +80,11 @@ class Splitter:
 
     @property
     def streamed(self) -> Placed:
-        """How the stream lies, in DTensor's words."""
+        """The stream's placement in DTensor's words."""
         return Shard(self.stream) if isinstance(self.stream, int) else Replicate()
 
     def norm(self, module: nn.Module, *, leave: Edge | None = None) -> None:
-        """A norm of the stream, whose result goes on into a part of the model."""
+        """Split a norm of the stream, whose result goes on into a part of the model."""
         self.local(module, "stream", leave=leave)
 
     def local(
@@ -138,7 +138,8 @@ class Splitter:
         self.local(down, "feed_forward", ROW, leave=self.leave("feed_forward"))
 
     def projections(self, qkv: nn.Module) -> None:
-        """Of a Llama-type layer. What leads down to latent rows is whole on every rank."""
+        """Split the projections of a Llama-type layer. Those down to latent rows are whole on
+        every rank."""
         repeats = False
         if isinstance(qkv, llama.QKV) and self.room("attention").leaves == "partial":
             repeats = qkv.kv_heads % self.ranks.size > 0
@@ -157,10 +158,11 @@ class Splitter:
             embed.first_row = self.ranks.rank * rows  # type: ignore[assignment]
 
     def take(self, word: str) -> tuple[int, NamedGroup] | None:
-        """Which dim of what every rank has whole to take a part of."""
+        """Return the dim that ranks divide of a tensor which every rank has whole; None if they
+        do not."""
         return (DIM[word], self.ranks) if word in DIM else None
 
-    def head(self, head: Head | llama.Head) -> None:
+    def head(self, head: Head) -> None:
         """Split the projection by vocabulary, whose logits are a DTensor, or by its tokens."""
         self.norm(head.norm)
         if self.cuts.head != "vocab":
@@ -173,18 +175,18 @@ class Splitter:
 
 
 def repeated_rows(heads: int, head_dim: int, tp_mesh: DeviceMesh) -> slice:
-    """The rows of a weight of fewer heads than ranks that make this rank's head."""
+    """Return the rows that make this rank's head, in a weight of fewer heads than ranks."""
     head = tp_mesh.get_local_rank() * heads // tp_mesh.size()
     return slice(head * head_dim, (head + 1) * head_dim)
 
 
 def part(weight: Tensor | None, module: Any) -> Any:
-    """This rank's part of a module's weight."""
+    """Return this rank's part of a module's weight."""
     return None if weight is None else experts.local(weight, summed=module.summed)
 
 
 class _Local:
-    """What ``Splitter.local`` sets: of an instance, so that all layers share compiled code."""
+    """What ``Splitter.local`` sets, on the instance, so that all layers share compiled code."""
 
     summed = False
     enter: Edge | None = None
@@ -234,9 +236,9 @@ class LocalMoE(_Local, MoE):
 
 
 class LocalEmbedding(_Local, nn.Embedding):
-    """``take``: of the tokens that every rank has, a part of this dim. ``first_row``: where this
-    rank's part of the table begins; tokens of other ranks are 0. (A lookup of DTensors makes a
-    gradient of the whole table on every rank, torch 2.13.)"""
+    """``take``: the dim of the tokens that ranks divide. ``first_row``: where this rank's part
+    of the table begins; tokens of other ranks are 0. (A lookup in DTensors makes a gradient of
+    the whole table on every rank, torch 2.13.)"""
 
     take: tuple[int, NamedGroup] | None = None
     first_row: int | None = None
@@ -254,7 +256,7 @@ class LocalEmbedding(_Local, nn.Embedding):
 
 
 class LocalPositions(_Local, Positions):
-    """``take``: of the positions, a part, where ranks divide the stream by them."""
+    """``take``: set where ranks divide the stream by positions."""
 
     take: tuple[int, NamedGroup] | None = None
 
@@ -302,12 +304,12 @@ def apply(model: ModelStage, place: MeshPlace) -> None:
 
 
 def loss_parts(tp_mesh: DeviceMesh, cuts: Cuts) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Which targets belong to this rank's logits; and the mean loss over all tp ranks of the mean
-    of these."""
+    """Return two functions: one picks the targets of this rank's logits, one takes the mean over
+    tp ranks of their mean losses."""
     splitter = Splitter(tp_mesh, cuts)
     taken = splitter.take(cuts.head)
     if taken is None:
-        return same, same
+        return identity, identity
     mean = Edge(("partial", "whole"), ("whole", "whole"), splitter.ranks)
     size = splitter.ranks.size
     return lambda targets: moved(targets, "whole", *taken), lambda loss: mean.move(loss / size)

@@ -1,8 +1,9 @@
-"""Embedding and head are one weight, in the first stage and in the last: a gradient for both.
+"""Add up the gradients of embedding and head where they are one weight, in the first and last
+stage.
 
-In: the stages of this rank, each with the gradient of its own use of the weight. Out: both hold
-the sum of the two, bit for bit, so that the optimizer keeps them equal. The stages may have
-unequal meshes: ``reshard`` moves a gradient from the one's cut to the other's.
+In: the stages of this rank, each with the gradient of its own use of the weight. Out: both hold the
+sum of the two, bit for bit, so that the optimizer keeps them equal. The stages may have unequal
+meshes: ``reshard`` moves a gradient from one cut to the other.
 """
 
 from collections.abc import Mapping
@@ -22,8 +23,8 @@ from meshwise.spec import AnyModel, Layout, WideResNet, rank_of
 
 @dataclass(frozen=True)
 class Tie:
-    """``there``: the other weight where it is on this rank too (the ends of a V). Elsewhere the
-    routes lead out to it and back."""
+    """One end of the tie. ``there``: the other weight where it is on this rank too (the ends of
+    a V). Elsewhere the routes lead out to it and back."""
 
     weight: nn.Parameter
     is_copy: bool  # the head's; the embedding's is the original
@@ -62,7 +63,7 @@ def tie(
     stages: Mapping[int, ModelStage],
     device: torch.device,
 ) -> Tie | None:
-    """This rank's part in the tie of the pipeline's ends, if it has one."""
+    """Make this rank's end of the tie between the pipeline's ends; None if it has none."""
     ends = [stages[number] for number in (0, layout.num_stages - 1) if number in stages]
     weights = [weight for end in ends if (weight := end.tied) is not None]
     if not weights:
@@ -80,7 +81,8 @@ def tie(
 
 
 def _vocabulary(layout: Layout, pipeline_rank: int, shape: tuple[int, int]) -> Regions:
-    """Who holds which rows of the embedding: cut over tp or not, each part over the shards."""
+    """Return who holds which rows of the embedding: cut over tp or not, each part over the
+    shards."""
     inside = layout.of_rank(pipeline_rank)
     over_tp = 0 if inside.placed.embed == "vocab" else None
     pieces = placed(shape, (inside.tp, inside.shards), (over_tp, 0))
