@@ -9,6 +9,7 @@ that a link means may be anywhere. Whatever fails is a ValueError that begins wi
 
 import contextlib
 import errno
+import fcntl
 import gzip
 import importlib.resources
 import io
@@ -212,13 +213,31 @@ def append_line(path: Path | str, data: bytes | str, *, sync: bool = True) -> No
 
 
 def sync_folder(folder: Path | str) -> None:
-    """Have the names in a folder on disk."""
+    """Put the names in a folder on disk."""
     with _told(Path(folder)):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _sync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def lock(path: Path | str, *, create: bool = True, mode: int = 0o666) -> tuple[int, bool]:
+    """Open a file and lock it for this process, until its end or until the descriptor is closed.
+
+    Return the descriptor and whether it is locked: some file systems have no locks. BlockingIOError
+    if another process holds the lock, another OSError if the file cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags | (os.O_CREAT if create else 0), mode)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        return descriptor, False
+    return descriptor, True
 
 
 class _Refused(ValueError):

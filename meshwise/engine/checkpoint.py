@@ -42,6 +42,7 @@ from meshwise import files
 from meshwise.engine import blocks
 from meshwise.engine import folder as folders
 from meshwise.engine.step import TrainingState
+from meshwise.parallel import mesh
 from meshwise.ranks import Ranks
 from meshwise.reshard.regions import Box, chunk_of, whole
 from meshwise.spec import AnyModel, Plan, Record
@@ -141,14 +142,15 @@ def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = N
     folder = Path(folder)
     record = folders.read(folder / folders.JSON)
     pairs: list[tuple[str, object, object]] = [
-        ("family", _family(record.model), _family(plan.model)),
+        ("family", _tag(record.model), _tag(plan.model)),
         *_fields("model", record.model, plan.model),
         *_fields("workload", record.workload, plan.workload),
         ("optimizer", record.optimizer.lower(), optimizer or plan.recipe.optimizer),
         ("seed", record.seed, seed),
     ]
     for name, saved, given in pairs:
-        _check_same(name, saved, given)
+        if saved != given:  # it would not go on where the saved training stopped
+            raise ValueError(f"{name} = {given!r}: the checkpoint has {saved!r}; resume with that")
     folders.check_files(folder, record)
     return record
 
@@ -205,8 +207,7 @@ def _tensors(training: TrainingState) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return mesh.share(tensor.detach())
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -331,27 +332,14 @@ def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, 
                 save_file(parts, file.name, about)
             except SafetensorError as error:
                 raise ValueError(f"{path} cannot be written: {error}") from None
-            _sync(file.name)  # safetensors makes another file of that name
+            with open(file.name, "rb") as again:  # safetensors makes another file of that name
+                os.fsync(again.fileno())
             written[path.name] = blocks.stored(Path(file.name))
     return written
 
 
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _family(model: AnyModel) -> object:
+def _tag(model: AnyModel) -> object:
     return type(model).__struct_config__.tag
-
-
-def _check_same(name: str, saved: object, given: object) -> None:
-    """Refuse by name what would not go on where the saved training stopped."""
-    if saved != given:
-        raise ValueError(f"{name} = {given!r}: the checkpoint has {saved!r}; resume with that")
 
 
 def _fields(name: str, saved: Record, given: Record) -> list[tuple[str, object, object]]:

@@ -11,7 +11,6 @@ other subfolders, so they can be removed.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -135,20 +134,18 @@ def _digest(content: bytes) -> str:
 
 
 def _locked(folder: Path) -> int:
-    """The lock of a folder, open; ValueError if another run holds it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    lock = os.open(folder / _LOCK, flags, 0o660)  # whoever can open it can hold it
+    """Open and lock the folder's lock file; ValueError if another run holds it. Where there are no
+    locks the commit looks for itself."""
+    path = folder / _LOCK
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock, is_held = files.lock(path, mode=0o660)  # whoever can open it can hold it
     except BlockingIOError:
-        who = os.pread(lock, 100, 0).decode(errors="replace")
-        os.close(lock)
+        who = path.read_bytes()[:100].decode(errors="replace")
         said = f" ({who})" if who and who.isprintable() else ""
         raise ValueError(
             f"another run{said} saves into {folder}; save into another folder, or end it"
         ) from None
-    except OSError:
-        return lock  # a file system without locks: the commit looks for itself
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    if is_held:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return lock

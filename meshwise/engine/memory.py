@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+
+from meshwise.parallel.mesh import share
 
 NUM_TRACES = 4
 
@@ -25,8 +26,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind tensors, each counted once; of a DTensor, this rank's."""
     storages = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.detach().untyped_storage()
+        storage = share(tensor).detach().untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 from meshwise.nn.wide_resnet import BatchNorm, Bottleneck, PaddedConv2d, WideResNetModule
 from meshwise.parallel import torch_private
-from meshwise.parallel.mesh import MeshPlace
+from meshwise.parallel.mesh import MeshPlace, share
 
 DIMS = {"conv2": 0, "norm2": 0, "conv3": 1}  # of a bottleneck's tensors, over which tp divides them
 
@@ -53,9 +53,10 @@ def _divide(model: WideResNetModule, tp_mesh: DeviceMesh) -> None:
         partial(_all_reduce, groups=(), back=tp),
         partial(_all_reduce, groups=tp, back=()),
     )
+    # ``share``: a tensor that is whole on all tp ranks has the same whole gradient on each
     for module in model.modules():
         if isinstance(module, BatchNorm | PaddedConv2d):
-            module.local = local
+            module.local = share
         if isinstance(module, Bottleneck):
             module.conv2.enter, module.conv3.leave = enter, leave
     if model.last:
@@ -70,13 +71,8 @@ def _cut(module: nn.Module, tp_mesh: DeviceMesh, cut: Shard) -> None:
         setattr(module, name, distribute_tensor(buffer, tp_mesh, [cut], src_data_rank=None))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part. What is whole on all tp ranks has the same whole gradient on each."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, local(linear.weight), local(linear.bias))
+    return F.linear(x, share(linear.weight), share(linear.bias))
 
 
 def _mean(x: Tensor, *, groups: Groups, num_ranks: int) -> Tensor:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import (
 from meshwise.models.placement import ROWS
 from meshwise.nn.experts import MoE, move
 from meshwise.parallel.mesh import MeshPlace
-from meshwise.parallel.redistribute import share
+from meshwise.parallel.redistribute import addend
 
 SHARED_DIMS = {"gate": (0, 0), "up": (0, 0), "down": (1, None), "score": (None, None)}
 FFN_DIMS = {"first": 2, "down": 2, "first_bias": 2, "down_bias": None}
@@ -90,7 +90,7 @@ def local(weight: Tensor, *, summed: bool = True) -> Tensor:
 def added(bias: Tensor, *, ranks: int, summed: bool) -> Tensor:
     """Return this rank's addend of a bias in a sum over so many ranks."""
     bias = local(bias, summed=summed)
-    return share(bias, ranks) if ranks > 1 else bias
+    return addend(bias, ranks) if ranks > 1 else bias
 
 
 def _total(counts: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

@@ -82,13 +82,13 @@ def _joined(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
     return parts.flatten(dim, dim + 1)
 
 
-def share(x: Tensor, ranks: int) -> Tensor:
-    """What each of so many ranks adds so that their sum has x once. Each has the sum's gradient,
-    which is that of x."""
-    return _Share.apply(x, ranks)  # type: ignore[no-any-return,no-untyped-call]
+def addend(x: Tensor, ranks: int) -> Tensor:
+    """Return what each of so many ranks adds so that their sum has x once. The gradient of x is the
+    sum's, on each rank."""
+    return _Addend.apply(x, ranks)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Share(Function):
+class _Addend(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
         return x / ranks

@@ -34,7 +34,7 @@ from meshwise.nn.stage import Head, ModelStage, identity
 from meshwise.nn.wide_resnet import WideResNetModule
 from meshwise.parallel import channels, experts
 from meshwise.parallel.mesh import MeshPlace
-from meshwise.parallel.redistribute import Edge, NamedGroup, Placement, moved, share
+from meshwise.parallel.redistribute import Edge, NamedGroup, Placement, addend, moved
 from meshwise.spec import Cuts
 
 DIM: dict[str, int] = {"batch": 0, "seq": 1}  # of an activation
@@ -207,7 +207,7 @@ class LocalLinear(_Local, nn.Linear):
         x = x if self.enter is None else self.enter.move(x)
         weight, bias = part(self.weight, self), part(self.bias, self)
         if self.adders > 1 and bias is not None:
-            bias = share(experts.local(self.bias, summed=False), self.adders)
+            bias = addend(experts.local(self.bias, summed=False), self.adders)
         if self.rows is not None:
             weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
         return self.left(F.linear(x, weight, bias))

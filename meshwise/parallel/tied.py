@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from meshwise.nn import ModelStage
-from meshwise.parallel.mesh import MeshPlace
+from meshwise.parallel.mesh import MeshPlace, share
 from meshwise.reshard.regions import Layout as Regions
 from meshwise.reshard.regions import placed
 from meshwise.reshard.transports import p2p
@@ -38,9 +37,11 @@ class Tie:
         return self.weight if self.is_copy else self.there
 
     def add_gradients(self) -> None:
-        mine = _local(self.weight)
+        assert self.weight.grad is not None
+        mine = share(self.weight.grad)
         if self.there is not None:
-            other = _local(self.there)
+            assert self.there.grad is not None
+            other = share(self.there.grad)
             mine.copy_(other.copy_(mine + other))
             return
         assert self.out is not None and self.back is not None
@@ -48,12 +49,6 @@ class Tie:
         other = p2p.receive(self.back, mine.shape, mine.dtype, mine.device).wait()
         sending.wait()
         mine += other
-
-
-def _local(weight: nn.Parameter) -> Tensor:
-    """This rank's part of the gradient."""
-    assert weight.grad is not None
-    return weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
 
 
 def tie(

@@ -215,24 +215,21 @@ def locked(run_dir: Path) -> Iterator[None]:
     if not leads():
         yield
         return
-    import fcntl
+    from meshwise import files
 
     path = run_dir / "samples.jsonl"
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        lock = os.open(path, flags, 0o666)
+        lock, is_held = files.lock(path)
+    except BlockingIOError:
+        raise ValueError(
+            f"another process measures into {run_dir}; wait for its end, or start a new run "
+            "without --resume"
+        ) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from None
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another process measures into {run_dir}; wait for its end, or start a new run "
-                "without --resume"
-            ) from None
-        except OSError as error:
-            log.warning("%s cannot be locked: %s", run_dir, error.strerror)
+        if not is_held:
+            log.warning("%s cannot be locked: its file system has no locks", run_dir)
         yield
     finally:
         os.close(lock)
