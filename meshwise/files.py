@@ -1,10 +1,10 @@
-"""The one way to files: what a stranger wrote is read within bounds, what we write is whole.
+"""The one way to files: what others wrote is read within bounds, what we write is whole.
 
 Reading takes regular files only and never waits: a FIFO, a device or a folder is refused. Bytes,
-what gzip unpacks to, depth and numbers are bounded, and no key stands twice. Writing goes through a
-new file beside the old one, synced to disk before it takes the old one's place: whoever reads sees
-one of the two, whole. Symbolic links are followed for reading and refused for writing: the file
-that a link means may be anywhere. Whatever fails is a ValueError that begins with the file's name.
+unpacked bytes, depth and numbers are bounded, and no key stands twice. Writing goes through a new
+file beside the old one, synced to disk before it takes the old one's place: a reader sees one of
+the two, whole. Symbolic links are followed for reading and refused for writing: the linked file may
+be anywhere. Every failure is a ValueError that begins with the file's name.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half a character: a surrogate, perha
 
 
 def open_file(path: Path | str) -> BinaryIO:
-    """A regular file, opened for reading without waiting for anyone."""
+    """Open a regular file for reading, without waiting for anyone."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags)
@@ -57,7 +57,7 @@ def open_file(path: Path | str) -> BinaryIO:
 
 
 def read_bytes(path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
-    """All of a regular file of no more than ``at_most`` bytes."""
+    """Read a regular file of no more than ``at_most`` bytes."""
     with open_file(path) as file:
         try:
             data = file.read(at_most + 1)
@@ -69,12 +69,12 @@ def read_bytes(path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path | str, *, at_most: int = MOST_BYTES) -> str:
-    """The same as text of UTF-8."""
+    """Read such a file as UTF-8."""
     return _text(read_bytes(path, at_most=at_most), str(path))
 
 
 def unpack(data: bytes, path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
-    """The content of ``gzip`` data, of ``at_most`` bytes; errors name ``path``."""
+    """Unpack ``gzip`` data to no more than ``at_most`` bytes; errors name ``path``."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             found = file.read(at_most + 1)
@@ -86,7 +86,7 @@ def unpack(data: bytes, path: Path | str, *, at_most: int = MOST_BYTES) -> bytes
 
 
 def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> Any:
-    """JSON as plain data. Refused, with line and field: a key that stands twice, more than
+    """Parse JSON to plain data. Refused, with line and field: a key that stands twice, more than
     ``DEEPEST`` levels, NaN and Infinity, integers of 2^63 and more, half characters."""
     if len(data) > at_most:
         raise ValueError(f"{source} is larger than {_mib(at_most)}; is it the right file?")
@@ -114,12 +114,12 @@ def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> 
 
 
 def own_data(name: str) -> dict[str, Any]:
-    """A TOML file that comes with the package, as plain data."""
+    """Read a TOML file that comes with the package, as plain data."""
     return parse_toml((importlib.resources.files("meshwise") / "data" / name).read_bytes(), name)
 
 
 def parse_toml(data: bytes | str, source: str) -> dict[str, Any]:
-    """TOML as plain data, within the same bounds."""
+    """Parse TOML to plain data, within the same bounds."""
     if len(data) > _MOST_TOML_BYTES:
         raise ValueError(f"{source} is larger than {_mib(_MOST_TOML_BYTES)}; write it as JSON")
     text = _text(data, source) if isinstance(data, bytes) else data
@@ -143,9 +143,9 @@ def parse_toml(data: bytes | str, source: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(path: Path | str, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """A new file in the same folder, which may be written by its ``name`` as well. It takes the
-    place of ``path`` when the body ends, and is removed when the body fails; with ``sync`` it is
-    on disk then."""
+    """Yield a new file in the same folder, which may be written by its ``name`` as well. It
+    takes the place of ``path`` when the body ends, and is removed when the body fails; with
+    ``sync`` it is on disk then."""
     path = Path(path)
     with _told(path):
         if not path.parent.exists():
@@ -178,7 +178,7 @@ def replacing(path: Path | str, *, sync: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path | str, data: bytes | str, *, sync: bool = True) -> Path:
-    """Write a file, whole or not at all; text as UTF-8. The path."""
+    """Write a file, whole or not at all; text as UTF-8. Return the path."""
     content = data.encode() if isinstance(data, str) else data
     with replacing(path, sync=sync) as file:
         file.write(content)
@@ -186,8 +186,8 @@ def write_whole(path: Path | str, data: bytes | str, *, sync: bool = True) -> Pa
 
 
 def append_line(path: Path | str, data: bytes | str, *, sync: bool = True) -> None:
-    """Add a line, whole or not at all; with ``sync`` it is on disk when this returns. A last line
-    that was torn off is closed, not overwritten. ``data`` has no line end of its own."""
+    """Add a line, whole or not at all; with ``sync`` it is on disk when this returns. A torn
+    last line is closed, not overwritten. ``data`` has no line end of its own."""
     path = Path(path)
     line = (data.encode() if isinstance(data, str) else data) + b"\n"
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -241,7 +241,7 @@ def lock(path: Path | str, *, create: bool = True, mode: int = 0o666) -> tuple[i
 
 
 class _Refused(ValueError):
-    """A value that JSON allows and we do not; what is wrong with it."""
+    """A value that JSON allows and we do not; says why."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def _float(literal: str) -> float:
 
 
 def _out_of_range(value: int | float) -> str:
-    """Say what is wrong with a number; empty if nothing is."""
+    """Say what is wrong with a number; "" if nothing is."""
     if isinstance(value, float):
         return "" if math.isfinite(value) else "is not a finite number"
     return "" if abs(value) <= _LARGEST_INT else "is not below 2^63"
@@ -284,7 +284,7 @@ def _check_depth(data: Any) -> None:
 
 
 def _leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that holds no others, with its field: ``tiers[0].num_devices``."""
+    """Yield every value that holds no others, with its field: ``tiers[0].num_devices``."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield from _leaves(value, f"{field}.{key}" if field else key)
@@ -296,7 +296,8 @@ def _leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _refused(text: str) -> str | None:
-    """The first value of JSON text that ``parse_json`` refuses: its line, its field, the reason."""
+    """Find the first value of JSON text that ``parse_json`` refuses: its line, its field, the
+    reason."""
     at: list[str | int] = []  # the field in each object, the index in each list
     keys: list[set[str] | None] = []
 
@@ -370,8 +371,8 @@ def _kind(status: os.stat_result) -> str:
 
 
 def _mode_of(path: Path) -> int | None:
-    """The permissions of the file that is to be replaced, if there is one; no other thing is. No
-    right to run as its owner goes on to what is new."""
+    """Return the permissions of the file to be replaced, None if there is none; refuse anything
+    but a file. The right to run as its owner is dropped."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -386,7 +387,7 @@ def _mode_of(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _told(path: Path, temporary: str | None = None) -> Iterator[None]:
-    """Turn an OSError into a ValueError that names the file. With ``temporary`` the errors of other
+    """Turn an OSError into a ValueError that names the file. With ``temporary``, errors of other
     files pass."""
     try:
         yield

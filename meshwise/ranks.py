@@ -2,10 +2,10 @@
 
 In: the variables that torchrun or srun set. Out: a ``Ranks`` with one process group ("cpu:gloo,
 cuda:nccl" on GPUs, else gloo) and a gloo group for agreement, ``control``. Two limits
-(``patience``): set-up (``arrive``, a barrier on the store) and steady state (every collective). On
-either, the error names the ranks that had not arrived and the
-case each was in: every rank keeps its progress in the store, and one that is behind is missing.
-``jobs.join_at`` makes one ``Ranks`` of jobs that were launched apart, a trainer and a server say.
+(``patience``): set-up (``arrive``, a barrier on the store) and steady state (every collective).
+Past either, the error names the ranks that had not arrived and the case each was in: every rank
+keeps its progress in the store, and one that is behind is missing. ``jobs.join_at`` makes one
+``Ranks`` of jobs that were launched apart, such as a trainer and a server.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Environment(TypedDict):
-    """A process's place as its launcher says it; ``host`` and ``port`` are the store's."""
+    """A process's place as its launcher tells it; ``host`` and ``port`` are the store's."""
 
     rank: int
     local_rank: int
@@ -52,9 +52,9 @@ class Environment(TypedDict):
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> Environment | None:
-    """This process's place in the job of torchrun or srun; None when neither started it.
+    """Return this process's place in the job of torchrun or srun; None when neither started it.
 
-    A Slurm step of one task (``srun --pty bash``) and a batch script are no launchers: what runs
+    A Slurm step of one task (``srun --pty bash``) and a batch script are no launchers: a process
     there starts its own ranks.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -84,13 +84,14 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment | None
 
 
 def on_one_host(place: Environment, variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether all ranks are on this host, wherever their store is; False where nobody says so."""
+    """Whether all ranks are on this host, wherever their store is; False where nothing says so."""
     said = "RANK" not in variables or "LOCAL_WORLD_SIZE" in variables
     return is_loopback(place["host"]) or (said and place["num_hosts"] == 1)
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a Slurm host list: ``rack[1-2]n[003,007],login`` is ``rack1n003``."""
+    """Return the first name of a Slurm host list: ``rack[1-2]n[003,007],login`` is
+    ``rack1n003``."""
     names = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", names[0] if names else "") or "127.0.0.1"
 
@@ -119,7 +120,7 @@ class Ranks:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def at(self, name: str) -> None:
-        """Tell all that this rank works on case ``name`` from now on; errors will say so."""
+        """Tell all that this rank works on case ``name`` from now on; errors will name it."""
         self.case = name
         if self.store is not None:
             self.store.set(f"case/{self.rank}", name)
@@ -127,7 +128,8 @@ class Ranks:
             self.note(name)
 
     def arrive(self, name: str, timeout_s: float | None = None) -> None:
-        """Set-up barrier on the store: TimeoutError names who is missing, their cases, ``name``."""
+        """Wait for all at a set-up barrier on the store: TimeoutError names who is missing,
+        their cases, ``name``."""
         if self.store is None:
             return
         store, started = self.store, time.monotonic()
@@ -145,14 +147,14 @@ class Ranks:
             raise TimeoutError(self._absence(name, min(timeout_s, waited_s)))
 
     def barrier(self, what: str = "a barrier") -> None:
-        """Steady-state barrier on the control group."""
+        """Wait for all at a steady-state barrier on the control group."""
         if self.control is not None:
             with self._meeting(what):
                 # dist.all_reduce loses the error of a group that is not registered: join_at's
                 self.control.allreduce([torch.zeros(1)]).wait()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank. Values travel as JSON."""
+        """Return every rank's value, in rank order, on every rank. Values travel as JSON."""
         payload = msgspec.json.encode(value)
         if self.control is None:
             return [msgspec.json.decode(payload)]
@@ -175,10 +177,12 @@ class Ranks:
     def together(
         self, work: Callable[[], T], told: Callable[[Exception], Any], waits: str = ""
     ) -> tuple[T, list[Any]]:
-        """This rank's result of ``work``, and what failed on each rank, None where nothing did.
+        """Return this rank's result of ``work``, and each rank's failure, None where nothing
+        failed.
 
-        ``told`` makes of an error what all ranks learn of it, or None: then it is raised here.
-        ``waits`` names work that takes ranks very different times: they meet at the set-up barrier.
+        ``told`` makes of an error what all ranks learn of it; if it returns None, the error is
+        raised here. ``waits`` names work that takes ranks very different times: they meet at the
+        set-up barrier.
         """
         result, failure = None, None
         try:
@@ -192,8 +196,9 @@ class Ranks:
         return cast(T, result), self.gather(failure)
 
     def start_together(self) -> None:
-        """A barrier that the ranks of one host leave within microseconds, by their common clock;
-        on several hosts as an ordinary one. Others leave apart by as much as a message takes."""
+        """Wait at a barrier that the ranks of one host leave within microseconds, by their
+        common clock. On several hosts it is an ordinary one, which ranks leave as far apart as a
+        message takes."""
         told = self.gather((socket.gethostname(), time.monotonic()))
         if len({host for host, _ in told}) > 1:
             return
@@ -210,7 +215,7 @@ class Ranks:
     ) -> None:
         """Wait for the device, or for an event; name the missing before NCCL's watchdog ends us.
 
-        Looks every ``poll_s``; 0 looks without a pause, which costs a core and no time.
+        It looks every ``poll_s``; 0 looks without a pause, which costs a core and no time.
         """
         if self.device.type != "cuda":
             return
@@ -226,7 +231,8 @@ class Ranks:
             time.sleep(poll_s)
 
     def explain(self, error: Exception) -> Exception:
-        """The error itself or, when a collective failed, one that names who does not answer."""
+        """Return the error itself or, when a collective failed, one that names who does not
+        answer."""
         text = str(error)
         if self.store is None or ABSENT in text or not re.search(_LOST, text, re.IGNORECASE):
             return error
@@ -237,7 +243,8 @@ class Ranks:
         return RuntimeError(f"{self._absence('a collective')}: {text.splitlines()[0]}")
 
     def group(self, name: str) -> Any:  # torch's stubs do not know its methods
-        """A gloo group of all ranks beside the others, not registered with torch.distributed."""
+        """Make a gloo group of all ranks beside the others, not registered with
+        torch.distributed."""
         assert self.store is not None
         store, limit = dist.PrefixStore(name, self.store), timedelta(seconds=self.timeout_s)
         if not self.listens:
@@ -248,7 +255,7 @@ class Ranks:
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
 
     def leave(self) -> None:
-        """Part from the others, together."""
+        """Leave the job, together with the others."""
         if self.control is not None:
             self.barrier("the end")
             if not self.names:
@@ -256,14 +263,15 @@ class Ranks:
             self.control = self.store = None
 
     def _meet(self) -> int:
-        """Tell the others that this rank comes to its next meeting; the meeting's number."""
+        """Tell the others that this rank comes to its next meeting."""
         return self._tell(self._progress[0] + 1, 0)
 
     def _unheard(self) -> list[int]:
-        """Tell the others that this rank waits in a collective; who neither waits nor moved on.
+        """Tell the others that this rank waits in a collective; return who neither waits nor moved
+        on.
 
-        Ranks that wait in the same collective give up within ``grace_s()`` of each other; one
-        that is dead, stopped or busy elsewhere stays behind.
+        Ranks that wait in the same collective give up within ``grace_s()`` of each other; one that
+        is dead, stopped or busy elsewhere stays behind.
         """
         self._tell(self._progress[0], self._progress[1] + 1)
         limit = time.monotonic() + grace_s()
@@ -278,7 +286,7 @@ class Ranks:
         return meeting
 
     def _missing(self) -> list[int]:
-        """Ranks that are not as far as this one."""
+        """Return the ranks that are not as far as this one."""
         told = [self._read(f"progress/{r}") or "0 0" for r in range(self.world_size)]
         return [r for r, text in enumerate(told) if tuple(map(int, text.split())) < self._progress]
 
@@ -357,7 +365,7 @@ def join(
 
 
 def alone(device: str | torch.device = "cpu") -> Ranks:
-    """A job of one rank without a process group."""
+    """Return a job of one rank without a process group."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -375,8 +383,8 @@ def _store(place: Environment, setup_s: float) -> dist.TCPStore:
 
 
 def hold_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """A store that this process holds and that listens at ``host`` alone; told no more than an
-    address, TCPStore listens on all interfaces."""
+    """Hold a store in this process that listens at ``host`` alone. Given only an address,
+    TCPStore listens on all interfaces."""
     listening = socket.create_server((host, port), backlog=1024)
     return dist.TCPStore(
         host,
@@ -391,8 +399,8 @@ _held_store = functools.cache(hold_store)  # kept open for the life of the proce
 
 
 def grace_s() -> float:
-    """Seconds by which ranks may fail apart in one collective, at the pace that this machine has
-    now; well below the 30 s after which launchers kill those that have not ended."""
+    """Return by how many seconds ranks may fail apart in one collective, at the pace that this
+    machine has now; well below the 30 s after which launchers kill those that have not ended."""
     return min(10.0, GRACE_S * patience.turns())
 
 
@@ -453,7 +461,7 @@ def plain(told: str | bytes) -> str:
 
 
 def device_of(place: Environment) -> torch.device:
-    """The GPU of this rank, or the CPU when no GPU is visible."""
+    """Return the GPU of this rank, or the CPU when no GPU is visible."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return torch.device("cpu")

@@ -95,7 +95,7 @@ def enough(name: Name, pp: int, num_microbatches: int) -> int:
 
 
 def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> str | None:
-    """Why the schedule cannot take these numbers, with the fix; None when it can."""
+    """Say why the schedule cannot take these numbers, with the fix; None when it can."""
     if name not in get_args(Name):
         return f"schedule must be one of {', '.join(get_args(Name))}, not {name}"
     if min(pp, stages_per_rank, num_microbatches) < 1:
@@ -132,14 +132,14 @@ def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> s
 
 
 def stages_of(name: Name, rank: int, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The stages of a pipeline rank, ascending."""
+    """Return the stages of a pipeline rank, ascending."""
     return tuple(s for s in range(pp * stages_per_rank) if rank_of(name, s, pp) == rank)
 
 
 def _row(
     name: Name, pp: int, rank: int, stages: tuple[int, ...], num_microbatches: int
 ) -> list[Action]:
-    """What a rank does with its stages."""
+    """List a rank's actions with its stages."""
     m = num_microbatches
     hops = pp - 1 - rank  # to the last rank
     match name:
@@ -189,7 +189,8 @@ def _num_rounds(pp: int, num_microbatches: int) -> int:
 
 
 def _zbv(hops: int, rank: int, steady: int) -> _Phases:
-    """Fill, first backwards on the way back, steady, drain with W in the bubbles."""
+    """Return the phases: fill, first backwards on the way back, steady, drain with W in the
+    bubbles."""
     return [
         (2 * hops + 1, "F0"),
         (rank, "F1 F0"),
@@ -204,7 +205,8 @@ def _zbv(hops: int, rank: int, steady: int) -> _Phases:
 
 
 def _dualpipev(hops: int, rank: int, surplus: int) -> _Phases:
-    """Fill, split backwards on the way back, steady with whole backwards, drain half split.
+    """Return the phases: fill, split backwards on the way back, steady with whole backwards, drain
+    half split.
 
     ``surplus`` is the number of microbatches beyond one for each stage.
     """
@@ -224,7 +226,7 @@ def _dualpipev(hops: int, rank: int, surplus: int) -> _Phases:
 
 
 def _in_phases(phases: _Phases, stages: tuple[int, ...]) -> list[Action]:
-    """_Phases written out: each is a number of times and letters, "F1" is F on the second stage.
+    """Write out phases: each is a number of times and letters, "F1" is F on the second stage.
 
     F takes the next microbatch of its stage, B and I the next to go back. W follows the oldest I
     that has none yet, "W1" the oldest of the second stage.
@@ -251,7 +253,8 @@ def _in_phases(phases: _Phases, stages: tuple[int, ...]) -> list[Action]:
 
 
 def unit(stages_per_rank: int = 1) -> Callable[[Action], float]:
-    """Durations for comparing schedules: a rank's share of the model takes F = 1, B = 2, I = W = 1.
+    """Return durations for comparing schedules: a rank's share of the model takes F = 1, B = 2, I =
+    W = 1.
 
     A stage takes its part of that, so the same model is compared however many stages it has.
     """
@@ -264,7 +267,7 @@ def simulate(
     duration: Callable[[Action], float],
     transfer: Callable[[int], float] = lambda stage: 0.0,
 ) -> list[list[Span]]:
-    """Start and end of each action when ranks do their rows in order; linear in the actions.
+    """Return start and end of each action when ranks do their rows in order; linear in the actions.
 
     ``duration`` gives an action's seconds; ``transfer(s)`` the seconds of a tensor between stages s
     and s + 1, either way: they delay the receiver and keep no rank busy, and are not paid between
@@ -278,7 +281,7 @@ def simulate(
     backwards = {(a.stage, a.microbatch): a.kind for row in table for a in row if a.kind in "BI"}
 
     def needs(action: Action) -> list[tuple[_Key, float]]:
-        """The actions that must have ended, each with the time its tensor is on the way."""
+        """List the actions that must have ended, each with the time its tensor is on the way."""
         kind, stage, m = action
         if kind == "F":
             return [(("F", stage - 1, m), hops_s[stage - 1])] if stage else []

@@ -24,8 +24,8 @@ last_acts: list[Callable[[str], None]] = []  # told why, before the program quit
 
 
 class Ended(SystemExit):
-    """A signal told this process to end, by exit code 128 + ``number``; ``kept`` is what is left
-    behind."""
+    """A signal told this process to end, by exit code 128 + ``number``; ``kept`` names what is
+    left behind."""
 
     def __init__(self, number: int, kept: str = "") -> None:
         super().__init__(128 + number)
@@ -36,14 +36,14 @@ class Ended(SystemExit):
 
 
 def told(number: int) -> str:
-    """``ended by SIGTERM``; of Ctrl-C ``stopped by the user``."""
+    """Return ``ended by SIGTERM``, or for Ctrl-C ``stopped by the user``."""
     if number == signal.SIGINT:
         return "stopped by the user"
     return f"ended by {signal.Signals(number).name}"
 
 
 class HeldSignals:
-    """``number`` is the first signal that came while signals were held."""
+    """Remembers the first signal that came while signals were held, as ``number``."""
 
     number: int | None = None
 
@@ -80,8 +80,8 @@ def blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised(*, unless_failing: bool = False) -> Iterator[None]:
-    """SIGTERM and SIGHUP raise ``Ended``, and Ctrl-C KeyboardInterrupt also in a program that
-    quits at once. ``unless_failing``: not while an error is on its way that says more."""
+    """Raise ``Ended`` on SIGTERM and SIGHUP, and KeyboardInterrupt on Ctrl-C also in a program
+    that quits at once. ``unless_failing``: not while an error is on its way that says more."""
     failing = sys.exception()
 
     def end(number: int, _: FrameType | None) -> None:
@@ -101,9 +101,10 @@ def raised(*, unless_failing: bool = False) -> Iterator[None]:
 
 
 def quit_at_once() -> None:
-    """From now on these signals end the program: ``last_acts``, one line, exit code 128 + n.
+    """End the program on these signals from now on: ``last_acts``, one line, exit code 128 + n.
 
-    When all is done they are too late: Python takes its handlers away before the process is gone.
+    At the end of the program they are too late: Python takes its handlers away before the process
+    is gone.
     """
     for number in _handled():
         signal.signal(number, _quit)
@@ -124,7 +125,8 @@ def _quit(number: int, _: FrameType | None) -> None:
 
 
 def _handled() -> dict[int, Handler]:
-    """The handlers that may be replaced: Python's, on the main thread, of what is not ignored."""
+    """Return the handlers that may be replaced: Python's, on the main thread, of signals that
+    are not ignored."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     found = {number: signal.getsignal(number) for number in ENDING}
@@ -132,7 +134,7 @@ def _handled() -> dict[int, Handler]:
 
 
 def _deliver(number: int, handler: Handler) -> None:
-    """Called by hand, it raises here and not a few lines on."""
+    """Call the handler by hand: so it raises here and not a few lines on."""
     if callable(handler):
         handler(number, sys._getframe())
     else:

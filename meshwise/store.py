@@ -44,7 +44,7 @@ def now() -> str:
 
 
 def read(path: Path | str, kind: type[T]) -> T:
-    """One record from a .json or .toml file; errors name the file, the field and its value."""
+    """Read one record from a .json or .toml file; errors name the file, the field and its value."""
     path = Path(path)
     parse = files.parse_toml if path.suffix == ".toml" else files.parse_json
     data = parse(files.read_bytes(path), str(path))
@@ -52,12 +52,12 @@ def read(path: Path | str, kind: type[T]) -> T:
 
 
 def parse(text: str, kind: type[T], name: str) -> T:
-    """One record from JSON text, which errors call ``name``."""
+    """Read one record from JSON text, which errors call ``name``."""
     return convert(files.parse_json(text, name), kind, name)
 
 
 def convert(data: Any, kind: type[T], source: str) -> T:
-    """A record from plain data; a field that does not fit is named with its value."""
+    """Make a record from plain data; a field that does not fit is named with its value."""
     data = _upgraded(data)
     supported = _schema_version(kind)
     if supported is not None:
@@ -84,7 +84,7 @@ def convert(data: Any, kind: type[T], source: str) -> T:
 
 
 def _allowed(kind: Any, field: str) -> str:
-    """The words that a field may have; without a field, the fields of the record."""
+    """Name the words that a field may have; without a field, the fields of the record."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return ""
     if not field:
@@ -95,7 +95,8 @@ def _allowed(kind: Any, field: str) -> str:
 
 
 def _upgraded(data: Any) -> Any:
-    """Plans of versions 1 and 2, alone or in a run, whose stages said less of the layout."""
+    """Upgrade plans of versions 1 and 2, alone or in a run, whose stages said less of the
+    layout."""
     if not isinstance(data, dict):
         return data
     if isinstance(data.get("plan"), dict):
@@ -125,7 +126,8 @@ def _schema_version(kind: type) -> int | None:
 
 
 def _lookup(data: Any, field: str) -> Any:
-    """The value at ``a.b[2].c``, or a word for its absence; keys msgspec hides stay unknown."""
+    """Return the value at ``a.b[2].c``, or "..." if it is absent; keys that msgspec hides stay
+    unknown."""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
             data = data[int(index)] if index else data[name]
@@ -204,7 +206,7 @@ def append_step(run_dir: Path | str, line: StepLine) -> None:
 
 
 def steps(run_dir: Path | str) -> list[StepLine]:
-    """The steps of a training that were told before it ended, or broke off."""
+    """Return the steps of a training that ended before the run did, or broke off."""
     path = Path(run_dir) / "steps.jsonl"
     return [
         convert(files.parse_json(line, where), StepLine, where)
@@ -214,7 +216,7 @@ def steps(run_dir: Path | str) -> list[StepLine]:
 
 
 def finish(run_dir: Path | str, status: str, reason: str = "") -> None:
-    """Set the end of a run: complete, partial, interrupted or failed."""
+    """Record the end of a run: complete, partial, interrupted or failed."""
     path = Path(run_dir) / "run.json"
     info = read(path, RunInfo)
     done = msgspec.structs.replace(info, status=status, reason=one_line(reason), ended=now())
@@ -222,7 +224,8 @@ def finish(run_dir: Path | str, status: str, reason: str = "") -> None:
 
 
 def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
-    """A run, its samples (the last of each case wins), and what had to be left out and why."""
+    """Return a run, its samples (the last of each case wins), and a warning for each line left
+    out."""
     run_dir = Path(run_dir)
     info = read(run_dir / "run.json", RunInfo)
     samples: dict[str, Sample] = {}
@@ -254,7 +257,7 @@ def _sample(line: bytes, where: str) -> Sample:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file, or of what ``gzip`` made of it for an archive, each with its place."""
+    """Yield the lines of a file, or of its ``gzip`` in an archive, each with its place."""
     packed, most = path.with_name(path.name + ".gz"), files.MOST_LINES_BYTES
     data = b""
     if packed.exists():
@@ -270,13 +273,14 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def runs_of(runs: Path | str, verb: str | None = None) -> list[Path]:
-    """Run directories, oldest first; of a verb, or of a kind of it (``measure-profile``)."""
+    """List run directories, oldest first; those of a verb, or of a kind of it
+    (``measure-profile``)."""
     found = sorted(path.parent for path in Path(runs).glob("*/run.json"))
     return [path for path in found if verb is None or f"-{verb}-" in path.name]
 
 
 def newest(runs: Path | str, verb: str) -> Path:
-    """The latest run directory of a verb."""
+    """Return the latest run directory of a verb."""
     found = runs_of(runs, verb)
     if not found:
         spoken = verb.replace("-", " ")

@@ -37,7 +37,7 @@ def run(
 
 
 def _refuse_beside_suites(asked: Suite, size: Size) -> None:
-    """Refuse, by name, what a suite or a sweep has of its own."""
+    """Refuse, by name, options that a suite or a sweep has of its own."""
     if asked.suite is not None and asked.sweep is not None:
         raise ValueError(f"--sweep {asked.sweep}: runs a suite of its own; leave out --suite")
     given, of_runs = asked.said(), vars(RunOptions()).keys() - _ALSO_OF_SUITES
@@ -53,7 +53,7 @@ def _refuse_beside_suites(asked: Suite, size: Size) -> None:
 
 
 def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
-    """Print what became of the plans, or the plans themselves."""
+    """Print the runs' results, or the plans themselves."""
     from meshwise.pages import steps, tables
 
     run_dirs = [path for path in done if isinstance(path, Path)]
@@ -137,7 +137,7 @@ def _sizes_of(name: str) -> list[int]:
 
 
 def _list_cases(found: "list[list[Listed]]", json: bool) -> int:
-    """``found``: the cases of each number of devices; one of them at least has a plan."""
+    """List the cases in ``found``, by number of devices; one case at least has a plan."""
     from meshwise.pages.table import columns, listed
 
     document, tables = [], []

@@ -7,9 +7,9 @@ gradient G of m rows and n columns (the last two dims):
     V = R C / max(mean(R), eps1)                      U = G / sqrt(max(V, eps1^2))
     W = (1 - lr decay) W - max(eps2, rms(W)) min(lr, 1/sqrt(t)) U / max(1, rms(U) / d)
 
-with d = 1; rms(W) before the decay. Of a vector V itself is kept. A mean over a dim that an axis of
-the mesh cuts is a sum here, added up over that axis and divided by the whole size. The host waits
-for nothing.
+with d = 1; rms(W) before the decay. A vector keeps V itself. A mean over a dim that an axis of the
+mesh cuts is a sum here, added up over that axis and divided by the whole size. The host waits for
+nothing.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,18 +1,18 @@
-"""Saves a training, and loads it under any layout; under the same one it goes on bit for bit.
+"""Save a training, and load it under any layout; under the same one it goes on bit for bit.
 
-In: on all ranks a ``Training`` and a folder that all of them see. Out: in the folder
+In: on all ranks a ``TrainingState`` and a folder that all of them see. Out: in the folder
 ``checkpoint.json`` (a ``Checkpoint``) and, in the subfolder it names, safetensors files. Each
 parameter, persistent buffer and tensor of optimizer state (``optimizer.<state>.<parameter>``) is
-there once, by its name in the whole model, cut as the ranks hold it. Those that hold the same part
-share the writing. What has no dims (counters) is a number in the JSON. The tied copy of a weight is
-left out: loaded, it is its original again, from which it may have been rounded apart where the ends
-of a pipeline are cut unequally.
+there once, by its name in the whole model, cut as the ranks hold it. Ranks that hold the same part
+share the writing. A tensor without dims (a counter) is a number in the JSON. The tied copy of a
+weight is left out: loaded, it is its original again, from which it may have been rounded apart
+where the ends of a pipeline are cut unequally.
 
 A new subfolder becomes the checkpoint when its JSON takes the place of the old one, by one rename
-after all ranks have written and synced; until then the old one stands. Files have hashes, which
-each rank compares of the blocks that it reads (``engine.blocks``); one run at a time saves into a
-folder (``engine.folder``). Tokens are a function of (seed, step), so the step is enough to go on
-with the data.
+after all ranks have written and synced; until then the old one stands. Each rank compares the
+hashes of the blocks that it reads (``engine.blocks``); one run at a time saves into a folder
+(``engine.folder``). Tokens are a function of (seed, step), so the step is enough to go on with the
+data.
 
 The files are those of torch.distributed.checkpoint's sharded Hugging Face storage; its reader reads
 them too. Its writer is not used: it asks DTensor where a share begins, and DTensor does not know
@@ -137,8 +137,8 @@ def _save(
 
 
 def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = None) -> Checkpoint:
-    """Read what the folder holds; ValueError if it is not whole, or of another model, workload,
-    ``optimizer`` (by default the plan's) or seed."""
+    """Read the folder's checkpoint; ValueError if it is not whole, or of another model,
+    workload, ``optimizer`` (by default the plan's) or seed."""
     folder = Path(folder)
     record = folders.read(folder / folders.JSON)
     pairs: list[tuple[str, object, object]] = [
@@ -158,7 +158,7 @@ def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = N
 def load(
     ranks: Ranks, training: TrainingState, folder: Path | str, plan: Plan, *, seed: int
 ) -> int:
-    """Fill a newly made training with what ``folder`` holds; returns the next step.
+    """Fill a newly made training from ``folder``; return the next step.
 
     All ranks call it together; ValueError on all of them if the checkpoint is damaged, or of
     another model, workload, optimizer or seed. The optimizer's settings stay those of the training.
@@ -187,7 +187,8 @@ def load(
 
 
 def _tensors(training: TrainingState) -> Iterator[tuple[str, Tensor, bool]]:
-    """This rank's tensors by their names in the whole model, and whether each is a tied copy."""
+    """Yield this rank's tensors by their names in the whole model, and whether each is a tied
+    copy."""
     for stage in training.pipeline.stages.values():
         module = stage.module
         for unit in module.modules():
@@ -215,7 +216,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _box(tensor: Tensor) -> Box:
-    """The indices that this rank holds; every cut is torch.chunk's.
+    """Return the indices that this rank holds; every cut is torch.chunk's.
 
     ``_StridedShard`` says that an axis cut what axes to its right had cut already (FSDP2's after
     tp's). DTensor itself cuts in another order and mends it, which fails for uneven parts.
@@ -249,8 +250,8 @@ def _shares(tensors: Mapping[str, Tensor]) -> list[TensorShare]:
 
 
 def _check_shares(everyone: Sequence[Sequence[TensorShare]]) -> None:
-    """All is finite, and ranks that have the same part of a tensor have the same numbers: else
-    they hold parts that only look alike. Rounding changes a norm less than the tolerance."""
+    """Check that all is finite, and that ranks with the same part of a tensor have the same
+    numbers: else their parts only look alike. Rounding changes a norm less than the tolerance."""
     whole_of: dict[str, TensorShare] = {}
     part_of: dict[tuple[str, Box], TensorShare] = {}
     for rank, shares in enumerate(everyone):
@@ -268,7 +269,7 @@ def _check_shares(everyone: Sequence[Sequence[TensorShare]]) -> None:
 
 
 def _norms(everyone: Sequence[Sequence[TensorShare]]) -> dict[str, float]:
-    """Norms of whole tensors, however they are cut; NaN for one that is not finite."""
+    """Return the norms of whole tensors, however they are cut; NaN for one that is not finite."""
     parts = {(share.name, share.box): share.norm for shares in everyone for share in shares}
     squares: dict[str, float] = defaultdict(float)
     for (name, _), norm in parts.items():
@@ -277,7 +278,7 @@ def _norms(everyone: Sequence[Sequence[TensorShare]]) -> dict[str, float]:
 
 
 def _assigned(everyone: Sequence[Sequence[TensorShare]]) -> list[list[str]]:
-    """Share the writing: each part is written by the least loaded of the ranks that hold it."""
+    """Share the writing: the least loaded of the ranks that hold a part writes it."""
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     lacking: dict[str, int] = {}
     for rank, shares in enumerate(everyone):
@@ -296,7 +297,7 @@ def _assigned(everyone: Sequence[Sequence[TensorShare]]) -> list[list[str]]:
 
 
 def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
-    """The results of ``work`` on all ranks; ValueError on all if it cannot be done on one."""
+    """Return the results of ``work`` on all ranks; ValueError on all if it fails on one."""
     from safetensors import SafetensorError
 
     def told(error: Exception) -> str | None:
@@ -312,7 +313,7 @@ def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
 
 
 def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """Files with this rank's parts, each on disk when this returns."""
+    """Write this rank's parts into files, each on disk when this returns."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -351,7 +352,7 @@ def _fields(name: str, saved: Record, given: Record) -> list[tuple[str, object, 
 
 
 def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer allocate its states: by a step, all of whose effects are loaded over."""
+    """Make the optimizer allocate its states by a step, whose effects are all loaded over."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -360,7 +361,7 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _read(folder: Path, record: Checkpoint, training: TrainingState) -> None:
-    """Fill this rank's tensors from whatever files have parts of theirs."""
+    """Fill this rank's tensors from all files that have parts of them."""
     wanted: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor, _ in _tensors(training):
         wanted[name].append(tensor)
@@ -385,7 +386,8 @@ def _read(folder: Path, record: Checkpoint, training: TrainingState) -> None:
 
 
 def _filled(file: blocks.DataFile, targets: Targets, name: str) -> int:
-    """Copy what a file has of a tensor into the boxes that this rank holds; elements copied."""
+    """Copy a file's part of a tensor into the boxes that this rank holds; return the elements
+    copied."""
     part, count = file.parts[name], 0
     for _, local in targets[name]:
         saved_bytes = part.last - part.first
@@ -403,7 +405,7 @@ def _filled(file: blocks.DataFile, targets: Targets, name: str) -> int:
 
 
 def _slices(part: Box, of: Box) -> tuple[slice, ...]:
-    """The place of ``part`` in a tensor that holds ``of``."""
+    """Return where ``part`` lies in a tensor that holds ``of``."""
     return tuple(map(slice, *part.shifted([-low for low in of.low])))
 
 

@@ -1,13 +1,13 @@
-"""The folder of a checkpoint: what ``checkpoint.json`` says, and who may replace it.
+"""The folder of a checkpoint: read ``checkpoint.json``, and see to it that one run replaces it.
 
 In: a folder that all hosts see. Out: its ``Checkpoint``, if it is as it was saved; or the folder
 held by one run, which replaces the checkpoint. A run that ends in any way holds nothing any more.
 
 A lock keeps a second run out from the start. File systems of clusters may grant a lock twice, or
 have none. So whoever replaces the checkpoint first creates a file that may not exist, which is
-exclusive everywhere, and then looks whether ``checkpoint.json`` is still the one that it wrote last
-or found when it began. While that file exists, nobody else can be about to commit what lies in the
-other subfolders, so they can be removed.
+exclusive everywhere, and then checks that ``checkpoint.json`` is still the one that it wrote last
+or found when it began. While that file exists, nobody else can be about to commit a subfolder, so
+the other subfolders can be removed.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _OURS = re.compile(r"step-\d+-[0-9a-f]{8}")  # the only subfolders that are ever
 
 
 def read(path: Path) -> Checkpoint:
-    """A ``checkpoint.json``, decoded and verified; ValueError where it is not what was saved."""
+    """Read a ``checkpoint.json`` and verify it; ValueError where it is not as saved."""
     data = files.parse_json(
         files.read_bytes(path, at_most=_MOST_JSON), str(path), at_most=_MOST_JSON
     )
@@ -49,7 +49,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 knew the bytes of each file alone."""
+    """Upgrade version 1, which knew only the bytes of each file."""
     sizes = data.get("files")
     if not isinstance(sizes, dict):
         return data
@@ -58,7 +58,7 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_files(folder: Path, record: Checkpoint) -> None:
-    """All files are there with as many bytes as were written."""
+    """Check that all files are there with as many bytes as were written."""
     for name, stored in record.files.items():
         path = folder / record.data / name
         if not path.is_file():
@@ -82,8 +82,8 @@ class HeldFolder:
             raise
 
     def replace(self, record: Checkpoint) -> None:
-        """Make this the folder's checkpoint and remove what it held before. If another run has
-        replaced it since, that one stays, ``record.data`` goes: ValueError."""
+        """Make this the folder's checkpoint and remove the one before. If another run has
+        replaced it since, that one stays and ``record.data`` is removed: ValueError."""
         path = self.folder / JSON
         written = msgspec.json.format(msgspec.json.encode(record.sealed()), indent=1) + b"\n"
         try:
@@ -124,7 +124,7 @@ class HeldFolder:
 
 
 def _content(folder: Path) -> str:
-    """A digest of the folder's ``checkpoint.json``; empty if there is none."""
+    """Return a digest of the folder's ``checkpoint.json``; empty if there is none."""
     path = folder / JSON
     return _digest(files.read_bytes(path, at_most=_MOST_JSON)) if os.path.lexists(path) else ""
 

@@ -1,9 +1,9 @@
-"""Finds the module that first makes a number that is not finite.
+"""Find the module that first makes a number that is not finite.
 
-In: what a rank trains, as it was before the step in question, and the number of its batch. Out: one
-line on every rank. After a look at the parameters, which the update before may have spoiled,
-forward and backward run once more, in eager mode, with a look at what every module returns and at
-the gradient of it; then at the gradients of the parameters. The optimizer does not run.
+In: a rank's training as it was before the step in question, and the number of its batch. Out: one
+line on every rank. The parameters are looked at first: the update before may have spoiled them.
+Then forward and backward run once more, in eager mode, with a look at every module's output and its
+gradient; then at the gradients of the parameters. The optimizer does not run.
 
 A step with a loss that is not finite spoils all weights, so prepare the training anew and run it up
 to that step first.
@@ -28,8 +28,8 @@ VALUE, OUTPUT, GRADIENT, OF_PARAMETER = range(len(KINDS))
 
 
 class NonfiniteValue(NamedTuple):
-    """Sorted as the ranks together would come to them: by microbatch and stage in a forward; in a
-    backward the last stage is the first."""
+    """A value that is not finite. Sorted in the order in which the ranks together come to them:
+    by microbatch and stage in a forward; in a backward the last stage is the first."""
 
     kind: int  # of KINDS
     microbatch: int
@@ -45,7 +45,8 @@ class NonfiniteValue(NamedTuple):
 
 
 class _Watch:
-    """One forward and backward under observation; ``found`` is this rank's first of each kind."""
+    """One forward and backward under observation; ``found`` is this rank's first value of each
+    kind."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.found = rank, dict[int, NonfiniteValue]()
@@ -56,7 +57,7 @@ class _Watch:
             self.found[kind] = NonfiniteValue(kind, microbatch, order, self.rank, name)
 
     def over(self, stage: LinkedStage, hold: ExitStack) -> None:
-        """Look at every module of a stage. What backward computes again is not looked at twice."""
+        """Look at every module of a stage, but not again at what backward recomputes."""
         microbatch, running = -1, False
 
         def begin(*_: Any) -> None:
@@ -90,9 +91,10 @@ class _Watch:
 
 
 def first_module(ranks: Ranks, training: TrainingState, index: int) -> str | None:
-    """``the output of layers.3.mlp.up (stage 1, microbatch 0, rank 2)``, or None if all is finite.
+    """Return ``the output of layers.3.mlp.up (stage 1, microbatch 0, rank 2)``, or None if all is
+    finite.
 
-    Every rank calls it with its own ``training`` and learns the same. Gradients come back to zero.
+    Every rank calls it with its own ``training`` and gets the same. Gradients come back to zero.
     """
     built, watch = training.pipeline, _Watch(ranks.rank)
     size = built.layout.microbatch_size

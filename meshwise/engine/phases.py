@@ -1,4 +1,4 @@
-"""Divides the time of a step: forward, backward, optimizer, exposed communication, bubble.
+"""Divide the time of a step: forward, backward, optimizer, exposed communication, bubble.
 
 In: a rank's training. Out: a ``Phases`` of all ranks. Two steps: one with marks on the compute
 stream (on a CPU: on the clock) between everything a rank does, one with the same marks under
@@ -11,7 +11,7 @@ to the first piecewise linearly, mark by mark, because the profiler slows a step
     bubble  = stretches that wait for a neighbour's message, messages on their way included; in a
               pipeline also waiting for ranks that come to the exchange of the tied weight's
               gradients, to the clipping or to the end later
-    other   = the rest: before the first action and, without a pipeline, behind the last
+    other   = the rest: before the first action and, without a pipeline, after the last
     forward + backward + optimizer + exposed + bubble + other = step
 
 Clocks: all ranks start together, within microseconds on one host, and count from there.
@@ -65,7 +65,7 @@ class NamedSpan(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The profiler's findings, in its own seconds; ``messages`` are those between stages."""
+    """What the profiler saw, in its own seconds; ``messages`` are those between stages."""
 
     marks: list[float]
     compute: list[Interval]
@@ -85,7 +85,7 @@ class Marked(NamedTuple):
 
 
 def record(job: RankJob, training: step.TrainingState, run_dir: Path) -> dict[str, float]:
-    """Measure on the last batch; rank 0 writes all into ``run_dir``. Its metrics."""
+    """Measure on the last batch; rank 0 writes all into ``run_dir``. Return the metrics."""
     job.say("two steps to see where the time goes")
     work = functools.partial(measure, job.ranks, training, len(training.inputs) - 1)
     measured = job.together("profiled steps", work)
@@ -95,7 +95,8 @@ def record(job: RankJob, training: step.TrainingState, run_dir: Path) -> dict[st
 
 
 def measure(ranks: Ranks, training: step.TrainingState, index: int) -> Phases:
-    """Two steps on batch ``index``, which train like any other; the same result on every rank."""
+    """Run two steps on batch ``index``, which train like any other; return the same on every
+    rank."""
     modules = [stage.module for stage in training.pipeline.stages.values()]
     piped = not all(module.first and module.last for module in modules)
     ranks.at("a step with marks")
@@ -132,8 +133,8 @@ def _marked(ranks: Ranks, training: step.TrainingState, index: int) -> Marked:
 
 
 def _profiled(ranks: Ranks, training: step.TrainingState, index: int) -> list[dict[str, Any]]:
-    """The events of one step. A mark on a GPU is a kernel of no length: annotations of the host do
-    not cover what backward's threads launch."""
+    """Return the events of one step. A mark on a GPU is a kernel of no length: annotations of
+    the host do not cover what backward's threads launch."""
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if ranks.device.type == "cuda" else []
 
@@ -184,8 +185,8 @@ def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> 
 
 
 def _of_gpu(event: dict[str, Any]) -> tuple[str, str]:
-    """(kind, name) of what runs on the device. NCCL's all-to-all and its messages are kernels of
-    one name; what they are for stands beside it."""
+    """Return (kind, name) of an event on the device. NCCL's all-to-all and its messages are
+    kernels of one name; their purpose is an argument of the event."""
     name, category = event["name"], event.get("cat")
     if category == "kernel" and "spin_kernel" in name:
         return "mark", ""
@@ -209,7 +210,7 @@ def _of_cpu(event: dict[str, Any]) -> tuple[str, str]:
 
 
 def _carried(seen: Trace, marked: Marked) -> Trace:
-    """The trace in the seconds of the step that was not profiled."""
+    """Return the trace in the seconds of the step that was not profiled."""
 
     def moved(times: list[float]) -> list[float]:
         return [float(t) for t in np.interp(times, seen.marks, marked.starts)]
@@ -237,7 +238,7 @@ def attributed(
     latest: Mapping[str, float],
     piped: bool,
 ) -> RankPhases:
-    """The seconds of one rank. ``latest``: when the last rank comes to each of ``MEETINGS``."""
+    """Divide one rank's seconds. ``latest``: when the last rank comes to each of ``MEETINGS``."""
     times = dict.fromkeys(ADDENDS, 0.0)
     communicates = union((start, end) for _, start, end in trace.communication)
     alone = without(communicates, trace.compute)
@@ -264,7 +265,7 @@ def _positive(times: dict[str, float]) -> dict[str, float]:
 
 
 def _spans(rank: int, marked: Marked, trace: Trace) -> list[Span]:
-    """The spans of a rank's work, without its waits."""
+    """List the spans of a rank's work, without its waits."""
     streams = {
         "compute": [s for s in marked.stretches() if s.name != "wait" and s.end_s > s.start_s],
         "communication": trace.communication,

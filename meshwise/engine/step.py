@@ -1,5 +1,5 @@
-"""One training step of a laid-out model: microbatches, clipping, optimizer. Nothing waits for the
-device.
+"""Run one training step of a laid-out model: microbatches, clipping, optimizer. Nothing waits for
+the device.
 
 Microbatch m of a step is rows m * microbatch_rows on of the global batch, cut evenly over dp, and
 each sequence over cp. The loss of each is divided by their number, so gradients are means over the
@@ -33,7 +33,7 @@ from meshwise.spec import AnyModel, Layout, Plan, Recipe
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A rank's stages with their optimizer and its batches on the device."""
+    """A rank's stages with their optimizer, and its batches on the device."""
 
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
@@ -54,15 +54,15 @@ class TrainingState:
         return [parameter for stage in stages for parameter in stage.module.parameters()]
 
     def tensors(self) -> list[Tensor]:
-        """Everything on the device between two steps."""
+        """Return everything on the device between two steps."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         kept = [value for value in states if isinstance(value, Tensor)]
         return [*self.parameters(), *kept, self.inputs, self.targets]
 
 
 def rows(layout: Layout, rank: int) -> npt.NDArray[np.int64]:
-    """The rows of the global batch that a rank computes, microbatch by microbatch; the ranks of a
-    tp and of a cp group share them."""
+    """Return the rows of the global batch that a rank computes, microbatch by microbatch; the
+    ranks of a tp and of a cp group share them."""
     pipeline_rank = layout.pipeline_rank_of(rank)
     inside, first = layout.of_rank(pipeline_rank), layout.devices_of(pipeline_rank).start
     share = (rank - first) // (inside.tp * inside.cp) * inside.microbatch_size
@@ -108,7 +108,8 @@ def built_stages(
     *,
     forward_only: bool = False,
 ) -> tuple[Pipeline, data.Batches]:
-    """A rank's stages, each laid out by ``lay_out``, and its tokens of the batches."""
+    """Build a rank's stages, each laid out by ``lay_out``; return them and its tokens of the
+    batches."""
     layout = plan.layout
     placement.check(plan.model, plan.workload, place.layout)
     at, attend = positions(plan, place), attention(plan, place)
@@ -133,7 +134,7 @@ def built_stages(
 def prepare_alone(
     plan: Plan, batches: data.Batches, device: torch.device, *, seed: int
 ) -> TrainingState:
-    """The same model and workload in fp32 on one device, in plain torch."""
+    """Build the same model and workload in fp32 on one device, in plain torch."""
     model = on_meta(plan.model, None, plan.recipe, causal).to_empty(device=device)
     model.tie()
     model.init_weights(seed)
@@ -145,8 +146,8 @@ def prepare_alone(
 
 
 def positions(plan: Plan, place: MeshPlace) -> npt.NDArray[np.int64] | None:
-    """The positions of this rank's tokens in their sequences, if ranks share those. The first and
-    the last chunk together make causal work equal."""
+    """Return the positions of this rank's tokens in their sequences, if ranks share those. The
+    first and the last chunk together make causal work equal."""
     if place.context is None:
         return None
     return shards.positions(_shards(plan), torch.distributed.get_rank(place.context))
@@ -157,7 +158,8 @@ def _shards(plan: Plan) -> shards.Shards:
 
 
 def attention(plan: Plan, place: MeshPlace) -> Attend:
-    """Causal attention, of sequences that the ranks of a context group share if there is one."""
+    """Return causal attention, over sequences that the ranks of a context group share if there
+    is one."""
     if place.context is None:
         return causal
     attend = partial(ring_attention, group=place.context, causal=True, shards=_shards(plan))
@@ -172,7 +174,7 @@ def attention(plan: Plan, place: MeshPlace) -> Attend:
 
 
 def on_meta(model: AnyModel, layers: range | None, recipe: Recipe, attend: Attend) -> ModelStage:
-    """The module of a model, or of a stage of it, without memory."""
+    """Build the module of a model, or of a stage of it, without memory."""
     with torch.device("meta"):
         return build(model, layers, attend=attend, routing=recipe.routing)
 
@@ -210,9 +212,9 @@ def _on(device: torch.device, values: npt.NDArray[np.generic]) -> Tensor:
 
 
 def run(training: TrainingState, index: int, mark: pipeline.Mark = pipeline.unmarked) -> Tensor:
-    """One optimizer step on batch ``index``; this rank's mean loss, on the device (0 where the
-    last stage is not). ``mark`` is told what begins, as ``pipeline.run`` says, then ``clip``,
-    ``optimizer`` and ``end``.
+    """Run one optimizer step on batch ``index``; return this rank's mean loss, on the device (0
+    where the last stage is not). ``mark`` is told what begins, as ``pipeline.run`` says, then
+    ``clip``, ``optimizer`` and ``end``.
 
     ``training.norm`` is nan on all ranks if the loss of any is not finite. It goes with the sum of
     the gradients' squares; without clipping it is summed while the optimizer works.

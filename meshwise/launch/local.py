@@ -1,7 +1,7 @@
 """Ranks on this host: start them, watch them, end them all.
 
-In: an order and a number of ranks. Out: nothing, or ``RanksFailed``. Nobody but this host's users
-can reach what they listen on: the store, which this process holds, gloo and NCCL use the loopback
+In: an order and a number of ranks. Out: nothing, or ``RanksFailed``. Only this host's users can
+reach what ranks listen on: the store, which this process holds, gloo and NCCL use the loopback
 interface. The thread that starts ranks waits for them, since the kernel kills them when it ends.
 """
 
@@ -35,7 +35,7 @@ _ENDED = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
 def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
     """Carry out the order on ``nproc`` ranks. Signals end the ranks and act as usual afterwards.
 
-    ``worker`` are the arguments to Python that start one rank, before the request's path and our
+    ``worker`` are the arguments to Python that start one rank, before the order's path and our
     process id.
     """
     from meshwise import ranks  # torch, which takes seconds: signals are not held up by it
@@ -72,7 +72,8 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
 
 
 def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, str]:
-    """A rank's environment beyond ours. ``usual`` is left to the user, who may have set it."""
+    """Return a rank's environment beyond ours. ``usual`` is left to the user, who may have set
+    it."""
     from meshwise import ranks
 
     usual = {
@@ -99,13 +100,15 @@ def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, s
 
 
 def _worker() -> tuple[str, ...]:
-    """A rank imports from the working directory, which may be shared, only if we do."""
+    """Return the arguments that start a rank. It imports from the working directory, which may
+    be shared, only if we do."""
     return _WORKER if {"", os.getcwd()} & {*sys.path} else ("-P", *_WORKER)
 
 
 @contextlib.contextmanager
 def _keeper() -> Iterator[IO[bytes]]:
-    """Where to write the process groups that shall not outlive this process."""
+    """Start the keeper; yield the file for the process groups that shall not outlive this
+    process."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", keeper.__file__],
         stdin=subprocess.PIPE,
@@ -124,7 +127,7 @@ def _keeper() -> Iterator[IO[bytes]]:
 
 
 class _Job:
-    """The ranks' processes. ``codes``: how those ended that were not told to, first to last, as
+    """The ranks' processes. ``codes``: how ranks ended that were not told to, first to last, as
     subprocess gives them (-9 is SIGKILL). ``killed``: those that did not answer."""
 
     def __init__(self) -> None:
@@ -135,8 +138,9 @@ class _Job:
     def wait(self, folder: Path, timeout_s: float, held: signals.HeldSignals) -> bool:
         """Wait until all are done, or a signal came; True as soon as one has ended otherwise.
 
-        One that stays stopped is killed: others notice it in most collectives, but NCCL waits for
-        it without end while it sets up a connection. So is one that is done and does not end.
+        A rank that stays stopped is killed: others notice it in most collectives, but NCCL waits
+        for it without end while it sets up a connection. A rank that is done and does not end is
+        killed too.
         """
         seen_s = dict.fromkeys(range(len(self.processes)), time.monotonic())
         while held.number is None and len(self.codes) < len(self.processes):
@@ -181,7 +185,7 @@ class _Job:
 
 
 def _state(process: subprocess.Popen[bytes]) -> int | None:
-    """One of ``_ENDED``, or stopped; None while it runs. It stays to be reaped."""
+    """Return one of ``_ENDED``, or stopped; None while it runs. It stays to be reaped."""
     asked = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
     try:
         found = os.waitid(os.P_PID, process.pid, asked)
@@ -191,7 +195,8 @@ def _state(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _reaped(process: subprocess.Popen[bytes]) -> int:
-    """The exit code. What else is in its group ends as well, while nobody can have its number."""
+    """Return the exit code. Whatever else is in its group ends as well, while nobody can have
+    its number."""
     _signal(process, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(_DYING_S)

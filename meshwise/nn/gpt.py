@@ -1,8 +1,8 @@
-"""A GPT-2 style decoder in plain torch: what one device computes, and nothing about devices.
+"""A GPT-2 style decoder in plain torch: the computation of one device, and nothing about devices.
 
 In: tokens [batch, seq] of int64. Out: logits [batch, seq, vocab]. Pre-norm blocks after Radford et
-al. 2019 (GPT-2): x + attention(norm(x)), then
-x + mlp(norm(x)); learned positions, biases everywhere but in the tied head, GELU in its tanh form.
+al. 2019 (GPT-2): x + attention(norm(x)), then x + mlp(norm(x)); learned positions, biases
+everywhere but in the tied head, GELU in its tanh form.
 
 The rows of the fused qkv weight are ordered [heads, 3, head_dim], so that a split of them by tp
 leaves whole heads, each with its q, k and v, and ``SelfAttention`` runs unchanged on its share.
@@ -10,8 +10,8 @@ leaves whole heads, each with its q, k and v, and ``SelfAttention`` runs unchang
 A sequence may be shared by several ranks, each with some of its tokens: ``attend`` says how heads
 attend, ``GPT.at`` where this rank's tokens stand.
 
-Parameters: layers*(12*hidden^2 + 13*hidden) for ffn = 4*hidden, + vocab*hidden
-+ max_seq_len*hidden + 2*hidden.
+Parameters: layers*(12*hidden^2 + 13*hidden) for ffn = 4*hidden, + vocab*hidden + max_seq_len*hidden
++ 2*hidden.
 """
 
 import torch
@@ -126,7 +126,7 @@ class GPT(ModelStage):
         self.tie()
 
     def at(self, positions: Tensor) -> None:
-        """A stage without the embedding needs none."""
+        """Place tokens at ``positions``; a stage without the embedding needs none."""
         if not self.first:
             return
         most, rows = int(positions.max()) if len(positions) else 0, len(self.positions.weight)

@@ -30,8 +30,8 @@ from meshwise.spec.recipe import Routing
 
 class Rotary(nn.Module):
     """Turns q and k [b,s,heads,dim] by their positions; ``at`` [s], by default the first s. All
-    layers share one, which holds the cosines and sines of all positions in fp32; or those with a
-    window share another, ``local``."""
+    layers share one, which holds the cosines and sines of all positions in fp32; layers with a
+    window may share another, ``local``."""
 
     cos: Tensor
     sin: Tensor
@@ -57,7 +57,7 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin() * scale)
 
     def kept(self, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-        """How much of each frequency [dim / 2] stays as it is, from 0 to 1."""
+        """Return how much of each frequency [dim / 2] stays as it is, from 0 to 1."""
         length, ends = scaling.original_max_seq_len, (scaling.slow, scaling.fast)
         if scaling.kind == "linear":
             return torch.zeros_like(frequencies)
@@ -155,7 +155,7 @@ class LatentQKV(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention of q and of k and v made from the latent row."""
+    """Attention of q over k and v that are made from the latent row."""
 
     def __init__(self, model: Decoder, mla: Mla, attend: Attend, rotary: Rotary) -> None:
         super().__init__()
@@ -189,7 +189,8 @@ class GateUp(nn.Module):
 
 
 def activate(x: tuple[Tensor, ...], activation: str = "silu") -> Tensor:
-    """``activation``: of the gate."""
+    """Apply ``activation`` to the gate and multiply by up, or to up alone where there is no
+    gate."""
     gelu = len(x) == 1 or activation == "gelu"
     acted = F.gelu(x[0], approximate="tanh") if gelu else F.silu(x[0])
     return acted if len(x) == 1 else acted * x[1]
@@ -253,8 +254,8 @@ class DecoderLayer(Layer):
 
 
 class Llama(ModelStage):
-    """The whole model or a stage of it. ``attend``: q, k, v -> out, each [b,s,heads,dim], k and v
-    perhaps with fewer heads; by default causal and of one rank."""
+    """The whole model or a stage of it. ``attend``: q, k, v -> out, each [b,s,heads,dim], k and
+    v perhaps with fewer heads; by default causal and of one rank."""
 
     def __init__(
         self,

@@ -30,8 +30,8 @@ def identity(x: Tensor) -> Tensor:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """[b,s,heads,head_dim] each, k and v perhaps with fewer heads; what comes out is like q.
-    ``window``: a query sees so many keys at most, its own included."""
+    """Causal attention: [b,s,heads,head_dim] each, k and v perhaps with fewer heads; the result
+    is like q. ``window``: a query sees at most so many keys, its own included."""
     if window is not None and window < q.shape[1]:
         return windowed(q, k, v, window)
     grouped = q.shape[2] != k.shape[2]
@@ -59,8 +59,8 @@ class Layer(nn.Module):
 
 
 class ModelStage(nn.Module):
-    """A model, or a pipeline stage of it: the layers in ``layers`` of ``count``, with what comes
-    before them if they are the first and what comes behind them if they are the last.
+    """A model, or a pipeline stage of it: the layers in ``layers`` of ``count``, with the beginning
+    if they are the first and the end if they are the last.
 
     Build it under ``torch.device("meta")`` and call ``init_weights`` later.
     """
@@ -80,8 +80,8 @@ class ModelStage(nn.Module):
 
     @property
     def tied(self) -> nn.Parameter | None:
-        """The weight that embedding and head share, where the model has one and this stage an
-        end; a stage with one end has a copy of its own."""
+        """The weight that embedding and head share, where the model has one and this stage has
+        an end of the model; a stage with one end has a copy of its own."""
         if not self.is_tied or not (self.first or self.last):
             return None
         return self.get_parameter(EMBEDDING if self.first else PROJECTION)
@@ -92,15 +92,16 @@ class ModelStage(nn.Module):
             self.get_submodule("head.projection").weight = self.get_parameter(EMBEDDING)
 
     def origin(self, name: str) -> str:
-        """The parameter whose initial value ``name`` has: of a tied copy the original."""
+        """Return the parameter whose initial value ``name`` has: for a tied copy the original."""
         return EMBEDDING if self.is_tied and name == PROJECTION else name
 
     def at(self, positions: Tensor) -> None:
-        """From now on tokens stand at ``positions`` [s], on the device of the weights; by default
-        they are the first s."""
+        """Place tokens at ``positions`` [s] from now on, on the device of the weights; by
+        default they are the first s."""
 
     def initial_value(self, name: str, seed: int, device: torch.device) -> Tensor:
-        """The whole fp32 parameter at the start, the same in every stage and under every layout."""
+        """Return the whole fp32 parameter at the start, the same in every stage and under every
+        layout."""
         owner, _, own = name.rpartition(".")
         start = initial.start(self.get_submodule(owner), own)
         shape = self.get_parameter(name).shape
@@ -137,10 +138,10 @@ class Head(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean, in fp32 at least, of logits [..., classes] for targets [...]."""
+    """Return the mean, in fp32 at least, over logits [..., classes] for targets [...]."""
     return F.cross_entropy(wide(logits.flatten(0, -2)), targets.flatten())
 
 
 def wide(x: Tensor) -> Tensor:
-    """The same in fp32, or in fp64 where it is."""
+    """Return x in fp32, or in fp64 where it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""A Wide-ResNet in plain torch: what one device computes, and nothing about devices.
+"""A Wide-ResNet in plain torch: the computation of one device, and nothing about devices.
 
 In: images [batch, 3, height, width]. Out: logits [batch, num_classes]. Bottlenecks after He et al.
 2016 with a wider middle (Zagoruyko and Komodakis 2016), as Alpa measures them (alpa/model/
@@ -59,7 +59,7 @@ class BatchNorm(nn.Module):
         self.running_var.fill_(1)
 
     def statistics(self, x: Tensor) -> Tensor:
-        """[2, c]: mean and variance to normalise x by."""
+        """Return [2, c]: mean and variance to normalise x by."""
         if not self.training:
             return torch.stack([self.local(self.running_mean), self.local(self.running_var)])
         variance, mean = torch.var_mean(wide(x), (0, 2, 3), correction=0)
@@ -141,7 +141,7 @@ class Bottleneck(Layer):
         return out  # type: ignore[no-any-return]
 
     def compute(self, x: Tensor) -> Any:
-        """The output, and the statistics of every norm in order."""
+        """Return the output, and the statistics of every norm in order."""
         x = x.contiguous(memory_format=torch.channels_last)
         y = self.conv1(x)
         seen1 = self.norm1.statistics(y)

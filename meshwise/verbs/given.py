@@ -18,7 +18,7 @@ T = TypeVar("T", Layout, Recipe)
 
 
 def record(given: T | Path | str, kind: type[T]) -> T:
-    """A record as it is, of JSON text (``{"dp": 2}``), or of a file."""
+    """Return a record as it is, or read it from JSON text (``{"dp": 2}``) or from a file."""
     if isinstance(given, kind):
         return given
     text = str(given)
@@ -28,8 +28,8 @@ def record(given: T | Path | str, kind: type[T]) -> T:
 
 
 def plan(asked: RunOptions) -> Plan:
-    """How to run a model on this machine. Without a layout its batch is divided over all devices,
-    and the state of a training with it; without a batch size that of the layout counts."""
+    """Plan how to run a model on this machine. Without a layout its batch is divided over all
+    devices, and so is a training's state; without a batch size the layout's counts."""
     model, nproc = asked.model, asked.nproc
     chosen = catalogue.find_any(model) if isinstance(model, str) else model
     assert chosen is not None
@@ -80,7 +80,7 @@ def build(
     lowering: str,
     recipe: Recipe,
 ) -> Plan:
-    """The plan, checked."""
+    """Make the plan, checked."""
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: must be fp32 or bf16")
     if lowering not in ("eager", "compiled"):

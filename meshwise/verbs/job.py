@@ -1,7 +1,7 @@
-"""Shared by the verbs that start ranks: how many, which of them speaks, and how it ended.
+"""Shared by the verbs that start ranks: how many, which of them reports, and how it ended.
 
-Under torchrun or srun every rank runs the verb, rank 0 alone writes and prints, and the request
-that rank 0 makes is the one that counts.
+Under torchrun or srun every rank runs the verb, rank 0 alone writes and prints, and rank 0's
+request is the one that counts.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def num_ranks(
     num_hosts: int | None = None,
     num_devices_per_host: int | None = None,
 ) -> int | None:
-    """The one number that all these options set; None when none is given."""
+    """Return the one number that all these options set; None when none is given."""
     if (num_hosts is None) != (num_devices_per_host is None):
         raise ValueError("--num-hosts and --num-devices-per-host go together; give both")
     hosts = None if num_hosts is None else num_hosts * (num_devices_per_host or 0)
@@ -54,7 +54,7 @@ def num_ranks(
 
 
 def meet_at(address: str | None, port: int | None) -> None:
-    """Where the ranks of several hosts meet, under a launcher that does not say it (srun)."""
+    """Set where the ranks of several hosts meet, under a launcher that does not say it (srun)."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     given = {"MASTER_ADDR": address, "MASTER_PORT": None if port is None else str(port)}
@@ -62,7 +62,7 @@ def meet_at(address: str | None, port: int | None) -> None:
 
 
 def world_size(asked: int | None, cluster: "Cluster", default: int) -> int:
-    """How many ranks to start; what the launcher or the cluster cannot hold is refused here."""
+    """Return how many ranks to start; refuse what the launcher or the cluster cannot hold."""
     launched = _launched()
     if launched is not None and asked not in (None, launched):
         raise ValueError(
@@ -122,7 +122,7 @@ def check_machine(cluster: "Cluster", size: int) -> None:
 
 
 def command(verb: str) -> tuple[str, ...]:
-    """The words that the user typed, credentials masked; the verb if called from Python."""
+    """Return the words that the user typed, credentials masked; the verb if called from Python."""
     program = Path(sys.argv[0])
     typed = program.name == "meshwise" or program.parts[-2:] == ("meshwise", "__main__.py")
     return ("meshwise", *masked_words(sys.argv[1:])) if typed else (f"meshwise.{verb}(...)",)
@@ -137,8 +137,8 @@ def created(
     plan: "Plan | None" = None,
     **facts: object,
 ) -> Path:
-    """The new run directory of the rank that leads, with ``facts`` in its provenance; of another
-    rank ``runs``, where it writes nothing."""
+    """Make the run directory of the rank that leads, with ``facts`` in its provenance. Another
+    rank gets ``runs``, where it writes nothing."""
     if not leads():
         return Path(runs)
     from meshwise import provenance, store
@@ -160,7 +160,7 @@ def created(
 
 
 def _close(run_dir: Path, reason: str) -> None:
-    """The last act of a program that quits: a run that is under way was interrupted."""
+    """Record, when the program quits, that a run under way was interrupted."""
     from meshwise import store
     from meshwise.spec import RunInfo
 
@@ -187,7 +187,7 @@ def append_failed(
 
 
 def samples(run_dir: Path) -> dict[str, "Sample"]:
-    """The samples so far by case; none on a rank that does not lead and cannot see them."""
+    """Return the samples so far by case; none on a rank that does not lead and cannot see them."""
     from meshwise.verbs import files
 
     if not leads() and not (run_dir / "run.json").exists():
@@ -196,7 +196,7 @@ def samples(run_dir: Path) -> dict[str, "Sample"]:
 
 
 def finish(run_dir: Path) -> None:
-    """Say in run.json how the run ended, by its samples."""
+    """Record in run.json how the run ended, by its samples."""
     from meshwise import store
     from meshwise.spec import ending
 
@@ -208,10 +208,8 @@ def finish(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """ValueError when another process writes to the run; none may while the body runs.
-
-    The kernel holds the lock for this process, so that it ends with it.
-    """
+    """Lock the run while the body runs, against other processes that write to it: ValueError
+    when one does."""
     if not leads():
         yield
         return
@@ -237,7 +235,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(run_dir: Path, kept: str) -> Iterator[None]:
-    """However the ranks end, run.json says it; ``kept`` is what to tell after a signal.
+    """Record in run.json how the ranks ended; ``kept`` is added to a signal's error.
 
     torchrun sends SIGTERM when another rank failed: an error on its way here may say which.
     """
