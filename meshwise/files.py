@@ -147,14 +147,14 @@ def replacing(path: Path | str, *, sync: bool = True) -> Iterator[BinaryIO]:
     takes the place of ``path`` when the body ends, and is removed when the body fails; with
     ``sync`` it is on disk then."""
     path = Path(path)
-    with _told(path):
+    with _errors_named(path):
         if not path.parent.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
         mode = _mode_of(path)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     temporary = str(path.parent / f".meshwise-{secrets.token_hex(8)}")
     try:
-        with _told(path, temporary):
+        with _errors_named(path, temporary):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(temporary, flags, 0o666)
             try:
@@ -191,7 +191,7 @@ def append_line(path: Path | str, data: bytes | str, *, sync: bool = True) -> No
     path = Path(path)
     line = (data.encode() if isinstance(data, str) else data) + b"\n"
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with _told(path):
+    with _errors_named(path):
         _mode_of(path)
         descriptor = os.open(path, flags, 0o666)
         try:
@@ -214,7 +214,7 @@ def append_line(path: Path | str, data: bytes | str, *, sync: bool = True) -> No
 
 def sync_folder(folder: Path | str) -> None:
     """Put the names in a folder on disk."""
-    with _told(Path(folder)):
+    with _errors_named(Path(folder)):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _sync(descriptor)
@@ -386,7 +386,7 @@ def _mode_of(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def _told(path: Path, temporary: str | None = None) -> Iterator[None]:
+def _errors_named(path: Path, temporary: str | None = None) -> Iterator[None]:
     """Turn an OSError into a ValueError that names the file. With ``temporary``, errors of other
     files pass."""
     try:

@@ -74,7 +74,7 @@ _Phases = list[tuple[int, str]]  # as _in_phases reads them
 
 @lru_cache(maxsize=128)
 def table(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> Table:
-    """One row of actions for each pipeline rank; ValueError with the reason of ``check``."""
+    """Return a row of actions for each pipeline rank; ValueError with the reason of ``check``."""
     if reason := check(name, pp, stages_per_rank, num_microbatches):
         raise ValueError(reason)
     return tuple(row(name, pp, rank, stages_per_rank, num_microbatches) for rank in range(pp))
@@ -83,7 +83,7 @@ def table(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> T
 def row(
     name: Name, pp: int, rank: int, stages_per_rank: int, num_microbatches: int
 ) -> tuple[Action, ...]:
-    """The actions of one pipeline rank."""
+    """Return the actions of one pipeline rank."""
     stages = stages_of(name, rank, pp, stages_per_rank)
     return tuple(_row(name, pp, rank, stages, num_microbatches))
 

@@ -32,10 +32,10 @@ class Ended(SystemExit):
         self.number, self.kept = number, kept
 
     def __str__(self) -> str:
-        return "; ".join(filter(None, [told(self.number), self.kept]))
+        return "; ".join(filter(None, [describe(self.number), self.kept]))
 
 
-def told(number: int) -> str:
+def describe(number: int) -> str:
     """Return ``ended by SIGTERM``, or for Ctrl-C ``stopped by the user``."""
     if number == signal.SIGINT:
         return "stopped by the user"
@@ -114,12 +114,12 @@ def quit_at_once() -> None:
 def _put_in_order(number: int) -> None:
     for act in last_acts:
         with contextlib.suppress(Exception):
-            act(told(number))
+            act(describe(number))
 
 
 def _quit(number: int, _: FrameType | None) -> None:
     _put_in_order(number)
-    said = "interrupted" if number == signal.SIGINT else told(number)
+    said = "interrupted" if number == signal.SIGINT else describe(number)
     os.write(2, f"{said}\n".encode())
     os._exit(128 + number)
 

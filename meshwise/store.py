@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 MOST_DAMAGED = 1000  # lines of a file of samples
 
-_bounded = reprlib.Repr()  # a hostile value may be large
-_bounded.maxstring = _bounded.maxother = 120
-_told = _bounded.repr
+_limits = reprlib.Repr()  # a hostile value may be large
+_limits.maxstring = _limits.maxother = 120
+_bounded = _limits.repr
 
 
 def now() -> str:
@@ -65,10 +65,10 @@ def convert(data: Any, kind: type[T], source: str) -> T:
         if found != supported:
             anew = "write the file anew with this version"
             if kind is Costs and isinstance(data, dict):
-                runs = _told(data.get("runs"))
+                runs = _bounded(data.get("runs"))
                 anew = f"make it anew of its runs: meshwise calibrate RUN... ({runs})"
             raise ValueError(
-                f"{source}: schema_version is {_told(found)}, this version reads {supported}; "
+                f"{source}: schema_version is {_bounded(found)}, this version reads {supported}; "
                 f"{anew}"
             )
     try:
@@ -80,7 +80,9 @@ def convert(data: Any, kind: type[T], source: str) -> T:
             raise ValueError(f"{source}: {message}{_allowed(kind, '')}") from None
         field = found_path[1].lstrip(".")
         reason = message[: found_path.start()] + _allowed(kind, field)
-        raise ValueError(f"{source}: {field} = {_told(_lookup(data, field))}: {reason}") from None
+        raise ValueError(
+            f"{source}: {field} = {_bounded(_lookup(data, field))}: {reason}"
+        ) from None
 
 
 def _allowed(kind: Any, field: str) -> str:

@@ -64,7 +64,7 @@ class DataFile:
 
     def __init__(self, path: Path, stored: Stored) -> None:
         self.path = path
-        self._content, self._blocks = _opened(path)
+        self._content, self._blocks = _map(path)
         if len(self._content) != stored.bytes:
             raise ValueError(f"{path} has {len(self._content)} bytes of {stored.bytes}; {FIX}")
         self._hashes = stored.hashes
@@ -73,7 +73,7 @@ class DataFile:
         self._verify(0)
         header = self._content[8 : self._blocks[0].stop].tobytes()
         try:
-            self.parts = _parts(header, len(self._content) - self._blocks[0].stop)
+            self.parts = _read_header(header, len(self._content) - self._blocks[0].stop)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} has a damaged header ({error}); {FIX}") from None
 
@@ -121,7 +121,7 @@ class DataFile:
 
 def stored(path: Path) -> Stored:
     """Return the record of a file as it is now."""
-    content, blocks = _opened(path)
+    content, blocks = _map(path)
     return Stored(bytes=len(content), hashes="".join(_hash(content[block]) for block in blocks))
 
 
@@ -146,7 +146,7 @@ def damage(folder: Path, record: Checkpoint, told: Callable[[int], None]) -> tup
         return tuple(one for found in threads.map(look, record.files) for one in found)
 
 
-def _opened(path: Path) -> tuple[Bytes, list[slice]]:
+def _map(path: Path) -> tuple[Bytes, list[slice]]:
     """Map a file's bytes; return them and where its blocks are."""
     with files.open_file(path) as file:
         if os.fstat(file.fileno()).st_size < 8:
@@ -181,7 +181,7 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[NonNegative, NonNegative]
 
 
-def _parts(header: bytes, most: int) -> dict[str, StoredPart]:
+def _read_header(header: bytes, most: int) -> dict[str, StoredPart]:
     """Read each tensor's entry in a header; ``most``: the bytes after the header."""
     told = files.parse_json(header, "it", at_most=_MOST_HEADER)
     about = files.parse_json(told.pop("__metadata__")[OFFSETS], OFFSETS, at_most=_MOST_HEADER)

@@ -83,7 +83,7 @@ def saving(ranks: Ranks, folder: Path | str) -> Iterator[Save]:
         nonlocal held
         held = folders.HeldFolder(folder) if ranks.rank == 0 else None
 
-    _everywhere(ranks, f"saving into {folder}", hold)
+    _on_all_ranks(ranks, f"saving into {folder}", hold)
     try:
         yield functools.partial(_save, ranks, folder, held)
     finally:
@@ -106,10 +106,10 @@ def _save(
     told = ranks.gather((secrets.token_hex(4), numbers, _shares(tensors)))
     everyone = msgspec.convert([shares for _, _, shares in told], list[list[TensorShare]])
     _check_shares(everyone)
-    names = _assigned(everyone)[ranks.rank]
+    names = _share_writing(everyone)[ranks.rank]
     data = f"step-{step}-{told[0][0]}"
     try:
-        told_written = _everywhere(
+        told_written = _on_all_ranks(
             ranks,
             f"writing {folder}",
             lambda: _write(folder / data, ranks.rank, {name: tensors[name] for name in names}),
@@ -133,7 +133,7 @@ def _save(
         norms=_norms(everyone),
     )
     commit = (lambda: None) if held is None else (lambda: held.replace(record))
-    _everywhere(ranks, f"writing {folder / folders.JSON}", commit)
+    _on_all_ranks(ranks, f"writing {folder / folders.JSON}", commit)
 
 
 def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = None) -> Checkpoint:
@@ -170,11 +170,11 @@ def load(
         name = type(training.optimizer).__name__.lower()
         found.append(checked(folder, plan, seed, name))
 
-    _everywhere(ranks, f"reading {folder / folders.JSON}", look)
+    _on_all_ranks(ranks, f"reading {folder / folders.JSON}", look)
     (record,) = found
     if any(name.startswith("optimizer.") for name in (*record.tensors, *record.numbers)):
         _make_states(training.optimizer)
-    _everywhere(ranks, f"reading {folder}", lambda: _read(folder, record, training))
+    _on_all_ranks(ranks, f"reading {folder}", lambda: _read(folder, record, training))
     tensors = {name: tensor for name, tensor, is_copy in _tensors(training) if not is_copy}
     everyone = msgspec.convert(ranks.gather(_shares(tensors)), list[list[TensorShare]])
     for name, norm in _norms(everyone).items():
@@ -277,7 +277,7 @@ def _norms(everyone: Sequence[Sequence[TensorShare]]) -> dict[str, float]:
     return {name: sqrt(square) for name, square in squares.items()}
 
 
-def _assigned(everyone: Sequence[Sequence[TensorShare]]) -> list[list[str]]:
+def _share_writing(everyone: Sequence[Sequence[TensorShare]]) -> list[list[str]]:
     """Share the writing: the least loaded of the ranks that hold a part writes it."""
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     lacking: dict[str, int] = {}
@@ -296,7 +296,7 @@ def _assigned(everyone: Sequence[Sequence[TensorShare]]) -> list[list[str]]:
     return names
 
 
-def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
+def _on_all_ranks(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
     """Return the results of ``work`` on all ranks; ValueError on all if it fails on one."""
     from safetensors import SafetensorError
 
@@ -375,7 +375,7 @@ def _read(folder: Path, record: Checkpoint, training: TrainingState) -> None:
         file = blocks.DataFile(folder / record.data / name_of_file, stored)
         names = list(file.parts.keys() & targets.keys())
         with ThreadPoolExecutor(2) as readers:  # a third faster than one
-            counts = readers.map(functools.partial(_filled, file, targets), names)
+            counts = readers.map(functools.partial(_copy_part, file, targets), names)
             lacking |= {n: lacking[n] - count for n, count in zip(names, counts, strict=True)}
     if lacks := [name for name, elements in lacking.items() if elements]:
         raise ValueError(f"the files lack a part of {lacks[0]}; {blocks.FIX}")
@@ -385,7 +385,7 @@ def _read(folder: Path, record: Checkpoint, training: TrainingState) -> None:
                 _local(tensor).fill_(record.numbers[name])
 
 
-def _filled(file: blocks.DataFile, targets: Targets, name: str) -> int:
+def _copy_part(file: blocks.DataFile, targets: Targets, name: str) -> int:
     """Copy a file's part of a tensor into the boxes that this rank holds; return the elements
     copied."""
     part, count = file.parts[name], 0

@@ -286,7 +286,10 @@ def _step(decoding: Decoding, x: Tensor, group: int, index: int) -> Tensor:
             cache.turn_to(group)
         if not index or not decoding.is_static:
             return _forward(decoding, x)
-        found = decoding.graphs[key] = _captured(decoding, x)
+        # the eager runs before the capture write to the cache what the graph writes again
+        work = functools.partial(_forward, decoding, x.clone())
+        graph, y = timing.captured(work, work, times=2)
+        found = decoding.graphs[key] = CapturedStep(graph, work.args[1], y)
     found.x.copy_(x)
     found.graph.replay()
     return found.y
@@ -300,11 +303,3 @@ def _forward(decoding: Decoding, x: Tensor) -> Tensor:
     for layer in stage.layers.values():
         x = layer(x)
     return decoding.choose(stage.end(x[:, -1:])[:, 0]) if stage.last else x
-
-
-def _captured(decoding: Decoding, x: Tensor) -> CapturedStep:
-    """Capture a graph of the step. The eager runs before it write to the cache what it writes."""
-    x = x.clone()
-    work = functools.partial(_forward, decoding, x)
-    graph, y = timing.captured(work, work, times=2)
-    return CapturedStep(graph, x, y)

@@ -105,7 +105,7 @@ def measure(ranks: Ranks, training: step.TrainingState, index: int) -> Phases:
     seen = read(_profiled(ranks, training, index), ranks.device.type, piped=piped)
     assert len(seen.marks) == len(marked.names), (len(seen.marks), marked.names)
     profiled_s = seen.marks[-1] - seen.marks[0] + marked.starts[0]
-    told = ranks.gather((marked, _carried(seen, marked), profiled_s))
+    told = ranks.gather((marked, _rescaled(seen, marked), profiled_s))
     of_ranks = [(msgspec.convert(a, Marked), msgspec.convert(b, Trace)) for a, b, _ in told]
     step_s = max(mine.starts[-1] for mine, _ in of_ranks)
     latest = {name: max(_start(mine, name) for mine, _ in of_ranks) for name in MEETINGS}
@@ -158,7 +158,7 @@ def _profiled(ranks: Ranks, training: step.TrainingState, index: int) -> list[di
 
 def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> Trace:
     """Sort the events of torch's trace; its times are microseconds."""
-    of_device = _of_gpu if device_type == "cuda" else _of_cpu
+    kind_of = _gpu_kind if device_type == "cuda" else _cpu_kind
     whole = [event for event in events if event.get("ph") == "X"]
     if device_type == "cpu":  # gloo's threads add numbers too, by torch's operators
         main = next(event["tid"] for event in whole if event["name"] == MARK)
@@ -170,7 +170,7 @@ def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> 
         "message": [],
     }
     for event in whole:
-        kind, name = of_device(event)
+        kind, name = kind_of(event)
         if kind in found:
             start_s = event["ts"] / 1e6
             found[kind].append(NamedSpan(name, start_s, start_s + event["dur"] / 1e6))
@@ -184,7 +184,7 @@ def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> 
     )
 
 
-def _of_gpu(event: dict[str, Any]) -> tuple[str, str]:
+def _gpu_kind(event: dict[str, Any]) -> tuple[str, str]:
     """Return (kind, name) of an event on the device. NCCL's all-to-all and its messages are
     kernels of one name; their purpose is an argument of the event."""
     name, category = event["name"], event.get("cat")
@@ -198,7 +198,7 @@ def _of_gpu(event: dict[str, Any]) -> tuple[str, str]:
     return ("compute" if category in ("kernel", "gpu_memset") or copies else ""), name
 
 
-def _of_cpu(event: dict[str, Any]) -> tuple[str, str]:
+def _cpu_kind(event: dict[str, Any]) -> tuple[str, str]:
     name = event["name"]
     if name == MARK:
         return "mark", ""
@@ -209,7 +209,7 @@ def _of_cpu(event: dict[str, Any]) -> tuple[str, str]:
     return ("compute" if computes else ""), name
 
 
-def _carried(seen: Trace, marked: Marked) -> Trace:
+def _rescaled(seen: Trace, marked: Marked) -> Trace:
     """Return the trace in the seconds of the step that was not profiled."""
 
     def moved(times: list[float]) -> list[float]:
@@ -255,13 +255,8 @@ def attributed(
         times[phase] += end - start - before_s - behind_s
     times["bubble_s" if piped else "other_s"] += step_s - marked.starts[-1]
     times["other_s"] += marked.starts[0]
-    return RankPhases(
-        rank=rank, communication_s=within_s(communicates, 0.0, step_s), **_positive(times)
-    )
-
-
-def _positive(times: dict[str, float]) -> dict[str, float]:
-    return {name: max(0.0, seconds) for name, seconds in times.items()}  # rounding
+    times = {name: max(0.0, seconds) for name, seconds in times.items()}  # rounding
+    return RankPhases(rank=rank, communication_s=within_s(communicates, 0.0, step_s), **times)
 
 
 def _spans(rank: int, marked: Marked, trace: Trace) -> list[Span]:

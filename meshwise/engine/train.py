@@ -164,8 +164,8 @@ class _StepReporter:
         line = StepLine(step=number, time_s=time_s, loss=finite)
         store.append_step(self.job.request.run_dir, line)
         if self.stream is None:
-            told = "" if known is None else f", loss {known:.4g} on rank 0"
-            self.job.say(f"step {number}: {time_s:.3g} s{told}")
+            suffix = "" if known is None else f", loss {known:.4g} on rank 0"
+            self.job.say(f"step {number}: {time_s:.3g} s{suffix}")
 
 
 def _trained(job: RankJob, save: checkpoint.Save | None) -> dict[str, Any]:

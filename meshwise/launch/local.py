@@ -68,7 +68,7 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
         if failed:
             raise failures.explain(failures.read(folder), job.codes, job.killed)
         if held.number is not None:
-            raise RanksFailed(f"the ranks were {signals.told(held.number)}")
+            raise RanksFailed(f"the ranks were {signals.describe(held.number)}")
 
 
 def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, str]:

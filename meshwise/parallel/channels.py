@@ -45,7 +45,7 @@ def divide(model: WideResNetModule, place: MeshPlace) -> None:
 def _divide(model: WideResNetModule, tp_mesh: DeviceMesh) -> None:
     for layer in model.layers.values():
         for name, dim in DIMS.items():
-            _cut(getattr(layer, name), tp_mesh, Shard(dim))
+            _distribute(getattr(layer, name), tp_mesh, Shard(dim))
     distribute_module(model, tp_mesh)  # the other tensors, as replicas
     # The same two functions in every layer, so that layers of one shape share compiled code.
     tp = (tp_mesh.get_group(),)
@@ -63,7 +63,7 @@ def _divide(model: WideResNetModule, tp_mesh: DeviceMesh) -> None:
         model.head.forward = partial(_linear, model.head)  # type: ignore[method-assign]
 
 
-def _cut(module: nn.Module, tp_mesh: DeviceMesh, cut: Shard) -> None:
+def _distribute(module: nn.Module, tp_mesh: DeviceMesh, cut: Shard) -> None:
     for name, parameter in list(module.named_parameters()):
         placed = distribute_tensor(parameter, tp_mesh, [cut], src_data_rank=None)
         setattr(module, name, nn.Parameter(placed))

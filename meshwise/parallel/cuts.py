@@ -42,11 +42,6 @@ class Parameters(NamedTuple):
     views: dict[str, View]
 
 
-class _Dims(NamedTuple):
-    out: int
-    into: int
-
-
 def parameters(
     name: str, module: nn.Module, strategies: Mapping[str, tuple[Strategy, int]], place: MeshPlace
 ) -> Parameters:
@@ -79,21 +74,17 @@ def _whole(kind: Strategy) -> View:
     return lambda weight: weight.to_local(grad_placements=[gradient])
 
 
-def _local(weight: DTensor) -> Tensor:
-    return weight.to_local()
-
-
 def _product(
     name: str, module: nn.Module, kind: Strategy, parts: int, mesh: DeviceMesh
 ) -> Parameters:
-    dims, tp, rank = _dims(name, module, kind), mesh.size(), mesh.get_local_rank()
+    (out, into), tp, rank = _dims(name, module, kind), mesh.size(), mesh.get_local_rank()
     rows = kind in ("row", "channel_row")
-    dim = dims.into if rows else dims.out
+    dim = into if rows else out
     weight = module.weight
     assert isinstance(weight, Tensor)
     _check_divides(name, kind, weight, dim, tp, parts)
     placements: dict[str, Placements] = {"weight": (torch_private.cut(dim, parts),)}
-    views: dict[str, View] = {"weight": _local}
+    views: dict[str, View] = {"weight": DTensor.to_local}
     if getattr(module, "bias", None) is not None:
         if rows:
             first = float(rank == 0)
@@ -119,16 +110,16 @@ def _edges(size: int, tp: int) -> list[int]:
     return [min(size, step * rank) for rank in range(1, tp)]
 
 
-def _dims(name: str, module: nn.Module, kind: Strategy) -> _Dims:
+def _dims(name: str, module: nn.Module, kind: Strategy) -> tuple[int, int]:
     """Return which dims of the weight are outputs and inputs."""
     known = None
     if kind.startswith("channel"):
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1:
-            known = _Dims(0, 1)
+            known = 0, 1
     elif isinstance(module, nn.Linear) or (isinstance(module, nn.Embedding) and kind == "vocab"):
-        known = _Dims(0, 1)
+        known = 0, 1
     elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of GPT-2
-        known = _Dims(1, 0)
+        known = 1, 0
     if known is None:
         raise ValueError(
             f"{name}: {kind} is not known of a {type(module).__name__}; map it as replicated"
@@ -166,21 +157,17 @@ def _experts(name: str, module: nn.Module, place: MeshPlace) -> Parameters:
         )
     tp, ep = place.layout.tp, place.layout.ep
     for parameter, weight in own.items():
-        _check_divides(f"{name}.{parameter}", "expert", weight, *_ffn(parameter, tp))
+        dim, parts = STACKED[parameter]
+        _check_divides(f"{name}.{parameter}", "expert", weight, dim, tp, parts)
         if len(weight) % ep:
             raise ValueError(f"{name}: ep = {ep} must divide its {len(weight)} experts")
     # parts of an axis of one rank would confuse torch
     over_ffn = {n: torch_private.cut(STACKED[n][0], STACKED[n][1] if tp > 1 else 1) for n in own}
-    views: dict[str, View] = dict.fromkeys(own, _local)
+    views: dict[str, View] = dict.fromkeys(own, DTensor.to_local)
     if place.experts is None:
         return Parameters(place.mesh["tp"], {n: (cut,) for n, cut in over_ffn.items()}, views)
     divided = {n: (Shard(0), cut) for n, cut in over_ffn.items()}
     return Parameters(place.experts["ep", "tp"], divided, views)  # type: ignore[arg-type]
-
-
-def _ffn(parameter: str, tp: int) -> tuple[int, int, int]:
-    dim, parts = STACKED[parameter]
-    return dim, tp, parts
 
 
 @dataclass
@@ -194,13 +181,10 @@ class Fetched:
     def fetch(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         if torch.compiler.is_compiling():
             return _fetch(x, mesh)
-        if self.result is None or not self._is(x):
-            self.key = (x, x._version, torch.is_grad_enabled())
-            self.result = _fetch(x, mesh)
+        state = (x._version, torch.is_grad_enabled())
+        if self.result is None or self.key[0] is not x or self.key[1:] != state:
+            self.key, self.result = (x, *state), _fetch(x, mesh)
         return self.result
-
-    def _is(self, x: Tensor) -> bool:
-        return self.key[0] is x and self.key[1:] == (x._version, torch.is_grad_enabled())
 
     def forget(self) -> None:
         if not torch.compiler.is_compiling():
@@ -211,11 +195,6 @@ def _fetch(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return x, whole on every rank; the gradients that ranks have of it are added up."""
     whole = DTensor.from_local(x, mesh, [Replicate()])
     return whole.to_local(grad_placements=[Partial()])
-
-
-def _add_up(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    parts = DTensor.from_local(x, mesh, [Partial()])
-    return parts.redistribute(mesh, [Replicate()]).to_local()
 
 
 class _Gather(torch.autograd.Function):
@@ -254,14 +233,15 @@ def connect(
         _send_tokens(module, place)
     _see(module, views)
     if kind == "vocab" and not isinstance(module, nn.Embedding):
-        dim = _dims("", module, "vocab").out
+        dim = _dims("", module, "vocab")[0]
         size = dict(module.named_parameters())["weight"].shape[dim]
         _behind(module, lambda x: _Gather.apply(x, mesh, size))  # type: ignore[no-untyped-call]
     elif kind in ("row", "channel_row", "vocab") or (kind == "expert" and tp > 1):
 
         def add_up(x: Tensor) -> Tensor:
             fetched.forget()
-            return _add_up(x, mesh)
+            parts = DTensor.from_local(x, mesh, [Partial()])
+            return parts.redistribute(mesh, [Replicate()]).to_local()
 
         _behind(module, add_up)
 

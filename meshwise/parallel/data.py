@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwise.nn import ModelStage
 from meshwise.nn.experts import MoE
 from meshwise.parallel import torch_private
-from meshwise.parallel.mesh import MeshPlace, data_axes
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.spec import Layout, Recipe
 
 
@@ -61,7 +61,7 @@ def _fully_shard(
 ) -> None:
     fully_shard(
         unit,
-        mesh=data_axes(mesh),
+        mesh=mesh["shard"] if mesh["replica"].size() == 1 else mesh["replica", "shard"],
         reshard_after_forward=reshard,
         mp_policy=policy,
         shard_placement_fn=_beside,

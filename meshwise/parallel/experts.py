@@ -50,28 +50,28 @@ def divide(moe: MoE, place: MeshPlace) -> None:
         mesh, over_experts = place.mesh["tp"], []
     if tp > 1 or place.experts is not None:
         for name, dim in FFN_DIMS.items():
-            _place(moe.experts, name, mesh, [*over_experts, _cut(dim, word)])
+            _distribute(moe.experts, name, mesh, [*over_experts, _placement(dim, word)])
         # What tp ranks hold alike has parts of a sum as gradients, unless they compute alike.
         moe.local = moe.experts.local = partial(local, summed=word != "whole")
         moe.experts.added = partial(added, ranks=tp if word == "ffn" else 1, summed=over_tokens)
     if tp > 1:
-        _place(moe.router, "weight", place.mesh["tp"], [Replicate()])
+        _distribute(moe.router, "weight", place.mesh["tp"], [Replicate()])
         if moe.shared is not None:
             moe.shared.added = moe.experts.added
             for name, dims in SHARED_DIMS.items():
                 module = getattr(moe.shared, name)
                 if module is not None:
                     for part, dim in zip(("weight", "bias"), dims, strict=True):
-                        _place(module, part, place.mesh["tp"], [_cut(dim, word)])
+                        _distribute(module, part, place.mesh["tp"], [_placement(dim, word)])
     others = [place.mesh["tp"].get_group()] if over_tokens else []
     moe.count = partial(_total, groups=[*place.data_groups, *others])
 
 
-def _cut(dim: int | None, word: str) -> Placement:
+def _placement(dim: int | None, word: str) -> Placement:
     return Shard(dim) if word == "ffn" and dim is not None else Replicate()
 
 
-def _place(module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: Any) -> None:
+def _distribute(module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: Any) -> None:
     parameter = getattr(module, name)
     if parameter is not None:
         placed = distribute_tensor(parameter, mesh, placements, src_data_rank=None)

@@ -132,8 +132,3 @@ def _links(layout: Layout, device_type: str) -> dict[int, Link]:
 def share(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of the mesh that data parallelism works on: shards, or copies of shards."""
-    return mesh["shard"] if mesh["replica"].size() == 1 else mesh["replica", "shard"]

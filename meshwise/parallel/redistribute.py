@@ -62,21 +62,21 @@ def moved(x: Tensor, have: Placement, wanted: Placement, ranks: NamedGroup) -> T
         if wanted == "whole":
             return torch_private.all_reduced(x, ranks.group)
         assert isinstance(wanted, int)
-        return torch_private.scattered(_parts(x, wanted, ranks), ranks.group, ranks.size)
+        return torch_private.scattered(_split_in_front(x, wanted, ranks), ranks.group, ranks.size)
     if wanted == "whole":
-        return _joined(torch_private.gathered(x, ranks.group, ranks.size), have, ranks)
+        return _join_from_front(torch_private.gathered(x, ranks.group, ranks.size), have, ranks)
     assert isinstance(wanted, int)
-    exchanged = torch_private.exchanged(_parts(x, wanted, ranks), ranks.group, ranks.size)
-    return _joined(exchanged, have, ranks)
+    exchanged = torch_private.exchanged(_split_in_front(x, wanted, ranks), ranks.group, ranks.size)
+    return _join_from_front(exchanged, have, ranks)
 
 
-def _parts(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
+def _split_in_front(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
     """Put each rank's part of ``dim`` one after the other in dim 0."""
     parts: Tensor = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0)
     return parts.flatten(0, 1).contiguous()
 
 
-def _joined(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
+def _join_from_front(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
     """Put each rank's part, one after the other in dim 0, together in ``dim``."""
     parts: Tensor = x.unflatten(0, (ranks.size, -1)).movedim(0, dim)
     return parts.flatten(dim, dim + 1)

@@ -83,10 +83,6 @@ class Splitter:
         """The stream's placement in DTensor's words."""
         return Shard(self.stream) if isinstance(self.stream, int) else Replicate()
 
-    def norm(self, module: nn.Module, *, leave: Edge | None = None) -> None:
-        """Split a norm of the stream, whose result goes on into a part of the model."""
-        self.local(module, "stream", leave=leave)
-
     def local(
         self,
         module: nn.Module,
@@ -111,14 +107,15 @@ class Splitter:
 
     def layer(self, layer: GPTLayer | DecoderLayer) -> None:
         """Split one layer; its input and output are local tensors that lie as the stream does."""
-        self.norm(layer.norm1, leave=self.enter("attention"))
-        self.norm(layer.norm2, leave=self.enter("feed_forward" if layer.dense else "experts"))
+        self.local(layer.norm1, "stream", leave=self.enter("attention"))
+        into = "feed_forward" if layer.dense else "experts"
+        self.local(layer.norm2, "stream", leave=self.enter(into))
         if isinstance(layer, GPTLayer):
             self.local(layer.attention.qkv, "attention", COL)
             out = layer.attention.out
         else:
             for post in (layer.post1, layer.post2):
-                self.norm(post)
+                self.local(post, "stream")
             self.projections(layer.qkv)
             for name, module in layer.attention.named_children():
                 if name.endswith("_norm"):
@@ -164,7 +161,7 @@ class Splitter:
 
     def head(self, head: Head) -> None:
         """Split the projection by vocabulary, whose logits are a DTensor, or by its tokens."""
-        self.norm(head.norm)
+        self.local(head.norm, "stream")
         if self.cuts.head != "vocab":
             self.local(head.projection, "head").enter = self.enter("head")
             return

@@ -17,6 +17,24 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from meshwise.parallel.mesh import share
 
 Postponed = list[dict[str, Any]]
+_ATEN = torch.ops.aten
+# Operators whose results selective recomputation keeps in compiled code. Most have no public name.
+KEPT = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN.convolution.default,
+        _ATEN._grouped_mm.default,
+        _ATEN._scaled_mm.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_reduce.default,
+    }
+)
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], timeout_s: float) -> None:

@@ -247,7 +247,10 @@ def recorded(run_dir: Path, kept: str) -> Iterator[None]:
             raise
         from meshwise import store
 
-        outside = {KeyboardInterrupt: signals.told(signal.SIGINT), SystemExit: "ended from outside"}
+        outside = {
+            KeyboardInterrupt: signals.describe(signal.SIGINT),
+            SystemExit: "ended from outside",
+        }
         reason = str(error) if isinstance(error, signals.Ended) else outside.get(type(error))
         status = "interrupted" if reason else "failed"
         with contextlib.suppress(OSError, ValueError):  # of a folder that is gone: error says more
