@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST_BYTES = 2**24  # of a document: parsed, JSON of 16 MiB may take 800 MiB
-MOST_VALUES = 2**23  # of a longer document, and of lines: most of them is text, hashes say
+MOST_VALUES = 2**23  # of a longer document, and of lines: most of it is text, such as hashes
 MOST_LINES_BYTES = 2**27  # of what is read line by line: samples, steps, logs of other tools
 DEEPEST = 64  # levels of lists and tables
 _MOST_TOML_BYTES = 2**18

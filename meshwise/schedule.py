@@ -156,7 +156,7 @@ def _row(
         case "interleaved_zero_bubble":
             return _in_rounds(pp, stages, m, ahead=hops, late=rank)
         case "zbv":
-            # The phases need 2 * pp - 1 microbatches: those that are not there are left out again.
+            # The phases need 2 * pp - 1 microbatches: those beyond m are left out again.
             row = _in_phases(_zbv(hops, rank, max(m, 2 * pp - 1) - pp), stages)
             return [action for action in row if action.microbatch < m]
         case "dualpipev":
@@ -166,7 +166,8 @@ def _row(
 def _in_rounds(
     pp: int, stages: tuple[int, ...], num_microbatches: int, *, ahead: int, late: int | None
 ) -> list[Action]:
-    """Rounds of about pp microbatches, each through all stages before the next round.
+    """List the actions of rounds of about pp microbatches, each round through all stages before the
+    next.
 
     The rank does ``ahead`` more forwards than the last rank before it begins to do a forward and a
     backward in turn. Backwards are whole, or I with each W ``late`` turns after its I.

@@ -151,7 +151,7 @@ def _map(path: Path) -> tuple[Bytes, list[slice]]:
     with files.open_file(path) as file:
         if os.fstat(file.fileno()).st_size < 8:
             raise ValueError(f"{path} is cut off; {FIX}")
-        # its own copy where it is written: torch wants memory that it may write
+        # copied on write: torch wants memory that it may write to
         content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
     start = 8 + int(content[:8].view("<u8")[0])
     if start > min(len(content), _MOST_HEADER):

@@ -56,7 +56,7 @@ def loss_error(job: RankJob, batches: Callable[[int, Rows], Batches]) -> float:
     reference = job.together("the check on one device", whole)
     replies = ranks.gather((mine, reference))
     reports = [split for split, _ in replies if split]
-    means = np.mean(np.array(reports, dtype=float), 0)  # what is not finite travelled as null
+    means = np.mean(np.array(reports, dtype=float), 0)  # JSON has null for what is not finite
     expected = np.array(replies[0][1], dtype=float)
     return float(np.max(np.abs(means / expected - 1)))  # NaN if any is, unlike Python's max()
 

@@ -49,7 +49,7 @@ from meshwise.spec import AnyModel, Plan, Record
 from meshwise.spec.checkpoint import Checkpoint, Stored, Whole
 
 SAME_NORM = 1e-4  # relative: sums in another order
-FILE_BYTES = 2**30  # of a file, unless one tensor has more: what a rank copies to the host at once
+FILE_BYTES = 2**30  # a rank copies so much to the host at once, or one larger tensor
 
 T = TypeVar("T")
 Targets = dict[str, list[tuple[Box, Tensor]]]  # by name, what this rank holds of each tensor

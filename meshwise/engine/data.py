@@ -97,7 +97,7 @@ def _map(path: Path) -> npt.NDArray[np.integer]:
     if path.suffix == ".npy":
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception:  # a header is Python text to numpy: of a damaged one all kinds
+        except Exception:  # numpy reads a header as Python text: a damaged one raises anything
             tokens = None
         if not isinstance(tokens, np.ndarray):
             raise ValueError(f"{path} is not an array; write it with numpy.save")

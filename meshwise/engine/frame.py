@@ -44,7 +44,6 @@ class RunRequest(Record, kw_only=True):
 
     @property
     def counts(self) -> RunCounts:
-        """How much is timed."""
         return self.asked.counts(self.plan.cluster.device.kind)
 
 

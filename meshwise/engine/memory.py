@@ -43,7 +43,7 @@ def peak_tensor_bytes(work: Callable[[], object], held: Iterable[Tensor]) -> int
     sizes = [size for size, _ in first]
     alike = [first, *(blocks for blocks in others if [size for size, _ in blocks] == sizes)]
     ends = [min(end for _, end in same) for same in zip(*alike, strict=True)]
-    changes = [*sizes, 0]  # of the sum when block i appears and all that end before it are gone
+    changes = [*sizes, 0]  # of the sum, when block i appears and blocks that ended before are gone
     for size, end in zip(sizes, ends, strict=True):
         changes[end] -= size
     return before_bytes + max(accumulate(changes, initial=0))

@@ -65,7 +65,7 @@ class NamedSpan(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What the profiler saw, in its own seconds; ``messages`` are those between stages."""
+    """The profiler's findings, in its own seconds; ``messages`` are those between stages."""
 
     marks: list[float]
     compute: list[Interval]

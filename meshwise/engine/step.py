@@ -125,9 +125,7 @@ def built_stages(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
     )
     row = [x for x in table[place.pipeline_rank] if x.kind == "F" or not forward_only]
-    built = pipeline.build(
-        place, layout, plan.model, plan.workload, tuple(row), make, dtype=dtype, device=device
-    )
+    built = pipeline.build(plan, place, tuple(row), make, dtype=dtype, device=device)
     return built, batches if at is None else batches.at(at)
 
 

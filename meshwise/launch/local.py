@@ -25,7 +25,7 @@ from meshwise.patience import turns
 
 log = logging.getLogger("meshwise")
 
-_ENDING_S = 3.0  # for a rank with a core of its own to end that was told to
+_ENDING_S = 3.0  # for a rank with a core of its own to end when it is told to
 _DYING_S = 60.0  # for the kernel to end one: a driver may take long to give its memory back
 _POLL_S = 0.05
 _WORKER = ("-m", "meshwise.launch.worker")
@@ -57,10 +57,12 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
                         command,
                         env=os.environ | kept | variables(order, rank, nproc, store.port),
                         stdin=subprocess.DEVNULL,
-                        start_new_session=True,  # Ctrl-C is for us; a group for all that it starts
+                        start_new_session=True,  # Ctrl-C is for us; children join its group
                     )
                 job.processes.append(started)
-                with contextlib.suppress(BrokenPipeError):  # who ended it wants no such help
+                with contextlib.suppress(
+                    BrokenPipeError
+                ):  # somebody ended the keeper: go on without it
                     groups.write(b"%d\n" % started.pid)
             failed = job.wait(folder, order.patience.limits(nproc)[0], held)
         finally:

@@ -17,7 +17,7 @@ def build(
     attend: Attend = causal,
     routing: Routing = "learned",
 ) -> ModelStage:
-    """The module of a model, or of a stage of it. Build it under ``torch.device("meta")``.
+    """Build the module of a model, or of a stage of it, under ``torch.device("meta")``.
 
     ``attend``: how heads attend, ``routing``: how experts are chosen, where there are any.
     """

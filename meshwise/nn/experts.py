@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn.initial import WEIGHT, ZEROS
-from meshwise.nn.stage import identity, wide
+from meshwise.nn.stage import activate, identity, wide
 from meshwise.spec import EXPERT_ALIGNMENT as ALIGNMENT
 from meshwise.spec import Experts as Sizes
 from meshwise.spec.recipe import Routing
@@ -53,7 +53,7 @@ class TokenExchange(Protocol):
 
 
 class Here:
-    """All experts are on this rank."""
+    """Leaves all rows where they are: all experts are on this rank."""
 
     def out(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Any]:
         return rows, counts, None
@@ -211,11 +211,11 @@ class FeedForwards(nn.Module):
             down_bias = self.added(self.down_bias)
         if counts is None:
             x = batched(rows, first, first_bias)
-            return batched(activate(x, self.gated), down, down_bias)
+            return batched(_activated(x, self.gated), down, down_bias)
         place, source, offsets = padded(counts, len(rows))
         x = move(rows, source, place)
         x = product(x, first, offsets, first_bias)
-        x = product(activate(x, self.gated), down, offsets, down_bias)
+        x = product(_activated(x, self.gated), down, offsets, down_bias)
         return move(x, place, source)
 
 
@@ -246,7 +246,7 @@ def move(x: Tensor, there: Tensor, back: Tensor, copies: int = 1, *, lossy: bool
 
 
 def _rows(x: Tensor, index: Tensor, some_absent: bool) -> Tensor:
-    """Rows of x, 0 where the index is -1."""
+    """Pick rows of x, 0 where the index is -1."""
     if not some_absent:
         return x.index_select(0, index)
     if not len(x):  # all experts of a rank without a token
@@ -270,18 +270,17 @@ def padded(counts: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return place, source, offsets
 
 
-def activate(x: Tensor, gated: bool) -> Tensor:
+def _activated(x: Tensor, gated: bool) -> Tensor:
     """Return silu(gate) * up for x = [gate, up], or gelu(x)."""
-    if not gated:
-        return F.gelu(x, approximate="tanh")
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return activate(x.chunk(2, -1) if gated else (x,))
 
 
 def product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x [n,k], the rows of group g ending at ``offsets`` [g], by weight [groups,out,k]
     -> [n,out]."""
-    in_fp32 = x.device.type == "cpu" and not torch.compiler.is_compiling()  # which knows bf16 only
+    in_fp32 = (
+        x.device.type == "cpu" and not torch.compiler.is_compiling()
+    )  # there it knows bf16 only
     dtypes = (torch.bfloat16, *([torch.float32] if in_fp32 else []))
     aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
     if x.dtype in dtypes and aligned:
@@ -342,7 +341,7 @@ class SharedExpert(nn.Module):
 
         up = product(self.up, x)
         first = torch.cat([product(self.gate, x), up], -1) if self.gate else up
-        y = product(self.down, activate(first, self.gate is not None), self.added)
+        y = product(self.down, _activated(first, self.gate is not None), self.added)
         return y if self.score is None else y * product(self.score, x).sigmoid()
 
 

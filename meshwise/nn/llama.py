@@ -19,11 +19,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
-from meshwise.nn.stage import Attend, Head, Layer, ModelStage, call, causal, wide
+from meshwise.nn.stage import Attend, Head, Layer, ModelStage, activate, call, causal, wide
 from meshwise.spec import Decoder, Mla, RopeScaling
 from meshwise.spec.recipe import Routing
 
@@ -77,7 +76,7 @@ class Rotary(nn.Module):
         rows = slice(x.shape[1]) if self.at is None else self.at
         cos, sin = self.cos[rows], self.sin[rows]
         halves = wide(x).unflatten(-1, (2, -1))  # [b, s, heads, 2, dim / 2]
-        # The flip is an index to the compiler; joining two halves it would write as a branch.
+        # The compiler makes an index of the flip, but a branch of two joined halves.
         signed = torch.stack((-sin, sin), 1)[:, None]
         turned: Tensor = halves * cos[:, None, None] + halves.flip(-2) * signed
         return turned.flatten(-2).to(x.dtype)
@@ -186,14 +185,6 @@ class GateUp(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return (self.up(x),) if self.gate is None else (self.gate(x), self.up(x))
-
-
-def activate(x: tuple[Tensor, ...], activation: str = "silu") -> Tensor:
-    """Apply ``activation`` to the gate and multiply by up, or to up alone where there is no
-    gate."""
-    gelu = len(x) == 1 or activation == "gelu"
-    acted = F.gelu(x[0], approximate="tanh") if gelu else F.silu(x[0])
-    return acted if len(x) == 1 else acted * x[1]
 
 
 class DecoderLayer(Layer):

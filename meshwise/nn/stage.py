@@ -29,6 +29,13 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+def activate(x: tuple[Tensor, ...], activation: str = "silu") -> Tensor:
+    """Return activation(gate) * up of x = (gate, up), or gelu(up) of x = (up,)."""
+    gelu = len(x) == 1 or activation == "gelu"
+    acted = F.gelu(x[0], approximate="tanh") if gelu else F.silu(x[0])
+    return acted if len(x) == 1 else acted * x[1]
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Causal attention: [b,s,heads,head_dim] each, k and v perhaps with fewer heads; the result
     is like q. ``window``: a query sees at most so many keys, its own included."""

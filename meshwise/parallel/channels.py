@@ -25,7 +25,7 @@ from meshwise.nn.wide_resnet import BatchNorm, Bottleneck, PaddedConv2d, WideRes
 from meshwise.parallel import torch_private
 from meshwise.parallel.mesh import MeshPlace, share
 
-DIMS = {"conv2": 0, "norm2": 0, "conv3": 1}  # of a bottleneck's tensors, over which tp divides them
+DIMS = {"conv2": 0, "norm2": 0, "conv3": 1}  # the dim of a bottleneck's tensors that tp divides
 
 Groups = tuple[ProcessGroup, ...]
 

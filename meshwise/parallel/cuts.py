@@ -27,15 +27,15 @@ from meshwise.parallel.mesh import MeshPlace
 
 Placements = tuple[Placement, ...]
 View = Callable[[DTensor], Tensor]
-# Of stacked experts: the dim that ffn is, and how many equal parts of it there are.
+# The ffn dim of stacked experts, and its number of equal parts.
 STACKED = {"gate_up_proj": (1, 2), "up_proj": (1, 1), "gate_proj": (1, 1), "down_proj": (2, 1)}
-# Their forward reads weights of their submodules, so that no hook of those can help.
+# Their forward reads weights of their submodules, which hooks on those cannot change.
 UNCUTTABLE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 class Parameters(NamedTuple):
-    """Where a module's parameters lie, by name, and the plain tensor that its forward sees of
-    each."""
+    """The placement of a module's parameters, by name, and the plain tensor that its forward
+    sees of each."""
 
     mesh: DeviceMesh
     placements: dict[str, Placements]

@@ -51,7 +51,7 @@ def divide(moe: MoE, place: MeshPlace) -> None:
     if tp > 1 or place.experts is not None:
         for name, dim in FFN_DIMS.items():
             _distribute(moe.experts, name, mesh, [*over_experts, _placement(dim, word)])
-        # What tp ranks hold alike has parts of a sum as gradients, unless they compute alike.
+        # Ranks that hold the same weight have parts of its gradient, unless they compute alike.
         moe.local = moe.experts.local = partial(local, summed=word != "whole")
         moe.experts.added = partial(added, ranks=tp if word == "ffn" else 1, summed=over_tokens)
     if tp > 1:

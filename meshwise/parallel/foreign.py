@@ -72,8 +72,12 @@ def lay_out(
     check(model, place, assigned, units, init)
     if data.is_needed(place.layout, dtype):
         _check_scalars(model)
-    # what is refused is refused before anything is replaced
-    todo = [_todo(path, module, assigned, place) for path, module in _owners(model)]
+    # refuse everything before anything is replaced
+    todo = [
+        _cut_of(path, module, assigned, place)
+        for path, module in model.named_modules()
+        if module._parameters
+    ]
     found = [*units, *_divide(model, wishes.divided, place.layout.tp)]
     kinds = place.layout.recomputed(len(units))
     notes = _without_cache(model, compiled or "full" in kinds)
@@ -209,12 +213,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List the modules that have parameters of their own."""
-    return [(path, module) for path, module in model.named_modules() if module._parameters]
-
-
-def _todo(path: str, module: nn.Module, assigned: Assigned, place: MeshPlace) -> _ModuleCut:
+def _cut_of(path: str, module: nn.Module, assigned: Assigned, place: MeshPlace) -> _ModuleCut:
     found = {}
     for name, _ in module.named_parameters(recurse=False):
         strategy = assigned.strategies[_join(path, name)]

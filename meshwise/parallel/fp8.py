@@ -21,7 +21,7 @@ def apply(layer: nn.Module) -> None:
     """Make the layer's linear modules compute in fp8; those whose sizes do not fit stay."""
     for module in layer.modules():
         if type(module) is nn.Linear and not any(n % ALIGNMENT for n in module.weight.shape):
-            module.__class__ = Linear  # a function of each module's own would be compiled for each
+            module.__class__ = Linear  # torch would compile a forward of its own for each module
 
 
 class Linear(nn.Linear):

@@ -177,7 +177,7 @@ def first_row(place: MeshPlace, vocab: int) -> int:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a model is cut: the same stage laid out by ``parallel.tensor``, which holds nothing."""
+    """The cut of a model: the same stage laid out by ``parallel.tensor``, which holds nothing."""
 
     stage: ModelStage
     parameters: dict[str, nn.Parameter]

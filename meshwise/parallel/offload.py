@@ -102,9 +102,8 @@ class _Calls:
 
     def __init__(self) -> None:
         self.side: Side = None
-        self.latest: Callable[[], _SavedByCall | None] = lambda: (
-            None
-        )  # weak: it ends with its graph
+        # weak: it ends with its graph
+        self.latest: Callable[[], _SavedByCall | None] = lambda: None
 
     def run(self, call: Callable[[Tensor], Any], layer: nn.Module, first: bool, x: Tensor) -> Any:
         if not torch.is_grad_enabled():

@@ -40,14 +40,14 @@ from meshwise.reshard.regions import Layout as Regions
 from meshwise.reshard.regions import placed
 from meshwise.reshard.transports import p2p
 from meshwise.schedule import Action, stages_of, table
-from meshwise.spec import AnyModel, Layout, Workload, rank_of
+from meshwise.spec import Layout, Plan, rank_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Mark = Callable[[str], object]
 
 
 def unmarked(_: str) -> None:
-    """Ignore what begins."""
+    """Ignore the mark."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,8 @@ class Pipeline:
 
 
 def build(
+    plan: Plan,
     place: MeshPlace,
-    layout: Layout,
-    model: AnyModel,
-    workload: Workload,
     row: tuple[Action, ...],
     make: Callable[[int, range], nn.ModelStage],
     *,
@@ -97,40 +95,26 @@ def build(
     device: torch.device,
 ) -> Pipeline:
     """Link the stages of this rank, each made by ``make`` of its number and layers."""
+    layout, model, seq_len = plan.layout, plan.model, plan.workload.seq_len
     mine = stages_of(layout.schedule, place.pipeline_rank, layout.pp, layout.stages_per_rank)
     layers = layout.stage_layers(model.layers)
     modules = {number: make(number, layers[number]) for number in mine}
+    boundaries = {}
     # Connected in one order on all ranks, the tie last: see p2p.connected.
-    boundaries = {
-        stage: _boundary(
-            layout,
-            stage,
-            models.stream_shape(
-                model, layout.microbatch_rows, workload.seq_len, layers[stage].stop
-            ),
-            link,
-            device,
-        )
-        for stage, link in sorted(place.links.items())
-        if stage >= 0
-    }
+    for stage, link in sorted(place.links.items()):
+        if stage >= 0:
+            shape = models.stream_shape(model, layout.microbatch_rows, seq_len, layers[stage].stop)
+            boundaries[stage] = _boundary(layout, stage, shape, link, device)
     tie = tied.tie(place, layout, model, modules, device) if layout.pp > 1 else None
     stages = {
         number: LinkedStage(number, module, boundaries.get(number - 1), boundaries.get(number))
         for number, module in modules.items()
     }
-    return Pipeline(
-        layout=place.layout,
-        stages=stages,
-        row=row,
-        dtype=dtype,
-        device=device,
-        tied=tie,
-    )
+    return Pipeline(place.layout, stages, row, dtype, device, tie)
 
 
 def alone(model: nn.ModelStage, layout: Layout, device: torch.device) -> Pipeline:
-    """A whole model on one device, in fp32."""
+    """Hold a whole model on one device, in fp32."""
     row = table("none", 1, 1, layout.num_microbatches)[0]
     stages = {0: LinkedStage(0, model, None, None)}
     return Pipeline(layout, stages, row, torch.float32, device, None)

@@ -183,7 +183,8 @@ def part(weight: Tensor | None, module: Any) -> Any:
 
 
 class _Local:
-    """What ``Splitter.local`` sets, on the instance, so that all layers share compiled code."""
+    """The settings that ``Splitter.local`` gives an instance, so that all layers share compiled
+    code."""
 
     summed = False
     enter: Edge | None = None

@@ -24,7 +24,7 @@ from meshwise.verbs import files
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from meshwise.parallel.foreign import Init
+    from meshwise.parallel.foreign import Init, Laid
     from meshwise.parallel.mesh import MeshPlace
 
 
@@ -204,15 +204,19 @@ def apply(
         cache.use()
     place = mesh.build(layout, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
     laid = foreign.lay_out(
-        model,
-        place,
-        wishes,
-        dtype=wanted,
-        compiled=compiled,
-        recipe=recipe,
-        init=init,
+        model, place, wishes, dtype=wanted, compiled=compiled, recipe=recipe, init=init
     )
-    given = laid.assigned.strategies
+    warnings = _uncut(type(model).__name__, layout, laid.assigned.strategies, wishes)
+    for warning in warnings if dist.get_rank() == 0 else ():
+        log.warning("%s", warning)
+    return _applied(model, place, laid, warnings)
+
+
+def _applied(
+    model: "nn.Module", place: "MeshPlace", laid: "Laid", warnings: tuple[str, ...]
+) -> Applied:
+    """Report which parameters are mapped and which are not."""
+    layout, given = place.layout, laid.assigned.strategies
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     whole = "no pattern names it; replicated over tp"
     left = [n for n, s in given.items() if s is None and layout.tp > 1]
@@ -220,9 +224,6 @@ def apply(
     idle = [*laid.assigned.idle, *laid.idle]
     unmapped += [Unmapped(pattern, (), "names nothing of this model") for pattern in idle]
     mapped = {name: strategy for name, strategy in given.items() if strategy is not None}
-    warnings = _uncut(type(model).__name__, layout, given, wishes)
-    for warning in warnings if dist.get_rank() == 0 else ():
-        log.warning("%s", warning)
     notes = (*warnings, *laid.notes)
     return Applied(model, place, mapped, tuple(unmapped), laid.units, notes)
 
@@ -267,7 +268,7 @@ def _wishes(
 ) -> Known:
     """Take what the user gave, else what is known of the class, else guess the units."""
     known = known_strategies.known(kind.__name__ for kind in type(model).__mro__)
-    known = known or Known({}, _lists(model))
+    known = known or Known({}, _children_of_lists(model))
     return Known(
         known.strategies if strategies is None else dict(strategies),
         known.units if units is None else tuple(units),
@@ -275,7 +276,8 @@ def _wishes(
     )
 
 
-def _lists(model: "nn.Module") -> tuple[str, ...]:
+def _children_of_lists(model: "nn.Module") -> tuple[str, ...]:
+    """Name the children of the outermost ModuleLists."""
     from torch import nn
 
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
