@@ -16,11 +16,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -28,6 +28,8 @@ import torch.distributed as dist
 
 from meshwise import patience
 from meshwise.files import MOST_BYTES, parse_json
+from meshwise.launcher import Environment, is_loopback
+from meshwise.launcher import environment as environment
 from meshwise.patience import Patience
 from meshwise.text import one_line
 
@@ -38,62 +40,6 @@ ABSENT, BEFORE = "had not arrived", "before its first case"
 _LOST = r"timed out|timeout|closed by peer|reset by peer|broken pipe"
 joins = itertools.count()
 T = TypeVar("T")
-
-
-class Environment(TypedDict):
-    """A process's place as its launcher tells it; ``host`` and ``port`` are the store's."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    num_hosts: int
-    host: str
-    port: int
-
-
-def environment(variables: Mapping[str, str] = os.environ) -> Environment | None:
-    """Return this process's place in the job of torchrun or srun; None when neither started it.
-
-    A Slurm step of one task (``srun --pty bash``) and a batch script are no launchers: a process
-    there starts its own ranks.
-    """
-    if "RANK" in variables and "WORLD_SIZE" in variables:
-        world_size = int(variables["WORLD_SIZE"])
-        return Environment(
-            rank=int(variables["RANK"]),
-            local_rank=int(variables.get("LOCAL_RANK", "0")),
-            world_size=world_size,
-            num_hosts=max(1, world_size // int(variables.get("LOCAL_WORLD_SIZE", world_size))),
-            host=variables.get("MASTER_ADDR", "127.0.0.1"),
-            port=int(variables.get("MASTER_PORT", "29500")),
-        )
-    tasks = int(variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1")))
-    if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables or tasks == 1:
-        return None
-    hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", ""))
-    job = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables["SLURM_STEP_ID"])
-    nodes = variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES", "1"))
-    return Environment(
-        rank=int(variables["SLURM_PROCID"]),
-        local_rank=int(variables.get("SLURM_LOCALID", "0")),
-        world_size=tasks,
-        num_hosts=int(nodes),
-        host=variables.get("MASTER_ADDR") or ("127.0.0.1" if nodes == "1" else first_host(hosts)),
-        port=int(variables.get("MASTER_PORT") or 20000 + job % 20000),
-    )
-
-
-def on_one_host(place: Environment, variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether all ranks are on this host, wherever their store is; False where nothing says so."""
-    said = "RANK" not in variables or "LOCAL_WORLD_SIZE" in variables
-    return is_loopback(place["host"]) or (said and place["num_hosts"] == 1)
-
-
-def first_host(nodelist: str) -> str:
-    """Return the first name of a Slurm host list: ``rack[1-2]n[003,007],login`` is
-    ``rack1n003``."""
-    names = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", names[0] if names else "") or "127.0.0.1"
 
 
 @dataclass
@@ -402,11 +348,6 @@ def grace_s() -> float:
     """Return by how many seconds ranks may fail apart in one collective, at the pace that this
     machine has now; well below the 30 s after which launchers kill those that have not ended."""
     return min(10.0, GRACE_S * patience.turns())
-
-
-def is_loopback(host: str) -> bool:
-    """Whether all who meet there are on this host."""
-    return host == "localhost" or host.startswith("127.")
 
 
 def connect(host: str, port: int, master: bool, setup_s: float, who: str) -> dist.TCPStore:

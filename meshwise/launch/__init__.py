@@ -14,7 +14,6 @@ from meshwise.patience import USUAL, Patience
 
 if TYPE_CHECKING:
     from meshwise.launch.order import WorkOrder
-    from meshwise.ranks import Environment
     from meshwise.spec import Record
 
 __all__ = ["RanksFailed", "run", "start"]
@@ -52,17 +51,11 @@ def run(
     """
     import msgspec
 
-    from meshwise import provenance, ranks
+    from meshwise import launcher, provenance
     from meshwise.launch.order import WorkOrder
 
-    launched = ranks.environment()
-    if launched is None and nproc < 1:
+    if launcher.world_size(nproc) is None and nproc < 1:
         raise ValueError(f"nproc = {nproc}: must be >= 1")
-    if launched is not None and nproc != launched["world_size"]:
-        raise ValueError(
-            f"nproc = {nproc}, but the launcher started {launched['world_size']} ranks; "
-            "leave nproc out or make them equal"
-        )
     order = WorkOrder(
         target=target,
         request=msgspec.Raw(msgspec.json.encode(request)),
@@ -70,12 +63,15 @@ def run(
         patience=patience,
         environment=dict(environment or {}),
     )
-    start(order, nproc, launched)
+    start(order, nproc)
 
 
-def start(order: "WorkOrder", nproc: int, launched: "Environment | None") -> None:
-    """Carry out the order on all ranks, to its end. ``launched``: this process is one of them."""
-    if launched is None:
+def start(order: "WorkOrder", nproc: int) -> None:
+    """Carry out the order on all ranks, to its end: here, or as one of a launcher's ranks."""
+    from meshwise import launcher
+
+    place = launcher.environment()
+    if place is None:
         from meshwise.launch import local
 
         local.start(order, nproc)
@@ -90,6 +86,6 @@ def start(order: "WorkOrder", nproc: int, launched: "Environment | None") -> Non
         raise ValueError("a launcher started the ranks: set their environment there")
     with scratch.folder() as folder:
         os.environ.update(cache.variables(folder))
-        if ranks.on_one_host(launched):
+        if launcher.on_one_host(place):
             os.environ.update({name: os.environ.get(name, v) for name, v in ranks.LOOPBACK.items()})
         serve(find(order.target), bytes(order.request), order.patience)

@@ -52,9 +52,9 @@ def serve(
 
     After an error the process should just end: leaving would wait for ranks that do not come.
     """
-    from meshwise import ranks
+    from meshwise import launcher, ranks
 
-    place = ranks.environment()
+    place = launcher.environment()
     assert place is not None
     joined = None
     try:

@@ -187,12 +187,12 @@ def apply(
 
     import torch.distributed as dist
 
-    from meshwise import ranks
+    from meshwise import launcher, ranks
     from meshwise.launch import cache
     from meshwise.parallel import foreign, mesh
 
     if not dist.is_initialized():
-        if ranks.environment() is None:
+        if launcher.environment() is None:
             raise ValueError(
                 "this process has joined no job; start it by torchrun, or call "
                 "torch.distributed.init_process_group first"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from meshwise import signals
+from meshwise import launcher, signals
 from meshwise.text import masked_words
 
 if TYPE_CHECKING:
@@ -25,7 +25,13 @@ log = logging.getLogger("meshwise")
 
 def leads() -> bool:
     """Whether this process writes and prints: rank 0, or one that no launcher started."""
-    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
+    place = launcher.environment()
+    return place is None or place["rank"] == 0
+
+
+def starts() -> bool:
+    """Whether this process starts ranks itself; else a launcher did."""
+    return launcher.environment() is None
 
 
 def num_ranks(
@@ -63,12 +69,7 @@ def meet_at(address: str | None, port: int | None) -> None:
 
 def world_size(asked: int | None, cluster: "Cluster", default: int) -> int:
     """Return how many ranks to start; refuse what the launcher or the cluster cannot hold."""
-    launched = _launched()
-    if launched is not None and asked not in (None, launched):
-        raise ValueError(
-            f"nproc = {asked}, but the launcher started {launched} ranks; "
-            "leave nproc out or make them equal"
-        )
+    launched = launcher.world_size(asked)
     size = launched or (default if asked is None else asked)
     if not 1 <= size <= cluster.num_devices:
         raise ValueError(
@@ -82,20 +83,6 @@ def world_size(asked: int | None, cluster: "Cluster", default: int) -> int:
             "devices; start this verb on every host with torchrun or srun"
         )
     return size
-
-
-def _launched() -> int | None:
-    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
-        return None  # without importing torch
-    from meshwise import ranks
-
-    place = ranks.environment()
-    return None if place is None else place["world_size"]
-
-
-def starts() -> bool:
-    """Whether this process starts ranks itself; else a launcher did."""
-    return _launched() is None
 
 
 def check_machine(cluster: "Cluster", size: int) -> None:
