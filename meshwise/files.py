@@ -10,6 +10,7 @@ be anywhere. Every failure is a ValueError that begins with the file's name.
 import contextlib
 import errno
 import fcntl
+import functools
 import gzip
 import importlib.resources
 import io
@@ -251,18 +252,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _int(literal: str) -> int:
-    value = int(literal) if len(literal) <= 20 else 10**20
+def _number(literal: str, kind: Callable[[str], int | float]) -> int | float:
+    value = kind(literal) if len(literal) <= 20 or kind is float else 10**20
     if wrong := _out_of_range(value):
         raise _Refused(f"{literal[:24]} {wrong}")
     return value
 
 
-def _float(literal: str) -> float:
-    value = float(literal)
-    if wrong := _out_of_range(value):
-        raise _Refused(f"{literal[:24]} {wrong}")
-    return value
+_int, _float = functools.partial(_number, kind=int), functools.partial(_number, kind=float)
 
 
 def _out_of_range(value: int | float) -> str:
@@ -296,8 +293,7 @@ def _leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _refused(text: str) -> str | None:
-    """Find the first value of JSON text that ``parse_json`` refuses: its line, its field, the
-    reason."""
+    """Find the first value of JSON text that ``parse_json`` refuses: line, field and reason."""
     at: list[str | int] = []  # the field in each object, the index in each list
     keys: list[set[str] | None] = []
 
@@ -360,14 +356,9 @@ def _mib(size_bytes: int) -> str:
 
 
 def _kind(status: os.stat_result) -> str:
-    kinds: tuple[tuple[Callable[[int], bool], str], ...] = (
-        (stat.S_ISREG, "file"),
-        (stat.S_ISDIR, "folder"),
-        (stat.S_ISLNK, "symbolic link"),
-        (stat.S_ISFIFO, "FIFO"),
-        (stat.S_ISSOCK, "socket"),
-    )
-    return next((name for holds, name in kinds if holds(status.st_mode)), "device")
+    letter = stat.filemode(status.st_mode)[0]
+    kinds = {"-": "file", "d": "folder", "l": "symbolic link", "p": "FIFO", "s": "socket"}
+    return kinds.get(letter, "device")
 
 
 def _mode_of(path: Path) -> int | None:
@@ -387,8 +378,8 @@ def _mode_of(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _errors_named(path: Path, temporary: str | None = None) -> Iterator[None]:
-    """Turn an OSError into a ValueError that names the file. With ``temporary``, errors of other
-    files pass."""
+    """Name the file in a ValueError for an OSError. With ``temporary``, other files' errors
+    pass."""
     try:
         yield
     except OSError as error:

@@ -53,8 +53,8 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment | None
 
 
 def world_size(nproc: int | None = None) -> int | None:
-    """Return how many ranks a launcher started, None where none did. ValueError if ``nproc`` is
-    another number."""
+    """Return how many ranks a launcher started, or None; ValueError if ``nproc`` is another
+    number."""
     place = environment()
     if nproc is not None and place is not None and nproc != place["world_size"]:
         raise ValueError(
@@ -71,8 +71,7 @@ def on_one_host(place: Environment, variables: Mapping[str, str] = os.environ) -
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first name of a Slurm host list: ``rack[1-2]n[003,007],login`` is
-    ``rack1n003``."""
+    """Return a Slurm host list's first name: ``rack[1-2]n[003,007],login`` is ``rack1n003``."""
     names = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", names[0] if names else "") or "127.0.0.1"
 

@@ -74,8 +74,8 @@ class Ranks:
             self.note(name)
 
     def arrive(self, name: str, timeout_s: float | None = None) -> None:
-        """Wait for all at a set-up barrier on the store: TimeoutError names who is missing,
-        their cases, ``name``."""
+        """Wait for all at a set-up barrier on the store; TimeoutError names the missing, their
+        cases."""
         if self.store is None:
             return
         store, started = self.store, time.monotonic()
@@ -123,12 +123,11 @@ class Ranks:
     def together(
         self, work: Callable[[], T], told: Callable[[Exception], Any], waits: str = ""
     ) -> tuple[T, list[Any]]:
-        """Return this rank's result of ``work``, and each rank's failure, None where nothing
-        failed.
+        """Return this rank's result of ``work`` and each rank's failure, or None.
 
-        ``told`` makes of an error what all ranks learn of it; if it returns None, the error is
-        raised here. ``waits`` names work that takes ranks very different times: they meet at the
-        set-up barrier.
+        ``told`` makes of an error what all ranks learn; if it returns None, the error is raised
+        here. ``waits`` names work that takes ranks very different times: they meet at the set-up
+        barrier.
         """
         result, failure = None, None
         try:
@@ -143,8 +142,7 @@ class Ranks:
 
     def start_together(self) -> None:
         """Wait at a barrier that the ranks of one host leave within microseconds, by their
-        common clock. On several hosts it is an ordinary one, which ranks leave as far apart as a
-        message takes."""
+        common clock; those of several hosts leave as far apart as a message takes."""
         told = self.gather((socket.gethostname(), time.monotonic()))
         if len({host for host, _ in told}) > 1:
             return
@@ -177,8 +175,7 @@ class Ranks:
             time.sleep(poll_s)
 
     def explain(self, error: Exception) -> Exception:
-        """Return the error itself or, when a collective failed, one that names who does not
-        answer."""
+        """Return the error or, when a collective failed, one that names who does not answer."""
         text = str(error)
         if self.store is None or ABSENT in text or not re.search(_LOST, text, re.IGNORECASE):
             return error
@@ -189,8 +186,7 @@ class Ranks:
         return RuntimeError(f"{self._absence('a collective')}: {text.splitlines()[0]}")
 
     def group(self, name: str) -> Any:  # torch's stubs do not know its methods
-        """Make a gloo group of all ranks beside the others, not registered with
-        torch.distributed."""
+        """Make a gloo group of all ranks, not registered with torch.distributed."""
         assert self.store is not None
         store, limit = dist.PrefixStore(name, self.store), timedelta(seconds=self.timeout_s)
         if not self.listens:
@@ -213,7 +209,7 @@ class Ranks:
         return self._tell(self._progress[0] + 1, 0)
 
     def _unheard(self) -> list[int]:
-        """Tell the others that this rank waits in a collective; return who neither waits nor moved
+        """Tell the others that this rank waits in a collective; return who neither waits nor went
         on.
 
         Ranks that wait in the same collective give up within ``grace_s()`` of each other; one that

@@ -89,8 +89,8 @@ def row(
 
 
 def enough(name: Name, pp: int, num_microbatches: int) -> int:
-    """Return how many microbatches show all states of a rank that ``num_microbatches`` do (what is
-    alive of which stage, whose gradients there are): more repeat them in between."""
+    """Return how many microbatches show all states of a rank that ``num_microbatches`` do (what
+    is alive of which stage, whose gradients there are): more repeat them in between."""
     return num_microbatches if name in ("gpipe", "looped_bfs") else min(num_microbatches, 4 * pp)
 
 
@@ -166,8 +166,7 @@ def _row(
 def _in_rounds(
     pp: int, stages: tuple[int, ...], num_microbatches: int, *, ahead: int, late: int | None
 ) -> list[Action]:
-    """List the actions of rounds of about pp microbatches, each round through all stages before the
-    next.
+    """List the actions of rounds of about pp microbatches; each goes through all stages in turn.
 
     The rank does ``ahead`` more forwards than the last rank before it begins to do a forward and a
     backward in turn. Backwards are whole, or I with each W ``late`` turns after its I.
@@ -190,8 +189,7 @@ def _num_rounds(pp: int, num_microbatches: int) -> int:
 
 
 def _zbv(hops: int, rank: int, steady: int) -> _Phases:
-    """Return the phases: fill, first backwards on the way back, steady, drain with W in the
-    bubbles."""
+    """Return the phases: fill, first backwards on the way back, steady, drain with W in bubbles."""
     return [
         (2 * hops + 1, "F0"),
         (rank, "F1 F0"),
@@ -206,8 +204,7 @@ def _zbv(hops: int, rank: int, steady: int) -> _Phases:
 
 
 def _dualpipev(hops: int, rank: int, surplus: int) -> _Phases:
-    """Return the phases: fill, split backwards on the way back, steady with whole backwards, drain
-    half split.
+    """Return the phases: fill, split backwards on the way back, steady, drain half split.
 
     ``surplus`` is the number of microbatches beyond one for each stage.
     """
@@ -251,16 +248,6 @@ def _in_phases(phases: _Phases, stages: tuple[int, ...]) -> list[Action]:
             if kind == "I":
                 unpaired.append(row[-1])
     return row
-
-
-def unit(stages_per_rank: int = 1) -> Callable[[Action], float]:
-    """Return durations for comparing schedules: a rank's share of the model takes F = 1, B = 2, I =
-    W = 1.
-
-    A stage takes its part of that, so the same model is compared however many stages it has.
-    """
-    times = {"F": 1 / stages_per_rank, "B": 2 / stages_per_rank}
-    return lambda action: times.get(action.kind, times["F"])
 
 
 def simulate(

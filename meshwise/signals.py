@@ -24,8 +24,7 @@ last_acts: list[Callable[[str], None]] = []  # told why, before the program quit
 
 
 class Ended(SystemExit):
-    """A signal told this process to end, by exit code 128 + ``number``; ``kept`` names what is
-    left behind."""
+    """A signal told this process to end with code 128 + ``number``; ``kept`` names what is left."""
 
     def __init__(self, number: int, kept: str = "") -> None:
         super().__init__(128 + number)
@@ -103,8 +102,7 @@ def raised(*, unless_failing: bool = False) -> Iterator[None]:
 def quit_at_once() -> None:
     """End the program on these signals from now on: ``last_acts``, one line, exit code 128 + n.
 
-    At the end of the program they are too late: Python takes its handlers away before the process
-    is gone.
+    At its very end they are too late: Python takes its handlers away before it is gone.
     """
     for number in _handled():
         signal.signal(number, _quit)
@@ -125,8 +123,7 @@ def _quit(number: int, _: FrameType | None) -> None:
 
 
 def _handled() -> dict[int, Handler]:
-    """Return the handlers that may be replaced: Python's, on the main thread, of signals that
-    are not ignored."""
+    """Return the handlers that may be replaced: Python's, on the main thread, not ignored."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     found = {number: signal.getsignal(number) for number in ENDING}

@@ -97,8 +97,7 @@ def _allowed(kind: Any, field: str) -> str:
 
 
 def _upgraded(data: Any) -> Any:
-    """Upgrade plans of versions 1 and 2, alone or in a run, whose stages said less of the
-    layout."""
+    """Upgrade plans of versions 1 and 2, alone or in a run: their stages said less."""
     if not isinstance(data, dict):
         return data
     if isinstance(data.get("plan"), dict):
@@ -113,11 +112,9 @@ def _upgraded(data: Any) -> Any:
         for due, stage in zip(made, data["stages"], strict=True):
             told = {field: value for field, value in stage.items() if field != "sharding"}
             if told != {field: due[field] for field in told}:
-                return (
-                    data  # not what the layout makes of it: refused as a version that is not read
-                )
+                raise ValueError("not the stages of its layout")
     except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError):
-        return data
+        return data  # refused later as a version that is not read
     rest = {name: value for name, value in data.items() if not (is_first and name == "schedule")}
     return rest | {"schema_version": 3, "stages": made}
 
@@ -128,8 +125,7 @@ def _schema_version(kind: type) -> int | None:
 
 
 def _lookup(data: Any, field: str) -> Any:
-    """Return the value at ``a.b[2].c``, or "..." if it is absent; keys that msgspec hides stay
-    unknown."""
+    """Return the value at ``a.b[2].c``, or "..." if it is absent or hidden by msgspec."""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
             data = data[int(index)] if index else data[name]
@@ -226,8 +222,7 @@ def finish(run_dir: Path | str, status: str, reason: str = "") -> None:
 
 
 def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
-    """Return a run, its samples (the last of each case wins), and a warning for each line left
-    out."""
+    """Return a run, its samples (a case's last one wins), and a warning for each damaged line."""
     run_dir = Path(run_dir)
     info = read(run_dir / "run.json", RunInfo)
     samples: dict[str, Sample] = {}
@@ -275,8 +270,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def runs_of(runs: Path | str, verb: str | None = None) -> list[Path]:
-    """List run directories, oldest first; those of a verb, or of a kind of it
-    (``measure-profile``)."""
+    """List run directories, oldest first; of a verb, or of a kind of it (``measure-profile``)."""
     found = sorted(path.parent for path in Path(runs).glob("*/run.json"))
     return [path for path in found if verb is None or f"-{verb}-" in path.name]
 

@@ -187,7 +187,7 @@ def load(
 
 
 def _tensors(training: TrainingState) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield this rank's tensors by their names in the whole model, and whether each is a tied
+    """Yield this rank's tensors by their names in the whole model, and whether it is a tied
     copy."""
     for stage in training.pipeline.stages.values():
         module = stage.module
@@ -386,8 +386,7 @@ def _read(folder: Path, record: Checkpoint, training: TrainingState) -> None:
 
 
 def _copy_part(file: blocks.DataFile, targets: Targets, name: str) -> int:
-    """Copy a file's part of a tensor into the boxes that this rank holds; return the elements
-    copied."""
+    """Copy a file's part of a tensor into the boxes that this rank holds; count the elements."""
     part, count = file.parts[name], 0
     for _, local in targets[name]:
         saved_bytes = part.last - part.first

@@ -86,7 +86,7 @@ class RankJob:
         return together(self.ranks, self.place, phase, work, compiling=compiling)
 
     def peak(self, what: str, work: Callable[[], object], held: Iterable[Tensor]) -> dict[str, int]:
-        """Return this rank's peak memory: of the timed work on a GPU, of ``work`` traced on a
+        """Return this rank's peak memory: of the timed work on a GPU, of a traced ``work`` on a
         CPU."""
         if self.on_gpu:
             return memory.cuda_peak()

@@ -45,8 +45,7 @@ class NonfiniteValue(NamedTuple):
 
 
 class _Watch:
-    """One forward and backward under observation; ``found`` is this rank's first value of each
-    kind."""
+    """One forward and backward under observation; ``found``: this rank's first of each kind."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.found = rank, dict[int, NonfiniteValue]()
@@ -91,7 +90,7 @@ class _Watch:
 
 
 def first_module(ranks: Ranks, training: TrainingState, index: int) -> str | None:
-    """Return ``the output of layers.3.mlp.up (stage 1, microbatch 0, rank 2)``, or None if all is
+    """Return ``the output of layers.3.mlp.up (stage 1, microbatch 0, rank 2)``; None if all is
     finite.
 
     Every rank calls it with its own ``training`` and gets the same. Gradients come back to zero.

@@ -105,8 +105,7 @@ def clip_gradients(
 
 
 def nothing(loss: Tensor) -> Tensor:
-    """Return 0, or nan for a loss that is not finite: added to a sum over ranks, it tells all of
-    them."""
+    """Return 0, or nan for a loss that is not finite: in a sum over ranks it tells all of them."""
     return 0 * loss.detach()
 
 

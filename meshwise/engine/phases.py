@@ -95,8 +95,7 @@ def record(job: RankJob, training: step.TrainingState, run_dir: Path) -> dict[st
 
 
 def measure(ranks: Ranks, training: step.TrainingState, index: int) -> Phases:
-    """Run two steps on batch ``index``, which train like any other; return the same on every
-    rank."""
+    """Run two steps on batch ``index``, which train like any other; all ranks return the same."""
     modules = [stage.module for stage in training.pipeline.stages.values()]
     piped = not all(module.first and module.last for module in modules)
     ranks.at("a step with marks")

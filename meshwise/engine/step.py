@@ -108,8 +108,7 @@ def built_stages(
     *,
     forward_only: bool = False,
 ) -> tuple[Pipeline, data.Batches]:
-    """Build a rank's stages, each laid out by ``lay_out``; return them and its tokens of the
-    batches."""
+    """Build a rank's stages, laid out by ``lay_out``; return them and its tokens of the batches."""
     layout = plan.layout
     placement.check(plan.model, plan.workload, place.layout)
     at, attend = positions(plan, place), attention(plan, place)
@@ -156,8 +155,7 @@ def _shards(plan: Plan) -> shards.Shards:
 
 
 def attention(plan: Plan, place: MeshPlace) -> Attend:
-    """Return causal attention, over sequences that the ranks of a context group share if there
-    is one."""
+    """Return causal attention, over sequences that the ranks of a context group share, if any."""
     if place.context is None:
         return causal
     attend = partial(ring_attention, group=place.context, causal=True, shards=_shards(plan))

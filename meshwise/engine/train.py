@@ -264,8 +264,7 @@ def _fields(
 
 
 def _mean_losses(of_ranks: list[list[float | None]]) -> tuple[float, ...]:
-    """Return each step's mean loss over the ranks that know it. JSON has null for what is not
-    finite."""
+    """Return each step's mean loss over the ranks that know it. JSON has null for inf and nan."""
     steps = zip(*filter(None, of_ranks), strict=True)
     return tuple(statistics.fmean(math.nan if x is None else x for x in losses) for losses in steps)
 

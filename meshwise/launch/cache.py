@@ -56,8 +56,7 @@ def _folder(name: str, own: str, spare: Path) -> str:
 
 
 def _check(folder: Path, others: int) -> None:
-    """Refuse a folder that anybody else owns, has one of the rights ``others`` to, or may
-    replace."""
+    """Refuse a folder that others own, have one of the rights ``others`` to, or may replace."""
     _refuse(folder, folder.lstat(), {os.geteuid()}, others)
     for parent in folder.resolve().parents:
         status = parent.stat()

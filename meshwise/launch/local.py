@@ -74,8 +74,7 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
 
 
 def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, str]:
-    """Return a rank's environment beyond ours. ``usual`` is left to the user, who may have set
-    it."""
+    """Return a rank's environment beyond ours. The user may have set the variables in ``usual``."""
     from meshwise import ranks
 
     usual = {
@@ -109,8 +108,7 @@ def _worker() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _keeper() -> Iterator[IO[bytes]]:
-    """Start the keeper; yield the file for the process groups that shall not outlive this
-    process."""
+    """Start the keeper; yield the file for process groups that shall not outlive this process."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", keeper.__file__],
         stdin=subprocess.PIPE,
@@ -197,8 +195,7 @@ def _state(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _reaped(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code. Whatever else is in its group ends as well, while nobody can have
-    its number."""
+    """Return the exit code. End the rest of its group too, while nobody can have its number."""
     _signal(process, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(_DYING_S)

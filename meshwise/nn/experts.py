@@ -45,8 +45,7 @@ class TokenExchange(Protocol):
         """Send the experts' results back, in the order of the rows that were given."""
 
     def out_equal(self, rows: Tensor) -> Tensor:
-        """Send rows [experts,places,hidden]; return [this rank's experts,places of all
-        ranks,hidden]."""
+        """Send rows [experts,places,hidden]; return [own experts,places of all ranks,hidden]."""
 
     def back_equal(self, rows: Tensor) -> Tensor:
         """Send such rows back."""
@@ -143,8 +142,7 @@ class Router(nn.Module):
 
 
 def forced(tokens: int, sizes: Sizes, routing: Routing, device: torch.device) -> Tensor:
-    """Choose [tokens,top_k] experts whatever the scores: in turn, or expert e as often as 1 / (e
-    + 1)."""
+    """Choose [tokens,top_k] experts whatever the scores: in turn, or expert e as 1 / (e + 1)."""
     n, total = sizes.num_experts, tokens * sizes.top_k
     turn = torch.arange(total, device=device).view(tokens, sizes.top_k)
     if routing == "balanced":
@@ -276,8 +274,8 @@ def _activated(x: Tensor, gated: bool) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [n,k], the rows of group g ending at ``offsets`` [g], by weight [groups,out,k]
-    -> [n,out]."""
+    """Multiply x [n,k] by weight [groups,out,k] -> [n,out]; rows of group g end at ``offsets``
+    [g]."""
     in_fp32 = (
         x.device.type == "cpu" and not torch.compiler.is_compiling()
     )  # there it knows bf16 only

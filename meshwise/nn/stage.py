@@ -107,8 +107,7 @@ class ModelStage(nn.Module):
         default they are the first s."""
 
     def initial_value(self, name: str, seed: int, device: torch.device) -> Tensor:
-        """Return the whole fp32 parameter at the start, the same in every stage and under every
-        layout."""
+        """Return the whole fp32 parameter at the start, the same in every stage and layout."""
         owner, _, own = name.rpartition(".")
         start = initial.start(self.get_submodule(owner), own)
         shape = self.get_parameter(name).shape
@@ -130,8 +129,7 @@ class ModelStage(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the projection to the vocabulary: x[b,s,hidden] -> logits[b,s,vocab], times
-    ``scale``."""
+    """The last norm and the projection: x[b,s,hidden] -> logits[b,s,vocab], times ``scale``."""
 
     def __init__(self, norm: nn.Module, hidden: int, vocab: int, scale: float = 1.0) -> None:
         super().__init__()

@@ -31,8 +31,7 @@ Groups = tuple[ProcessGroup, ...]
 
 
 def divide(model: WideResNetModule, place: MeshPlace) -> None:
-    """Divide a model, or a stage of one, over tp; give its norms the statistics of all data
-    ranks."""
+    """Divide a model, or a stage, over tp; give its norms the statistics of all data ranks."""
     if groups := tuple(place.data_groups):
         average = partial(_mean, groups=groups, num_ranks=place.layout.data_ranks)
         for module in model.modules():
@@ -76,14 +75,12 @@ def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor, *, groups: Groups, num_ranks: int) -> Tensor:
-    """Average over ranks that each go on with the result, so that its gradient is the mean of
-    theirs."""
+    """Average over ranks that each go on with the result: its gradient is the mean of theirs."""
     return _all_reduce(x / num_ranks, groups=groups, back=groups)
 
 
 def _all_reduce(x: Tensor, *, groups: Groups, back: Groups) -> Tensor:
-    """Sum x over ``groups`` and its gradient over ``back``; without groups both stay as they
-    are."""
+    """Sum x over ``groups`` and its gradient over ``back``; without groups nothing is summed."""
     return _AllReduce.apply(x, groups, back)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -34,8 +34,7 @@ UNCUTTABLE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 class Parameters(NamedTuple):
-    """The placement of a module's parameters, by name, and the plain tensor that its forward
-    sees of each."""
+    """The placements of a module's parameters, by name, and the tensors that its forward sees."""
 
     mesh: DeviceMesh
     placements: dict[str, Placements]
@@ -96,16 +95,14 @@ def _product(
 
 
 def _pieces(bias: DTensor, parts: int, tp: int, rank: int) -> Tensor:
-    """Return this rank's share of each part of a bias, which is small enough to be whole
-    everywhere."""
+    """Return this rank's share of each part of a bias, which is small enough to be whole."""
     whole = bias.to_local(grad_placements=[Partial()])
     cut = [part.tensor_split(_edges(len(part), tp)) for part in whole.chunk(parts)]
     return torch.cat([pieces[rank] for pieces in cut])
 
 
 def _edges(size: int, tp: int) -> list[int]:
-    """Return where DTensor cuts ``size`` rows into tp pieces: equal ones, the last may be
-    smaller."""
+    """Return where DTensor cuts ``size`` rows into tp pieces: equal, but for a smaller last."""
     step = -(-size // tp)
     return [min(size, step * rank) for rank in range(1, tp)]
 

@@ -88,8 +88,7 @@ def prefetch(units: list[nn.Module], count: int) -> None:
 
 
 def before_backward(model: nn.Module, layout: Layout, *, last: bool) -> None:
-    """Tell FSDP2 what the coming backward does with parameters and gradients; call it every
-    time."""
+    """Tell FSDP2 what the coming backward does with parameters and gradients, every time."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last or layout.zero == 3)
         model.set_requires_gradient_sync(last or layout.zero >= 2)
@@ -110,8 +109,7 @@ def gather(model: ModelStage) -> None:
 
 
 def at_rest(model: ModelStage) -> AbstractContextManager[None]:
-    """Hide the forward in here and its backward from FSDP2; call ``after_rest`` after that
-    backward."""
+    """Hide the forward in here and its backward from FSDP2; call ``after_rest`` afterwards."""
     return torch_private.unseen(_units(model))
 
 
@@ -128,8 +126,7 @@ def _units(model: ModelStage) -> list[FSDPModule]:
 
 
 def before_split_backward(model: nn.Module) -> None:
-    """Gather the weights for either part of a split backward; ``after_split_backward`` takes the
-    gradients."""
+    """Gather the weights for a part of a split backward; call ``after_split_backward`` later."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.unshard()

@@ -43,8 +43,7 @@ class Laid(NamedTuple):
 
 
 class _ModuleCut(NamedTuple):
-    """A module with parameters of its own, its strategy, and their cut: None where every rank
-    keeps them whole."""
+    """A module with parameters of its own, its strategy, and their cut: None for whole ones."""
 
     path: str
     module: nn.Module
@@ -98,8 +97,7 @@ def lay_out(
 
 
 def _without_cache(model: nn.Module, needed: bool) -> tuple[str, ...]:
-    """Switch off a cache of keys and values where layers run twice or compiled, which must not
-    add to it."""
+    """Switch off a cache of keys and values, which layers that run twice must not add to."""
     config: Any = getattr(model, "config", None)
     if not needed or not getattr(config, "use_cache", False):
         return ()
@@ -241,8 +239,7 @@ def _place(
     recipe: Recipe,
     init: Init | None,
 ) -> list[_Sums]:
-    """Move every tensor to the device, cut those to be cut, and connect the modules that compute
-    with them."""
+    """Move every tensor to the device, cut it if due, and connect the modules that use it."""
     device, fetched = device_of(place.mesh), cuts.Fetched()
     masters = torch.bfloat16 if recipe.weights == "bf16" and dtype == "bf16" else torch.float32
     made: dict[int, nn.Parameter] = {}
@@ -315,8 +312,7 @@ def _shard(
 
 
 def _watch(model: nn.Module, assigned: Assigned, place: MeshPlace) -> None:
-    """Check after the first backward that parameters which are whole on all tp ranks got one
-    gradient."""
+    """Check after the first backward that whole parameters got one gradient on all tp ranks."""
     group = place.mesh["tp"].get_group()
     for name, parameter in model.named_parameters():
         kind = assigned.strategies[name] or "replicated"

@@ -57,8 +57,7 @@ class Sum:
 
 
 class SplitLinear(nn.Module):
-    """x W^T + b, with some rows of W, or with some columns and a sum over the ranks that hold
-    the others."""
+    """x W^T + b, with some rows of W, or with some columns and a sum over the other ranks'."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, total: Sum | None = None
@@ -85,8 +84,7 @@ def _multiply(device: torch.device) -> Multiply:
 
 
 def attend_one(device: torch.device) -> AttendOne | None:
-    """Return the kernel that attends for one token on this device, if there is a better one than
-    torch's."""
+    """Return the kernel that attends for one token, if there is a better one than torch's."""
     if device.type != "cuda":
         return None
     from meshwise.parallel import token_kernels
@@ -156,7 +154,7 @@ class Choice:
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's largest number and its index, in two steps, since one block works on a
+    """Find each row's largest number and its index, in two steps, since one block works on a
     row."""
     parts = logits.unflatten(-1, (math.gcd(logits.shape[-1], 256), -1))
     most, place = parts.max(-1)

@@ -89,8 +89,7 @@ def _keep_apart(mesh: DeviceMesh) -> None:
 def _meshes(
     layout: Layout, pipeline_rank: int, device_type: str
 ) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None]:
-    """Build the meshes of one pipeline rank: for its weights and its experts; and this rank's
-    context group."""
+    """Build a pipeline rank's meshes, of its weights and experts, and this rank's context group."""
     inside = layout.of_rank(pipeline_rank)
     devices = torch.tensor(layout.devices_of(pipeline_rank))
     copies, shards, tp, ep = inside.data_ranks // inside.shards, inside.shards, inside.tp, inside.ep

@@ -60,8 +60,7 @@ class Boundary:
     scale: float  # of a gradient that has crossed
 
     def route(self, action: Action) -> p2p.Route:
-        """Return the route of the action's input: an activation for a forward, a gradient for a
-        backward."""
+        """Return the route of the action's input: activations for a forward, else gradients."""
         return self.forward if action.kind == "F" else self.backward
 
 
@@ -153,8 +152,7 @@ def run(
     loss: Loss,
     mark: Mark = unmarked,
 ) -> Tensor:
-    """Run forward and backward of all microbatches; return their mean loss, 0 where the last stage
-    is not.
+    """Run forward and backward of all microbatches; return the mean loss, 0 without the last stage.
 
     ``inputs`` and ``targets``: this rank's rows of each microbatch. ``mark`` is told what begins:
     an action (``F 0.3``: forward of stage 0, microbatch 3), ``wait`` (for its message) or
@@ -212,8 +210,7 @@ class Messages:
         self.received[action] = p2p.receive(route, boundary.shape, built.dtype, built.device)
 
     def take(self, action: Action) -> Tensor:
-        """Return what ``expect`` asked for, or what another stage of this rank left for this
-        action."""
+        """Return what ``expect`` asked for, or what another stage of this rank left."""
         if action in self.received:
             self.mark("wait")
             value = self.received.pop(action).wait()

@@ -135,8 +135,7 @@ class Splitter:
         self.local(down, "feed_forward", ROW, leave=self.leave("feed_forward"))
 
     def projections(self, qkv: nn.Module) -> None:
-        """Split the projections of a Llama-type layer. Those down to latent rows are whole on
-        every rank."""
+        """Split a Llama-type layer's projections. Those down to latent rows stay whole."""
         repeats = False
         if isinstance(qkv, llama.QKV) and self.room("attention").leaves == "partial":
             repeats = qkv.kv_heads % self.ranks.size > 0
@@ -155,8 +154,8 @@ class Splitter:
             embed.first_row = self.ranks.rank * rows  # type: ignore[assignment]
 
     def take(self, word: str) -> tuple[int, NamedGroup] | None:
-        """Return the dim that ranks divide of a tensor which every rank has whole; None if they
-        do not."""
+        """Return the dim that ranks divide of a tensor which all have whole; None if they do
+        not."""
         return (DIM[word], self.ranks) if word in DIM else None
 
     def head(self, head: Head) -> None:
@@ -183,8 +182,7 @@ def part(weight: Tensor | None, module: Any) -> Any:
 
 
 class _Local:
-    """The settings that ``Splitter.local`` gives an instance, so that all layers share compiled
-    code."""
+    """The settings that ``Splitter.local`` gives an instance: all layers share compiled code."""
 
     summed = False
     enter: Edge | None = None

@@ -76,8 +76,7 @@ def tie(
 
 
 def _vocabulary(layout: Layout, pipeline_rank: int, shape: tuple[int, int]) -> Regions:
-    """Return who holds which rows of the embedding: cut over tp or not, each part over the
-    shards."""
+    """Return who holds which rows of the embedding: perhaps cut over tp, then over the shards."""
     inside = layout.of_rank(pipeline_rank)
     over_tp = 0 if inside.placed.embed == "vocab" else None
     pieces = placed(shape, (inside.tp, inside.shards), (over_tp, 0))

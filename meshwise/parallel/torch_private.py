@@ -240,8 +240,7 @@ def _state(unit: Any) -> Any:
 
 
 def cut(dim: int, parts: int) -> Placement:
-    """Return a placement that cuts each of so many equal parts of a dim over an axis, as a fused
-    [q|k|v].
+    """Return a placement that cuts each of equal parts of a dim over an axis, as a fused [q|k|v].
 
     The public ``Shard`` cuts a dim once. FSDP2 uses this one for dims that tp has cut too.
     """

@@ -195,8 +195,7 @@ def finish(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Lock the run while the body runs, against other processes that write to it: ValueError
-    when one does."""
+    """Lock the run while the body runs; ValueError when another process writes to it."""
     if not leads():
         yield
         return

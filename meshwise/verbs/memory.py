@@ -94,7 +94,7 @@ def needed(plan: Plan, asked: RunOptions) -> tuple[list[float], list[float]]:
 
 
 def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: RunOptions) -> float:
-    """Return the bytes of a weight's element on one device of its stage, as if tp divided every
+    """Return the bytes of a weight's element on a device of its stage, as if tp cut every
     weight."""
     ep = inside.ep if ".experts." in weight.name else 1
     compute = DTYPE_BYTES[plan.dtype]
@@ -122,8 +122,7 @@ def _cache_bytes(plan: Plan, inside: Layout, new_tokens: int) -> float:
 
 
 def _offloaded_bytes(plan: Plan, inside: Layout, layers: range) -> float:
-    """Return the bytes of the inputs of a microbatch's layers but the last, which stay on the
-    device."""
+    """Return the bytes of a microbatch's inputs of layers; the last layer's stay on the device."""
     shape = plan.model, inside.microbatch_size, plan.workload.seq_len
     inputs = sum(prod(stream_shape(*shape, layer)) for layer in layers[:-1])
     return inputs * DTYPE_BYTES[plan.dtype] / inside.cp / inside.tp

@@ -14,7 +14,7 @@ import msgspec
 from meshwise import store
 from meshwise.models import catalogue
 from meshwise.options import keywords
-from meshwise.options.run import USUAL_TOKENS, Course, RunOptions
+from meshwise.options.run import USUAL, Course, RunOptions
 from meshwise.spec import (
     Layout,
     Plan,
@@ -89,7 +89,7 @@ def _prompted(asked: RunOptions) -> RunOptions:
     if isinstance(chosen, WideResNet):
         raise ValueError(f"model = {chosen.name!r}: images have no next token; name another")
     if new_tokens is None:
-        new_tokens = min(USUAL_TOKENS, chosen.max_seq_len // 2)
+        new_tokens = min(USUAL["cpu"].new_tokens, chosen.max_seq_len // 2)
     layout = Layout() if asked.layout is None else given.record(asked.layout, Layout)
     rows = asked.global_batch_size
     if rows is None:
