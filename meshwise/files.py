@@ -39,13 +39,13 @@ _KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:{_KEY_PART}){{{DEEPEST}}}")
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*+")(\s*+:)?|([\[{])|([\]}])|([^\s,:\[\]{}"]++)', re.DOTALL)
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half a character: a surrogate, perhaps without its other
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def open_file(path: Path | str) -> BinaryIO:
     """Open a regular file for reading, without waiting for anyone."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except OSError as error:
@@ -103,7 +103,7 @@ def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> 
             parse_constant=_float,
         )
         _check_depth(found)
-        if _HALF.search(text) and not _is_text(json.dumps(found, ensure_ascii=False)):
+        if _HALF.search(text) and _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
             raise _Refused("holds half a character (a lone surrogate)")
     except json.JSONDecodeError as error:
         raise ValueError(f"{source} is not JSON: {error}") from None
@@ -227,7 +227,7 @@ def lock(path: Path | str, *, create: bool = True, mode: int = 0o666) -> tuple[i
     """Open a file and lock it for this process, until its end or until the descriptor is closed.
 
     Return the descriptor and whether it is locked: some file systems have no locks. BlockingIOError
-    if another process holds the lock, another OSError if the file cannot be opened.
+    if another process holds it, another OSError if the file cannot be opened.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags | (os.O_CREAT if create else 0), mode)
@@ -315,7 +315,7 @@ def _refused(text: str) -> str | None:
         is_key = colon is not None and bool(keys) and keys[-1] is not None
         if keys and keys[-1] is None:
             at[-1] = int(at[-1]) + 1
-        if string and _HALF.search(string) and not _is_text(json.loads(string, strict=False)):
+        if string and _HALF.search(string) and _SURROGATE.search(json.loads(string, strict=False)):
             return wrong(token, "holds half a character (a lone surrogate)")
         if is_key:
             at[-1] = json.loads(string, strict=False)
@@ -333,14 +333,6 @@ def _refused(text: str) -> str | None:
             except ValueError as error:
                 return wrong(token, str(error))
     return None
-
-
-def _is_text(string: str) -> bool:
-    try:
-        string.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _text(data: bytes, source: str) -> str:

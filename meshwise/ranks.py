@@ -80,7 +80,7 @@ class Ranks:
             return
         store, started = self.store, time.monotonic()
         timeout_s = self.setup_s if timeout_s is None else timeout_s
-        key = f"arrived/{self._meet()}"
+        key = f"arrived/{self._tell(self._progress[0] + 1, 0)}"
 
         def meet() -> bool:
             if store.add(key, 1) == self.world_size:
@@ -204,10 +204,6 @@ class Ranks:
                 dist.destroy_process_group()
             self.control = self.store = None
 
-    def _meet(self) -> int:
-        """Tell the others that this rank comes to its next meeting."""
-        return self._tell(self._progress[0] + 1, 0)
-
     def _unheard(self) -> list[int]:
         """Tell the others that this rank waits in a collective; return who neither waits nor went
         on.
@@ -222,6 +218,7 @@ class Ranks:
         return self._missing()
 
     def _tell(self, meeting: int, wait: int) -> int:
+        """Tell the others how far this rank is: its meetings, and its waits since the last."""
         assert self.store is not None
         self._progress = (meeting, wait)
         self.store.set(f"progress/{self.rank}", f"{meeting} {wait}")
@@ -234,7 +231,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _meeting(self, what: str) -> Iterator[None]:
-        self._meet()
+        self._tell(self._progress[0] + 1, 0)
         try:
             yield
         except RuntimeError as error:
@@ -325,8 +322,8 @@ def _store(place: Environment, setup_s: float) -> dist.TCPStore:
 
 
 def hold_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """Hold a store in this process that listens at ``host`` alone. Given only an address,
-    TCPStore listens on all interfaces."""
+    """Hold a store that listens at ``host`` alone. Given an address, TCPStore listens on all
+    interfaces."""
     listening = socket.create_server((host, port), backlog=1024)
     return dist.TCPStore(
         host,
@@ -341,8 +338,8 @@ _held_store = functools.cache(hold_store)  # kept open for the life of the proce
 
 
 def grace_s() -> float:
-    """Return by how many seconds ranks may fail apart in one collective, at the pace that this
-    machine has now; well below the 30 s after which launchers kill those that have not ended."""
+    """Return how many seconds apart ranks may fail in one collective, at this machine's pace
+    now; well below the 30 s after which launchers kill those that have not ended."""
     return min(10.0, GRACE_S * patience.turns())
 
 
@@ -371,7 +368,7 @@ open_store = functools.cache(connect)  # kept open for the life of the process
 
 def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
     """Ask the store; None if it does not answer. Its client cannot be interrupted, and waits
-    without end when the process that holds the store has stopped."""
+    without end for a store whose process has stopped."""
     with contextlib.suppress(dist.DistError, TimeoutError):
         return within(ask, waits_s + 2 * grace_s())
     return None
@@ -379,7 +376,7 @@ def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
 
 def within(call: Callable[[], T], limit_s: float) -> T:
     """Call in a thread; TimeoutError where that takes longer. The thread is left to itself then,
-    and does not keep the process from ending."""
+    and does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:

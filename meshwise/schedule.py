@@ -136,11 +136,8 @@ def stages_of(name: Name, rank: int, pp: int, stages_per_rank: int) -> tuple[int
     return tuple(s for s in range(pp * stages_per_rank) if rank_of(name, s, pp) == rank)
 
 
-def _row(
-    name: Name, pp: int, rank: int, stages: tuple[int, ...], num_microbatches: int
-) -> list[Action]:
-    """List a rank's actions with its stages."""
-    m = num_microbatches
+def _row(name: Name, pp: int, rank: int, stages: tuple[int, ...], m: int) -> list[Action]:
+    """List the actions of a rank with these stages, for m microbatches."""
     hops = pp - 1 - rank  # to the last rank
     match name:
         case "gpipe":

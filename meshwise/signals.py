@@ -63,7 +63,11 @@ def held() -> Iterator[HeldSignals]:
         for number, handler in before.items():
             signal.signal(number, handler)
         if came.number is not None:
-            _deliver(came.number, before[came.number])
+            handler = before[came.number]
+            if callable(handler):  # called by hand, it raises here and not a few lines on
+                handler(came.number, sys._getframe())
+            else:
+                signal.raise_signal(came.number)
 
 
 @contextlib.contextmanager
@@ -128,11 +132,3 @@ def _handled() -> dict[int, Handler]:
         return {}
     found = {number: signal.getsignal(number) for number in ENDING}
     return {n: h for n, h in found.items() if h is not None and h != signal.SIG_IGN}
-
-
-def _deliver(number: int, handler: Handler) -> None:
-    """Call the handler by hand: so it raises here and not a few lines on."""
-    if callable(handler):
-        handler(number, sys._getframe())
-    else:
-        signal.raise_signal(number)

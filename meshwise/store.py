@@ -59,7 +59,8 @@ def parse(text: str, kind: type[T], name: str) -> T:
 def convert(data: Any, kind: type[T], source: str) -> T:
     """Make a record from plain data; a field that does not fit is named with its value."""
     data = _upgraded(data)
-    supported = _schema_version(kind)
+    fields = msgspec.structs.fields(kind) if isinstance(kind, type(msgspec.Struct)) else ()
+    supported = next((f.default for f in fields if f.name == "schema_version"), None)
     if supported is not None:
         found = data.get("schema_version") if isinstance(data, dict) else None
         if found != supported:
@@ -117,11 +118,6 @@ def _upgraded(data: Any) -> Any:
         return data  # refused later as a version that is not read
     rest = {name: value for name, value in data.items() if not (is_first and name == "schedule")}
     return rest | {"schema_version": 3, "stages": made}
-
-
-def _schema_version(kind: type) -> int | None:
-    fields = msgspec.structs.fields(kind) if isinstance(kind, type(msgspec.Struct)) else ()
-    return next((f.default for f in fields if f.name == "schema_version"), None)
 
 
 def _lookup(data: Any, field: str) -> Any:
