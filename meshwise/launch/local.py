@@ -43,13 +43,13 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
     if elsewhere := [n for n in ranks.LOOPBACK if os.environ.get(n, "lo").lstrip("=") != "lo"]:
         said = ", ".join(f"{name}={os.environ[name]}" for name in elsewhere)
         log.warning("%s: who reaches this interface reaches the ranks; unset it for lo", said)
-    job = _Job()
+    running = _Processes()
     with signals.held() as held, scratch.folder() as folder, _keeper() as groups:
-        request = folder / "request.json"
-        files.write_whole(request, msgspec.json.encode(order), sync=False)
+        path = folder / "order.json"
+        files.write_whole(path, msgspec.json.encode(order), sync=False)
         # torch's symmetric memory opens sockets in it, by names that others can tell beforehand
         store, kept = ranks.hold_store(), cache.variables(folder) | {"TMPDIR": str(folder)}
-        command = [sys.executable, *(worker or _worker()), str(request), str(os.getpid())]
+        command = [sys.executable, *(worker or _worker()), str(path), str(os.getpid())]
         try:
             for rank in range(nproc):
                 with signals.blocked():  # the worker lets them in when they end it at once
@@ -59,16 +59,14 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,  # Ctrl-C is for us; children join its group
                     )
-                job.processes.append(started)
-                with contextlib.suppress(
-                    BrokenPipeError
-                ):  # somebody ended the keeper: go on without it
+                running.processes.append(started)
+                with contextlib.suppress(BrokenPipeError):  # somebody ended the keeper
                     groups.write(b"%d\n" % started.pid)
-            failed = job.wait(folder, order.patience.limits(nproc)[0], held)
+            failed = running.wait(folder, order.patience.limits(nproc)[0], held)
         finally:
-            job.end()
+            running.end()
         if failed:
-            raise failures.explain(failures.read(folder), job.codes, job.killed)
+            raise failures.explain(failures.read(folder), running.codes, running.killed)
         if held.number is not None:
             raise RanksFailed(f"the ranks were {signals.describe(held.number)}")
 
@@ -126,7 +124,7 @@ def _keeper() -> Iterator[IO[bytes]]:
         process.stdin.close()
 
 
-class _Job:
+class _Processes:
     """The ranks' processes. ``codes``: how ranks ended that were not told to, first to last, as
     subprocess gives them (-9 is SIGKILL). ``killed``: those that did not answer."""
 
