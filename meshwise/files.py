@@ -1,14 +1,16 @@
-"""The one way to files: what a stranger wrote is read within bounds, what we write is whole.
+"""The one way to files: what others wrote is read within bounds, what we write is whole.
 
 Reading takes regular files only and never waits: a FIFO, a device or a folder is refused. Bytes,
-what gzip unpacks to, depth and numbers are bounded, and no key stands twice. Writing goes through a
-new file beside the old one, synced to disk before it takes the old one's place: whoever reads sees
-one of the two, whole. Symbolic links are followed for reading and refused for writing: the file
-that a link means may be anywhere. Whatever fails is a ValueError that begins with the file's name.
+unpacked bytes, depth and numbers are bounded, and no key stands twice. Writing goes through a new
+file beside the old one, synced to disk before it takes the old one's place: a reader sees one of
+the two, whole. Symbolic links are followed for reading and refused for writing: the linked file may
+be anywhere. Every failure is a ValueError that begins with the file's name.
 """
 
 import contextlib
 import errno
+import fcntl
+import functools
 import gzip
 import importlib.resources
 import io
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST_BYTES = 2**24  # of a document: parsed, JSON of 16 MiB may take 800 MiB
-MOST_VALUES = 2**23  # of a longer document, and of lines: most of them is text, hashes say
+MOST_VALUES = 2**23  # of a longer document, and of lines: most of it is text, such as hashes
 MOST_LINES_BYTES = 2**27  # of what is read line by line: samples, steps, logs of other tools
 DEEPEST = 64  # levels of lists and tables
 _MOST_TOML_BYTES = 2**18
@@ -37,13 +39,13 @@ _KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:{_KEY_PART}){{{DEEPEST}}}")
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*+")(\s*+:)?|([\[{])|([\]}])|([^\s,:\[\]{}"]++)', re.DOTALL)
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half a character: a surrogate, perhaps without its other
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def open_file(path: Path | str) -> BinaryIO:
-    """A regular file, opened for reading without waiting for anyone."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    """Open a regular file for reading, without waiting for anyone."""
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except OSError as error:
@@ -56,7 +58,7 @@ def open_file(path: Path | str) -> BinaryIO:
 
 
 def read_bytes(path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
-    """All of a regular file of no more than ``at_most`` bytes."""
+    """Read a regular file of no more than ``at_most`` bytes."""
     with open_file(path) as file:
         try:
             data = file.read(at_most + 1)
@@ -68,12 +70,12 @@ def read_bytes(path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path | str, *, at_most: int = MOST_BYTES) -> str:
-    """The same as text of UTF-8."""
+    """Read such a file as UTF-8."""
     return _text(read_bytes(path, at_most=at_most), str(path))
 
 
 def unpack(data: bytes, path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
-    """The content of ``gzip`` data, of ``at_most`` bytes; errors name ``path``."""
+    """Unpack ``gzip`` data to no more than ``at_most`` bytes; errors name ``path``."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             found = file.read(at_most + 1)
@@ -85,7 +87,7 @@ def unpack(data: bytes, path: Path | str, *, at_most: int = MOST_BYTES) -> bytes
 
 
 def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> Any:
-    """JSON as plain data. Refused, with line and field: a key that stands twice, more than
+    """Parse JSON to plain data. Refused, with line and field: a key that stands twice, more than
     ``DEEPEST`` levels, NaN and Infinity, integers of 2^63 and more, half characters."""
     if len(data) > at_most:
         raise ValueError(f"{source} is larger than {_mib(at_most)}; is it the right file?")
@@ -101,7 +103,7 @@ def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> 
             parse_constant=_float,
         )
         _check_depth(found)
-        if _HALF.search(text) and not _is_text(json.dumps(found, ensure_ascii=False)):
+        if _HALF.search(text) and _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
             raise _Refused("holds half a character (a lone surrogate)")
     except json.JSONDecodeError as error:
         raise ValueError(f"{source} is not JSON: {error}") from None
@@ -113,12 +115,12 @@ def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> 
 
 
 def own_data(name: str) -> dict[str, Any]:
-    """A TOML file that comes with the package, as plain data."""
+    """Read a TOML file that comes with the package, as plain data."""
     return parse_toml((importlib.resources.files("meshwise") / "data" / name).read_bytes(), name)
 
 
 def parse_toml(data: bytes | str, source: str) -> dict[str, Any]:
-    """TOML as plain data, within the same bounds."""
+    """Parse TOML to plain data, within the same bounds."""
     if len(data) > _MOST_TOML_BYTES:
         raise ValueError(f"{source} is larger than {_mib(_MOST_TOML_BYTES)}; write it as JSON")
     text = _text(data, source) if isinstance(data, bytes) else data
@@ -142,18 +144,18 @@ def parse_toml(data: bytes | str, source: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(path: Path | str, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """A new file in the same folder, which may be written by its ``name`` as well. It takes the
-    place of ``path`` when the body ends, and is removed when the body fails; with ``sync`` it is
-    on disk then."""
+    """Yield a new file in the same folder, which may be written by its ``name`` as well. It
+    takes the place of ``path`` when the body ends, and is removed when the body fails; with
+    ``sync`` it is on disk then."""
     path = Path(path)
-    with _told(path):
+    with _errors_named(path):
         if not path.parent.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
         mode = _mode_of(path)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     temporary = str(path.parent / f".meshwise-{secrets.token_hex(8)}")
     try:
-        with _told(path, temporary):
+        with _errors_named(path, temporary):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(temporary, flags, 0o666)
             try:
@@ -177,7 +179,7 @@ def replacing(path: Path | str, *, sync: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path | str, data: bytes | str, *, sync: bool = True) -> Path:
-    """Write a file, whole or not at all; text as UTF-8. The path."""
+    """Write a file, whole or not at all; text as UTF-8. Return the path."""
     content = data.encode() if isinstance(data, str) else data
     with replacing(path, sync=sync) as file:
         file.write(content)
@@ -185,12 +187,12 @@ def write_whole(path: Path | str, data: bytes | str, *, sync: bool = True) -> Pa
 
 
 def append_line(path: Path | str, data: bytes | str, *, sync: bool = True) -> None:
-    """Add a line, whole or not at all; with ``sync`` it is on disk when this returns. A last line
-    that was torn off is closed, not overwritten. ``data`` has no line end of its own."""
+    """Add a line, whole or not at all; with ``sync`` it is on disk when this returns. A torn
+    last line is closed, not overwritten. ``data`` has no line end of its own."""
     path = Path(path)
     line = (data.encode() if isinstance(data, str) else data) + b"\n"
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with _told(path):
+    with _errors_named(path):
         _mode_of(path)
         descriptor = os.open(path, flags, 0o666)
         try:
@@ -212,8 +214,8 @@ def append_line(path: Path | str, data: bytes | str, *, sync: bool = True) -> No
 
 
 def sync_folder(folder: Path | str) -> None:
-    """Have the names in a folder on disk."""
-    with _told(Path(folder)):
+    """Put the names in a folder on disk."""
+    with _errors_named(Path(folder)):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _sync(descriptor)
@@ -221,8 +223,26 @@ def sync_folder(folder: Path | str) -> None:
             os.close(descriptor)
 
 
+def lock(path: Path | str, *, create: bool = True, mode: int = 0o666) -> tuple[int, bool]:
+    """Open a file and lock it for this process, until its end or until the descriptor is closed.
+
+    Return the descriptor and whether it is locked: some file systems have no locks. BlockingIOError
+    if another process holds it, another OSError if the file cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags | (os.O_CREAT if create else 0), mode)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        return descriptor, False
+    return descriptor, True
+
+
 class _Refused(ValueError):
-    """A value that JSON allows and we do not; what is wrong with it."""
+    """A value that JSON allows and we do not; says why."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -232,22 +252,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _int(literal: str) -> int:
-    value = int(literal) if len(literal) <= 20 else 10**20
+def _number(literal: str, kind: Callable[[str], int | float]) -> int | float:
+    value = kind(literal) if len(literal) <= 20 or kind is float else 10**20
     if wrong := _out_of_range(value):
         raise _Refused(f"{literal[:24]} {wrong}")
     return value
 
 
-def _float(literal: str) -> float:
-    value = float(literal)
-    if wrong := _out_of_range(value):
-        raise _Refused(f"{literal[:24]} {wrong}")
-    return value
+_int, _float = functools.partial(_number, kind=int), functools.partial(_number, kind=float)
 
 
 def _out_of_range(value: int | float) -> str:
-    """Say what is wrong with a number; empty if nothing is."""
+    """Say what is wrong with a number; "" if nothing is."""
     if isinstance(value, float):
         return "" if math.isfinite(value) else "is not a finite number"
     return "" if abs(value) <= _LARGEST_INT else "is not below 2^63"
@@ -265,7 +281,7 @@ def _check_depth(data: Any) -> None:
 
 
 def _leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that holds no others, with its field: ``tiers[0].num_devices``."""
+    """Yield every value that holds no others, with its field: ``tiers[0].num_devices``."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield from _leaves(value, f"{field}.{key}" if field else key)
@@ -277,7 +293,7 @@ def _leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _refused(text: str) -> str | None:
-    """The first value of JSON text that ``parse_json`` refuses: its line, its field, the reason."""
+    """Find the first value of JSON text that ``parse_json`` refuses: line, field and reason."""
     at: list[str | int] = []  # the field in each object, the index in each list
     keys: list[set[str] | None] = []
 
@@ -299,7 +315,7 @@ def _refused(text: str) -> str | None:
         is_key = colon is not None and bool(keys) and keys[-1] is not None
         if keys and keys[-1] is None:
             at[-1] = int(at[-1]) + 1
-        if string and _HALF.search(string) and not _is_text(json.loads(string, strict=False)):
+        if string and _HALF.search(string) and _SURROGATE.search(json.loads(string, strict=False)):
             return wrong(token, "holds half a character (a lone surrogate)")
         if is_key:
             at[-1] = json.loads(string, strict=False)
@@ -319,14 +335,6 @@ def _refused(text: str) -> str | None:
     return None
 
 
-def _is_text(string: str) -> bool:
-    try:
-        string.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _text(data: bytes, source: str) -> str:
     try:
         return data.decode()
@@ -340,19 +348,14 @@ def _mib(size_bytes: int) -> str:
 
 
 def _kind(status: os.stat_result) -> str:
-    kinds: tuple[tuple[Callable[[int], bool], str], ...] = (
-        (stat.S_ISREG, "file"),
-        (stat.S_ISDIR, "folder"),
-        (stat.S_ISLNK, "symbolic link"),
-        (stat.S_ISFIFO, "FIFO"),
-        (stat.S_ISSOCK, "socket"),
-    )
-    return next((name for holds, name in kinds if holds(status.st_mode)), "device")
+    letter = stat.filemode(status.st_mode)[0]
+    kinds = {"-": "file", "d": "folder", "l": "symbolic link", "p": "FIFO", "s": "socket"}
+    return kinds.get(letter, "device")
 
 
 def _mode_of(path: Path) -> int | None:
-    """The permissions of the file that is to be replaced, if there is one; no other thing is. No
-    right to run as its owner goes on to what is new."""
+    """Return the permissions of the file to be replaced, None if there is none; refuse anything
+    but a file. The right to run as its owner is dropped."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -366,9 +369,9 @@ def _mode_of(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def _told(path: Path, temporary: str | None = None) -> Iterator[None]:
-    """Turn an OSError into a ValueError that names the file. With ``temporary`` the errors of other
-    files pass."""
+def _errors_named(path: Path, temporary: str | None = None) -> Iterator[None]:
+    """Name the file in a ValueError for an OSError. With ``temporary``, other files' errors
+    pass."""
     try:
         yield
     except OSError as error:

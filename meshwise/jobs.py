@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from meshwise import meeting, ranks, secret
+from meshwise.launcher import Environment
 from meshwise.patience import Patience
-from meshwise.ranks import Environment, Ranks
+from meshwise.ranks import Ranks
 
 T = TypeVar("T")
 Size = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from meshwise import files, provenance
+from meshwise import files, launcher, provenance
 from meshwise.spec import DTYPE_BYTES, Cluster, Device, Tier
 
 CPU_RANKS = 4
@@ -44,14 +44,8 @@ def detect_cluster(
     """
     import torch
 
-    from meshwise import ranks
-
-    place = ranks.environment()
-    if nproc is not None and place is not None and nproc != place["world_size"]:
-        raise ValueError(
-            f"nproc = {nproc}, but the launcher started {place['world_size']} ranks; "
-            "leave nproc out or make them equal"
-        )
+    launcher.world_size(nproc)  # refuses another number
+    place = launcher.environment()
     num_hosts = 1 if place is None else place["num_hosts"]
     per_host = nproc if place is None else place["world_size"] // num_hosts
     if per_host is not None and per_host < 1:

@@ -2,10 +2,10 @@
 
 In: the variables that torchrun or srun set. Out: a ``Ranks`` with one process group ("cpu:gloo,
 cuda:nccl" on GPUs, else gloo) and a gloo group for agreement, ``control``. Two limits
-(``patience``): set-up (``arrive``, a barrier on the store) and steady state (every collective). On
-either, the error names the ranks that had not arrived and the
-case each was in: every rank keeps its progress in the store, and one that is behind is missing.
-``jobs.join_at`` makes one ``Ranks`` of jobs that were launched apart, a trainer and a server say.
+(``patience``): set-up (``arrive``, a barrier on the store) and steady state (every collective).
+Past either, the error names the ranks that had not arrived and the case each was in: every rank
+keeps its progress in the store, and one that is behind is missing. ``jobs.join_at`` makes one
+``Ranks`` of jobs that were launched apart, such as a trainer and a server.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -28,6 +28,8 @@ import torch.distributed as dist
 
 from meshwise import patience
 from meshwise.files import MOST_BYTES, parse_json
+from meshwise.launcher import Environment, is_loopback
+from meshwise.launcher import environment as environment
 from meshwise.patience import Patience
 from meshwise.text import one_line
 
@@ -38,61 +40,6 @@ ABSENT, BEFORE = "had not arrived", "before its first case"
 _LOST = r"timed out|timeout|closed by peer|reset by peer|broken pipe"
 joins = itertools.count()
 T = TypeVar("T")
-
-
-class Environment(TypedDict):
-    """A process's place as its launcher says it; ``host`` and ``port`` are the store's."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    num_hosts: int
-    host: str
-    port: int
-
-
-def environment(variables: Mapping[str, str] = os.environ) -> Environment | None:
-    """This process's place in the job of torchrun or srun; None when neither started it.
-
-    A Slurm step of one task (``srun --pty bash``) and a batch script are no launchers: what runs
-    there starts its own ranks.
-    """
-    if "RANK" in variables and "WORLD_SIZE" in variables:
-        world_size = int(variables["WORLD_SIZE"])
-        return Environment(
-            rank=int(variables["RANK"]),
-            local_rank=int(variables.get("LOCAL_RANK", "0")),
-            world_size=world_size,
-            num_hosts=max(1, world_size // int(variables.get("LOCAL_WORLD_SIZE", world_size))),
-            host=variables.get("MASTER_ADDR", "127.0.0.1"),
-            port=int(variables.get("MASTER_PORT", "29500")),
-        )
-    tasks = int(variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1")))
-    if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables or tasks == 1:
-        return None
-    hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", ""))
-    job = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables["SLURM_STEP_ID"])
-    nodes = variables.get("SLURM_STEP_NUM_NODES", variables.get("SLURM_NNODES", "1"))
-    return Environment(
-        rank=int(variables["SLURM_PROCID"]),
-        local_rank=int(variables.get("SLURM_LOCALID", "0")),
-        world_size=tasks,
-        num_hosts=int(nodes),
-        host=variables.get("MASTER_ADDR") or ("127.0.0.1" if nodes == "1" else first_host(hosts)),
-        port=int(variables.get("MASTER_PORT") or 20000 + job % 20000),
-    )
-
-
-def on_one_host(place: Environment, variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether all ranks are on this host, wherever their store is; False where nobody says so."""
-    said = "RANK" not in variables or "LOCAL_WORLD_SIZE" in variables
-    return is_loopback(place["host"]) or (said and place["num_hosts"] == 1)
-
-
-def first_host(nodelist: str) -> str:
-    """The first name of a Slurm host list: ``rack[1-2]n[003,007],login`` is ``rack1n003``."""
-    names = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", names[0] if names else "") or "127.0.0.1"
 
 
 @dataclass
@@ -119,7 +66,7 @@ class Ranks:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def at(self, name: str) -> None:
-        """Tell all that this rank works on case ``name`` from now on; errors will say so."""
+        """Tell all that this rank works on case ``name`` from now on; errors will name it."""
         self.case = name
         if self.store is not None:
             self.store.set(f"case/{self.rank}", name)
@@ -127,12 +74,13 @@ class Ranks:
             self.note(name)
 
     def arrive(self, name: str, timeout_s: float | None = None) -> None:
-        """Set-up barrier on the store: TimeoutError names who is missing, their cases, ``name``."""
+        """Wait for all at a set-up barrier on the store; TimeoutError names the missing, their
+        cases."""
         if self.store is None:
             return
         store, started = self.store, time.monotonic()
         timeout_s = self.setup_s if timeout_s is None else timeout_s
-        key = f"arrived/{self._meet()}"
+        key = f"arrived/{self._tell(self._progress[0] + 1, 0)}"
 
         def meet() -> bool:
             if store.add(key, 1) == self.world_size:
@@ -145,14 +93,14 @@ class Ranks:
             raise TimeoutError(self._absence(name, min(timeout_s, waited_s)))
 
     def barrier(self, what: str = "a barrier") -> None:
-        """Steady-state barrier on the control group."""
+        """Wait for all at a steady-state barrier on the control group."""
         if self.control is not None:
             with self._meeting(what):
                 # dist.all_reduce loses the error of a group that is not registered: join_at's
                 self.control.allreduce([torch.zeros(1)]).wait()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank. Values travel as JSON."""
+        """Return every rank's value, in rank order, on every rank. Values travel as JSON."""
         payload = msgspec.json.encode(value)
         if self.control is None:
             return [msgspec.json.decode(payload)]
@@ -175,10 +123,11 @@ class Ranks:
     def together(
         self, work: Callable[[], T], told: Callable[[Exception], Any], waits: str = ""
     ) -> tuple[T, list[Any]]:
-        """This rank's result of ``work``, and what failed on each rank, None where nothing did.
+        """Return this rank's result of ``work`` and each rank's failure, or None.
 
-        ``told`` makes of an error what all ranks learn of it, or None: then it is raised here.
-        ``waits`` names work that takes ranks very different times: they meet at the set-up barrier.
+        ``told`` makes of an error what all ranks learn; if it returns None, the error is raised
+        here. ``waits`` names work that takes ranks very different times: they meet at the set-up
+        barrier.
         """
         result, failure = None, None
         try:
@@ -192,8 +141,8 @@ class Ranks:
         return cast(T, result), self.gather(failure)
 
     def start_together(self) -> None:
-        """A barrier that the ranks of one host leave within microseconds, by their common clock;
-        on several hosts as an ordinary one. Others leave apart by as much as a message takes."""
+        """Wait at a barrier that the ranks of one host leave within microseconds, by their
+        common clock; those of several hosts leave as far apart as a message takes."""
         told = self.gather((socket.gethostname(), time.monotonic()))
         if len({host for host, _ in told}) > 1:
             return
@@ -210,7 +159,7 @@ class Ranks:
     ) -> None:
         """Wait for the device, or for an event; name the missing before NCCL's watchdog ends us.
 
-        Looks every ``poll_s``; 0 looks without a pause, which costs a core and no time.
+        It looks every ``poll_s``; 0 looks without a pause, which costs a core and no time.
         """
         if self.device.type != "cuda":
             return
@@ -226,7 +175,7 @@ class Ranks:
             time.sleep(poll_s)
 
     def explain(self, error: Exception) -> Exception:
-        """The error itself or, when a collective failed, one that names who does not answer."""
+        """Return the error or, when a collective failed, one that names who does not answer."""
         text = str(error)
         if self.store is None or ABSENT in text or not re.search(_LOST, text, re.IGNORECASE):
             return error
@@ -237,7 +186,7 @@ class Ranks:
         return RuntimeError(f"{self._absence('a collective')}: {text.splitlines()[0]}")
 
     def group(self, name: str) -> Any:  # torch's stubs do not know its methods
-        """A gloo group of all ranks beside the others, not registered with torch.distributed."""
+        """Make a gloo group of all ranks, not registered with torch.distributed."""
         assert self.store is not None
         store, limit = dist.PrefixStore(name, self.store), timedelta(seconds=self.timeout_s)
         if not self.listens:
@@ -248,22 +197,19 @@ class Ranks:
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
 
     def leave(self) -> None:
-        """Part from the others, together."""
+        """Leave the job, together with the others."""
         if self.control is not None:
             self.barrier("the end")
             if not self.names:
                 dist.destroy_process_group()
             self.control = self.store = None
 
-    def _meet(self) -> int:
-        """Tell the others that this rank comes to its next meeting; the meeting's number."""
-        return self._tell(self._progress[0] + 1, 0)
-
     def _unheard(self) -> list[int]:
-        """Tell the others that this rank waits in a collective; who neither waits nor moved on.
+        """Tell the others that this rank waits in a collective; return who neither waits nor went
+        on.
 
-        Ranks that wait in the same collective give up within ``grace_s()`` of each other; one
-        that is dead, stopped or busy elsewhere stays behind.
+        Ranks that wait in the same collective give up within ``grace_s()`` of each other; one that
+        is dead, stopped or busy elsewhere stays behind.
         """
         self._tell(self._progress[0], self._progress[1] + 1)
         limit = time.monotonic() + grace_s()
@@ -272,19 +218,20 @@ class Ranks:
         return self._missing()
 
     def _tell(self, meeting: int, wait: int) -> int:
+        """Tell the others how far this rank is: its meetings, and its waits since the last."""
         assert self.store is not None
         self._progress = (meeting, wait)
         self.store.set(f"progress/{self.rank}", f"{meeting} {wait}")
         return meeting
 
     def _missing(self) -> list[int]:
-        """Ranks that are not as far as this one."""
+        """Return the ranks that are not as far as this one."""
         told = [self._read(f"progress/{r}") or "0 0" for r in range(self.world_size)]
         return [r for r, text in enumerate(told) if tuple(map(int, text.split())) < self._progress]
 
     @contextlib.contextmanager
     def _meeting(self, what: str) -> Iterator[None]:
-        self._meet()
+        self._tell(self._progress[0] + 1, 0)
         try:
             yield
         except RuntimeError as error:
@@ -357,7 +304,7 @@ def join(
 
 
 def alone(device: str | torch.device = "cpu") -> Ranks:
-    """A job of one rank without a process group."""
+    """Return a job of one rank without a process group."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -375,8 +322,8 @@ def _store(place: Environment, setup_s: float) -> dist.TCPStore:
 
 
 def hold_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """A store that this process holds and that listens at ``host`` alone; told no more than an
-    address, TCPStore listens on all interfaces."""
+    """Hold a store that listens at ``host`` alone. Given an address, TCPStore listens on all
+    interfaces."""
     listening = socket.create_server((host, port), backlog=1024)
     return dist.TCPStore(
         host,
@@ -391,14 +338,9 @@ _held_store = functools.cache(hold_store)  # kept open for the life of the proce
 
 
 def grace_s() -> float:
-    """Seconds by which ranks may fail apart in one collective, at the pace that this machine has
+    """Return how many seconds apart ranks may fail in one collective, at this machine's pace
     now; well below the 30 s after which launchers kill those that have not ended."""
     return min(10.0, GRACE_S * patience.turns())
-
-
-def is_loopback(host: str) -> bool:
-    """Whether all who meet there are on this host."""
-    return host == "localhost" or host.startswith("127.")
 
 
 def connect(host: str, port: int, master: bool, setup_s: float, who: str) -> dist.TCPStore:
@@ -426,7 +368,7 @@ open_store = functools.cache(connect)  # kept open for the life of the process
 
 def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
     """Ask the store; None if it does not answer. Its client cannot be interrupted, and waits
-    without end when the process that holds the store has stopped."""
+    without end for a store whose process has stopped."""
     with contextlib.suppress(dist.DistError, TimeoutError):
         return within(ask, waits_s + 2 * grace_s())
     return None
@@ -434,7 +376,7 @@ def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
 
 def within(call: Callable[[], T], limit_s: float) -> T:
     """Call in a thread; TimeoutError where that takes longer. The thread is left to itself then,
-    and does not keep the process from ending."""
+    and does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -453,7 +395,7 @@ def plain(told: str | bytes) -> str:
 
 
 def device_of(place: Environment) -> torch.device:
-    """The GPU of this rank, or the CPU when no GPU is visible."""
+    """Return the GPU of this rank, or the CPU when no GPU is visible."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return torch.device("cpu")

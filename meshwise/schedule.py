@@ -74,7 +74,7 @@ _Phases = list[tuple[int, str]]  # as _in_phases reads them
 
 @lru_cache(maxsize=128)
 def table(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> Table:
-    """One row of actions for each pipeline rank; ValueError with the reason of ``check``."""
+    """Return a row of actions for each pipeline rank; ValueError with the reason of ``check``."""
     if reason := check(name, pp, stages_per_rank, num_microbatches):
         raise ValueError(reason)
     return tuple(row(name, pp, rank, stages_per_rank, num_microbatches) for rank in range(pp))
@@ -83,19 +83,19 @@ def table(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> T
 def row(
     name: Name, pp: int, rank: int, stages_per_rank: int, num_microbatches: int
 ) -> tuple[Action, ...]:
-    """The actions of one pipeline rank."""
+    """Return the actions of one pipeline rank."""
     stages = stages_of(name, rank, pp, stages_per_rank)
     return tuple(_row(name, pp, rank, stages, num_microbatches))
 
 
 def enough(name: Name, pp: int, num_microbatches: int) -> int:
-    """Return how many microbatches show all states of a rank that ``num_microbatches`` do (what is
-    alive of which stage, whose gradients there are): more repeat them in between."""
+    """Return how many microbatches show all states of a rank that ``num_microbatches`` do (what
+    is alive of which stage, whose gradients there are): more repeat them in between."""
     return num_microbatches if name in ("gpipe", "looped_bfs") else min(num_microbatches, 4 * pp)
 
 
 def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> str | None:
-    """Why the schedule cannot take these numbers, with the fix; None when it can."""
+    """Say why the schedule cannot take these numbers, with the fix; None when it can."""
     if name not in get_args(Name):
         return f"schedule must be one of {', '.join(get_args(Name))}, not {name}"
     if min(pp, stages_per_rank, num_microbatches) < 1:
@@ -132,15 +132,12 @@ def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> s
 
 
 def stages_of(name: Name, rank: int, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The stages of a pipeline rank, ascending."""
+    """Return the stages of a pipeline rank, ascending."""
     return tuple(s for s in range(pp * stages_per_rank) if rank_of(name, s, pp) == rank)
 
 
-def _row(
-    name: Name, pp: int, rank: int, stages: tuple[int, ...], num_microbatches: int
-) -> list[Action]:
-    """What a rank does with its stages."""
-    m = num_microbatches
+def _row(name: Name, pp: int, rank: int, stages: tuple[int, ...], m: int) -> list[Action]:
+    """List the actions of a rank with these stages, for m microbatches."""
     hops = pp - 1 - rank  # to the last rank
     match name:
         case "gpipe":
@@ -156,7 +153,7 @@ def _row(
         case "interleaved_zero_bubble":
             return _in_rounds(pp, stages, m, ahead=hops, late=rank)
         case "zbv":
-            # The phases need 2 * pp - 1 microbatches: those that are not there are left out again.
+            # The phases need 2 * pp - 1 microbatches: those beyond m are left out again.
             row = _in_phases(_zbv(hops, rank, max(m, 2 * pp - 1) - pp), stages)
             return [action for action in row if action.microbatch < m]
         case "dualpipev":
@@ -166,7 +163,7 @@ def _row(
 def _in_rounds(
     pp: int, stages: tuple[int, ...], num_microbatches: int, *, ahead: int, late: int | None
 ) -> list[Action]:
-    """Rounds of about pp microbatches, each through all stages before the next round.
+    """List the actions of rounds of about pp microbatches; each goes through all stages in turn.
 
     The rank does ``ahead`` more forwards than the last rank before it begins to do a forward and a
     backward in turn. Backwards are whole, or I with each W ``late`` turns after its I.
@@ -189,7 +186,7 @@ def _num_rounds(pp: int, num_microbatches: int) -> int:
 
 
 def _zbv(hops: int, rank: int, steady: int) -> _Phases:
-    """Fill, first backwards on the way back, steady, drain with W in the bubbles."""
+    """Return the phases: fill, first backwards on the way back, steady, drain with W in bubbles."""
     return [
         (2 * hops + 1, "F0"),
         (rank, "F1 F0"),
@@ -204,7 +201,7 @@ def _zbv(hops: int, rank: int, steady: int) -> _Phases:
 
 
 def _dualpipev(hops: int, rank: int, surplus: int) -> _Phases:
-    """Fill, split backwards on the way back, steady with whole backwards, drain half split.
+    """Return the phases: fill, split backwards on the way back, steady, drain half split.
 
     ``surplus`` is the number of microbatches beyond one for each stage.
     """
@@ -224,7 +221,7 @@ def _dualpipev(hops: int, rank: int, surplus: int) -> _Phases:
 
 
 def _in_phases(phases: _Phases, stages: tuple[int, ...]) -> list[Action]:
-    """_Phases written out: each is a number of times and letters, "F1" is F on the second stage.
+    """Write out phases: each is a number of times and letters, "F1" is F on the second stage.
 
     F takes the next microbatch of its stage, B and I the next to go back. W follows the oldest I
     that has none yet, "W1" the oldest of the second stage.
@@ -250,21 +247,12 @@ def _in_phases(phases: _Phases, stages: tuple[int, ...]) -> list[Action]:
     return row
 
 
-def unit(stages_per_rank: int = 1) -> Callable[[Action], float]:
-    """Durations for comparing schedules: a rank's share of the model takes F = 1, B = 2, I = W = 1.
-
-    A stage takes its part of that, so the same model is compared however many stages it has.
-    """
-    times = {"F": 1 / stages_per_rank, "B": 2 / stages_per_rank}
-    return lambda action: times.get(action.kind, times["F"])
-
-
 def simulate(
     table: Table,
     duration: Callable[[Action], float],
     transfer: Callable[[int], float] = lambda stage: 0.0,
 ) -> list[list[Span]]:
-    """Start and end of each action when ranks do their rows in order; linear in the actions.
+    """Return start and end of each action when ranks do their rows in order; linear in the actions.
 
     ``duration`` gives an action's seconds; ``transfer(s)`` the seconds of a tensor between stages s
     and s + 1, either way: they delay the receiver and keep no rank busy, and are not paid between
@@ -278,7 +266,7 @@ def simulate(
     backwards = {(a.stage, a.microbatch): a.kind for row in table for a in row if a.kind in "BI"}
 
     def needs(action: Action) -> list[tuple[_Key, float]]:
-        """The actions that must have ended, each with the time its tensor is on the way."""
+        """List the actions that must have ended, each with the time its tensor is on the way."""
         kind, stage, m = action
         if kind == "F":
             return [(("F", stage - 1, m), hops_s[stage - 1])] if stage else []

@@ -24,26 +24,25 @@ last_acts: list[Callable[[str], None]] = []  # told why, before the program quit
 
 
 class Ended(SystemExit):
-    """A signal told this process to end, by exit code 128 + ``number``; ``kept`` is what is left
-    behind."""
+    """A signal told this process to end with code 128 + ``number``; ``kept`` names what is left."""
 
     def __init__(self, number: int, kept: str = "") -> None:
         super().__init__(128 + number)
         self.number, self.kept = number, kept
 
     def __str__(self) -> str:
-        return "; ".join(filter(None, [told(self.number), self.kept]))
+        return "; ".join(filter(None, [describe(self.number), self.kept]))
 
 
-def told(number: int) -> str:
-    """``ended by SIGTERM``; of Ctrl-C ``stopped by the user``."""
+def describe(number: int) -> str:
+    """Return ``ended by SIGTERM``, or for Ctrl-C ``stopped by the user``."""
     if number == signal.SIGINT:
         return "stopped by the user"
     return f"ended by {signal.Signals(number).name}"
 
 
-class Held:
-    """``number`` is the first signal that came while signals were held."""
+class HeldSignals:
+    """Remembers the first signal that came while signals were held, as ``number``."""
 
     number: int | None = None
 
@@ -52,9 +51,9 @@ class Held:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[Held]:
+def held() -> Iterator[HeldSignals]:
     """Put signals off until the body has ended; the body may look at ``number`` and end early."""
-    came = Held()
+    came = HeldSignals()
     before = _handled()
     for number in before:
         signal.signal(number, came)
@@ -64,7 +63,11 @@ def held() -> Iterator[Held]:
         for number, handler in before.items():
             signal.signal(number, handler)
         if came.number is not None:
-            _deliver(came.number, before[came.number])
+            handler = before[came.number]
+            if callable(handler):  # called by hand, it raises here and not a few lines on
+                handler(came.number, sys._getframe())
+            else:
+                signal.raise_signal(came.number)
 
 
 @contextlib.contextmanager
@@ -80,8 +83,8 @@ def blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised(*, unless_failing: bool = False) -> Iterator[None]:
-    """SIGTERM and SIGHUP raise ``Ended``, and Ctrl-C KeyboardInterrupt also in a program that
-    quits at once. ``unless_failing``: not while an error is on its way that says more."""
+    """Raise ``Ended`` on SIGTERM and SIGHUP, and KeyboardInterrupt on Ctrl-C also in a program
+    that quits at once. ``unless_failing``: not while an error is on its way that says more."""
     failing = sys.exception()
 
     def end(number: int, _: FrameType | None) -> None:
@@ -101,9 +104,9 @@ def raised(*, unless_failing: bool = False) -> Iterator[None]:
 
 
 def quit_at_once() -> None:
-    """From now on these signals end the program: ``last_acts``, one line, exit code 128 + n.
+    """End the program on these signals from now on: ``last_acts``, one line, exit code 128 + n.
 
-    When all is done they are too late: Python takes its handlers away before the process is gone.
+    At its very end they are too late: Python takes its handlers away before it is gone.
     """
     for number in _handled():
         signal.signal(number, _quit)
@@ -113,27 +116,19 @@ def quit_at_once() -> None:
 def _put_in_order(number: int) -> None:
     for act in last_acts:
         with contextlib.suppress(Exception):
-            act(told(number))
+            act(describe(number))
 
 
 def _quit(number: int, _: FrameType | None) -> None:
     _put_in_order(number)
-    said = "interrupted" if number == signal.SIGINT else told(number)
+    said = "interrupted" if number == signal.SIGINT else describe(number)
     os.write(2, f"{said}\n".encode())
     os._exit(128 + number)
 
 
 def _handled() -> dict[int, Handler]:
-    """The handlers that may be replaced: Python's, on the main thread, of what is not ignored."""
+    """Return the handlers that may be replaced: Python's, on the main thread, not ignored."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     found = {number: signal.getsignal(number) for number in ENDING}
     return {n: h for n, h in found.items() if h is not None and h != signal.SIG_IGN}
-
-
-def _deliver(number: int, handler: Handler) -> None:
-    """Called by hand, it raises here and not a few lines on."""
-    if callable(handler):
-        handler(number, sys._getframe())
-    else:
-        signal.raise_signal(number)

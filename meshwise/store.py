@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 MOST_DAMAGED = 1000  # lines of a file of samples
 
-_bounded = reprlib.Repr()  # a hostile value may be large
-_bounded.maxstring = _bounded.maxother = 120
-_told = _bounded.repr
+_limits = reprlib.Repr()  # a hostile value may be large
+_limits.maxstring = _limits.maxother = 120
+_bounded = _limits.repr
 
 
 def now() -> str:
@@ -44,7 +44,7 @@ def now() -> str:
 
 
 def read(path: Path | str, kind: type[T]) -> T:
-    """One record from a .json or .toml file; errors name the file, the field and its value."""
+    """Read one record from a .json or .toml file; errors name the file, the field and its value."""
     path = Path(path)
     parse = files.parse_toml if path.suffix == ".toml" else files.parse_json
     data = parse(files.read_bytes(path), str(path))
@@ -52,23 +52,24 @@ def read(path: Path | str, kind: type[T]) -> T:
 
 
 def parse(text: str, kind: type[T], name: str) -> T:
-    """One record from JSON text, which errors call ``name``."""
+    """Read one record from JSON text, which errors call ``name``."""
     return convert(files.parse_json(text, name), kind, name)
 
 
 def convert(data: Any, kind: type[T], source: str) -> T:
-    """A record from plain data; a field that does not fit is named with its value."""
+    """Make a record from plain data; a field that does not fit is named with its value."""
     data = _upgraded(data)
-    supported = _schema_version(kind)
+    fields = msgspec.structs.fields(kind) if isinstance(kind, type(msgspec.Struct)) else ()
+    supported = next((f.default for f in fields if f.name == "schema_version"), None)
     if supported is not None:
         found = data.get("schema_version") if isinstance(data, dict) else None
         if found != supported:
             anew = "write the file anew with this version"
             if kind is Costs and isinstance(data, dict):
-                runs = _told(data.get("runs"))
+                runs = _bounded(data.get("runs"))
                 anew = f"make it anew of its runs: meshwise calibrate RUN... ({runs})"
             raise ValueError(
-                f"{source}: schema_version is {_told(found)}, this version reads {supported}; "
+                f"{source}: schema_version is {_bounded(found)}, this version reads {supported}; "
                 f"{anew}"
             )
     try:
@@ -80,11 +81,13 @@ def convert(data: Any, kind: type[T], source: str) -> T:
             raise ValueError(f"{source}: {message}{_allowed(kind, '')}") from None
         field = found_path[1].lstrip(".")
         reason = message[: found_path.start()] + _allowed(kind, field)
-        raise ValueError(f"{source}: {field} = {_told(_lookup(data, field))}: {reason}") from None
+        raise ValueError(
+            f"{source}: {field} = {_bounded(_lookup(data, field))}: {reason}"
+        ) from None
 
 
 def _allowed(kind: Any, field: str) -> str:
-    """The words that a field may have; without a field, the fields of the record."""
+    """Name the words that a field may have; without a field, the fields of the record."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return ""
     if not field:
@@ -95,7 +98,7 @@ def _allowed(kind: Any, field: str) -> str:
 
 
 def _upgraded(data: Any) -> Any:
-    """Plans of versions 1 and 2, alone or in a run, whose stages said less of the layout."""
+    """Upgrade plans of versions 1 and 2, alone or in a run: their stages said less."""
     if not isinstance(data, dict):
         return data
     if isinstance(data.get("plan"), dict):
@@ -110,22 +113,15 @@ def _upgraded(data: Any) -> Any:
         for due, stage in zip(made, data["stages"], strict=True):
             told = {field: value for field, value in stage.items() if field != "sharding"}
             if told != {field: due[field] for field in told}:
-                return (
-                    data  # not what the layout makes of it: refused as a version that is not read
-                )
+                raise ValueError("not the stages of its layout")
     except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError):
-        return data
+        return data  # refused later as a version that is not read
     rest = {name: value for name, value in data.items() if not (is_first and name == "schedule")}
     return rest | {"schema_version": 3, "stages": made}
 
 
-def _schema_version(kind: type) -> int | None:
-    fields = msgspec.structs.fields(kind) if isinstance(kind, type(msgspec.Struct)) else ()
-    return next((f.default for f in fields if f.name == "schema_version"), None)
-
-
 def _lookup(data: Any, field: str) -> Any:
-    """The value at ``a.b[2].c``, or a word for its absence; keys msgspec hides stay unknown."""
+    """Return the value at ``a.b[2].c``, or "..." if it is absent or hidden by msgspec."""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
             data = data[int(index)] if index else data[name]
@@ -204,7 +200,7 @@ def append_step(run_dir: Path | str, line: StepLine) -> None:
 
 
 def steps(run_dir: Path | str) -> list[StepLine]:
-    """The steps of a training that were told before it ended, or broke off."""
+    """Return the steps of a training that ended before the run did, or broke off."""
     path = Path(run_dir) / "steps.jsonl"
     return [
         convert(files.parse_json(line, where), StepLine, where)
@@ -214,7 +210,7 @@ def steps(run_dir: Path | str) -> list[StepLine]:
 
 
 def finish(run_dir: Path | str, status: str, reason: str = "") -> None:
-    """Set the end of a run: complete, partial, interrupted or failed."""
+    """Record the end of a run: complete, partial, interrupted or failed."""
     path = Path(run_dir) / "run.json"
     info = read(path, RunInfo)
     done = msgspec.structs.replace(info, status=status, reason=one_line(reason), ended=now())
@@ -222,7 +218,7 @@ def finish(run_dir: Path | str, status: str, reason: str = "") -> None:
 
 
 def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
-    """A run, its samples (the last of each case wins), and what had to be left out and why."""
+    """Return a run, its samples (a case's last one wins), and a warning for each damaged line."""
     run_dir = Path(run_dir)
     info = read(run_dir / "run.json", RunInfo)
     samples: dict[str, Sample] = {}
@@ -254,7 +250,7 @@ def _sample(line: bytes, where: str) -> Sample:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file, or of what ``gzip`` made of it for an archive, each with its place."""
+    """Yield the lines of a file, or of its ``gzip`` in an archive, each with its place."""
     packed, most = path.with_name(path.name + ".gz"), files.MOST_LINES_BYTES
     data = b""
     if packed.exists():
@@ -270,13 +266,13 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def runs_of(runs: Path | str, verb: str | None = None) -> list[Path]:
-    """Run directories, oldest first; of a verb, or of a kind of it (``measure-profile``)."""
+    """List run directories, oldest first; of a verb, or of a kind of it (``measure-profile``)."""
     found = sorted(path.parent for path in Path(runs).glob("*/run.json"))
     return [path for path in found if verb is None or f"-{verb}-" in path.name]
 
 
 def newest(runs: Path | str, verb: str) -> Path:
-    """The latest run directory of a verb."""
+    """Return the latest run directory of a verb."""
     found = runs_of(runs, verb)
     if not found:
         spoken = verb.replace("-", " ")

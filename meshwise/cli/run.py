@@ -9,7 +9,7 @@ from meshwise.cli import output
 from meshwise.cli.options import ANY, Json, Size, flags
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.options import Started
-from meshwise.options.run import Run, Suite
+from meshwise.options.run import RunOptions, Suite
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def run(
     """Execute a plan, a model in a layout, or the cases of a suite, and print what was measured,
     beside what was predicted if it was. One new run directory per layout."""
     asked = dataclasses.replace(asked, nproc=size.ranks, num_hosts=size.num_hosts or 1)
-    of_suites = vars(Suite()).keys() - vars(Run()).keys()
+    of_suites = vars(Suite()).keys() - vars(RunOptions()).keys()
     given = asked.said()
     if asked.list_suites:
         return _list_suites(json)
@@ -37,10 +37,10 @@ def run(
 
 
 def _refuse_beside_suites(asked: Suite, size: Size) -> None:
-    """Refuse, by name, what a suite or a sweep has of its own."""
+    """Refuse, by name, options that a suite or a sweep has of its own."""
     if asked.suite is not None and asked.sweep is not None:
         raise ValueError(f"--sweep {asked.sweep}: runs a suite of its own; leave out --suite")
-    given, of_runs = asked.said(), vars(Run()).keys() - _ALSO_OF_SUITES
+    given, of_runs = asked.said(), vars(RunOptions()).keys() - _ALSO_OF_SUITES
     odd = [name for name in given if name in of_runs]
     if asked.sweep is not None:
         odd += [name for name in ("niter", "profile_stage_execution_time") if name in given]
@@ -53,7 +53,7 @@ def _refuse_beside_suites(asked: Suite, size: Size) -> None:
 
 
 def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
-    """Print what became of the plans, or the plans themselves."""
+    """Print the runs' results, or the plans themselves."""
     from meshwise.pages import steps, tables
 
     run_dirs = [path for path in done if isinstance(path, Path)]
@@ -137,7 +137,7 @@ def _sizes_of(name: str) -> list[int]:
 
 
 def _list_cases(found: "list[list[Listed]]", json: bool) -> int:
-    """``found``: the cases of each number of devices; one of them at least has a plan."""
+    """List the cases in ``found``, by number of devices; one case at least has a plan."""
     from meshwise.pages.table import columns, listed
 
     document, tables = [], []

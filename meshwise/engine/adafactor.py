@@ -7,9 +7,9 @@ gradient G of m rows and n columns (the last two dims):
     V = R C / max(mean(R), eps1)                      U = G / sqrt(max(V, eps1^2))
     W = (1 - lr decay) W - max(eps2, rms(W)) min(lr, 1/sqrt(t)) U / max(1, rms(U) / d)
 
-with d = 1; rms(W) before the decay. Of a vector V itself is kept. A mean over a dim that an axis of
-the mesh cuts is a sum here, added up over that axis and divided by the whole size. The host waits
-for nothing.
+with d = 1; rms(W) before the decay. A vector keeps V itself. A mean over a dim that an axis of the
+mesh cuts is a sum here, added up over that axis and divided by the whole size. The host waits for
+nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,12 +40,13 @@ class Adafactor(torch.optim.Optimizer):
                     self._update(parameter, group["lr"], group["weight_decay"])
 
     def _update(self, parameter: nn.Parameter, lr: float, decay: float) -> None:
+        assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
             state |= _new(parameter)
         state["step"] += 1
         step = float(state["step"])  # a tensor of the host
-        weight, gradient = _local(parameter), _local(parameter.grad)
+        weight, gradient = share(parameter), share(parameter.grad)
         everything = tuple(range(parameter.ndim))
         size = _rms(parameter, weight, everything).clamp(min=EPS2)
         weight.mul_(1 - lr * decay)
@@ -59,36 +60,36 @@ class Adafactor(torch.optim.Optimizer):
 def _variance(
     parameter: nn.Parameter, gradient: Tensor, state: dict[str, Any], rate: float
 ) -> Tensor:
-    """This rank's share of V, a tensor of its own."""
+    """Return this rank's share of V, a tensor of its own."""
     squares = gradient.square()
     if parameter.ndim < 2:
-        return _local(state["variance"]).lerp_(squares, rate).clone()
+        return share(state["variance"]).lerp_(squares, rate).clone()
     rows, columns = parameter.ndim - 2, parameter.ndim - 1
-    row, col = _local(state["row_var"]), _local(state["col_var"])
+    row, col = share(state["row_var"]), share(state["col_var"])
     row.lerp_(_mean(parameter, squares, columns), rate)
     col.lerp_(_mean(parameter, squares, rows), rate)
     eps1 = torch.finfo(parameter.dtype).eps
     return row @ col / _mean(parameter, row, rows).clamp(min=eps1)
 
 
-def _mean(parameter: Tensor, share: Tensor, dim: int) -> Tensor:
-    """The mean over all of a dim, of which ``share`` may be a part."""
-    total = share.sum(dim, keepdim=True)
+def _mean(parameter: Tensor, part: Tensor, dim: int) -> Tensor:
+    """Take the mean over all of a dim; ``part`` is this rank's."""
+    total = part.sum(dim, keepdim=True)
     return _sum(parameter, total, (dim,)) / parameter.shape[dim]
 
 
-def _rms(parameter: Tensor, share: Tensor, dims: tuple[int, ...]) -> Tensor:
-    total = share.square().sum()
+def _rms(parameter: Tensor, part: Tensor, dims: tuple[int, ...]) -> Tensor:
+    total = part.square().sum()
     return (_sum(parameter, total, dims) / prod(parameter.shape)).sqrt()
 
 
-def _sum(parameter: Tensor, share: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _sum(parameter: Tensor, part: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Add up over the axes of the mesh that cut one of these dims of the parameter."""
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
             if not placement.is_replicate() and placement.dim in dims:  # type: ignore[attr-defined]
-                dist.all_reduce(share, group=parameter.device_mesh.get_group(axis))
-    return share
+                dist.all_reduce(part, group=parameter.device_mesh.get_group(axis))
+    return part
 
 
 def _new(parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -104,10 +105,11 @@ def _new(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def _zeros_without(parameter: nn.Parameter, dim: int) -> Tensor:
-    """Zeros that are cut as the parameter is, but of size 1 in ``dim``."""
-    share, shape = list(_local(parameter).shape), list(parameter.shape)
-    share[dim] = shape[dim] = 1
-    zeros = _local(parameter).new_zeros(share)
+    """Make zeros that are cut as the parameter is, but of size 1 in ``dim``."""
+    part = share(parameter)
+    local_shape, shape = list(part.shape), list(parameter.shape)
+    local_shape[dim] = shape[dim] = 1
+    zeros = part.new_zeros(local_shape)
     if not isinstance(parameter, DTensor):
         return zeros
     placements = [
@@ -119,8 +121,3 @@ def _zeros_without(parameter: nn.Parameter, dim: int) -> Tensor:
         zeros, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape),
         stride=stride,
     )  # fmt: skip
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return share(tensor)

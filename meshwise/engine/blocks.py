@@ -1,11 +1,9 @@
-"""Data files of a checkpoint: their hashes, and what they hold, compared with the hashes as it is
-read.
+"""Data files of a checkpoint: hash them, and compare with the hashes what is read.
 
-In: a safetensors file and its ``Stored``. Out: its hashes; or where each tensor lies, and bytes, of
-whose blocks each is hashed before anything of it is given away; or all that is damaged. The header
-is a block, and so is each 4 MiB behind it. A block's hash is that of its tiles' hashes, in their
-order (``reshard.tiles``). It tells damage, not forgery: whoever can write the files can write the
-hashes.
+In: a safetensors file and its ``Stored``. Out: its hashes; or where each tensor lies, and bytes,
+whose blocks are hashed before any of them is returned; or all that is damaged. The header is a
+block, and so is each 4 MiB after it. A block's hash is that of its tiles' hashes, in their order
+(``reshard.tiles``). It shows damage, not forgery: whoever can write the files can write the hashes.
 """
 
 import itertools
@@ -38,9 +36,9 @@ _DIGITS = 16  # of a hash
 Bytes = npt.NDArray[np.uint8]
 
 
-class Part(NamedTuple):
-    """A tensor's part in a file: bytes [first, last) behind the header, its box's shape and where
-    the box begins in the whole tensor."""
+class StoredPart(NamedTuple):
+    """A tensor's part in a file: bytes [first, last) after the header, the shape of its box, and
+    where the box begins in the whole tensor."""
 
     first: int
     last: int
@@ -48,7 +46,7 @@ class Part(NamedTuple):
     low: tuple[int, ...]
 
     def pieces(self) -> Iterator[tuple[Box, int, int]]:
-        """Boxes of the part, each within one block, with their bytes [first, last)."""
+        """Yield boxes of the part, each within one block, with their bytes [first, last)."""
         if not self.last - self.first:
             return
         size = (self.last - self.first) // prod(self.shape)
@@ -61,33 +59,33 @@ class Part(NamedTuple):
 
 
 class DataFile:
-    """A file mapped into memory. ``parts``: where each tensor lies. ValueError where it is not the
-    file that was saved."""
+    """A file mapped into memory. ``parts``: where each tensor lies. ValueError where it is not
+    the file that was saved."""
 
     def __init__(self, path: Path, stored: Stored) -> None:
         self.path = path
-        self._content, self._blocks = _opened(path)
+        self._content, self._blocks = _map(path)
         if len(self._content) != stored.bytes:
             raise ValueError(f"{path} has {len(self._content)} bytes of {stored.bytes}; {FIX}")
         self._hashes = stored.hashes
         self._verified: set[int] = set()
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, StoredPart] = {}
         self._verify(0)
         header = self._content[8 : self._blocks[0].stop].tobytes()
         try:
-            self.parts = _parts(header, len(self._content) - self._blocks[0].stop)
+            self.parts = _read_header(header, len(self._content) - self._blocks[0].stop)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} has a damaged header ({error}); {FIX}") from None
 
     def read(self, first: int, last: int) -> Bytes:
-        """Bytes behind the header, all of them in blocks that are as they were saved."""
+        """Return bytes after the header, once their blocks are found to be as they were saved."""
         for number in range(first // BLOCK, -(-last // BLOCK)):
             self._verify(number + 1)
         start = self._blocks[0].stop
         return self._content[start + first : start + last]
 
     def damage(self) -> Iterator[Damage]:
-        """Every block that is not as it was saved."""
+        """Yield every block that is not as it was saved."""
         for number, block in enumerate(self._blocks):
             if not self._is_right(number):
                 yield Damage(
@@ -122,15 +120,16 @@ class DataFile:
 
 
 def stored(path: Path) -> Stored:
-    """The record of a file as it is now."""
-    content, blocks = _opened(path)
+    """Return the record of a file as it is now."""
+    content, blocks = _map(path)
     return Stored(bytes=len(content), hashes="".join(_hash(content[block]) for block in blocks))
 
 
 def damage(folder: Path, record: Checkpoint, told: Callable[[int], None]) -> tuple[Damage, ...]:
-    """All that is not as it was saved, file by file; ``told`` of the bytes of each when it is done.
+    """Return all that is not as it was saved, file by file; ``told`` gets each file's bytes when it
+    is done.
 
-    Without hashes only that the files are there, have their bytes and a header.
+    Without hashes it is checked only that the files are there, have their bytes and a header.
     """
 
     def look(name: str) -> list[Damage]:
@@ -147,12 +146,12 @@ def damage(folder: Path, record: Checkpoint, told: Callable[[int], None]) -> tup
         return tuple(one for found in threads.map(look, record.files) for one in found)
 
 
-def _opened(path: Path) -> tuple[Bytes, list[slice]]:
-    """A file's bytes, mapped, and where its blocks are."""
+def _map(path: Path) -> tuple[Bytes, list[slice]]:
+    """Map a file's bytes; return them and where its blocks are."""
     with files.open_file(path) as file:
         if os.fstat(file.fileno()).st_size < 8:
             raise ValueError(f"{path} is cut off; {FIX}")
-        # its own copy where it is written: torch wants memory that it may write
+        # copied on write: torch wants memory that it may write to
         content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
     start = 8 + int(content[:8].view("<u8")[0])
     if start > min(len(content), _MOST_HEADER):
@@ -182,8 +181,8 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[NonNegative, NonNegative]
 
 
-def _parts(header: bytes, most: int) -> dict[str, Part]:
-    """Each tensor's entry in a header; ``most``: the bytes behind the header."""
+def _read_header(header: bytes, most: int) -> dict[str, StoredPart]:
+    """Read each tensor's entry in a header; ``most``: the bytes after the header."""
     told = files.parse_json(header, "it", at_most=_MOST_HEADER)
     about = files.parse_json(told.pop("__metadata__")[OFFSETS], OFFSETS, at_most=_MOST_HEADER)
     found = {}
@@ -195,5 +194,5 @@ def _parts(header: bytes, most: int) -> dict[str, Part]:
         fits = first <= last <= most and size * elements == last - first
         if not fits or first % max(size, 1) or len(low) != len(entry.shape):
             raise ValueError(f"{name} lies at {first} to {last} of {most}")
-        found[name] = Part(first, last, entry.shape, low)
+        found[name] = StoredPart(first, last, entry.shape, low)
     return found

@@ -1,18 +1,18 @@
-"""Saves a training, and loads it under any layout; under the same one it goes on bit for bit.
+"""Save a training, and load it under any layout; under the same one it goes on bit for bit.
 
-In: on all ranks a ``Training`` and a folder that all of them see. Out: in the folder
+In: on all ranks a ``TrainingState`` and a folder that all of them see. Out: in the folder
 ``checkpoint.json`` (a ``Checkpoint``) and, in the subfolder it names, safetensors files. Each
 parameter, persistent buffer and tensor of optimizer state (``optimizer.<state>.<parameter>``) is
-there once, by its name in the whole model, cut as the ranks hold it. Those that hold the same part
-share the writing. What has no dims (counters) is a number in the JSON. The tied copy of a weight is
-left out: loaded, it is its original again, from which it may have been rounded apart where the ends
-of a pipeline are cut unequally.
+there once, by its name in the whole model, cut as the ranks hold it. Ranks that hold the same part
+share the writing. A tensor without dims (a counter) is a number in the JSON. The tied copy of a
+weight is left out: loaded, it is its original again, from which it may have been rounded apart
+where the ends of a pipeline are cut unequally.
 
 A new subfolder becomes the checkpoint when its JSON takes the place of the old one, by one rename
-after all ranks have written and synced; until then the old one stands. Files have hashes, which
-each rank compares of the blocks that it reads (``engine.blocks``); one run at a time saves into a
-folder (``engine.folder``). Tokens are a function of (seed, step), so the step is enough to go on
-with the data.
+after all ranks have written and synced; until then the old one stands. Each rank compares the
+hashes of the blocks that it reads (``engine.blocks``); one run at a time saves into a folder
+(``engine.folder``). Tokens are a function of (seed, step), so the step is enough to go on with the
+data.
 
 The files are those of torch.distributed.checkpoint's sharded Hugging Face storage; its reader reads
 them too. Its writer is not used: it asks DTensor where a share begins, and DTensor does not know
@@ -41,20 +41,21 @@ from torch.distributed.tensor import DTensor
 from meshwise import files
 from meshwise.engine import blocks
 from meshwise.engine import folder as folders
-from meshwise.engine.step import Training
+from meshwise.engine.step import TrainingState
+from meshwise.parallel import mesh
 from meshwise.ranks import Ranks
 from meshwise.reshard.regions import Box, chunk_of, whole
 from meshwise.spec import AnyModel, Plan, Record
 from meshwise.spec.checkpoint import Checkpoint, Stored, Whole
 
 SAME_NORM = 1e-4  # relative: sums in another order
-FILE_BYTES = 2**30  # of a file, unless one tensor has more: what a rank copies to the host at once
+FILE_BYTES = 2**30  # a rank copies so much to the host at once, or one larger tensor
 
 T = TypeVar("T")
 Targets = dict[str, list[tuple[Box, Tensor]]]  # by name, what this rank holds of each tensor
 
 
-class Share(NamedTuple):
+class TensorShare(NamedTuple):
     """A rank's part of a tensor; ``norm`` of this part, None if it is not finite."""
 
     name: str
@@ -76,13 +77,13 @@ def saving(ranks: Ranks, folder: Path | str) -> Iterator[Save]:
     into it since, or if one rank cannot write.
     """
     folder = Path(folder)
-    held: folders.Held | None = None
+    held: folders.HeldFolder | None = None
 
     def hold() -> None:
         nonlocal held
-        held = folders.Held(folder) if ranks.rank == 0 else None
+        held = folders.HeldFolder(folder) if ranks.rank == 0 else None
 
-    _everywhere(ranks, f"saving into {folder}", hold)
+    _on_all_ranks(ranks, f"saving into {folder}", hold)
     try:
         yield functools.partial(_save, ranks, folder, held)
     finally:
@@ -93,8 +94,8 @@ def saving(ranks: Ranks, folder: Path | str) -> Iterator[Save]:
 def _save(
     ranks: Ranks,
     folder: Path,
-    held: folders.Held | None,
-    training: Training,
+    held: folders.HeldFolder | None,
+    training: TrainingState,
     plan: Plan,
     *,
     step: int,
@@ -103,12 +104,12 @@ def _save(
     tensors = {name: tensor for name, tensor, is_copy in _tensors(training) if not is_copy}
     numbers = {name: _local(value).item() for name, value in tensors.items() if value.ndim == 0}
     told = ranks.gather((secrets.token_hex(4), numbers, _shares(tensors)))
-    everyone = msgspec.convert([shares for _, _, shares in told], list[list[Share]])
+    everyone = msgspec.convert([shares for _, _, shares in told], list[list[TensorShare]])
     _check_shares(everyone)
-    names = _assigned(everyone)[ranks.rank]
+    names = _share_writing(everyone)[ranks.rank]
     data = f"step-{step}-{told[0][0]}"
     try:
-        told_written = _everywhere(
+        told_written = _on_all_ranks(
             ranks,
             f"writing {folder}",
             lambda: _write(folder / data, ranks.rank, {name: tensors[name] for name in names}),
@@ -132,29 +133,32 @@ def _save(
         norms=_norms(everyone),
     )
     commit = (lambda: None) if held is None else (lambda: held.replace(record))
-    _everywhere(ranks, f"writing {folder / folders.JSON}", commit)
+    _on_all_ranks(ranks, f"writing {folder / folders.JSON}", commit)
 
 
 def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = None) -> Checkpoint:
-    """Read what the folder holds; ValueError if it is not whole, or of another model, workload,
-    ``optimizer`` (by default the plan's) or seed."""
+    """Read the folder's checkpoint; ValueError if it is not whole, or of another model,
+    workload, ``optimizer`` (by default the plan's) or seed."""
     folder = Path(folder)
     record = folders.read(folder / folders.JSON)
     pairs: list[tuple[str, object, object]] = [
-        ("family", _family(record.model), _family(plan.model)),
+        ("family", _tag(record.model), _tag(plan.model)),
         *_fields("model", record.model, plan.model),
         *_fields("workload", record.workload, plan.workload),
         ("optimizer", record.optimizer.lower(), optimizer or plan.recipe.optimizer),
         ("seed", record.seed, seed),
     ]
     for name, saved, given in pairs:
-        _check_same(name, saved, given)
+        if saved != given:  # it would not go on where the saved training stopped
+            raise ValueError(f"{name} = {given!r}: the checkpoint has {saved!r}; resume with that")
     folders.check_files(folder, record)
     return record
 
 
-def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, seed: int) -> int:
-    """Fill a newly made training with what ``folder`` holds; returns the next step.
+def load(
+    ranks: Ranks, training: TrainingState, folder: Path | str, plan: Plan, *, seed: int
+) -> int:
+    """Fill a newly made training from ``folder``; return the next step.
 
     All ranks call it together; ValueError on all of them if the checkpoint is damaged, or of
     another model, workload, optimizer or seed. The optimizer's settings stay those of the training.
@@ -166,13 +170,13 @@ def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, se
         name = type(training.optimizer).__name__.lower()
         found.append(checked(folder, plan, seed, name))
 
-    _everywhere(ranks, f"reading {folder / folders.JSON}", look)
+    _on_all_ranks(ranks, f"reading {folder / folders.JSON}", look)
     (record,) = found
     if any(name.startswith("optimizer.") for name in (*record.tensors, *record.numbers)):
         _make_states(training.optimizer)
-    _everywhere(ranks, f"reading {folder}", lambda: _read(folder, record, training))
+    _on_all_ranks(ranks, f"reading {folder}", lambda: _read(folder, record, training))
     tensors = {name: tensor for name, tensor, is_copy in _tensors(training) if not is_copy}
-    everyone = msgspec.convert(ranks.gather(_shares(tensors)), list[list[Share]])
+    everyone = msgspec.convert(ranks.gather(_shares(tensors)), list[list[TensorShare]])
     for name, norm in _norms(everyone).items():
         if not isclose(norm, record.norms.get(name, norm), rel_tol=SAME_NORM):
             raise ValueError(
@@ -182,8 +186,9 @@ def load(ranks: Ranks, training: Training, folder: Path | str, plan: Plan, *, se
     return record.step
 
 
-def _tensors(training: Training) -> Iterator[tuple[str, Tensor, bool]]:
-    """This rank's tensors by their names in the whole model, and whether each is a tied copy."""
+def _tensors(training: TrainingState) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield this rank's tensors by their names in the whole model, and whether it is a tied
+    copy."""
     for stage in training.pipeline.stages.values():
         module = stage.module
         for unit in module.modules():
@@ -203,8 +208,7 @@ def _tensors(training: Training) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return mesh.share(tensor.detach())
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -212,7 +216,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _box(tensor: Tensor) -> Box:
-    """The indices that this rank holds; every cut is torch.chunk's.
+    """Return the indices that this rank holds; every cut is torch.chunk's.
 
     ``_StridedShard`` says that an axis cut what axes to its right had cut already (FSDP2's after
     tp's). DTensor itself cuts in another order and mends it, which fails for uneven parts.
@@ -234,22 +238,22 @@ def _box(tensor: Tensor) -> Box:
     return box
 
 
-def _shares(tensors: Mapping[str, Tensor]) -> list[Share]:
+def _shares(tensors: Mapping[str, Tensor]) -> list[TensorShare]:
     found = []
     for name, tensor in tensors.items():
         box = _box(tensor)
         if tensor.ndim and box.num_elements:
             norm = float(_local(tensor).float().norm())
             known = norm if isfinite(norm) else None
-            found.append(Share(name, tuple(tensor.shape), _dtype(tensor), box, known))
+            found.append(TensorShare(name, tuple(tensor.shape), _dtype(tensor), box, known))
     return found
 
 
-def _check_shares(everyone: Sequence[Sequence[Share]]) -> None:
-    """All is finite, and ranks that have the same part of a tensor have the same numbers: else
-    they hold parts that only look alike. Rounding changes a norm less than the tolerance."""
-    whole_of: dict[str, Share] = {}
-    part_of: dict[tuple[str, Box], Share] = {}
+def _check_shares(everyone: Sequence[Sequence[TensorShare]]) -> None:
+    """Check that all is finite, and that ranks with the same part of a tensor have the same
+    numbers: else their parts only look alike. Rounding changes a norm less than the tolerance."""
+    whole_of: dict[str, TensorShare] = {}
+    part_of: dict[tuple[str, Box], TensorShare] = {}
     for rank, shares in enumerate(everyone):
         for share in shares:
             if share.norm is None:
@@ -264,8 +268,8 @@ def _check_shares(everyone: Sequence[Sequence[Share]]) -> None:
                 )
 
 
-def _norms(everyone: Sequence[Sequence[Share]]) -> dict[str, float]:
-    """Norms of whole tensors, however they are cut; NaN for one that is not finite."""
+def _norms(everyone: Sequence[Sequence[TensorShare]]) -> dict[str, float]:
+    """Return the norms of whole tensors, however they are cut; NaN for one that is not finite."""
     parts = {(share.name, share.box): share.norm for shares in everyone for share in shares}
     squares: dict[str, float] = defaultdict(float)
     for (name, _), norm in parts.items():
@@ -273,8 +277,8 @@ def _norms(everyone: Sequence[Sequence[Share]]) -> dict[str, float]:
     return {name: sqrt(square) for name, square in squares.items()}
 
 
-def _assigned(everyone: Sequence[Sequence[Share]]) -> list[list[str]]:
-    """Share the writing: each part is written by the least loaded of the ranks that hold it."""
+def _share_writing(everyone: Sequence[Sequence[TensorShare]]) -> list[list[str]]:
+    """Share the writing: the least loaded of the ranks that hold a part writes it."""
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     lacking: dict[str, int] = {}
     for rank, shares in enumerate(everyone):
@@ -292,8 +296,8 @@ def _assigned(everyone: Sequence[Sequence[Share]]) -> list[list[str]]:
     return names
 
 
-def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
-    """The results of ``work`` on all ranks; ValueError on all if it cannot be done on one."""
+def _on_all_ranks(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
+    """Return the results of ``work`` on all ranks; ValueError on all if it fails on one."""
     from safetensors import SafetensorError
 
     def told(error: Exception) -> str | None:
@@ -309,7 +313,7 @@ def _everywhere(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
 
 
 def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """Files with this rank's parts, each on disk when this returns."""
+    """Write this rank's parts into files, each on disk when this returns."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -329,27 +333,14 @@ def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, 
                 save_file(parts, file.name, about)
             except SafetensorError as error:
                 raise ValueError(f"{path} cannot be written: {error}") from None
-            _sync(file.name)  # safetensors makes another file of that name
+            with open(file.name, "rb") as again:  # safetensors makes another file of that name
+                os.fsync(again.fileno())
             written[path.name] = blocks.stored(Path(file.name))
     return written
 
 
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _family(model: AnyModel) -> object:
+def _tag(model: AnyModel) -> object:
     return type(model).__struct_config__.tag
-
-
-def _check_same(name: str, saved: object, given: object) -> None:
-    """Refuse by name what would not go on where the saved training stopped."""
-    if saved != given:
-        raise ValueError(f"{name} = {given!r}: the checkpoint has {saved!r}; resume with that")
 
 
 def _fields(name: str, saved: Record, given: Record) -> list[tuple[str, object, object]]:
@@ -361,7 +352,7 @@ def _fields(name: str, saved: Record, given: Record) -> list[tuple[str, object, 
 
 
 def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer allocate its states: by a step, all of whose effects are loaded over."""
+    """Make the optimizer allocate its states by a step, whose effects are all loaded over."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -369,8 +360,8 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _read(folder: Path, record: Checkpoint, training: Training) -> None:
-    """Fill this rank's tensors from whatever files have parts of theirs."""
+def _read(folder: Path, record: Checkpoint, training: TrainingState) -> None:
+    """Fill this rank's tensors from all files that have parts of them."""
     wanted: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor, _ in _tensors(training):
         wanted[name].append(tensor)
@@ -384,7 +375,7 @@ def _read(folder: Path, record: Checkpoint, training: Training) -> None:
         file = blocks.DataFile(folder / record.data / name_of_file, stored)
         names = list(file.parts.keys() & targets.keys())
         with ThreadPoolExecutor(2) as readers:  # a third faster than one
-            counts = readers.map(functools.partial(_filled, file, targets), names)
+            counts = readers.map(functools.partial(_copy_part, file, targets), names)
             lacking |= {n: lacking[n] - count for n, count in zip(names, counts, strict=True)}
     if lacks := [name for name, elements in lacking.items() if elements]:
         raise ValueError(f"the files lack a part of {lacks[0]}; {blocks.FIX}")
@@ -394,8 +385,8 @@ def _read(folder: Path, record: Checkpoint, training: Training) -> None:
                 _local(tensor).fill_(record.numbers[name])
 
 
-def _filled(file: blocks.DataFile, targets: Targets, name: str) -> int:
-    """Copy what a file has of a tensor into the boxes that this rank holds; elements copied."""
+def _copy_part(file: blocks.DataFile, targets: Targets, name: str) -> int:
+    """Copy a file's part of a tensor into the boxes that this rank holds; count the elements."""
     part, count = file.parts[name], 0
     for _, local in targets[name]:
         saved_bytes = part.last - part.first
@@ -413,7 +404,7 @@ def _filled(file: blocks.DataFile, targets: Targets, name: str) -> int:
 
 
 def _slices(part: Box, of: Box) -> tuple[slice, ...]:
-    """The place of ``part`` in a tensor that holds ``of``."""
+    """Return where ``part`` lies in a tensor that holds ``of``."""
     return tuple(map(slice, *part.shifted([-low for low in of.low])))
 
 

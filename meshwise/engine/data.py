@@ -1,12 +1,12 @@
 """Batches of tokens or images: the same global batch at the same step under every layout.
 
 In: a model, a workload, a seed and, if the user has one, a token file. Out: for every step inputs
-and targets of some rows of the global batch. Of a window of seq + 1 tokens the inputs are all but
+and targets of some rows of the global batch. In a window of seq + 1 tokens the inputs are all but
 the last, the targets all but the first. Without a file tokens are uniform over the vocabulary; with
 one they are windows at random places. Images are normal numbers, their labels uniform.
 
-Token files: ``.npy`` (one-dimensional, any integer type), ``.uint32.bin``, or ``.bin`` (raw
-uint16, as nanoGPT writes them). They are mapped, not read.
+Token files: ``.npy`` (one-dimensional, any integer type), ``.uint32.bin``, or ``.bin`` (raw uint16,
+as nanoGPT writes them). They are mapped, not read.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class Batches(NamedTuple):
     targets: npt.NDArray[np.int64]
 
     def at(self, positions: npt.NDArray[np.int64]) -> "Batches":
-        """Only the tokens at these positions, as ranks have them that share sequences."""
+        """Pick the tokens at these positions, for ranks that share sequences."""
         return Batches(self.inputs[:, :, positions], self.targets[:, :, positions])
 
 
@@ -45,7 +45,7 @@ def batches(
     rows: Rows,
     first: int = 0,
 ) -> Batches:
-    """Rows ``rows`` of the global batch of ``steps`` steps from step ``first`` on.
+    """Make rows ``rows`` of the global batches of ``steps`` steps, from step ``first`` on.
 
     A file that is missing, too short or holds a token outside the vocabulary is a ValueError.
     """
@@ -67,7 +67,7 @@ def batches(
 
 
 def _images(model: WideResNet, workload: Workload, steps: range, seed: int, rows: Rows) -> Batches:
-    """Each image from a generator of its own, so that a rank makes only its rows."""
+    """Make each image by a generator of its own, so that a rank makes only its rows."""
     numbers = np.arange(workload.global_batch_size)[rows]
     shape = (3, model.image_size, model.image_size)
     inputs = np.empty((len(steps), len(numbers), *shape), dtype=np.float32)
@@ -97,7 +97,7 @@ def _map(path: Path) -> npt.NDArray[np.integer]:
     if path.suffix == ".npy":
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception:  # a header is Python text to numpy: of a damaged one all kinds
+        except Exception:  # numpy reads a header as Python text: a damaged one raises anything
             tokens = None
         if not isinstance(tokens, np.ndarray):
             raise ValueError(f"{path} is not an array; write it with numpy.save")
@@ -128,7 +128,7 @@ def _batch(
 def windows(
     source: npt.NDArray[np.integer], workload: Workload, seed: int, step: int, rows: Rows = EVERY
 ) -> Tokens:
-    """Some rows of the global batch of a step, from random places of a token file."""
+    """Cut some rows of a step's global batch from random places of a token file."""
     size = workload.global_batch_size
     starts = np.random.default_rng((seed, step)).integers(len(source) - workload.seq_len, size=size)
     cut = [source[start : start + workload.seq_len + 1] for start in starts[rows]]

@@ -1,15 +1,13 @@
-"""Greedy decoding, token by token, with keys and values kept, under tensor and pipeline
+"""Decode greedily, token by token, with keys and values kept, under tensor and pipeline
 parallelism.
 
-In: a ``frame.Request`` whose plan's ``seq_len`` is the prompt's. Out: one Sample of op ``step``,
+In: a ``frame.RunRequest`` whose plan's ``seq_len`` is the prompt's. Out: one Sample of op ``step``,
 mode ``decode``: ``times_s`` between tokens of a sequence (the largest over the ranks that choose
-them), metrics ``time_to_first_token_s`` (from
-the common start until all sequences have theirs), ``tokens_per_s`` (of all sequences, at the median
-time), ``weight_bytes``, ``cache_bytes`` and on GPUs ``peak_bytes`` (largest over ranks),
-``num_parameters``.
+them), metrics ``time_to_first_token_s`` (from the common start until all sequences have theirs),
+``tokens_per_s`` (of all sequences, at the median time), ``weight_bytes``, ``cache_bytes`` and on
+GPUs ``peak_bytes`` (largest over ranks), ``num_parameters``.
 
-The rows of a pipeline are cut into as many groups as it has stages, if they can be, that take
-turns.
+The rows of a pipeline are cut into groups that take turns, as many as it has stages if they can be.
 """
 
 import functools
@@ -24,14 +22,14 @@ from torch import Tensor
 
 from meshwise import models
 from meshwise.engine import data, frame, greedy, memory, step
-from meshwise.engine.frame import Metrics, Request, no_pauses
+from meshwise.engine.frame import Metrics, RankJob, RunRequest, no_pauses
 from meshwise.ranks import Ranks
 from meshwise.spec import Plan, Sample, WideResNet, case_of
 from meshwise.timing import clock, device_states
 
 
-def plan_for(request: Request) -> Plan:
-    """The plan with its batch cut for decoding: each group of rows is a microbatch."""
+def plan_for(request: RunRequest) -> Plan:
+    """Return the plan with its batch cut for decoding: each group of rows is a microbatch."""
     plan, new_tokens = request.plan, request.counts.new_tokens
     model, layout, batch = plan.model, plan.layout, plan.workload.global_batch_size
     if isinstance(model, WideResNet):
@@ -61,41 +59,31 @@ def plan_for(request: Request) -> Plan:
     return msgspec.structs.replace(plan, layout=ours, prediction=None)
 
 
-def run_ranks(ranks: Ranks, request: bytes) -> None:
-    """Every rank calls it with the JSON of the same request."""
-    frame.run(ranks, request, measure)
-
-
-def measure(ranks: Ranks, request: Request) -> Sample:
-    """The run as a sample, the same on every rank."""
+def measure(ranks: Ranks, request: RunRequest) -> Sample:
+    """Return the run as a sample, the same on every rank."""
     plan = plan_for(request)
     case = case_of(plan, "decode", new_tokens=request.counts.new_tokens)
     return frame.sample(ranks, request, plan, case, _measured)
 
 
 def prompts_of(plan: Plan, rank: int, seed: int) -> Tensor:
-    """This rank's rows [groups, rows, prompt_len] of the request's random prompts."""
+    """Return this rank's rows [groups, rows, prompt_len] of the request's random prompts."""
     rows = step.rows(plan.layout, rank)
     batches = data.batches(plan.model, plan.workload, steps=1, seed=seed, file=None, rows=rows)
     mine: Tensor = torch.from_numpy(batches.inputs[0])
     return mine.view(plan.layout.num_microbatches, -1, mine.shape[-1])
 
 
-def _measured(job: frame.Job) -> dict[str, Any]:
+def _measured(job: RankJob) -> dict[str, Any]:
     """Decode once untimed, which captures and compiles, and once timed."""
     ranks, request, plan = job.ranks, job.request, job.plan
-    build = functools.partial(
-        greedy.prepare,
-        plan,
-        job.place,
-        ranks.device,
-        new_tokens=request.counts.new_tokens,
-        dtype=plan.dtype,
-        seed=request.asked.seed,
-    )
+    seed, new_tokens = request.asked.seed, request.counts.new_tokens
     job.say("building the model")
+    build = functools.partial(
+        greedy.prepare, plan, job.place, ranks.device, new_tokens=new_tokens, seed=seed
+    )
     decoding = job.together("building the model", build)
-    prompts = prompts_of(plan, ranks.rank, request.asked.seed).to(ranks.device)
+    prompts = prompts_of(plan, ranks.rank, seed).to(ranks.device)
     mark, elapsed_s = clock(ranks.device)
 
     def wait(mark: Any) -> None:
@@ -113,7 +101,7 @@ def _measured(job: frame.Job) -> dict[str, Any]:
     job.together("warm-up", decode, compiling=True)
     if job.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    job.say(f"warmed up; timing {request.counts.new_tokens} tokens")
+    job.say(f"warmed up; timing {new_tokens} tokens")
     ranks.at("tokens")
     before = device_states(ranks)
     mine = job.together("timed tokens", decode)

@@ -1,17 +1,16 @@
-"""The folder of a checkpoint: what ``checkpoint.json`` says, and who may replace it.
+"""The folder of a checkpoint: read ``checkpoint.json``, and see to it that one run replaces it.
 
 In: a folder that all hosts see. Out: its ``Checkpoint``, if it is as it was saved; or the folder
 held by one run, which replaces the checkpoint. A run that ends in any way holds nothing any more.
 
 A lock keeps a second run out from the start. File systems of clusters may grant a lock twice, or
 have none. So whoever replaces the checkpoint first creates a file that may not exist, which is
-exclusive everywhere, and then looks whether ``checkpoint.json`` is still the one that it wrote last
-or found when it began. While that file exists, nobody else can be about to commit what lies in the
-other subfolders, so they can be removed.
+exclusive everywhere, and then checks that ``checkpoint.json`` is still the one that it wrote last
+or found when it began. While that file exists, nobody else can be about to commit a subfolder, so
+the other subfolders can be removed.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -34,7 +33,7 @@ _OURS = re.compile(r"step-\d+-[0-9a-f]{8}")  # the only subfolders that are ever
 
 
 def read(path: Path) -> Checkpoint:
-    """A ``checkpoint.json``, decoded and verified; ValueError where it is not what was saved."""
+    """Read a ``checkpoint.json`` and verify it; ValueError where it is not as saved."""
     data = files.parse_json(
         files.read_bytes(path, at_most=_MOST_JSON), str(path), at_most=_MOST_JSON
     )
@@ -50,7 +49,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 knew the bytes of each file alone."""
+    """Upgrade version 1, which knew only the bytes of each file."""
     sizes = data.get("files")
     if not isinstance(sizes, dict):
         return data
@@ -59,7 +58,7 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_files(folder: Path, record: Checkpoint) -> None:
-    """All files are there with as many bytes as were written."""
+    """Check that all files are there with as many bytes as were written."""
     for name, stored in record.files.items():
         path = folder / record.data / name
         if not path.is_file():
@@ -68,7 +67,7 @@ def check_files(folder: Path, record: Checkpoint) -> None:
             raise ValueError(f"{path} has {found} bytes of {stored.bytes}; {FIX}")
 
 
-class Held:
+class HeldFolder:
     """A folder that one run may save into, until ``close`` or the end of the process."""
 
     def __init__(self, folder: Path) -> None:
@@ -83,8 +82,8 @@ class Held:
             raise
 
     def replace(self, record: Checkpoint) -> None:
-        """Make this the folder's checkpoint and remove what it held before. If another run has
-        replaced it since, that one stays, ``record.data`` goes: ValueError."""
+        """Make this the folder's checkpoint and remove the one before. If another run has
+        replaced it since, that one stays and ``record.data`` is removed: ValueError."""
         path = self.folder / JSON
         written = msgspec.json.format(msgspec.json.encode(record.sealed()), indent=1) + b"\n"
         try:
@@ -125,7 +124,7 @@ class Held:
 
 
 def _content(folder: Path) -> str:
-    """A digest of the folder's ``checkpoint.json``; empty if there is none."""
+    """Return a digest of the folder's ``checkpoint.json``; empty if there is none."""
     path = folder / JSON
     return _digest(files.read_bytes(path, at_most=_MOST_JSON)) if os.path.lexists(path) else ""
 
@@ -135,20 +134,18 @@ def _digest(content: bytes) -> str:
 
 
 def _locked(folder: Path) -> int:
-    """The lock of a folder, open; ValueError if another run holds it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    lock = os.open(folder / _LOCK, flags, 0o660)  # whoever can open it can hold it
+    """Open and lock the folder's lock file; ValueError if another run holds it. Where there are no
+    locks the commit looks for itself."""
+    path = folder / _LOCK
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock, is_held = files.lock(path, mode=0o660)  # whoever can open it can hold it
     except BlockingIOError:
-        who = os.pread(lock, 100, 0).decode(errors="replace")
-        os.close(lock)
+        who = path.read_bytes()[:100].decode(errors="replace")
         said = f" ({who})" if who and who.isprintable() else ""
         raise ValueError(
             f"another run{said} saves into {folder}; save into another folder, or end it"
         ) from None
-    except OSError:
-        return lock  # a file system without locks: the commit looks for itself
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    if is_held:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return lock

@@ -1,13 +1,15 @@
 """The frame of training, inference and decoding: a run of a plan on the joined ranks.
 
-In: a ``Request`` and the work that measures its plan. Out: one Sample of op ``step``, which rank 0
-writes into the run directory. Memory that ran out on one rank ends the run on all of them with
-status ``oom``.
+In: a ``RunRequest``; the module named by its mode measures the plan. Out: one Sample of op
+``step``, which rank 0 writes into the run directory. Memory that ran out on one rank ends the run
+on all of them with status ``oom``.
 """
 
 import contextlib
 import functools
 import gc
+import importlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,19 +21,21 @@ import torch
 from torch import Tensor
 
 from meshwise import store
-from meshwise.engine import agree, kernels, memory
-from meshwise.options.run import Counts, Course
-from meshwise.parallel import mesh
-from meshwise.parallel.mesh import Place
+from meshwise.engine import kernels, memory
+from meshwise.options.run import Course, RunCounts
+from meshwise.parallel import mesh, torch_private
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Plan, Record, Sample
-from meshwise.text import plain
-from meshwise.timing import METHOD_VERSION
+from meshwise.text import one_line, plain
+from meshwise.timing import METHOD_VERSION, is_out_of_memory
 
 Metrics = dict[str, float | tuple[float, ...]]
+T = TypeVar("T")
+_phases = itertools.count()  # every rank counts the same ones
 
 
-class Request(Record, kw_only=True):
+class RunRequest(Record, kw_only=True):
     """A plan, what is ``asked`` of it, and where the sample goes."""
 
     plan: Plan
@@ -39,30 +43,27 @@ class Request(Record, kw_only=True):
     asked: Course = Course()
 
     @property
-    def counts(self) -> Counts:
-        """How much is timed."""
+    def counts(self) -> RunCounts:
         return self.asked.counts(self.plan.cluster.device.kind)
 
 
-T = TypeVar("T")
-
-
-def run(ranks: Ranks, request: bytes, measure: Callable[[Ranks, Request], Sample]) -> None:
-    """Measure what the JSON of a ``Request`` asks for; every rank calls it with the same."""
-    ordered = msgspec.json.decode(request, type=Request)
-    measured = measure(ranks, ordered)
+def run_ranks(ranks: Ranks, request: bytes) -> None:
+    """Measure what the JSON of a ``RunRequest`` asks for. Every rank calls it with the same."""
+    ordered = msgspec.json.decode(request, type=RunRequest)
+    measured = importlib.import_module(f"meshwise.engine.{ordered.asked.mode}").measure
+    sample = measured(ranks, ordered)
     if ranks.rank == 0:
-        store.append(ordered.run_dir, measured)
+        store.append(ordered.run_dir, sample)
 
 
 @dataclass(frozen=True)
-class Job:
-    """One rank's part of a run. ``plan``: the request's, or what was made of it. ``spent``: the
+class RankJob:
+    """One rank's part of a run. ``plan``: the request's, or the one made of it. ``spent``: the
     seconds of its phases, by name."""
 
     ranks: Ranks
-    place: Place
-    request: Request
+    place: MeshPlace
+    request: RunRequest
     plan: Plan
     spent: dict[str, float]
 
@@ -71,7 +72,7 @@ class Job:
         return self.ranks.device.type == "cuda"
 
     def say(self, what: str) -> None:
-        """Progress, for whoever waits: a plain line on rank 0's stderr."""
+        """Report progress: a plain line on rank 0's stderr."""
         if self.ranks.rank == 0:
             print(f"  {plain(what)}", file=sys.stderr, flush=True)
 
@@ -80,25 +81,59 @@ class Job:
         self.say("building the model" + (", then compiling it" if compiles else ""))
 
     def together(self, phase: str, work: Callable[[], T], *, compiling: bool = False) -> T:
-        """Do ``work`` as ``agree.together`` does. ``compiling``: it compiles if the plan does."""
+        """Do ``work`` on all ranks. ``compiling``: it compiles if the plan does."""
         compiling = compiling and self.plan.lowering == "compiled"
-        return agree.together(self.ranks, self.place, phase, work, compiling=compiling)
+        return together(self.ranks, self.place, phase, work, compiling=compiling)
 
     def peak(self, what: str, work: Callable[[], object], held: Iterable[Tensor]) -> dict[str, int]:
-        """Peak memory of this rank: of what was timed on a GPU, of ``work`` traced on a CPU."""
+        """Return this rank's peak memory: of the timed work on a GPU, of a traced ``work`` on a
+        CPU."""
         if self.on_gpu:
             return memory.cuda_peak()
         self.ranks.at(what)
         return {"peak_bytes": memory.peak_tensor_bytes(work, held)}
 
 
-def sample(
-    ranks: Ranks, request: Request, plan: Plan, case: Case, work: Callable[[Job], dict[str, Any]]
-) -> Sample:
-    """Do ``work``; its result as a sample, the same on every rank.
+def together(
+    ranks: Ranks, place: MeshPlace, phase: str, work: Callable[[], T], *, compiling: bool = False
+) -> T:
+    """Return this rank's result of ``work`` once all ranks and this one's device are done.
 
-    It returns fields of the sample; a ``reason`` among them is a failure. The seconds of set-up are
-    in its job already, as ``setup_s``.
+    Memory that ran out on one rank raises ``torch.OutOfMemoryError`` on all, which names the rank,
+    the phase and the case. Ranks that wait in a collective for it time out first and learn why
+    here. Any other error is raised where it is. ``compiling`` lets collectives wait as long as
+    set-up may take: ranks compile at different speeds and meet in the first steps.
+    """
+    assert ranks.store is not None
+    store, key = ranks.store, f"out of memory/{next(_phases)}"
+    torch_private.set_timeout(place.groups, ranks.setup_s if compiling else ranks.timeout_s)
+
+    def told(error: Exception) -> str | None:
+        if is_out_of_memory(error):
+            store.set(key, "")
+            return f"rank {ranks.rank}, {phase}, {ranks.case}: {str(error).splitlines()[0]}"
+        waited = isinstance(error, RuntimeError | TimeoutError) and store.check([key])
+        return "" if waited else None
+
+    result, failures = ranks.together(work, told, waits=f"the end of {phase}")
+    if lacking := [failure for failure in failures if failure]:
+        torch_private.abort(place.groups, ranks.device)
+        raise torch.OutOfMemoryError(one_line(lacking[0]))
+    ranks.synchronize(phase)
+    return result
+
+
+def sample(
+    ranks: Ranks,
+    request: RunRequest,
+    plan: Plan,
+    case: Case,
+    work: Callable[[RankJob], dict[str, Any]],
+) -> Sample:
+    """Do ``work`` and make a sample of it, the same on every rank.
+
+    ``work`` returns fields of the sample; a ``reason`` among them is a failure. Its ``spent`` has
+    the seconds of set-up already, as ``setup_s``.
     """
     filled = functools.partial(Sample, case_id=case.id, case=case, method_version=METHOD_VERSION)
     ranks.at("set-up")
@@ -107,14 +142,14 @@ def sample(
         place = mesh.build(plan.layout, ranks.device.type)
     try:
         with kernels.fp32_precision(plan.recipe.fp32_precision):
-            found = work(Job(ranks, place, request, plan, spent))
+            found = work(RankJob(ranks, place, request, plan, spent))
     except torch.OutOfMemoryError as error:
         return filled(status="oom", reason=str(error))
     return filled(status="error" if "reason" in found else "ok", **found)
 
 
 def slowest(rank_times_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Each iteration's largest time over the ranks."""
+    """Return each iteration's largest time over the ranks."""
     return tuple(max(of_ranks) for of_ranks in zip(*rank_times_s, strict=True))
 
 
@@ -128,7 +163,7 @@ def timed(spent: dict[str, float], name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_pauses() -> Iterator[None]:
-    """Python's garbage collector would be timed."""
+    """Keep Python's garbage collector out of what is timed."""
     gc.collect()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""Greedy decoding of this rank's stage: the likeliest token after all before it, again and again.
+"""Decode greedily in this rank's stage: the likeliest token after all before it, again and again.
 
-In: a plan whose microbatches are groups of rows, a ``Place``, prompts. Out: the tokens, where the
-last stage is. Keys and values are kept (``nn.cache``), weights are plain tensors
+In: a plan whose microbatches are groups of rows, a ``MeshPlace``, prompts. Out: the tokens, where
+the last stage is. Keys and values are kept (``nn.cache``), weights are plain tensors
 (``parallel.local``).
 
 Groups take turns: a stage works on one while the others are elsewhere. The last stage chooses the
@@ -19,16 +19,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from meshwise import timing
 from meshwise.models import placement
-from meshwise.nn import Stage
+from meshwise.nn import ModelStage
 from meshwise.nn.cache import Cache, Now
 from meshwise.nn.gpt import GPTLayer
-from meshwise.nn.llama import DecoderLayer
+from meshwise.nn.llama import DecoderLayer, LatentAttention
 from meshwise.parallel import apply, local, torch_private
 from meshwise.parallel.local import Choice
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.parallel.pipeline import activations
 from meshwise.reshard.transports import p2p
 from meshwise.spec import Decoder, Layout, Model, Plan, WideResNet
@@ -37,16 +38,16 @@ SHORTEST = 256  # tokens of the cache that a step reads at least
 
 
 class Routes(NamedTuple):
-    """This rank's messages of one kind: to the next stage and from the one before, the last stage's
-    tokens going to the first. None where it has none."""
+    """This rank's messages of one kind: to the next stage and from the one before. The last stage's
+    tokens go to the first. None where this rank has none."""
 
     out: p2p.Route | None
     back: p2p.Route | None
     shape: tuple[int, ...]  # of what comes back
 
 
-class Graph(NamedTuple):
-    """A captured step: replay turns ``x`` into ``y``."""
+class CapturedStep(NamedTuple):
+    """A step as a CUDA graph: a replay turns ``x`` into ``y``."""
 
     graph: torch.cuda.CUDAGraph
     x: Tensor
@@ -57,7 +58,7 @@ class Graph(NamedTuple):
 class Decoding:
     """A rank's stage, ready to decode groups of rows [rows, prompt_len]."""
 
-    stage: Stage
+    stage: ModelStage
     choose: Choice
     now: Now
     prompts: Routes
@@ -65,19 +66,19 @@ class Decoding:
     chosen: Routes  # from the last stage to the first
     layout: Layout
     prompt_at: Tensor  # positions of the prompt
-    token_at: Tensor  # of the token that comes in; graphs know it, so it is filled anew
+    token_at: Tensor  # position of the incoming token; graphs hold it, so it is filled anew
     new_tokens: int
     shortest: int
     dtype: torch.dtype
     device: torch.device
     caches: list[Cache]
     is_static: bool  # no step asks the device, so a graph may hold it
-    graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], CapturedStep] = field(default_factory=dict)
 
 
 class Generated(NamedTuple):
     """``tokens`` [groups, rows, new_tokens], where the last stage is; a mark at the start and
-    behind each token of all groups."""
+    after each token of all groups."""
 
     tokens: Tensor | None
     marks: list[Any]
@@ -85,54 +86,39 @@ class Generated(NamedTuple):
 
 def prepare(
     plan: Plan,
-    place: Place,
+    place: MeshPlace,
     device: torch.device,
     *,
     new_tokens: int,
-    dtype: str,
     seed: int,
     shortest: int = SHORTEST,
 ) -> Decoding:
     """Build a rank's stage of a ``decode.plan_for`` a request, with room for keys and values."""
     model, layout, workload = plan.model, plan.layout, plan.workload
     assert not isinstance(model, WideResNet)
-    if dtype not in ("fp32", "bf16"):
-        raise ValueError(f"dtype = {dtype!r}: decoding runs in fp32 or bf16; plan for one of them")
-    placement.check(model, workload, place.layout)
-    if place.layout.cuts.name:
-        raise ValueError(
-            f"Layout.cuts = {place.layout.cuts.name}: decoding cuts weights by heads, ffn, vocab "
-            "alone; leave them out"
-        )
-    numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
+    _check(plan, place)
+    dtype = torch.bfloat16 if plan.dtype == "bf16" else torch.float32
     stage = local.localized(
         model,
         layout.stage_layers(model.layers)[place.pipeline_rank],
         place,
         routing=plan.recipe.routing,
-        dtype=numbers,
+        dtype=dtype,
         device=device,
         seed=seed,
     )
-    most = workload.seq_len + new_tokens
     prompt_at = torch.arange(workload.seq_len, device=device)
-    now = Now(prompt_at, most)
-    rows, heads = place.layout.microbatch_size, _kv_heads(model, place.layout.tp)
-    room = (layout.num_microbatches, rows, _length(most, shortest), heads)
-    caches, attend_one = [], local.attend_one(device)
+    now = Now(prompt_at, workload.seq_len + new_tokens)
+    groups, rows = layout.num_microbatches, place.layout.microbatch_size
+    room = (groups, rows, _length(now.length, shortest), _kv_heads(model, place.layout.tp))
+    caches = [_cached(layer, now, room, dtype, device) for layer in stage.layers.values()]
     if plan.lowering == "compiled":
         torch_private.allow_graphs(64)  # one for each length of the cache
-    for layer in stage.layers.values():
-        assert isinstance(layer, GPTLayer | DecoderLayer)
-        k, v = (torch.zeros(*room, width, dtype=numbers, device=device) for width in _widths(model))
-        window = getattr(layer.attention, "window", None)
-        caches.append(Cache(now, k, v, attend_one, window))
-        layer.attention.heads = caches[-1]  # type: ignore[assignment]
-        if plan.lowering == "compiled":
+        for layer in stage.layers.values():
             layer.compile(fullgraph=apply.is_one_graph(layer, place.layout), dynamic=False)
     total = layout.microbatch_rows
     routes = functools.partial(_routes, place, layout, device)
-    is_known = model.experts is None or (dtype == "bf16" and place.layout.ep == 1)
+    is_known = model.experts is None or (plan.dtype == "bf16" and place.layout.ep == 1)
     return Decoding(
         stage=stage,
         choose=Choice(place, model.vocab),
@@ -145,34 +131,59 @@ def prepare(
         token_at=torch.zeros_like(prompt_at[:1]),
         new_tokens=new_tokens,
         shortest=shortest,
-        dtype=numbers,
+        dtype=dtype,
         device=device,
         caches=caches,
         is_static=device.type == "cuda" and is_known,
     )
 
 
+def _check(plan: Plan, place: MeshPlace) -> None:
+    """Refuse dtypes and cuts that decoding does not know."""
+    if plan.dtype not in ("fp32", "bf16"):
+        raise ValueError(
+            f"dtype = {plan.dtype!r}: decoding runs in fp32 or bf16; plan for one of them"
+        )
+    placement.check(plan.model, plan.workload, place.layout)
+    if place.layout.cuts.name:
+        raise ValueError(
+            f"Layout.cuts = {place.layout.cuts.name}: decoding cuts weights by heads, ffn, vocab "
+            "alone; leave them out"
+        )
+
+
+def _cached(
+    layer: Module, now: Now, room: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Cache:
+    """Give a layer a cache of ``room`` [groups, rows, tokens, heads] to attend with."""
+    assert isinstance(layer, GPTLayer | DecoderLayer)
+    attention: Any = layer.attention
+    if isinstance(attention, LatentAttention):
+        mla = attention.mla
+        widths = mla.nope_head_dim + mla.rope_head_dim, mla.v_head_dim
+    else:
+        widths = attention.head_dim, attention.head_dim
+    k, v = (torch.zeros(*room, width, dtype=dtype, device=device) for width in widths)
+    window = getattr(attention, "window", None)
+    cache = Cache(now, k, v, local.attend_one(device), window)
+    attention.heads = cache
+    return cache
+
+
 def _length(tokens: int, shortest: int) -> int:
-    """The cache's length to read for so many tokens: few lengths, each a graph of its own."""
+    """Round the cache's length to read up: few lengths, since each is a graph of its own."""
     return shortest << max(0, math.ceil(math.log2(tokens / shortest)))
 
 
-def _widths(model: Model | Decoder) -> tuple[int, int]:
-    """Widths of a head's key and value."""
-    if isinstance(model, Decoder) and model.mla is not None:
-        return model.mla.nope_head_dim + model.mla.rope_head_dim, model.mla.v_head_dim
-    return model.head_dim, model.head_dim
-
-
 def _kv_heads(model: Model | Decoder, tp: int) -> int:
-    """The number of key heads that one rank keeps."""
+    """Return the number of key heads that one rank keeps."""
     if isinstance(model, Decoder) and model.mla is None:
         return max(1, model.kv_heads // tp)
     return model.heads // tp
 
 
 def _routes(
-    place: Place,
+    place: MeshPlace,
     layout: Layout,
     device: torch.device,
     shape: tuple[int, ...],
@@ -201,7 +212,7 @@ def _routes(
 def generate(
     decoding: Decoding, prompts: Tensor, mark: Callable[[], Any], wait: Callable[[Any], None]
 ) -> Generated:
-    """The likeliest next token, again and again, for ``prompts`` [groups, rows, prompt_len].
+    """Decode ``prompts`` [groups, rows, prompt_len].
 
     ``wait(mark)`` keeps the host from running more than a token ahead.
     """
@@ -213,12 +224,12 @@ def generate(
     for index in range(decoding.new_tokens):
         _turn_to(decoding, index)
         for group in range(groups):
-            x = _taken(decoding, index, latest[group])
+            x = _receive(decoding, index, latest[group])
             previous = sending[group]
-            if previous is not None:  # it has gone: what came since was made of it
+            if previous is not None:  # it has arrived: the input was made of it
                 previous.wait()
             y = _step(decoding, x, group, index)
-            sending[group] = _given(decoding, index, y)
+            sending[group] = _send(decoding, index, y)
             if stage.last:
                 chosen[group].append(y.clone())
                 latest[group] = y[:, None]
@@ -243,8 +254,8 @@ def _turn_to(decoding: Decoding, index: int) -> None:
     now.length = _length(at + 1, decoding.shortest)
 
 
-def _taken(decoding: Decoding, index: int, latest: Tensor) -> Tensor:
-    """The input of this stage: a prompt, the token chosen last, or what came of it."""
+def _receive(decoding: Decoding, index: int, latest: Tensor) -> Tensor:
+    """Return the stage's input: a prompt, the token chosen last, or the stage before's result."""
     if decoding.stage.first and (index == 0 or decoding.chosen.back is None):
         return latest
     routes = decoding.tokens if index else decoding.prompts
@@ -256,7 +267,7 @@ def _taken(decoding: Decoding, index: int, latest: Tensor) -> Tensor:
     return x[:, None] if decoding.stage.first else x
 
 
-def _given(decoding: Decoding, index: int, y: Tensor) -> p2p.Sending | None:
+def _send(decoding: Decoding, index: int, y: Tensor) -> p2p.Sending | None:
     """Start sending to the next stage, or the chosen tokens to the first."""
     routes = decoding.tokens if index else decoding.prompts
     if decoding.stage.last:
@@ -267,7 +278,7 @@ def _given(decoding: Decoding, index: int, y: Tensor) -> p2p.Sending | None:
 
 
 def _step(decoding: Decoding, x: Tensor, group: int, index: int) -> Tensor:
-    """The stage's result for a group, which stays until the group's next turn."""
+    """Return the stage's result for a group; it stays until the group's next turn."""
     key = group, decoding.now.length
     found = decoding.graphs.get(key) if index else None
     if found is None:
@@ -275,25 +286,20 @@ def _step(decoding: Decoding, x: Tensor, group: int, index: int) -> Tensor:
             cache.turn_to(group)
         if not index or not decoding.is_static:
             return _forward(decoding, x)
-        found = decoding.graphs[key] = _captured(decoding, x)
+        # the eager runs before the capture write to the cache what the graph writes again
+        work = functools.partial(_forward, decoding, x.clone())
+        graph, y = timing.captured(work, work, times=2)
+        found = decoding.graphs[key] = CapturedStep(graph, work.args[1], y)
     found.x.copy_(x)
     found.graph.replay()
     return found.y
 
 
 def _forward(decoding: Decoding, x: Tensor) -> Tensor:
-    """Tokens or activations [rows, s] -> activations, or the chosen tokens [rows]."""
+    """Turn tokens or activations [rows, s] into activations, or the chosen tokens [rows]."""
     stage = decoding.stage
     if stage.first:
         x = stage.begin(x)
     for layer in stage.layers.values():
         x = layer(x)
     return decoding.choose(stage.end(x[:, -1:])[:, 0]) if stage.last else x
-
-
-def _captured(decoding: Decoding, x: Tensor) -> Graph:
-    """A graph of the step. The eager runs before it write to the cache what it will write again."""
-    x = x.clone()
-    work = functools.partial(_forward, decoding, x)
-    graph, y = timing.captured(work, work, times=2)
-    return Graph(graph, x, y)

@@ -1,15 +1,15 @@
-"""Runs a plan forward only: how long a batch takes, how many a second go through.
+"""Run a plan forward only: how long a batch takes, how many a second go through.
 
-In: a ``frame.Request``. Out: one Sample of op ``step``, mode ``infer``, in the run directory,
+In: a ``frame.RunRequest``. Out: one Sample of op ``step``, mode ``infer``, in the run directory,
 beside a trace of the streamed batches (``trace-<case>.json``). Two loops:
 
 - one batch at a time, all ranks starting together: ``times_s`` are from the start on the first
   stage to the end on the last (the largest over ranks);
 - streamed: batches follow each other without a barrier, a stage at most ``in_flight`` of them ahead
   of what the next has taken. ``streamed_s`` is rank 0's time from the first start to the last end,
-  over the number of batches. With ``driver_time`` this loop is the only one, and ``times_s`` its.
+  over the number of batches. With ``driver_time`` this is the only loop and gives ``times_s``.
 
-Metrics: ``streamed_s``, ``samples_per_s``, ``tokens_per_s``; of each stage ``stage_s`` (its own
+Metrics: ``streamed_s``, ``samples_per_s``, ``tokens_per_s``; for each stage ``stage_s`` (its own
 work on a batch: median over batches, the slowest of its ranks), ``stage_weight_bytes`` and
 ``stage_peak_bytes`` (of the ranks that hold it); ``peak_bytes``, ``num_parameters``; the seconds of
 the phases, as ``engine.train`` names them.
@@ -30,26 +30,26 @@ from torch import Tensor
 
 from meshwise import models, timeline
 from meshwise.engine import data, frame, kernels, memory, step
-from meshwise.engine.frame import Metrics, Request, no_pauses, timed
+from meshwise.engine.frame import Metrics, RankJob, RunRequest, no_pauses, timed
 from meshwise.parallel import forward
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.ranks import Ranks
 from meshwise.spec import Plan, Sample, case_of, phases
 from meshwise.timing import clock, device_states
 
-NUM_BATCHES = 2  # different ones, that take turns
+NUM_BATCHES = 2  # different ones, used in turn
 
 
 @dataclass(frozen=True)
-class Inference:
+class InferenceState:
     """A rank's stages without gradients, and its rows of some batches on the device."""
 
     pipeline: Pipeline
     inputs: Tensor  # [batches, rows, seq], or images [batches, rows, channels, height, width]
 
     def tensors(self) -> list[Tensor]:
-        """Everything on the device between two batches."""
+        """Return everything on the device between two batches."""
         modules = [stage.module for stage in self.pipeline.stages.values()]
         held = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         return [*held, self.inputs]
@@ -57,13 +57,13 @@ class Inference:
 
 def prepare(
     plan: Plan,
-    place: Place,
+    place: MeshPlace,
     batches: data.Batches,
     device: torch.device,
     *,
     dtype: str,
     seed: int,
-) -> Inference:
+) -> InferenceState:
     """Build a rank's share of the plan's model, in the compute dtype, for its rows of batches."""
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: inference runs in fp32 or bf16; plan for one of them")
@@ -73,54 +73,44 @@ def prepare(
         plan, place, batches, device, numbers, lay_out, forward_only=True
     )
     inputs = torch.from_numpy(mine.inputs).to(device)
-    return Inference(built, inputs.to(numbers) if inputs.is_floating_point() else inputs)
+    return InferenceState(built, inputs.to(numbers) if inputs.is_floating_point() else inputs)
 
 
-def run(inference: Inference, index: int) -> list[Tensor]:
-    """Batch ``index``, wrapped around; of each microbatch this rank's part of the logits, where
-    the last stage is."""
-    done = start(inference, index, finish=_same)
-    for sending in done.sending:
-        sending.wait()
+def run(inference: InferenceState, index: int) -> list[Tensor]:
+    """Run batch ``index``, modulo their number. Return this rank's part of each microbatch's
+    logits, where the last stage is."""
+    done = start(inference, index, finish=lambda logits: logits)
+    done.wait()
     return done.results
 
 
 def start(
-    inference: Inference,
+    inference: InferenceState,
     index: int,
     *,
     finish: Callable[[Tensor], Tensor],
     mark: Callable[[], Any] = lambda: None,
 ) -> forward.Pass:
-    """The same, with messages perhaps still under way."""
+    """Run batch ``index``, with messages perhaps still under way. Keep ``finish(logits)``."""
     built = inference.pipeline
     inputs = inference.inputs[index % len(inference.inputs)].split(built.layout.microbatch_size)
     return forward.run(built, inputs, finish=finish, mark=mark)
 
 
-def _same(result: Tensor) -> Tensor:
-    return result
-
-
 def _forget(_: Tensor) -> Tensor:
-    """Logits of all microbatches at once may be more than the model."""
+    """Keep no logits: those of all microbatches at once may be more than the model."""
     return torch.empty(0)
 
 
-def run_ranks(ranks: Ranks, request: bytes) -> None:
-    """Every rank calls it with the JSON of the same request."""
-    frame.run(ranks, request, measure)
-
-
-def measure(ranks: Ranks, request: Request) -> Sample:
-    """The run as a sample, the same on every rank; rank 0 writes the trace."""
+def measure(ranks: Ranks, request: RunRequest) -> Sample:
+    """Return the run as a sample, the same on every rank; rank 0 writes the trace."""
     plan = request.plan
     case = case_of(plan, "infer")
 
-    def work(job: frame.Job) -> dict[str, Any]:
+    def work(job: RankJob) -> dict[str, Any]:
         with kernels.choose(plan.recipe, ranks.device, plan.dtype):
-            before, measured, after = _measured(job)
-        replies = [msgspec.convert(reply, Measured) for reply in ranks.gather(measured)]
+            before, mine, after = _measured(job)
+        replies = [msgspec.convert(reply, RankTimes) for reply in ranks.gather(mine)]
         if ranks.rank == 0:
             spans = [span.named for reply in replies for span in reply.spans]
             path = Path(request.run_dir) / f"trace-{case.id}.json"
@@ -130,7 +120,7 @@ def measure(ranks: Ranks, request: Request) -> Sample:
     return frame.sample(ranks, request, plan, case, work)
 
 
-class Span(NamedTuple):
+class BatchSpan(NamedTuple):
     """A rank's work on a microbatch in a stage; seconds since all ranks started."""
 
     rank: int
@@ -151,19 +141,19 @@ class Span(NamedTuple):
         )
 
 
-class Measured(NamedTuple):
-    """The findings of one rank. ``stages``: seconds of each batch in each stage that it holds."""
+class RankTimes(NamedTuple):
+    """One rank's times and bytes. ``stages``: seconds of each batch in each stage that it holds."""
 
     times_s: list[float]
     loop_s: float
     stages: dict[str, list[float]]
-    spans: list[Span]
+    spans: list[BatchSpan]
     weight_bytes: dict[str, int]
     peaks: dict[str, float]
 
 
-def _measured(job: frame.Job) -> tuple[Any, Measured, Any]:
-    """Build, warm up, time and measure memory, with the devices' states before and after."""
+def _measured(job: RankJob) -> tuple[Any, RankTimes, Any]:
+    """Build, warm up, time and measure memory; return the times between the devices' states."""
     ranks, plan, spent = job.ranks, job.plan, job.spent
     asked, counts = job.request.asked, job.request.counts
     rows = step.rows(plan.layout, ranks.rank)
@@ -189,38 +179,41 @@ def _measured(job: frame.Job) -> tuple[Any, Measured, Any]:
         torch.cuda.reset_peak_memory_stats()
     before = device_states(ranks)
     times_s: list[float] = []
-    alone: list[Span] = []
+    alone: list[BatchSpan] = []
     with timed(spent, "timed_s"):
         if not asked.driver_time:
             job.say(f"timing {counts.steps} batches one by one")
-            one_by_one = functools.partial(_one_by_one, ranks, inference, counts.steps)
+            one_by_one = functools.partial(_one_by_one, job, inference)
             times_s, alone = job.together("batches one by one", one_by_one)
         job.say(f"streaming {counts.steps} batches")
-        stream = functools.partial(_streamed, ranks, inference, counts.steps, counts.in_flight)
+        stream = functools.partial(_streamed, job, inference)
         loop_s, spans = job.together("streamed batches", stream)
     after = device_states(ranks)
-    peaks = job.together("memory", functools.partial(_peak, job, inference))
+    one = functools.partial(start, inference, 0, finish=_forget)
+    traced = functools.partial(
+        job.peak, "a batch traced for its memory", lambda: one().wait(), inference.tensors()
+    )
+    peaks = job.together("memory", traced)
     weights = {
         str(number): memory.storage_bytes([*stage.module.parameters(), *stage.module.buffers()])
         for number, stage in inference.pipeline.stages.items()
     }
-    own = _of_stages(alone or spans)
-    found = Measured(times_s, loop_s, own, spans, weights, peaks | spent)
-    return before, found, after
+    own = _stage_times(alone or spans)
+    return before, RankTimes(times_s, loop_s, own, spans, weights, peaks | spent), after
 
 
-def _one_by_one(ranks: Ranks, inference: Inference, steps: int) -> tuple[list[float], list[Span]]:
-    """Seconds of each batch from the common start to this rank's end, and what was when."""
+def _one_by_one(job: RankJob, inference: InferenceState) -> tuple[list[float], list[BatchSpan]]:
+    """Time each batch from the common start to this rank's end; return the seconds and spans."""
+    ranks = job.ranks
     mark, elapsed_s = clock(ranks.device)
     times_s, spans = [], []
     with no_pauses():
-        for index in range(steps):
+        for index in range(job.request.counts.steps):
             ranks.at(f"batch {index}")
             ranks.start_together()
             zero = mark()
             done = start(inference, index, finish=_forget, mark=mark)
-            for sending in done.sending:
-                sending.wait()
+            done.wait()
             end = mark()
             ranks.synchronize(f"batch {index}", poll_s=0.0)
             times_s.append(elapsed_s(zero, end))
@@ -228,28 +221,26 @@ def _one_by_one(ranks: Ranks, inference: Inference, steps: int) -> tuple[list[fl
     return times_s, spans
 
 
-def _streamed(
-    ranks: Ranks, inference: Inference, steps: int, in_flight: int
-) -> tuple[float, list[Span]]:
-    """Seconds of the whole loop on this rank's clock, until all ranks have ended, and what was
-    when."""
+def _streamed(job: RankJob, inference: InferenceState) -> tuple[float, list[BatchSpan]]:
+    """Time the whole loop on this rank's clock until all ranks have ended; return the seconds and
+    the batches' spans."""
+    ranks, counts = job.ranks, job.request.counts
     mark, elapsed_s = clock(ranks.device)
     passes: list[forward.Pass] = []
     under_way: deque[tuple[forward.Pass, Any]] = deque()
 
     def await_oldest() -> None:
         done, end = under_way.popleft()
-        for sending in done.sending:
-            sending.wait()
-        if ranks.device.type == "cuda":  # the host must not run ahead without end
+        done.wait()
+        if job.on_gpu:  # the host must not run ahead without end
             ranks.synchronize("a batch under way", end)
 
     with no_pauses():
         ranks.start_together()
         started, zero = time.perf_counter(), mark()
-        for index in range(steps):
+        for index in range(counts.steps):
             ranks.at(f"streamed batch {index}")
-            if len(under_way) == in_flight:
+            if len(under_way) == counts.in_flight:
                 await_oldest()
             done = start(inference, index, finish=_forget, mark=mark)
             passes.append(done)
@@ -259,12 +250,11 @@ def _streamed(
         ranks.synchronize("the last batch")
         ranks.barrier("the end of the stream")
         loop_s = time.perf_counter() - started
-    spans = [
+    return loop_s, [
         span
         for index, done in enumerate(passes)
         for span in _spans(ranks.rank, index, done, zero, elapsed_s)
     ]
-    return loop_s, spans
 
 
 def _spans(
@@ -273,57 +263,46 @@ def _spans(
     done: forward.Pass,
     zero: Any,
     elapsed_s: Callable[[Any, Any], float],
-) -> list[Span]:
+) -> list[BatchSpan]:
     return [
-        Span(rank, action.stage, batch, action.microbatch, *(elapsed_s(zero, at) for at in marks))
+        BatchSpan(
+            rank, action.stage, batch, action.microbatch, *(elapsed_s(zero, m) for m in marks)
+        )
         for action, *marks in done.marks
     ]
 
 
-def _of_stages(spans: list[Span]) -> dict[str, list[float]]:
-    """Seconds that each stage of this rank took for each batch."""
+def _stage_times(spans: list[BatchSpan]) -> dict[str, list[float]]:
+    """Return the seconds that each stage of this rank took for each batch."""
     taken: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         taken[str(span.stage)][span.batch] += span.end_s - span.start_s
     return {stage: list(batches.values()) for stage, batches in taken.items()}
 
 
-def _peak(job: frame.Job, inference: Inference) -> dict[str, int]:
-    one = functools.partial(start, inference, 0, finish=_forget)
-
-    def work() -> None:
-        for sending in one().sending:
-            sending.wait()
-
-    return job.peak("a batch traced for its memory", work, inference.tensors())
-
-
-def _fields(request: Request, replies: list[Measured]) -> dict[str, Any]:
-    """Times and metrics of the sample from what every rank found."""
+def _fields(request: RunRequest, replies: list[RankTimes]) -> dict[str, Any]:
+    """Make times and metrics of the sample from every rank's reply."""
     workload = request.plan.workload
     streamed_s = replies[0].loop_s / request.counts.steps  # rank 0 is the driver
     rank_times_s = tuple(tuple(reply.times_s) for reply in replies)
-    times_s = frame.slowest(rank_times_s) or (streamed_s,)
-    stages = [str(number) for number in range(request.plan.layout.num_stages)]
-    holders = [[reply for reply in replies if stage in reply.stages] for stage in stages]
+
+    def by_stage(value: Callable[[RankTimes, str], float]) -> tuple[float, ...]:
+        """Return each stage's largest value over the ranks that hold it."""
+        stages = map(str, range(request.plan.layout.num_stages))
+        return tuple(max(value(r, stage) for r in replies if stage in r.stages) for stage in stages)
+
     metrics: Metrics = {
         **{name: max(reply.peaks[name] for reply in replies) for name in replies[0].peaks},
         "streamed_s": streamed_s,
         "samples_per_s": workload.global_batch_size / streamed_s,
         "tokens_per_s": workload.tokens / streamed_s,
         "num_parameters": models.num_parameters(request.plan.model),
-        "stage_s": tuple(
-            max(statistics.median(reply.stages[stage]) for reply in of)
-            for stage, of in zip(stages, holders, strict=True)
-        ),
-        "stage_weight_bytes": tuple(
-            max(reply.weight_bytes[stage] for reply in of)
-            for stage, of in zip(stages, holders, strict=True)
-        ),
-        "stage_peak_bytes": tuple(max(reply.peaks["peak_bytes"] for reply in of) for of in holders),
+        "stage_s": by_stage(lambda reply, stage: statistics.median(reply.stages[stage])),
+        "stage_weight_bytes": by_stage(lambda reply, stage: reply.weight_bytes[stage]),
+        "stage_peak_bytes": by_stage(lambda reply, _: reply.peaks["peak_bytes"]),
     }
     return {
-        "times_s": times_s,
+        "times_s": frame.slowest(rank_times_s) or (streamed_s,),
         "rank_times_s": () if request.asked.driver_time else rank_times_s,
         "metrics": metrics,
     }

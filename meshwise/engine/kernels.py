@@ -1,7 +1,7 @@
-"""Chooses kernels: which of torch's scaled dot product attentions, and how fp32 is multiplied.
+"""Choose kernels: which of torch's scaled dot product attentions, and how fp32 is multiplied.
 
-In: a recipe and a device. Out: a context to train in. ``auto`` on a GPU takes the first that can
-of cuDNN, flash, efficient and math; on a CPU it is torch's own choice.
+In: a recipe and a device. Out: a context to train in. ``auto`` on a GPU takes the first possible
+one of cuDNN, flash, efficient and math; on a CPU it is torch's own choice.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ BACKENDS = {
 
 
 def choose(recipe: Recipe, device: torch.device, dtype: str) -> AbstractContextManager[None]:
-    """Holds all work with the recipe's kernel, also that of other threads (backward).
+    """Hold all work to the recipe's kernel, also that of other threads (backward).
 
     A kernel that the build or the device lacks, or that does not take the dtype, is a ValueError.
     """
@@ -54,7 +54,7 @@ def fp32_precision(wanted: Precision) -> Iterator[None]:
 
 
 def _lacking(name: str, device: torch.device, dtype: str) -> str:
-    """Say why there is no such kernel here; nothing if there is."""
+    """Say why the kernel cannot run here; "" if it can."""
     if name in ("auto", "math"):
         return ""
     if device.type != "cuda":

@@ -1,9 +1,9 @@
-"""Peak memory of a training step: what the CUDA allocator counts or, on a CPU, tensor bytes.
+"""Measure a step's peak memory: by the CUDA allocator or, on a CPU, by tracing tensor bytes.
 
 A CPU has no such counter, so the step is traced: torch's profiler records every allocation, free
-and resize of a tensor's storage. The high-water mark is the bytes held before (each storage
-once) plus the largest running sum of the trace. Memory that libraries take by themselves is not
-seen, neither on the GPU (NCCL's buffers, the CUDA context) nor on the CPU (gloo, BLAS).
+and resize of a tensor's storage. The high-water mark is the bytes held before (each storage once)
+plus the largest running sum of the trace. Memory that libraries take by themselves is not seen,
+neither on the GPU (NCCL's buffers, the CUDA context) nor on the CPU (gloo, BLAS).
 """
 
 import json
@@ -15,27 +15,27 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+
+from meshwise.parallel.mesh import share
 
 NUM_TRACES = 4
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind tensors, each counted once; of a DTensor, this rank's."""
+    """Count the bytes of the storages behind tensors, each once; of a DTensor, this rank's."""
     storages = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.detach().untyped_storage()
+        storage = share(tensor).detach().untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
 def peak_tensor_bytes(work: Callable[[], object], held: Iterable[Tensor]) -> int:
-    """High-water mark of CPU tensor bytes while ``work`` runs; ``held`` exist before it.
+    """Return the high-water mark of CPU tensor bytes while ``work`` runs; ``held`` exist before it.
 
-    ``work`` runs four times, alike each time, and must leave nothing behind. A block whose last
-    holder is one of gloo's threads is freed unseen by the profiler. Which blocks that hits is
+    ``work`` runs four times, alike each time, and must leave nothing behind. The profiler does not
+    see the free of a block whose last holder is one of gloo's threads. Which blocks that hits is
     chance, so a free that any trace has seen counts for all.
     """
     before_bytes = storage_bytes(held)
@@ -43,15 +43,15 @@ def peak_tensor_bytes(work: Callable[[], object], held: Iterable[Tensor]) -> int
     sizes = [size for size, _ in first]
     alike = [first, *(blocks for blocks in others if [size for size, _ in blocks] == sizes)]
     ends = [min(end for _, end in same) for same in zip(*alike, strict=True)]
-    changes = [*sizes, 0]  # of the sum when block i appears and all that end before it are gone
+    changes = [*sizes, 0]  # of the sum, when block i appears and blocks that ended before are gone
     for size, end in zip(sizes, ends, strict=True):
         changes[end] -= size
     return before_bytes + max(accumulate(changes, initial=0))
 
 
 def _trace(work: Callable[[], object]) -> list[tuple[int, int]]:
-    """Every block that ``work`` allocates, in order: its bytes, and the index of the next block
-    allocated after it was freed (the number of blocks if it was not)."""
+    """Return every block that ``work`` allocates, in order: its bytes, and the index of the next
+    block allocated after it was freed (the number of blocks if it was not)."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,8 +72,8 @@ def _trace(work: Callable[[], object]) -> list[tuple[int, int]]:
 
 
 def cuda_peak() -> dict[str, int]:
-    """Bytes in tensors, and bytes the allocator took from the device, at their highest since
-    ``torch.cuda.reset_peak_memory_stats``."""
+    """Return the bytes in tensors, and the bytes the allocator took from the device, at their
+    highest since ``torch.cuda.reset_peak_memory_stats``."""
     return {
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),

@@ -1,9 +1,9 @@
-"""Finds the module that first makes a number that is not finite.
+"""Find the module that first makes a number that is not finite.
 
-In: what a rank trains, as it was before the step in question, and the number of its batch. Out: one
-line on every rank. After a look at the parameters, which the update before may have spoiled,
-forward and backward run once more, in eager mode, with a look at what every module returns and at
-the gradient of it; then at the gradients of the parameters. The optimizer does not run.
+In: a rank's training as it was before the step in question, and the number of its batch. Out: one
+line on every rank. The parameters are looked at first: the update before may have spoiled them.
+Then forward and backward run once more, in eager mode, with a look at every module's output and its
+gradient; then at the gradients of the parameters. The optimizer does not run.
 
 A step with a loss that is not finite spoils all weights, so prepare the training anew and run it up
 to that step first.
@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwise.engine.step import Training
+from meshwise.engine.step import TrainingState
 from meshwise.parallel import apply, pipeline
 from meshwise.parallel.mesh import share
-from meshwise.parallel.pipeline import Stage
+from meshwise.parallel.pipeline import LinkedStage
 from meshwise.ranks import Ranks
 
 KINDS = ("value before the step", "output", "gradient", "gradient of the parameter")
 VALUE, OUTPUT, GRADIENT, OF_PARAMETER = range(len(KINDS))
 
 
-class Finding(NamedTuple):
-    """Sorted as the ranks together would come to them: by microbatch and stage in a forward; in a
-    backward the last stage is the first."""
+class NonfiniteValue(NamedTuple):
+    """A value that is not finite. Sorted in the order in which the ranks together come to them:
+    by microbatch and stage in a forward; in a backward the last stage is the first."""
 
     kind: int  # of KINDS
     microbatch: int
@@ -45,18 +45,18 @@ class Finding(NamedTuple):
 
 
 class _Watch:
-    """One forward and backward under observation; ``found`` is this rank's first of each kind."""
+    """One forward and backward under observation; ``found``: this rank's first of each kind."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.found = rank, dict[int, Finding]()
+        self.rank, self.found = rank, dict[int, NonfiniteValue]()
 
     def look(self, value: Any, kind: int, stage: int, microbatch: int, name: str) -> None:
         if kind not in self.found and not all(map(_is_finite, _tensors(value))):
             order = stage if kind <= OUTPUT else -stage
-            self.found[kind] = Finding(kind, microbatch, order, self.rank, name)
+            self.found[kind] = NonfiniteValue(kind, microbatch, order, self.rank, name)
 
-    def over(self, stage: Stage, hold: ExitStack) -> None:
-        """Look at every module of a stage. What backward computes again is not looked at twice."""
+    def over(self, stage: LinkedStage, hold: ExitStack) -> None:
+        """Look at every module of a stage, but not again at what backward recomputes."""
         microbatch, running = -1, False
 
         def begin(*_: Any) -> None:
@@ -89,10 +89,11 @@ class _Watch:
         hold.callback(stage.module.register_forward_hook(end).remove)
 
 
-def first_module(ranks: Ranks, training: Training, index: int) -> str | None:
-    """``the output of layers.3.mlp.up (stage 1, microbatch 0, rank 2)``, or None if all is finite.
+def first_module(ranks: Ranks, training: TrainingState, index: int) -> str | None:
+    """Return ``the output of layers.3.mlp.up (stage 1, microbatch 0, rank 2)``; None if all is
+    finite.
 
-    Every rank calls it with its own ``training`` and learns the same. Gradients come back to zero.
+    Every rank calls it with its own ``training`` and gets the same. Gradients come back to zero.
     """
     built, watch = training.pipeline, _Watch(ranks.rank)
     size = built.layout.microbatch_size
@@ -117,7 +118,7 @@ def first_module(ranks: Ranks, training: Training, index: int) -> str | None:
             watch.look(parameter.grad, OF_PARAMETER, stage.number, 0, name)
     training.optimizer.zero_grad()
     told = chain.from_iterable(ranks.gather(list(watch.found.values())))
-    found = [Finding(*finding) for finding in told]
+    found = [NonfiniteValue(*finding) for finding in told]
     return str(min(found)) if found else None
 
 

@@ -28,9 +28,9 @@ _OF_SGD = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize"
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW, on this rank's own shares: an update is of each element alone, but torch
-    first asks how sharded tensors would have to be moved, for 20 s at the first step of experts on
-    a mesh of four axes. States stay as sharded as the parameters."""
+    """torch's fused AdamW, on this rank's own shares. Each element has its own update, but torch
+    first asks how sharded tensors would have to be moved, for 20 s at the first step of experts
+    on a mesh of four axes. States stay as sharded as the parameters."""
 
     def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> Any:
         is_complex = super()._init_group(group, *tensors)  # type: ignore[no-untyped-call]
@@ -40,8 +40,8 @@ class AdamW(torch.optim.AdamW):
 
 
 class SGD(torch.optim.SGD):
-    """torch's with momentum, on this rank's own shares, for the same reason: experts on a mesh of
-    four axes took minutes."""
+    """torch's SGD with momentum, on this rank's own shares, for the same reason: experts on a
+    mesh of four axes took minutes."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -61,8 +61,8 @@ class SGD(torch.optim.SGD):
 
 
 def build(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The recipe's optimizer: AdamW, SGD with Nesterov's momentum, or Adafactor. Only the first has
-    a fused kernel for shards."""
+    """Build the recipe's optimizer: AdamW, SGD with Nesterov's momentum, or Adafactor. Only the
+    first has a fused kernel for shards."""
     rate, decay = recipe.learning_rate, recipe.weight_decay
     if recipe.optimizer == "adamw":
         return AdamW(parameters, lr=rate, betas=BETAS, weight_decay=decay, fused=True)
@@ -79,11 +79,11 @@ def clip_gradients(
     copy: nn.Parameter | None = None,
     loss: Tensor | None = None,
 ) -> Tensor:
-    """Scale all gradients by min(1, max_norm / norm); returns the norm before, on the device.
+    """Scale all gradients by min(1, max_norm / norm); return the norm before, on the device.
 
-    ``alone``: this rank holds them all. ``copy`` is scaled too, but counted where its original
-    is. The norm is nan on all ranks if the ``loss`` of any is not finite. It works on the ranks'
-    own shares: torch's clipping of many DTensors takes the host longer than the device.
+    ``alone``: this rank holds them all. ``copy`` is scaled too, but counted where its original is.
+    The norm is nan on all ranks if the ``loss`` of any is not finite. It works on the ranks' own
+    shares: torch's clipping of many DTensors takes the host longer than the device.
     """
     alike: dict[int, list[Tensor]] = defaultdict(list)  # by the number of ranks that hold the same
     uncounted: list[Tensor] = []
@@ -105,12 +105,12 @@ def clip_gradients(
 
 
 def nothing(loss: Tensor) -> Tensor:
-    """0, or nan of a loss that is not finite: what to add to a sum over ranks so that all know."""
+    """Return 0, or nan for a loss that is not finite: in a sum over ranks it tells all of them."""
     return 0 * loss.detach()
 
 
 def _num_replicas(gradient: Tensor) -> int:
-    """How many ranks hold the same numbers as this one."""
+    """Count the ranks that hold the same numbers as this one."""
     count = 1
     if isinstance(gradient, DTensor):
         for axis, placement in enumerate(gradient.placements):

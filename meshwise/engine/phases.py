@@ -1,4 +1,4 @@
-"""Divides the time of a step: forward, backward, optimizer, exposed communication, bubble.
+"""Divide the time of a step: forward, backward, optimizer, exposed communication, bubble.
 
 In: a rank's training. Out: a ``Phases`` of all ranks. Two steps: one with marks on the compute
 stream (on a CPU: on the clock) between everything a rank does, one with the same marks under
@@ -11,7 +11,7 @@ to the first piecewise linearly, mark by mark, because the profiler slows a step
     bubble  = stretches that wait for a neighbour's message, messages on their way included; in a
               pipeline also waiting for ranks that come to the exchange of the tied weight's
               gradients, to the clipping or to the end later
-    other   = the rest: before the first action and, without a pipeline, behind the last
+    other   = the rest: before the first action and, without a pipeline, after the last
     forward + backward + optimizer + exposed + bubble + other = step
 
 Clocks: all ranks start together, within microseconds on one host, and count from there.
@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwise import store
 from meshwise.engine import step
-from meshwise.engine.frame import Job, no_pauses
+from meshwise.engine.frame import RankJob, no_pauses
 from meshwise.parallel import torch_private
 from meshwise.ranks import Ranks
 from meshwise.spec.phases import (
@@ -58,7 +58,7 @@ MEETINGS = ("exchange", "clip")  # where ranks of a pipeline wait for each other
 COMMUNICATES = re.compile(r"nccl|nvshmem|multimem|one_shot|two_shot|PtoP", re.IGNORECASE)
 
 
-class Named(NamedTuple):
+class NamedSpan(NamedTuple):
     name: str
     start_s: float
     end_s: float
@@ -69,8 +69,8 @@ class Trace(NamedTuple):
 
     marks: list[float]
     compute: list[Interval]
-    communication: list[Named]
-    messages: list[Named]
+    communication: list[NamedSpan]
+    messages: list[NamedSpan]
 
 
 class Marked(NamedTuple):
@@ -79,13 +79,13 @@ class Marked(NamedTuple):
     names: list[str]
     starts: list[float]
 
-    def stretches(self) -> list[Named]:
+    def stretches(self) -> list[NamedSpan]:
         times = pairwise(self.starts)
-        return [Named(name, a, b) for name, (a, b) in zip(self.names, times, strict=False)]
+        return [NamedSpan(name, a, b) for name, (a, b) in zip(self.names, times, strict=False)]
 
 
-def record(job: Job, training: step.Training, run_dir: Path) -> dict[str, float]:
-    """Measure on the last batch; rank 0 writes all into ``run_dir``. Its metrics."""
+def record(job: RankJob, training: step.TrainingState, run_dir: Path) -> dict[str, float]:
+    """Measure on the last batch; rank 0 writes all into ``run_dir``. Return the metrics."""
     job.say("two steps to see where the time goes")
     work = functools.partial(measure, job.ranks, training, len(training.inputs) - 1)
     measured = job.together("profiled steps", work)
@@ -94,8 +94,8 @@ def record(job: Job, training: step.Training, run_dir: Path) -> dict[str, float]
     return measured.metrics
 
 
-def measure(ranks: Ranks, training: step.Training, index: int) -> Phases:
-    """Two steps on batch ``index``, which train like any other; the same result on every rank."""
+def measure(ranks: Ranks, training: step.TrainingState, index: int) -> Phases:
+    """Run two steps on batch ``index``, which train like any other; all ranks return the same."""
     modules = [stage.module for stage in training.pipeline.stages.values()]
     piped = not all(module.first and module.last for module in modules)
     ranks.at("a step with marks")
@@ -104,7 +104,7 @@ def measure(ranks: Ranks, training: step.Training, index: int) -> Phases:
     seen = read(_profiled(ranks, training, index), ranks.device.type, piped=piped)
     assert len(seen.marks) == len(marked.names), (len(seen.marks), marked.names)
     profiled_s = seen.marks[-1] - seen.marks[0] + marked.starts[0]
-    told = ranks.gather((marked, _carried(seen, marked), profiled_s))
+    told = ranks.gather((marked, _rescaled(seen, marked), profiled_s))
     of_ranks = [(msgspec.convert(a, Marked), msgspec.convert(b, Trace)) for a, b, _ in told]
     step_s = max(mine.starts[-1] for mine, _ in of_ranks)
     latest = {name: max(_start(mine, name) for mine, _ in of_ranks) for name in MEETINGS}
@@ -119,7 +119,7 @@ def measure(ranks: Ranks, training: step.Training, index: int) -> Phases:
     )
 
 
-def _marked(ranks: Ranks, training: step.Training, index: int) -> Marked:
+def _marked(ranks: Ranks, training: step.TrainingState, index: int) -> Marked:
     mark, elapsed_s = clock(ranks.device)
     marks: list[tuple[str, Any]] = []
     ranks.synchronize("the steps before")
@@ -131,9 +131,9 @@ def _marked(ranks: Ranks, training: step.Training, index: int) -> Marked:
     return Marked([name for name, _ in marks], [elapsed_s(zero, at) for _, at in marks])
 
 
-def _profiled(ranks: Ranks, training: step.Training, index: int) -> list[dict[str, Any]]:
-    """The events of one step. A mark on a GPU is a kernel of no length: annotations of the host do
-    not cover what backward's threads launch."""
+def _profiled(ranks: Ranks, training: step.TrainingState, index: int) -> list[dict[str, Any]]:
+    """Return the events of one step. A mark on a GPU is a kernel of no length: annotations of
+    the host do not cover what backward's threads launch."""
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if ranks.device.type == "cuda" else []
 
@@ -157,17 +157,22 @@ def _profiled(ranks: Ranks, training: step.Training, index: int) -> list[dict[st
 
 def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> Trace:
     """Sort the events of torch's trace; its times are microseconds."""
-    of_device = _of_gpu if device_type == "cuda" else _of_cpu
+    kind_of = _gpu_kind if device_type == "cuda" else _cpu_kind
     whole = [event for event in events if event.get("ph") == "X"]
     if device_type == "cpu":  # gloo's threads add numbers too, by torch's operators
         main = next(event["tid"] for event in whole if event["name"] == MARK)
         whole = [e for e in whole if e["tid"] == main or e["name"].startswith("gloo:")]
-    found: dict[str, list[Named]] = {"mark": [], "compute": [], "communication": [], "message": []}
+    found: dict[str, list[NamedSpan]] = {
+        "mark": [],
+        "compute": [],
+        "communication": [],
+        "message": [],
+    }
     for event in whole:
-        kind, name = of_device(event)
+        kind, name = kind_of(event)
         if kind in found:
             start_s = event["ts"] / 1e6
-            found[kind].append(Named(name, start_s, start_s + event["dur"] / 1e6))
+            found[kind].append(NamedSpan(name, start_s, start_s + event["dur"] / 1e6))
     if not piped:
         found["communication"] += found.pop("message")
     return Trace(
@@ -178,9 +183,9 @@ def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> 
     )
 
 
-def _of_gpu(event: dict[str, Any]) -> tuple[str, str]:
-    """(kind, name) of what runs on the device. NCCL's all-to-all and its messages are kernels of
-    one name; what they are for stands beside it."""
+def _gpu_kind(event: dict[str, Any]) -> tuple[str, str]:
+    """Return (kind, name) of an event on the device. NCCL's all-to-all and its messages are
+    kernels of one name; their purpose is an argument of the event."""
     name, category = event["name"], event.get("cat")
     if category == "kernel" and "spin_kernel" in name:
         return "mark", ""
@@ -192,7 +197,7 @@ def _of_gpu(event: dict[str, Any]) -> tuple[str, str]:
     return ("compute" if category in ("kernel", "gpu_memset") or copies else ""), name
 
 
-def _of_cpu(event: dict[str, Any]) -> tuple[str, str]:
+def _cpu_kind(event: dict[str, Any]) -> tuple[str, str]:
     name = event["name"]
     if name == MARK:
         return "mark", ""
@@ -203,15 +208,15 @@ def _of_cpu(event: dict[str, Any]) -> tuple[str, str]:
     return ("compute" if computes else ""), name
 
 
-def _carried(seen: Trace, marked: Marked) -> Trace:
-    """The trace in the seconds of the step that was not profiled."""
+def _rescaled(seen: Trace, marked: Marked) -> Trace:
+    """Return the trace in the seconds of the step that was not profiled."""
 
     def moved(times: list[float]) -> list[float]:
         return [float(t) for t in np.interp(times, seen.marks, marked.starts)]
 
-    def named(spans: list[Named]) -> list[Named]:
+    def named(spans: list[NamedSpan]) -> list[NamedSpan]:
         starts, ends = moved([s.start_s for s in spans]), moved([s.end_s for s in spans])
-        found = [Named(s.name, a, b) for s, a, b in zip(spans, starts, ends, strict=True)]
+        found = [NamedSpan(s.name, a, b) for s, a, b in zip(spans, starts, ends, strict=True)]
         return [span for span in found if span.end_s > span.start_s]
 
     starts, ends = moved([a for a, _ in seen.compute]), moved([b for _, b in seen.compute])
@@ -232,7 +237,7 @@ def attributed(
     latest: Mapping[str, float],
     piped: bool,
 ) -> RankPhases:
-    """The seconds of one rank. ``latest``: when the last rank comes to each of ``MEETINGS``."""
+    """Divide one rank's seconds. ``latest``: when the last rank comes to each of ``MEETINGS``."""
     times = dict.fromkeys(ADDENDS, 0.0)
     communicates = union((start, end) for _, start, end in trace.communication)
     alone = without(communicates, trace.compute)
@@ -249,17 +254,12 @@ def attributed(
         times[phase] += end - start - before_s - behind_s
     times["bubble_s" if piped else "other_s"] += step_s - marked.starts[-1]
     times["other_s"] += marked.starts[0]
-    return RankPhases(
-        rank=rank, communication_s=within_s(communicates, 0.0, step_s), **_positive(times)
-    )
-
-
-def _positive(times: dict[str, float]) -> dict[str, float]:
-    return {name: max(0.0, seconds) for name, seconds in times.items()}  # rounding
+    times = {name: max(0.0, seconds) for name, seconds in times.items()}  # rounding
+    return RankPhases(rank=rank, communication_s=within_s(communicates, 0.0, step_s), **times)
 
 
 def _spans(rank: int, marked: Marked, trace: Trace) -> list[Span]:
-    """The spans of a rank's work, without its waits."""
+    """List the spans of a rank's work, without its waits."""
     streams = {
         "compute": [s for s in marked.stretches() if s.name != "wait" and s.end_s > s.start_s],
         "communication": trace.communication,

@@ -1,5 +1,5 @@
-"""One training step of a laid-out model: microbatches, clipping, optimizer. Nothing waits for the
-device.
+"""Run one training step of a laid-out model: microbatches, clipping, optimizer. Nothing waits for
+the device.
 
 Microbatch m of a step is rows m * microbatch_rows on of the global batch, cut evenly over dp, and
 each sequence over cp. The loss of each is divided by their number, so gradients are means over the
@@ -22,18 +22,18 @@ from meshwise.attention import shards
 from meshwise.attention.dense import ring_attention
 from meshwise.engine import data, optimizer
 from meshwise.models import placement
-from meshwise.nn import Stage, build
+from meshwise.nn import ModelStage, build
 from meshwise.nn.experts import MoE
 from meshwise.nn.stage import Attend, causal, cross_entropy
 from meshwise.parallel import apply, pipeline
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.parallel.pipeline import Pipeline
 from meshwise.spec import AnyModel, Layout, Plan, Recipe
 
 
 @dataclass(frozen=True)
-class Training:
-    """A rank's stages with their optimizer and its batches on the device."""
+class TrainingState:
+    """A rank's stages with their optimizer, and its batches on the device."""
 
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
@@ -54,15 +54,15 @@ class Training:
         return [parameter for stage in stages for parameter in stage.module.parameters()]
 
     def tensors(self) -> list[Tensor]:
-        """Everything on the device between two steps."""
+        """Return everything on the device between two steps."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         kept = [value for value in states if isinstance(value, Tensor)]
         return [*self.parameters(), *kept, self.inputs, self.targets]
 
 
 def rows(layout: Layout, rank: int) -> npt.NDArray[np.int64]:
-    """The rows of the global batch that a rank computes, microbatch by microbatch; the ranks of a
-    tp and of a cp group share them."""
+    """Return the rows of the global batch that a rank computes, microbatch by microbatch; the
+    ranks of a tp and of a cp group share them."""
     pipeline_rank = layout.pipeline_rank_of(rank)
     inside, first = layout.of_rank(pipeline_rank), layout.devices_of(pipeline_rank).start
     share = (rank - first) // (inside.tp * inside.cp) * inside.microbatch_size
@@ -73,18 +73,18 @@ def rows(layout: Layout, rank: int) -> npt.NDArray[np.int64]:
 
 def prepare(
     plan: Plan,
-    place: Place,
+    place: MeshPlace,
     batches: data.Batches,
     device: torch.device,
     *,
     dtype: str,
     seed: int,
-) -> Training:
+) -> TrainingState:
     """Build a rank's share of the plan's model for its rows of the batches."""
     inside = place.layout
     shares = 1 if inside.placed.experts == "whole" else inside.tp
 
-    def lay_out(module: Stage, place: Place) -> Stage:
+    def lay_out(module: ModelStage, place: MeshPlace) -> ModelStage:
         module = apply.parallelize(
             module, place, dtype=dtype, lowering=plan.lowering, recipe=plan.recipe, seed=seed
         )
@@ -100,20 +100,20 @@ def prepare(
 
 def built_stages(
     plan: Plan,
-    place: Place,
+    place: MeshPlace,
     batches: data.Batches,
     device: torch.device,
     dtype: torch.dtype,
-    lay_out: Callable[[Stage, Place], Stage],
+    lay_out: Callable[[ModelStage, MeshPlace], ModelStage],
     *,
     forward_only: bool = False,
 ) -> tuple[Pipeline, data.Batches]:
-    """A rank's stages, each laid out by ``lay_out``, and its tokens of the batches."""
+    """Build a rank's stages, laid out by ``lay_out``; return them and its tokens of the batches."""
     layout = plan.layout
     placement.check(plan.model, plan.workload, place.layout)
     at, attend = positions(plan, place), attention(plan, place)
 
-    def make(number: int, layers: range) -> Stage:
+    def make(number: int, layers: range) -> ModelStage:
         inside = place._replace(layout=layout.of_stage(number))
         module = lay_out(on_meta(plan.model, layers, plan.recipe, attend), inside)
         if at is not None:
@@ -124,16 +124,14 @@ def built_stages(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
     )
     row = [x for x in table[place.pipeline_rank] if x.kind == "F" or not forward_only]
-    built = pipeline.build(
-        place, layout, plan.model, plan.workload, tuple(row), make, dtype=dtype, device=device
-    )
+    built = pipeline.build(plan, place, tuple(row), make, dtype=dtype, device=device)
     return built, batches if at is None else batches.at(at)
 
 
 def prepare_alone(
     plan: Plan, batches: data.Batches, device: torch.device, *, seed: int
-) -> Training:
-    """The same model and workload in fp32 on one device, in plain torch."""
+) -> TrainingState:
+    """Build the same model and workload in fp32 on one device, in plain torch."""
     model = on_meta(plan.model, None, plan.recipe, causal).to_empty(device=device)
     model.tie()
     model.init_weights(seed)
@@ -144,9 +142,9 @@ def prepare_alone(
     return _training(built, cross_entropy, batches, plan.recipe, alone=True)
 
 
-def positions(plan: Plan, place: Place) -> npt.NDArray[np.int64] | None:
-    """The positions of this rank's tokens in their sequences, if ranks share those. The first and
-    the last chunk together make causal work equal."""
+def positions(plan: Plan, place: MeshPlace) -> npt.NDArray[np.int64] | None:
+    """Return the positions of this rank's tokens in their sequences, if ranks share those. The
+    first and the last chunk together make causal work equal."""
     if place.context is None:
         return None
     return shards.positions(_shards(plan), torch.distributed.get_rank(place.context))
@@ -156,8 +154,8 @@ def _shards(plan: Plan) -> shards.Shards:
     return shards.balanced(plan.workload.seq_len, plan.layout.cp)
 
 
-def attention(plan: Plan, place: Place) -> Attend:
-    """Causal attention, of sequences that the ranks of a context group share if there is one."""
+def attention(plan: Plan, place: MeshPlace) -> Attend:
+    """Return causal attention, over sequences that the ranks of a context group share, if any."""
     if place.context is None:
         return causal
     attend = partial(ring_attention, group=place.context, causal=True, shards=_shards(plan))
@@ -171,13 +169,13 @@ def attention(plan: Plan, place: Place) -> Attend:
     return alike
 
 
-def on_meta(model: AnyModel, layers: range | None, recipe: Recipe, attend: Attend) -> Stage:
-    """The module of a model, or of a stage of it, without memory."""
+def on_meta(model: AnyModel, layers: range | None, recipe: Recipe, attend: Attend) -> ModelStage:
+    """Build the module of a model, or of a stage of it, without memory."""
     with torch.device("meta"):
         return build(model, layers, attend=attend, routing=recipe.routing)
 
 
-def balance(module: Stage, scale: float) -> None:
+def balance(module: ModelStage, scale: float) -> None:
     """Add the experts' load balancing losses, times ``scale``, to the loss of a microbatch."""
     for part in module.modules():
         if isinstance(part, MoE):
@@ -191,9 +189,9 @@ def _training(
     recipe: Recipe,
     *,
     alone: bool,
-) -> Training:
+) -> TrainingState:
     stages = built.stages.values()
-    return Training(
+    return TrainingState(
         pipeline=built,
         optimizer=optimizer.build(recipe, (p for s in stages for p in s.module.parameters())),
         loss=loss_function,
@@ -209,10 +207,10 @@ def _on(device: torch.device, values: npt.NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 
-def run(training: Training, index: int, mark: pipeline.Mark = pipeline.unmarked) -> Tensor:
-    """One optimizer step on batch ``index``; this rank's mean loss, on the device (0 where the
-    last stage is not). ``mark`` is told what begins, as ``pipeline.run`` says, then ``clip``,
-    ``optimizer`` and ``end``.
+def run(training: TrainingState, index: int, mark: pipeline.Mark = pipeline.unmarked) -> Tensor:
+    """Run one optimizer step on batch ``index``; return this rank's mean loss, on the device (0
+    where the last stage is not). ``mark`` is told what begins, as ``pipeline.run`` says, then
+    ``clip``, ``optimizer`` and ``end``.
 
     ``training.norm`` is nan on all ranks if the loss of any is not finite. It goes with the sum of
     the gradients' squares; without clipping it is summed while the optimizer works.

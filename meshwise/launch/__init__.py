@@ -1,23 +1,22 @@
-"""Starting a job: a target function on every rank.
+"""Start a job: call a target function on every rank.
 
 ``run("meshwise.probe.sweep:measure_ranks", request, nproc=4)`` starts the ranks itself or, in a
 process that torchrun or srun started, joins the others. Each rank calls ``target(ranks, request)``
 with the request as JSON. Results are files; nothing comes back but ``RanksFailed``.
 
-Ranks import this module before they can be told that their parent is gone: it imports nothing
-heavy.
+Ranks import this module before they watch for their parent's end, so it imports nothing heavy.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from meshwise.patience import USUAL, Patience
 
 if TYPE_CHECKING:
-    from meshwise.launch.errand import Errand
+    from meshwise.launch.order import WorkOrder
     from meshwise.spec import Record
 
-__all__ = ["Joined", "Local", "Place", "RanksFailed", "run", "start"]
+__all__ = ["RanksFailed", "run", "start"]
 
 
 class RanksFailed(RuntimeError):
@@ -34,23 +33,6 @@ class RanksFailed(RuntimeError):
         return any(words in str(self) for words in ("had not arrived", "had stopped"))
 
 
-class Local(NamedTuple):
-    """Ranks on this host, which this process starts."""
-
-    nproc: int
-
-
-class Joined(NamedTuple):
-    """A launcher, torchrun or srun, started this process as one of ``world_size`` ranks, all of
-    them ``on_one_host`` or not."""
-
-    world_size: int
-    on_one_host: bool
-
-
-Place = Local | Joined
-
-
 def run(
     target: str,
     request: "Record",
@@ -64,58 +46,46 @@ def run(
 
     ``threads`` is each rank's OMP_NUM_THREADS, by default what the environment says, else an
     equal share of the cores. ``patience`` is how long ranks wait for each other. ``environment`` is
-    set in each rank, with its number for ``{rank}``; not where a launcher started the ranks.
+    set in each rank, with its number for ``{rank}``. Where a launcher started the ranks, it must be
+    empty.
     """
     import msgspec
 
-    from meshwise import provenance
-    from meshwise.launch.errand import Errand
+    from meshwise import launcher, provenance
+    from meshwise.launch.order import WorkOrder
 
-    place = _place(nproc)
-    errand = Errand(
+    if launcher.world_size(nproc) is None and nproc < 1:
+        raise ValueError(f"nproc = {nproc}: must be >= 1")
+    order = WorkOrder(
         target=target,
         request=msgspec.Raw(msgspec.json.encode(request)),
         threads=threads or provenance.threads_per_rank(nproc),
         patience=patience,
         environment=dict(environment or {}),
     )
-    start(errand, place)
+    start(order, nproc)
 
 
-def _place(nproc: int) -> Place:
-    from meshwise import ranks
+def start(order: "WorkOrder", nproc: int) -> None:
+    """Carry out the order on all ranks, to its end: here, or as one of a launcher's ranks."""
+    from meshwise import launcher
 
-    found = ranks.environment()
-    if found is None:
-        if nproc < 1:
-            raise ValueError(f"nproc = {nproc}: must be >= 1")
-        return Local(nproc)
-    if nproc != found["world_size"]:
-        raise ValueError(
-            f"nproc = {nproc}, but the launcher started {found['world_size']} ranks; "
-            "leave nproc out or make them equal"
-        )
-    return Joined(nproc, ranks.on_one_host(found))
-
-
-def start(errand: "Errand", place: Place) -> None:
-    """Run the errand on all ranks of ``place`` to its end."""
-    if isinstance(place, Local):
+    place = launcher.environment()
+    if place is None:
         from meshwise.launch import local
 
-        local.start(errand, place.nproc)
+        local.start(order, nproc)
         return
     import os
 
     from meshwise import ranks
     from meshwise.launch import cache, scratch
-    from meshwise.launch.errand import find, serve
+    from meshwise.launch.order import find, serve
 
-    if errand.environment:
+    if order.environment:
         raise ValueError("a launcher started the ranks: set their environment there")
     with scratch.folder() as folder:
         os.environ.update(cache.variables(folder))
-        if place.on_one_host:
+        if launcher.on_one_host(place):
             os.environ.update({name: os.environ.get(name, v) for name, v in ranks.LOOPBACK.items()})
-        request = bytes(errand.request)
-        serve(find(errand.target), request, errand.patience)
+        serve(find(order.target), bytes(order.request), order.patience)

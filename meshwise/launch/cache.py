@@ -21,16 +21,16 @@ log = logging.getLogger("meshwise")
 
 @functools.cache
 def use() -> None:
-    """Have this process keep its compiled code there, from now to its end."""
+    """Make this process keep its compiled code there, from now to its end."""
     held = contextlib.ExitStack()
     atexit.register(held.close)
     os.environ.update(variables(held.enter_context(scratch.folder())))
 
 
 def variables(spare: Path) -> dict[str, str]:
-    """Environment variables for a process that compiles. Folders that the user named stay, if
-    nobody can write into them but the user and perhaps a group of the user's choice. ``spare``
-    is used where a home cannot be written."""
+    """Return environment variables for a process that compiles. Folders that the user named
+    stay, if nobody can write into them but the user and perhaps a group of the user's choice.
+    ``spare`` is used where a home cannot be written."""
     return {
         name: _folder(name, own, spare)
         for name, own in ((INDUCTOR, "inductor"), (TRITON, "triton"))
@@ -56,8 +56,7 @@ def _folder(name: str, own: str, spare: Path) -> str:
 
 
 def _check(folder: Path, others: int) -> None:
-    """ValueError if anybody else owns the folder, has one of the rights ``others`` to it, or may
-    put another in its place."""
+    """Refuse a folder that others own, have one of the rights ``others`` to, or may replace."""
     _refuse(folder, folder.lstat(), {os.geteuid()}, others)
     for parent in folder.resolve().parents:
         status = parent.stat()

@@ -1,7 +1,7 @@
 """Keep how each rank ended: a small file per rank while it lives, one sentence when it died.
 
-``Fate`` is what a rank writes beside its request: its case, and the error that ended it.
-It outlives the rank, so the launcher can say what a killed rank was doing.
+A rank writes its ``Fate`` beside its order: its case, and the error that ended it. The file
+outlives the rank, so the launcher can say what a killed rank was doing.
 """
 
 import re
@@ -21,7 +21,7 @@ _COLLATERAL = r"had not arrived|timed out|timeout|closed by peer|reset by peer|b
 
 
 class Fate(Record, kw_only=True):
-    """The last words of a rank."""
+    """A rank's last report."""
 
     rank: int
     state: Literal["running", "done", "failed"] = "running"
@@ -42,24 +42,25 @@ def write(folder: Path, fate: Fate) -> None:
 
 
 def read(folder: Path) -> dict[int, Fate]:
-    """The fates of all ranks that got as far as writing one."""
+    """Return the fates of all ranks that got as far as writing one."""
     paths = folder.glob("rank-*.json")
     fates = [msgspec.json.decode(path.read_bytes(), type=Fate) for path in paths]
     return {fate.rank: fate for fate in sorted(fates, key=lambda fate: fate.rank)}
 
 
 def finished(fates: Mapping[int, Fate]) -> set[int]:
-    """Ranks whose work is done; each only has to end."""
+    """Return the ranks whose work is done; each only has to end."""
     return {rank for rank, fate in fates.items() if fate.state == "done"}
 
 
 def explain(
     fates: Mapping[int, Fate], codes: Mapping[int, int], killed: Collection[int]
 ) -> RanksFailed:
-    """Say who died of what: an own error, else a death, else what the survivors said, else a stop.
+    """Say who died of what: an own error, else a death, else the survivors' error, else a stop.
 
-    ``codes`` as subprocess gives them (-9 is SIGKILL), in the order in which ranks ended; not of
-    those that the launcher told to end. ``killed``: that it ended because they did not answer.
+    ``codes`` as subprocess gives them (-9 is SIGKILL), in the order in which ranks ended, without
+    those that the launcher told to end. ``killed``: ranks that it killed because they did not
+    answer.
     """
     failed = sorted((f for f in fates.values() if f.state == "failed"), key=lambda f: f.time_s)
     own = [fate for fate in failed if not fate.collateral]
@@ -87,7 +88,7 @@ def _case(fates: Mapping[int, Fate], rank: int) -> str:
 
 
 def sentence(rank: int, what: str, case: str) -> str:
-    """``rank 2 died of SIGKILL during case gemm 4096x4096x4096``."""
+    """Return ``rank 2 died of SIGKILL during case gemm 4096x4096x4096``."""
     return f"rank {rank}{what} " + (f"during case {case}" if case else "before its first case")
 
 

@@ -1,4 +1,5 @@
-"""Kills what ranks started, compilers say, when the process that started the ranks was killed.
+"""Kill the compilers and whatever else ranks started when the process that started the ranks is
+killed.
 
 The kernel kills the ranks themselves (``worker``), but nobody else of their process groups. This
 file runs as a program of its own, apart from the package: it reads process groups from standard

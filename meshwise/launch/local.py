@@ -1,7 +1,7 @@
 """Ranks on this host: start them, watch them, end them all.
 
-In: an errand and a number of ranks. Out: nothing, or ``RanksFailed``. Nobody but this host's users
-can reach what they listen on: the store, which this process holds, gloo and NCCL use the loopback
+In: an order and a number of ranks. Out: nothing, or ``RanksFailed``. Only this host's users can
+reach what ranks listen on: the store, which this process holds, gloo and NCCL use the loopback
 interface. The thread that starts ranks waits for them, since the kernel kills them when it ends.
 """
 
@@ -20,22 +20,22 @@ import msgspec
 
 from meshwise import files, signals
 from meshwise.launch import RanksFailed, cache, failures, keeper, scratch
-from meshwise.launch.errand import Errand
+from meshwise.launch.order import WorkOrder
 from meshwise.patience import turns
 
 log = logging.getLogger("meshwise")
 
-_ENDING_S = 3.0  # for a rank with a core of its own to end that was told to
+_ENDING_S = 3.0  # for a rank with a core of its own to end when it is told to
 _DYING_S = 60.0  # for the kernel to end one: a driver may take long to give its memory back
 _POLL_S = 0.05
 _WORKER = ("-m", "meshwise.launch.worker")
 _ENDED = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
 
 
-def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
-    """Run the errand on ``nproc`` ranks to its end. Signals end them and act as usual afterwards.
+def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
+    """Carry out the order on ``nproc`` ranks. Signals end the ranks and act as usual afterwards.
 
-    ``worker`` are the arguments to Python that start one rank, before the request's path and our
+    ``worker`` are the arguments to Python that start one rank, before the order's path and our
     process id.
     """
     from meshwise import ranks  # torch, which takes seconds: signals are not held up by it
@@ -43,36 +43,36 @@ def start(errand: Errand, nproc: int, *, worker: Sequence[str] = ()) -> None:
     if elsewhere := [n for n in ranks.LOOPBACK if os.environ.get(n, "lo").lstrip("=") != "lo"]:
         said = ", ".join(f"{name}={os.environ[name]}" for name in elsewhere)
         log.warning("%s: who reaches this interface reaches the ranks; unset it for lo", said)
-    job = _Job()
+    running = _Processes()
     with signals.held() as held, scratch.folder() as folder, _keeper() as groups:
-        request = folder / "request.json"
-        files.write_whole(request, msgspec.json.encode(errand), sync=False)
+        path = folder / "order.json"
+        files.write_whole(path, msgspec.json.encode(order), sync=False)
         # torch's symmetric memory opens sockets in it, by names that others can tell beforehand
         store, kept = ranks.hold_store(), cache.variables(folder) | {"TMPDIR": str(folder)}
-        command = [sys.executable, *(worker or _worker()), str(request), str(os.getpid())]
+        command = [sys.executable, *(worker or _worker()), str(path), str(os.getpid())]
         try:
             for rank in range(nproc):
                 with signals.blocked():  # the worker lets them in when they end it at once
                     started = subprocess.Popen(
                         command,
-                        env=os.environ | kept | variables(errand, rank, nproc, store.port),
+                        env=os.environ | kept | variables(order, rank, nproc, store.port),
                         stdin=subprocess.DEVNULL,
-                        start_new_session=True,  # Ctrl-C is for us; a group for all that it starts
+                        start_new_session=True,  # Ctrl-C is for us; children join its group
                     )
-                job.processes.append(started)
-                with contextlib.suppress(BrokenPipeError):  # who ended it wants no such help
+                running.processes.append(started)
+                with contextlib.suppress(BrokenPipeError):  # somebody ended the keeper
                     groups.write(b"%d\n" % started.pid)
-            failed = job.wait(folder, errand.patience.limits(nproc)[0], held)
+            failed = running.wait(folder, order.patience.limits(nproc)[0], held)
         finally:
-            job.end()
+            running.end()
         if failed:
-            raise failures.explain(failures.read(folder), job.codes, job.killed)
+            raise failures.explain(failures.read(folder), running.codes, running.killed)
         if held.number is not None:
-            raise RanksFailed(f"the ranks were {signals.told(held.number)}")
+            raise RanksFailed(f"the ranks were {signals.describe(held.number)}")
 
 
-def variables(errand: Errand, rank: int, nproc: int, port: int) -> dict[str, str]:
-    """A rank's environment beyond ours. ``usual`` is left to the user, who may have set it."""
+def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, str]:
+    """Return a rank's environment beyond ours. The user may have set the variables in ``usual``."""
     from meshwise import ranks
 
     usual = {
@@ -89,23 +89,24 @@ def variables(errand: Errand, rank: int, nproc: int, port: int) -> dict[str, str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "OMP_NUM_THREADS": errand.threads,
+        "OMP_NUM_THREADS": order.threads,
     }
     return {
         **{name: os.environ.get(name, value) for name, value in usual.items()},
         **{name: str(value) for name, value in place.items()},
-        **{name: text.replace("{rank}", str(rank)) for name, text in errand.environment.items()},
+        **{name: text.replace("{rank}", str(rank)) for name, text in order.environment.items()},
     }
 
 
 def _worker() -> tuple[str, ...]:
-    """A rank imports from the working directory, which may be shared, only if we do."""
+    """Return the arguments that start a rank. It imports from the working directory, which may
+    be shared, only if we do."""
     return _WORKER if {"", os.getcwd()} & {*sys.path} else ("-P", *_WORKER)
 
 
 @contextlib.contextmanager
 def _keeper() -> Iterator[IO[bytes]]:
-    """Where to write the process groups that shall not outlive this process."""
+    """Start the keeper; yield the file for process groups that shall not outlive this process."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", keeper.__file__],
         stdin=subprocess.PIPE,
@@ -123,8 +124,8 @@ def _keeper() -> Iterator[IO[bytes]]:
         process.stdin.close()
 
 
-class _Job:
-    """The ranks' processes. ``codes``: how those ended that were not told to, first to last, as
+class _Processes:
+    """The ranks' processes. ``codes``: how ranks ended that were not told to, first to last, as
     subprocess gives them (-9 is SIGKILL). ``killed``: those that did not answer."""
 
     def __init__(self) -> None:
@@ -132,11 +133,12 @@ class _Job:
         self.codes: dict[int, int] = {}
         self.killed: set[int] = set()
 
-    def wait(self, folder: Path, timeout_s: float, held: signals.Held) -> bool:
+    def wait(self, folder: Path, timeout_s: float, held: signals.HeldSignals) -> bool:
         """Wait until all are done, or a signal came; True as soon as one has ended otherwise.
 
-        One that stays stopped is killed: others notice it in most collectives, but NCCL waits for
-        it without end while it sets up a connection. So is one that is done and does not end.
+        A rank that stays stopped is killed: others notice it in most collectives, but NCCL waits
+        for it without end while it sets up a connection. A rank that is done and does not end is
+        killed too.
         """
         seen_s = dict.fromkeys(range(len(self.processes)), time.monotonic())
         while held.number is None and len(self.codes) < len(self.processes):
@@ -181,7 +183,7 @@ class _Job:
 
 
 def _state(process: subprocess.Popen[bytes]) -> int | None:
-    """One of ``_ENDED``, or stopped; None while it runs. It stays to be reaped."""
+    """Return one of ``_ENDED``, or stopped; None while it runs. It stays to be reaped."""
     asked = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
     try:
         found = os.waitid(os.P_PID, process.pid, asked)
@@ -191,7 +193,7 @@ def _state(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _reaped(process: subprocess.Popen[bytes]) -> int:
-    """The exit code. What else is in its group ends as well, while nobody can have its number."""
+    """Return the exit code. End the rest of its group too, while nobody can have its number."""
     _signal(process, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(_DYING_S)

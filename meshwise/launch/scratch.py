@@ -1,11 +1,10 @@
 """Temporary folders that do not outlive their process.
 
-Each holds a locked file. The kernel lets go of the lock when the process ends, however it ends, so
-a folder whose lock is free belongs to nobody: whoever makes the next one removes it.
+Each holds a locked file. The kernel releases the lock when the process ends, however it ends, so a
+folder whose lock is free belongs to nobody: whoever makes the next one removes it.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import stat
@@ -13,12 +12,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshwise import files
+
 PREFIX, LOCK = "meshwise-", "in-use"
 
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """An empty folder (but for its lock) of mode 0700, gone when the body ends."""
+    """Make a folder of mode 0700, empty but for its lock; it is gone when the body ends."""
     sweep()
     made, lock = _made()
     try:
@@ -29,9 +30,9 @@ def folder() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Remove this user's folders whose processes have ended. One without a lock is being made, or
-    its maker died amid that: it goes if it is empty, and a maker that lives makes another. Folders
-    of the user's making have another mode."""
+    """Remove this user's folders whose processes have ended. A folder without a lock file is being
+    made, or its maker died amid that: it goes if it is empty, and a maker that lives makes another.
+    Folders that the user made have another mode."""
     for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = found.lstat()
@@ -39,32 +40,21 @@ def sweep() -> None:
             if not ours or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 continue
             try:
-                lock = _locked(found, os.O_RDWR)
+                lock, is_held = files.lock(found / LOCK, create=False)
             except FileNotFoundError:
                 found.rmdir()
                 continue
-            shutil.rmtree(found, ignore_errors=True)
+            if is_held:
+                shutil.rmtree(found, ignore_errors=True)
             os.close(lock)
 
 
 def _made() -> tuple[Path, int]:
+    """Make a folder and its lock, which the file system may grant or not have."""
     while True:
         made = Path(tempfile.mkdtemp(prefix=PREFIX))
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # swept before it was locked
-            lock = _locked(made, os.O_RDWR | os.O_CREAT)
+            lock, _ = files.lock(made / LOCK, mode=0o600)
             if (made / LOCK).exists():
                 return made, lock
             os.close(lock)
-
-
-def _locked(path: Path, flags: int) -> int:
-    """The folder's lock, held; BlockingIOError if another process holds it."""
-    lock = os.open(path / LOCK, flags | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if flags & os.O_CREAT and not isinstance(error, BlockingIOError):
-            return lock  # a file system without locks: nobody else gets one either
-        os.close(lock)
-        raise
-    return lock

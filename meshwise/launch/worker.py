@@ -1,7 +1,7 @@
-"""One rank's process: ``python -m meshwise.launch.worker REQUEST.json PARENT``.
+"""One rank's process: ``python -m meshwise.launch.worker ORDER.json PARENT``.
 
-The kernel kills it when the thread that started it ends: that is asked for before anything heavy
-is imported. A parent that died earlier is no longer the parent. Standard output belongs to the
+The kernel kills it when the thread that started it ends: that is asked for before anything heavy is
+imported. A parent that died earlier is no longer the parent. Standard output belongs to the
 parent's documents, so a rank's goes to standard error.
 """
 
@@ -15,12 +15,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(request: str, parent: str, package: str = "meshwise") -> None:
-    """Do what the request says, if the process ``parent`` still waits for it."""
+    """Carry out the order, if the process ``parent`` still waits for it."""
     end_with(int(parent))
     os.dup2(2, 1)
-    from meshwise.launch import errand
+    from meshwise.launch import order
 
-    errand.run(Path(request), package)
+    order.run(Path(request), package)
 
 
 def end_with(parent: int) -> None:

@@ -2,12 +2,12 @@
 
 from meshwise.nn.gpt import GPT
 from meshwise.nn.llama import Llama
-from meshwise.nn.stage import Attend, Stage, causal
-from meshwise.nn.wide_resnet import WideResNet
+from meshwise.nn.stage import Attend, ModelStage, causal
+from meshwise.nn.wide_resnet import WideResNetModule
 from meshwise.spec import AnyModel, Decoder, Model
 from meshwise.spec.recipe import Routing
 
-__all__ = ["GPT", "Llama", "Stage", "WideResNet", "build"]
+__all__ = ["GPT", "Llama", "ModelStage", "WideResNetModule", "build"]
 
 
 def build(
@@ -16,8 +16,8 @@ def build(
     *,
     attend: Attend = causal,
     routing: Routing = "learned",
-) -> Stage:
-    """The module of a model, or of a stage of it. Build it under ``torch.device("meta")``.
+) -> ModelStage:
+    """Build the module of a model, or of a stage of it, under ``torch.device("meta")``.
 
     ``attend``: how heads attend, ``routing``: how experts are chosen, where there are any.
     """
@@ -25,4 +25,4 @@ def build(
         return GPT(model, layers, attend=attend, routing=routing)
     if isinstance(model, Decoder):
         return Llama(model, layers, attend=attend, routing=routing)
-    return WideResNet(model, layers)
+    return WideResNetModule(model, layers)

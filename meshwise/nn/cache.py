@@ -1,12 +1,12 @@
 """Attention of new tokens over all tokens so far, whose keys and values are kept.
 
-In: q [b,s,heads,dim], k and v [b,s,kv_heads,dim] of the new tokens, the positions of which ``Now``
-says. Out: like q: softmax(q k^T / sqrt(dim)) v over the tokens at the same or earlier positions, of
-which a ``window`` leaves the last. A ``Cache`` stands where a model has ``causal``
+In: q [b,s,heads,dim], k and v [b,s,kv_heads,dim] of the new tokens, whose positions are in ``Now``.
+Out: like q: softmax(q k^T / sqrt(dim)) v over the tokens at the same or earlier positions; a
+``window`` leaves the last of them. A ``Cache`` stands where a model has ``causal``
 (``stage.Attend``).
 
 Shapes are the same for every token, so that a CUDA graph or compiled code can hold a step: the
-cache is read up to a length that the host chose, and what lies behind the position is masked by
+cache is read up to a length that the host chose, and keys after the position are masked by
 comparing with a tensor. Query heads that share a key head are rows of one product, so keys and
 values are read once, and not copied for every query head.
 """
@@ -40,8 +40,8 @@ AttendOne = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 class Cache:
     """Attends in one layer. ``k`` and ``v``: [groups, b, most tokens, kv_heads, dim], of batches
-    that take turns. ``one``: what attends for one token, if there is something better. All tokens
-    are kept, also those that a ``window`` has left behind."""
+    that take turns. ``one``: a better kernel for one token, if there is one. All tokens are
+    kept, also those that a ``window`` has left behind."""
 
     def __init__(
         self, now: Now, k: Tensor, v: Tensor, one: AttendOne | None = None,
@@ -52,7 +52,8 @@ class Cache:
         self.turn_to(0)
 
     def turn_to(self, group: int) -> None:
-        """Tensors, not a number: compiled code would be made for each number."""
+        """Attend for a batch from now on. It is set as tensors: compiled code would be made for
+        each number."""
         self.keys, self.values = self.k[group], self.v[group]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,8 +69,8 @@ class Cache:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, window: int | None = None) -> Tensor:
-    """Queries at positions ``at`` [s] over keys at 0, 1, ...: those that are not later, of these
-    the last ``window``."""
+    """Attend with queries at positions ``at`` [s] to keys at 0, 1, ...: to those that are not
+    later, and only the last ``window`` of them."""
     kv_heads, sharing = k.shape[2], q.shape[2] // k.shape[2]
     split: Tensor = q.unflatten(2, (kv_heads, sharing))
     rows = split.permute(0, 2, 3, 1, 4).flatten(2, 3)

@@ -6,17 +6,18 @@ DeepSeek-V2) or a sigmoid of each, whose bias counts in the choice only (DeepSee
 
 Rows are sorted by expert and go through one grouped product a weight. Each group starts at a
 multiple of 8 rows, as grouped products on GPUs demand, and none is empty, whose gradient Blackwell
-leaves unwritten (pytorch/pytorch#172439); the rows between are zero, and what is left of the buffer
-belongs to the last group, so every shape is known without asking the device. None is dropped.
+leaves unwritten (pytorch/pytorch#172439). The rows between groups are zero, and the rest of the
+buffer belongs to the last group, so every shape is known without asking the device. No row is
+dropped.
 
-With a capacity, an expert has as many places of each group of tokens as any other: rows lie in a
-buffer [experts,places,hidden] and go through one batched product a weight. A token that finds no
-place gets nothing from that expert; the weights of the others are those that are made to add up
-(GShard: Lepikhin et al. 2021, algorithm 1, as Alpa's ``top2_gating`` has it).
+With a capacity, an expert has equally many places for each group of tokens: rows lie in a buffer
+[experts,places,hidden] and go through one batched product a weight. A token that finds no place
+gets nothing from that expert; the weights of the others are those that are made to add up (GShard:
+Lepikhin et al. 2021, algorithm 1, as Alpa's ``top2_gating`` has it).
 
-The load balancing loss of a layer (Fedus et al. 2022, eq. 4) is n * sum over experts of the share
-of choices that fell on it times its mean score. It is no result: ``Balance`` adds its gradient in
-backward. The shares are those of the whole global microbatch, ``count`` says how they are added.
+The load balancing loss of a layer (Fedus et al. 2022, eq. 4) is n * sum over experts of its share
+of the choices times its mean score. It is no result: ``Balance`` adds its gradient in backward. The
+shares are those of the whole global microbatch, ``count`` adds them up.
 """
 
 from collections.abc import Callable
@@ -27,31 +28,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn.initial import WEIGHT, ZEROS
-from meshwise.nn.stage import wide
+from meshwise.nn.stage import activate, identity, wide
 from meshwise.spec import EXPERT_ALIGNMENT as ALIGNMENT
 from meshwise.spec import Experts as Sizes
 from meshwise.spec.recipe import Routing
 
 
-class Exchange(Protocol):
+class TokenExchange(Protocol):
     """Moves rows, sorted by expert, to the ranks that hold the experts, and back."""
 
     def out(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """rows [n,hidden] of all experts with ``counts`` [experts] -> rows of this rank's experts,
-        sorted, their counts, and what ``back`` needs."""
+        """Send rows [n,hidden] of all experts with ``counts`` [experts]; return the rows of this
+        rank's experts, sorted, their counts, and what ``back`` needs."""
 
     def back(self, rows: Tensor, ticket: Any) -> Tensor:
-        """The rows as they were given, now what the experts made of them."""
+        """Send the experts' results back, in the order of the rows that were given."""
 
     def out_equal(self, rows: Tensor) -> Tensor:
-        """rows [experts,places,hidden] -> [this rank's experts,places of all ranks,hidden]."""
+        """Send rows [experts,places,hidden]; return [own experts,places of all ranks,hidden]."""
 
     def back_equal(self, rows: Tensor) -> Tensor:
-        """The way back."""
+        """Send such rows back."""
 
 
 class Here:
-    """All experts are on this rank."""
+    """Leaves all rows where they are: all experts are on this rank."""
 
     def out(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Any]:
         return rows, counts, None
@@ -66,9 +67,10 @@ class Here:
         return rows
 
 
-class Chosen(NamedTuple):
-    """``experts`` [tokens,top_k] and ``weights`` of the same shape; ``mean`` [experts]: the mean
-    score of each. ``places``: of ``placed``, where experts have a capacity."""
+class Routed(NamedTuple):
+    """The router's choice: ``experts`` [tokens,top_k] and ``weights`` of the same shape;
+    ``mean`` [experts]: the mean score of each. ``places``: those of ``placed``, where experts
+    have a capacity."""
 
     experts: Tensor
     weights: Tensor
@@ -91,7 +93,7 @@ class Balance(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Scores of every token for every expert, in fp32 at least, and the choice."""
+    """Scores every token for every expert, in fp32 at least, and chooses."""
 
     starts = {"weight": WEIGHT}
 
@@ -107,8 +109,8 @@ class Router(nn.Module):
             self.bias: Tensor
             self.bias.zero_()
 
-    def forward(self, x: Tensor, weight: Tensor) -> Chosen:
-        """x [tokens,hidden]; ``weight``: this module's, whole."""
+    def forward(self, x: Tensor, weight: Tensor) -> Routed:
+        """Route x [tokens,hidden]; ``weight``: this module's, whole."""
         sizes = self.sizes
         logits = F.linear(wide(x), wide(weight))
         scores = logits.sigmoid() if sizes.router_bias else logits.softmax(-1)
@@ -124,10 +126,10 @@ class Router(nn.Module):
         if sizes.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         shares = scores / scores.sum(-1, keepdim=True) if sizes.router_bias else scores
-        return Chosen(experts, weights * sizes.routed_scale, shares.mean(0), places)
+        return Routed(experts, weights * sizes.routed_scale, shares.mean(0), places)
 
     def in_groups(self, ranking: Tensor) -> Tensor:
-        """The same [tokens,experts], -inf outside of the best groups."""
+        """Return the ranking [tokens,experts], -inf outside of the best groups."""
         sizes = self.sizes
         if sizes.top_groups == sizes.groups:
             return ranking
@@ -140,7 +142,7 @@ class Router(nn.Module):
 
 
 def forced(tokens: int, sizes: Sizes, routing: Routing, device: torch.device) -> Tensor:
-    """[tokens,top_k] experts whatever the scores: in turn, or expert e as often as 1 / (e + 1)."""
+    """Choose [tokens,top_k] experts whatever the scores: in turn, or expert e as 1 / (e + 1)."""
     n, total = sizes.num_experts, tokens * sizes.top_k
     turn = torch.arange(total, device=device).view(tokens, sizes.top_k)
     if routing == "balanced":
@@ -151,8 +153,9 @@ def forced(tokens: int, sizes: Sizes, routing: Routing, device: torch.device) ->
 
 
 def placed(experts: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Where each copy of a token lies among the places [experts,groups,capacity], -1 where there is
-    none left, and which copy lies at each place, -1: none. First choices come before second ones.
+    """Place the copies of tokens. Return where each copy lies among the places
+    [experts,groups,capacity], -1 where none is left, and which copy lies at each place, -1: none.
+    First choices come before second ones.
 
     ``experts`` [tokens,top_k]; copies are numbered as its elements are.
     """
@@ -179,8 +182,8 @@ class FeedForwards(nn.Module):
     [experts,2,ffn,hidden], gate before up; ``down`` [experts,hidden,ffn]; biases where the model
     has them.
 
-    ``local``: a weight -> the part of it to compute with; ``added``: the last bias -> what to add
-    of it, where parts of a sum are added up.
+    ``local``: a weight -> the part of it to compute with; ``added``: the last bias -> this rank's
+    addend of it, where parts of a sum are added up.
     """
 
     starts = {"first": WEIGHT, "down": WEIGHT, "first_bias": ZEROS, "down_bias": ZEROS}
@@ -193,12 +196,12 @@ class FeedForwards(nn.Module):
         self.down = nn.Parameter(torch.empty(n, hidden, ffn))
         self.first_bias = nn.Parameter(torch.empty(n, halves, ffn)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(n, hidden)) if bias else None
-        self.local: Callable[[Tensor], Tensor] = same
-        self.added: Callable[[Tensor], Tensor] = same
+        self.local: Callable[[Tensor], Tensor] = identity
+        self.added: Callable[[Tensor], Tensor] = identity
 
     def forward(self, rows: Tensor, counts: Tensor | None) -> Tensor:
-        """rows [n,hidden], sorted by expert, ``counts`` [experts] of them -> [n,hidden]; without
-        counts [experts,places,hidden] -> the same."""
+        """Turn rows [n,hidden], sorted by expert, ``counts`` [experts] of them, into [n,hidden];
+        without counts [experts,places,hidden] into the same."""
         first, down = self.local(self.first).flatten(1, 2), self.local(self.down)
         first_bias = down_bias = None
         if self.first_bias is not None and self.down_bias is not None:
@@ -206,19 +209,15 @@ class FeedForwards(nn.Module):
             down_bias = self.added(self.down_bias)
         if counts is None:
             x = batched(rows, first, first_bias)
-            return batched(activate(x, self.gated), down, down_bias)
+            return batched(_activated(x, self.gated), down, down_bias)
         place, source, offsets = padded(counts, len(rows))
         x = move(rows, source, place)
         x = product(x, first, offsets, first_bias)
-        x = product(activate(x, self.gated), down, offsets, down_bias)
+        x = product(_activated(x, self.gated), down, offsets, down_bias)
         return move(x, place, source)
 
 
-def same(x: Tensor) -> Tensor:
-    return x
-
-
-class Move(torch.autograd.Function):
+class MoveRows(torch.autograd.Function):
     """Picks rows, forward and backward: scattered writes are many times slower on GPUs."""
 
     @staticmethod
@@ -239,13 +238,13 @@ class Move(torch.autograd.Function):
 
 
 def move(x: Tensor, there: Tensor, back: Tensor, copies: int = 1, *, lossy: bool = False) -> Tensor:
-    """Row i of the result is row ``there[i]`` of x, or 0 where that is -1. ``back``: where each row
-    of x went, ``copies`` places in a row. ``lossy``: some rows of x go nowhere."""
-    return Move.apply(x, there, back, copies, lossy)  # type: ignore[no-any-return,no-untyped-call]
+    """Move row ``there[i]`` of x to row i of the result, 0 where that is -1. ``back``: where
+    each row of x went, ``copies`` places in a row. ``lossy``: some rows of x go nowhere."""
+    return MoveRows.apply(x, there, back, copies, lossy)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _rows(x: Tensor, index: Tensor, some_absent: bool) -> Tensor:
-    """Rows of x, 0 where the index is -1."""
+    """Pick rows of x, 0 where the index is -1."""
     if not some_absent:
         return x.index_select(0, index)
     if not len(x):  # all experts of a rank without a token
@@ -255,8 +254,8 @@ def _rows(x: Tensor, index: Tensor, some_absent: bool) -> Tensor:
 
 
 def padded(counts: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each of n sorted rows goes in a buffer with room for any such groups, which row each of
-    the buffer's is (-1: none), and where each expert's group ends there."""
+    """Return where each of n sorted rows goes in a buffer with room for any such groups, which
+    row each of the buffer's is (-1: none), and where each expert's group ends there."""
     room = n + ALIGNMENT * len(counts)
     padded_counts = (counts.clamp(min=1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     ends, padded_ends = counts.cumsum(0), padded_counts.cumsum(0)
@@ -269,17 +268,17 @@ def padded(counts: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return place, source, offsets
 
 
-def activate(x: Tensor, gated: bool) -> Tensor:
-    """silu(gate) * up of x = [gate, up], or gelu."""
-    if not gated:
-        return F.gelu(x, approximate="tanh")
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+def _activated(x: Tensor, gated: bool) -> Tensor:
+    """Return silu(gate) * up for x = [gate, up], or gelu(x)."""
+    return activate(x.chunk(2, -1) if gated else (x,))
 
 
 def product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """x [n,k], the rows of group g ending at ``offsets`` [g], weight [groups,out,k] -> [n,out]."""
-    in_fp32 = x.device.type == "cpu" and not torch.compiler.is_compiling()  # which knows bf16 only
+    """Multiply x [n,k] by weight [groups,out,k] -> [n,out]; rows of group g end at ``offsets``
+    [g]."""
+    in_fp32 = (
+        x.device.type == "cpu" and not torch.compiler.is_compiling()
+    )  # there it knows bf16 only
     dtypes = (torch.bfloat16, *([torch.float32] if in_fp32 else []))
     aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
     if x.dtype in dtypes and aligned:
@@ -331,7 +330,7 @@ class SharedExpert(nn.Module):
         self.up = nn.Linear(hidden, sizes.shared_ffn, bias)
         self.down = nn.Linear(sizes.shared_ffn, hidden, bias)
         self.score = nn.Linear(hidden, 1, bias=False) if sizes.shared_gate else None
-        self.added: Callable[[Tensor], Tensor] = same
+        self.added: Callable[[Tensor], Tensor] = identity
 
     def forward(self, x: Tensor, local: Callable[[Tensor], Tensor]) -> Tensor:
         def product(linear: nn.Linear, x: Tensor, biased: Callable[..., Tensor] = local) -> Tensor:
@@ -340,16 +339,16 @@ class SharedExpert(nn.Module):
 
         up = product(self.up, x)
         first = torch.cat([product(self.gate, x), up], -1) if self.gate else up
-        y = product(self.down, activate(first, self.gate is not None), self.added)
+        y = product(self.down, _activated(first, self.gate is not None), self.added)
         return y if self.score is None else y * product(self.score, x).sigmoid()
 
 
 class MoE(nn.Module):
-    """The whole layer part: router, experts, shared expert.
+    """The whole part of a layer: router, experts, shared expert.
 
-    Set where ranks share the work: ``exchange``; ``count`` ([experts] of this rank's choices ->
-    of the global microbatch's); ``local`` as in ``FeedForwards``. ``balance_scale`` is the weight
-    of the load balancing loss in this rank's loss; 0 leaves it out.
+    Set where ranks share the work: ``exchange``; ``count`` ([experts] of this rank's choices -> of
+    the global microbatch's); ``local`` as in ``FeedForwards``. ``balance_scale`` is the weight of
+    the load balancing loss in this rank's loss; 0 leaves it out.
     """
 
     def __init__(
@@ -362,9 +361,9 @@ class MoE(nn.Module):
         self.shared = None
         if sizes.shared_ffn:
             self.shared = SharedExpert(hidden, sizes, gated=gated, bias=bias)
-        self.exchange: Exchange = Here()
-        self.count: Callable[[Tensor], Tensor] = same
-        self.local: Callable[[Tensor], Tensor] = same
+        self.exchange: TokenExchange = Here()
+        self.count: Callable[[Tensor], Tensor] = identity
+        self.local: Callable[[Tensor], Tensor] = identity
         self.balance_scale = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -375,8 +374,8 @@ class MoE(nn.Module):
             y = y + self.shared(tokens, self.local)
         return y.view_as(x)
 
-    def routed(self, x: Tensor, chosen: Chosen) -> Tensor:
-        """x [tokens,hidden] through the chosen experts."""
+    def routed(self, x: Tensor, chosen: Routed) -> Tensor:
+        """Send x [tokens,hidden] through the chosen experts."""
         n, top_k = self.sizes.num_experts, self.sizes.top_k
         flat, limited = chosen.experts.flatten(), chosen.places is not None
         counts = torch.zeros(n, dtype=torch.int64, device=x.device)
@@ -397,8 +396,8 @@ class MoE(nn.Module):
         picked = move(rows, place, order, lossy=limited).view(len(x), top_k, -1)
         return (picked * chosen.weights.to(x.dtype).unsqueeze(-1)).sum(1)
 
-    def balanced(self, x: Tensor, chosen: Chosen, counts: Tensor) -> Tensor:
-        """x, with the gradient of the load balancing loss tied to it."""
+    def balanced(self, x: Tensor, chosen: Routed, counts: Tensor) -> Tensor:
+        """Return x, with the gradient of the load balancing loss tied to it."""
         if not self.balance_scale or not torch.is_grad_enabled():
             return x
         total = self.count(counts).to(chosen.mean.dtype)

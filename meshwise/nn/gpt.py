@@ -1,8 +1,8 @@
-"""A GPT-2 style decoder in plain torch: what one device computes, and nothing about devices.
+"""A GPT-2 style decoder in plain torch: the computation of one device, and nothing about devices.
 
 In: tokens [batch, seq] of int64. Out: logits [batch, seq, vocab]. Pre-norm blocks after Radford et
-al. 2019 (GPT-2): x + attention(norm(x)), then
-x + mlp(norm(x)); learned positions, biases everywhere but in the tied head, GELU in its tanh form.
+al. 2019 (GPT-2): x + attention(norm(x)), then x + mlp(norm(x)); learned positions, biases
+everywhere but in the tied head, GELU in its tanh form.
 
 The rows of the fused qkv weight are ordered [heads, 3, head_dim], so that a split of them by tp
 leaves whole heads, each with its q, k and v, and ``SelfAttention`` runs unchanged on its share.
@@ -10,8 +10,8 @@ leaves whole heads, each with its q, k and v, and ``SelfAttention`` runs unchang
 A sequence may be shared by several ranks, each with some of its tokens: ``attend`` says how heads
 attend, ``GPT.at`` where this rank's tokens stand.
 
-Parameters: layers*(12*hidden^2 + 13*hidden) for ffn = 4*hidden, + vocab*hidden
-+ max_seq_len*hidden + 2*hidden.
+Parameters: layers*(12*hidden^2 + 13*hidden) for ffn = 4*hidden, + vocab*hidden + max_seq_len*hidden
++ 2*hidden.
 """
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
 from meshwise.nn.initial import WEIGHT
-from meshwise.nn.stage import Attend, Layer, Stage, causal
+from meshwise.nn.stage import Attend, Head, Layer, ModelStage, causal
 from meshwise.spec import Model
 from meshwise.spec.recipe import Routing
 
@@ -97,19 +97,7 @@ class Positions(nn.Module):
         return x + F.embedding(self.at, self.weight)
 
 
-class Head(nn.Module):
-    """The last norm and the projection to the vocabulary: x[b,s,hidden] -> logits[b,s,vocab]."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(model.hidden)
-        self.projection = nn.Linear(model.hidden, model.vocab, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.projection(self.norm(x))  # type: ignore[no-any-return]
-
-
-class GPT(Stage):
+class GPT(ModelStage):
     """The whole model, or a pipeline stage of it: the layers in ``layers``, with the embedding if
     they are the first and the head if they are the last.
 
@@ -134,11 +122,11 @@ class GPT(Stage):
             self.positions = Positions(model)
         self.layers = nn.ModuleDict({str(i): GPTLayer(model, i, attend, routing) for i in layers})
         if self.last:
-            self.head = Head(model)
+            self.head = Head(nn.LayerNorm(model.hidden), model.hidden, model.vocab)
         self.tie()
 
     def at(self, positions: Tensor) -> None:
-        """A stage without the embedding needs none."""
+        """Place tokens at ``positions``; a stage without the embedding needs none."""
         if not self.first:
             return
         most, rows = int(positions.max()) if len(positions) else 0, len(self.positions.weight)

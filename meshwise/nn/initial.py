@@ -1,4 +1,4 @@
-"""Every parameter's numbers at the start: drawn by what it is, and by its name.
+"""Initial values of every parameter: drawn by its kind and by its name.
 
 A module says in ``starts`` what its own parameters begin with; ``TORCH`` says it for torch's
 modules. A parameter that nobody speaks for is an error, never a guess from its shape.
@@ -33,12 +33,12 @@ TORCH: Mapping[type[nn.Module], Starts] = {
 
 
 def convolution(outputs: int, kernel: int) -> Start:
-    """normal(0, sqrt(2 / fan_out)) (He et al. 2015, eq. 14)."""
+    """Return normal(0, sqrt(2 / fan_out)) (He et al. 2015, eq. 14)."""
     return Start(0.0, sqrt(2 / (outputs * kernel**2)))
 
 
 def start(module: nn.Module, name: str) -> Start:
-    """The start of the module's own parameter ``name``."""
+    """Return the start of the module's own parameter ``name``."""
     of_torch = (starts for kind, starts in TORCH.items() if isinstance(module, kind))
     starts: Starts = getattr(module, "starts", None) or next(of_torch, {})
     assert name in starts, f"{type(module).__name__}.{name}: say in `starts` how it begins"
@@ -46,7 +46,7 @@ def start(module: nn.Module, name: str) -> Start:
 
 
 def draw(start: Start, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
-    """The whole fp32 parameter ``name`` (as in ``Stage.named_parameters``) at the start.
+    """Draw the whole fp32 parameter ``name`` (as in ``ModelStage.named_parameters``).
 
     The numbers depend on (seed, name) only, so every layout can cut its share out of the same model
     without ever holding more than one parameter.
@@ -55,3 +55,10 @@ def draw(start: Start, name: str, shape: torch.Size, seed: int, device: torch.de
         return torch.full(shape, start.mean, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     return torch.empty(shape, device=device).normal_(*start, generator=generator)
+
+
+def reset_buffers(model: nn.Module) -> None:
+    """Give every buffer (tables, statistics) its initial values."""
+    for module in model.modules():
+        if callable(reset := getattr(module, "reset_buffers", None)):
+            reset()

@@ -19,19 +19,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn.experts import MoE
-from meshwise.nn.stage import Attend, Layer, Stage, call, causal, wide
+from meshwise.nn.stage import Attend, Head, Layer, ModelStage, activate, call, causal, wide
 from meshwise.spec import Decoder, Mla, RopeScaling
 from meshwise.spec.recipe import Routing
 
 
 class Rotary(nn.Module):
     """Turns q and k [b,s,heads,dim] by their positions; ``at`` [s], by default the first s. All
-    layers share one, which holds the cosines and sines of all positions in fp32; or those with a
-    window share another, ``local``."""
+    layers share one, which holds the cosines and sines of all positions in fp32; layers with a
+    window may share another, ``local``."""
 
     cos: Tensor
     sin: Tensor
@@ -57,7 +56,7 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin() * scale)
 
     def kept(self, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-        """How much of each frequency [dim / 2] stays as it is, from 0 to 1."""
+        """Return how much of each frequency [dim / 2] stays as it is, from 0 to 1."""
         length, ends = scaling.original_max_seq_len, (scaling.slow, scaling.fast)
         if scaling.kind == "linear":
             return torch.zeros_like(frequencies)
@@ -77,7 +76,7 @@ class Rotary(nn.Module):
         rows = slice(x.shape[1]) if self.at is None else self.at
         cos, sin = self.cos[rows], self.sin[rows]
         halves = wide(x).unflatten(-1, (2, -1))  # [b, s, heads, 2, dim / 2]
-        # The flip is an index to the compiler; joining two halves it would write as a branch.
+        # The compiler makes an index of the flip, but a branch of two joined halves.
         signed = torch.stack((-sin, sin), 1)[:, None]
         turned: Tensor = halves * cos[:, None, None] + halves.flip(-2) * signed
         return turned.flatten(-2).to(x.dtype)
@@ -98,7 +97,7 @@ class QKV(nn.Module):
         return self.q(x), self.k(x), self.v(x)
 
 
-class Attention(nn.Module):
+class RotaryAttention(nn.Module):
     """[b,s,heads*head_dim] and k, v of as many or fewer heads -> [b,s,heads*head_dim]."""
 
     def __init__(
@@ -155,7 +154,7 @@ class LatentQKV(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention of q and of k and v made from the latent row."""
+    """Attention of q over k and v that are made from the latent row."""
 
     def __init__(self, model: Decoder, mla: Mla, attend: Attend, rotary: Rotary) -> None:
         super().__init__()
@@ -188,13 +187,6 @@ class GateUp(nn.Module):
         return (self.up(x),) if self.gate is None else (self.gate(x), self.up(x))
 
 
-def activate(x: tuple[Tensor, ...], activation: str = "silu") -> Tensor:
-    """``activation``: of the gate."""
-    gelu = len(x) == 1 or activation == "gelu"
-    acted = F.gelu(x[0], approximate="tanh") if gelu else F.silu(x[0])
-    return acted if len(x) == 1 else acted * x[1]
-
-
 class DecoderLayer(Layer):
     """x[b,s,hidden] -> [b,s,hidden]; with experts in place of the feed-forward where it is not
     ``dense``."""
@@ -211,7 +203,7 @@ class DecoderLayer(Layer):
         self.norm1 = norm("before", "both")
         self.qkv: nn.Module = QKV(model) if model.mla is None else LatentQKV(model, model.mla)
         self.attention: nn.Module = (
-            Attention(model, attend, rotary, model.window_of(index))
+            RotaryAttention(model, attend, rotary, model.window_of(index))
             if model.mla is None
             else LatentAttention(model, model.mla, attend, rotary)
         )
@@ -252,24 +244,9 @@ class DecoderLayer(Layer):
         return x + (y if self.scale == 1 else y * self.scale)
 
 
-class Head(nn.Module):
-    """The last norm and the projection to the vocabulary: x[b,s,hidden] -> logits[b,s,vocab]."""
-
-    def __init__(self, model: Decoder) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(model.hidden, model.norm_eps)
-        self.projection = nn.Linear(model.hidden, model.vocab, bias=False)
-        self.scale = model.logits_scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        x = x if self.scale == 1 else x * self.scale  # far fewer numbers than the logits
-        return self.projection(x)  # type: ignore[no-any-return]
-
-
-class Llama(Stage):
-    """The whole model or a stage of it. ``attend``: q, k, v -> out, each [b,s,heads,dim], k and v
-    perhaps with fewer heads; by default causal and of one rank."""
+class Llama(ModelStage):
+    """The whole model or a stage of it. ``attend``: q, k, v -> out, each [b,s,heads,dim], k and
+    v perhaps with fewer heads; by default causal and of one rank."""
 
     def __init__(
         self,
@@ -295,7 +272,8 @@ class Llama(Stage):
             {str(i): DecoderLayer(model, i, attend, rotaries[i], routing) for i in layers}
         )
         if self.last:
-            self.head = Head(model)
+            norm = nn.RMSNorm(model.hidden, model.norm_eps)
+            self.head = Head(norm, model.hidden, model.vocab, model.logits_scale)
         self.tie()
 
     def at(self, positions: Tensor) -> None:

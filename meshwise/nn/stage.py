@@ -25,9 +25,20 @@ def call(part: Part, x: Tensor) -> Any:
     return part(x)
 
 
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+def activate(x: tuple[Tensor, ...], activation: str = "silu") -> Tensor:
+    """Return activation(gate) * up of x = (gate, up), or gelu(up) of x = (up,)."""
+    gelu = len(x) == 1 or activation == "gelu"
+    acted = F.gelu(x[0], approximate="tanh") if gelu else F.silu(x[0])
+    return acted if len(x) == 1 else acted * x[1]
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """[b,s,heads,head_dim] each, k and v perhaps with fewer heads; what comes out is like q.
-    ``window``: a query sees so many keys at most, its own included."""
+    """Causal attention: [b,s,heads,head_dim] each, k and v perhaps with fewer heads; the result
+    is like q. ``window``: a query sees at most so many keys, its own included."""
     if window is not None and window < q.shape[1]:
         return windowed(q, k, v, window)
     grouped = q.shape[2] != k.shape[2]
@@ -54,9 +65,9 @@ class Layer(nn.Module):
         return self.whole(self.compute, x)  # type: ignore[no-any-return]
 
 
-class Stage(nn.Module):
-    """A model, or a pipeline stage of it: the layers in ``layers`` of ``count``, with what comes
-    before them if they are the first and what comes behind them if they are the last.
+class ModelStage(nn.Module):
+    """A model, or a pipeline stage of it: the layers in ``layers`` of ``count``, with the beginning
+    if they are the first and the end if they are the last.
 
     Build it under ``torch.device("meta")`` and call ``init_weights`` later.
     """
@@ -76,8 +87,8 @@ class Stage(nn.Module):
 
     @property
     def tied(self) -> nn.Parameter | None:
-        """The weight that embedding and head share, where the model has one and this stage an
-        end; a stage with one end has a copy of its own."""
+        """The weight that embedding and head share, where the model has one and this stage has
+        an end of the model; a stage with one end has a copy of its own."""
         if not self.is_tied or not (self.first or self.last):
             return None
         return self.get_parameter(EMBEDDING if self.first else PROJECTION)
@@ -88,15 +99,15 @@ class Stage(nn.Module):
             self.get_submodule("head.projection").weight = self.get_parameter(EMBEDDING)
 
     def origin(self, name: str) -> str:
-        """The parameter whose initial value ``name`` has: of a tied copy the original."""
+        """Return the parameter whose initial value ``name`` has: for a tied copy the original."""
         return EMBEDDING if self.is_tied and name == PROJECTION else name
 
     def at(self, positions: Tensor) -> None:
-        """From now on tokens stand at ``positions`` [s], on the device of the weights; by default
-        they are the first s."""
+        """Place tokens at ``positions`` [s] from now on, on the device of the weights; by
+        default they are the first s."""
 
     def initial_value(self, name: str, seed: int, device: torch.device) -> Tensor:
-        """The whole fp32 parameter at the start, the same in every stage and under every layout."""
+        """Return the whole fp32 parameter at the start, the same in every stage and layout."""
         owner, _, own = name.rpartition(".")
         start = initial.start(self.get_submodule(owner), own)
         shape = self.get_parameter(name).shape
@@ -106,9 +117,7 @@ class Stage(nn.Module):
         for name, parameter in self.named_parameters():
             with torch.no_grad():
                 parameter.copy_(self.initial_value(name, seed, parameter.device))
-        for module in self.modules():
-            if hasattr(module, "reset_buffers"):
-                module.reset_buffers()  # type: ignore[operator]
+        initial.reset_buffers(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Take tokens, or the stream of the stage before; return a result, or the stream so far."""
@@ -119,11 +128,25 @@ class Stage(nn.Module):
         return self.end(x) if self.last else x
 
 
+class Head(nn.Module):
+    """The last norm and the projection: x[b,s,hidden] -> logits[b,s,vocab], times ``scale``."""
+
+    def __init__(self, norm: nn.Module, hidden: int, vocab: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.norm, self.scale = norm, scale
+        self.projection = nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        x = x if self.scale == 1 else x * self.scale  # far fewer numbers than the logits
+        return self.projection(x)  # type: ignore[no-any-return]
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean, in fp32 at least, of logits [..., classes] for targets [...]."""
+    """Return the mean, in fp32 at least, over logits [..., classes] for targets [...]."""
     return F.cross_entropy(wide(logits.flatten(0, -2)), targets.flatten())
 
 
 def wide(x: Tensor) -> Tensor:
-    """The same in fp32, or in fp64 where it is."""
+    """Return x in fp32, or in fp64 where it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""A Wide-ResNet in plain torch: what one device computes, and nothing about devices.
+"""A Wide-ResNet in plain torch: the computation of one device, and nothing about devices.
 
 In: images [batch, 3, height, width]. Out: logits [batch, num_classes]. Bottlenecks after He et al.
 2016 with a wider middle (Zagoruyko and Komodakis 2016), as Alpa measures them (alpa/model/
@@ -17,16 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwise.nn import initial
-from meshwise.nn.stage import Layer, Stage, wide
+from meshwise.nn.stage import Layer, ModelStage, identity, wide
 from meshwise.spec.vision import EXPANSION
 from meshwise.spec.vision import WideResNet as Model
 
 EPSILON = 1e-5
 MOMENTUM = 0.9  # of the running statistics, as flax defines it; torch's is 1 - this
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
 
 
 class BatchNorm(nn.Module):
@@ -63,7 +59,7 @@ class BatchNorm(nn.Module):
         self.running_var.fill_(1)
 
     def statistics(self, x: Tensor) -> Tensor:
-        """[2, c]: mean and variance to normalise x by."""
+        """Return [2, c]: mean and variance to normalise x by."""
         if not self.training:
             return torch.stack([self.local(self.running_mean), self.local(self.running_var)])
         variance, mean = torch.var_mean(wide(x), (0, 2, 3), correction=0)
@@ -94,7 +90,7 @@ class BatchNorm(nn.Module):
         return self.normalise(x, statistics)
 
 
-class Convolution(nn.Conv2d):
+class PaddedConv2d(nn.Conv2d):
     """x[b,inputs,h,w] -> [b,outputs,h/stride,w/stride], padded by (kernel - 1) / 2.
 
     Ranks that each have some of the channels set ``local`` as in ``BatchNorm``, and what they do to
@@ -124,15 +120,15 @@ class Bottleneck(Layer):
     def __init__(self, inputs: int, filters: int, width_factor: int, stride: int) -> None:
         super().__init__()
         inner, outputs = filters * width_factor, filters * EXPANSION
-        self.conv1 = Convolution(inputs, filters, 1)
+        self.conv1 = PaddedConv2d(inputs, filters, 1)
         self.norm1 = BatchNorm(filters)
-        self.conv2 = Convolution(filters, inner, 3, stride)
+        self.conv2 = PaddedConv2d(filters, inner, 3, stride)
         self.norm2 = BatchNorm(inner)
-        self.conv3 = Convolution(inner, outputs, 1)
+        self.conv3 = PaddedConv2d(inner, outputs, 1)
         self.norm3 = BatchNorm(outputs)
         self.reshapes = inputs != outputs
         if self.reshapes:
-            self.shortcut = Convolution(inputs, outputs, 1, stride)
+            self.shortcut = PaddedConv2d(inputs, outputs, 1, stride)
             self.shortcut_norm = BatchNorm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +141,7 @@ class Bottleneck(Layer):
         return out  # type: ignore[no-any-return]
 
     def compute(self, x: Tensor) -> Any:
-        """The output, and the statistics of every norm in order."""
+        """Return the output, and the statistics of every norm in order."""
         x = x.contiguous(memory_format=torch.channels_last)
         y = self.conv1(x)
         seen1 = self.norm1.statistics(y)
@@ -163,7 +159,7 @@ class Bottleneck(Layer):
         return F.relu(x + y), *seen
 
 
-class WideResNet(Stage):
+class WideResNetModule(ModelStage):
     """The whole model, or a pipeline stage of it: the bottlenecks in ``layers``, with the stem if
     they are the first and the head if they are the last."""
 
@@ -171,7 +167,7 @@ class WideResNet(Stage):
         layers = layers or range(model.layers)
         super().__init__(layers, model.layers)
         if self.first:
-            self.stem = Convolution(3, model.channels, 7, stride=2)
+            self.stem = PaddedConv2d(3, model.channels, 7, stride=2)
             self.stem_norm = BatchNorm(model.channels)
         self.layers = nn.ModuleDict({str(i): _bottleneck(model, i) for i in layers})
         if self.last:

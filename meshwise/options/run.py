@@ -41,23 +41,25 @@ class Given(Options):
     "The machine; one without the file is looked at."
 
 
-USUAL_STEPS = {"cuda": (20, 3), "cpu": (5, 1)}  # timed, and warm-up before them
-USUAL_TOKENS = 64  # decoded
-USUAL_IN_FLIGHT = 4
-
-
-class Counts(NamedTuple):
-    """How much a run times."""
+class RunCounts(NamedTuple):
+    """The numbers that say how much a run times."""
 
     steps: int
     warmup: int
-    in_flight: int
-    new_tokens: int
+    in_flight: int = 4
+    new_tokens: int = 64
+
+    @property
+    def all_steps(self) -> int:
+        return self.warmup + 1 + self.steps  # the first after the warm-up is not timed
+
+
+USUAL = {"cuda": RunCounts(20, 3), "cpu": RunCounts(5, 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course(Options):
-    """Training, inference or decoding, as ranks are told it."""
+    """The options of training, inference or decoding that ranks get."""
 
     mode: Literal["train", "infer", "decode"] = "train"
     "Training steps, batches of inference, or tokens decoded one by one."
@@ -105,26 +107,24 @@ class Course(Options):
             raise ValueError(f"save_every = {self.save_every}: there is no folder; give --save")
         for name in ("steps", "warmup") if mode == "decode" else ():
             if name in given:
-                raise ValueError(
-                    f"{name}: decoding counts tokens; leave it out, or give --new-tokens"
-                )
+                fix = "leave it out, or give --new-tokens"
+                raise ValueError(f"{name}: decoding counts tokens; {fix}")
         if mode == "decode" and self.driver_time:
             raise ValueError("driver_time: decoding has no other clock; leave it out")
 
-    def counts(self, device_kind: str) -> Counts:
-        """The numbers, the usual ones where none was given."""
-        given = (self.steps, self.warmup, self.in_flight, self.new_tokens)
-        usual = (*USUAL_STEPS[device_kind], USUAL_IN_FLIGHT, USUAL_TOKENS)
-        return Counts(*(b if a is None else a for a, b in zip(given, usual, strict=True)))
+    def counts(self, device_kind: str) -> RunCounts:
+        """Return the numbers, the usual ones where none was given."""
+        given = {name: getattr(self, name) for name in RunCounts._fields}
+        return USUAL[device_kind]._replace(**{k: n for k, n in given.items() if n is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Started, Course, Given):
+class RunOptions(Started, Course, Given):
     """Execute a plan, or a model in a layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite(Run):
+class Suite(RunOptions):
     """The suites of Alpa's benchmark, and its flags."""
 
     suite: str | None = None

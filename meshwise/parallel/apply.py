@@ -1,12 +1,12 @@
-"""Applies a layout to a model or a stage of one: tensor, expert and context parallelism,
+"""Apply a layout to a model or a stage of one: tensor, expert and context parallelism,
 recomputation, compilation, data parallelism.
 
-In: a module of ``nn`` built on the meta device, a rank's ``Place``. Out: the same module with
+In: a module of ``nn`` built on the meta device, a rank's ``MeshPlace``. Out: the same module with
 initialised weights, each rank holding its share. The order is torchtitan's: DTensor hooks are
 compiled with the layer, FSDP2's run outside the compiled code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwise.nn import Stage
+from meshwise.nn import ModelStage
 from meshwise.nn.experts import MoE
+from meshwise.nn.initial import reset_buffers
 from meshwise.nn.stage import Layer, cross_entropy
 from meshwise.parallel import data, fp8, offload, recompute, tensor, torch_private
-from meshwise.parallel.mesh import Place, share
+from meshwise.parallel.mesh import MeshPlace, share
 from meshwise.spec import Layout, Recipe
 
 Lowering = Literal["eager", "compiled"]
@@ -36,15 +37,15 @@ BESIDE_PRODUCTS = {
 
 
 def parallelize(
-    model: Stage,
-    place: Place,
+    model: ModelStage,
+    place: MeshPlace,
     *,
     dtype: str,
     lowering: Lowering,
     recipe: Recipe | None = None,
     seed: int = 0,
-) -> Stage:
-    """Lay the model out; its weights are those of ``Stage.init_weights(seed)`` under any layout.
+) -> ModelStage:
+    """Lay the model out; its weights are those of ``init_weights(seed)`` under any layout.
 
     Each unit is filled and sharded before the next is allocated, so a rank holds its share of
     the model plus one unit and one whole parameter at most.
@@ -52,16 +53,12 @@ def parallelize(
     recipe, layout = recipe or Recipe(), place.layout
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: training runs in fp32 or bf16; plan for one of them")
-    tensor.apply(model, place)
-    device = device_of(place.mesh)
     sharded = data.is_needed(layout, dtype)
     masters = torch.bfloat16 if recipe.weights == "bf16" and dtype == "bf16" else torch.float32
     kinds = layout.recomputed(len(model.layers))
     if lowering == "compiled":
         torch_private.allow_graphs(64)
-    for (index, layer), kind in zip(model.layers.items(), kinds, strict=True):
-        assert isinstance(layer, Layer)
-        fill(model, layer, f"layers.{index}", seed, device, masters)
+    for layer, kind in zip(filled(model, place, masters, seed), kinds, strict=True):
         if recipe.fp8 and dtype == "bf16":
             fp8.apply(layer)
         in_one = lowering == "compiled" and is_one_graph(layer, layout)
@@ -75,10 +72,6 @@ def parallelize(
                 layer.compile(**how)
         if sharded:
             data.shard(layer, place, dtype, recipe, root=False)
-    for name, child in model.named_children():
-        if name != "layers":
-            fill(model, child, name, seed, device, masters)
-    model.tie()
     if sharded:
         data.shard(model, place, dtype, recipe, root=True)
         if recipe.prefetch > 1:
@@ -88,9 +81,26 @@ def parallelize(
     return model
 
 
+def filled(model: ModelStage, place: MeshPlace, dtype: torch.dtype, seed: int) -> Iterator[Layer]:
+    """Split the model over tp, then allocate and fill it; yield each layer as soon as it is filled.
+
+    The rest of the model is filled after the last layer: take all layers.
+    """
+    tensor.apply(model, place)
+    device = device_of(place.mesh)
+    for index, layer in model.layers.items():
+        assert isinstance(layer, Layer)
+        fill(model, layer, f"layers.{index}", seed, device, dtype)
+        yield layer
+    for name, child in model.named_children():
+        if name != "layers":
+            fill(model, child, name, seed, device, dtype)
+    model.tie()
+
+
 def is_one_graph(layer: nn.Module, layout: Layout) -> bool:
-    """Attention over ranks or with a window, and tokens on their way to experts, are not
-    compiled."""
+    """Whether the layer can be compiled whole. Attention over ranks or with a window, and tokens
+    on their way to experts, are not compiled."""
     return layout.cp == 1 and not any(
         isinstance(module, MoE) or getattr(module, "window", None) is not None
         for module in layer.modules()
@@ -104,10 +114,15 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def fill(
-    model: Stage, module: nn.Module, name: str, seed: int, device: torch.device, dtype: torch.dtype
+    model: ModelStage,
+    module: nn.Module,
+    name: str,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
-    """Allocate a module's parameters on the device and give them their initial values. One that is
-    filled already, since it is tied, gets the same again. Buffers (statistics) stay fp32."""
+    """Allocate a module's parameters on the device and give them their initial values. A tied
+    one that is filled already gets the same again. Buffers (statistics) stay fp32."""
     module.to_empty(device=device)
     if dtype != torch.float32:
         module.to(dtype)
@@ -122,13 +137,12 @@ def fill(
             )
         with torch.no_grad():
             parameter.copy_(value)
-    for part in module.modules():
-        if hasattr(part, "reset_buffers"):
-            part.reset_buffers()  # type: ignore[operator]
+    reset_buffers(module)
 
 
 def loss_function(layout: Layout, lowering: Lowering, tp_mesh: DeviceMesh | None) -> Loss:
-    """(logits, targets) -> this rank's mean loss as a local scalar, compiled if the layers are.
+    """Return (logits, targets) -> this rank's mean loss as a local scalar, compiled if the layers
+    are.
 
     Compiled, the fp32 copies of the logits are never written to memory. With tp the logits stay
     split by vocabulary, or each rank has those of some of the tokens, as the layout cuts the head;
@@ -148,6 +162,6 @@ def loss_function(layout: Layout, lowering: Lowering, tp_mesh: DeviceMesh | None
 
 
 def loss_context(layout: Layout) -> AbstractContextManager[None]:
-    """Holds forward loss and backward; it makes cross entropy work on logits split over tp."""
+    """Hold forward loss and backward; it makes cross entropy work on logits split over tp."""
     is_split = layout.tp > 1 and layout.placed.head == "vocab"
     return loss_parallel() if is_split else nullcontext()

@@ -1,10 +1,10 @@
-"""A Wide-ResNet over ranks: statistics of the whole microbatch, convolutions divided by channel.
+"""Divide a Wide-ResNet over ranks: norms over the whole microbatch, convolutions by channel.
 
-In: a ``WideResNet`` whose data ranks each see a share of the microbatch, and tp ranks the same one.
-Afterwards norms use mean and variance over all data ranks, and over tp a bottleneck is Megatron's
-pair (Shoeybi et al. 2019): conv2 makes a share of the channels (col), norm2 normalises it, conv3
-reads it (row) and the ranks add up what they made. Forward has one all-reduce, of conv3's result,
-backward one, of the gradient of what conv2 read. All else is whole on every tp rank.
+In: a ``WideResNetModule`` whose data ranks each see a share of the microbatch, and tp ranks the
+same one. Afterwards norms use mean and variance over all data ranks. Over tp a bottleneck is
+Megatron's pair (Shoeybi et al. 2019): conv2 makes a share of the channels (col), norm2 normalises
+it, conv3 reads it (row) and the ranks add up their results. Forward has one all-reduce, of conv3's
+result, backward one, of the gradient of conv2's input. All else is whole on every tp rank.
 
 This is by hand because DTensor's convolution with channel shards is silently wrong. Weights and
 running statistics are DTensors all the same, for FSDP2, clipping and checkpoints. The collectives
@@ -19,19 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
-from meshwise.nn.wide_resnet import BatchNorm, Bottleneck, Convolution, WideResNet
+from meshwise.nn.wide_resnet import BatchNorm, Bottleneck, PaddedConv2d, WideResNetModule
 from meshwise.parallel import torch_private
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace, share
 
-DIMS = {"conv2": 0, "norm2": 0, "conv3": 1}  # of a bottleneck's tensors, over which tp divides them
+DIMS = {"conv2": 0, "norm2": 0, "conv3": 1}  # the dim of a bottleneck's tensors that tp divides
 
 Groups = tuple[ProcessGroup, ...]
 
 
-def divide(model: WideResNet, place: Place) -> None:
-    """Divide a model, or a stage of one, over tp; let its norms hear of all data ranks."""
+def divide(model: WideResNetModule, place: MeshPlace) -> None:
+    """Divide a model, or a stage, over tp; give its norms the statistics of all data ranks."""
     if groups := tuple(place.data_groups):
         average = partial(_mean, groups=groups, num_ranks=place.layout.data_ranks)
         for module in model.modules():
@@ -41,10 +41,10 @@ def divide(model: WideResNet, place: Place) -> None:
         _divide(model, place.mesh["tp"])
 
 
-def _divide(model: WideResNet, tp_mesh: DeviceMesh) -> None:
+def _divide(model: WideResNetModule, tp_mesh: DeviceMesh) -> None:
     for layer in model.layers.values():
         for name, dim in DIMS.items():
-            _cut(getattr(layer, name), tp_mesh, Shard(dim))
+            _distribute(getattr(layer, name), tp_mesh, Shard(dim))
     distribute_module(model, tp_mesh)  # the other tensors, as replicas
     # The same two functions in every layer, so that layers of one shape share compiled code.
     tp = (tp_mesh.get_group(),)
@@ -52,16 +52,17 @@ def _divide(model: WideResNet, tp_mesh: DeviceMesh) -> None:
         partial(_all_reduce, groups=(), back=tp),
         partial(_all_reduce, groups=tp, back=()),
     )
+    # ``share``: a tensor that is whole on all tp ranks has the same whole gradient on each
     for module in model.modules():
-        if isinstance(module, BatchNorm | Convolution):
-            module.local = local
+        if isinstance(module, BatchNorm | PaddedConv2d):
+            module.local = share
         if isinstance(module, Bottleneck):
             module.conv2.enter, module.conv3.leave = enter, leave
     if model.last:
         model.head.forward = partial(_linear, model.head)  # type: ignore[method-assign]
 
 
-def _cut(module: nn.Module, tp_mesh: DeviceMesh, cut: Shard) -> None:
+def _distribute(module: nn.Module, tp_mesh: DeviceMesh, cut: Shard) -> None:
     for name, parameter in list(module.named_parameters()):
         placed = distribute_tensor(parameter, tp_mesh, [cut], src_data_rank=None)
         setattr(module, name, nn.Parameter(placed))
@@ -69,22 +70,17 @@ def _cut(module: nn.Module, tp_mesh: DeviceMesh, cut: Shard) -> None:
         setattr(module, name, distribute_tensor(buffer, tp_mesh, [cut], src_data_rank=None))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part. What is whole on all tp ranks has the same whole gradient on each."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, local(linear.weight), local(linear.bias))
+    return F.linear(x, share(linear.weight), share(linear.bias))
 
 
 def _mean(x: Tensor, *, groups: Groups, num_ranks: int) -> Tensor:
-    """Over ranks that each go on with it, so that its gradient is the mean of theirs."""
+    """Average over ranks that each go on with the result: its gradient is the mean of theirs."""
     return _all_reduce(x / num_ranks, groups=groups, back=groups)
 
 
 def _all_reduce(x: Tensor, *, groups: Groups, back: Groups) -> Tensor:
-    """The sum of x over ``groups``, of its gradient over ``back``; over none it is as it is."""
+    """Sum x over ``groups`` and its gradient over ``back``; without groups nothing is summed."""
     return _AllReduce.apply(x, groups, back)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -1,12 +1,12 @@
-"""How a module that somebody else wrote computes with its part of its weights.
+"""Make a foreign module compute with this rank's part of its weights.
 
-In: a module, what its strategy is, and where this rank is on the tp and ep axes. Out: the same
-module with DTensors as parameters and hooks: while its forward runs it sees plain tensors, this
-rank's parts, under the names of its parameters, so that any module's own code computes with them.
+In: a module, its strategy, and where this rank is on the tp and ep axes. Out: the same module with
+DTensors as parameters and hooks: while its forward runs it sees plain tensors, this rank's parts,
+under the names of its parameters, so that any module's own code computes with them.
 
-A module that is cut by outputs reads an activation that is whole, and the gradient of that is a
-sum over tp ranks; one that is cut by inputs leaves a part of a sum (Shoeybi et al. 2019). A bias
-that comes with such a sum is added by the first rank alone. No operator sees a DTensor.
+A module that is cut by outputs reads a whole activation, whose gradient is a sum over tp ranks; one
+that is cut by inputs leaves a part of a sum (Shoeybi et al. 2019). The first rank alone adds the
+bias of such a sum. No operator sees a DTensor.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,33 +23,28 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from meshwise.models.strategies import WHOLE, Strategy
 from meshwise.parallel import torch_private
 from meshwise.parallel.experts import AllToAll
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 
 Placements = tuple[Placement, ...]
 View = Callable[[DTensor], Tensor]
-# Of stacked experts: the dim that ffn is, and how many equal parts of it there are.
+# The ffn dim of stacked experts, and its number of equal parts.
 STACKED = {"gate_up_proj": (1, 2), "up_proj": (1, 1), "gate_proj": (1, 1), "down_proj": (2, 1)}
-# Their forward reads weights of their submodules, so that no hook of those can help.
+# Their forward reads weights of their submodules, which hooks on those cannot change.
 UNCUTTABLE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 class Parameters(NamedTuple):
-    """Where a module's parameters lie, by name, and what of them its forward sees."""
+    """The placements of a module's parameters, by name, and the tensors that its forward sees."""
 
     mesh: DeviceMesh
     placements: dict[str, Placements]
     views: dict[str, View]
 
 
-class _Dims(NamedTuple):
-    out: int
-    into: int
-
-
 def parameters(
-    name: str, module: nn.Module, strategies: Mapping[str, tuple[Strategy, int]], place: Place
+    name: str, module: nn.Module, strategies: Mapping[str, tuple[Strategy, int]], place: MeshPlace
 ) -> Parameters:
-    """Of the parameters of this module itself; ``strategies`` by their names."""
+    """Cut the parameters of this module itself; ``strategies`` by their names."""
     mesh = place.mesh["tp"]
     kinds = set(strategies.values())
     cut = {kind for kind in kinds if kind[0] not in WHOLE}
@@ -78,21 +73,17 @@ def _whole(kind: Strategy) -> View:
     return lambda weight: weight.to_local(grad_placements=[gradient])
 
 
-def _local(weight: DTensor) -> Tensor:
-    return weight.to_local()
-
-
 def _product(
     name: str, module: nn.Module, kind: Strategy, parts: int, mesh: DeviceMesh
 ) -> Parameters:
-    dims, tp, rank = _dims(name, module, kind), mesh.size(), mesh.get_local_rank()
+    (out, into), tp, rank = _dims(name, module, kind), mesh.size(), mesh.get_local_rank()
     rows = kind in ("row", "channel_row")
-    dim = dims.into if rows else dims.out
+    dim = into if rows else out
     weight = module.weight
     assert isinstance(weight, Tensor)
     _check_divides(name, kind, weight, dim, tp, parts)
     placements: dict[str, Placements] = {"weight": (torch_private.cut(dim, parts),)}
-    views: dict[str, View] = {"weight": _local}
+    views: dict[str, View] = {"weight": DTensor.to_local}
     if getattr(module, "bias", None) is not None:
         if rows:
             first = float(rank == 0)
@@ -104,28 +95,28 @@ def _product(
 
 
 def _pieces(bias: DTensor, parts: int, tp: int, rank: int) -> Tensor:
-    """This rank's share of each part of a bias, which is small enough to be whole everywhere."""
+    """Return this rank's share of each part of a bias, which is small enough to be whole."""
     whole = bias.to_local(grad_placements=[Partial()])
     cut = [part.tensor_split(_edges(len(part), tp)) for part in whole.chunk(parts)]
     return torch.cat([pieces[rank] for pieces in cut])
 
 
 def _edges(size: int, tp: int) -> list[int]:
-    """Where DTensor cuts ``size`` rows into tp pieces: equal ones, the last may be smaller."""
+    """Return where DTensor cuts ``size`` rows into tp pieces: equal, but for a smaller last."""
     step = -(-size // tp)
     return [min(size, step * rank) for rank in range(1, tp)]
 
 
-def _dims(name: str, module: nn.Module, kind: Strategy) -> _Dims:
-    """Which dims of the weight are outputs and inputs."""
+def _dims(name: str, module: nn.Module, kind: Strategy) -> tuple[int, int]:
+    """Return which dims of the weight are outputs and inputs."""
     known = None
     if kind.startswith("channel"):
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1:
-            known = _Dims(0, 1)
+            known = 0, 1
     elif isinstance(module, nn.Linear) or (isinstance(module, nn.Embedding) and kind == "vocab"):
-        known = _Dims(0, 1)
+        known = 0, 1
     elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of GPT-2
-        known = _Dims(1, 0)
+        known = 1, 0
     if known is None:
         raise ValueError(
             f"{name}: {kind} is not known of a {type(module).__name__}; map it as replicated"
@@ -151,9 +142,9 @@ def _check_divides(
         )
 
 
-def _experts(name: str, module: nn.Module, place: Place) -> Parameters:
-    """Stacked as transformers does since 5: gate_up_proj [experts,2*ffn,hidden], down_proj
-    [experts,hidden,ffn], called with (rows, chosen experts, their weights)."""
+def _experts(name: str, module: nn.Module, place: MeshPlace) -> Parameters:
+    """Cut experts stacked as transformers does since 5: gate_up_proj [experts,2*ffn,hidden],
+    down_proj [experts,hidden,ffn], called with (rows, chosen experts, their weights)."""
     own = dict(module.named_parameters(recurse=False))
     usual = set(own) <= set(STACKED) and "down_proj" in own and len(own) > 1
     if not usual or any(p.ndim != 3 for p in own.values()) or not hasattr(module, "num_experts"):
@@ -163,27 +154,23 @@ def _experts(name: str, module: nn.Module, place: Place) -> Parameters:
         )
     tp, ep = place.layout.tp, place.layout.ep
     for parameter, weight in own.items():
-        _check_divides(f"{name}.{parameter}", "expert", weight, *_ffn(parameter, tp))
+        dim, parts = STACKED[parameter]
+        _check_divides(f"{name}.{parameter}", "expert", weight, dim, tp, parts)
         if len(weight) % ep:
             raise ValueError(f"{name}: ep = {ep} must divide its {len(weight)} experts")
     # parts of an axis of one rank would confuse torch
     over_ffn = {n: torch_private.cut(STACKED[n][0], STACKED[n][1] if tp > 1 else 1) for n in own}
-    views: dict[str, View] = dict.fromkeys(own, _local)
+    views: dict[str, View] = dict.fromkeys(own, DTensor.to_local)
     if place.experts is None:
         return Parameters(place.mesh["tp"], {n: (cut,) for n, cut in over_ffn.items()}, views)
     divided = {n: (Shard(0), cut) for n, cut in over_ffn.items()}
     return Parameters(place.experts["ep", "tp"], divided, views)  # type: ignore[arg-type]
 
 
-def _ffn(parameter: str, tp: int) -> tuple[int, int, int]:
-    dim, parts = STACKED[parameter]
-    return dim, tp, parts
-
-
 @dataclass
 class Fetched:
-    """The last activation that a module cut by outputs has read, as those beside it read it: one
-    sum of their gradients instead of one each. Whoever adds up results forgets it."""
+    """The last activation that a module cut by outputs has read. Modules beside it read the same
+    one, for one sum of their gradients instead of one each. Whoever adds up results forgets it."""
 
     key: tuple[Any, ...] = ()
     result: Tensor | None = None
@@ -191,13 +178,10 @@ class Fetched:
     def fetch(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         if torch.compiler.is_compiling():
             return _fetch(x, mesh)
-        if self.result is None or not self._is(x):
-            self.key = (x, x._version, torch.is_grad_enabled())
-            self.result = _fetch(x, mesh)
+        state = (x._version, torch.is_grad_enabled())
+        if self.result is None or self.key[0] is not x or self.key[1:] != state:
+            self.key, self.result = (x, *state), _fetch(x, mesh)
         return self.result
-
-    def _is(self, x: Tensor) -> bool:
-        return self.key[0] is x and self.key[1:] == (x._version, torch.is_grad_enabled())
 
     def forget(self) -> None:
         if not torch.compiler.is_compiling():
@@ -205,14 +189,9 @@ class Fetched:
 
 
 def _fetch(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """x, whole on every rank; the gradients that ranks have of it are added up."""
+    """Return x, whole on every rank; the gradients that ranks have of it are added up."""
     whole = DTensor.from_local(x, mesh, [Replicate()])
     return whole.to_local(grad_placements=[Partial()])
-
-
-def _add_up(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    parts = DTensor.from_local(x, mesh, [Partial()])
-    return parts.redistribute(mesh, [Replicate()]).to_local()
 
 
 class _Gather(torch.autograd.Function):
@@ -235,9 +214,9 @@ class _Gather(torch.autograd.Function):
 
 
 def connect(
-    module: nn.Module, kind: Strategy, views: Mapping[str, View], place: Place, fetched: Fetched
+    module: nn.Module, kind: Strategy, views: Mapping[str, View], place: MeshPlace, fetched: Fetched
 ) -> None:
-    """Hooks for what the module reads, sees and leaves, by its strategy."""
+    """Hook what the module reads, sees and returns, by its strategy."""
     mesh, tp = place.mesh["tp"], place.layout.tp
     if kind == "vocab" and isinstance(module, nn.Embedding):
         _look_up(module, mesh)
@@ -251,14 +230,15 @@ def connect(
         _send_tokens(module, place)
     _see(module, views)
     if kind == "vocab" and not isinstance(module, nn.Embedding):
-        dim = _dims("", module, "vocab").out
+        dim = _dims("", module, "vocab")[0]
         size = dict(module.named_parameters())["weight"].shape[dim]
         _behind(module, lambda x: _Gather.apply(x, mesh, size))  # type: ignore[no-untyped-call]
     elif kind in ("row", "channel_row", "vocab") or (kind == "expert" and tp > 1):
 
         def add_up(x: Tensor) -> Tensor:
             fetched.forget()
-            return _add_up(x, mesh)
+            parts = DTensor.from_local(x, mesh, [Partial()])
+            return parts.redistribute(mesh, [Replicate()]).to_local()
 
         _behind(module, add_up)
 
@@ -280,9 +260,9 @@ def _behind(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _see(module: nn.Module, views: Mapping[str, View]) -> None:
-    """While forward runs, plain tensors stand in front of the parameters: python looks into an
-    object's own dict first, and torch keeps parameters elsewhere. Not by hooks, which would not run
-    when a forward is recomputed."""
+    """Put plain tensors in front of the parameters while forward runs: python looks into an
+    object's own dict first, and torch keeps parameters elsewhere. Hooks would not run when a
+    forward is recomputed."""
     compute = module.forward
 
     @wraps(compute)
@@ -299,8 +279,8 @@ def _see(module: nn.Module, views: Mapping[str, View]) -> None:
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Rows of the vocabulary that are here, 0 for others. Tokens outside of it fail on the first
-    or last rank as they do without tp."""
+    """Look up the rows of the vocabulary that are here, 0 for others. Tokens outside of it fail
+    on the first or last rank as they do without tp."""
     tp, rank, size = mesh.size(), mesh.get_local_rank(), module.num_embeddings
     edges = [0, *_edges(size, tp), size]
     low, high = edges[rank], edges[rank + 1]
@@ -320,8 +300,8 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh) -> None:
     module.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def _send_tokens(module: nn.Module, place: Place) -> None:
-    """Rows go to the ranks of their experts and back; there each has one expert, of weight 1."""
+def _send_tokens(module: nn.Module, place: MeshPlace) -> None:
+    """Send rows to the ranks of their experts and back; there each has one expert, of weight 1."""
     assert place.experts is not None
     exchange = AllToAll(place.experts["ep"].get_group(), place.layout.ep)
     compute, n = module.forward, int(module.num_experts)  # type: ignore[arg-type]

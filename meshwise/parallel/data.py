@@ -1,8 +1,8 @@
-"""Data parallelism and ZeRO through FSDP2's ``fully_shard``: one unit per layer, one for the rest.
+"""Data parallelism and ZeRO by FSDP2's ``fully_shard``: one unit per layer, one for the rest.
 
-In: a module (already split by tp) and a place. Afterwards parameters, gradients and optimizer
-state are fp32 shards; for bf16 a unit casts its parameters when it gathers them, and gradients
-are reduced in fp32, so fp32 masters cost no extra copy. Rajbhandari et al. 2020 (ZeRO), as
+In: a module (already split by tp) and a place. Afterwards parameters, gradients and optimizer state
+are fp32 shards; for bf16 a unit casts its parameters when it gathers them, and gradients are
+reduced in fp32, so fp32 masters cost no extra copy. Rajbhandari et al. 2020 (ZeRO), as
 
 - zero 3: parameters are freed after a unit's forward, gathered again for its backward;
 - zero 2: parameters stay until the step's last backward, gradients are scattered per microbatch;
@@ -27,19 +27,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwise.nn import Stage
+from meshwise.nn import ModelStage
 from meshwise.nn.experts import MoE
 from meshwise.parallel import torch_private
-from meshwise.parallel.mesh import Place, data_axes
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.spec import Layout, Recipe
 
 
 def is_needed(layout: Layout, dtype: str) -> bool:
-    """One fp32 device needs none of this."""
+    """Whether there is anything to shard or cast: one fp32 device needs none of this."""
     return layout.num_devices > 1 or dtype != "fp32"
 
 
-def shard(unit: nn.Module, place: Place, dtype: str, recipe: Recipe, *, root: bool) -> None:
+def shard(unit: nn.Module, place: MeshPlace, dtype: str, recipe: Recipe, *, root: bool) -> None:
     """Make a module one unit of gathering and scattering; the root after all others.
 
     The root of zero 3 is left to torch, which keeps it gathered: its backward comes first.
@@ -61,7 +61,7 @@ def _fully_shard(
 ) -> None:
     fully_shard(
         unit,
-        mesh=data_axes(mesh),
+        mesh=mesh["shard"] if mesh["replica"].size() == 1 else mesh["replica", "shard"],
         reshard_after_forward=reshard,
         mp_policy=policy,
         shard_placement_fn=_beside,
@@ -69,7 +69,7 @@ def _fully_shard(
 
 
 def _beside(parameter: nn.Parameter) -> Shard | None:
-    """Shards lie in dim 0, but where tp cut parts of that one by one: torch puts such a weight
+    """Shard dim 0, but dim 1 where tp cut parts of dim 0 one by one: torch puts such a weight
     together in a wrong order."""
     in_parts = isinstance(parameter, DTensor) and any(
         torch_private.cuts_parts(placement) and placement.dim == 0
@@ -79,7 +79,7 @@ def _beside(parameter: nn.Parameter) -> Shard | None:
 
 
 def prefetch(units: list[nn.Module], count: int) -> None:
-    """Gather ``count`` units ahead of the one that computes; torch by itself one."""
+    """Gather ``count`` units ahead of the one that computes; torch by itself gathers one."""
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for index, unit in enumerate(sharded):
         unit.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + count])
@@ -88,7 +88,7 @@ def prefetch(units: list[nn.Module], count: int) -> None:
 
 
 def before_backward(model: nn.Module, layout: Layout, *, last: bool) -> None:
-    """Say what the coming backward does with parameters and gradients; call it every time."""
+    """Tell FSDP2 what the coming backward does with parameters and gradients, every time."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last or layout.zero == 3)
         model.set_requires_gradient_sync(last or layout.zero >= 2)
@@ -101,32 +101,32 @@ def may_rest(layout: Layout) -> bool:
     return layout.zero <= 1 and layout.expert_ranks == 1 and layout.num_microbatches > 1
 
 
-def gather(model: Stage) -> None:
-    """Have the weights for forwards that FSDP2 does not see."""
+def gather(model: ModelStage) -> None:
+    """Gather the weights for forwards that FSDP2 does not see."""
     if isinstance(model, FSDPModule):
         torch_private.begin(model)
         before_split_backward(model)
 
 
-def at_rest(model: Stage) -> AbstractContextManager[None]:
-    """FSDP2 sees neither the forward in here nor its backward; call ``after_rest`` behind that."""
+def at_rest(model: ModelStage) -> AbstractContextManager[None]:
+    """Hide the forward in here and its backward from FSDP2; call ``after_rest`` afterwards."""
     return torch_private.unseen(_units(model))
 
 
-def after_rest(model: Stage, layout: Layout, *, last: bool) -> None:
-    """Take up the gradients of such a backward."""
+def after_rest(model: ModelStage, layout: Layout, *, last: bool) -> None:
+    """Add the gradients of such a backward to FSDP2's."""
     torch_private.add_gradients(_units(model))
     if last:
         after_split_backward(model, layout, last=True)
 
 
-def _units(model: Stage) -> list[FSDPModule]:
+def _units(model: ModelStage) -> list[FSDPModule]:
     parts = (model, *model.layers.values())
     return [part for part in parts if isinstance(part, FSDPModule)]
 
 
 def before_split_backward(model: nn.Module) -> None:
-    """Have the weights for either part of a split backward; what it leaves is taken up later."""
+    """Gather the weights for a part of a split backward; call ``after_split_backward`` later."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.unshard()
@@ -136,7 +136,7 @@ def before_split_backward(model: nn.Module) -> None:
 
 
 def after_split_backward(model: nn.Module, layout: Layout, *, last: bool) -> None:
-    """Take up the weights' gradients: hooks that do so in a whole backward did not run."""
+    """Hand the weights' gradients to FSDP2: the hooks of a whole backward did not run."""
     before_backward(model, layout, last=last)
     if isinstance(model, FSDPModule):
         torch_private.end_backward(model)

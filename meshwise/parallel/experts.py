@@ -1,14 +1,13 @@
 """Expert parallelism: ranks of an ep group hold different experts and send each other tokens.
 
 In: a mixture of experts whose weights are DTensors, divided by expert over ep and by ffn over tp,
-or by expert over both, whose ranks are then those of the experts' axis ``ep``.
-Afterwards rows travel to the rank of their expert and back by two all-to-alls with the splits that
-the routers chose: none is dropped, none padded, and an expert without rows is no special case. Of
-experts with a capacity each rank sends all its places, as many to every other.
+or by expert over both (then the axis ``ep`` of the experts' mesh has the ranks of both). Afterwards
+rows travel to the rank of their expert and back by two all-to-alls with the splits that the routers
+chose: none is dropped, none padded, and an expert without rows is no special case. Where experts
+have a capacity, each rank sends all its places, as many to every other.
 
-A weight's gradient sums what the rows of all ep ranks make of it, while data parallelism takes
-means over ranks. So gradients are divided by ep as they enter the experts, and multiplied as they
-leave.
+A weight's gradient sums over the rows of all ep ranks, while data parallelism takes means over
+ranks. So gradients are divided by ep as they enter the experts, and multiplied as they leave.
 """
 
 from collections.abc import Sequence
@@ -30,14 +29,14 @@ from torch.distributed.tensor import (
 
 from meshwise.models.placement import ROWS
 from meshwise.nn.experts import MoE, move
-from meshwise.parallel.mesh import Place
-from meshwise.parallel.redistribute import share
+from meshwise.parallel.mesh import MeshPlace
+from meshwise.parallel.redistribute import addend
 
 SHARED_DIMS = {"gate": (0, 0), "up": (0, 0), "down": (1, None), "score": (None, None)}
 FFN_DIMS = {"first": 2, "down": 2, "first_bias": 2, "down_bias": None}
 
 
-def divide(moe: MoE, place: Place) -> None:
+def divide(moe: MoE, place: MeshPlace) -> None:
     """Divide the experts over ep, and over tp by ffn, by tokens or by expert."""
     tp, word = place.layout.tp, place.layout.placed.of("experts")
     over_tokens = tp > 1 and word in ROWS
@@ -51,28 +50,28 @@ def divide(moe: MoE, place: Place) -> None:
         mesh, over_experts = place.mesh["tp"], []
     if tp > 1 or place.experts is not None:
         for name, dim in FFN_DIMS.items():
-            _place(moe.experts, name, mesh, [*over_experts, _cut(dim, word)])
-        # What tp ranks hold alike has parts of a sum as gradients, unless they compute alike.
+            _distribute(moe.experts, name, mesh, [*over_experts, _placement(dim, word)])
+        # Ranks that hold the same weight have parts of its gradient, unless they compute alike.
         moe.local = moe.experts.local = partial(local, summed=word != "whole")
         moe.experts.added = partial(added, ranks=tp if word == "ffn" else 1, summed=over_tokens)
     if tp > 1:
-        _place(moe.router, "weight", place.mesh["tp"], [Replicate()])
+        _distribute(moe.router, "weight", place.mesh["tp"], [Replicate()])
         if moe.shared is not None:
             moe.shared.added = moe.experts.added
             for name, dims in SHARED_DIMS.items():
                 module = getattr(moe.shared, name)
                 if module is not None:
                     for part, dim in zip(("weight", "bias"), dims, strict=True):
-                        _place(module, part, place.mesh["tp"], [_cut(dim, word)])
+                        _distribute(module, part, place.mesh["tp"], [_placement(dim, word)])
     others = [place.mesh["tp"].get_group()] if over_tokens else []
     moe.count = partial(_total, groups=[*place.data_groups, *others])
 
 
-def _cut(dim: int | None, word: str) -> Placement:
+def _placement(dim: int | None, word: str) -> Placement:
     return Shard(dim) if word == "ffn" and dim is not None else Replicate()
 
 
-def _place(module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: Any) -> None:
+def _distribute(module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: Any) -> None:
     parameter = getattr(module, name)
     if parameter is not None:
         placed = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
@@ -80,8 +79,8 @@ def _place(module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: Any
 
 
 def local(weight: Tensor, *, summed: bool = True) -> Tensor:
-    """This rank's part of a weight. ``summed``: ranks that hold the same each make a part of the
-    sum that is its gradient."""
+    """Return this rank's part of a weight. ``summed``: ranks that hold the same part each have a
+    part of the sum that is its gradient."""
     if not isinstance(weight, DTensor):
         return weight
     gradients = [Partial() if summed and p.is_replicate() else p for p in weight.placements]
@@ -89,9 +88,9 @@ def local(weight: Tensor, *, summed: bool = True) -> Tensor:
 
 
 def added(bias: Tensor, *, ranks: int, summed: bool) -> Tensor:
-    """What this rank adds of a bias to its part of a sum over so many ranks."""
+    """Return this rank's addend of a bias in a sum over so many ranks."""
     bias = local(bias, summed=summed)
-    return share(bias, ranks) if ranks > 1 else bias
+    return addend(bias, ranks) if ranks > 1 else bias
 
 
 def _total(counts: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
@@ -105,8 +104,8 @@ Splits = list[int] | None  # rows to or from each rank; None: as many as to any 
 
 
 class Ticket(NamedTuple):
-    """``sent`` and ``received`` rows by rank; ``order``: which received row each sorted one is,
-    ``place``: where each received row is in the sorted ones."""
+    """The way back: ``sent`` and ``received`` rows by rank; ``order``: which received row each
+    sorted one is, ``place``: where each received row is in the sorted ones."""
 
     sent: list[int]
     received: list[int]
@@ -115,8 +114,8 @@ class Ticket(NamedTuple):
 
 
 class AllToAll:
-    """Rows, sorted by expert, to the ranks that hold them in equal runs, and back. ``ep`` of these
-    are data ranks."""
+    """Sends rows, sorted by expert, to the ranks that hold them in equal runs, and back. ``ep``
+    of these are data ranks."""
 
     def __init__(self, group: dist.ProcessGroup, ep: int) -> None:
         self.group, self.ranks, self.ep = group, dist.get_world_size(group), ep
@@ -155,7 +154,7 @@ class AllToAll:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; gradients go the other way, times ``scale``."""
+    """An all-to-all of rows; gradients go the other way, times ``scale``."""
 
     @staticmethod
     def forward(

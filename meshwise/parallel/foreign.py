@@ -1,11 +1,11 @@
-"""Lays out a module that somebody else wrote, in place: tp and ep, recomputation, compilation, data
+"""Lay out a module that somebody else wrote, in place: tp and ep, recomputation, compilation, data
 parallelism.
 
-In: the module with its weights, a place, and what ``models.strategies`` knows or the user says of
-it. Out: the same module, whose parameters are DTensors with this rank's share, and a report. What
-cannot be done is refused by name before anything is changed.
+In: the module with its weights, a place, and strategies, known from ``models.strategies`` or given
+by the user. Out: the same module, whose parameters are DTensors with this rank's share, and a
+report. What cannot be done is refused by name before anything is changed.
 
-Every parameter is a DTensor on the tp axis, those that are whole on every rank too, so that stock
+Every parameter is a DTensor on the tp axis, also one that is whole on every rank, so that stock
 optimizers and clipping work on all of them at once.
 """
 
@@ -24,7 +24,7 @@ from meshwise.models import strategies
 from meshwise.models.strategies import WHOLE, Assigned, Known
 from meshwise.parallel import cuts, data
 from meshwise.parallel.apply import device_of
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.spec import Recipe
 
 # Gives the whole value of a parameter or buffer on the meta device, the same on every rank.
@@ -34,7 +34,7 @@ DIFFERENT = 0.05  # of gradients that ought to be the same, relative to their me
 
 
 class Laid(NamedTuple):
-    """What was done: strategies by parameter, units by name."""
+    """The report: strategies by parameter, units by name."""
 
     assigned: Assigned
     units: tuple[str, ...]
@@ -42,8 +42,8 @@ class Laid(NamedTuple):
     notes: tuple[str, ...]
 
 
-class _Todo(NamedTuple):
-    """``cut`` is None where every rank keeps the whole."""
+class _ModuleCut(NamedTuple):
+    """A module with parameters of its own, its strategy, and their cut: None for whole ones."""
 
     path: str
     module: nn.Module
@@ -53,7 +53,7 @@ class _Todo(NamedTuple):
 
 def lay_out(
     model: nn.Module,
-    place: Place,
+    place: MeshPlace,
     wishes: Known,
     *,
     dtype: str,
@@ -61,7 +61,7 @@ def lay_out(
     recipe: Recipe,
     init: Init | None,
 ) -> Laid:
-    """The order is that of ``parallel.apply``."""
+    """Lay the module out, in the order of ``parallel.apply``."""
     assigned = strategies.assign(wishes.strategies, [name for name, _ in _parameters(model)])
     units = {
         name: module
@@ -71,8 +71,12 @@ def lay_out(
     check(model, place, assigned, units, init)
     if data.is_needed(place.layout, dtype):
         _check_scalars(model)
-    # what is refused is refused before anything is replaced
-    todo = [_todo(path, module, assigned, place) for path, module in _owners(model)]
+    # refuse everything before anything is replaced
+    todo = [
+        _cut_of(path, module, assigned, place)
+        for path, module in model.named_modules()
+        if module._parameters
+    ]
     found = [*units, *_divide(model, wishes.divided, place.layout.tp)]
     kinds = place.layout.recomputed(len(units))
     notes = _without_cache(model, compiled or "full" in kinds)
@@ -93,7 +97,7 @@ def lay_out(
 
 
 def _without_cache(model: nn.Module, needed: bool) -> tuple[str, ...]:
-    """A layer that runs twice, or compiled, must not add to a cache of keys and values."""
+    """Switch off a cache of keys and values, which layers that run twice must not add to."""
     config: Any = getattr(model, "config", None)
     if not needed or not getattr(config, "use_cache", False):
         return ()
@@ -102,13 +106,13 @@ def _without_cache(model: nn.Module, needed: bool) -> tuple[str, ...]:
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Tied ones under each of their names."""
+    """List the parameters, tied ones under each of their names."""
     return list(model.named_parameters(remove_duplicate=False))
 
 
 def check(
     model: nn.Module,
-    place: Place,
+    place: MeshPlace,
     assigned: Assigned,
     units: Mapping[str, nn.Module],
     init: Init | None,
@@ -137,7 +141,7 @@ def check(
 
 
 def _check_scalars(model: nn.Module) -> None:
-    """Which FSDP2 refuses by itself, in the midst of its work."""
+    """Refuse scalars, which FSDP2 refuses in the midst of its work."""
     for name, parameter in _parameters(model):
         if parameter.ndim == 0:
             raise ValueError(
@@ -145,7 +149,7 @@ def _check_scalars(model: nn.Module) -> None:
             )
 
 
-def _check_module(name: str, module: nn.Module, place: Place) -> None:
+def _check_module(name: str, module: nn.Module, place: MeshPlace) -> None:
     layout, kind = place.layout, type(module).__name__
     if isinstance(module, OF_OWN_ROWS) and layout.data_ranks > 1:
         raise ValueError(
@@ -159,7 +163,7 @@ def _check_module(name: str, module: nn.Module, place: Place) -> None:
 
 
 def _check_heads(model: nn.Module, tp: int, kinds: Iterable[str]) -> None:
-    """Of a config as transformers has it, where products are split by heads."""
+    """Check a config as transformers has it, where products are split by heads."""
     config = getattr(model, "config", None)
     if not any(kind.startswith(("col", "row")) for kind in kinds):
         return
@@ -170,7 +174,7 @@ def _check_heads(model: nn.Module, tp: int, kinds: Iterable[str]) -> None:
 
 
 def _check_tied(model: nn.Module, assigned: Assigned, units: Mapping[str, nn.Module]) -> None:
-    """A weight of two names is cut once and belongs to one unit."""
+    """Check that a weight with two names is cut once and belongs to one unit."""
     seen: dict[int, tuple[str, str | None, str]] = {}
     for name, parameter in _parameters(model):
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
@@ -188,7 +192,7 @@ def _check_tied(model: nn.Module, assigned: Assigned, units: Mapping[str, nn.Mod
 
 
 def _divide(model: nn.Module, patterns: Sequence[str], tp: int) -> list[str]:
-    """Give every rank its share of attributes that count heads or features; their names."""
+    """Give every rank its share of attributes that count heads or features; return their names."""
     found: dict[str, tuple[nn.Module, str, int]] = {}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -207,12 +211,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that have parameters of their own."""
-    return [(path, module) for path, module in model.named_modules() if module._parameters]
-
-
-def _todo(path: str, module: nn.Module, assigned: Assigned, place: Place) -> _Todo:
+def _cut_of(path: str, module: nn.Module, assigned: Assigned, place: MeshPlace) -> _ModuleCut:
     found = {}
     for name, _ in module.named_parameters(recurse=False):
         strategy = assigned.strategies[_join(path, name)]
@@ -221,11 +220,11 @@ def _todo(path: str, module: nn.Module, assigned: Assigned, place: Place) -> _To
     kind: strategies.Strategy = next(cutting, "replicated")
     divided = place.layout.tp > 1 or (kind == "expert" and place.experts is not None)
     cut = cuts.parameters(path, module, found, place) if divided and found else None
-    return _Todo(path, module, kind, cut)
+    return _ModuleCut(path, module, kind, cut)
 
 
 class _Sums(NamedTuple):
-    """Of a tensor's values, and of their sizes: what ranks compare."""
+    """The sums of a tensor's values and of their sizes, which ranks compare."""
 
     name: str
     values: Tensor
@@ -234,14 +233,13 @@ class _Sums(NamedTuple):
 
 def _place(
     model: nn.Module,
-    place: Place,
-    todo: Sequence[_Todo],
+    place: MeshPlace,
+    todo: Sequence[_ModuleCut],
     dtype: str,
     recipe: Recipe,
     init: Init | None,
 ) -> list[_Sums]:
-    """Move every tensor to the device, cut those that are to be cut, and connect what computes with
-    them."""
+    """Move every tensor to the device, cut it if due, and connect the modules that use it."""
     device, fetched = device_of(place.mesh), cuts.Fetched()
     masters = torch.bfloat16 if recipe.weights == "bf16" and dtype == "bf16" else torch.float32
     made: dict[int, nn.Parameter] = {}
@@ -275,8 +273,8 @@ def _place(
     return sums
 
 
-def _check_same(sums: Sequence[_Sums], place: Place) -> None:
-    """Whether all ranks came with the same weights: each keeps its part of its own."""
+def _check_same(sums: Sequence[_Sums], place: MeshPlace) -> None:
+    """Check that all ranks came with the same weights, since each keeps its part of its own."""
     if place.layout.num_devices == 1 or not sums:
         return
     device = device_of(place.mesh)
@@ -297,8 +295,8 @@ def _check_same(sums: Sequence[_Sums], place: Place) -> None:
 def _shard(
     model: nn.Module,
     units: Sequence[nn.Module],
-    todo: Sequence[_Todo],
-    place: Place,
+    todo: Sequence[_ModuleCut],
+    place: MeshPlace,
     dtype: str,
     recipe: Recipe,
 ) -> None:
@@ -313,8 +311,8 @@ def _shard(
         data.prefetch(list(units), recipe.prefetch)
 
 
-def _watch(model: nn.Module, assigned: Assigned, place: Place) -> None:
-    """See after the first backward whether what is whole on all tp ranks got one gradient."""
+def _watch(model: nn.Module, assigned: Assigned, place: MeshPlace) -> None:
+    """Check after the first backward that whole parameters got one gradient on all tp ranks."""
     group = place.mesh["tp"].get_group()
     for name, parameter in model.named_parameters():
         kind = assigned.strategies[name] or "replicated"

@@ -21,7 +21,7 @@ def apply(layer: nn.Module) -> None:
     """Make the layer's linear modules compute in fp8; those whose sizes do not fit stay."""
     for module in layer.modules():
         if type(module) is nn.Linear and not any(n % ALIGNMENT for n in module.weight.shape):
-            module.__class__ = Linear  # a function of each module's own would be compiled for each
+            module.__class__ = Linear  # torch would compile a forward of its own for each module
 
 
 class Linear(nn.Linear):
@@ -54,7 +54,7 @@ class _Product(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
-    """a [m,k] b^T [k,n], a cast to ``kind`` and b [n,k] to e4m3, in the dtype of a."""
+    """Multiply a [m,k] by b^T [k,n], a cast to ``kind`` and b [n,k] to e4m3, in the dtype of a."""
     scaled_a, scale_a = scaled(a.contiguous(), kind)
     scaled_b, scale_b = scaled(b.contiguous(), FORWARD)
     out = a.new_empty(len(a), len(b))
@@ -62,7 +62,7 @@ def product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def scaled(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x / scale in ``kind``, the largest element at its limit, and the scale in fp32."""
+    """Return x / scale in ``kind``, the largest element at its limit, and the scale in fp32."""
     limit = torch.finfo(kind).max
     scale = x.abs().amax().float().clamp(min=1e-12) / limit
     return (x.float() / scale).clamp(-limit, limit).to(kind), scale

@@ -1,11 +1,12 @@
-"""A stage for decoding: what this rank holds of it as plain tensors, with the sums over ranks said.
+"""Build a stage for decoding: this rank's part of it in plain tensors, with explicit sums over
+ranks.
 
-In: a model's sizes and a ``Place``. Out: the module of ``nn`` whose products, embedding and experts
-hold this rank's part, cut as ``parallel.tensor`` and ``parallel.experts`` cut it. DTensor and
-its hooks are not there: one token leaves nothing to hide the host's work behind. Products of one
+In: a model's sizes and a ``MeshPlace``. Out: the module of ``nn`` whose products, embedding and
+experts hold this rank's part, cut as ``parallel.tensor`` and ``parallel.experts`` cut it. It has no
+DTensors and no hooks: one token leaves nothing to hide the host's work behind. Products of one
 input are one product (q, k, v; gate, up). Logits are this rank's part of the vocabulary.
 
-``Product`` is the one place where a dense weight meets the tokens: a GPU's single row goes through
+Every dense weight meets the tokens in ``SplitLinear``, so that a GPU's single row goes through
 ``token_kernels``.
 """
 
@@ -20,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwise.nn import Stage, build
+from meshwise.nn import ModelStage, build
 from meshwise.nn.cache import AttendOne
 from meshwise.nn.experts import MoE
+from meshwise.nn.initial import reset_buffers
 from meshwise.nn.llama import QKV, GateUp
 from meshwise.parallel import experts, tensor, torch_private
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.reshard.regions import chunks
 from meshwise.spec import Decoder, Model
 from meshwise.spec.recipe import Routing
@@ -37,8 +39,8 @@ _FEW_BYTES = 2**18  # each rank reads those of all
 
 
 class Sum:
-    """Adds the parts of all ranks of a group; those of a token's activations, ``token`` [rows,
-    hidden], by what is fastest for few bytes."""
+    """Adds the parts of all ranks of a group. ``token`` [rows, hidden]: what is as small as that
+    is added in the way that is fastest for few bytes."""
 
     def __init__(self, group: dist.ProcessGroup, token: Tensor) -> None:
         self.group, self.size = group, token.numel()
@@ -54,8 +56,8 @@ class Sum:
         return part
 
 
-class Product(nn.Module):
-    """x W^T + b, with rows of W, or with columns and a sum over the ranks that hold the others."""
+class SplitLinear(nn.Module):
+    """x W^T + b, with some rows of W, or with some columns and a sum over the other ranks'."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, total: Sum | None = None
@@ -82,7 +84,7 @@ def _multiply(device: torch.device) -> Multiply:
 
 
 def attend_one(device: torch.device) -> AttendOne | None:
-    """What attends for one token on a device, where there is something better than torch's."""
+    """Return the kernel that attends for one token, if there is a better one than torch's."""
     if device.type != "cuda":
         return None
     from meshwise.parallel import token_kernels
@@ -93,12 +95,12 @@ def attend_one(device: torch.device) -> AttendOne | None:
 class Fused(nn.Module):
     """Several products of one input as one: x -> each one's result."""
 
-    def __init__(self, products: list[Product]) -> None:
+    def __init__(self, products: list[SplitLinear]) -> None:
         super().__init__()
         biases = [product.bias for product in products if product.bias is not None]
         assert len(biases) in (0, len(products))
         self.sizes = [len(product.weight) for product in products]
-        self.product = Product(
+        self.product = SplitLinear(
             torch.cat([product.weight.detach() for product in products]),
             torch.cat([bias.detach() for bias in biases]) if biases else None,
         )
@@ -108,7 +110,7 @@ class Fused(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """The embedding of tokens from ``first`` on; others come from the ranks that hold them."""
+    """The embedding of tokens from ``first`` on; the ranks that hold the others add theirs."""
 
     def __init__(self, weight: Tensor, first: int, total: Sum) -> None:
         super().__init__()
@@ -132,9 +134,9 @@ class Summed(nn.Module):
 
 
 class Choice:
-    """The likeliest token of each row of split logits [b, part of the vocabulary] -> [b]."""
+    """Picks the likeliest token of each row of split logits [b, part of the vocabulary] -> [b]."""
 
-    def __init__(self, place: Place, vocab: int) -> None:
+    def __init__(self, place: MeshPlace, vocab: int) -> None:
         self.ranks, self.group = place.layout.tp, place.mesh["tp"].get_group()
         self.first = first_row(place, vocab)
 
@@ -152,15 +154,16 @@ class Choice:
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest number and where it is; in two steps, since a row is one block's work."""
+    """Find each row's largest number and its index, in two steps, since one block works on a
+    row."""
     parts = logits.unflatten(-1, (math.gcd(logits.shape[-1], 256), -1))
     most, place = parts.max(-1)
     top, part = most.max(-1, keepdim=True)
     return top[..., 0], (part * parts.shape[-1] + place.gather(-1, part))[..., 0]
 
 
-def first_row(place: Place, vocab: int) -> int:
-    """Where this rank's part of the vocabulary begins."""
+def first_row(place: MeshPlace, vocab: int) -> int:
+    """Return where this rank's part of the vocabulary begins."""
     sizes = chunks(vocab, place.layout.tp)
     if not all(sizes):
         raise ValueError(
@@ -172,18 +175,18 @@ def first_row(place: Place, vocab: int) -> int:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a model is cut: the same stage laid out by ``parallel.tensor``, which holds nothing."""
+    """The cut of a model: the same stage laid out by ``parallel.tensor``, which holds nothing."""
 
-    stage: Stage
+    stage: ModelStage
     parameters: dict[str, nn.Parameter]
-    place: Place
+    place: MeshPlace
     dtype: torch.dtype
     device: torch.device
     seed: int
     total: Sum | None  # over the ranks of tp
 
     def share(self, name: str) -> Tensor:
-        """This rank's part of a parameter's initial value."""
+        """Return this rank's part of a parameter's initial value."""
         like = self.parameters[name]
         value = self.stage.initial_value(name, self.seed, self.device)
         if isinstance(like, DTensor):
@@ -195,14 +198,14 @@ class _Cut:
 def localized(
     model: Model | Decoder,
     layers: range,
-    place: Place,
+    place: MeshPlace,
     *,
     routing: Routing,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-) -> Stage:
-    """The layers with this rank's weights, those of ``Stage.init_weights(seed)``."""
+) -> ModelStage:
+    """Build the layers with this rank's weights, those of ``init_weights(seed)``."""
     with torch.device("meta"):
         cut, stage = (build(model, layers, routing=routing) for _ in range(2))
     tensor.apply(cut, place)
@@ -212,9 +215,7 @@ def localized(
         total = Sum(place.mesh["tp"].get_group(), token)
     _localize(stage, "", _Cut(cut, parameters, place, dtype, device, seed, total))
     stage.tie()
-    for module in stage.modules():
-        if callable(reset := getattr(module, "reset_buffers", None)):
-            reset()
+    reset_buffers(stage)
     return stage.requires_grad_(False).eval()
 
 
@@ -244,17 +245,17 @@ def _fill(module: nn.Module, prefix: str, cut: _Cut) -> None:
         setattr(module, name, torch.empty_like(buffer, device=cut.device))
 
 
-def _product(name: str, cut: _Cut) -> Product:
-    """Of a weight's columns there is a sum to take, of its rows none."""
+def _product(name: str, cut: _Cut) -> SplitLinear:
+    """Build a product: one of a weight's columns takes a sum over ranks, one of its rows none."""
     weight, bias = cut.parameters[f"{name}.weight"], None
     by_columns = isinstance(weight, DTensor) and weight.placements[0].is_shard(1)
     if f"{name}.bias" in cut.parameters:
         bias = cut.share(f"{name}.bias")
-    return Product(cut.share(f"{name}.weight"), bias, cut.total if by_columns else None)
+    return SplitLinear(cut.share(f"{name}.weight"), bias, cut.total if by_columns else None)
 
 
-def _fused(module: QKV | GateUp, place: Place) -> Fused:
-    products = [part for part in module.children() if isinstance(part, Product)]
+def _fused(module: QKV | GateUp, place: MeshPlace) -> Fused:
+    products = [part for part in module.children() if isinstance(part, SplitLinear)]
     if isinstance(module, QKV) and module.kv_heads % place.layout.tp:
         rows = tensor.repeated_rows(module.kv_heads, module.head_dim, place.mesh["tp"])
         for product in products[1:]:  # k and v, of which every rank holds all heads
@@ -265,7 +266,7 @@ def _fused(module: QKV | GateUp, place: Place) -> Fused:
 
 
 def _experts(moe: MoE, name: str, cut: _Cut) -> MoE | Summed:
-    """``experts.divide``, with plain weights."""
+    """Do as ``experts.divide``, with plain weights."""
     for full, part in moe.named_modules(prefix=name):
         _fill(part, f"{full}.", cut)
     for part in (moe.experts, moe.shared):

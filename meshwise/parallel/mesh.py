@@ -1,10 +1,10 @@
 """Where a process stands in a layout: its pipeline rank, the mesh within it, links to others.
 
-In: a Layout whose degrees multiply to the number of joined ranks. Out: a ``Place``. Rank r of a
+In: a Layout whose degrees multiply to the number of joined ranks. Out: a ``MeshPlace``. Rank r of a
 pipeline rank is number r % tp of its tp group, and tp groups are neighbours; then come the shards
 of one copy of the model, then the copies: axes ``replica``, ``shard``, ``tp``. Ranks that share a
-sequence (cp) are neighbouring data ranks, and so are those that divide a set of experts (ep).
-The experts' mesh has an axis ``ep`` more; where tp divides experts too, its ranks are on that one.
+sequence (cp) are neighbouring data ranks, and so are those that divide a set of experts (ep). The
+experts' mesh has one more axis, ``ep``; where tp divides experts too, its ranks are on that one.
 
 Every rank makes all groups in the same order, its own or not. On GPUs each boundary between two
 stages has one communicator forward and one backward, so that neither direction and no other
@@ -24,16 +24,17 @@ from meshwise.spec import Layout, rank_of
 
 
 class Link(NamedTuple):
-    """The groups of a boundary: all ranks of the stage before it and the stage behind it."""
+    """The groups of a boundary: all ranks of the stage before it and of the stage after it."""
 
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
 
 
-class Place(NamedTuple):
-    """``layout`` is that within the pipeline rank; ``links`` by the stage before the boundary, the
-    ends of the pipeline linked as -1. ``experts``: the same ranks with an axis ``ep``; ``context``:
-    the ranks that share this one's sequences. Both only where the layout has them."""
+class MeshPlace(NamedTuple):
+    """A rank's place. ``layout`` is the one within the pipeline rank; ``links`` by the stage
+    before the boundary, with -1 for the link between the pipeline's ends. Only where the layout
+    has them: ``experts``, a mesh of the same ranks with an axis ``ep``, and ``context``, the
+    ranks that share this one's sequences."""
 
     layout: Layout
     pipeline_rank: int
@@ -44,7 +45,7 @@ class Place(NamedTuple):
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """All groups that this process communicates in."""
+        """List all groups that this process communicates in."""
         world = dist.group.WORLD
         assert world is not None
         of_links = [group for link in self.links.values() for group in link]
@@ -54,15 +55,15 @@ class Place(NamedTuple):
 
     @property
     def data_groups(self) -> list[dist.ProcessGroup]:
-        """Groups whose sums, one after the other, are over all ranks with other tokens."""
+        """List the groups whose sums, one after the other, cover all ranks with other tokens."""
         if self.layout.data_ranks == 1:
             return []
         axes = (self.mesh["replica"], self.mesh["shard"])
         return [axis.get_group() for axis in axes if axis.size() > 1]
 
 
-def build(layout: Layout, device_type: str) -> Place:
-    """This process's place among all joined ranks."""
+def build(layout: Layout, device_type: str) -> MeshPlace:
+    """Return this process's place among all joined ranks."""
     if layout.num_devices != dist.get_world_size():
         raise ValueError(
             f"layout {layout.name} needs {layout.num_devices} ranks, but {dist.get_world_size()} "
@@ -74,7 +75,7 @@ def build(layout: Layout, device_type: str) -> Place:
     links = _links(layout, device_type)
     if mesh["tp"].size() > 1:
         _keep_apart(mesh)
-    return Place(layout.of_rank(mine), mine, mesh, links, experts, context)
+    return MeshPlace(layout.of_rank(mine), mine, mesh, links, experts, context)
 
 
 def _keep_apart(mesh: DeviceMesh) -> None:
@@ -88,7 +89,7 @@ def _keep_apart(mesh: DeviceMesh) -> None:
 def _meshes(
     layout: Layout, pipeline_rank: int, device_type: str
 ) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None]:
-    """Of one pipeline rank: of its weights, of its experts, and this rank's context group."""
+    """Build a pipeline rank's meshes, of its weights and experts, and this rank's context group."""
     inside = layout.of_rank(pipeline_rank)
     devices = torch.tensor(layout.devices_of(pipeline_rank))
     copies, shards, tp, ep = inside.data_ranks // inside.shards, inside.shards, inside.tp, inside.ep
@@ -110,7 +111,7 @@ def _meshes(
 
 
 def _links(layout: Layout, device_type: str) -> dict[int, Link]:
-    """Links of this rank, each warmed up: the first use of a group needs all its ranks."""
+    """Make the links of this rank, each warmed up: the first use of a group needs all its ranks."""
     rank, links = dist.get_rank(), {}
     for stage in range(-1, layout.num_stages - 1 if layout.pp > 1 else -1):
         ends = [
@@ -128,10 +129,5 @@ def _links(layout: Layout, device_type: str) -> dict[int, Link]:
 
 
 def share(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh that data parallelism works on: sharded, or copies of shards."""
-    return mesh["shard"] if mesh["replica"].size() == 1 else mesh["replica", "shard"]

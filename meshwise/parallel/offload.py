@@ -2,9 +2,9 @@
 
 In: a laid-out stage. Afterwards every storage of at least 1 MiB that a layer saves, other than its
 parameters and buffers, is copied to pinned host memory while the next layer computes, and its
-device memory is free once that one has ended. In backward the first use of anything of a layer
-brings it all back, and starts on the layer before it, so that copies run beside computation. The
-last layer's are used where they are: its backward comes next.
+device memory is free once that layer has ended. In backward the first use of a layer's saved
+tensors brings all of them back and starts on the layer before it, so that copies run beside
+computation. The last layer's stay on the device: its backward comes next.
 
 Memory is released in stream order: the compute stream waits for a copy before its source may be
 used again. Storages are moved whole and once, so that views of them keep their strides. On a CPU
@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from meshwise.nn.stage import Layer, Stage
+from meshwise.nn.stage import Layer, ModelStage
 
 MIN_BYTES = 2**20
 Side = torch.cuda.Stream | None
 
 
-class _Group:
-    """What one call of a layer saved: bytes on the device, on the host, or on both."""
+class _SavedByCall:
+    """The storages that one call of a layer saved: on the device, on the host, or on both."""
 
-    def __init__(self, before: "_Group | None", home: torch.device, side: Side) -> None:
+    def __init__(self, before: "_SavedByCall | None", home: torch.device, side: Side) -> None:
         self.before, self.home, self.side = before, home, side
         self.device: list[Tensor] = []  # empty: on the host only
         self.host: list[Tensor] = []
@@ -38,7 +38,7 @@ class _Group:
         self.moved: torch.cuda.Event | None = None  # behind the last copy, either way
 
     def add(self, storage: torch.UntypedStorage, version: int) -> int:
-        """Start copying a storage to the host, unless it is known; its number."""
+        """Start copying a storage to the host, unless it is known; return its number."""
         key = storage.data_ptr(), version
         if key not in self.numbers:
             self.numbers[key] = len(self.host)
@@ -58,7 +58,7 @@ class _Group:
             self.device = [self.copy(whole, self.home) for whole in self.host]
 
     def take(self, number: int) -> torch.UntypedStorage:
-        """A storage for backward."""
+        """Return a storage for backward."""
         self.fetch()
         self.wait()
         if self.before is not None:
@@ -86,9 +86,9 @@ class _Group:
 
 
 class _View(NamedTuple):
-    """A saved tensor as part of a storage; ``wrap`` makes of that what it was."""
+    """A saved tensor as part of a storage; ``wrap`` makes a DTensor of it again if it was one."""
 
-    group: _Group
+    group: _SavedByCall
     number: int
     dtype: torch.dtype
     offset: int
@@ -102,7 +102,8 @@ class _Calls:
 
     def __init__(self) -> None:
         self.side: Side = None
-        self.latest: Callable[[], _Group | None] = lambda: None  # weak: it ends with its graph
+        # weak: it ends with its graph
+        self.latest: Callable[[], _SavedByCall | None] = lambda: None
 
     def run(self, call: Callable[[Tensor], Any], layer: nn.Module, first: bool, x: Tensor) -> Any:
         if not torch.is_grad_enabled():
@@ -110,7 +111,7 @@ class _Calls:
         if x.is_cuda and self.side is None:
             self.side = torch.cuda.Stream()
         earlier = self.latest()
-        group = _Group(None if first else earlier, x.device, self.side)
+        group = _SavedByCall(None if first else earlier, x.device, self.side)
         self.latest = weakref.ref(group)
         staying: set[int] = set()
 
@@ -126,7 +127,7 @@ class _Calls:
         return out
 
 
-def apply(model: Stage) -> None:
+def apply(model: ModelStage) -> None:
     """Wrap every layer, before or after it is compiled and sharded.
 
     The layers' class gets a ``__call__`` around torch's, which is outside compiled code and outside
@@ -150,8 +151,8 @@ def _around(kind: type[nn.Module], calls: _Calls, first: nn.Module) -> Callable[
     return call
 
 
-def _pack(value: Tensor, group: _Group, staying: set[int]) -> Tensor | _View:
-    """What autograd keeps: the tensor itself if it stays, else where it went."""
+def _pack(value: Tensor, group: _SavedByCall, staying: set[int]) -> Tensor | _View:
+    """Return what autograd keeps: the tensor itself if it stays, else where it went."""
     local, wrap = _unwrapped(value)
     if type(local) is not Tensor or local.layout != torch.strided or local.device != group.home:
         return value
@@ -172,7 +173,7 @@ def _unpack(kept: Tensor | _View) -> Tensor:
 
 
 def _unwrapped(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """This rank's part of a DTensor, and what makes the part a DTensor again."""
+    """Return this rank's part of a DTensor, and a function that makes the part a DTensor again."""
     if not isinstance(value, DTensor):
         return value, lambda local: local
     mesh, placements, shape, stride = (

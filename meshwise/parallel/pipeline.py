@@ -1,8 +1,8 @@
-"""Runs a step's action table on this rank: forwards and backwards of its stages, and the messages
+"""Run a step's action table on this rank: forwards and backwards of its stages, and the messages
 between them. Without a pipeline the table is forward, backward, forward, backward, ...
 
-In: a rank's ``Place``, its stages (each already laid out), its row of the table, the tokens of its
-microbatches. Out: gradients in the parameters, and the loss where the last stage is.
+In: a rank's ``MeshPlace``, its stages (each already laid out), its row of the table, the tokens of
+its microbatches. Out: gradients in the parameters, and the loss where the last stage is.
 
 A stage's result is cut by the mesh that made it and needed as the next stage's mesh cuts it: rows
 over dp, positions over cp and over tp with sequence parallelism, copies over tp without.
@@ -14,7 +14,7 @@ Each stage's data parallelism takes the mean over its own dp ranks, so a gradien
 dp = a to dp = b ranks is scaled by b / a.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -35,24 +35,24 @@ from meshwise.parallel.data import (
     gather,
     may_rest,
 )
-from meshwise.parallel.mesh import Link, Place
+from meshwise.parallel.mesh import Link, MeshPlace
 from meshwise.reshard.regions import Layout as Regions
 from meshwise.reshard.regions import placed
 from meshwise.reshard.transports import p2p
 from meshwise.schedule import Action, stages_of, table
-from meshwise.spec import AnyModel, Layout, Workload, rank_of
+from meshwise.spec import Layout, Plan, rank_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Mark = Callable[[str], object]
 
 
 def unmarked(_: str) -> None:
-    """Nobody asks what begins when."""
+    """Ignore the mark."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Between a stage and the next one, when that is on another pipeline rank."""
+    """The boundary between a stage and the next one, when that is on another pipeline rank."""
 
     forward: p2p.Route  # of activations
     backward: p2p.Route  # of their gradients
@@ -60,14 +60,14 @@ class Boundary:
     scale: float  # of a gradient that has crossed
 
     def route(self, action: Action) -> p2p.Route:
-        """Of what the action needs: a forward an activation, a backward a gradient."""
+        """Return the route of the action's input: activations for a forward, else gradients."""
         return self.forward if action.kind == "F" else self.backward
 
 
 @dataclass(frozen=True)
-class Stage:
+class LinkedStage:
     number: int
-    module: nn.Stage
+    module: nn.ModelStage
     before: Boundary | None  # None: there is no such stage, or it is on this rank
     after: Boundary | None
 
@@ -77,7 +77,7 @@ class Pipeline:
     """A rank's share of the pipeline, ready to run."""
 
     layout: Layout  # within this pipeline rank
-    stages: dict[int, Stage]
+    stages: dict[int, LinkedStage]
     row: tuple[Action, ...]
     dtype: torch.dtype
     device: torch.device
@@ -85,53 +85,37 @@ class Pipeline:
 
 
 def build(
-    place: Place,
-    layout: Layout,
-    model: AnyModel,
-    workload: Workload,
+    plan: Plan,
+    place: MeshPlace,
     row: tuple[Action, ...],
-    make: Callable[[int, range], nn.Stage],
+    make: Callable[[int, range], nn.ModelStage],
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Pipeline:
     """Link the stages of this rank, each made by ``make`` of its number and layers."""
+    layout, model, seq_len = plan.layout, plan.model, plan.workload.seq_len
     mine = stages_of(layout.schedule, place.pipeline_rank, layout.pp, layout.stages_per_rank)
     layers = layout.stage_layers(model.layers)
     modules = {number: make(number, layers[number]) for number in mine}
+    boundaries = {}
     # Connected in one order on all ranks, the tie last: see p2p.connected.
-    boundaries = {
-        stage: _boundary(
-            layout,
-            stage,
-            models.stream_shape(
-                model, layout.microbatch_rows, workload.seq_len, layers[stage].stop
-            ),
-            link,
-            device,
-        )
-        for stage, link in sorted(place.links.items())
-        if stage >= 0
-    }
+    for stage, link in sorted(place.links.items()):
+        if stage >= 0:
+            shape = models.stream_shape(model, layout.microbatch_rows, seq_len, layers[stage].stop)
+            boundaries[stage] = _boundary(layout, stage, shape, link, device)
     tie = tied.tie(place, layout, model, modules, device) if layout.pp > 1 else None
     stages = {
-        number: Stage(number, module, boundaries.get(number - 1), boundaries.get(number))
+        number: LinkedStage(number, module, boundaries.get(number - 1), boundaries.get(number))
         for number, module in modules.items()
     }
-    return Pipeline(
-        layout=place.layout,
-        stages=stages,
-        row=row,
-        dtype=dtype,
-        device=device,
-        tied=tie,
-    )
+    return Pipeline(place.layout, stages, row, dtype, device, tie)
 
 
-def alone(model: nn.Stage, layout: Layout, device: torch.device) -> Pipeline:
-    """A whole model on one device, in fp32."""
+def alone(model: nn.ModelStage, layout: Layout, device: torch.device) -> Pipeline:
+    """Hold a whole model on one device, in fp32."""
     row = table("none", 1, 1, layout.num_microbatches)[0]
-    stages = {0: Stage(0, model, None, None)}
+    stages = {0: LinkedStage(0, model, None, None)}
     return Pipeline(layout, stages, row, torch.float32, device, None)
 
 
@@ -151,8 +135,8 @@ def _boundary(
 
 
 def activations(layout: Layout, pipeline_rank: int, shape: tuple[int, ...]) -> Regions:
-    """Who holds what of a microbatch's activation [rows, seq, hidden] (of images [rows, channels,
-    height, width])."""
+    """Return who holds what of a microbatch's activation [rows, seq, hidden] (images: [rows,
+    channels, height, width])."""
     inside = layout.of_rank(pipeline_rank)
     over_tp = {"batch": 0, "seq": 1}.get(inside.placed.stream)
     over_cp = 1 if inside.cp > 1 else None
@@ -168,18 +152,15 @@ def run(
     loss: Loss,
     mark: Mark = unmarked,
 ) -> Tensor:
-    """Forward and backward of all microbatches; their mean loss, 0 where the last stage is not.
+    """Run forward and backward of all microbatches; return the mean loss, 0 without the last stage.
 
     ``inputs`` and ``targets``: this rank's rows of each microbatch. ``mark`` is told what begins:
     an action (``F 0.3``: forward of stage 0, microbatch 3), ``wait`` (for its message) or
-    ``exchange`` (what is left to send, and the tied weight's gradients).
+    ``exchange`` (the messages still to send, and the tied weight's gradients).
     """
-    step = _Step(pipeline, inputs, targets, loss)
+    step = _RunningStep(pipeline, inputs, targets, loss)
     step.mark = mark
-    for action, following in zip_longest(pipeline.row, pipeline.row[1:]):
-        step.expect(action)
-        if following is not None:
-            step.expect(following)
+    for action in step.actions():
         step.work(action)
     mark("exchange")
     for sending in step.sending:
@@ -194,13 +175,13 @@ def _name(action: Action) -> str:
 
 
 def _needed(action: Action) -> tuple[bool, int, int]:
-    """Activation or gradient, and whose. dualpipev splits some backwards and others not, so the
-    stage before may ask for by I what came of a B."""
+    """Name the tensor that an action needs: activation or gradient, stage, microbatch. dualpipev
+    splits some backwards and not others, so an I may need the gradient that a B left."""
     return action.kind == "F", action.stage, action.microbatch
 
 
 class Messages:
-    """What goes between the stages: to and from other ranks, and between those of this rank."""
+    """The messages between stages: to and from other ranks, and between the stages of this rank."""
 
     mark: Mark = staticmethod(unmarked)
 
@@ -209,6 +190,15 @@ class Messages:
         self.received: dict[Action, p2p.Receiving] = {}
         self.handed: dict[tuple[bool, int, int], Tensor] = {}  # between stages of this rank
         self.sending: list[p2p.Sending] = []
+
+    def actions(self) -> Iterator[Action]:
+        """Yield the actions of the row, once receives for each and for the next have started."""
+        row = self.pipeline.row
+        for action, following in zip_longest(row, row[1:]):
+            self.expect(action)
+            if following is not None:
+                self.expect(following)
+            yield action
 
     def expect(self, action: Action) -> None:
         """Start receiving what an action needs from another rank."""
@@ -220,7 +210,7 @@ class Messages:
         self.received[action] = p2p.receive(route, boundary.shape, built.dtype, built.device)
 
     def take(self, action: Action) -> Tensor:
-        """What ``expect`` asked for, or what another stage of this rank left; nobody else's."""
+        """Return what ``expect`` asked for, or what another stage of this rank left."""
         if action in self.received:
             self.mark("wait")
             value = self.received.pop(action).wait()
@@ -238,7 +228,7 @@ class Messages:
         self.sending.append(p2p.send(boundary.route(action), value))
 
 
-class _Step(Messages):
+class _RunningStep(Messages):
     """One step under way: its graphs, and its messages."""
 
     def __init__(
@@ -255,9 +245,9 @@ class _Step(Messages):
         self.postponed: dict[tuple[int, int], Callable[[], None]] = {}
 
     def find_resting(self) -> set[tuple[int, int]]:
-        """(stage, microbatch) whose forward and backward FSDP2 need not see. Without other data
-        ranks these are all; else not the first, which gathers weights beside computation, and the
-        last, which reduces gradients so."""
+        """Find the (stage, microbatch) whose forward and backward FSDP2 need not see. Without
+        other data ranks these are all; else all but the first, whose weights are gathered beside
+        computation, and the last, whose gradients are reduced so."""
         layout = self.pipeline.layout
         if self.split or not may_rest(layout):
             return set()
@@ -291,8 +281,8 @@ class _Step(Messages):
             self.postponed.pop(key)()
             after_split_backward(module, layout, last=last)
 
-    def forward(self, stage: Stage, action: Action) -> tuple[Tensor, Tensor | GradientEdge]:
-        """The stage's input and what its backward starts from."""
+    def forward(self, stage: LinkedStage, action: Action) -> tuple[Tensor, Tensor | GradientEdge]:
+        """Return the stage's input and what its backward starts from."""
         number = action.microbatch
         module = stage.module
         x = self.inputs[number] if module.first else self.take(action).requires_grad_()
@@ -306,7 +296,7 @@ class _Step(Messages):
         # result itself may go.
         return x, result if self.split else get_gradient_edge(result)
 
-    def compute(self, module: nn.Stage, x: Tensor, action: Action) -> Tensor:
+    def compute(self, module: nn.ModelStage, x: Tensor, action: Action) -> Tensor:
         if (action.stage, action.microbatch) not in self.resting:
             return module(x)  # type: ignore[no-any-return]
         if self.first_of[action.stage] == action:
@@ -316,8 +306,8 @@ class _Step(Messages):
         with at_rest(module):
             return module(x)  # type: ignore[no-any-return]
 
-    def gradient(self, stage: Stage, action: Action) -> Tensor | None:
-        """Of the stage's result; of the loss it is 1."""
+    def gradient(self, stage: LinkedStage, action: Action) -> Tensor | None:
+        """Return the gradient of the stage's result; None for the loss, whose gradient is 1."""
         if stage.module.last:
             return None
         gradient = self.take(action)
@@ -325,17 +315,17 @@ class _Step(Messages):
             gradient *= stage.after.scale
         return gradient
 
-    def send_back(self, stage: Stage, action: Action, x: Tensor) -> None:
+    def send_back(self, stage: LinkedStage, action: Action, x: Tensor) -> None:
         if not stage.module.first:
             assert x.grad is not None
             before = action._replace(stage=stage.number - 1)
             self.give(x.grad, before, stage.before)
             x.grad = None
 
-    def backward_of_input(self, stage: Stage, action: Action) -> Callable[[], None]:
-        """Send the input's gradient back; what is left to do for the weights.
+    def backward_of_input(self, stage: LinkedStage, action: Action) -> Callable[[], None]:
+        """Send the input's gradient back; return what is left to do for the weights.
 
-        The first stage's input has none, so all of its backward is left.
+        The first stage's input has no gradient, so all of its backward is left.
         """
         x, result = self.saved.pop((action.stage, action.microbatch))
         assert isinstance(result, Tensor)

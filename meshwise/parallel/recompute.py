@@ -1,4 +1,4 @@
-"""Recomputation: what forward does not keep, backward computes again, by torch's checkpoint.
+"""Recomputation: backward computes again what forward does not keep, by torch's checkpoint.
 
 full keeps a layer's input and nothing else (Chen et al. 2016). selective keeps the results of the
 matrix products and of attention, and computes again what is cheap: the norms and the activation
@@ -13,7 +13,6 @@ whether its result is kept.
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -22,29 +21,12 @@ from torch.utils.checkpoint import (
 )
 
 from meshwise.nn.stage import Layer, Part
+from meshwise.parallel import torch_private
 from meshwise.spec import Recompute
-
-_ATEN = torch.ops.aten
-KEPT = frozenset(
-    {
-        _ATEN.mm.default,
-        _ATEN.addmm.default,
-        _ATEN.bmm.default,
-        _ATEN.convolution.default,
-        _ATEN._grouped_mm.default,
-        _ATEN._scaled_mm.default,
-        _ATEN._scaled_dot_product_cudnn_attention.default,
-        _ATEN._scaled_dot_product_flash_attention.default,
-        _ATEN._scaled_dot_product_efficient_attention.default,
-        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        torch.ops._c10d_functional.all_reduce.default,
-    }
-)
 
 
 def apply(layer: Layer, recompute: Recompute, lowering: Literal["eager", "compiled"]) -> None:
-    """Do it before the layer is compiled or sharded."""
+    """Set a layer's recomputation, before it is compiled or sharded."""
     if recompute == "full":
         layer.whole = _forgetting
     elif recompute == "selective" and lowering == "compiled":
@@ -55,7 +37,7 @@ def apply(layer: Layer, recompute: Recompute, lowering: Literal["eager", "compil
 
 
 def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    keep = operator in KEPT
+    keep = operator in torch_private.KEPT
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 

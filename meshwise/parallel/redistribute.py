@@ -1,5 +1,5 @@
-"""Moves an activation from where it lies on the tp ranks to where it is needed, and its gradient
-the other way.
+"""Move an activation from where it lies on the tp ranks to where it is needed, and its gradient
+back.
 
 A placement is ``whole``, ``partial`` (a sum over ranks is due) or the tensor dim that the ranks
 divide, as in ``models.placement``. Local tensors go in and come out: no DTensor is dispatched, and
@@ -16,8 +16,8 @@ from meshwise.parallel import torch_private
 Placement = int | Literal["whole", "partial"]
 
 
-class Ranks(NamedTuple):
-    """A group of ranks by name, and which of them this one is."""
+class NamedGroup(NamedTuple):
+    """A group of ranks by name, its size, and this rank's number in it."""
 
     group: str
     size: int
@@ -25,12 +25,12 @@ class Ranks(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Between two parts of a model: a tensor goes ``there``, its gradient ``back``, each from one
-    placement to another."""
+    """The way between two parts of a model: a tensor goes ``there``, its gradient ``back``, each
+    from one placement to another."""
 
     there: tuple[Placement, Placement]
     back: tuple[Placement, Placement]
-    ranks: Ranks
+    ranks: NamedGroup
 
     def move(self, x: Tensor) -> Tensor:
         if self.there[0] == self.there[1] and self.back[0] == self.back[1]:
@@ -40,7 +40,7 @@ class Edge(NamedTuple):
 
 class _Moved(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Any, back: Any, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: Any, back: Any, ranks: NamedGroup) -> Tensor:
         ctx.way = back, ranks
         return moved(x, there[0], there[1], ranks)
 
@@ -50,8 +50,8 @@ class _Moved(Function):
         return moved(gradients[0], back[0], back[1], ranks), None, None, None
 
 
-def moved(x: Tensor, have: Placement, wanted: Placement, ranks: Ranks) -> Tensor:
-    """This rank's part of x, which lies as ``have`` says, as ``wanted`` says."""
+def moved(x: Tensor, have: Placement, wanted: Placement, ranks: NamedGroup) -> Tensor:
+    """Move x from the placement ``have`` to ``wanted``; return this rank's part."""
     if have == wanted:
         return x.view_as(x)
     if have == "whole":
@@ -62,33 +62,33 @@ def moved(x: Tensor, have: Placement, wanted: Placement, ranks: Ranks) -> Tensor
         if wanted == "whole":
             return torch_private.all_reduced(x, ranks.group)
         assert isinstance(wanted, int)
-        return torch_private.scattered(_parts(x, wanted, ranks), ranks.group, ranks.size)
+        return torch_private.scattered(_split_in_front(x, wanted, ranks), ranks.group, ranks.size)
     if wanted == "whole":
-        return _joined(torch_private.gathered(x, ranks.group, ranks.size), have, ranks)
+        return _join_from_front(torch_private.gathered(x, ranks.group, ranks.size), have, ranks)
     assert isinstance(wanted, int)
-    exchanged = torch_private.exchanged(_parts(x, wanted, ranks), ranks.group, ranks.size)
-    return _joined(exchanged, have, ranks)
+    exchanged = torch_private.exchanged(_split_in_front(x, wanted, ranks), ranks.group, ranks.size)
+    return _join_from_front(exchanged, have, ranks)
 
 
-def _parts(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """x with what each rank shall get of ``dim`` one after the other in dim 0."""
+def _split_in_front(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
+    """Put each rank's part of ``dim`` one after the other in dim 0."""
     parts: Tensor = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0)
     return parts.flatten(0, 1).contiguous()
 
 
-def _joined(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """The other way round: what came of each rank, one after the other in ``dim``."""
+def _join_from_front(x: Tensor, dim: int, ranks: NamedGroup) -> Tensor:
+    """Put each rank's part, one after the other in dim 0, together in ``dim``."""
     parts: Tensor = x.unflatten(0, (ranks.size, -1)).movedim(0, dim)
     return parts.flatten(dim, dim + 1)
 
 
-def share(x: Tensor, ranks: int) -> Tensor:
-    """What each of so many ranks adds so that their sum has x once. Each has the sum's gradient,
-    which is that of x."""
-    return _Share.apply(x, ranks)  # type: ignore[no-any-return,no-untyped-call]
+def addend(x: Tensor, ranks: int) -> Tensor:
+    """Return what each of so many ranks adds so that their sum has x once. The gradient of x is the
+    sum's, on each rank."""
+    return _Addend.apply(x, ranks)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Share(Function):
+class _Addend(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
         return x / ranks

@@ -1,15 +1,15 @@
 """Tensor parallelism in place, on the tp axis of a mesh, as a layout's ``cuts`` say.
 
-Weights (Shoeybi et al. 2019, Megatron-LM): what heads or ffn are made of is split by rows (col in
-plan.json), what reads them by columns (row), embedding and head by vocabulary; experts in
-``parallel.experts``. The stream between those is whole on every rank, or split by position
-(Korthikanti et al. 2022) or by sequence. A part of the model may also be computed alike on every
-rank, or divided by its tokens. Logits split by vocabulary are a DTensor;
+Weights (Shoeybi et al. 2019, Megatron-LM): products whose outputs are heads or ffn are split by
+rows (col in plan.json), products that read those by columns (row), embedding and head by
+vocabulary; experts in ``parallel.experts``. The stream between those is whole on every rank, or
+split by position (Korthikanti et al. 2022) or by sequence. A part of the model may also be computed
+alike on every rank, or divided by its tokens. Logits split by vocabulary are a DTensor;
 ``apply.loss_context`` computes their loss that way.
 
-Every parameter becomes a DTensor on the tp mesh, norms and positions as replicas, so that
-gradients that are partial sums are known to be. Activations are local tensors, moved between the
-parts by ``redistribute``. Fewer key and value heads than ranks are computed by several ranks each.
+Every parameter becomes a DTensor on the tp mesh, norms and positions as replicas, so that gradients
+that are partial sums are known to be. Activations are local tensors, moved between the parts by
+``redistribute``. Fewer key and value heads than ranks are computed by several ranks each.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from meshwise.nn import llama
-from meshwise.nn.experts import MoE, same
-from meshwise.nn.gpt import GPT, GPTLayer, Head, Positions
+from meshwise.nn.experts import MoE
+from meshwise.nn.gpt import GPT, GPTLayer, Positions
 from meshwise.nn.llama import DecoderLayer, Llama
-from meshwise.nn.stage import Stage
-from meshwise.nn.wide_resnet import WideResNet as WideResNetModule
+from meshwise.nn.stage import Head, ModelStage, identity
+from meshwise.nn.wide_resnet import WideResNetModule
 from meshwise.parallel import channels, experts
-from meshwise.parallel.mesh import Place
-from meshwise.parallel.redistribute import Edge, Placement, Ranks, moved, share
+from meshwise.parallel.mesh import MeshPlace
+from meshwise.parallel.redistribute import Edge, NamedGroup, Placement, addend, moved
 from meshwise.spec import Cuts
 
 DIM: dict[str, int] = {"batch": 0, "seq": 1}  # of an activation
@@ -42,8 +42,8 @@ COL, ROW = ("weight", 0), ("weight", 1)
 
 
 class Room(NamedTuple):
-    """A part of the model: how it ``needs`` its input and the gradient of its result, and how it
-    ``leaves`` its result and the gradient of its input."""
+    """A part of the model: where it ``needs`` its input and the gradient of its result, and
+    where it ``leaves`` its result and the gradient of its input."""
 
     needs: Placement
     leaves: Placement
@@ -60,7 +60,7 @@ class Splitter:
     def __init__(self, mesh: DeviceMesh, cuts: Cuts) -> None:
         group = mesh.get_group()
         self.mesh, self.cuts = mesh, cuts
-        self.ranks = Ranks(group.group_name, group.size(), group.rank())
+        self.ranks = NamedGroup(group.group_name, group.size(), group.rank())
         self.stream = self.room("stream").needs
 
     def room(self, name: str) -> Room:
@@ -70,7 +70,7 @@ class Splitter:
         return Room("whole", "whole" if word == "whole" else "partial")
 
     def enter(self, name: str) -> Edge:
-        """From the stream into a part of the model."""
+        """Return the way from the stream into a part of the model."""
         room = self.room(name)
         return Edge((self.stream, room.needs), (room.leaves, self.stream), self.ranks)
 
@@ -80,12 +80,8 @@ class Splitter:
 
     @property
     def streamed(self) -> Placed:
-        """How the stream lies, in DTensor's words."""
+        """The stream's placement in DTensor's words."""
         return Shard(self.stream) if isinstance(self.stream, int) else Replicate()
-
-    def norm(self, module: nn.Module, *, leave: Edge | None = None) -> None:
-        """A norm of the stream, whose result goes on into a part of the model."""
-        self.local(module, "stream", leave=leave)
 
     def local(
         self,
@@ -111,14 +107,15 @@ class Splitter:
 
     def layer(self, layer: GPTLayer | DecoderLayer) -> None:
         """Split one layer; its input and output are local tensors that lie as the stream does."""
-        self.norm(layer.norm1, leave=self.enter("attention"))
-        self.norm(layer.norm2, leave=self.enter("feed_forward" if layer.dense else "experts"))
+        self.local(layer.norm1, "stream", leave=self.enter("attention"))
+        into = "feed_forward" if layer.dense else "experts"
+        self.local(layer.norm2, "stream", leave=self.enter(into))
         if isinstance(layer, GPTLayer):
             self.local(layer.attention.qkv, "attention", COL)
             out = layer.attention.out
         else:
             for post in (layer.post1, layer.post2):
-                self.norm(post)
+                self.local(post, "stream")
             self.projections(layer.qkv)
             for name, module in layer.attention.named_children():
                 if name.endswith("_norm"):
@@ -138,7 +135,7 @@ class Splitter:
         self.local(down, "feed_forward", ROW, leave=self.leave("feed_forward"))
 
     def projections(self, qkv: nn.Module) -> None:
-        """Of a Llama-type layer. What leads down to latent rows is whole on every rank."""
+        """Split a Llama-type layer's projections. Those down to latent rows stay whole."""
         repeats = False
         if isinstance(qkv, llama.QKV) and self.room("attention").leaves == "partial":
             repeats = qkv.kv_heads % self.ranks.size > 0
@@ -156,13 +153,14 @@ class Splitter:
             rows = -(-embed.num_embeddings // self.ranks.size)
             embed.first_row = self.ranks.rank * rows  # type: ignore[assignment]
 
-    def take(self, word: str) -> tuple[int, Ranks] | None:
-        """Which dim of what every rank has whole to take a part of."""
+    def take(self, word: str) -> tuple[int, NamedGroup] | None:
+        """Return the dim that ranks divide of a tensor which all have whole; None if they do
+        not."""
         return (DIM[word], self.ranks) if word in DIM else None
 
-    def head(self, head: Head | llama.Head) -> None:
+    def head(self, head: Head) -> None:
         """Split the projection by vocabulary, whose logits are a DTensor, or by its tokens."""
-        self.norm(head.norm)
+        self.local(head.norm, "stream")
         if self.cuts.head != "vocab":
             self.local(head.projection, "head").enter = self.enter("head")
             return
@@ -173,18 +171,18 @@ class Splitter:
 
 
 def repeated_rows(heads: int, head_dim: int, tp_mesh: DeviceMesh) -> slice:
-    """The rows of a weight of fewer heads than ranks that make this rank's head."""
+    """Return the rows that make this rank's head, in a weight of fewer heads than ranks."""
     head = tp_mesh.get_local_rank() * heads // tp_mesh.size()
     return slice(head * head_dim, (head + 1) * head_dim)
 
 
 def part(weight: Tensor | None, module: Any) -> Any:
-    """This rank's part of a module's weight."""
+    """Return this rank's part of a module's weight."""
     return None if weight is None else experts.local(weight, summed=module.summed)
 
 
 class _Local:
-    """What ``Splitter.local`` sets: of an instance, so that all layers share compiled code."""
+    """The settings that ``Splitter.local`` gives an instance: all layers share compiled code."""
 
     summed = False
     enter: Edge | None = None
@@ -205,7 +203,7 @@ class LocalLinear(_Local, nn.Linear):
         x = x if self.enter is None else self.enter.move(x)
         weight, bias = part(self.weight, self), part(self.bias, self)
         if self.adders > 1 and bias is not None:
-            bias = share(experts.local(self.bias, summed=False), self.adders)
+            bias = addend(experts.local(self.bias, summed=False), self.adders)
         if self.rows is not None:
             weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
         return self.left(F.linear(x, weight, bias))
@@ -234,11 +232,11 @@ class LocalMoE(_Local, MoE):
 
 
 class LocalEmbedding(_Local, nn.Embedding):
-    """``take``: of the tokens that every rank has, a part of this dim. ``first_row``: where this
-    rank's part of the table begins; tokens of other ranks are 0. (A lookup of DTensors makes a
-    gradient of the whole table on every rank, torch 2.13.)"""
+    """``take``: the dim of the tokens that ranks divide. ``first_row``: where this rank's part
+    of the table begins; tokens of other ranks are 0. (A lookup in DTensors makes a gradient of
+    the whole table on every rank, torch 2.13.)"""
 
-    take: tuple[int, Ranks] | None = None
+    take: tuple[int, NamedGroup] | None = None
     first_row: int | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -254,13 +252,13 @@ class LocalEmbedding(_Local, nn.Embedding):
 
 
 class LocalPositions(_Local, Positions):
-    """``take``: of the positions, a part, where ranks divide the stream by them."""
+    """``take``: set where ranks divide the stream by positions."""
 
-    take: tuple[int, Ranks] | None = None
+    take: tuple[int, NamedGroup] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = part(self.weight, self)
-        ranks = self.take[1] if self.take is not None else Ranks("", 1, 0)
+        ranks = self.take[1] if self.take is not None else NamedGroup("", 1, 0)
         if self.at is None:
             rows: Tensor = weight[ranks.rank * x.shape[1] :][: x.shape[1]]
             return x + rows
@@ -276,7 +274,7 @@ LOCAL: dict[type[nn.Module], type[nn.Module]] = {
 }  # fmt: skip
 
 
-def apply(model: Stage, place: Place) -> None:
+def apply(model: ModelStage, place: MeshPlace) -> None:
     """Split a whole model, or a stage of one, over tp, and its experts over ep."""
     if isinstance(model, WideResNetModule):
         channels.divide(model, place)
@@ -302,12 +300,12 @@ def apply(model: Stage, place: Place) -> None:
 
 
 def loss_parts(tp_mesh: DeviceMesh, cuts: Cuts) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Which targets belong to this rank's logits; and the mean loss over all tp ranks of the mean
-    of these."""
+    """Return two functions: one picks the targets of this rank's logits, one takes the mean over
+    tp ranks of their mean losses."""
     splitter = Splitter(tp_mesh, cuts)
     taken = splitter.take(cuts.head)
     if taken is None:
-        return same, same
+        return identity, identity
     mean = Edge(("partial", "whole"), ("whole", "whole"), splitter.ranks)
     size = splitter.ranks.size
     return lambda targets: moved(targets, "whole", *taken), lambda loss: mean.move(loss / size)

@@ -1,19 +1,19 @@
-"""Embedding and head are one weight, in the first stage and in the last: a gradient for both.
+"""Add up the gradients of embedding and head where they are one weight, in the first and last
+stage.
 
-In: the stages of this rank, each with the gradient of its own use of the weight. Out: both hold
-the sum of the two, bit for bit, so that the optimizer keeps them equal. The stages may have
-unequal meshes: ``reshard`` moves a gradient from the one's cut to the other's.
+In: the stages of this rank, each with the gradient of its own use of the weight. Out: both hold the
+sum of the two, bit for bit, so that the optimizer keeps them equal. The stages may have unequal
+meshes: ``reshard`` moves a gradient from one cut to the other.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from meshwise.nn import Stage
-from meshwise.parallel.mesh import Place
+from meshwise.nn import ModelStage
+from meshwise.parallel.mesh import MeshPlace, share
 from meshwise.reshard.regions import Layout as Regions
 from meshwise.reshard.regions import placed
 from meshwise.reshard.transports import p2p
@@ -22,8 +22,8 @@ from meshwise.spec import AnyModel, Layout, WideResNet, rank_of
 
 @dataclass(frozen=True)
 class Tie:
-    """``there``: the other weight where it is on this rank too (the ends of a V). Elsewhere the
-    routes lead out to it and back."""
+    """One end of the tie. ``there``: the other weight where it is on this rank too (the ends of
+    a V). Elsewhere the routes lead out to it and back."""
 
     weight: nn.Parameter
     is_copy: bool  # the head's; the embedding's is the original
@@ -37,9 +37,11 @@ class Tie:
         return self.weight if self.is_copy else self.there
 
     def add_gradients(self) -> None:
-        mine = _local(self.weight)
+        assert self.weight.grad is not None
+        mine = share(self.weight.grad)
         if self.there is not None:
-            other = _local(self.there)
+            assert self.there.grad is not None
+            other = share(self.there.grad)
             mine.copy_(other.copy_(mine + other))
             return
         assert self.out is not None and self.back is not None
@@ -49,20 +51,14 @@ class Tie:
         mine += other
 
 
-def _local(weight: nn.Parameter) -> Tensor:
-    """This rank's part of the gradient."""
-    assert weight.grad is not None
-    return weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-
-
 def tie(
-    place: Place,
+    place: MeshPlace,
     layout: Layout,
     model: AnyModel,
-    stages: Mapping[int, Stage],
+    stages: Mapping[int, ModelStage],
     device: torch.device,
 ) -> Tie | None:
-    """This rank's part in the tie of the pipeline's ends, if it has one."""
+    """Make this rank's end of the tie between the pipeline's ends; None if it has none."""
     ends = [stages[number] for number in (0, layout.num_stages - 1) if number in stages]
     weights = [weight for end in ends if (weight := end.tied) is not None]
     if not weights:
@@ -80,7 +76,7 @@ def tie(
 
 
 def _vocabulary(layout: Layout, pipeline_rank: int, shape: tuple[int, int]) -> Regions:
-    """Who holds which rows of the embedding: cut over tp or not, each part over the shards."""
+    """Return who holds which rows of the embedding: perhaps cut over tp, then over the shards."""
     inside = layout.of_rank(pipeline_rank)
     over_tp = 0 if inside.placed.embed == "vocab" else None
     pieces = placed(shape, (inside.tp, inside.shards), (over_tp, 0))

@@ -17,13 +17,31 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from meshwise.parallel.mesh import share
 
 Postponed = list[dict[str, Any]]
+_ATEN = torch.ops.aten
+# Operators whose results selective recomputation keeps in compiled code. Most have no public name.
+KEPT = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN.convolution.default,
+        _ATEN._grouped_mm.default,
+        _ATEN._scaled_mm.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_reduce.default,
+    }
+)
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], timeout_s: float) -> None:
-    """How long collectives wait from now on.
+    """Set how long collectives wait from now on.
 
-    A mesh makes its groups with torch's 10 or 30 minutes, whatever the default group was given,
-    and a group's timeout is public only where the group is made.
+    A mesh makes its groups with torch's 10 or 30 minutes, whatever the default group was given, and
+    a group's timeout is public only where the group is made.
     """
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
@@ -45,10 +63,10 @@ def scale(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of x over a group: in place, but in a new tensor where code is compiled.
+    """Sum x over a group: in place, but in a new tensor where code is compiled.
 
-    A compiled recomputation goes wrong over what was changed in place, silently: gradients of
-    torch 2.11 through the public ``all_reduce`` were 90 times too large.
+    A compiled recomputation goes wrong over what was changed in place, silently: gradients of torch
+    2.11 through the public ``all_reduce`` were 90 times too large.
     """
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives
@@ -60,7 +78,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_reduced(x: Tensor, group: str) -> Tensor:
-    """The sum of x over the group of this name, in a new tensor.
+    """Sum x over the group of this name, in a new tensor.
 
     These four are what torch's functional collectives call, whose public forms wrap the result in
     eager code, and changed names between 2.11 and 2.13.
@@ -70,29 +88,29 @@ def all_reduced(x: Tensor, group: str) -> Tensor:
 
 
 def gathered(x: Tensor, group: str, size: int) -> Tensor:
-    """The x of all ranks, one after the other in dim 0."""
+    """Return the x of all ranks, one after the other in dim 0."""
     call = torch.ops._c10d_functional
     found = call.all_gather_into_tensor(x.contiguous(), size, group)
     return call.wait_tensor(found)  # type: ignore[no-any-return]
 
 
 def scattered(x: Tensor, group: str, size: int) -> Tensor:
-    """This rank's part, of dim 0, of the sum of x over all ranks."""
+    """Sum x over all ranks; return this rank's part of dim 0."""
     call = torch.ops._c10d_functional
     found = call.reduce_scatter_tensor(x, "sum", size, group)
     return call.wait_tensor(found)  # type: ignore[no-any-return]
 
 
 def exchanged(x: Tensor, group: str, size: int) -> Tensor:
-    """Part i of x, of dim 0, to rank i; what came of each rank in its place."""
+    """Send part i of dim 0 of x to rank i; return the parts that came from each rank."""
     call, splits = torch.ops._c10d_functional, [len(x) // size] * size
     found = call.all_to_all_single(x, splits, splits, group)
     return call.wait_tensor(found)  # type: ignore[no-any-return]
 
 
 def summed_at_once(group: dist.ProcessGroup, like: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """A sum over ranks of tensors as large as ``like``, each rank reading those of all from
-    symmetric memory: a third of the time of NCCL's for some KiB. None where GPUs cannot.
+    """Return a sum over ranks of tensors as large as ``like``, each rank reading those of all from
+    symmetric memory: a third of NCCL's time for some KiB. None where GPUs cannot.
 
     Symmetric memory is public under its underscore only. No multicast is used.
     """
@@ -152,24 +170,24 @@ def backward_of_weights(weights: Iterable[nn.Parameter], postponed: Postponed) -
 
 
 def part_of(tensor: DTensor) -> Tensor:
-    """This rank's part itself. The public ``to_local`` makes a view of it, in 2 us."""
+    """Return this rank's part itself. The public ``to_local`` makes a view of it, in 2 us."""
     return tensor._local_tensor
 
 
 def placed_by(tensor: DTensor) -> Any:
-    """All that says where a DTensor's shards are, comparable. Of the order in which axes shard one
-    dim (``shard_order``, not in torch 2.11) the public ``placements`` say nothing."""
+    """Return all that says where a DTensor's shards are, comparable. The public ``placements``
+    do not say in which order axes shard one dim (``shard_order``, not in torch 2.11)."""
     return tensor._spec
 
 
 def begin(model: nn.Module) -> None:
-    """What FSDP2 does once, before the first forward that it sees."""
+    """Do what FSDP2 does once, before the first forward that it sees."""
     _state(model)._lazy_init()
 
 
 @contextmanager
 def unseen(units: Iterable[Any]) -> Iterator[None]:
-    """FSDP2 does not see the forwards of its units in here, nor the backwards of what they return.
+    """Hide from FSDP2 the forwards of its units in here, and the backwards of their results.
 
     It can be told publicly to gather and to reduce nothing; its hooks run all the same.
     """
@@ -212,17 +230,17 @@ def add_gradients(units: Iterable[Any]) -> None:
 
 
 def end_backward(model: nn.Module) -> None:
-    """What FSDP2 does when autograd has ended, for gradients that no hook of its saw."""
+    """Do what FSDP2 does when autograd has ended, for gradients that no hook of its saw."""
     _state(model)._root_post_backward_final_callback()
 
 
 def _state(unit: Any) -> Any:
-    """What FSDP2 knows of a unit."""
+    """Return what FSDP2 knows of a unit."""
     return fully_shard.state(unit)  # type: ignore[attr-defined]
 
 
 def cut(dim: int, parts: int) -> Placement:
-    """A placement that cuts each of so many equal parts of a dim over an axis, as a fused [q|k|v].
+    """Return a placement that cuts each of equal parts of a dim over an axis, as a fused [q|k|v].
 
     The public ``Shard`` cuts a dim once. FSDP2 uses this one for dims that tp has cut too.
     """

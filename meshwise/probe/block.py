@@ -25,7 +25,7 @@ from meshwise.models import stream_shape
 from meshwise.nn import build
 from meshwise.parallel import mesh, tensor
 from meshwise.parallel.apply import Lowering, fill, is_one_graph, loss_context, loss_function
-from meshwise.parallel.mesh import Place
+from meshwise.parallel.mesh import MeshPlace
 from meshwise.probe.work import Work, torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Block, Case, LanguageModel, Layout, layer_kinds
@@ -37,7 +37,7 @@ class Blocks:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, MeshPlace] = {}
         self.held: tuple[Case, _Built] | None = None
 
     def build(self, case: Case) -> Work:
@@ -57,7 +57,7 @@ class Blocks:
             self.held[1].drop()
         self.held = None
 
-    def _place(self, op: Block) -> Place | None:
+    def _place(self, op: Block) -> MeshPlace | None:
         """Where this rank stands in its tp group, as if there were no other."""
         if op.tp > 1 and op.tp not in self.places:
             all_ranks = Layout(dp=self.ranks.world_size // op.tp, tp=op.tp)
@@ -70,7 +70,7 @@ class _Built:
     """A module on its device, its inputs, and the graph of its last forward."""
 
     def __init__(
-        self, op: Block, lowering: Lowering, place: Place | None, device: torch.device
+        self, op: Block, lowering: Lowering, place: MeshPlace | None, device: torch.device
     ) -> None:
         self.layout = Layout() if place is None else place.layout
         self.module = module = _module(op, place, device)
@@ -134,7 +134,7 @@ class _Built:
         return sum(size for address, size in found.items() if address not in known)
 
 
-def _module(op: Block, place: Place | None, device: torch.device) -> nn.Module:
+def _module(op: Block, place: MeshPlace | None, device: torch.device) -> nn.Module:
     index = _layer(op)
     with torch.device("meta"):
         model = build(op.model, range(index, index + 1), routing="balanced")

@@ -1,9 +1,9 @@
 """apply: lay out a module that you wrote, or one of Hugging Face, as a plan says.
 
 In: a plan, the module with its weights, and which strategy each weight takes
-(``models.strategies``), which is known of LlamaForCausalLM and the like. Out: the same module,
-changed in place, with a report of what is cut how and of what could not be mapped. The loop is
-yours: make the optimizer afterwards, and divide the loss by the number of microbatches.
+(``models.strategies``), known for LlamaForCausalLM and the like. Out: the same module, changed in
+place, with a report of what is cut how and of what could not be mapped. The loop is yours: make the
+optimizer afterwards, and divide the loss by the number of microbatches.
 """
 
 import io
@@ -24,8 +24,8 @@ from meshwise.verbs import files
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from meshwise.parallel.foreign import Init
-    from meshwise.parallel.mesh import Place
+    from meshwise.parallel.foreign import Init, Laid
+    from meshwise.parallel.mesh import MeshPlace
 
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer, in a name
@@ -43,11 +43,11 @@ class Unmapped(NamedTuple):
 
 @dataclass(frozen=True)
 class Applied:
-    """``mapped``: strategies by parameter. ``units``: what is sharded, recomputed and compiled each
-    by itself. ``print`` it."""
+    """The laid-out module; ``print`` it for a report. ``mapped``: strategies by parameter.
+    ``units``: modules sharded, recomputed and compiled each by itself."""
 
     model: "nn.Module"
-    place: "Place"
+    place: "MeshPlace"
     mapped: dict[str, str]
     unmapped: tuple[Unmapped, ...]
     units: tuple[str, ...]
@@ -55,7 +55,7 @@ class Applied:
 
     @property
     def data_rank(self) -> int:
-        """Which of the ``layout.dp`` shares of a batch is this rank's; tp ranks have the same."""
+        """The share of a batch that is this rank's, of ``layout.dp``; tp ranks have the same."""
         import torch.distributed as dist
 
         return dist.get_rank() // self.place.layout.tp
@@ -73,7 +73,7 @@ class Applied:
 
     def clip_gradients(self, max_norm: float) -> "Tensor":
         """Scale gradients to a norm of at most ``max_norm``, those of divided experts too, as
-        torch.nn.utils.clip_grad_norm_ does; the norm before, on the device."""
+        torch.nn.utils.clip_grad_norm_ does; return the norm before, on the device."""
         from meshwise.engine import optimizer
 
         moved = [p for p in self.model.parameters() if p.grad is not None]
@@ -127,7 +127,7 @@ def _gathered(units: Sequence[str]) -> str:
 
 
 def _alike(*tables: Sequence[Row]) -> list[tuple[Row, ...]]:
-    """One line for all layers that have the same: ``layers.*.up (8)``, or with their numbers where
+    """Put layers that are alike on one line: ``layers.*.up (8)``, or with their numbers where
     other layers have something else."""
     said_of: dict[str, set[str]] = {}
     for name, _, said in itertools.chain(*tables):
@@ -167,12 +167,12 @@ def apply(
 ) -> Applied:
     """Lay ``model`` out over the joined ranks, in place.
 
-    ``plan``: a plan, its file, or a layout alone. ``strategies``: pattern -> strategy, ``units``:
+    ``plan``: a plan, its file, or a layout alone. ``strategies``: pattern -> strategy. ``units``:
     patterns of the modules that are gathered, recomputed and compiled each by itself, by default
-    the children of the outermost ModuleLists; ``divided``: patterns of integer attributes that
-    count heads or features, of which each tp rank then has a share. Of classes that are known each
-    has its default. ``dtype``, ``lowering`` and ``recipe`` are the plan's; of a layout fp32, eager
-    and the defaults. ``init``: (name, tensor) -> the whole value of what is on the meta device.
+    the children of the outermost ModuleLists. ``divided``: patterns of integer attributes that
+    count heads or features, of which each tp rank then has a share. Known classes have defaults for
+    all three. ``dtype``, ``lowering`` and ``recipe`` are the plan's; for a layout fp32, eager and
+    the defaults. ``init``: (name, tensor) -> the whole value of a tensor on the meta device.
 
     Of the recipe, weights, reduce and prefetch are used here; the optimizer is yours. What cannot
     be done is a ValueError that names it: pipelines, cp, sequence_parallel, selective
@@ -187,12 +187,12 @@ def apply(
 
     import torch.distributed as dist
 
-    from meshwise import ranks
+    from meshwise import launcher, ranks
     from meshwise.launch import cache
     from meshwise.parallel import foreign, mesh
 
     if not dist.is_initialized():
-        if ranks.environment() is None:
+        if launcher.environment() is None:
             raise ValueError(
                 "this process has joined no job; start it by torchrun, or call "
                 "torch.distributed.init_process_group first"
@@ -204,15 +204,19 @@ def apply(
         cache.use()
     place = mesh.build(layout, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
     laid = foreign.lay_out(
-        model,
-        place,
-        wishes,
-        dtype=wanted,
-        compiled=compiled,
-        recipe=recipe,
-        init=init,
+        model, place, wishes, dtype=wanted, compiled=compiled, recipe=recipe, init=init
     )
-    given = laid.assigned.strategies
+    warnings = _uncut(type(model).__name__, layout, laid.assigned.strategies, wishes)
+    for warning in warnings if dist.get_rank() == 0 else ():
+        log.warning("%s", warning)
+    return _applied(model, place, laid, warnings)
+
+
+def _applied(
+    model: "nn.Module", place: "MeshPlace", laid: "Laid", warnings: tuple[str, ...]
+) -> Applied:
+    """Report which parameters are mapped and which are not."""
+    layout, given = place.layout, laid.assigned.strategies
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     whole = "no pattern names it; replicated over tp"
     left = [n for n, s in given.items() if s is None and layout.tp > 1]
@@ -220,9 +224,6 @@ def apply(
     idle = [*laid.assigned.idle, *laid.idle]
     unmapped += [Unmapped(pattern, (), "names nothing of this model") for pattern in idle]
     mapped = {name: strategy for name, strategy in given.items() if strategy is not None}
-    warnings = _uncut(type(model).__name__, layout, given, wishes)
-    for warning in warnings if dist.get_rank() == 0 else ():
-        log.warning("%s", warning)
     notes = (*warnings, *laid.notes)
     return Applied(model, place, mapped, tuple(unmapped), laid.units, notes)
 
@@ -230,7 +231,7 @@ def apply(
 def _uncut(
     name: str, layout: Layout, given: Mapping[str, str | None], wishes: Known
 ) -> tuple[str, ...]:
-    """Ranks that would do the same work, unless that is what was asked for."""
+    """Warn of ranks that would do the same work, unless that is what was asked for."""
     if layout.tp == 1 or any(kind is not None and kind not in WHOLE for kind in given.values()):
         return ()
     why = "the strategies cut none of its weights"
@@ -240,7 +241,7 @@ def _uncut(
 
 
 def _refuse(layout: Layout, recipe: Recipe, dtype: str) -> None:
-    """Refuse what the parts of a module that is not ours cannot do."""
+    """Refuse what cannot be done to a module that is not ours."""
     unfit = {
         "Layout.pp": (layout.pp > 1, "a pipeline needs to know a model's layers; use 1"),
         "Layout.cp": (layout.cp > 1, "attention is the module's own; use 1"),
@@ -265,9 +266,9 @@ def _wishes(
     units: Sequence[str] | None,
     divided: Sequence[str] | None,
 ) -> Known:
-    """Take what the user gave, else what is known of the class, else a guess of the units."""
+    """Take what the user gave, else what is known of the class, else guess the units."""
     known = known_strategies.known(kind.__name__ for kind in type(model).__mro__)
-    known = known or Known({}, _lists(model))
+    known = known or Known({}, _children_of_lists(model))
     return Known(
         known.strategies if strategies is None else dict(strategies),
         known.units if units is None else tuple(units),
@@ -275,7 +276,8 @@ def _wishes(
     )
 
 
-def _lists(model: "nn.Module") -> tuple[str, ...]:
+def _children_of_lists(model: "nn.Module") -> tuple[str, ...]:
+    """Name the children of the outermost ModuleLists."""
     from torch import nn
 
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from meshwise import schedule, store
 from meshwise.models import catalogue, placement
-from meshwise.options.run import Run
+from meshwise.options.run import RunOptions
 from meshwise.spec import AnyModel, Cluster, Layout, Model, Plan, Recipe, Workload, stages_of
 from meshwise.spec.layout import SPLIT
 from meshwise.verbs import measure
@@ -18,7 +18,7 @@ T = TypeVar("T", Layout, Recipe)
 
 
 def record(given: T | Path | str, kind: type[T]) -> T:
-    """A record as it is, of JSON text (``{"dp": 2}``), or of a file."""
+    """Return a record as it is, or read it from JSON text (``{"dp": 2}``) or from a file."""
     if isinstance(given, kind):
         return given
     text = str(given)
@@ -27,9 +27,9 @@ def record(given: T | Path | str, kind: type[T]) -> T:
     return store.parse(text, kind, kind.__name__.lower())
 
 
-def plan(asked: Run) -> Plan:
-    """How to run a model on this machine. Without a layout its batch is divided over all devices,
-    and the state of a training with it; without a batch size that of the layout counts."""
+def plan(asked: RunOptions) -> Plan:
+    """Plan how to run a model on this machine. Without a layout its batch is divided over all
+    devices, and so is a training's state; without a batch size the layout's counts."""
     model, nproc = asked.model, asked.nproc
     chosen = catalogue.find_any(model) if isinstance(model, str) else model
     assert chosen is not None
@@ -80,7 +80,7 @@ def build(
     lowering: str,
     recipe: Recipe,
 ) -> Plan:
-    """The plan, checked."""
+    """Make the plan, checked."""
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: must be fp32 or bf16")
     if lowering not in ("eager", "compiled"):

@@ -1,7 +1,7 @@
-"""Shared by the verbs that start ranks: how many, which of them speaks, and how it ended.
+"""Shared by the verbs that start ranks: how many, which of them reports, and how it ended.
 
-Under torchrun or srun every rank runs the verb, rank 0 alone writes and prints, and the request
-that rank 0 makes is the one that counts.
+Under torchrun or srun every rank runs the verb, rank 0 alone writes and prints, and rank 0's
+request is the one that counts.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from meshwise import signals
+from meshwise import launcher, signals
 from meshwise.text import masked_words
 
 if TYPE_CHECKING:
@@ -25,7 +25,13 @@ log = logging.getLogger("meshwise")
 
 def leads() -> bool:
     """Whether this process writes and prints: rank 0, or one that no launcher started."""
-    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
+    place = launcher.environment()
+    return place is None or place["rank"] == 0
+
+
+def starts() -> bool:
+    """Whether this process starts ranks itself; else a launcher did."""
+    return launcher.environment() is None
 
 
 def num_ranks(
@@ -34,7 +40,7 @@ def num_ranks(
     num_hosts: int | None = None,
     num_devices_per_host: int | None = None,
 ) -> int | None:
-    """The one number that all these options set; None when none is given."""
+    """Return the one number that all these options set; None when none is given."""
     if (num_hosts is None) != (num_devices_per_host is None):
         raise ValueError("--num-hosts and --num-devices-per-host go together; give both")
     hosts = None if num_hosts is None else num_hosts * (num_devices_per_host or 0)
@@ -54,7 +60,7 @@ def num_ranks(
 
 
 def meet_at(address: str | None, port: int | None) -> None:
-    """Where the ranks of several hosts meet, under a launcher that does not say it (srun)."""
+    """Set where the ranks of several hosts meet, under a launcher that does not say it (srun)."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     given = {"MASTER_ADDR": address, "MASTER_PORT": None if port is None else str(port)}
@@ -62,13 +68,8 @@ def meet_at(address: str | None, port: int | None) -> None:
 
 
 def world_size(asked: int | None, cluster: "Cluster", default: int) -> int:
-    """How many ranks to start; what the launcher or the cluster cannot hold is refused here."""
-    launched = _launched()
-    if launched is not None and asked not in (None, launched):
-        raise ValueError(
-            f"nproc = {asked}, but the launcher started {launched} ranks; "
-            "leave nproc out or make them equal"
-        )
+    """Return how many ranks to start; refuse what the launcher or the cluster cannot hold."""
+    launched = launcher.world_size(asked)
     size = launched or (default if asked is None else asked)
     if not 1 <= size <= cluster.num_devices:
         raise ValueError(
@@ -82,20 +83,6 @@ def world_size(asked: int | None, cluster: "Cluster", default: int) -> int:
             "devices; start this verb on every host with torchrun or srun"
         )
     return size
-
-
-def _launched() -> int | None:
-    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
-        return None  # without importing torch
-    from meshwise import ranks
-
-    place = ranks.environment()
-    return None if place is None else place["world_size"]
-
-
-def starts() -> bool:
-    """Whether this process starts ranks itself; else a launcher did."""
-    return _launched() is None
 
 
 def check_machine(cluster: "Cluster", size: int) -> None:
@@ -122,7 +109,7 @@ def check_machine(cluster: "Cluster", size: int) -> None:
 
 
 def command(verb: str) -> tuple[str, ...]:
-    """The words that the user typed, credentials masked; the verb if called from Python."""
+    """Return the words that the user typed, credentials masked; the verb if called from Python."""
     program = Path(sys.argv[0])
     typed = program.name == "meshwise" or program.parts[-2:] == ("meshwise", "__main__.py")
     return ("meshwise", *masked_words(sys.argv[1:])) if typed else (f"meshwise.{verb}(...)",)
@@ -137,8 +124,8 @@ def created(
     plan: "Plan | None" = None,
     **facts: object,
 ) -> Path:
-    """The new run directory of the rank that leads, with ``facts`` in its provenance; of another
-    rank ``runs``, where it writes nothing."""
+    """Make the run directory of the rank that leads, with ``facts`` in its provenance. Another
+    rank gets ``runs``, where it writes nothing."""
     if not leads():
         return Path(runs)
     from meshwise import provenance, store
@@ -160,7 +147,7 @@ def created(
 
 
 def _close(run_dir: Path, reason: str) -> None:
-    """The last act of a program that quits: a run that is under way was interrupted."""
+    """Record, when the program quits, that a run under way was interrupted."""
     from meshwise import store
     from meshwise.spec import RunInfo
 
@@ -187,7 +174,7 @@ def append_failed(
 
 
 def samples(run_dir: Path) -> dict[str, "Sample"]:
-    """The samples so far by case; none on a rank that does not lead and cannot see them."""
+    """Return the samples so far by case; none on a rank that does not lead and cannot see them."""
     from meshwise.verbs import files
 
     if not leads() and not (run_dir / "run.json").exists():
@@ -196,7 +183,7 @@ def samples(run_dir: Path) -> dict[str, "Sample"]:
 
 
 def finish(run_dir: Path) -> None:
-    """Say in run.json how the run ended, by its samples."""
+    """Record in run.json how the run ended, by its samples."""
     from meshwise import store
     from meshwise.spec import ending
 
@@ -208,31 +195,25 @@ def finish(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """ValueError when another process writes to the run; none may while the body runs.
-
-    The kernel holds the lock for this process, so that it ends with it.
-    """
+    """Lock the run while the body runs; ValueError when another process writes to it."""
     if not leads():
         yield
         return
-    import fcntl
+    from meshwise import files
 
     path = run_dir / "samples.jsonl"
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        lock = os.open(path, flags, 0o666)
+        lock, is_held = files.lock(path)
+    except BlockingIOError:
+        raise ValueError(
+            f"another process measures into {run_dir}; wait for its end, or start a new run "
+            "without --resume"
+        ) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from None
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another process measures into {run_dir}; wait for its end, or start a new run "
-                "without --resume"
-            ) from None
-        except OSError as error:
-            log.warning("%s cannot be locked: %s", run_dir, error.strerror)
+        if not is_held:
+            log.warning("%s cannot be locked: its file system has no locks", run_dir)
         yield
     finally:
         os.close(lock)
@@ -240,7 +221,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(run_dir: Path, kept: str) -> Iterator[None]:
-    """However the ranks end, run.json says it; ``kept`` is what to tell after a signal.
+    """Record in run.json how the ranks ended; ``kept`` is added to a signal's error.
 
     torchrun sends SIGTERM when another rank failed: an error on its way here may say which.
     """
@@ -252,7 +233,10 @@ def recorded(run_dir: Path, kept: str) -> Iterator[None]:
             raise
         from meshwise import store
 
-        outside = {KeyboardInterrupt: signals.told(signal.SIGINT), SystemExit: "ended from outside"}
+        outside = {
+            KeyboardInterrupt: signals.describe(signal.SIGINT),
+            SystemExit: "ended from outside",
+        }
         reason = str(error) if isinstance(error, signals.Ended) else outside.get(type(error))
         status = "interrupted" if reason else "failed"
         with contextlib.suppress(OSError, ValueError):  # of a folder that is gone: error says more

@@ -1,11 +1,11 @@
-"""The least memory that ranks need, against what the machine has, before any process starts.
+"""Compare the least memory that ranks need with what the machine has, before any process starts.
 
-In: a plan and what is asked of it. Out: why it cannot be, in words. A device needs its weights and,
-in training, gradients, moments and the copies it computes with; decoding keys and values; a check
-on one device the whole model beside its own. Activations come on top and are not counted (but on
-the host, where offload sends the inputs of layers), nor what processes need for themselves: what
-is refused cannot run, while what is not may still not fit. On CPUs all ranks of a host share its
-memory, a container's limit included.
+In: a plan and its options. Out: a reason in words. A device needs its weights and, in training,
+gradients, moments and the copies it computes with; decoding keys and values; a check on one device
+the whole model beside its own. Activations come on top and are not counted (except on the host,
+where offload sends the inputs of layers), nor is the processes' own memory: what is refused cannot
+run, while what is not may still not fit. On CPUs all ranks of a host share its memory, a
+container's limit included.
 """
 
 import sys
@@ -15,7 +15,7 @@ from math import prod
 from meshwise import machine
 from meshwise.models import stream_shape
 from meshwise.models.decoder import Weight, attention, stage_weights, weights
-from meshwise.options.run import Run
+from meshwise.options.run import RunOptions
 from meshwise.spec import DTYPE_BYTES, Cluster, Layout, Plan, WideResNet
 from meshwise.spec.layout import rank_of
 from meshwise.units import format_bytes
@@ -29,13 +29,13 @@ FIX = {
 }
 
 
-def check(plan: Plan, asked: Run) -> None:
-    """ValueError where a plan needs more than its devices or their hosts have."""
+def check(plan: Plan, asked: RunOptions) -> None:
+    """Refuse a plan that needs more than its devices or their hosts have."""
     if lacks := shortage(plan, asked):
         raise ValueError(f"{plan.model.name} {plan.layout.name}: {lacks}; {FIX[asked.mode]}")
 
 
-def shortage(plan: Plan, asked: Run) -> str:
+def shortage(plan: Plan, asked: RunOptions) -> str:
     """Say what memory a plan lacks; "" if none is known to be missing."""
     devices, hosts = needed(plan, asked)
     return missing(plan.cluster, devices, hosts)
@@ -64,14 +64,14 @@ def missing(cluster: Cluster, devices: Sequence[float], hosts: Sequence[float] =
 
 
 def _host_bytes(cluster: Cluster) -> int:
-    """Memory of this host, or less where the cluster's file says so."""
+    """Return the memory of this host, or less where the cluster's file says so."""
     shares = cluster.num_devices_per_host * cluster.device.memory_bytes
     said = shares if cluster.device.kind == "cpu" else cluster.host_memory_bytes
     return min(machine.host_memory_bytes(), said or sys.maxsize)
 
 
-def needed(plan: Plan, asked: Run) -> tuple[list[float], list[float]]:
-    """Bytes of each rank, of its device and of its host besides."""
+def needed(plan: Plan, asked: RunOptions) -> tuple[list[float], list[float]]:
+    """Return the bytes that each rank needs of its device, and of its host besides."""
     layout, model = plan.layout, plan.model
     devices, hosts = [0.0] * layout.pp, [0.0] * layout.pp
     for stage, layers in enumerate(layout.stage_layers(model.layers)):
@@ -93,8 +93,9 @@ def needed(plan: Plan, asked: Run) -> tuple[list[float], list[float]]:
     return each, [hosts[rank] for rank in of_ranks]
 
 
-def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: Run) -> float:
-    """Bytes of an element of a weight on one device of its stage, as if tp divided every weight."""
+def _each_bytes(plan: Plan, inside: Layout, weight: Weight, asked: RunOptions) -> float:
+    """Return the bytes of a weight's element on a device of its stage, as if tp cut every
+    weight."""
     ep = inside.ep if ".experts." in weight.name else 1
     compute = DTYPE_BYTES[plan.dtype]
     if asked.mode == "decode":
@@ -112,7 +113,7 @@ def _moments(plan: Plan) -> int:
 
 
 def _cache_bytes(plan: Plan, inside: Layout, new_tokens: int) -> float:
-    """Keys and values of a layer, of a device's sequences to their ends."""
+    """Return the bytes of a layer's keys and values, for a device's sequences to their ends."""
     assert not isinstance(plan.model, WideResNet)
     rows, tokens = plan.workload.global_batch_size // inside.dp, plan.workload.seq_len + new_tokens
     op = attention(plan.model, rows, tokens, dtype=plan.dtype)
@@ -121,7 +122,7 @@ def _cache_bytes(plan: Plan, inside: Layout, new_tokens: int) -> float:
 
 
 def _offloaded_bytes(plan: Plan, inside: Layout, layers: range) -> float:
-    """The inputs of a microbatch's layers but the last, whose stay on the device."""
+    """Return the bytes of a microbatch's inputs of layers; the last layer's stay on the device."""
     shape = plan.model, inside.microbatch_size, plan.workload.seq_len
     inputs = sum(prod(stream_shape(*shape, layer)) for layer in layers[:-1])
     return inputs * DTYPE_BYTES[plan.dtype] / inside.cp / inside.tp

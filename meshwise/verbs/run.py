@@ -1,24 +1,38 @@
 """run: execute a plan, and its runners-up if asked, or a model in a layout; a run directory each.
 
-The suites of Alpa's benchmark are in ``verbs.suite``.
+A run directory holds one sample of op ``step``, or says why there is none. The suites of Alpa's
+benchmark are in ``verbs.suite``.
 """
 
 import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from meshwise import store
 from meshwise.models import catalogue
 from meshwise.options import keywords
-from meshwise.options.run import USUAL_TOKENS, Run
-from meshwise.spec import Candidate, Layout, Plan, WideResNet, stages_of
-from meshwise.verbs import files, given, job, memory, order, trace
+from meshwise.options.run import USUAL, Course, RunOptions
+from meshwise.spec import (
+    Layout,
+    Plan,
+    RunInfo,
+    Sample,
+    WideResNet,
+    case_of,
+    ending,
+    stages_of,
+)
+from meshwise.verbs import files, given, job, memory, trace
 
 DEFAULT_PLAN = "plan.json"
+log = logging.getLogger("meshwise")
 
 
-@keywords(Run)
-def run(asked: Run) -> list[Path] | list[Plan]:
+@keywords(RunOptions)
+def run(asked: RunOptions) -> list[Path] | list[Plan]:
     """Execute a plan, or a model in a layout: the run directories, or with ``dry_run`` the plans.
 
     The plan is plan.json by default; its runners-up run too where ``rivals`` says so. Models,
@@ -26,8 +40,7 @@ def run(asked: Run) -> list[Path] | list[Plan]:
     """
     asked.check_mode()
     if asked.model is None:
-        _refuse_beside_a_plan(asked)
-        chosen = _planned(DEFAULT_PLAN if asked.plan is None else asked.plan, asked.nproc)
+        chosen = _planned(asked)
     elif asked.plan is not None:
         raise ValueError(f"model: {asked.plan} is a plan and has its model; give one of the two")
     else:
@@ -37,7 +50,7 @@ def run(asked: Run) -> list[Path] | list[Plan]:
     job.world_size(chosen.layout.num_devices, chosen.cluster, default=1)
     for one in plans:
         given.check(one)
-        order.check(one, asked)
+        _check(one, asked)
     if asked.nccl_trace:
         trace.check_possible(chosen.cluster, check=asked.check)
     if asked.dry_run:
@@ -47,49 +60,36 @@ def run(asked: Run) -> list[Path] | list[Plan]:
     job.check_machine(chosen.cluster, chosen.layout.num_devices)
     run_dirs: list[Path] = []
     for one in plans:
-        run_dirs.append(_carried_out(one, asked, run_dirs))
+        run_dirs.append(_run(one, asked, run_dirs))
     return run_dirs
 
 
-def _carried_out(plan: Plan, asked: Run, finished: list[Path]) -> Path:
-    run_dir = order.new_run(plan, asked)
-    environment = trace.environment(run_dir) if asked.nccl_trace else {}
-    try:
-        order.carry_out(plan, asked, run_dir, environment=environment, finished=finished)
-    finally:
-        trace.keep_calls(run_dir)
-    if asked.nccl_trace:
-        counts = asked.counts(plan.cluster.device.kind)
-        trace.write_check(run_dir, plan, counts.warmup + 1 + counts.steps)
-    return run_dir
-
-
-def _planned(plan: Path | str, nproc: int | None) -> Plan:
+def _planned(asked: RunOptions) -> Plan:
+    """Read the plan; refuse options that the plan has itself."""
+    for name in ("layout", "recipe", "global_batch_size", "seq_len", "dtype", "lowering"):
+        if (value := getattr(asked, name)) is not None:
+            raise ValueError(f"{name} = {value}: a plan has its own; give it with --model")
+    plan = DEFAULT_PLAN if asked.plan is None else asked.plan
     chosen = files.take(plan, Plan)
     size = chosen.layout.num_devices
-    if nproc not in (None, size):
+    if asked.nproc not in (None, size):
         raise ValueError(
-            f"nproc = {nproc}: {plan} is for {size} ranks; plan anew with --gpus {nproc}, "
-            "or leave nproc out"
+            f"nproc = {asked.nproc}: {plan} is for {size} ranks; plan anew with --gpus "
+            f"{asked.nproc}, or leave nproc out"
         )
     return chosen
 
 
-def _refuse_beside_a_plan(asked: Run) -> None:
-    for name in ("layout", "recipe", "global_batch_size", "seq_len", "dtype", "lowering"):
-        if (value := getattr(asked, name)) is not None:
-            raise ValueError(f"{name} = {value}: a plan has its own; give it with --model")
-
-
-def _prompted(asked: Run) -> Run:
-    """Give decoding the layout's prompts, one without it, short enough for what is to follow."""
+def _prompted(asked: RunOptions) -> RunOptions:
+    """Give decoding as many prompts as the layout has rows, or one without a layout, and make them
+    short enough for the new tokens."""
     model, new_tokens, seq_len = asked.model, asked.new_tokens, asked.seq_len
     chosen = catalogue.find_any(model) if isinstance(model, str) else model
     assert chosen is not None
     if isinstance(chosen, WideResNet):
         raise ValueError(f"model = {chosen.name!r}: images have no next token; name another")
     if new_tokens is None:
-        new_tokens = min(USUAL_TOKENS, chosen.max_seq_len // 2)
+        new_tokens = min(USUAL["cpu"].new_tokens, chosen.max_seq_len // 2)
     layout = Layout() if asked.layout is None else given.record(asked.layout, Layout)
     rows = asked.global_batch_size
     if rows is None:
@@ -109,6 +109,7 @@ def _prompted(asked: Run) -> Run:
 
 
 def _rivals(plan: Plan, count: int) -> list[Plan]:
+    """Return the first runners-up as plans of their own."""
     if count > 0 and plan.prediction is None:
         raise ValueError(f"rivals = {count}: are a plan's, and this is none; leave it out")
     if not 0 <= count <= len(plan.runners_up):
@@ -116,17 +117,144 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
             f"rivals = {count}: the plan holds {len(plan.runners_up)} runners-up; "
             f"use 0 to {len(plan.runners_up)}, or plan with a larger --top"
         )
-    return [_of_candidate(plan, candidate) for candidate in plan.runners_up[:count]]
+    return [
+        msgspec.structs.replace(
+            plan,
+            layout=candidate.layout,
+            prediction=candidate.prediction,
+            stages=stages_of(candidate.layout, plan.model),
+            runners_up=(),
+            removed=(),
+            nearest_infeasible=None,
+        )
+        for candidate in plan.runners_up[:count]
+    ]
 
 
-def _of_candidate(plan: Plan, candidate: Candidate) -> Plan:
-    """The runner-up as a plan of its own."""
-    return msgspec.structs.replace(
-        plan,
-        layout=candidate.layout,
-        prediction=candidate.prediction,
-        stages=stages_of(candidate.layout, plan.model),
-        runners_up=(),
-        removed=(),
-        nearest_infeasible=None,
+def _check(plan: Plan, asked: Course) -> None:
+    """Refuse, before any process starts, what the ranks could not do."""
+    if asked.mode == "decode":
+        from meshwise.engine import decode, frame
+
+        decode.plan_for(frame.RunRequest(plan=plan, run_dir="", asked=asked))
+    first = 0
+    if asked.resume_from is not None:
+        from meshwise.engine import checkpoint
+
+        first = checkpoint.checked(asked.resume_from, plan, asked.seed).step
+    if asked.save is not None:
+        files.check_writable([asked.save])
+    if asked.data is not None:
+        from meshwise.engine.data import batches
+
+        batches(
+            plan.model,
+            plan.workload,
+            steps=asked.counts(plan.cluster.device.kind).all_steps,
+            seed=asked.seed,
+            file=asked.data,
+            rows=slice(0, 0),
+            first=first,
+        )
+    if plan.recipe.fp32_precision == "tf32" and plan.cluster.device.kind != "cuda":
+        raise ValueError(
+            "Recipe.fp32_precision = 'tf32': it is for GPUs, and these are CPUs; use ieee"
+        )
+    if plan.recipe.attention != "auto" and asked.mode != "decode":
+        import torch
+
+        from meshwise.engine import kernels
+
+        kernels.choose(plan.recipe, torch.device(plan.cluster.device.kind), plan.dtype)
+
+
+def _run(plan: Plan, asked: RunOptions, finished: list[Path]) -> Path:
+    run_dir = new_run(plan, asked)
+    environment = trace.environment(run_dir) if asked.nccl_trace else {}
+    try:
+        carry_out(plan, asked, run_dir, environment=environment, finished=finished)
+    finally:
+        trace.keep_calls(run_dir)
+    if asked.nccl_trace:
+        trace.write_check(run_dir, plan, asked.counts(plan.cluster.device.kind).all_steps)
+    return run_dir
+
+
+def new_run(plan: Plan, asked: RunOptions, suite: str = "") -> Path:
+    """Make the run directory of a plan, or of a case of a ``suite``."""
+    slug = "-".join(filter(None, (suite, plan.model.name, plan.layout.name)))
+    size, facts = plan.layout.num_devices, {"suite": suite} if suite else {}
+    return job.created(asked.runs, "run", slug, plan.cluster, size, plan, **facts)
+
+
+def carry_out(
+    plan: Plan,
+    asked: RunOptions,
+    run_dir: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    finished: Sequence[Path] = (),
+) -> None:
+    """Start the ranks, or join those that a launcher started, and wait for their end.
+
+    However it ends, run.json says so. ``finished``: the run directories to name after Ctrl-C.
+    """
+    from meshwise import launch
+    from meshwise.engine.frame import RunRequest
+
+    size = plan.layout.num_devices
+    log.info("%s %s on %d ranks, into %s", plan.model.name, plan.layout.name, size, run_dir)
+    kept = f"finished: {', '.join(map(str, finished)) or 'no layout'}"
+    try:
+        with job.recorded(run_dir, kept):
+            launch.run(
+                "meshwise.engine.frame:run_ranks",
+                RunRequest(plan=plan, run_dir=str(run_dir), asked=asked),
+                nproc=size,
+                patience=asked.patience,
+                environment=environment,
+            )
+    except BaseException:
+        if job.leads() and asked.mode == "train":
+            _keep_steps(plan, run_dir)
+        raise
+    if job.leads():
+        _draw_timelines(plan, run_dir)
+        if store.read(run_dir / "run.json", RunInfo).status == "running":
+            samples = store.load(run_dir)[1]
+            wrong = [one.reason for one in samples if one.status == "error"]
+            store.finish(run_dir, *(("failed", wrong[0]) if wrong else ending(samples)))
+
+
+def _keep_steps(plan: Plan, run_dir: Path) -> None:
+    """Keep the steps of a training that broke off as a sample that says why."""
+    from meshwise.timing import METHOD_VERSION
+
+    if not (steps := store.steps(run_dir)):
+        return
+    info, samples, _ = store.load(run_dir)
+    if samples:
+        return
+    case = case_of(plan, "train")
+    sample = Sample(
+        case_id=case.id,
+        case=case,
+        status="error",
+        reason=f"it broke off: {info.reason}",
+        method_version=METHOD_VERSION,
+        times_s=tuple(step.time_s for step in steps),
     )
+    store.append(run_dir, sample)
+
+
+def _draw_timelines(plan: Plan, run_dir: Path) -> None:
+    """Draw a profiled step, and the predicted one, in one form."""
+    if not (run_dir / "phases.json").exists():
+        return
+    from meshwise import timeline
+    from meshwise.spec.phases import Phases
+
+    spans = store.read(run_dir / "phases.json", Phases).spans
+    timeline.write(run_dir / "timeline.json", plan.layout, spans)
+    if plan.prediction is not None:
+        timeline.write(run_dir / "predicted.json", plan.layout, timeline.predicted(plan))

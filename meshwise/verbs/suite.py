@@ -15,7 +15,8 @@ from meshwise.options.run import Suite
 from meshwise.spec import Cluster, Plan, Sample
 from meshwise.suites import tsv
 from meshwise.suites.case import BenchmarkCase
-from meshwise.verbs import job, measure, order
+from meshwise.verbs import job, measure
+from meshwise.verbs.run import carry_out, new_run
 from meshwise.verbs.suite_cases import Prepared, prepared, too_large
 from meshwise.verbs.suite_results import (
     INFERENCE_TSV,
@@ -166,10 +167,10 @@ def _run_case(name: str, one: Prepared, asked: Suite, say: Say) -> CaseResult:
     timed = _timed(name, asked)
     if doubt := too_large(one, timed):
         return result(name, one.case, size, one, status="skipped", reason=doubt)
-    run_dir = order.new_run(plan, timed, suite=name)
+    run_dir = new_run(plan, timed, suite=name)
     status, reason, samples = "skipped", "rank 0 has it", []
     try:
-        order.carry_out(plan, timed, run_dir)
+        carry_out(plan, timed, run_dir)
     except RanksFailed as error:
         if not job.starts():
             raise  # the launcher ends all ranks

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwise.options.run import Run, Suite
+from meshwise.options.run import RunOptions, Suite
 from meshwise.spec import Cluster, Plan, WideResNet
 from meshwise.suites import formulas, layouts, scale
 from meshwise.suites.case import BenchmarkCase, MoEModelConfig, WResNetModelConfig
@@ -69,7 +69,7 @@ def prepared(
     return Prepared(case, plan, formulas.counts(case, kind, images), changes)
 
 
-def too_large(one: Prepared, asked: Run) -> str:
+def too_large(one: Prepared, asked: RunOptions) -> str:
     """That a case needs more memory than there is, in words; "" if that is not known."""
     lacks = memory.shortage(one.plan, asked)
     return f"does not fit: {lacks}; use --scale-to-fit" if lacks else ""

@@ -28,10 +28,11 @@ def tokens(
     seed: int = 0,
     start_step: int = 0,
 ) -> Iterator[tuple["Tensor", "Tensor"]]:
-    """int64 [global_batch_size / world_size, seq_len] each; targets are one token ahead of inputs.
+    """Yield (inputs, targets), int64 [global_batch_size / world_size, seq_len] each; targets are
+    one token ahead of inputs.
 
-    ``rank`` of ``world_size`` data ranks (``Applied.data_rank``, ``Applied.layout.data_ranks``):
-    tp ranks read the same. Windows lie at random places of the file. What does not fit is a
+    ``rank`` of ``world_size`` data ranks (``Applied.data_rank``, ``Applied.layout.data_ranks``): tp
+    ranks read the same. Windows lie at random places of the file. What does not fit is a
     ValueError, at once.
     """
     from meshwise.engine import data

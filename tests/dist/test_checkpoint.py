@@ -474,7 +474,7 @@ def replaced(ranks, plan, layout, folder, other):
 
 
 def test_two_runs_do_not_save_into_one_folder(call, saved, tmp_path_factory):
-    held = commits.Held(saved)
+    held = commits.HeldFolder(saved)
     for why in call(into_held, ZERO3, folder=str(saved)):
         assert f"another run (process {os.getpid()} on " in why and str(saved) in why
     held.close()

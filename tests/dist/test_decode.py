@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 
 from meshwise.engine import data, decode, greedy, step
-from meshwise.engine.frame import Request
+from meshwise.engine.frame import RunRequest
 from meshwise.nn import build, cache, initial
 from meshwise.options.run import Course
 from meshwise.parallel import mesh
@@ -103,16 +103,16 @@ def request_of(plan_of, name, layout, **changes):
     layout = msgspec.structs.replace(layout, microbatch_size=size, num_microbatches=1)
     plan = plan_of(MODELS[name], Workload(global_batch_size=rows, seq_len=PROMPT), layout)
     options = {"new_tokens": NEW, "seed": SEED} | changes
-    return Request(plan=plan, run_dir="", asked=Course(mode="decode", **options))
+    return RunRequest(plan=plan, run_dir="", asked=Course(mode="decode", **options))
 
 
 def decoded(ranks, requests):
     """Of each request this rank's rows in the batch and their tokens, decoded twice."""
     found = []
-    for request in msgspec.json.decode(requests, type=list[Request]):
+    for request in msgspec.json.decode(requests, type=list[RunRequest]):
         plan = decode.plan_for(request)
         place = mesh.build(plan.layout, "cpu")
-        numbers = {"new_tokens": NEW, "dtype": "fp32", "seed": SEED}
+        numbers = {"new_tokens": NEW, "seed": SEED}
         with strong_weights():
             ready = greedy.prepare(plan, place, ranks.device, **numbers, shortest=8)
         mine = decode.prompts_of(plan, ranks.rank, SEED)
@@ -155,7 +155,7 @@ def test_one_sequence_goes_through_a_pipeline(gloo_ranks, plan_of):
 
 
 def sample(ranks, request):
-    ordered = msgspec.json.decode(request, type=Request)
+    ordered = msgspec.json.decode(request, type=RunRequest)
     return msgspec.to_builtins(decode.measure(ranks, ordered))
 
 

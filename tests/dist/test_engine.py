@@ -1,4 +1,4 @@
-"""``train.run_ranks`` from request to sample: metrics, check, token files, faults."""
+"""``frame.run_ranks`` from request to sample: metrics, check, token files, faults."""
 
 import dataclasses
 import math
@@ -14,8 +14,8 @@ from torch import nn
 
 from meshwise import store
 from meshwise.engine import check, data, step
-from meshwise.engine.frame import Request
-from meshwise.engine.train import run_ranks, train
+from meshwise.engine.frame import RunRequest, run_ranks
+from meshwise.engine.train import measure
 from meshwise.options.run import Course
 from meshwise.spec import Layout, Model, Sample, WideResNet, Workload
 from tests.dist.matrix import by_aot
@@ -31,14 +31,14 @@ def request_of(plan_of, tmp_path):
     def build(layout=SHARDED, run_dir=tmp_path, of=(MODEL, WORKLOAD), lowering="eager", **changes):
         plan = plan_of(*of, layout, lowering=lowering)
         changes = {"steps": 3, "warmup": 1} | changes
-        ordered = Request(plan=plan, run_dir=str(run_dir), asked=Course(**changes))
+        ordered = RunRequest(plan=plan, run_dir=str(run_dir), asked=Course(**changes))
         return msgspec.json.encode(ordered).decode()
 
     return build
 
 
 def result(ranks, text):
-    return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=Request)))
+    return msgspec.to_builtins(measure(ranks, msgspec.json.decode(text, type=RunRequest)))
 
 
 def order(ranks, text):

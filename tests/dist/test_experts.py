@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwise.nn.experts import Chosen, MoE
+from meshwise.nn.experts import MoE, Routed
 from meshwise.parallel.experts import AllToAll
 from meshwise.spec import Experts
 
@@ -50,7 +50,7 @@ def errors(ranks, routing):
     for moe in (whole, divided):
         mine = x.clone().requires_grad_()
         weights = torch.linspace(0.2, 0.8, TOKENS * TOP_K).view(TOKENS, TOP_K).double()
-        y = moe.routed(mine, Chosen(experts, weights, torch.full((NUM_EXPERTS,), 1 / NUM_EXPERTS)))
+        y = moe.routed(mine, Routed(experts, weights, torch.full((NUM_EXPERTS,), 1 / NUM_EXPERTS)))
         y.backward(dy)
         found.append([y, mine.grad])
     for name in WEIGHTS:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from meshwise.nn import Stage, gpt
+from meshwise.nn import ModelStage, gpt
 from meshwise.parallel import apply, mesh
 from meshwise.reshard.holdings import buffers, of_plan
 from meshwise.spec import Layout, Model, Plan, Workload
@@ -45,8 +45,10 @@ def live(ranks, plan):
     plan = msgspec.json.decode(plan, type=Plan)
     place = mesh.build(plan.layout, "cpu")
     found, kinds = {}, []
-    original = Stage.initial_value
-    Stage.initial_value = lambda stage, name, *_: numbers(name, stage.get_parameter(name).shape)
+    original = ModelStage.initial_value
+    ModelStage.initial_value = lambda stage, name, *_: numbers(
+        name, stage.get_parameter(name).shape
+    )
     try:
         for stage in plan.stages:
             if stage.pipeline_rank == place.pipeline_rank:
@@ -60,7 +62,7 @@ def live(ranks, plan):
                     if name == "embed.weight":
                         kinds = [type(p).__name__ for p in getattr(parameter, "placements", ())]
     finally:
-        Stage.initial_value = original
+        ModelStage.initial_value = original
     return found, kinds
 
 

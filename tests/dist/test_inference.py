@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwise import timeline
-from meshwise.engine import data, infer, step
-from meshwise.engine.frame import Request
+from meshwise.engine import data, frame, infer, step
+from meshwise.engine.frame import RunRequest
 from meshwise.nn import build, initial
 from meshwise.options.run import Course
 from meshwise.parallel import mesh
@@ -202,7 +202,7 @@ def test_layers_of_many_kinds_are_compiled(gloo_ranks, plan_of):
 
 
 def sample(ranks, request):
-    ordered = msgspec.json.decode(request, type=Request)
+    ordered = msgspec.json.decode(request, type=RunRequest)
     return msgspec.to_builtins(infer.measure(ranks, ordered))
 
 
@@ -211,7 +211,7 @@ def request_of(plan_of, tmp_path):
     def build(**changes):
         plan = plan_of(MODELS["gpt"], WORKLOAD, piped())
         asked = Course(mode="infer", steps=3, warmup=1, **changes)
-        ordered = Request(plan=plan, run_dir=str(tmp_path), asked=asked)
+        ordered = RunRequest(plan=plan, run_dir=str(tmp_path), asked=asked)
         return msgspec.json.encode(ordered).decode()
 
     return build
@@ -256,7 +256,7 @@ def test_the_drivers_time_is_of_the_whole_loop(gloo_ranks, request_of):
 
 
 def appended(ranks, request):
-    infer.run_ranks(ranks, request.encode())
+    frame.run_ranks(ranks, request.encode())
 
 
 @pytest.mark.dist
@@ -268,7 +268,7 @@ def test_rank_0_alone_writes(gloo_ranks, request_of, tmp_path):
 
 def test_a_trace_names_ranks_and_pipeline_ranks():
     layout = piped(meshes=((2, 1), (1, 1)))
-    span = infer.Span(rank=2, stage=1, batch=5, microbatch=3, start_s=1e-3, end_s=3e-3)
+    span = infer.BatchSpan(rank=2, stage=1, batch=5, microbatch=3, start_s=1e-3, end_s=3e-3)
     *named, found = timeline.trace(layout, [span.named])["traceEvents"]
     assert (found["ph"], found["pid"], found["cat"]) == ("X", 1, "forward")
     assert (found["ts"], found["dur"]) == pytest.approx((1000, 2000))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from meshwise import ranks
-from meshwise.launch import RanksFailed, errand, failures, local, scratch, worker
+from meshwise.launch import RanksFailed, failures, local, order, scratch, worker
 from meshwise.patience import Patience
 from meshwise.ranks import Ranks
 from meshwise.spec import Record
@@ -155,7 +155,7 @@ def start(
     timeout_s: float | None = None,
     worker: tuple[str, ...] = ("-m", HERE),
 ) -> None:
-    told = errand.Errand(
+    told = order.WorkOrder(
         target=f"{HERE}:{target}",
         request=msgspec.Raw(msgspec.json.encode(Fault(folder=str(folder)))),
         threads=1,
@@ -437,10 +437,10 @@ def test_the_cause_is_found_among_what_each_rank_left_behind() -> None:
 
 def test_only_targets_of_the_package_are_found() -> None:
     with pytest.raises(ValueError, match=r"target = 'os:system': must be meshwise"):
-        errand.find("os:system")
+        order.find("os:system")
     with pytest.raises(ValueError, match="target"):
-        errand.find("meshwise.launch:run()")
-    assert errand.find("meshwise.launch:run").__name__ == "run"
+        order.find("meshwise.launch:run()")
+    assert order.find("meshwise.launch:run").__name__ == "run"
 
 
 if __name__ == "__main__":
@@ -451,6 +451,6 @@ if __name__ == "__main__":
     elif sys.argv[1] == "--join":
         request = msgspec.json.encode(Fault(folder=sys.argv[2]))
         for _ in range(2):  # a verb may join twice
-            errand.serve(works, request, Patience(paced(20.0), float(sys.argv[3])))
+            order.serve(works, request, Patience(paced(20.0), float(sys.argv[3])))
     else:
         worker.main(*sys.argv[1:], package="tests")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise import ranks, store
+from meshwise import launcher, ranks, store
 from meshwise.spec import Layout, Model, Workload
 from tests.dist import listening
 from tests.pace import paced
@@ -43,7 +43,7 @@ def test_a_store_that_rank_0_holds_for_its_host_is_on_the_loopback_interface() -
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = ranks.environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)})
+    place = launcher.environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)})
     assert place is not None
     kept = ranks._store(place, 5.0)
     seen = {each for each in listening.sockets({os.getpid()}) if each.port == kept.port == port}

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
-from meshwise.engine.frame import Request
-from meshwise.engine.train import train
+from meshwise.engine import train
+from meshwise.engine.frame import RunRequest
 from meshwise.models import placement
 from meshwise.options.run import Course
 from meshwise.spec import Cuts, Decoder, Experts, Layout, Mla, Model, WideResNet
@@ -259,7 +259,7 @@ def test_whole_experts_on_different_tp_ranks_train_as_the_oracle_does(check, nam
 
 
 def result(ranks, text):
-    return msgspec.to_builtins(train(ranks, msgspec.json.decode(text, type=Request)))
+    return msgspec.to_builtins(train.measure(ranks, msgspec.json.decode(text, type=RunRequest)))
 
 
 @pytest.mark.parametrize("optimizer", matrix.RECIPES)
@@ -273,7 +273,7 @@ def test_a_run_from_a_checkpoint_to_a_checkpoint_trains_as_the_oracle_does(
     asked = Course(
         seed=matrix.SEED, steps=matrix.STEPS - 2, warmup=1, resume_from=start, save=tmp_path / "end"
     )
-    ordered = Request(plan=plan, run_dir=str(tmp_path), asked=asked)
+    ordered = RunRequest(plan=plan, run_dir=str(tmp_path), asked=asked)
     sample, _ = gloo_ranks(2, result, text=msgspec.json.encode(ordered).decode())
     due = load_file(file)
     assert loss_error(sample["metrics"]["losses"], due["losses"].tolist()) <= SINGLE_LOSS

@@ -209,7 +209,7 @@ def test_under_a_launcher_a_job_that_hangs_leaves_the_row_it_hung_in(monkeypatch
         raise launch.RanksFailed("rank 1 had not arrived at a gather", 1)
 
     monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr(job, "_launched", lambda: 2)
+    monkeypatch.setattr(job.launcher, "environment", lambda: {"rank": 0, "world_size": 2})
     assert call(f"{SMALL} --seq_lengths 64 96 --ring_sizes 2 --output_dir out") == 4
     (only,) = json.loads(Path("out/latest.json").read_text())["results"]
     assert (only["seq_length"], only["status"]) == (64, "error")
@@ -224,7 +224,7 @@ def test_under_a_launcher_a_case_that_hangs_after_a_refused_one_has_its_row(monk
         raise launch.RanksFailed(f"rank 1 had not arrived, during case {label(second)}", 1)
 
     monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr(job, "_launched", lambda: 2)
+    monkeypatch.setattr(job.launcher, "environment", lambda: {"rank": 0, "world_size": 2})
     assert call(f"{SMALL} --seq_lengths 64 96 --ring_sizes 2 --output_dir out") == 4
     results = json.loads(Path("out/latest.json").read_text())["results"]
     assert [row["reason"][:6] for row in results] == ["rank 0", "rank 1"]

@@ -78,13 +78,13 @@ def test_between_forward_and_backward_only_copies_are_kept(monkeypatch):
 
 def test_weights_and_small_tensors_stay(monkeypatch):
     moved = []
-    copy = offload._Group.copy
+    copy = offload._SavedByCall.copy
 
     def count(self, source, device):
         moved.append(source.nbytes)
         return copy(self, source, device)
 
-    monkeypatch.setattr(offload._Group, "copy", count)
+    monkeypatch.setattr(offload._SavedByCall, "copy", count)
     gradients(True)
     assert moved == []
     monkeypatch.setattr(offload, "MIN_BYTES", 24 * 16 * 4)  # activations of [3, 8, 16] and more
@@ -119,7 +119,7 @@ def test_fp32_is_multiplied_as_the_record_says(monkeypatch, plan_of, wanted):
     workload = Workload(global_batch_size=2, seq_len=8)
     plan = plan_of(MODEL, workload, Layout(microbatch_size=2))
     plan = msgspec.structs.replace(plan, recipe=Recipe(fp32_precision=wanted))
-    request = frame.Request(plan=plan, run_dir="")
+    request = frame.RunRequest(plan=plan, run_dir="")
     seen = []
 
     def work(job):

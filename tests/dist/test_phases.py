@@ -84,7 +84,7 @@ def test_time_is_attributed_as_drawn():
         ["F 0.0", "wait", "B 0.0", "exchange", "clip", "optimizer", "end"],
         [1.0, 4.0, 5.0, 6.5, 7.0, 9.0, 9.5],
     )
-    named = [phases.Named("x", *at) for at in ((2.0, 3.5), (4.2, 4.6), (7.5, 9.0))]
+    named = [phases.NamedSpan("x", *at) for at in ((2.0, 3.5), (4.2, 4.6), (7.5, 9.0))]
     trace = phases.Trace(marked.starts, [(1.0, 3.0), (5.0, 7.5)], named, [])
     drawn = {"step_s": 10.0, "latest": {"exchange": 6.8, "clip": 8.0}}
     attributed = phases.attributed(1, marked, trace, **drawn, piped=True)
@@ -211,12 +211,12 @@ def trained(ranks, plan):
     for stage in moving.pipeline.stages.values():
         offload.apply(stage.module)
     moves = []
-    copy = offload._Group.copy
-    offload._Group.copy = lambda self, *to: moves.append(1) or copy(self, *to)
+    copy = offload._SavedByCall.copy
+    offload._SavedByCall.copy = lambda self, *to: moves.append(1) or copy(self, *to)
     for index in range(2):
         step.run(alone, index)
         step.run(moving, index)
-    offload._Group.copy, offload.MIN_BYTES = copy, 2**20
+    offload._SavedByCall.copy, offload.MIN_BYTES = copy, 2**20
     return [weights(alone) == weights(moving), len(moves)]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from meshwise import ranks as ranks_module
 from meshwise import store, timing
-from meshwise.launch import RanksFailed, errand, local, worker
+from meshwise.launch import RanksFailed, local, order, worker
 from meshwise.models import saved_block_bytes
 from meshwise.probe import collectives, overlap, sweep
 from meshwise.probe.cases import effort
@@ -111,7 +111,7 @@ def new_run(folder: Path, world_size: int) -> Path:
 
 
 def start(target: str, request: Record, nproc: int) -> None:
-    told = errand.Errand(
+    told = order.WorkOrder(
         target=f"{HERE.stem}:{target}",
         request=msgspec.Raw(msgspec.json.encode(request)),
         threads=1,

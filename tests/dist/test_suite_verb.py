@@ -13,7 +13,7 @@ import pytest
 import meshwise
 from meshwise import launch, store, suites
 from meshwise.launch import RanksFailed
-from meshwise.launch.errand import find
+from meshwise.launch.order import find
 from meshwise.options.run import Suite
 from meshwise.spec import Cluster, Device, Layout, Recipe, Tier
 from meshwise.suites import tsv

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshwise import ranks as ranks_module
 from meshwise import timing
-from meshwise.launch import errand, local, worker
+from meshwise.launch import local, order, worker
 from meshwise.ranks import Ranks
 from meshwise.spec import Record
 
@@ -71,7 +71,7 @@ def measured(ranks: Ranks, request: bytes) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("timing")
-    told = errand.Errand(
+    told = order.WorkOrder(
         target=f"{HERE}:measured",
         request=msgspec.Raw(msgspec.json.encode(Request(folder=str(folder)))),
         threads=1,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from meshwise.engine import agree
+from meshwise.engine import frame
 from meshwise.ranks import Ranks
 
 pytestmark = pytest.mark.dist
@@ -22,7 +22,7 @@ def test_what_a_rank_ran_out_of_is_told_in_one_plain_line():
         raise MemoryError("out of memory")
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        agree.together(ranks, Place(), "the first step", work)
+        frame.together(ranks, Place(), "the first step", work)
     said = str(caught.value)
     assert said.startswith("rank 0, the first step, ") and said.endswith("out of memory")
     assert said.isprintable() and len(said) <= 300

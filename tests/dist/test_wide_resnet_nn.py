@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwise.models import counts, decoder, stream_shape
 from meshwise.models.wide_resnet import sized
 from meshwise.nn.stage import cross_entropy
-from meshwise.nn.wide_resnet import BatchNorm, WideResNet
+from meshwise.nn.wide_resnet import BatchNorm, WideResNetModule
 from meshwise.spec.vision import WideResNet as Model
 
 GFLOP = {  # of one forward, Alpa's table
@@ -31,7 +31,7 @@ TINY = Model(blocks=(2, 1, 2), channels=4, width_factor=2, image_size=33, num_cl
 
 def built(model=TINY, layers=None, dtype=torch.float64):
     """With norms away from 1 and 0, so that a wrong one shows."""
-    module = WideResNet(model, layers)
+    module = WideResNetModule(model, layers)
     module.init_weights(0)
     for name, parameter in module.named_parameters():
         if "norm" in name:
@@ -48,7 +48,7 @@ def random(*shape, seed=0, dtype=torch.float64):
 def test_module_has_the_weights_and_flops_of_the_table(name):
     model = sized(name)
     with torch.device("meta"):
-        module = WideResNet(model)
+        module = WideResNetModule(model)
         images = torch.empty(2, 3, 224, 224)
     named = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
     assert named == [(weight.name, weight.shape) for weight in decoder.weights(model)]
@@ -64,7 +64,7 @@ def test_module_has_the_weights_and_flops_of_the_table(name):
 )
 def test_real_shapes_between_blocks_are_those_counted(model):
     with torch.device("meta"):
-        module = WideResNet(model)
+        module = WideResNetModule(model)
         x = module.begin(torch.empty(2, 3, model.image_size, model.image_size))
     for index, layer in enumerate(module.layers.values()):
         assert tuple(x.shape) == stream_shape(model, 2, 1, index)
@@ -291,7 +291,7 @@ def test_eval_uses_the_running_statistics_and_leaves_them():
 
 def test_reset_buffers_fills_what_was_built_on_meta():
     with torch.device("meta"):
-        module = WideResNet(TINY)
+        module = WideResNetModule(TINY)
     module.to_empty(device="cpu")
     module.init_weights(0)
     for name, value in module.named_buffers():

@@ -97,7 +97,7 @@ def whole(value):
 @functools.cache
 def one_device(optimizer, num_microbatches, dtype):
     """Losses of three steps, the gradients that each one's update got, and the buffers at last."""
-    model = wide_resnet.WideResNet(MODEL)
+    model = wide_resnet.WideResNetModule(MODEL)
     model.init_weights(0)
     model.to(dtype)
     optimizer = TORCHS[optimizer](model.parameters())
@@ -240,7 +240,7 @@ def trained(ranks, layout, lowering):
     layout = msgspec.json.decode(layout, type=Layout)
     place = place_of(shape_of(layout))._replace(layout=layout)
     with torch.device("meta"):
-        model = wide_resnet.WideResNet(msgspec.structs.replace(MODEL, blocks=(1, 1)))
+        model = wide_resnet.WideResNetModule(msgspec.structs.replace(MODEL, blocks=(1, 1)))
     with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend=BACKEND)):
         apply.parallelize(model, place, dtype="fp32", lowering=lowering)
     model.double()
@@ -283,7 +283,7 @@ def costs(ranks, layout):
         place = place_of(shape_of(layout))
         place = place._replace(layout=msgspec.structs.replace(layout, recompute=recompute))
         with torch.device("meta"):
-            model = wide_resnet.WideResNet(MODEL)
+            model = wide_resnet.WideResNetModule(MODEL)
         apply.parallelize(model, place, dtype="fp32", lowering="eager")
         x = torch.randn(4, 3, 32, 32)
         with AllReduces() as forward:

@@ -101,7 +101,7 @@ def test_tokens_of_a_graph_are_those_of_the_plain_module(one_rank, name, rows, l
     place = mesh.build(plan.layout, "cuda")
     with on_cpu.strong_weights():
         ready = greedy.prepare(
-            plan, place, one_rank.device, new_tokens=request.counts.new_tokens, dtype="fp32",
+            plan, place, one_rank.device, new_tokens=request.counts.new_tokens,
             seed=request.asked.seed, shortest=8,
         )  # fmt: skip
     prompts = decode.prompts_of(plan, 0, request.asked.seed).to(one_rank.device)

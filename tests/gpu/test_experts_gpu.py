@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from meshwise.nn.experts import Chosen, MoE  # noqa: E402
+from meshwise.nn.experts import MoE, Routed  # noqa: E402
 from meshwise.spec import Experts  # noqa: E402
 
 pytestmark = [
@@ -18,7 +18,7 @@ pytestmark = [
 def run(moe, x, dy, experts):
     weights = torch.full(experts.shape, 0.5, dtype=x.dtype, device=x.device)
     x.requires_grad_()
-    moe.routed(x, Chosen(experts.to(x.device), weights, weights.mean(0))).backward(dy)
+    moe.routed(x, Routed(experts.to(x.device), weights, weights.mean(0))).backward(dy)
     first, down = (
         moe.experts.get_parameter(name).grad.double().cpu() for name in ("first", "down")
     )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from meshwise import machine, timing
 from meshwise import ranks as ranks_module
-from meshwise.launch import RanksFailed, errand, local, worker
+from meshwise.launch import RanksFailed, local, order, worker
 from meshwise.patience import Patience
 from meshwise.ranks import Ranks
 from meshwise.spec import Record
@@ -78,7 +78,7 @@ def stops(ranks: Ranks, request: bytes) -> None:
 
 
 def start(target: str, folder: Path, timeout_s: float = 30.0) -> None:
-    told = errand.Errand(
+    told = order.WorkOrder(
         target=f"{HERE}:{target}",
         request=msgspec.Raw(msgspec.json.encode(Request(folder=str(folder)))),
         threads=1,

@@ -192,7 +192,7 @@ def kept(tmp_path, file):
     names = ("00000-000.safetensors", "00001-000.safetensors")
     for name in names:
         (data / name).write_bytes(file.read_bytes())
-    held = folder.Held(tmp_path)
+    held = folder.HeldFolder(tmp_path)
     held.replace(record(dict.fromkeys(names, blocks.stored(file))))
     held.close()
     return tmp_path
@@ -264,13 +264,13 @@ def test_version_1_is_read_with_a_note(kept, capsys):
 
 
 HOLDS = "import sys; from pathlib import Path; from meshwise.engine import folder\n\
-held = folder.Held(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+held = folder.HeldFolder(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
 def test_the_lock_cannot_be_held_by_other_users(tmp_path):
     before = os.umask(0)
     try:
-        folder.Held(tmp_path).close()
+        folder.HeldFolder(tmp_path).close()
     finally:
         os.umask(before)
     assert (tmp_path / ".lock").stat().st_mode & 0o007 == 0
@@ -283,10 +283,10 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
     first = subprocess.Popen(order, env=here, **pipes)
     assert first.stdout.readline() == b"held\n"
     with pytest.raises(ValueError, match=rf"another run \(process {first.pid} on .* saves into"):
-        folder.Held(tmp_path)
+        folder.HeldFolder(tmp_path)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    folder.Held(tmp_path).close()
+    folder.HeldFolder(tmp_path).close()
 
 
 ROUNDS = 60
@@ -297,7 +297,7 @@ def race(place, name, pipe):
     fcntl.flock = lambda *_: None  # a file system that grants a lock to everyone
     for number in range(ROUNDS):
         pipe.recv()
-        held = folder.Held(place)
+        held = folder.HeldFolder(place)
         data = f"step-{number}-{name * 8}"
         path = place / data / "x.safetensors"
         path.parent.mkdir()
@@ -338,7 +338,7 @@ def test_of_two_commits_at_once_one_is_refused_and_the_other_whole_though_locks_
 
 
 def test_a_run_does_not_replace_what_another_wrote(tmp_path, file, kept):
-    first, stored = folder.Held(kept), blocks.stored(file)
+    first, stored = folder.HeldFolder(kept), blocks.stored(file)
     other = record({}, step=9, data="step-9-aaaaaaaa").sealed()
     (kept / "checkpoint.json").write_bytes(msgspec.json.encode(other))
     mine = kept / "step-10-bbbbbbbb"
@@ -352,7 +352,7 @@ def test_a_run_does_not_replace_what_another_wrote(tmp_path, file, kept):
 
 def test_what_a_killed_commit_left_is_no_obstacle(kept):
     (kept / ".committing").touch()
-    held = folder.Held(kept)
+    held = folder.HeldFolder(kept)
     data = kept / "step-9-cccccccc"
     data.mkdir()
     held.replace(record({}, step=9, data=data.name))

@@ -305,6 +305,7 @@ def test_a_caught_gate_is_exit_code_3(capsys):
 def test_only_rank_0_prints(monkeypatch, capsys):
     files()
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert call("show", "plan.json") == 0
     assert capsys.readouterr().out == ""
 

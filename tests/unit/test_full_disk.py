@@ -24,7 +24,7 @@ PACKAGE = Path(meshwise.__file__).parent
 
 
 def _checkpoint():
-    held = folder.Held(Path("saved"))
+    held = folder.HeldFolder(Path("saved"))
     try:
         held.replace(
             Checkpoint(

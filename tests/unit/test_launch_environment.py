@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from meshwise import launch, ranks
-from meshwise.launch import errand, local
+from meshwise import launch, launcher, ranks
+from meshwise.launch import local, order
 from meshwise.spec import Workload
 
 GLOO = "GLOO_SOCKET_IFNAME"
@@ -27,7 +27,7 @@ STEP = {
 
 
 def test_torchrun_says_rank_host_and_port() -> None:
-    found = ranks.environment(
+    found = launcher.environment(
         {
             "RANK": "9",
             "LOCAL_RANK": "1",
@@ -48,18 +48,18 @@ def test_torchrun_says_rank_host_and_port() -> None:
 
 
 def test_srun_says_rank_and_the_first_host_keeps_the_store() -> None:
-    found = ranks.environment(STEP)
+    found = launcher.environment(STEP)
     assert found is not None
     assert (found["rank"], found["local_rank"], found["world_size"]) == (5, 1, 16)
     assert (found["num_hosts"], found["host"]) == (4, "gpu007")
     assert 20000 <= found["port"] < 40000
-    named = ranks.environment(STEP | {"MASTER_ADDR": "head", "MASTER_PORT": "99"})
+    named = launcher.environment(STEP | {"MASTER_ADDR": "head", "MASTER_PORT": "99"})
     assert named is not None
     assert (named["host"], named["port"]) == ("head", 99)
 
 
 def test_two_steps_of_one_job_keep_their_stores_apart() -> None:
-    one, other = ranks.environment(STEP), ranks.environment(STEP | {"SLURM_STEP_ID": "4"})
+    one, other = launcher.environment(STEP), launcher.environment(STEP | {"SLURM_STEP_ID": "4"})
     assert one is not None and other is not None
     assert one["port"] != other["port"]
 
@@ -73,7 +73,7 @@ def test_two_steps_of_one_job_keep_their_stores_apart() -> None:
     ],
 )
 def test_what_starts_one_process_is_no_launcher(variables: dict[str, str]) -> None:
-    assert ranks.environment(variables) is None
+    assert launcher.environment(variables) is None
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_what_starts_one_process_is_no_launcher(variables: dict[str, str]) -> No
     ],
 )
 def test_the_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
-    assert ranks.first_host(nodelist) == host
+    assert launcher.first_host(nodelist) == host
 
 
 def test_the_store_of_a_step_on_one_host_is_for_that_host() -> None:
-    alone = ranks.environment(STEP | {"SLURM_STEP_NUM_NODES": "1"})
+    alone = launcher.environment(STEP | {"SLURM_STEP_NUM_NODES": "1"})
     assert alone is not None and alone["host"] == "127.0.0.1"
 
 
@@ -114,7 +114,7 @@ def test_ranks_of_one_host_use_the_loopback_interface_wherever_their_store_is(
     for name, value in (variables | {"RANK": "0", "WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     seen: list[str | None] = []
-    monkeypatch.setattr(errand, "serve", lambda *_: seen.append(os.environ.get(GLOO)))
+    monkeypatch.setattr(order, "serve", lambda *_: seen.append(os.environ.get(GLOO)))
     with pytest.MonkeyPatch.context() as kept:
         kept.setattr(os, "environ", dict(os.environ))
         launch.run("meshwise.launch:run", Workload(global_batch_size=1, seq_len=1), nproc=2)
@@ -124,8 +124,8 @@ def test_ranks_of_one_host_use_the_loopback_interface_wherever_their_store_is(
 def test_srun_says_how_many_hosts() -> None:
     for nodes, alone in ("1", True), ("4", False):
         step = STEP | {"SLURM_STEP_NUM_NODES": nodes, "MASTER_ADDR": "gpu007"}
-        place = ranks.environment(step)
-        assert place is not None and ranks.on_one_host(place, step) is alone
+        place = launcher.environment(step)
+        assert place is not None and launcher.on_one_host(place, step) is alone
 
 
 def test_an_interface_of_the_user_s_is_told(
@@ -140,8 +140,8 @@ def test_an_interface_of_the_user_s_is_told(
     assert GLOO not in caplog.text
 
 
-def told(**environment: str) -> errand.Errand:
-    return errand.Errand(
+def told(**environment: str) -> order.WorkOrder:
+    return order.WorkOrder(
         target="meshwise.launch:run",
         request=msgspec.Raw(b"{}"),
         threads=3,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from meshwise import machine
-from meshwise.options.run import Run, Suite
+from meshwise.options.run import RunOptions, Suite
 from meshwise.spec import (
     Cluster,
     Device,
@@ -50,7 +50,7 @@ def planned(layout, there=None, dtype="fp32", model=MODEL, **recipe):
 
 def needed(mode="train", dtype="fp32", recipe=None, checked=False, **layout):
     plan = planned(Layout(**layout), dtype=dtype, **(recipe or {}))
-    return memory.needed(plan, Run(mode=mode, check=checked, new_tokens=36))
+    return memory.needed(plan, RunOptions(mode=mode, check=checked, new_tokens=36))
 
 
 def near(count):
@@ -97,26 +97,26 @@ def test_a_run_is_refused_before_any_process_starts(tmp_path, monkeypatch):
 
     def refused(match, there, **recipe):
         with pytest.raises(ValueError, match=match):
-            memory.check(planned(layout, there, **recipe), Run())
+            memory.check(planned(layout, there, **recipe), RunOptions())
 
-    each = memory.needed(planned(layout), Run())[0][0]
+    each = memory.needed(planned(layout), RunOptions())[0][0]
     enough = cluster(memory_bytes=int(each) + 1)
-    memory.check(planned(layout, enough), Run())
+    memory.check(planned(layout, enough), RunOptions())
     reserved = msgspec.structs.replace(enough, reserved_bytes=2)
     said = r"moe-x dp2 zero1 mb1x1: rank 0 needs at least .* of device memory, and some cuda has"
     refused(rf"{said} .*; shard with zero 3", reserved)
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: int(2 * each) + 1)
     cpus = cluster("cpu")
-    memory.check(planned(layout, cpus), Run())
+    memory.check(planned(layout, cpus), RunOptions())
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: int(2 * each) - 1)
     said = "the ranks of a host together need at least .* of its memory, and here are"
     refused(said, cpus)
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: 2**50)
     refused(said, cluster("cpu", memory_bytes=int(each / 4) - 1))
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: int(2 * each) - 1)
-    memory.check(planned(layout, cluster("cpu", per_host=1, num_hosts=2)), Run())
+    memory.check(planned(layout, cluster("cpu", per_host=1, num_hosts=2)), RunOptions())
     monkeypatch.setattr(machine, "host_memory_bytes", lambda: 1)
-    memory.check(planned(layout, enough), Run())
+    memory.check(planned(layout, enough), RunOptions())
     refused(said, enough, offload=True)
     for mode in ("train", "infer", "decode"):
         with pytest.raises(ValueError, match=said):

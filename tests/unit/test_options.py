@@ -38,14 +38,14 @@ def test_the_record_of_a_kind_has_what_its_cases_take(what):
 @pytest.mark.parametrize("verb", ["run", "refit", "plan"])
 def test_help_names_every_option_of_a_verb(verb):
     function = getattr(meshwise, verb)
-    record = {"run": run.Run, "refit": refit.Refit, "plan": plan.Search}[verb]
+    record = {"run": run.RunOptions, "refit": refit.Refit, "plan": plan.Search}[verb]
     names = {one.name for one in dataclasses.fields(record)}
     assert inspect.signature(function).parameters.keys() == names
     assert all(f"\n{name}: " in function.__doc__ for name in names)
 
 
 def test_ranks_read_what_was_asked_whatever_else_the_record_holds():
-    asked = run.Run(model="gpt-30m", layout=Layout(tp=2), steps=3, save=Path("kept"), seed=7)
+    asked = run.RunOptions(model="gpt-30m", layout=Layout(tp=2), steps=3, save=Path("kept"), seed=7)
     told = msgspec.json.decode(msgspec.json.encode(asked), type=run.Course)
     assert (told.steps, told.save, told.seed, told.mode) == (3, "kept", 7, "train")
     assert told.counts("cpu") == (3, 1, 4, 64)

@@ -12,7 +12,7 @@ import meshwise
 from meshwise import store
 from meshwise.cli.app import main
 from meshwise.models import catalogue, num_parameters, placement
-from meshwise.options.run import Run, Suite
+from meshwise.options.run import RunOptions, Suite
 from meshwise.pages import html, steps, table, tables
 from meshwise.pages.html import Contents
 from meshwise.pages.steps import result
@@ -50,7 +50,7 @@ def call(*arguments) -> int:
 
 
 def planned(model, **options):
-    return given.plan(Run(model=model, **options))
+    return given.plan(RunOptions(model=model, **options))
 
 
 class TestGivenPlans:

@@ -28,9 +28,16 @@ def some_admitted(test):
     return settings(deadline=None)(given(numbers=st.sampled_from(ADMITTED))(test))
 
 
+def unit(stages_per_rank=1):
+    """Durations to compare schedules by: a rank's share of the model takes F = 1, B = 2, I = W = 1,
+    and a stage its part of that."""
+    times = {"F": 1 / stages_per_rank, "B": 2 / stages_per_rank}
+    return lambda action: times.get(action.kind, times["F"])
+
+
 def unit_time(name, pp, stages_per_rank, num_microbatches):
     table = schedule.table(name, pp, stages_per_rank, num_microbatches)
-    return schedule.end_time(schedule.simulate(table, schedule.unit(stages_per_rank)))
+    return schedule.end_time(schedule.simulate(table, unit(stages_per_rank)))
 
 
 @pytest.mark.parametrize(
@@ -128,13 +135,13 @@ def test_no_step_is_shorter_than_a_ranks_work(numbers):
 
 
 def test_a_transfer_delays_the_receiver_and_only_between_ranks():
-    spans = schedule.simulate(schedule.table("1f1b", 2, 1, 1), schedule.unit(), lambda stage: 10)
+    spans = schedule.simulate(schedule.table("1f1b", 2, 1, 1), unit(), lambda stage: 10)
     assert [(s.start_s, s.end_s) for row in spans for s in row] == [
         *[(0, 1), (24, 26)],  # F and B of stage 0
         *[(11, 12), (12, 14)],
     ]
     table = schedule.table("zbv", 1, 2, 3)
-    assert schedule.end_time(schedule.simulate(table, schedule.unit(2), lambda stage: 10)) == 9
+    assert schedule.end_time(schedule.simulate(table, unit(2), lambda stage: 10)) == 9
 
 
 def test_the_stage_before_goes_on_after_the_input_backward():
@@ -142,7 +149,7 @@ def test_the_stage_before_goes_on_after_the_input_backward():
         (Action("F", 0, 0), Action("B", 0, 0)),
         (Action("F", 1, 0), Action("I", 1, 0), Action("W", 1, 0)),
     )
-    spans = schedule.simulate(table, schedule.unit())
+    spans = schedule.simulate(table, unit())
     assert [span.start_s for span in spans[0]] == [0, 3]
     assert [span.start_s for span in spans[1]] == [1, 2, 3]
 
@@ -205,7 +212,7 @@ def test_stages_go_round_or_there_and_back():
 def test_a_deadlock_is_named(row, message):
     table = (tuple(Action(kind, 0, 0) for kind in row.split()),)
     with pytest.raises(ValueError, match=f"deadlocks: {message}"):
-        schedule.simulate(table, schedule.unit())
+        schedule.simulate(table, unit())
 
 
 def test_ranks_that_wait_for_each_other_are_all_named():
@@ -214,7 +221,7 @@ def test_ranks_that_wait_for_each_other_are_all_named():
         (Action("F", 1, 0), Action("F", 1, 1), Action("B", 1, 0), Action("B", 1, 1)),
     )
     with pytest.raises(ValueError, match=r"deadlocks: rank \d at .*; rank \d at "):
-        schedule.simulate(table, schedule.unit())
+        schedule.simulate(table, unit())
 
 
 @pytest.mark.parametrize(

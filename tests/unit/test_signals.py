@@ -113,7 +113,7 @@ except BaseException:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (128 + number, f"{said}\n")
-    assert done.stdout == f"last act: {signals.told(number)}\n"
+    assert done.stdout == f"last act: {signals.describe(number)}\n"
 
 
 def test_a_signal_amid_an_error_puts_things_in_order_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tests import sample_records as known
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("here")
-TRAIN = "meshwise.engine.train:run_ranks"
+TRAIN = "meshwise.engine.frame:run_ranks"
 SWEEP = "meshwise.probe.sweep:measure_ranks"
 DATA = Path(__file__).parents[1] / "data"
 LLAMA_1B, PRIMUS = DATA / "hugging_face" / "llama-3.2-1b.json", DATA / "primus"
@@ -33,14 +33,14 @@ LLAMA_1B, PRIMUS = DATA / "hugging_face" / "llama-3.2-1b.json", DATA / "primus"
 def started(monkeypatch):
     """Instead of starting ranks: the requests, and what one would have done with them."""
     from meshwise import launch
-    from meshwise.engine.frame import Request
+    from meshwise.engine.frame import RunRequest
     from meshwise.probe.sweep import SweepRequest
 
     requests = []
 
     def run(target, request, *, nproc, threads=None, patience=None, environment=None):
         requests.append((target, request, nproc))
-        kind = Request if target == TRAIN else SweepRequest
+        kind = RunRequest if target == TRAIN else SweepRequest
         request = msgspec.json.decode(msgspec.json.encode(request), type=kind)
         if target == TRAIN:
             sample = known.step_sample(request.plan, [0.5] * request.counts.steps, peak_bytes=1e9)

@@ -1,4 +1,4 @@
-"""Tell every rank of a job what to do, and let one do it: join, call the target, leave."""
+"""What every rank is told to do, and how a rank does it: join, call the target, leave."""
 
 import importlib
 import os
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 Target = Callable[["Ranks", bytes], None]
 
 
-class Errand(Record, kw_only=True):
-    """The function ``module:name``, its request, and what ``launch.run`` says of the rest."""
+class WorkOrder(Record, kw_only=True):
+    """The function ``module:name``, its request as JSON, and the options of ``launch.run``."""
 
     target: str
     request: msgspec.Raw
@@ -32,7 +32,7 @@ class Errand(Record, kw_only=True):
 
 
 def find(target: str, package: str = "meshwise") -> Target:
-    """The function ``module:name`` of ``package``. A request file cannot name any other."""
+    """Return the function ``module:name`` of ``package``. An order cannot name any other."""
     module, _, name = target.partition(":")
     if module.split(".")[0] != package or not name.isidentifier():
         raise ValueError(f"target = {target!r}: must be {package}.<module>:<function>")
@@ -47,14 +47,14 @@ def serve(
     *,
     note: Callable[[str], None] | None = None,
 ) -> None:
-    """Join, call with rank 0's request, leave. Any error becomes a RanksFailed that names this
-    rank and its case.
+    """Join, call the target with rank 0's request, leave. Any error becomes a RanksFailed that
+    names this rank and its case.
 
     After an error the process should just end: leaving would wait for ranks that do not come.
     """
-    from meshwise import ranks
+    from meshwise import launcher, ranks
 
-    place = ranks.environment()
+    place = launcher.environment()
     assert place is not None
     joined = None
     try:
@@ -72,25 +72,22 @@ def serve(
 
 
 def run(path: Path, package: str = "meshwise") -> None:
-    """Do the errand in the file ``path`` as the rank that the environment names, and leave its
-    fate beside it. Any error ends this process with exit code 1."""
-    errand = msgspec.json.decode(path.read_bytes(), type=Errand)
+    """Carry out the order in the file ``path`` as the rank that the environment names, and keep the
+    rank's fate beside it. Any error ends this process with exit code 1."""
+    order = msgspec.json.decode(path.read_bytes(), type=WorkOrder)
     fate = Fate(rank=int(os.environ["RANK"]))
-    failures.write(path.parent, fate)
 
-    def note(case: str) -> None:
+    def write(**changes: object) -> None:
         nonlocal fate
-        fate = msgspec.structs.replace(fate, case=case)
+        fate = msgspec.structs.replace(fate, **changes)
         failures.write(path.parent, fate)
 
+    write()
     try:
-        target = find(errand.target, package)
-        serve(target, bytes(errand.request), errand.patience, note=note)
+        target = find(order.target, package)
+        serve(target, bytes(order.request), order.patience, note=lambda case: write(case=case))
     except Exception as error:
         details = getattr(error, "details", "") or traceback.format_exc()
-        ended = msgspec.structs.replace(
-            fate, state="failed", error=str(error), details=details, time_s=time()
-        )
-        failures.write(path.parent, ended)
+        write(state="failed", error=str(error), details=details, time_s=time())
         os._exit(1)  # an orderly exit may wait for ranks that are gone
-    failures.write(path.parent, msgspec.structs.replace(fate, state="done"))
+    write(state="done")
