@@ -65,6 +65,8 @@ def convert(data: Any, kind: type[T], source: str) -> T:
         found = data.get("schema_version") if isinstance(data, dict) else None
         if found != supported:
             anew = "write the file anew with this version"
+            if kind is Plan:
+                anew += ": meshwise plan"
             if kind is Costs and isinstance(data, dict):
                 runs = _bounded(data.get("runs"))
                 anew = f"make it anew of its runs: meshwise calibrate RUN... ({runs})"
@@ -78,7 +80,8 @@ def convert(data: Any, kind: type[T], source: str) -> T:
         message = str(error)
         found_path = re.search(r" - at `\$([^`]*)`$", message)
         if found_path is None:
-            raise ValueError(f"{source}: {message}{_allowed(kind, '')}") from None
+            allowed = _allowed(kind, "") if "unknown field" in message else ""
+            raise ValueError(f"{source}: {message}{allowed}") from None
         field = found_path[1].lstrip(".")
         reason = message[: found_path.start()] + _allowed(kind, field)
         raise ValueError(

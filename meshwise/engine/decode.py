@@ -39,6 +39,12 @@ def plan_for(request: RunRequest) -> Plan:
     for name, most in (("stages_per_rank", layout.stages_per_rank), ("cp", layout.cp)):
         if most > 1:
             raise ValueError(f"Layout.{name} = {most}: decoding has one token a step; use 1")
+    for stage in range(layout.num_stages):
+        if words := layout.of_stage(stage).cuts.name:
+            raise ValueError(
+                f"Layout.cuts = {words}: decoding cuts weights by heads, ffn, vocab alone; leave "
+                "them out"
+            )
     if plan.workload.seq_len + new_tokens > model.max_seq_len:
         raise ValueError(
             f"new_tokens = {new_tokens} behind a prompt of {plan.workload.seq_len} (seq_len): "

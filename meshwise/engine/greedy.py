@@ -139,17 +139,12 @@ def prepare(
 
 
 def _check(plan: Plan, place: MeshPlace) -> None:
-    """Refuse dtypes and cuts that decoding does not know."""
+    """Refuse dtypes that decoding does not know, and layouts that cannot be."""
     if plan.dtype not in ("fp32", "bf16"):
         raise ValueError(
             f"dtype = {plan.dtype!r}: decoding runs in fp32 or bf16; plan for one of them"
         )
     placement.check(plan.model, plan.workload, place.layout)
-    if place.layout.cuts.name:
-        raise ValueError(
-            f"Layout.cuts = {place.layout.cuts.name}: decoding cuts weights by heads, ffn, vocab "
-            "alone; leave them out"
-        )
 
 
 def _cached(

@@ -405,12 +405,14 @@ def _deepseek(config: _Config) -> Experts:
         config.only("norm_topk_prob", False)
     is_greedy = not is_v3 and config.data.get("topk_method") in (None, "greedy")
     groups = 1 if is_greedy else config.size("n_group", 1)
+    config.only("moe_layer_freq", 1)  # transformers passes over it
+    if "n_shared_experts" not in config.data:
+        raise config.error("n_shared_experts", "give it; null is none")
     return config.experts(
         "n_routed_experts",
         ffn=width,
         shared_ffn=width * config.size("n_shared_experts", 0, least=0),
         first_dense=config.size("first_k_dense_replace", least=0),
-        every=config.size("moe_layer_freq", 1),
         router_bias=is_v3,
         normalized=is_v3 and config.flag("norm_topk_prob", True),
         routed_scale=config.number("routed_scaling_factor", 2.5 if is_v3 else 1.0),
@@ -462,7 +464,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,), "attn_logit_softcapping": (),
     "final_logit_softcapping": (), "query_pre_attn_scalar": (), "attention_multiplier": (),
     "embedding_multiplier": (1,), "residual_multiplier": (1,), "logits_scaling": (1,),
-    "sliding_window": (),
+    "sliding_window": (), "is_causal": (True,),
 }  # fmt: skip
 _KINDS = {
     "llama": _dense, "mistral": _dense, "qwen2": _dense, "qwen3": _dense, "gemma": _dense,

@@ -127,6 +127,9 @@ class RotaryAttention(nn.Module):
         return self.heads(q, self.rotary(k), v).flatten(-2)
 
 
+LATENT_EPS = 1e-6  # of DeepSeek's latent norms, whatever a config says of the others
+
+
 class LatentQKV(nn.Module):
     """x -> q [b,s,heads*(nope+rope)], k and v of the same heads up from the latent, the turned part
     of k [b,s,rope]; the projections down are whole on every rank."""
@@ -139,11 +142,11 @@ class LatentQKV(nn.Module):
             self.q = nn.Linear(model.hidden, rows, bias=False)
         else:
             self.q_down = nn.Linear(model.hidden, mla.q_lora_rank, bias=bias)
-            self.q_norm = nn.RMSNorm(mla.q_lora_rank, model.norm_eps)
+            self.q_norm = nn.RMSNorm(mla.q_lora_rank, LATENT_EPS)
             self.q_up = nn.Linear(mla.q_lora_rank, rows, bias=False)
         latent = mla.kv_lora_rank
         self.kv_down = nn.Linear(model.hidden, latent + mla.rope_head_dim, bias=bias)
-        self.kv_norm = nn.RMSNorm(latent, model.norm_eps)
+        self.kv_norm = nn.RMSNorm(latent, LATENT_EPS)
         up = model.heads * (mla.nope_head_dim + mla.v_head_dim)
         self.kv_up = nn.Linear(latent, up, bias=False)
 

@@ -30,6 +30,7 @@ from meshwise.search.stage import (
     kinds_of,
     stage_cost,
     stage_memory,
+    views,
 )
 from meshwise.spec import (
     DTYPE_BYTES,
@@ -181,15 +182,17 @@ def _ranks(layout: Layout) -> list[int]:
 def _stream_bytes(model: AnyModel, workload: Workload, layout: Layout, costs: Costs) -> list[int]:
     """Return the bytes of a microbatch's activations at each stage boundary, on a device of the
     side that holds more."""
-    meshes = layout.meshes or ((layout.dp, layout.tp),) * layout.pp
-    layers = layout.stage_layers(model.layers)
+    inside, layers = views(layout), layout.stage_layers(model.layers)
+    shares = {
+        view: view.cp * (view.tp if view.placed.stream != "whole" else 1) for view in set(inside)
+    }
     return [
         max(
-            _stream_elements(model, layout.microbatch_rows // dp, workload.seq_len, at.stop)
-            // (layout.cp * (tp if layout.sequence_parallel else 1)) * DTYPE_BYTES[costs.dtype]
-            for dp, tp in {meshes[here], meshes[there]}
+            _stream_elements(model, view.microbatch_size, workload.seq_len, at.stop)
+            // shares[view] * DTYPE_BYTES[costs.dtype]
+            for view in sides
         )
-        for at, (here, there) in zip(layers, pairwise(_ranks(layout)), strict=False)
+        for at, sides in zip(layers, pairwise(inside), strict=False)
     ]  # fmt: skip
 
 
@@ -212,7 +215,11 @@ def _exchanged_bytes(model: AnyModel, layout: Layout) -> int:
         return 0
     own = layout.meshes or layout.ways
     inside = [layout.of_rank(rank) for rank in (here, there)] if own else [layout]
-    return 4 * _embedding_elements(model) // min(view.tp * view.shards for view in inside)
+    shares = [
+        view.shards * (view.tp if view.placed.embed == view.placed.head == "vocab" else 1)
+        for view in inside
+    ]
+    return 4 * _embedding_elements(model) // min(shares)
 
 
 @lru_cache(maxsize=64)

@@ -97,13 +97,18 @@ class StageCost(NamedTuple):
     tier: PriceTier = TIERS[0]
 
 
+def views(layout: Layout) -> list[Layout]:
+    """Return each stage's layout within its pipeline rank."""
+    if layout.meshes or layout.ways:
+        return [layout.of_stage(stage) for stage in range(layout.num_stages)]
+    return [layout.of_rank(0)] * layout.num_stages
+
+
 def kinds_of(model: AnyModel, seq_len: int, layout: Layout) -> list[StageKind]:
     """Return the kind of every stage of ``layout``."""
     count = min(3, layout.num_microbatches)
     plain = {"num_microbatches": count, "recompute": "none", "recompute_layers": None}
-    every = range(layout.num_stages)
-    own = layout.meshes or layout.ways  # stages differ
-    inside = [layout.of_stage(at) for at in every] if own else [layout.of_rank(0)] * len(every)
+    inside = views(layout)
     without = {view: msgspec.structs.replace(view, **plain) for view in set(inside)}
     return [
         StageKind(

@@ -100,7 +100,7 @@ class Way(Record, kw_only=True):
     @property
     def name(self) -> str:
         words = [
-            value.name
+            value.name or "plain"
             if isinstance(value, Cuts)
             else value
             if field == "recompute"

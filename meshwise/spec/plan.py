@@ -251,6 +251,8 @@ class Plan(Record, kw_only=True):
             try:
                 made = layout_of(self.stages, self.layout)
                 msgspec.structs.force_setattr(self, "layout", made)
+                # it was of what the layout made of them
+                msgspec.structs.force_setattr(self, "prediction", None)
                 due = stages_of(made, self.model)
             except ValueError as error:
                 told = f" ({error})"

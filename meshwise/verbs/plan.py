@@ -14,6 +14,7 @@ from meshwise.options import keywords
 from meshwise.options.plan import Search
 from meshwise.prices import on_hosts, unmeasured
 from meshwise.spec import AnyModel, Cluster, Costs, Layout, Model, Plan, WideResNet, Workload
+from meshwise.units import format_bytes
 from meshwise.verbs import files
 
 DEFAULT_COSTS = "costs.json"
@@ -43,7 +44,13 @@ def plan(asked: Search) -> Plan:
         from meshwise.verbs import given
 
         layout = given.record(asked.layout, Layout)
+        if asked.gpus not in (None, layout.num_devices):
+            raise ValueError(
+                f"gpus = {asked.gpus}: the layout is for {layout.num_devices} devices; leave gpus "
+                "out, or give another layout"
+            )
         found = search.given(chosen, workload, prices, layout, measured_only=measured_only)
+        _warn_of_memory(found)
     else:
         size = prices.cluster.num_devices if asked.gpus is None else asked.gpus
         found = search.find(
@@ -52,6 +59,17 @@ def plan(asked: Search) -> Plan:
     store.write(asked.out, found)
     log.info("wrote %s", asked.out)
     return found
+
+
+def _warn_of_memory(plan: Plan) -> None:
+    """Warn where a given layout needs more than a device has; the search lists only what fits."""
+    cluster, prediction = plan.cluster, plan.prediction
+    limit = cluster.device.memory_bytes - cluster.reserved_bytes
+    if prediction is not None and prediction.peak_memory_bytes > limit:
+        log.warning(
+            "this layout does not fit: a device has %s, and one needs %s",
+            format_bytes(limit), format_bytes(prediction.peak_memory_bytes),
+        )  # fmt: skip
 
 
 def _prices(

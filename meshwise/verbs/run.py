@@ -54,6 +54,9 @@ def run(asked: RunOptions) -> list[Path] | list[Plan]:
     if asked.nccl_trace:
         trace.check_possible(chosen.cluster, check=asked.check)
     if asked.dry_run:
+        for one in plans:
+            if lacks := memory.shortage(one, asked):
+                log.warning("%s does not fit: %s", one.layout.name, lacks)
         return plans
     for one in plans:
         memory.check(one, asked)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwise.models import counts, decoder, stream_shape
-from meshwise.models.wide_resnet import sized
+from meshwise.models.catalogue import find_any
 from meshwise.nn.stage import cross_entropy
 from meshwise.nn.wide_resnet import BatchNorm, WideResNetModule
 from meshwise.spec.vision import WideResNet as Model
@@ -46,7 +46,7 @@ def random(*shape, seed=0, dtype=torch.float64):
 
 @pytest.mark.parametrize("name", GFLOP)
 def test_module_has_the_weights_and_flops_of_the_table(name):
-    model = sized(name)
+    model = find_any(name)
     with torch.device("meta"):
         module = WideResNetModule(model)
         images = torch.empty(2, 3, 224, 224)
@@ -60,7 +60,7 @@ def test_module_has_the_weights_and_flops_of_the_table(name):
 
 @pytest.mark.parametrize(
     "model",
-    [sized("wresnet-250m"), sized("wresnet-13b"), TINY, replace(TINY, image_size=97)],
+    [find_any("wresnet-250m"), find_any("wresnet-13b"), TINY, replace(TINY, image_size=97)],
 )
 def test_real_shapes_between_blocks_are_those_counted(model):
     with torch.device("meta"):

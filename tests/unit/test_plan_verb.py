@@ -157,3 +157,56 @@ def test_the_plan_of_a_data_sheet_is_the_searchs():
     costs = unmeasured(files.take("h100-hgx", Cluster))
     plan = meshwise.plan("gpt-125m", cluster="h100-hgx", **SMALL)
     assert plan == search.find(plan.model, plan.workload, costs, num_devices=8, top=2)
+
+
+PIPELINE = '{"pp": 2, "tp": 4, "schedule": "1f1b", "microbatch_size": 4, "num_microbatches": 4, %s}'
+
+
+def _given(tmp_path, words, **more):
+    options = {"cluster": "h100-hgx", "hosts": 1, "global_batch_size": 16} | more
+    return meshwise.plan("gpt-125m", layout=PIPELINE % words, out=tmp_path / "plan.json", **options)
+
+
+def test_one_program_in_two_words_has_one_price(tmp_path):
+    """A boundary carries what the streams of both its stages leave, however that was written."""
+    short = _given(tmp_path, '"sequence_parallel": true').prediction
+    cut = _given(tmp_path, '"cuts": {"stream": "seq"}').prediction
+    whole = '{"cuts": {"stream": "whole"}}'
+    back = _given(tmp_path, f'"sequence_parallel": true, "ways": [{whole}, {whole}]').prediction
+    plain = _given(tmp_path, '"cuts": {"stream": "whole"}').prediction
+    assert (short.step_time_s, short.peak_memory_bytes) == (cut.step_time_s, cut.peak_memory_bytes)
+    assert (back.step_time_s, back.peak_memory_bytes) == (
+        plain.step_time_s,
+        plain.peak_memory_bytes,
+    )
+
+
+def test_a_whole_embedding_is_exchanged_whole(tmp_path):
+    cut, whole = (
+        _given(tmp_path, f'"cuts": {{"embed": "{word}", "head": "{word}"}}')
+        for word in ("vocab", "whole")
+    )
+    sizes = [predict._exchanged_bytes(of.model, of.layout) for of in (cut, whole)]
+    assert sizes[1] == 4 * sizes[0]
+
+
+def test_a_layout_of_other_devices_than_asked(tmp_path):
+    with pytest.raises(ValueError, match="gpus = 4: the layout is for 8 devices"):
+        _given(tmp_path, '"zero": 0', gpus=4)
+
+
+def test_a_plan_edited_by_hand_keeps_no_prediction(tmp_path):
+    """The prediction was of the layout before."""
+    _given(tmp_path, '"zero": 0')
+    path = tmp_path / "plan.json"
+    path.write_text(path.read_text().replace('"none"\n', '"full"\n').replace('"none",', '"full",'))
+    edited = store.read(path, Plan)
+    assert edited.layout.ways and edited.prediction is None
+
+
+def test_a_given_layout_that_does_not_fit_is_said_to(tmp_path, caplog):
+    meshwise.plan(
+        "llama-3-70b", cluster="h100-hgx", hosts=1, global_batch_size=8, layout='{"dp": 8}',
+        out=tmp_path / "plan.json",
+    )  # fmt: skip
+    assert "this layout does not fit: a device has" in caplog.text
