@@ -10,17 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from meshwise.pages.spread import Reading, each, readings
-from meshwise.pages.table import (
-    ABSENT,
-    Column,
-    Table,
-    columns,
-    filled,
-    flops,
-    listed,
-    percent,
-    shown,
-)
+from meshwise.pages.table import Column, Table, filled, flops, grouped, listed, percent, shown
 from meshwise.pages.tables import INTERVAL
 from meshwise.spec import Attention, Case, Cluster, Convolution, Gemm, Overlap, Sample
 from meshwise.spec.label import label, number_format, shape, variant
@@ -50,7 +40,7 @@ CONVENTION = {
 
 
 def mode(case: Case, *, backend: bool = True) -> str:
-    """``cold``, ``warm, compiled, triton``: what sets rows apart that have the same shape."""
+    """Name what sets rows of one shape apart: ``cold``, or ``warm, compiled, triton``."""
     compiled = "compiled" if case.lowering == "compiled" else ""
     return ", ".join(filter(None, (case.regime, compiled, case.backend if backend else "")))
 
@@ -58,10 +48,8 @@ def mode(case: Case, *, backend: bool = True) -> str:
 def products(
     samples: Iterable[Sample], cluster: Cluster, kind: type[Product] = Gemm
 ) -> list[Table]:
-    """One table a mode, in the order measured; the best shape of each dtype below it."""
-    by_mode: dict[str, list[Reading]] = {}
-    for one in readings(samples, kind):
-        by_mode.setdefault(mode(one.case), []).append(one)
+    """Make a table for each mode, in the order measured; its legend names each dtype's best."""
+    by_mode = grouped(readings(samples, kind), lambda one: mode(one.case))
     return [_products(name, found, cluster) for name, found in by_mode.items()]
 
 
@@ -71,14 +59,16 @@ def _products(name: str, found: Sequence[Reading], cluster: Cluster) -> Table:
         return one.flops_per_s / peak if peak else None
 
     best = []
-    for dtype in dict.fromkeys(number_format(one.op) for one in found):
-        same = (one for one in found if number_format(one.op) == dtype)
+    for dtype, same in grouped(found, lambda one: number_format(one.op)).items():
         one = max(same, key=lambda one: one.flops_per_s)
+        rate = f"{shape(one.op)} {variant(one.op)}, {flops(one.flops_per_s)}"
         of = "" if of_peak(one) is None else f", {percent(of_peak(one))} of peak"
-        named = f"{shape(one.op)} {variant(one.op)}"
-        best.append(f"Best {dtype}: {named}, {flops(one.flops_per_s)}{of}.")
+        best.append(f"Best {dtype}: {rate}{of}.")
     noted = f"±: half of the {INTERVAL}, relative."
-    last: tuple[Column, ...] = (("±", _half_interval), ("slowest", lambda one: one.slowest))
+    last: tuple[Column, ...] = (
+        ("±", lambda one: f"{100 * (one.high_s - one.low_s) / 2 / one.median_s:.1f} %"),
+        ("slowest", "slowest"),
+    )
     if found[0].case.regime == "sustained":
         noted = "MHz, W: medians over time of the slowest rank's clock and of the highest power."
         clock, power = _over_time("sm_clock_mhz", min), _over_time("power_w", max)
@@ -90,11 +80,11 @@ def _products(name: str, found: Sequence[Reading], cluster: Cluster) -> Table:
         ("shape", lambda one: shape(one.op)),
         ("dtype", lambda one: number_format(one.op)),
         (way, lambda one: variant(one.op)),
-        *columns(format_seconds, {"median": "median_s"}),
-        *columns(flops, {"rate": "flops_per_s"}),
-        *columns(percent, {"of peak": of_peak}),
+        ("median", "median_s", format_seconds),
+        ("rate", "flops_per_s", flops),
+        ("of peak", of_peak, percent),
         ("bandwidth", lambda one: format_rate(one.bytes_per_s, "B/s")),
-        ("times", lambda one: str(len(one.sample.times_s))),
+        ("times", "num_times"),
         *last,
         legend=(
             *best,
@@ -106,43 +96,44 @@ def _products(name: str, found: Sequence[Reading], cluster: Cluster) -> Table:
     )
 
 
-def _half_interval(one: Reading) -> str:
-    return f"{100 * (one.high_s - one.low_s) / 2 / one.median_s:.1f} %"
+def _over_time(metric: str, end: Callable[..., float]) -> Callable[[Reading], str | None]:
+    """Show the median of a metric and, in brackets, its least or largest value."""
 
-
-def _over_time(metric: str, end: Callable[[Sequence[float]], float]) -> Callable[[Reading], str]:
-    """Show the median of a metric, and in brackets its least or largest value."""
-
-    def show(one: Reading) -> str:
+    def show(one: Reading) -> str | None:
         values = each(one.sample.metrics, metric)
-        return f"{median(values):.0f} ({end(values):.0f})" if values else ABSENT
+        return f"{median(values):.0f} ({end(values):.0f})" if values else None
 
     return show
 
 
 class Contest(NamedTuple):
-    """One shape of attention in one mode: ``rates[back end][direction]`` in FLOP/s."""
+    """One shape of attention in one mode: ``readings[back end][direction]``."""
 
     op: Attention
     mode: str
     readings: dict[str, dict[str, Reading]]
     exact: bool
 
+    def time_s(self, backend: str, direction: str) -> float | None:
+        one = self.readings[backend].get(direction)
+        return one and one.median_s
+
     def rate(self, backend: str, direction: str) -> float | None:
         one = self.readings[backend].get(direction)
-        if one is None:
-            return None
-        return one.op.exact_flops / one.median_s if self.exact else one.flops_per_s
+        return one and (one.op.exact_flops if self.exact else one.op.flops) / one.median_s
 
     def fastest(self, direction: str) -> str | None:
-        """The fastest back end that was asked for by name; None when fewer than two were."""
-        rates = {name: self.rate(name, direction) for name in self.readings if name}
-        known = {name: rate for name, rate in rates.items() if rate is not None}
-        return max(known, key=lambda name: known[name]) if len(known) > 1 else None
+        """Return the fastest back end asked for by name; None if fewer than two were."""
+        rates = {name: self.rate(name, direction) or 0.0 for name in self.readings if name}
+        known = [name for name, rate in rates.items() if rate]
+        return max(known, key=rates.__getitem__) if len(known) > 1 else None
 
 
 def contests(samples: Iterable[Sample], *, exact: bool = False) -> list[Contest]:
-    """Every shape and mode with the back ends that were measured on it."""
+    """Return every shape and mode with the back ends that were measured on it.
+
+    ``exact`` counts the FLOPs of the pairs that the mask leaves.
+    """
     found: dict[tuple[Attention, str], Contest] = {}
     for one in readings(samples, Attention):
         of_shape = msgspec.structs.replace(one.op, direction="forward")
@@ -153,33 +144,32 @@ def contests(samples: Iterable[Sample], *, exact: bool = False) -> list[Contest]
 
 
 def attention(samples: Iterable[Sample], *, exact: bool = False) -> list[Table]:
-    """One table a mode: per shape the back ends under each other, the fastest named.
-
-    ``exact`` counts the FLOPs of the pairs that the mask leaves.
-    """
-    by_mode: dict[str, list[tuple[str, ...]]] = {}
-    for contest in contests(samples, exact=exact):
-        by_mode.setdefault(contest.mode, []).extend(_contest(contest))
-    heads = ("shape", "back end", "forward", "rate", "backward", "rate", "fastest")
-    legend = (f"Times: medians. {CONVENTION[exact]}",)
+    """Make a table for each mode: the back ends of a shape under each other, the fastest named."""
+    found = contests(samples, exact=exact)
     return [
-        Table(f"Attention, {name}", heads, tuple(rows), legend, left=2)
-        for name, rows in by_mode.items()
+        listed(
+            f"Attention, {name}",
+            [(c, backend) for c in found if c.mode == name for backend in c.readings],
+            (
+                "shape",
+                lambda row: shape(row[0].op) if row[1] == next(iter(row[0].readings)) else "",
+            ),
+            ("back end", lambda row: row[1] or DEFAULT),
+            ("forward", lambda row: row[0].time_s(row[1], "forward"), format_seconds),
+            ("rate", lambda row: row[0].rate(row[1], "forward"), flops),
+            ("backward", lambda row: row[0].time_s(row[1], "backward"), format_seconds),
+            ("rate", lambda row: row[0].rate(row[1], "backward"), flops),
+            ("fastest", lambda row: _won(*row)),
+            legend=(f"Times: medians. {CONVENTION[exact]}",),
+            left=2,
+        )
+        for name in dict.fromkeys(contest.mode for contest in found)
     ]
 
 
-def _contest(contest: Contest) -> list[tuple[str, ...]]:
-    winners = {direction: contest.fastest(direction) for direction in ("forward", "backward")}
-    rows: list[tuple[str, ...]] = []
-    for backend, measured in contest.readings.items():
-        cells = [shape(contest.op) if not rows else "", backend or DEFAULT]
-        for direction in winners:
-            rate = contest.rate(backend, direction)
-            time_s = None if rate is None else measured[direction].median_s
-            cells += [shown(time_s, format_seconds), shown(rate, flops)]
-        won = [direction for direction, winner in winners.items() if winner == backend]
-        rows.append((*cells, "both" if len(won) == 2 else "".join(won)))
-    return rows
+def _won(contest: Contest, backend: str) -> str:
+    won = [way for way in ("forward", "backward") if contest.fastest(way) == backend]
+    return "both" if len(won) == 2 else "".join(won)
 
 
 class Slowdown(NamedTuple):
@@ -188,6 +178,7 @@ class Slowdown(NamedTuple):
     ``ended_alone``: the other work ended before some timed calls did.
     """
 
+    op: Overlap
     compute_alone_s: float | None
     compute_beside_s: float
     collective_alone_s: float | None
@@ -214,6 +205,7 @@ def slowdown(one: Reading) -> Slowdown:
 
     covered = map(metric, ("compute_covered", "collective_covered"))
     return Slowdown(
+        one.op,
         metric("compute_alone_s"),
         one.median_s,
         metric("collective_alone_s"),
@@ -223,28 +215,25 @@ def slowdown(one: Reading) -> Slowdown:
 
 
 def overlaps(samples: Iterable[Sample]) -> list[Table]:
-    """Each side alone, beside the other, and the ratio."""
-    found = [(one.op, slowdown(one)) for one in readings(samples, Overlap)]
+    """Show each side alone, beside the other, and the ratio."""
+    found = [slowdown(one) for one in readings(samples, Overlap)]
     ratio = "{:.2f} x".format
     marked = ("* some timed calls ended alone: slowdowns are at least these.",)
     table = listed(
         "Compute beside collectives",
         found,
-        ("compute", lambda row: label(Case(op=row[0].compute))),
-        ("collective", lambda row: label(Case(op=row[0].collective))),
-        *columns(format_seconds, {"compute:\nalone": lambda row: row[1].compute_alone_s}),
-        *columns(format_seconds, {"beside": lambda row: row[1].compute_beside_s}),
-        *columns(ratio, {"slowdown": lambda row: row[1].of_compute}),
-        *columns(format_seconds, {"collective:\nalone": lambda row: row[1].collective_alone_s}),
-        *columns(format_seconds, {"beside": lambda row: row[1].collective_beside_s}),
-        (
-            "slowdown",
-            lambda row: shown(row[1].of_collective, "{:.2f} x".format) + " *" * row[1].ended_alone,
-        ),
+        ("compute", lambda row: label(Case(op=row.op.compute))),
+        ("collective", lambda row: label(Case(op=row.op.collective))),
+        ("compute:\nalone", "compute_alone_s", format_seconds),
+        ("beside", "compute_beside_s", format_seconds),
+        ("slowdown", "of_compute", ratio),
+        ("collective:\nalone", "collective_alone_s", format_seconds),
+        ("beside", "collective_beside_s", format_seconds),
+        ("slowdown", lambda row: shown(row.of_collective, ratio) + " *" * row.ended_alone),
         legend=(
             "Medians. slowdown = beside/alone, both measured in turns: 1.00 x would be overlap for "
             "nothing.",
-            *(marked if any(times.ended_alone for _, times in found) else ()),
+            *(marked if any(row.ended_alone for row in found) else ()),
         ),
         left=2,
     )

@@ -15,7 +15,7 @@ import msgspec
 from meshwise import store
 from meshwise.options import keywords
 from meshwise.options.ring import Pattern
-from meshwise.pages.show import Run, Shown
+from meshwise.pages.show import Shown, StoredRun
 from meshwise.pages.table import Table, percent
 from meshwise.spec import Case, Cluster, Costs, Plan
 from meshwise.spec.checkpoint import Verified
@@ -58,7 +58,7 @@ def show(path: Path | str) -> Shown:
         raise ValueError(f"{path} does not exist; show can read {KINDS}")
     if path.name in ("run.json", "samples.jsonl") or (path / "run.json").exists():
         info, samples = files.load(path)
-        return Run(info=info, samples=tuple(samples))
+        return StoredRun(info=info, samples=tuple(samples))
     if (path / "checkpoint.json").exists():
         return _verified(path)
     fields: dict[str, Any] = {}
