@@ -234,29 +234,31 @@ def pair_matrices(found: Sequence[Series]) -> list[Table]:
 
 
 class UnitMessage(NamedTuple):
-    """A message of FSDP units of equal size. ``status`` is its sample's; ``read`` has its figures,
-    if it has times."""
+    """A message of FSDP units of equal size.
 
-    model: str
+    ``arrangement``: model, ranks that share a unit (the replicas of a part are that far apart),
+    ranks. ``status`` is the sample's; ``read`` has its figures, if it has times.
+    """
+
+    arrangement: tuple[str, int, int]
+    elements_per_rank: int
     units: str
     op: Collective
-    case: Case
+    regime: str
     status: str | None
     read: Reading | None
 
-    @property
-    def shard(self) -> int:
-        """Ranks that share a unit; the replicas of a part are that far apart."""
-        return self.op.group_stride if self.op.kind == "all_reduce" else self.op.group_size
 
-    @property
-    def elements_per_rank(self) -> int:
-        parts = 1 if self.op.kind == "all_reduce" else self.op.group_size
-        return self.op.size_bytes // DTYPE_BYTES[self.op.dtype] // parts
-
-    @property
-    def arrangement(self) -> tuple[str, int, int]:
-        return self.model, self.shard, self.case.world_size
+def _unit_message(model: str, units: str, case: Case, sample: Sample | None) -> UnitMessage:
+    op = case.op
+    assert isinstance(op, Collective)
+    parts, shard = op.group_size, op.group_size
+    if op.kind == "all_reduce":
+        parts, shard = 1, op.group_stride
+    elements = op.size_bytes // DTYPE_BYTES[op.dtype] // parts
+    status, read = (sample.status, reading(sample)) if sample else (None, None)
+    place = model, shard, case.world_size
+    return UnitMessage(place, elements, units, op, case.regime, status, read)
 
 
 def fsdp_tables(rows: Iterable[Derived], samples: Sequence[Sample]) -> list[Table]:
@@ -270,12 +272,11 @@ def fsdp_tables(rows: Iterable[Derived], samples: Sequence[Sample]) -> list[Tabl
     """
     known = {sample.case_id: sample for sample in samples}
     named = [(row.model, row.name, row.case) for row in rows]
-    found = []
-    for model, units, case in named or [("", ABSENT, sample.case) for sample in samples]:
-        op, sample = case.op, known.get(case.id)
-        if isinstance(op, Collective) and op.kind in _FSDP and op.group_size > 1:
-            status, read = (sample.status, reading(sample)) if sample else (None, None)
-            found.append(UnitMessage(model, units, op, case, status, read))
+    found = [
+        _unit_message(model, units, case, known.get(case.id))
+        for model, units, case in named or [("", ABSENT, sample.case) for sample in samples]
+        if isinstance(case.op, Collective) and case.op.kind in _FSDP and case.op.group_size > 1
+    ]
     found.sort(key=lambda one: (one.arrangement, one.elements_per_rank, _FSDP.index(one.op.kind)))
     of_model = grouped(found, lambda one: one.arrangement).values()
     return [table for same in of_model for table in (_units(same), _commands(same))]
@@ -284,18 +285,15 @@ def fsdp_tables(rows: Iterable[Derived], samples: Sequence[Sample]) -> list[Tabl
 def _units(messages: Sequence[UnitMessage]) -> Table:
     model, shard, world_size = messages[0].arrangement
     groups = world_size // shard
-    title = "FSDP units" + (f" of {model}" if model else "")
-    if shard == 1:
-        title += f", {groups} replicas"
-    else:
-        title += f", {groups} groups of {shard} ranks" if groups > 1 else f", {shard} ranks"
+    many = f"{groups} groups of " if groups > 1 else ""
+    ranks = f"{groups} replicas" if shard == 1 else f"{many}{shard} ranks"
     return listed(
-        title,
+        "FSDP units" + (f" of {model}" if model else "") + f", {ranks}",
         messages,
         ("units", "units"),
         ("collective", "op.kind"),
         ("type", "op.dtype"),
-        ("mode", "case.regime"),
+        ("mode", "regime"),
         ("elements a rank", "elements_per_rank"),
         ("total(B)", "op.size_bytes"),
         ("time(us)", lambda m: f"{1e6 * m.read.mean_s:.1f}" if m.read else m.status),

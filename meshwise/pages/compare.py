@@ -85,8 +85,10 @@ def compare(
     every = [{_key(s, force): s for s in side} for _, side in (a, b)]
     before, after = ({k: s for k, s in side.items() if s.status == "ok"} for side in every)
     pairs = [(before[key], after[key]) for key in before if key in after]
-    if not pairs and layouts:
-        pairs = _two_layouts(before, after, force)
+    if not pairs and layouts:  # steps that differ in nothing but their layout
+        steps = ([s for s in side.values() if _layout(s)] for side in (before, after))
+        old, new = ({_key(s, force, any_layout=True): s for s in side} for side in steps)
+        pairs = [(old[key], new[key]) for key in old if key in new]
     if not pairs:
         raise ValueError(_nothing_shared(a[0], b[0], before, after))
     for methods in ((x.method_version, y.method_version) for x, y in pairs):
@@ -112,38 +114,25 @@ def compare(
     )
 
 
-def _key(sample: Sample, any_regime: bool) -> str:
+def _key(sample: Sample, any_regime: bool, any_layout: bool = False) -> str:
+    """Return the id of a sample's case, the same for all regimes or layouts if asked."""
+    case = sample.case
     if any_regime:
-        return msgspec.structs.replace(sample.case, regime="warm").id
-    return sample.case_id
-
-
-def _two_layouts(
-    before: dict[str, Sample], after: dict[str, Sample], any_regime: bool
-) -> list[tuple[Sample, Sample]]:
-    """Pair steps of one model, workload, dtype, regime, lowering and number of ranks."""
-    a, b = (
-        {_key(_without_layout(s), any_regime): s for s in side.values() if _layout(s)}
-        for side in (before, after)
-    )
-    return [(a[key], b[key]) for key in a if key in b]
+        case = msgspec.structs.replace(case, regime="warm")
+    if any_layout:
+        op = msgspec.structs.replace(case.op, layout=Layout())
+        case = msgspec.structs.replace(case, op=op)
+    return case.id if any_regime or any_layout else sample.case_id
 
 
 def _layout(sample: Sample) -> Layout | None:
     return sample.case.op.layout if isinstance(sample.case.op, Step) else None
 
 
-def _without_layout(sample: Sample) -> Sample:
-    op = msgspec.structs.replace(sample.case.op, layout=Layout())
-    case = msgspec.structs.replace(sample.case, op=op)
-    return msgspec.structs.replace(sample, case=case, case_id=case.id)
-
-
 def _nothing_shared(a: str, b: str, before: dict[str, Sample], after: dict[str, Sample]) -> str:
     regimes = {_key(sample, True): sample.case.regime for sample in before.values()}
     for sample in after.values():
-        regime = regimes.get(_key(sample, True))
-        if regime is not None:
+        if regime := regimes.get(_key(sample, True)):
             return (
                 f"{a} was measured {regime} and {b} {sample.case.regime}: two regimes are never "
                 "one number; compare anyway with --force"

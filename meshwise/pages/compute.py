@@ -10,7 +10,17 @@ from typing import NamedTuple
 import msgspec
 
 from meshwise.pages.spread import Reading, each, readings
-from meshwise.pages.table import Column, Table, filled, flops, grouped, listed, percent, shown
+from meshwise.pages.table import (
+    Column,
+    Table,
+    columns,
+    filled,
+    flops,
+    grouped,
+    listed,
+    percent,
+    shown,
+)
 from meshwise.pages.tables import INTERVAL
 from meshwise.spec import Attention, Case, Cluster, Convolution, Gemm, Overlap, Sample
 from meshwise.spec.label import label, number_format, shape, variant
@@ -107,33 +117,33 @@ def _over_time(metric: str, end: Callable[..., float]) -> Callable[[Reading], st
 
 
 class Contest(NamedTuple):
-    """One shape of attention in one mode: ``readings[back end][direction]``."""
+    """One shape of attention in one mode: ``readings[back end][direction]``.
+
+    ``exact`` counts the FLOPs of the pairs that the mask leaves.
+    """
 
     op: Attention
     mode: str
     readings: dict[str, dict[str, Reading]]
     exact: bool
 
-    def time_s(self, backend: str, direction: str) -> float | None:
-        one = self.readings[backend].get(direction)
-        return one and one.median_s
-
     def rate(self, backend: str, direction: str) -> float | None:
         one = self.readings[backend].get(direction)
         return one and (one.op.exact_flops if self.exact else one.op.flops) / one.median_s
 
-    def fastest(self, direction: str) -> str | None:
-        """Return the fastest back end asked for by name; None if fewer than two were."""
-        rates = {name: self.rate(name, direction) or 0.0 for name in self.readings if name}
-        known = [name for name, rate in rates.items() if rate]
-        return max(known, key=rates.__getitem__) if len(known) > 1 else None
+    def won(self, backend: str) -> str:
+        """Name the directions in which a back end is the fastest of several asked for by name."""
+        won = []
+        for direction in ("forward", "backward"):
+            rates = {name: self.rate(name, direction) for name in self.readings if name}
+            known = {name: rate for name, rate in rates.items() if rate}
+            if len(known) > 1 and backend == max(known, key=known.__getitem__):
+                won.append(direction)
+        return "both" if len(won) == 2 else "".join(won)
 
 
 def contests(samples: Iterable[Sample], *, exact: bool = False) -> list[Contest]:
-    """Return every shape and mode with the back ends that were measured on it.
-
-    ``exact`` counts the FLOPs of the pairs that the mask leaves.
-    """
+    """Return every shape and mode with the back ends that were measured on it."""
     found: dict[tuple[Attention, str], Contest] = {}
     for one in readings(samples, Attention):
         of_shape = msgspec.structs.replace(one.op, direction="forward")
@@ -145,95 +155,77 @@ def contests(samples: Iterable[Sample], *, exact: bool = False) -> list[Contest]
 
 def attention(samples: Iterable[Sample], *, exact: bool = False) -> list[Table]:
     """Make a table for each mode: the back ends of a shape under each other, the fastest named."""
-    found = contests(samples, exact=exact)
-    return [
-        listed(
-            f"Attention, {name}",
-            [(c, backend) for c in found if c.mode == name for backend in c.readings],
-            (
-                "shape",
-                lambda row: shape(row[0].op) if row[1] == next(iter(row[0].readings)) else "",
-            ),
-            ("back end", lambda row: row[1] or DEFAULT),
-            ("forward", lambda row: row[0].time_s(row[1], "forward"), format_seconds),
-            ("rate", lambda row: row[0].rate(row[1], "forward"), flops),
-            ("backward", lambda row: row[0].time_s(row[1], "backward"), format_seconds),
-            ("rate", lambda row: row[0].rate(row[1], "backward"), flops),
-            ("fastest", lambda row: _won(*row)),
-            legend=(f"Times: medians. {CONVENTION[exact]}",),
-            left=2,
-        )
-        for name in dict.fromkeys(contest.mode for contest in found)
-    ]
+
+    def cells(direction: str) -> tuple[Column, Column]:
+        time = f"readings.{direction}.median_s"
+        return (direction, time, format_seconds), ("rate", f"rates.{direction}", flops)
+
+    tables = []
+    for name, same in grouped(contests(samples, exact=exact), lambda one: one.mode).items():
+        rows = [
+            {
+                "shape": "" if number else shape(contest.op),
+                "back end": backend or DEFAULT,
+                "readings": measured,
+                "rates": {direction: contest.rate(backend, direction) for direction in measured},
+                "fastest": contest.won(backend),
+            }
+            for contest in same
+            for number, (backend, measured) in enumerate(contest.readings.items())
+        ]
+        heads = columns(str, {"shape": "shape", "back end": "back end"})
+        directions = (*cells("forward"), *cells("backward"))
+        fastest: Column = ("fastest", "fastest")
+        legend = (f"Times: medians. {CONVENTION[exact]}",)
+        title = f"Attention, {name}"
+        tables.append(listed(title, rows, *heads, *directions, fastest, legend=legend, left=2))
+    return tables
 
 
-def _won(contest: Contest, backend: str) -> str:
-    won = [way for way in ("forward", "backward") if contest.fastest(way) == backend]
-    return "both" if len(won) == 2 else "".join(won)
+class Side(NamedTuple):
+    """A side of an overlap: median seconds alone and beside the other; None if not measured."""
 
-
-class Slowdown(NamedTuple):
-    """Seconds of each side of an overlap, alone and beside the other; None if not measured.
-
-    ``ended_alone``: the other work ended before some timed calls did.
-    """
-
-    op: Overlap
-    compute_alone_s: float | None
-    compute_beside_s: float
-    collective_alone_s: float | None
-    collective_beside_s: float | None
-    ended_alone: bool
+    alone_s: float | None
+    beside_s: float | None
 
     @property
-    def of_compute(self) -> float | None:
-        return self.compute_beside_s / self.compute_alone_s if self.compute_alone_s else None
-
-    @property
-    def of_collective(self) -> float | None:
-        if not self.collective_alone_s or not self.collective_beside_s:
-            return None
-        return self.collective_beside_s / self.collective_alone_s
+    def slowdown(self) -> float | None:
+        return self.beside_s / self.alone_s if self.alone_s and self.beside_s else None
 
 
-def slowdown(one: Reading) -> Slowdown:
-    """Read a sample of ``Overlap``: its times are the compute's beside collectives."""
-
-    def metric(name: str) -> float | None:
-        values = each(one.sample.metrics, name)
-        return median(values) if values else None
-
-    covered = map(metric, ("compute_covered", "collective_covered"))
-    return Slowdown(
-        one.op,
-        metric("compute_alone_s"),
-        one.median_s,
-        metric("collective_alone_s"),
-        metric("collective_beside_s"),
-        any(share is not None and share < 1 for share in covered),
-    )
+def sides(one: Reading) -> tuple[Side, Side]:
+    """Return the compute and the collective of an ``Overlap``, whose times are the compute's."""
+    names = ("compute_alone_s", "collective_alone_s", "collective_beside_s")
+    metrics = (each(one.sample.metrics, name) for name in names)
+    compute_s, alone_s, beside_s = (median(values) if values else None for values in metrics)
+    return Side(compute_s, one.median_s), Side(alone_s, beside_s)
 
 
 def overlaps(samples: Iterable[Sample]) -> list[Table]:
     """Show each side alone, beside the other, and the ratio."""
-    found = [slowdown(one) for one in readings(samples, Overlap)]
+    found = []
+    for one in readings(samples, Overlap):
+        # a covered share below 1: the other work ended before some timed calls did
+        covered = (each(one.sample.metrics, f"{it}_covered") for it in ("compute", "collective"))
+        ended = any(values and median(values) < 1 for values in covered)
+        found.append((one.op, *sides(one), ended))
     ratio = "{:.2f} x".format
     marked = ("* some timed calls ended alone: slowdowns are at least these.",)
     table = listed(
         "Compute beside collectives",
         found,
-        ("compute", lambda row: label(Case(op=row.op.compute))),
-        ("collective", lambda row: label(Case(op=row.op.collective))),
-        ("compute:\nalone", "compute_alone_s", format_seconds),
-        ("beside", "compute_beside_s", format_seconds),
-        ("slowdown", "of_compute", ratio),
-        ("collective:\nalone", "collective_alone_s", format_seconds),
-        ("beside", "collective_beside_s", format_seconds),
-        ("slowdown", lambda row: shown(row.of_collective, ratio) + " *" * row.ended_alone),
+        ("compute", lambda row: label(Case(op=row[0].compute))),
+        ("collective", lambda row: label(Case(op=row[0].collective))),
+        ("compute:\nalone", lambda row: row[1].alone_s, format_seconds),
+        ("beside", lambda row: row[1].beside_s, format_seconds),
+        ("slowdown", lambda row: row[1].slowdown, ratio),
+        ("collective:\nalone", lambda row: row[2].alone_s, format_seconds),
+        ("beside", lambda row: row[2].beside_s, format_seconds),
+        ("slowdown", lambda row: shown(row[2].slowdown, ratio) + " *" * row[3]),
         legend=(
             "Medians. slowdown = beside/alone, both measured in turns: 1.00 x would be overlap for "
             "nothing.",
-            *(marked if any(row.ended_alone for row in found) else ()),
+            *marked * any(ended for *_, ended in found),
         ),
         left=2,
     )

@@ -122,10 +122,9 @@ def _overlap(samples: Sequence[Sample]) -> Iterable[Named]:
     """Draw two bars for each pair: the slowdown of the compute and of the collective."""
     rates: dict[str, dict[str, float]] = {}
     for one in readings(samples, Overlap):
-        times = compute.slowdown(one)
-        sides = {"compute": times.of_compute, "collective": times.of_collective}
+        sides = zip(("compute", "collective"), compute.sides(one), strict=True)
         name = label(one.case).replace(" beside ", "\nbeside ")
-        rates[name] = {side: ratio for side, ratio in sides.items() if ratio is not None}
+        rates[name] = {side: it.slowdown for side, it in sides if it.slowdown is not None}
     if rates:
         what = "Slowdown of compute and collective beside each other"
         yield "overlap", charts.bars(what, rates, "{:.2f} x".format, mark=1.0)

@@ -36,20 +36,9 @@ Shown = Cluster | Costs | Plan | StoredRun | Phases | TraceCheck | Verified
 
 def of(record: Shown) -> list[Table]:
     """Return the tables of a record."""
-    if isinstance(record, StoredRun):
-        return _run(record.info, record.samples)
-    makers: dict[type, Callable[[Any], list[Table]]] = {
-        Verified: checkpoint,
-        Phases: lambda found: [phases(found)],
-        TraceCheck: lambda found: [trace(found)],
-        Cluster: tables.cluster,
-        Costs: tables.costs,
-        Plan: tables.plan,
-    }
-    return makers[type(record)](record)
-
-
-def _run(info: RunInfo, measured: tuple[Sample, ...]) -> list[Table]:
+    if not isinstance(record, StoredRun):
+        return _TABLES[type(record)](record)
+    info, measured = record.info, record.samples
     state = samples.state(info, measured)
     if "-measure-health-" in info.run_id:  # nothing else tells it apart
         return [state, *health.tables(info, measured)]
@@ -146,3 +135,13 @@ def trace(check: TraceCheck, title: str = "Plan against trace") -> Table:
         legend=(outcome, *check.notes, TRACE_LEGEND),
         left=3,
     )
+
+
+_TABLES: dict[type, Callable[[Any], list[Table]]] = {
+    Verified: checkpoint,
+    Phases: lambda found: [phases(found)],
+    TraceCheck: lambda found: [trace(found)],
+    Cluster: tables.cluster,
+    Costs: tables.costs,
+    Plan: tables.plan,
+}
