@@ -17,7 +17,7 @@ ROOMS = {
     "models": 4_510,
     "nn": 1_370,
     "options": 880,
-    "pages": 5_600,
+    "pages": 5_530,
     "parallel": 3_330,
     "prices": 840,
     "probe": 6_390,

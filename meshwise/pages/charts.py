@@ -1,4 +1,4 @@
-"""Charts of one kind each: plain numbers in, ``svg.Figure`` out.
+"""Charts: plain numbers in, ``svg.Figure`` out.
 
 Curves over sizes, a roofline, groups of bars, and a matrix of rates between ranks.
 """

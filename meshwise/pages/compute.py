@@ -182,7 +182,7 @@ def attention(samples: Iterable[Sample], *, exact: bool = False) -> list[Table]:
     return tables
 
 
-class Side(NamedTuple):
+class OverlapSide(NamedTuple):
     """A side of an overlap: median seconds alone and beside the other; None if not measured."""
 
     alone_s: float | None
@@ -193,12 +193,12 @@ class Side(NamedTuple):
         return self.beside_s / self.alone_s if self.alone_s and self.beside_s else None
 
 
-def sides(one: Reading) -> tuple[Side, Side]:
+def sides(one: Reading) -> tuple[OverlapSide, OverlapSide]:
     """Return the compute and the collective of an ``Overlap``, whose times are the compute's."""
     names = ("compute_alone_s", "collective_alone_s", "collective_beside_s")
     metrics = (each(one.sample.metrics, name) for name in names)
     compute_s, alone_s, beside_s = (median(values) if values else None for values in metrics)
-    return Side(compute_s, one.median_s), Side(alone_s, beside_s)
+    return OverlapSide(compute_s, one.median_s), OverlapSide(alone_s, beside_s)
 
 
 def overlaps(samples: Iterable[Sample]) -> list[Table]:

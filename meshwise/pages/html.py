@@ -1,7 +1,7 @@
-"""The report: what was run and measured in, one self-contained page out.
+"""The report: runs, prices and a plan in, one self-contained page out.
 
-No script and no address in it: tables, inline SVG and one style sheet. Names from files are
-escaped. What is missing becomes a sentence that names the verb to run.
+The page has no script and no address, only tables, inline SVG and one style sheet. Names from files
+are escaped. For what is missing a sentence names the verb to run.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SOURCES = "Where the numbers come from"
 
 
 class Contents(NamedTuple):
-    """``results``: runs of the plan's model; ``runs``: all runs that numbers came from."""
+    """``results``: runs of the plan's model; ``runs``: all runs whose numbers the page shows."""
 
     plan: Plan | None
     costs: Costs | None
@@ -38,7 +38,7 @@ class PageSection(NamedTuple):
 
 
 def _drawn(*figures: svg.Figure | None) -> tuple[svg.Figure, ...]:
-    """The figures that there are."""
+    """Drop missing figures."""
     return tuple(figure for figure in figures if figure is not None)
 
 

@@ -1,9 +1,9 @@
 """Samples as the CSV files of Primus' operator benchmarks, under their names and columns.
 
 Source: Primus, benchmark/kernel/{gemm,attention,rccl}. In: rows that say which model each case was
-derived from, in the order of the file, and the samples by case id. ``Time(s)`` is the median,
-``Bandwidth(GB/s)`` of a collective its bus bandwidth (1e9 bytes). The columns have no place for a
-reason: a case without a time has empty cells, never zeros, and its reason stays in our records.
+derived from, in the order of the file, and the samples by case id. ``Time(s)`` is the median;
+``Bandwidth(GB/s)`` of a collective is its bus bandwidth (1e9 bytes). No column takes a reason: a
+case without a time has empty cells, never zeros, and its reason stays in our records.
 """
 
 import csv

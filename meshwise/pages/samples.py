@@ -1,4 +1,4 @@
-"""The tables of a measure run: its state, what was measured kind by kind, what was not and why."""
+"""The tables of a measure run: its state, what it measured kind by kind, what failed and why."""
 
 import shlex
 from collections import Counter
@@ -30,7 +30,7 @@ from meshwise.units import format_rate, format_seconds
 
 
 def listing(cases: Sequence[tuple[Case, float]]) -> Table:
-    """The cases that ``measure --dry-run`` lists, and about how long each takes."""
+    """List the cases of ``measure --dry-run``, and about how long each takes."""
     all_s = format_seconds(sum(about_s for _, about_s in cases))
     return listed(
         "Cases, most useful first",
@@ -45,7 +45,7 @@ def listing(cases: Sequence[tuple[Case, float]]) -> Table:
 
 
 def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[str, Any]:
-    """A measure run for programs: how it ended, and each case with its median and interval."""
+    """Return a measure run for programs: how it ended, each case with its median and interval."""
     results = [
         {"id": sample.case_id, "case": sample.case, "status": sample.status}
         | (_figures(read) if (read := reading(sample)) else {})
@@ -63,7 +63,7 @@ def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[st
 
 
 def _figures(one: Reading) -> dict[str, Any]:
-    """A sample's figures in SI units."""
+    """Return a sample's figures in SI units."""
     found: dict[str, Any] = {
         name: getattr(one, name) for name in ("median_s", "low_s", "high_s", "mean_s")
     }
@@ -82,7 +82,7 @@ def _figures(one: Reading) -> dict[str, Any]:
 def run(
     info: RunInfo, samples: Sequence[Sample], *, exact: bool = False, rows: Sequence[Derived] = ()
 ) -> list[Table]:
-    """The state of a measure run, then what it measured, kind by kind, then what failed.
+    """Show the state of a measure run, then what it measured, kind by kind, then what failed.
 
     ``exact`` counts attention's FLOPs by the pairs that its mask leaves; ``rows`` say which FSDP
     units each case stands for.
@@ -147,7 +147,7 @@ def _facts(info: RunInfo) -> list[tuple[str, str]]:
 
 
 def imported(run_dirs: Sequence[Path]) -> list[Table]:
-    """The samples of each imported file, and what looked suspicious in it."""
+    """Count the samples of each imported file, and list what looked suspicious in it."""
     loaded = [store.load(run_dir)[:2] for run_dir in run_dirs]
     sources = [(info.provenance["imported"], samples) for info, samples in loaded]
     rows = tuple((told["file"], told["tool"], str(len(samples))) for told, samples in sources)

@@ -72,7 +72,7 @@ def gather(
 
 
 def write(contents: Contents, out: Path | str) -> Path:
-    """The page as a file."""
+    """Write the page and return its path."""
     return write_whole(Path(out), page(contents).encode())
 
 
