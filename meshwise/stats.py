@@ -2,15 +2,15 @@
 
 No outlier is removed. The median's interval comes from order statistics (Hahn & Meeker,
 Statistical Intervals, 5.2): the k-th smallest and k-th largest value, with k the largest number
-for which Binomial(n, 1/2) leaves at most 2.5 % below it. That counts every time as independent.
+for which Binomial(n, 1/2) leaves at most 2.5 % below it. It treats all times as independent.
 
-A comparison does not: the next step takes about as long as this one. The lag-1 autocorrelation r of
-the ranks, freed of its bias (Kendall 1954: r = rho - (1 + 4 rho)/n), says how many independent
-times n of them are worth, m = n (1 - rho)/(1 + rho). The median's standard error is a stationary
-bootstrap's (Politis & Romano 1994), whose blocks have the length that Politis & White (2004) find
-best for such a series (AR(1)), (2 rho/(1 - rho^2))^(2/3) n^(1/3). Blocks that end cut off some
-correlation; the share of it that an AR(1) loses so is given back. The interval of the logarithm of
-the ratio is t with m - 1 degrees of freedom, at least 1, times that error.
+A comparison does not, since a step takes about as long as the one before. The lag-1 autocorrelation
+r of the ranks, without its bias (Kendall 1954: r = rho - (1 + 4 rho)/n), says how many independent
+times n of them are worth: m = n (1 - rho)/(1 + rho). The median's standard error comes from a
+stationary bootstrap (Politis & Romano 1994) with blocks of the length that Politis & White (2004)
+find best for an AR(1) series, (2 rho/(1 - rho^2))^(2/3) n^(1/3). The ends of blocks cut off some
+correlation; the share that an AR(1) series loses this way is added again. The interval of the
+logarithm of the ratio is that error times t with m - 1 degrees of freedom, at least 1.
 """
 
 import math
@@ -26,9 +26,9 @@ _RESAMPLES = 1000
 Verdict = Literal["same", "faster", "slower", "unclear"]
 
 
-class Comparison(NamedTuple):
+class MedianRatio(NamedTuple):
     """``ratio`` = median(b)/median(a); below 1 means b is faster. ``low`` to ``high`` is its 95 %
-    interval, or the range of ratios of single values where those are too few to claim one."""
+    interval or, for fewer than 6 values, the range of ratios of single values."""
 
     ratio: float
     low: float
@@ -38,7 +38,8 @@ class Comparison(NamedTuple):
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median and its 95 % interval, were the values independent; of fewer than 6 their range."""
+    """Return the median and its 95 % interval if values are independent; of fewer than 6 the
+    range."""
     ordered = sorted(values)
     n = len(ordered)
     if n == 0:
@@ -53,8 +54,10 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, ordered[max(k - 1, 0)], ordered[min(n - k, n - 1)]
 
 
-def compare(a: Sequence[float], b: Sequence[float], *, tolerance: float = TOLERANCE) -> Comparison:
-    """Is ``b`` faster than ``a``, both in the order of measurement, by more than ``tolerance``?
+def compare(a: Sequence[float], b: Sequence[float], *, tolerance: float = TOLERANCE) -> MedianRatio:
+    """Tell whether ``b`` is faster than ``a`` by more than ``tolerance``.
+
+    Values are in the order of measurement.
 
     ``same``: the interval lies within the tolerance of 1; ``faster``, ``slower``: beyond it. Fewer
     than 6 values are never faster or slower.
@@ -68,11 +71,11 @@ def compare(a: Sequence[float], b: Sequence[float], *, tolerance: float = TOLERA
         verdict = "same"
     elif not few and (high < 1 - tolerance or low > 1 + tolerance):
         verdict = "faster" if ratio < 1 else "slower"
-    return Comparison(ratio, low, high, "range" if few else "95 %", verdict)
+    return MedianRatio(ratio, low, high, "range" if few else "95 %", verdict)
 
 
 def _interval(ratio: float, *sides: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of the ratio of the medians."""
+    """Return the 95 % interval of the ratio of the medians."""
     from scipy.special import stdtrit
 
     rho = [_autocorrelation(values) for values in sides]
@@ -83,20 +86,20 @@ def _interval(ratio: float, *sides: np.ndarray) -> tuple[float, float]:
 
 
 def _autocorrelation(values: np.ndarray) -> float:
-    """rho of an AR(1) whose ranks are correlated as these; 0 where they are constant."""
+    """Return rho of the AR(1) series whose ranks are correlated like these; 0 if they are equal."""
     n = len(values)
     if values.min() == values.max():
         return 0.0
     _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(count) - (count - 1) / 2)[place]  # ties share theirs
+    ranks = (np.cumsum(count) - (count - 1) / 2)[place]  # ties share a rank
     ranks -= ranks.mean()
     r = 2 * math.sin(math.pi / 6 * float(ranks[1:] @ ranks[:-1] / (ranks @ ranks)))  # Pearson 1907
     return min(max((n * r + 1) / (n - 4), 0.0), 0.99)
 
 
 def _variance(values: np.ndarray, rho: float) -> float:
-    """Of the logarithm of the median, by a stationary bootstrap from a fixed seed, so that a
-    comparison repeats."""
+    """Return the variance of the median's logarithm, by a stationary bootstrap. Its seed is fixed,
+    so that a comparison repeats."""
     n, rng, medians = len(values), np.random.default_rng(0), list[float]()
     block = min(max((2 * rho / (1 - rho**2)) ** (2 / 3) * n ** (1 / 3), 1.0), n / 3)
     shape = max(1, min(_RESAMPLES, 2**20 // n)), n
@@ -107,11 +110,11 @@ def _variance(values: np.ndarray, rho: float) -> float:
         start = np.take_along_axis(rng.integers(0, n, shape), since, axis=1)
         drawn = values[(start + np.arange(n) - since) % n]
         medians += np.median(drawn, axis=1).tolist()
-    kept = rho * (1 - 1 / block)  # of the correlation, within a block
+    kept = rho * (1 - 1 / block)  # correlation that blocks keep
     lost: float = (1 + rho) / (1 - rho) * (1 - kept) / (1 + kept)
     return lost * float(np.log(medians).var())
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """exp(mean(log)); the right average of ratios."""
+    """Return exp(mean(log)), the right average of ratios."""
     return math.exp(sum(map(math.log, values)) / len(values))

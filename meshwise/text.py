@@ -1,24 +1,24 @@
-"""Text that others wrote, made fit to show: no control characters, no credentials, one line.
+"""Make foreign text fit to show: no control characters, no credentials, one line.
 
 Names in files, error messages of libraries and words of a command line reach terminals, logs and
-run.json. A control character there could move the cursor, recolour, forge a line or turn reading
-around; it is shown as the escape that JSON has for it.
+run.json. A control character in them could move the cursor, recolour, forge a line or reverse the
+reading direction. It is shown as its JSON escape.
 """
 
 import re
 from collections.abc import Iterable
 
-MOST = 293  # characters of an error: 300 behind "error: "
+MOST = 293  # characters of an error: 300 with "error: " before it
 _LOOKED_AT = 20 * MOST
 
-# C0, delete and C1; what joins, turns or hides letters; line ends of Unicode; halves of characters
+# C0, delete and C1; letters that join, turn or hide others; Unicode's line ends; lone surrogates
 _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff]"
 )
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-# the user of a URL, also where a path left one slash of it; user:password@ before a host where
-# there is no scheme
+# the user of a URL, also after a path normalised "//" to "/"; user:password@ before a host
+# without a scheme
 _USER = re.compile(
     r"(?:(?<=://)|(?<=:/))[^\s/?#'\"]+@|(?<![^\s=,;'\"(])[^\s/@:=,;'\"]+:[^\s/@,;'\"]+@(?=[\w\[])"
 )
@@ -29,7 +29,7 @@ _DOOR = re.compile("token|secret|passw|pwd|key|auth|cred", re.IGNORECASE)
 
 
 def plain(text: str, keep: str = "") -> str:
-    """Control characters as escapes; those in ``keep`` stay."""
+    """Escape control characters; those in ``keep`` stay."""
 
     def escape(found: re.Match[str]) -> str:
         one = found[0]
@@ -39,12 +39,12 @@ def plain(text: str, keep: str = "") -> str:
 
 
 def one_line(text: str, most: int = MOST) -> str:
-    """The same without what logs in, in one line of ``most`` characters."""
-    return _cut(plain(masked(_cut(" ".join(text.split()), _LOOKED_AT))), most)
+    """Return ``text`` without credentials, in one line of at most ``most`` characters."""
+    return _shortened(plain(masked(_shortened(" ".join(text.split()), _LOOKED_AT))), most)
 
 
-def _cut(line: str, most: int) -> str:
-    """Cut in the middle: the end has the remedy."""
+def _shortened(line: str, most: int) -> str:
+    """Cut a line in the middle, as its end has the remedy."""
     if len(line) <= most:
         return line
     tail = most // 3
@@ -52,17 +52,17 @@ def _cut(line: str, most: int) -> str:
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether a variable of this name may open a door."""
+    """Tell whether a variable of this name may hold a credential."""
     return _DOOR.search(name) is not None
 
 
 def masked(text: str) -> str:
-    """Without what logs in: the user of a URL, ``user:password@host``, ``token=...``."""
+    """Mask credentials: the user of a URL, ``user:password@host``, ``token=...``."""
     return _NAMED.sub(r"\1***", _USER.sub("***@", text))
 
 
 def masked_words(words: Iterable[str]) -> tuple[str, ...]:
-    """The words of a command without what logs in, that behind ``--token`` included."""
+    """Mask credentials in the words of a command, also the word after ``--token``."""
     found, hide = [], False
     for word in words:
         found.append("***" if hide and not word.startswith("-") else masked(plain(word)))

@@ -1,15 +1,15 @@
 """A step's timeline, measured or predicted, as a trace that Perfetto and chrome://tracing open.
 
-In: the spans of a measured step (``phases.json``), of batches of inference, or a plan with its
-prediction. Out: JSON of the
-Trace Event Format, the same of both: a process for each pipeline rank, a thread for each stream
-of each of its ranks, times in microseconds. An action is named kind, stage and microbatch,
-``F 0.3``, and in inference the batch: ``F 0.3 of batch 2``.
+In: the spans of a measured step (``phases.json``) or of batches of inference, or a plan with its
+prediction. Out: JSON of the Trace Event Format, the same for both: a process for each pipeline
+rank, a thread for each stream of its ranks, times in microseconds. An action is named by kind,
+stage and microbatch, ``F 0.3``, in inference with the batch: ``F 0.3 of batch 2``.
 
-A prediction shows one rank of each pipeline rank, every action at its stage's predicted time,
-transfers left out, and behind the last of them the rest of the predicted step in one piece.
+A prediction shows one rank of each pipeline rank. Every action takes its stage's predicted time,
+transfers are left out, and the rest of the predicted step follows the last action in one piece.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -26,27 +26,34 @@ _NAME = re.compile(r"([FBIW]) (?P<stage>\d+)\.(?P<microbatch>\d+)(?: of batch (?
 
 
 def write(path: Path, layout: Layout, spans: Iterable[Span]) -> Path:
-    """Write the trace of spans; the path."""
+    """Write the trace of spans and return its path."""
     return files.write_whole(path, json.dumps(trace(layout, spans)) + "\n")
 
 
 def predicted(plan: Plan) -> list[Span]:
-    """The timeline that a plan predicts; ValueError if it was not priced."""
-    prediction, layout = plan.prediction, plan.layout
-    if prediction is None:
+    """Return the timeline that a plan predicts; ValueError if it was not priced.
+
+    Without stage times, the parts of the predicted step follow each other.
+    """
+    told, layout = plan.prediction, plan.layout
+    if told is None:
         raise ValueError("Plan.prediction is None: the plan was not priced; meshwise plan does")
-    table = schedule.table(
-        layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
-    )
-    rows: list[list[tuple[str, float, float]]] = [[] for _ in table]
-    if times := prediction.stage_times:
+    rows: list[list[tuple[str, float, float]]] = [[]]
+    if times := told.stage_times:
+        table = schedule.table(
+            layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
+        )
         spans = schedule.simulate(table, lambda action: times[action.stage].of_action(action.kind))
-        rows = [[(_name(action), start, end) for action, start, end in row] for row in spans]
+        name = "{0.kind} {0.stage}.{0.microbatch}".format
+        rows = [[(name(action), start, end) for action, start, end in row] for row in spans]
     else:
-        rows = [_by_part(plan)]
+        ends = list(itertools.accumulate((part.value for part in told.time_parts), initial=0.0))
+        names = [part.name for part in told.time_parts]
+        rows = [list(zip(names, ends[:-1], ends[1:], strict=True))]
     for row in rows:
-        if row[-1][2] < prediction.step_time_s:
-            row.append((REST, row[-1][2], prediction.step_time_s))
+        last_s = row[-1][2] if row else 0.0
+        if last_s < told.step_time_s:
+            row.append((REST, last_s, told.step_time_s))
     return [
         Span(
             rank=layout.devices_of(pipeline_rank)[0],
@@ -60,25 +67,11 @@ def predicted(plan: Plan) -> list[Span]:
     ]
 
 
-def _by_part(plan: Plan) -> list[tuple[str, float, float]]:
-    """Without a pipeline: the parts of the predicted time, one behind the other."""
-    assert plan.prediction is not None
-    found, clock = [], 0.0
-    for part in plan.prediction.time_parts:
-        found.append((part.name, clock, clock + part.value))
-        clock += part.value
-    return found or [(REST, 0.0, plan.prediction.step_time_s)]
-
-
-def _name(action: schedule.Action) -> str:
-    return f"{action.kind} {action.stage}.{action.microbatch}"
-
-
 def trace(layout: Layout, spans: Iterable[Span]) -> dict[str, Any]:
-    """The JSON object. Slices of one thread must not overlap: a stream that does several things at
-    once gets a thread for each."""
+    """Return the trace as a JSON object. Slices of a thread must not overlap, so a stream that does
+    several things at once gets a thread for each."""
     threads: dict[tuple[int, str, int], int] = {}
-    ends: dict[tuple[int, str], list[float]] = {}  # of each thread of a stream
+    ends: dict[tuple[int, str], list[float]] = {}  # when each thread of a stream is free
     slices = []
     for span in sorted(spans, key=lambda span: (span.rank, span.stream, span.start_s)):
         lanes = ends.setdefault((span.rank, span.stream), [])
@@ -86,9 +79,7 @@ def trace(layout: Layout, spans: Iterable[Span]) -> dict[str, Any]:
         lanes[lane : lane + 1] = [span.end_s]
         thread = threads.setdefault((span.rank, span.stream, lane), len(threads))
         slices.append(_slice(layout, span, thread))
-    names = [
-        _named("process_name", number, 0, f"pipeline rank {number}") for number in range(layout.pp)
-    ]
+    names = [_named("process_name", rank, 0, f"pipeline rank {rank}") for rank in range(layout.pp)]
     for (rank, stream, lane), thread in threads.items():
         label = f"rank {rank} {stream}" + (f" {lane + 1}" if lane else "")
         names.append(_named("thread_name", layout.pipeline_rank_of(rank), thread, label))
@@ -96,26 +87,18 @@ def trace(layout: Layout, spans: Iterable[Span]) -> dict[str, Any]:
 
 
 def _slice(layout: Layout, span: Span, thread: int) -> dict[str, Any]:
-    action = _action(span)
+    found = _NAME.fullmatch(span.name) if span.stream == "compute" else None
+    action = found.groupdict() if found else {}
     return {
         "name": span.name,
-        "cat": action.pop("kind", span.stream),
+        "cat": ACTIONS[found[1]] if found else span.stream,
         "ph": "X",
         "pid": layout.pipeline_rank_of(span.rank),
         "tid": thread,
         "ts": span.start_s * 1e6,
         "dur": (span.end_s - span.start_s) * 1e6,
-        "args": {"rank": span.rank, **action},
+        "args": {"rank": span.rank} | {key: int(n) for key, n in action.items() if n is not None},
     }
-
-
-def _action(span: Span) -> dict[str, Any]:
-    """What a name such as ``F 0.3`` says."""
-    found = _NAME.fullmatch(span.name)
-    if span.stream != "compute" or found is None:
-        return {}
-    numbers = {name: int(n) for name, n in found.groupdict().items() if n is not None}
-    return {"kind": ACTIONS[found[1]], **numbers}
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

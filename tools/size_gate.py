@@ -17,7 +17,7 @@ ROOMS = {
     "models": 4_560,
     "nn": 1_360,
     "options": 880,
-    "pages": 5_600,
+    "pages": 5_530,
     "parallel": 3_290,
     "prices": 840,
     "probe": 6_390,

@@ -1,10 +1,11 @@
-"""The two configuration files of Primus' operator benchmarks, read unchanged, and its lists.
+"""Read the two configuration files of Primus' operator benchmarks unchanged; its lists of models.
 
-benchmark/kernel/gemm/model_configs.json is a list of models in Hugging Face's terms without the
-number of layers; benchmark/kernel/attention/attention_shapes.json a list of attention shapes. Whose
-messages its collectives are, and of how many tokens, its scripts say (benchmark/kernel/rccl).
+benchmark/kernel/gemm/model_configs.json lists models in Hugging Face's terms without the number of
+layers; benchmark/kernel/attention/attention_shapes.json lists attention shapes. Its scripts
+(benchmark/kernel/rccl) say which models' messages its collectives send, and for how many tokens.
 """
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ from meshwise import store
 from meshwise.models import hugging_face
 from meshwise.spec import Decoder
 
-# Models of the catalogue with the tokens of a sequence: of tensor and pipeline parallelism, and to
-# the experts.
+# Models of the catalogue with the tokens of a sequence: for tensor and pipeline parallelism, then
+# for messages to experts.
 COLLECTIVES = (
     ("llama-2-7b", 4096), ("llama-2-70b", 4096), ("llama-3-8b", 8192), ("llama-3-70b", 8192),
     ("deepseek-v2-lite", 4096), ("deepseek-v2", 4096), ("deepseek-v3", 8192),
@@ -44,33 +45,30 @@ class AttentionShape(NamedTuple):
 
 
 def read_models(path: Path | str) -> dict[str, tuple[Decoder, int]]:
-    """Name -> (one layer of the model, sequence length). An entry with ``kv_lora_rank`` is a
-    DeepSeek with experts; every other is dense, also the Mixtrals, as the file has it."""
+    """Return one layer of each model and its sequence length, by name. An entry with
+    ``kv_lora_rank`` is a DeepSeek with experts; all others are dense, the Mixtrals too, as in the
+    file."""
     found: dict[str, tuple[Decoder, int]] = {}
     for name, entry, source in _entries(path):
         latent = "kv_lora_rank" in entry
-        _require(entry, _LATENT if latent else _DENSE, source)
-        _positive(entry, "seqlen", source)
+        _check(entry, _LATENT if latent else _DENSE, ("seqlen",), source)
         if name in found:
             raise ValueError(f"{source}: model is named twice; give each entry its own name")
-        seq_len = entry["seqlen"]
         config = entry | {
             "model_type": "deepseek_v2" if latent else "llama",
             "num_hidden_layers": 1,
             "first_k_dense_replace": 0,
-            "max_position_embeddings": seq_len,
+            "max_position_embeddings": entry["seqlen"],
         }
-        found[name] = hugging_face.decoder(config, name, source), seq_len
+        found[name] = hugging_face.decoder(config, name, source), entry["seqlen"]
     return found
 
 
 def read_attention_shapes(path: Path | str) -> list[AttentionShape]:
-    """The shapes in the file's order."""
+    """Return the shapes in the file's order."""
     found = []
     for _, entry, source in _entries(path):
-        _require(entry, AttentionShape._fields, source)
-        for key in AttentionShape._fields[1:-1]:
-            _positive(entry, key, source)
+        _check(entry, AttentionShape._fields, AttentionShape._fields[1:-1], source)
         if not isinstance(entry["causal"], bool):
             raise ValueError(f"{source}: causal = {entry['causal']!r}: must be true or false")
         if entry["num_head_q"] % entry["num_head_kv"]:
@@ -80,29 +78,27 @@ def read_attention_shapes(path: Path | str) -> list[AttentionShape]:
     return found
 
 
-def _entries(path: Path | str) -> list[tuple[str, dict[str, Any], str]]:
-    """(name, entry, how errors call it) of a list of objects."""
+def _entries(path: Path | str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (name, entry, how errors name it) for each object of a list."""
     entries: list[Any] = store.read(path, list)
     if not entries:
         raise ValueError(f"{path}: the list is empty; name at least one model")
-    found = []
     for number, entry in enumerate(entries, 1):
         if not isinstance(entry, dict):
             raise ValueError(f"{path}: entry {number} = {entry!r}: must be an object")
         name = entry.get("model")
         if not isinstance(name, str) or not name:
             raise ValueError(f"{path}: entry {number}: model is missing; give its name")
-        found.append((name, entry, f"{path}: entry {number} ({name})"))
-    return found
+        yield name, entry, f"{path}: entry {number} ({name})"
 
 
-def _require(entry: dict[str, Any], keys: tuple[str, ...], source: str) -> None:
-    missing = [key for key in keys if key not in entry]
-    if missing:
+def _check(
+    entry: dict[str, Any], keys: Sequence[str], positive: Sequence[str], source: str
+) -> None:
+    """Refuse an entry that lacks one of ``keys``, or whose ``positive`` are not whole and >= 1."""
+    if missing := [key for key in keys if key not in entry]:
         raise ValueError(f"{source}: {', '.join(missing)} missing; see Primus' file for its keys")
-
-
-def _positive(entry: dict[str, Any], key: str, source: str) -> None:
-    value = entry[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{source}: {key} = {value!r}: must be a whole number >= 1")
+    for key in positive:
+        value = entry[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{source}: {key} = {value!r}: must be a whole number >= 1")

@@ -1,4 +1,4 @@
-"""Charts of one kind each: plain numbers in, ``svg.Figure`` out.
+"""Charts: plain numbers in, ``svg.Figure`` out.
 
 Curves over sizes, a roofline, groups of bars, and a matrix of rates between ranks.
 """
@@ -18,9 +18,9 @@ Point = tuple[float, float]
 _MOST_GROUPS = 12  # of bars, in one figure
 
 
-class Line(NamedTuple):
-    """``y`` over ``x``. ``look``: matplotlib's word for marks and dashes; a line whose ``name`` is
-    empty is not in the legend."""
+class PlotLine(NamedTuple):
+    """``y`` over ``x``. ``look``: matplotlib's code for marks and dashes. A line without a ``name``
+    is not in the legend."""
 
     name: str
     x: Sequence[float]
@@ -30,8 +30,8 @@ class Line(NamedTuple):
     size: float = 4
 
 
-def curves(caption: str, found: Sequence[Line], unit: str, **labels: str) -> svg.Figure:
-    """Lines over sizes in bytes, both axes logarithmic. ``unit``: ``s``, or that of a rate."""
+def curves(caption: str, found: Sequence[PlotLine], unit: str, **labels: str) -> svg.Figure:
+    """Draw lines over sizes in bytes on log axes. ``unit``: ``s``, or the unit of a rate."""
 
     def paint(axes: "Axes") -> None:
         for one in found:
@@ -58,7 +58,7 @@ def _ends(values: Iterable[float]) -> Point:
 
 
 def _widened(values: Iterable[float]) -> Point:
-    """The ends of values, a factor of 4 apart or more, so that two of the ticks 1, 2, 5 fit."""
+    """Return the ends of values, at least a factor of 4 apart so that two ticks of 1-2-5 fit."""
     low, high = _ends(values)
     factor = max(1.0, (4 * low / high) ** 0.5)
     return low / factor, high * factor
@@ -70,8 +70,8 @@ def roofline(
     roofs: Mapping[str, float],
     bytes_per_s: float | None,
 ) -> svg.Figure:
-    """FLOP/s over FLOPs a byte, the best point of each series ringed. ``roofs``: FLOP/s by name,
-    below which memory's rate is the roof."""
+    """Draw FLOP/s over FLOPs per byte; the best point of each series is ringed. ``roofs``: peaks in
+    FLOP/s by name; where memory is slower, its rate is the roof."""
     points = [point for same in series.values() for point in same]
     x_low, x_high = _widened(x for x, _ in points)
     y_low, y_high = _widened([*(y for _, y in points), *roofs.values()])
@@ -103,7 +103,7 @@ def bars(
     show: Callable[[float], str],
     mark: float | None = None,
 ) -> svg.Figure:
-    """``values[group][series]`` as horizontal bars, their values written behind them."""
+    """Draw ``values[group][series]`` as horizontal bars, with their values behind them."""
     shown = dict(list(values.items())[:_MOST_GROUPS])
     names = list(dict.fromkeys(name for group in shown.values() for name in group))
     thick = 0.8 / len(names)
@@ -135,7 +135,7 @@ def bars(
 def matrix(
     caption: str, values: Mapping[tuple[int, int], float], show: Callable[[float], str]
 ) -> svg.Figure:
-    """A cell for each pair (from, to) of ranks, the darker the more."""
+    """Draw a cell for each pair (from, to) of ranks, darker for larger values."""
     ranks = sorted({rank for pair in values for rank in pair})
     most = max(values.values(), default=0) or 1
 

@@ -1,19 +1,18 @@
 """Tables of measured collectives: nccl-tests' columns, where the time goes, pairs, FSDP's units.
 
-``time``, ``algbw``, ``busbw``, ``count``, ``type``, ``redop`` and ``root`` as nccl-tests defines
-them (doc/PERFORMANCE.md); ``time`` is the mean over iterations of the largest time over ranks, or
-what an imported file's time is.
+``time``, ``algbw``, ``busbw``, ``count``, ``type``, ``redop`` and ``root`` are those of nccl-tests
+(doc/PERFORMANCE.md). ``time`` is the mean over iterations of the largest time over ranks; in an
+imported file it is what that file calls time.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwise.models.fsdp import nccl_tests_command
-from meshwise.pages.spread import Reading, reading, readings, split
-from meshwise.pages.table import ABSENT, Table, columns, filled, listed, shown
+from meshwise.pages.spread import Reading, number, reading, readings, split
+from meshwise.pages.table import ABSENT, Column, Table, filled, grouped, listed
 from meshwise.spec import DTYPE_BYTES, Case, Collective, Derived, RunInfo, Sample
 from meshwise.spec.label import uneven
 from meshwise.spec.op import ROOTED
@@ -73,8 +72,8 @@ class Series(NamedTuple):
 
 
 def series(samples: Iterable[Sample]) -> list[Series]:
-    """The measured collectives of all samples, by kind, group, mode and dtype. A group of one rank
-    moves nothing, so it is left out."""
+    """Return the measured collectives by kind, group, mode and dtype. A group of one rank moves
+    nothing, so it is left out."""
 
     def alike(one: Reading) -> tuple[Any, ...]:
         op, case = one.op, one.case
@@ -83,17 +82,17 @@ def series(samples: Iterable[Sample]) -> list[Series]:
 
     found = [one for one in readings(samples, Collective) if one.op.group_size > 1]
     found.sort(key=lambda one: (alike(one), one.op.size_bytes))
-    groups = (tuple(same) for _, same in groupby(found, key=alike))
-    return [Series(same[0].op, same[0].case, same) for same in groups]
+    same = grouped(found, alike).values()
+    return [Series(each[0].op, each[0].case, tuple(each)) for each in same]
 
 
 def are_fsdp_units(info: RunInfo) -> bool:
-    """Whether the collectives of a run are FSDP's units: nothing else tells them apart."""
+    """Tell whether a run's collectives are FSDP's units; only the run's name says so."""
     return "-measure-fsdp" in info.run_id
 
 
 def tables(samples: Sequence[Sample], info: RunInfo | None = None) -> list[Table]:
-    """Every table that the collectives among ``samples`` give. ``info`` says what the times of an
+    """Make every table of the collectives among ``samples``. ``info`` says what the times of an
     imported run are."""
     found = series(samples)
     others = [one for one in found if not one.is_pair]
@@ -106,22 +105,24 @@ def tables(samples: Sequence[Sample], info: RunInfo | None = None) -> list[Table
 
 def _nccl_tests(one: Series) -> Table:
     average = np.mean([each.busbw for each in one.readings]) / 1e9
-    redop = (("redop", lambda _: "sum"),) if one.op.kind in _REDUCING else ()
-    root = () if one.op.splits else (("root", lambda _: "0" if one.op.kind in ROOTED else "-1"),)
+    op = one.op
+    redop: tuple[Column, ...] = (("redop", lambda _: "sum"),) if op.kind in _REDUCING else ()
+    root: tuple[Column, ...] = (("root", lambda each: 0 if each.op.kind in ROOTED else -1),)
     return listed(
-        f"{one.op.kind}, {one.group}, {one.mode}",
+        f"{op.kind}, {one.group}, {one.mode}",
         one.readings,
-        ("size(B)", lambda each: str(each.op.size_bytes)),
-        ("of a rank(B)" if one.op.splits else "count", _count),
+        ("size(B)", "op.size_bytes"),
+        ("of a rank(B)" if op.splits else "count", _count),
         ("type", lambda each: _NCCL_TYPES[each.op.dtype]),
         *redop,
-        *root,
-        *columns(_us, {"time(us)": "mean_s"}),
-        *columns(lambda per_s: f"{per_s / 1e9:.2f}", {"algbw": "algbw", "busbw": "busbw"}),
-        ("#wrong", _wrong),
-        ("p50(us)", lambda each: _quantile(each, 0.5)),
-        ("p95(us)", lambda each: _quantile(each, 0.95)),
-        *columns(str, {"slowest rank": "slowest"}),
+        *(() if op.splits else root),
+        ("time(us)", "mean_s", _us),
+        ("algbw", lambda each: f"{each.algbw / 1e9:.2f}"),
+        ("busbw", lambda each: f"{each.busbw / 1e9:.2f}"),
+        ("#wrong", lambda each: number(each.sample.metrics, "wrong"), "{:.0f}".format),
+        ("p50(us)", lambda each: _quantile(each, 0.5), _us),
+        ("p95(us)", lambda each: _quantile(each, 0.95), _us),
+        ("slowest rank", "slowest"),
         legend=(f"# Avg bus bandwidth    : {average:g}",),
         left=0,
     )
@@ -132,14 +133,8 @@ def _count(one: Reading) -> str:
     return uneven(one.op) or str(one.op.size_bytes // DTYPE_BYTES[one.op.dtype] // ranks)
 
 
-def _wrong(one: Reading) -> str:
-    wrong = one.sample.metrics.get("wrong")
-    return f"{wrong:.0f}" if isinstance(wrong, float | int) else ABSENT
-
-
-def _quantile(one: Reading, share: float) -> str:
-    times_s = one.sample.times_s
-    return _us(float(np.quantile(times_s, share))) if len(times_s) > 1 else ABSENT
+def _quantile(one: Reading, share: float) -> float | None:
+    return float(np.quantile(one.sample.times_s, share)) if one.num_times > 1 else None
 
 
 def _us(time_s: float) -> str:
@@ -177,38 +172,44 @@ def _legend(found: Sequence[Series], info: RunInfo | None) -> tuple[str, ...]:
 
 
 def _parts(found: Sequence[Series]) -> Table:
-    """Launch floor, transfer and waiting of every series that has the times of single ranks."""
-    rows, grouped = [], False
+    """Show launch floor, transfer and waiting of every series with the times of single ranks."""
+    rows = []
     for one in found:
         parts = [(s.op, times) for s in one.readings if (times := split(s.sample)) is not None]
         has_floor = parts and one.op.size_bytes <= _FLOOR_BYTES
         floor_s = min(times.transfer_s for _, times in parts) if has_floor else None
-        for op, times in parts:
-            transfer_s = times.transfer_s - (floor_s or 0.0)
-            each_s = (floor_s, transfer_s, times.waiting_s, times.other_groups_s)
-            kind = f"{op.kind} {uneven(op)}".strip()
-            cells = (shown(part_s, _us) for part_s in each_s)
-            rows.append((kind, one.group, one.mode, str(op.size_bytes), *cells))
-            grouped |= times.other_groups_s is not None
-    heads = ["collective", "group", "mode", "size(B)", "floor(us)", "transfer(us)", "waiting(us)"]
-    legend = [
+        rows += [(one, op, floor_s, times) for op, times in parts]
+    others: tuple[Column, ...] = ()
+    legend: tuple[str, ...] = (
         "The parts of a row add up to its p50. floor + transfer: median over iterations of the "
         "smallest time over ranks, which the rank that comes last needs; floor: the least of that "
         "in the series, if it has a message of at most "
         f"{format_bytes(_FLOOR_BYTES)}, else transfer holds it; waiting for peers: the rest.",
-    ]
-    if grouped:
-        heads.append("other\ngroups(us)")
-        legend.append(
+    )
+    if any(times.other_groups_s is not None for *_, times in rows):
+        others = (("other\ngroups(us)", lambda row: row[3].other_groups_s, _us),)
+        legend += (
             "Of several groups at once: floor and transfer are the fastest group's, waiting that "
-            "within the slowest, other groups by how much its transfer is the longer."
+            "within the slowest, other groups by how much its transfer is the longer.",
         )
-    told = tuple(row[: len(heads)] for row in rows)
-    return Table("Where the time of collectives goes", tuple(heads), told, tuple(legend), left=3)
+    return listed(
+        "Where the time of collectives goes",
+        rows,
+        ("collective", lambda row: f"{row[1].kind} {uneven(row[1])}".strip()),
+        ("group", lambda row: row[0].group),
+        ("mode", lambda row: row[0].mode),
+        ("size(B)", lambda row: row[1].size_bytes),
+        ("floor(us)", lambda row: row[2], _us),
+        ("transfer(us)", lambda row: row[3].transfer_s - (row[2] or 0.0), _us),
+        ("waiting(us)", lambda row: row[3].waiting_s, _us),
+        *others,
+        legend=legend,
+        left=3,
+    )
 
 
 def pair_rates(found: Sequence[Series]) -> dict[tuple[str, int], dict[tuple[int, int], float]]:
-    """(mode, size) -> (from, to) -> bytes per second by the median time."""
+    """Return bytes per second by the median time: (mode, size) -> (from, to) -> rate."""
     rates: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for one in filter(lambda one: one.is_pair, found):
         for each in one.readings:
@@ -218,86 +219,85 @@ def pair_rates(found: Sequence[Series]) -> dict[tuple[str, int], dict[tuple[int,
 
 
 def pair_matrices(found: Sequence[Series]) -> list[Table]:
-    """Rates from every rank to every other, one pair at a time; a table for each size and mode."""
-    return [_matrix(*key, rates) for key, rates in pair_rates(found).items()]
+    """Show rates from each rank to each other, one pair at a time: a table for a size and mode."""
+    tables = []
+    for (mode, size_bytes), rates in pair_rates(found).items():
+        ranks = sorted({rank for pair in rates for rank in pair})
+        rows = tuple(
+            (str(a), *(f"{rates[a, b] / 1e9:.1f}" if (a, b) in rates else ABSENT for b in ranks))
+            for a in ranks
+        )
+        title = f"Sends of {format_bytes(size_bytes)} between pairs of ranks, {mode}: GB/s"
+        way = ("From the rank of the row to that of the column, no other pair at work; medians.",)
+        tables.append(Table(title, ("from, to", *map(str, ranks)), rows, way))
+    return tables
 
 
-def _matrix(mode: str, size_bytes: int, rates: dict[tuple[int, int], float]) -> Table:
-    ranks = sorted({rank for pair in rates for rank in pair})
-    rows = tuple(
-        (str(a), *(f"{rates[a, b] / 1e9:.1f}" if (a, b) in rates else ABSENT for b in ranks))
-        for a in ranks
-    )
-    title = f"Sends of {format_bytes(size_bytes)} between pairs of ranks, {mode}: GB/s"
-    legend = ("From the rank of the row to that of the column, no other pair at work; medians.",)
-    return Table(title, ("from, to", *map(str, ranks)), rows, legend)
+class UnitMessage(NamedTuple):
+    """A message of FSDP units of equal size.
 
+    ``arrangement``: model, ranks that share a unit (the replicas of a part are that far apart),
+    ranks. ``status`` is the sample's; ``read`` has its figures, if it has times.
+    """
 
-class Message(NamedTuple):
-    """A message of all units of equal size. ``status``: that of its sample; ``read``: its figures,
-    if it has times."""
-
-    model: str
+    arrangement: tuple[str, int, int]
+    elements_per_rank: int
     units: str
     op: Collective
-    case: Case
+    regime: str
     status: str | None
     read: Reading | None
 
-    @property
-    def shard(self) -> int:
-        """Ranks among which a unit is cut; replicas of a part are that far apart."""
-        return self.op.group_stride if self.op.kind == "all_reduce" else self.op.group_size
 
-    @property
-    def elements_per_rank(self) -> int:
-        parts = 1 if self.op.kind == "all_reduce" else self.op.group_size
-        return self.op.size_bytes // DTYPE_BYTES[self.op.dtype] // parts
-
-    @property
-    def arrangement(self) -> tuple[str, int, int]:
-        return self.model, self.shard, self.case.world_size
+def _unit_message(model: str, units: str, case: Case, sample: Sample | None) -> UnitMessage:
+    op = case.op
+    assert isinstance(op, Collective)
+    parts, shard = op.group_size, op.group_size
+    if op.kind == "all_reduce":
+        parts, shard = 1, op.group_stride
+    elements = op.size_bytes // DTYPE_BYTES[op.dtype] // parts
+    status, read = (sample.status, reading(sample)) if sample else (None, None)
+    place = model, shard, case.world_size
+    return UnitMessage(place, elements, units, op, case.regime, status, read)
 
 
 def fsdp_tables(rows: Iterable[Derived], samples: Sequence[Sample]) -> list[Table]:
-    """Tables of ``measure fsdp``, two for each model: the messages of its units, and nccl-tests'
-    commands. ``rows``: which units each case is of, as a run directory does not keep it; without
-    them the units have no names. A group of one rank moves nothing, so it is left out.
+    """Make two tables for each model of ``measure fsdp``: its units' messages, and the commands of
+    nccl-tests that send the same.
 
+    ``rows`` say which units each case stands for, which a run directory does not keep; without
+    them the units have no names. A group of one rank moves nothing, so it is left out.
     ``elements a rank`` is the count that NCCL prints in its traces, ``total`` what nccl-tests calls
     size: of all ranks of a group together, of one message for all_reduce.
     """
     known = {sample.case_id: sample for sample in samples}
     named = [(row.model, row.name, row.case) for row in rows]
-    found = []
-    for model, units, case in named or [("", ABSENT, sample.case) for sample in samples]:
-        op, sample = case.op, known.get(case.id)
-        if isinstance(op, Collective) and op.kind in _FSDP and op.group_size > 1:
-            status, read = (sample.status, reading(sample)) if sample else (None, None)
-            found.append(Message(model, units, op, case, status, read))
+    found = [
+        _unit_message(model, units, case, known.get(case.id))
+        for model, units, case in named or [("", ABSENT, sample.case) for sample in samples]
+        if isinstance(case.op, Collective) and case.op.kind in _FSDP and case.op.group_size > 1
+    ]
     found.sort(key=lambda one: (one.arrangement, one.elements_per_rank, _FSDP.index(one.op.kind)))
-    shown = []
-    for (model, shard, world_size), same in groupby(found, key=lambda one: one.arrangement):
-        members = list(same)
-        shown += [_units(model, shard, world_size, members), _commands(members)]
-    return shown
+    of_model = grouped(found, lambda one: one.arrangement).values()
+    return [table for same in of_model for table in (_units(same), _commands(same))]
 
 
-def _units(model: str, shard: int, world_size: int, messages: Iterable[Message]) -> Table:
+def _units(messages: Sequence[UnitMessage]) -> Table:
+    model, shard, world_size = messages[0].arrangement
     groups = world_size // shard
-    title = "FSDP units" + (f" of {model}" if model else "")
-    if shard == 1:
-        title += f", {groups} replicas"
-    else:
-        title += f", {groups} groups of {shard} ranks" if groups > 1 else f", {shard} ranks"
+    many = f"{groups} groups of " if groups > 1 else ""
+    ranks = f"{groups} replicas" if shard == 1 else f"{many}{shard} ranks"
     return listed(
-        title,
+        "FSDP units" + (f" of {model}" if model else "") + f", {ranks}",
         messages,
-        *columns(str, "units"),
-        *columns(str, {"collective": "op.kind", "type": "op.dtype", "mode": "case.regime"}),
-        *columns(str, {"elements a rank": "elements_per_rank", "total(B)": "op.size_bytes"}),
-        *columns(str, {"time(us)": lambda m: f"{1e6 * m.read.mean_s:.1f}" if m.read else m.status}),
-        *columns("{:.2f}".format, {"busbw": lambda m: m.read and m.read.busbw / 1e9}),
+        ("units", "units"),
+        ("collective", "op.kind"),
+        ("type", "op.dtype"),
+        ("mode", "regime"),
+        ("elements a rank", "elements_per_rank"),
+        ("total(B)", "op.size_bytes"),
+        ("time(us)", lambda m: f"{1e6 * m.read.mean_s:.1f}" if m.read else m.status),
+        ("busbw", lambda m: m.read and m.read.busbw / 1e9, "{:.2f}".format),
         legend=(
             "Units of equal size are one row. elements a rank: count as NCCL's traces print it, "
             "each weight's dim 0 divided among ranks and rounded up; total: nccl-tests' size; "
@@ -307,7 +307,7 @@ def _units(model: str, shard: int, world_size: int, messages: Iterable[Message])
     )
 
 
-def _commands(messages: Iterable[Message]) -> Table:
+def _commands(messages: Iterable[UnitMessage]) -> Table:
     rows = dict.fromkeys((one.units, one.op.kind, nccl_tests_command(one.op)) for one in messages)
     legend = ("Of one group alone; -b and -e are the total of its ranks.",)
     heads = ("units", "collective", "command")

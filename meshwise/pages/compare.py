@@ -1,9 +1,8 @@
 """Two runs' samples in; the ratio of every case they share, its interval and verdict out.
 
-ratio = median(b) / median(a), below 1 when b is faster; the whole is the geometric mean. Runs that
-share no case may be of two layouts: then steps that differ in nothing else are compared. Each side
-is one launch, and a verdict (``stats.compare``) speaks of these two: launches of the same code
-differ, too.
+ratio = median(b) / median(a), below 1 if b is faster; the geometric mean sums them up. If two runs
+share no case, steps that differ only in their layout are compared. Each side is one launch, and a
+verdict (``stats.compare``) is about these two: launches of the same code differ, too.
 """
 
 import re
@@ -13,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from meshwise import stats
-from meshwise.pages.table import Table
+from meshwise.pages.table import Table, listed
 from meshwise.spec import Case, Layout, Record, Sample, Step
 from meshwise.spec.label import label
 from meshwise.spec.record import PositiveFloat
@@ -22,8 +21,8 @@ from meshwise.units import format_seconds
 
 
 class Compared(Record, kw_only=True):
-    """One case: ``ratio`` with its 95 % interval or, where the times are too few for one, the range
-    of ratios of single times. ``a_layout``: a's, where ``case``, which is b's, has another."""
+    """One case: ``ratio`` with its 95 % interval or, for too few times, the range of ratios of
+    single times. ``case`` is b's; ``a_layout`` is a's layout if that differs."""
 
     case: Case
     a_layout: Layout | None = None
@@ -37,7 +36,7 @@ class Compared(Record, kw_only=True):
 
 
 class Comparison(Record, kw_only=True):
-    """``missing`` counts cases that one side alone finished; ``failed`` are ids of the cases that
+    """``missing`` counts cases that only one side finished; ``failed`` are the ids of cases that
     ``fail_if`` caught."""
 
     a: str
@@ -50,7 +49,7 @@ class Comparison(Record, kw_only=True):
 
 
 class Gate(NamedTuple):
-    """``slower>5%``: catches every case whose verdict is slower and whose ratio passes 1.05."""
+    """``slower>5%`` catches each case whose verdict is slower and whose ratio exceeds 1.05."""
 
     verdict: str
     limit: float
@@ -61,7 +60,7 @@ class Gate(NamedTuple):
 
 
 def parse_gate(text: str) -> Gate:
-    """The user's ``slower>5%`` or ``faster>5%``."""
+    """Read the user's ``slower>5%`` or ``faster>5%``."""
     match = re.fullmatch(r"\s*(slower|faster)\s*>\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if match is None:
         raise ValueError(f"fail_if = {text!r}: write it like 'slower>5%' or 'faster>5%'")
@@ -78,27 +77,32 @@ def compare(
 ) -> Comparison:
     """Compare two named sets of samples, case by case.
 
-    Nothing in common, other timing methods or other regimes are a ValueError; ``force`` compares
-    across methods and regimes, ``layouts`` (where both are of one cluster) steps of two layouts.
-    A gate also catches what a finished and b failed.
+    Nothing in common, other timing methods or other regimes are a ValueError. ``force`` compares
+    across methods and regimes. ``layouts``, for runs on one cluster, compares steps of two layouts.
+    A gate also catches a case that a finished and b failed.
     """
     gate = None if fail_if is None else parse_gate(fail_if)
     every = [{_key(s, force): s for s in side} for _, side in (a, b)]
     before, after = ({k: s for k, s in side.items() if s.status == "ok"} for side in every)
-    broken = [s for key, s in every[1].items() if key in before and s.status in FAILED]
     pairs = [(before[key], after[key]) for key in before if key in after]
-    if not pairs and layouts:
-        pairs = _two_layouts(before, after, force)
+    if not pairs and layouts:  # steps that differ in nothing but their layout
+        steps = ([s for s in side.values() if _layout(s)] for side in (before, after))
+        old, new = ({_key(s, force, any_layout=True): s for s in side} for side in steps)
+        pairs = [(old[key], new[key]) for key in old if key in new]
     if not pairs:
         raise ValueError(_nothing_shared(a[0], b[0], before, after))
-    for pair in pairs:
-        methods = pair[0].method_version, pair[1].method_version
+    for methods in ((x.method_version, y.method_version) for x, y in pairs):
         if methods[0] != methods[1] and not force:
             raise ValueError(
                 f"{a[0]} was timed by method {methods[0]} and {b[0]} by method {methods[1]}; "
                 "measure again, or compare anyway with --force"
             )
     cases = tuple(_compared(*pair) for pair in pairs)
+    caught: list[str] = []
+    if gate is not None:
+        caught = [case.case.id for case in cases if gate.catches(case)]
+        broken = (s for key, s in every[1].items() if key in before and s.status in FAILED)
+        caught += [sample.case_id for sample in broken]
     return Comparison(
         a=a[0],
         b=b[0],
@@ -106,44 +110,29 @@ def compare(
         ratio=stats.geometric_mean([case.ratio for case in cases]),
         missing=len(before) + len(after) - 2 * len(pairs),
         fail_if=fail_if,
-        failed=()
-        if gate is None
-        else (*(c.case.id for c in cases if gate.catches(c)), *(s.case_id for s in broken)),
+        failed=tuple(caught),
     )
 
 
-def _key(sample: Sample, any_regime: bool) -> str:
+def _key(sample: Sample, any_regime: bool, any_layout: bool = False) -> str:
+    """Return the id of a sample's case, the same for all regimes or layouts if asked."""
+    case = sample.case
     if any_regime:
-        return msgspec.structs.replace(sample.case, regime="warm").id
-    return sample.case_id
-
-
-def _two_layouts(
-    before: dict[str, Sample], after: dict[str, Sample], any_regime: bool
-) -> list[tuple[Sample, Sample]]:
-    """Pair steps of one model, workload, dtype, regime, lowering and number of ranks."""
-    a, b = (
-        {_key(_without_layout(s), any_regime): s for s in side.values() if _layout(s)}
-        for side in (before, after)
-    )
-    return [(a[key], b[key]) for key in a if key in b]
+        case = msgspec.structs.replace(case, regime="warm")
+    if any_layout:
+        op = msgspec.structs.replace(case.op, layout=Layout())
+        case = msgspec.structs.replace(case, op=op)
+    return case.id if any_regime or any_layout else sample.case_id
 
 
 def _layout(sample: Sample) -> Layout | None:
     return sample.case.op.layout if isinstance(sample.case.op, Step) else None
 
 
-def _without_layout(sample: Sample) -> Sample:
-    op = msgspec.structs.replace(sample.case.op, layout=Layout())
-    case = msgspec.structs.replace(sample.case, op=op)
-    return msgspec.structs.replace(sample, case=case, case_id=case.id)
-
-
 def _nothing_shared(a: str, b: str, before: dict[str, Sample], after: dict[str, Sample]) -> str:
     regimes = {_key(sample, True): sample.case.regime for sample in before.values()}
     for sample in after.values():
-        regime = regimes.get(_key(sample, True))
-        if regime is not None:
+        if regime := regimes.get(_key(sample, True)):
             return (
                 f"{a} was measured {regime} and {b} {sample.case.regime}: two regimes are never "
                 "one number; compare anyway with --force"
@@ -167,40 +156,42 @@ def _compared(a: Sample, b: Sample) -> Compared:
 
 
 def table(comparison: Comparison) -> Table:
-    """Every shared case; a case that the gate caught is marked."""
-    caught = set(comparison.failed)
-    rows = tuple(
-        (
-            label(case.case) + (f" (a: {case.a_layout.name})" if case.a_layout else ""),
-            case.verdict + (" (fails)" if case.case.id in caught else ""),
-            format_seconds(case.a_s),
-            format_seconds(case.b_s),
-            f"{case.ratio:.3f}",
-            f"{case.low:.3f} – {case.high:.3f}" + (" (range)" if case.interval == "range" else ""),
-        )
-        for case in comparison.cases
-    )
-    mean = f"Geometric mean of {len(rows)} ratios" if len(rows) > 1 else "The one ratio"
-    legend = [
-        f"{mean}: {comparison.ratio:.3f}. Below 1, b is faster.",
+    """Show every shared case; a case that the gate caught is marked."""
+    caught, cases = set(comparison.failed), comparison.cases
+    mean = f"Geometric mean of {len(cases)} ratios" if len(cases) > 1 else "The one ratio"
+    outcome = f"caught {len(caught)} of {len(cases)} cases" if caught else "holds"
+    legend = {
+        f"{mean}: {comparison.ratio:.3f}. Below 1, b is faster.": True,
         "Ratio of medians (b/a) with its 95 % interval, from blocks of consecutive times; same: it "
         f"lies within {100 * stats.TOLERANCE:.0f} % of 1; faster, slower: beyond that; unclear: "
-        "neither.",
-        "The verdicts are about these launches, one a side; another launch of the same may differ.",
-    ]
-    if any(case.interval == "range" for case in comparison.cases):
-        legend.append(
-            f"(range): of fewer than {stats.FEWEST} times, the least and the largest ratio of "
-            "single ones; no 95 %."
-        )
-    if any(c.verdict == "unclear" and isinstance(c.case.op, Step) for c in comparison.cases):
-        legend.append(
-            "For more times run both again with more steps; their commands are in run.json."
-        )
-    if comparison.missing:
-        legend.append(f"{comparison.missing} cases were finished on one side only.")
-    if comparison.fail_if:
-        outcome = f"caught {len(caught)} of {len(rows)} cases" if caught else "holds"
-        legend.append(f"Gate {comparison.fail_if}: {outcome}.")
-    columns = ("case", "verdict", "a", "b", "b/a", "interval")
-    return Table(f"a = {comparison.a}, b = {comparison.b}", columns, rows, tuple(legend), left=2)
+        "neither.": True,
+        "The verdicts are about these launches, one a side; another launch of the same may "
+        "differ.": True,
+        f"(range): of fewer than {stats.FEWEST} times, the least and the largest ratio of single "
+        "ones; no 95 %.": any(case.interval == "range" for case in cases),
+        "For more times run both again with more steps; their commands are in run.json.": any(
+            case.verdict == "unclear" and isinstance(case.case.op, Step) for case in cases
+        ),
+        f"{comparison.missing} cases were finished on one side only.": comparison.missing,
+        f"Gate {comparison.fail_if}: {outcome}.": comparison.fail_if,
+    }
+    return listed(
+        f"a = {comparison.a}, b = {comparison.b}",
+        cases,
+        ("case", _case),
+        ("verdict", lambda case: case.verdict + " (fails)" * (case.case.id in caught)),
+        ("a", "a_s", format_seconds),
+        ("b", "b_s", format_seconds),
+        ("b/a", "ratio", "{:.3f}".format),
+        ("interval", _interval),
+        legend=tuple(line for line, holds in legend.items() if holds),
+        left=2,
+    )
+
+
+def _interval(case: Compared) -> str:
+    return f"{case.low:.3f} – {case.high:.3f}" + " (range)" * (case.interval == "range")
+
+
+def _case(case: Compared) -> str:
+    return label(case.case) + (f" (a: {case.a_layout.name})" if case.a_layout else "")

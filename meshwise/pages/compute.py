@@ -11,12 +11,12 @@ import msgspec
 
 from meshwise.pages.spread import Reading, each, readings
 from meshwise.pages.table import (
-    ABSENT,
     Column,
     Table,
     columns,
     filled,
     flops,
+    grouped,
     listed,
     percent,
     shown,
@@ -50,7 +50,7 @@ CONVENTION = {
 
 
 def mode(case: Case, *, backend: bool = True) -> str:
-    """``cold``, ``warm, compiled, triton``: what sets rows apart that have the same shape."""
+    """Name what sets rows of one shape apart: ``cold``, or ``warm, compiled, triton``."""
     compiled = "compiled" if case.lowering == "compiled" else ""
     return ", ".join(filter(None, (case.regime, compiled, case.backend if backend else "")))
 
@@ -58,10 +58,8 @@ def mode(case: Case, *, backend: bool = True) -> str:
 def products(
     samples: Iterable[Sample], cluster: Cluster, kind: type[Product] = Gemm
 ) -> list[Table]:
-    """One table a mode, in the order measured; the best shape of each dtype below it."""
-    by_mode: dict[str, list[Reading]] = {}
-    for one in readings(samples, kind):
-        by_mode.setdefault(mode(one.case), []).append(one)
+    """Make a table for each mode, in the order measured; its legend names each dtype's best."""
+    by_mode = grouped(readings(samples, kind), lambda one: mode(one.case))
     return [_products(name, found, cluster) for name, found in by_mode.items()]
 
 
@@ -71,14 +69,16 @@ def _products(name: str, found: Sequence[Reading], cluster: Cluster) -> Table:
         return one.flops_per_s / peak if peak else None
 
     best = []
-    for dtype in dict.fromkeys(number_format(one.op) for one in found):
-        same = (one for one in found if number_format(one.op) == dtype)
+    for dtype, same in grouped(found, lambda one: number_format(one.op)).items():
         one = max(same, key=lambda one: one.flops_per_s)
+        rate = f"{shape(one.op)} {variant(one.op)}, {flops(one.flops_per_s)}"
         of = "" if of_peak(one) is None else f", {percent(of_peak(one))} of peak"
-        named = f"{shape(one.op)} {variant(one.op)}"
-        best.append(f"Best {dtype}: {named}, {flops(one.flops_per_s)}{of}.")
+        best.append(f"Best {dtype}: {rate}{of}.")
     noted = f"±: half of the {INTERVAL}, relative."
-    last: tuple[Column, ...] = (("±", _half_interval), ("slowest", lambda one: one.slowest))
+    last: tuple[Column, ...] = (
+        ("±", lambda one: f"{100 * (one.high_s - one.low_s) / 2 / one.median_s:.1f} %"),
+        ("slowest", "slowest"),
+    )
     if found[0].case.regime == "sustained":
         noted = "MHz, W: medians over time of the slowest rank's clock and of the highest power."
         clock, power = _over_time("sm_clock_mhz", min), _over_time("power_w", max)
@@ -90,11 +90,11 @@ def _products(name: str, found: Sequence[Reading], cluster: Cluster) -> Table:
         ("shape", lambda one: shape(one.op)),
         ("dtype", lambda one: number_format(one.op)),
         (way, lambda one: variant(one.op)),
-        *columns(format_seconds, {"median": "median_s"}),
-        *columns(flops, {"rate": "flops_per_s"}),
-        *columns(percent, {"of peak": of_peak}),
+        ("median", "median_s", format_seconds),
+        ("rate", "flops_per_s", flops),
+        ("of peak", of_peak, percent),
         ("bandwidth", lambda one: format_rate(one.bytes_per_s, "B/s")),
-        ("times", lambda one: str(len(one.sample.times_s))),
+        ("times", "num_times"),
         *last,
         legend=(
             *best,
@@ -106,22 +106,21 @@ def _products(name: str, found: Sequence[Reading], cluster: Cluster) -> Table:
     )
 
 
-def _half_interval(one: Reading) -> str:
-    return f"{100 * (one.high_s - one.low_s) / 2 / one.median_s:.1f} %"
+def _over_time(metric: str, end: Callable[..., float]) -> Callable[[Reading], str | None]:
+    """Show the median of a metric and, in brackets, its least or largest value."""
 
-
-def _over_time(metric: str, end: Callable[[Sequence[float]], float]) -> Callable[[Reading], str]:
-    """Show the median of a metric, and in brackets its least or largest value."""
-
-    def show(one: Reading) -> str:
+    def show(one: Reading) -> str | None:
         values = each(one.sample.metrics, metric)
-        return f"{median(values):.0f} ({end(values):.0f})" if values else ABSENT
+        return f"{median(values):.0f} ({end(values):.0f})" if values else None
 
     return show
 
 
 class Contest(NamedTuple):
-    """One shape of attention in one mode: ``rates[back end][direction]`` in FLOP/s."""
+    """One shape of attention in one mode: ``readings[back end][direction]``.
+
+    ``exact`` counts the FLOPs of the pairs that the mask leaves.
+    """
 
     op: Attention
     mode: str
@@ -130,19 +129,21 @@ class Contest(NamedTuple):
 
     def rate(self, backend: str, direction: str) -> float | None:
         one = self.readings[backend].get(direction)
-        if one is None:
-            return None
-        return one.op.exact_flops / one.median_s if self.exact else one.flops_per_s
+        return one and (one.op.exact_flops if self.exact else one.op.flops) / one.median_s
 
-    def fastest(self, direction: str) -> str | None:
-        """The fastest back end that was asked for by name; None when fewer than two were."""
-        rates = {name: self.rate(name, direction) for name in self.readings if name}
-        known = {name: rate for name, rate in rates.items() if rate is not None}
-        return max(known, key=lambda name: known[name]) if len(known) > 1 else None
+    def won(self, backend: str) -> str:
+        """Name the directions in which a back end is the fastest of several asked for by name."""
+        won = []
+        for direction in ("forward", "backward"):
+            rates = {name: self.rate(name, direction) for name in self.readings if name}
+            known = {name: rate for name, rate in rates.items() if rate}
+            if len(known) > 1 and backend == max(known, key=known.__getitem__):
+                won.append(direction)
+        return "both" if len(won) == 2 else "".join(won)
 
 
 def contests(samples: Iterable[Sample], *, exact: bool = False) -> list[Contest]:
-    """Every shape and mode with the back ends that were measured on it."""
+    """Return every shape and mode with the back ends that were measured on it."""
     found: dict[tuple[Attention, str], Contest] = {}
     for one in readings(samples, Attention):
         of_shape = msgspec.structs.replace(one.op, direction="forward")
@@ -153,78 +154,61 @@ def contests(samples: Iterable[Sample], *, exact: bool = False) -> list[Contest]
 
 
 def attention(samples: Iterable[Sample], *, exact: bool = False) -> list[Table]:
-    """One table a mode: per shape the back ends under each other, the fastest named.
+    """Make a table for each mode: the back ends of a shape under each other, the fastest named."""
 
-    ``exact`` counts the FLOPs of the pairs that the mask leaves.
-    """
-    by_mode: dict[str, list[tuple[str, ...]]] = {}
-    for contest in contests(samples, exact=exact):
-        by_mode.setdefault(contest.mode, []).extend(_contest(contest))
-    heads = ("shape", "back end", "forward", "rate", "backward", "rate", "fastest")
-    legend = (f"Times: medians. {CONVENTION[exact]}",)
-    return [
-        Table(f"Attention, {name}", heads, tuple(rows), legend, left=2)
-        for name, rows in by_mode.items()
-    ]
+    def cells(direction: str) -> tuple[Column, Column]:
+        time = f"readings.{direction}.median_s"
+        return (direction, time, format_seconds), ("rate", f"rates.{direction}", flops)
+
+    tables = []
+    for name, same in grouped(contests(samples, exact=exact), lambda one: one.mode).items():
+        rows = [
+            {
+                "shape": "" if number else shape(contest.op),
+                "back end": backend or DEFAULT,
+                "readings": measured,
+                "rates": {direction: contest.rate(backend, direction) for direction in measured},
+                "fastest": contest.won(backend),
+            }
+            for contest in same
+            for number, (backend, measured) in enumerate(contest.readings.items())
+        ]
+        heads = columns(str, {"shape": "shape", "back end": "back end"})
+        directions = (*cells("forward"), *cells("backward"))
+        fastest: Column = ("fastest", "fastest")
+        legend = (f"Times: medians. {CONVENTION[exact]}",)
+        title = f"Attention, {name}"
+        tables.append(listed(title, rows, *heads, *directions, fastest, legend=legend, left=2))
+    return tables
 
 
-def _contest(contest: Contest) -> list[tuple[str, ...]]:
-    winners = {direction: contest.fastest(direction) for direction in ("forward", "backward")}
-    rows: list[tuple[str, ...]] = []
-    for backend, measured in contest.readings.items():
-        cells = [shape(contest.op) if not rows else "", backend or DEFAULT]
-        for direction in winners:
-            rate = contest.rate(backend, direction)
-            time_s = None if rate is None else measured[direction].median_s
-            cells += [shown(time_s, format_seconds), shown(rate, flops)]
-        won = [direction for direction, winner in winners.items() if winner == backend]
-        rows.append((*cells, "both" if len(won) == 2 else "".join(won)))
-    return rows
+class OverlapSide(NamedTuple):
+    """A side of an overlap: median seconds alone and beside the other; None if not measured."""
 
-
-class Slowdown(NamedTuple):
-    """Seconds of each side of an overlap, alone and beside the other; None if not measured.
-
-    ``ended_alone``: the other work ended before some timed calls did.
-    """
-
-    compute_alone_s: float | None
-    compute_beside_s: float
-    collective_alone_s: float | None
-    collective_beside_s: float | None
-    ended_alone: bool
+    alone_s: float | None
+    beside_s: float | None
 
     @property
-    def of_compute(self) -> float | None:
-        return self.compute_beside_s / self.compute_alone_s if self.compute_alone_s else None
-
-    @property
-    def of_collective(self) -> float | None:
-        if not self.collective_alone_s or not self.collective_beside_s:
-            return None
-        return self.collective_beside_s / self.collective_alone_s
+    def slowdown(self) -> float | None:
+        return self.beside_s / self.alone_s if self.alone_s and self.beside_s else None
 
 
-def slowdown(one: Reading) -> Slowdown:
-    """Read a sample of ``Overlap``: its times are the compute's beside collectives."""
-
-    def metric(name: str) -> float | None:
-        values = each(one.sample.metrics, name)
-        return median(values) if values else None
-
-    covered = map(metric, ("compute_covered", "collective_covered"))
-    return Slowdown(
-        metric("compute_alone_s"),
-        one.median_s,
-        metric("collective_alone_s"),
-        metric("collective_beside_s"),
-        any(share is not None and share < 1 for share in covered),
-    )
+def sides(one: Reading) -> tuple[OverlapSide, OverlapSide]:
+    """Return the compute and the collective of an ``Overlap``, whose times are the compute's."""
+    names = ("compute_alone_s", "collective_alone_s", "collective_beside_s")
+    metrics = (each(one.sample.metrics, name) for name in names)
+    compute_s, alone_s, beside_s = (median(values) if values else None for values in metrics)
+    return OverlapSide(compute_s, one.median_s), OverlapSide(alone_s, beside_s)
 
 
 def overlaps(samples: Iterable[Sample]) -> list[Table]:
-    """Each side alone, beside the other, and the ratio."""
-    found = [(one.op, slowdown(one)) for one in readings(samples, Overlap)]
+    """Show each side alone, beside the other, and the ratio."""
+    found = []
+    for one in readings(samples, Overlap):
+        # a covered share below 1: the other work ended before some timed calls did
+        covered = (each(one.sample.metrics, f"{it}_covered") for it in ("compute", "collective"))
+        ended = any(values and median(values) < 1 for values in covered)
+        found.append((one.op, *sides(one), ended))
     ratio = "{:.2f} x".format
     marked = ("* some timed calls ended alone: slowdowns are at least these.",)
     table = listed(
@@ -232,19 +216,16 @@ def overlaps(samples: Iterable[Sample]) -> list[Table]:
         found,
         ("compute", lambda row: label(Case(op=row[0].compute))),
         ("collective", lambda row: label(Case(op=row[0].collective))),
-        *columns(format_seconds, {"compute:\nalone": lambda row: row[1].compute_alone_s}),
-        *columns(format_seconds, {"beside": lambda row: row[1].compute_beside_s}),
-        *columns(ratio, {"slowdown": lambda row: row[1].of_compute}),
-        *columns(format_seconds, {"collective:\nalone": lambda row: row[1].collective_alone_s}),
-        *columns(format_seconds, {"beside": lambda row: row[1].collective_beside_s}),
-        (
-            "slowdown",
-            lambda row: shown(row[1].of_collective, "{:.2f} x".format) + " *" * row[1].ended_alone,
-        ),
+        ("compute:\nalone", lambda row: row[1].alone_s, format_seconds),
+        ("beside", lambda row: row[1].beside_s, format_seconds),
+        ("slowdown", lambda row: row[1].slowdown, ratio),
+        ("collective:\nalone", lambda row: row[2].alone_s, format_seconds),
+        ("beside", lambda row: row[2].beside_s, format_seconds),
+        ("slowdown", lambda row: shown(row[2].slowdown, ratio) + " *" * row[3]),
         legend=(
             "Medians. slowdown = beside/alone, both measured in turns: 1.00 x would be overlap for "
             "nothing.",
-            *(marked if any(times.ended_alone for _, times in found) else ()),
+            *marked * any(ended for *_, ended in found),
         ),
         left=2,
     )

@@ -1,16 +1,24 @@
 """Tables of ``measure health``: the verdict, every GPU, every pair, all against the datasheet."""
 
 from collections.abc import Sequence
-from itertools import chain
 from statistics import median
 
 from meshwise.pages import collectives, faults
-from meshwise.pages.faults import Finding, Measured, device, findings, measured, verdict, where
+from meshwise.pages.faults import (
+    HealthCase,
+    HealthFinding,
+    Key,
+    device,
+    findings,
+    measured,
+    verdict,
+    where,
+)
 from meshwise.pages.samples import failed
-from meshwise.pages.table import ABSENT, Table, columns, listed, percent, shown
-from meshwise.spec import DeviceState, Gemm, RunInfo, Sample
+from meshwise.pages.table import Column, Table, columns, listed, percent
+from meshwise.spec import Gemm, RunInfo, Sample
 
-__all__ = ["Finding", "findings", "tables", "verdict"]
+__all__ = ["HealthFinding", "findings", "tables", "verdict"]
 
 _LEGEND = (
     "slow: in every quarter of its iterations more time than the median of its peers, by more than "
@@ -23,7 +31,8 @@ _SPECIFICATION = "specification: the datasheet's peak, or the rate of the links 
 def tables(
     info: RunInfo, samples: Sequence[Sample], baseline: Sequence[Sample] | None = None
 ) -> list[Table]:
-    """``baseline``: the samples of one or several earlier health runs, for the last two columns."""
+    """Make the tables of a health run. ``baseline``: the samples of one or several earlier runs,
+    for the last two columns."""
     found = findings(info, samples, baseline)
     ours = measured(info, samples)
     done = [sample for sample in samples if sample.status == "ok"]
@@ -40,69 +49,72 @@ def tables(
         verdicts,
         _devices(info, ours),
         *collectives.pair_matrices(collectives.series(done)),
-        _specification(info, ours, past),
+        _specification(info, ours, [one for run in past for one in run]),
         *failed(samples),
     ]
 
 
-def _devices(info: RunInfo, ours: Sequence[Measured]) -> Table:
-    """A line a GPU: its rates, and its state after the last matrix product."""
+def _devices(info: RunInfo, ours: Sequence[HealthCase]) -> Table:
+    """Show each GPU's rates, and its state after the last matrix product."""
     each = [one for one in ours if one.kind in ("gpu", "host")]
     states = {s.rank: s for one in each if isinstance(one.op, Gemm) for s in one.states}
-    rows = []
-    for rank in range(info.world_size):
-        times = [one.times_s.get((rank,)) for one in each]
-        rates = [one.show(median(t)) if t else ABSENT for one, t in zip(each, times, strict=True)]
-        rows.append((where(info, (rank,)), *rates, *_state(states.get(rank))))
-    heads = [f"{one.name.split()[0]} {one.regime}".removesuffix(" warm") for one in each]
-    titles = ("", *heads, "SM clock", "power", "temp.", "throttled")
-    legend = (
-        f"All {device(info)}s at once; medians. Clock, power and temperature are those right after "
-        "the last matrix product. At its power cap a GPU works as intended.",
+
+    def rate(one: HealthCase) -> Column:
+        head = f"{one.name.split()[0]} {one.regime}".removesuffix(" warm")
+        return head, lambda rank: one.medians_s.get((rank,)), one.show
+
+    def state(head: str, field: str, unit: str) -> Column:
+        return head, lambda rank: getattr(states.get(rank), field, None), f"{{:.0f}} {unit}".format
+
+    return listed(
+        "Each by itself",
+        range(info.world_size),
+        ("", lambda rank: where(info, (rank,))),
+        *map(rate, each),
+        state("SM clock", "sm_clock_mhz", "MHz"),
+        state("power", "power_w", "W"),
+        state("temp.", "temperature_c", "°C"),
+        ("throttled", lambda rank: ", ".join(getattr(states.get(rank), "throttle", ())) or None),
+        legend=(
+            f"All {device(info)}s at once; medians. Clock, power and temperature are those right "
+            "after the last matrix product. At its power cap a GPU works as intended.",
+        ),
     )
-    return Table("Each by itself", titles, tuple(rows), legend)
 
 
-def _state(state: DeviceState | None) -> tuple[str, ...]:
-    if state is None:
-        return (ABSENT,) * 4
-    known = (
-        (state.sm_clock_mhz, "MHz"), (state.power_w, "W"), (state.temperature_c, "°C")
-    )  # fmt: skip
-    cells = (ABSENT if value is None else f"{value:.0f} {unit}" for value, unit in known)
-    return (*cells, ", ".join(state.throttle) or ABSENT)
-
-
-def _specification(
-    info: RunInfo, ours: Sequence[Measured], past: Sequence[Sequence[Measured]]
-) -> Table:
-    """Compare rates; where no specification is known its columns are left out."""
-    judged = [one for one in ours if one.times_s]
-    known = any(one.spec for one in judged)
+def _specification(info: RunInfo, ours: Sequence[HealthCase], past: Sequence[HealthCase]) -> Table:
+    """Compare rates; if no specification is known its columns are left out."""
     rows = []
-    for one in judged:
-        middle = {key: median(series) for key, series in one.times_s.items()}
-        middle_s, worst = median(middle.values()), max(middle, key=lambda key: middle[key])
-        before = [
-            median(map(median, earlier.times_s.values()))
-            for earlier in chain(*past)
-            if earlier.name == one.name
-        ]
-        before_s = median(before) if before else None
-        spec: tuple[str, ...] = ()
-        if known:
-            rate = one.rate(middle_s) if one.spec else None
-            spec = shown(one.spec, one.show_rate), percent(rate and one.spec and rate / one.spec)
-        cells = (one.name, one.show(middle[worst]), where(info, worst), one.show(middle_s), *spec)
-        change = percent(before_s and middle_s / before_s - 1, sign=True)
-        rows.append((*cells, shown(before_s, one.show), change))
-    compared = ("specification", "of it") if known else ()
-    legend = (
-        f"Medians over iterations, then over {device(info)}s or pairs; of collectives busbw, of a "
-        "copy the bytes read and written.",
-        *((_SPECIFICATION,) * known),
-        "time: against the median of the baselines.",
+    for one in ours:
+        if one.times_s:
+            worst = max(one.medians_s, key=one.medians_s.__getitem__)
+            before = [median(old.medians_s.values()) for old in past if old.name == one.name]
+            middle_s, before_s = median(one.medians_s.values()), median(before) if before else None
+            rows.append((one, worst, middle_s, before_s))
+
+    def of_spec(row: tuple[HealthCase, Key, float, float | None]) -> float | None:
+        rate = row[0].rate(row[2])
+        return rate and row[0].spec and rate / row[0].spec
+
+    known = any(one.spec for one, *_ in rows)
+    compared: tuple[Column, ...] = (
+        ("specification", lambda row: row[0].spec and row[0].show_rate(row[0].spec)),
+        ("of it", of_spec, percent),
     )
-    title = "Against the specification" if known else "Rates"
-    heads = ("", "slowest", "at", "median", *compared, "baseline", "time")
-    return Table(title, heads, tuple(rows), legend)
+    return listed(
+        "Against the specification" if known else "Rates",
+        rows,
+        ("", lambda row: row[0].name),
+        ("slowest", lambda row: row[0].show(row[0].medians_s[row[1]])),
+        ("at", lambda row: where(info, row[1])),
+        ("median", lambda row: row[0].show(row[2])),
+        *compared * known,
+        ("baseline", lambda row: row[3] and row[0].show(row[3])),
+        ("time", lambda row: percent(row[3] and row[2] / row[3] - 1, sign=True)),
+        legend=(
+            f"Medians over iterations, then over {device(info)}s or pairs; of collectives busbw, "
+            "of a copy the bytes read and written.",
+            *(_SPECIFICATION,) * known,
+            "time: against the median of the baselines.",
+        ),
+    )

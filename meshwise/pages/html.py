@@ -1,7 +1,7 @@
-"""The report: what was run and measured in, one self-contained page out.
+"""The report: runs, prices and a plan in, one self-contained page out.
 
-No script and no address in it: tables, inline SVG and one style sheet. Names from files are
-escaped. What is missing becomes a sentence that names the verb to run.
+The page has no script and no address, only tables, inline SVG and one style sheet. Names from files
+are escaped. For what is missing a sentence names the verb to run.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SOURCES = "Where the numbers come from"
 
 
 class Contents(NamedTuple):
-    """``results``: runs of the plan's model; ``runs``: all runs that numbers came from."""
+    """``results``: runs of the plan's model; ``runs``: all runs whose numbers the page shows."""
 
     plan: Plan | None
     costs: Costs | None
@@ -27,7 +27,7 @@ class Contents(NamedTuple):
     runs: tuple[tuple[RunInfo, tuple[Sample, ...]], ...]
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     """Sentences, then figures, then tables; ``folded`` tables are shown on demand."""
 
     title: str
@@ -38,7 +38,7 @@ class Section(NamedTuple):
 
 
 def _drawn(*figures: svg.Figure | None) -> tuple[svg.Figure, ...]:
-    """The figures that there are."""
+    """Drop missing figures."""
     return tuple(figure for figure in figures if figure is not None)
 
 
@@ -56,7 +56,7 @@ ERRORS = (
 
 
 def page(contents: Contents) -> str:
-    """The whole document."""
+    """Make the whole document."""
     sections = [*_story(contents), *_measured(contents), _provenance(contents)]
     legend = _legend(contents)
     return render(_title(contents), _subtitle(contents), sections, legend, _headlines(contents))
@@ -65,11 +65,11 @@ def page(contents: Contents) -> str:
 def render(
     title: str,
     subtitle: str,
-    sections: Sequence[Section],
+    sections: Sequence[PageSection],
     legend: Sequence[str],
     headlines: Sequence[Headline] = (),
 ) -> str:
-    """One self-contained page of these parts."""
+    """Make one self-contained page of these parts."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -79,36 +79,26 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found = environment.get_template("report.html.j2").render(
-        title=title,
-        subtitle=subtitle,
-        headlines=headlines,
-        sections=sections,
-        legend=legend,
-        colours=svg.SHEET,
-    )
-    return plain(found, keep="\n")
+    parts = {"title": title, "subtitle": subtitle, "headlines": headlines, "sections": sections}
+    template = environment.get_template("report.html.j2")
+    return plain(template.render(parts, legend=legend, colours=svg.SHEET), keep="\n")
 
 
 def _is_priced(contents: Contents) -> bool:
-    """Whether there is anything that prices say of a whole step."""
+    """Tell whether prices say anything of a whole step."""
     plans = [contents.plan, *(result.plan for result in contents.results)]
     return contents.costs is not None or any(p is not None and p.prediction for p in plans)
 
 
 def _legend(contents: Contents) -> list[str]:
     """Explain the words and units of the page."""
-    counted = {
-        tables.flop_legend(result.plan.model, result.mode): None
-        for result in contents.results
-        if result.time
-    }
+    counted = [(r.plan.model, r.mode) for r in contents.results if r.time]
     if not counted and contents.plan is not None:
-        counted = {tables.flop_legend(contents.plan.model): None}
+        counted = [(contents.plan.model, "train")]
     return [
         *(ERRORS if _is_priced(contents) else ()),
         collectives.BUS_LEGEND,
-        *(counted or (tables.MFU_LEGEND,)),
+        *(dict.fromkeys(tables.flop_legend(*each) for each in counted) or (tables.MFU_LEGEND,)),
         "MFU is FLOP/s over the datasheet's dense peak; left out where the peak is not known.",
         "GB = 1e9 bytes, GiB = 2^30 bytes.",
     ]
@@ -125,18 +115,16 @@ def _title(contents: Contents) -> str:
 
 
 def _subtitle(contents: Contents) -> str:
-    """Name what the page holds, in the order of the verbs."""
-    if contents.results and _is_priced(contents):
-        return "predicted beside measured"
+    """Say what the page holds, in the order of the verbs."""
     if contents.results:
-        return "what was run"
+        return "predicted beside measured" if _is_priced(contents) else "what was run"
     if contents.plan is not None:
         return "what was planned"
     return "what was measured" if contents.costs is None else "what was measured and priced"
 
 
 def _headlines(contents: Contents) -> list[Headline]:
-    """Name the plan, and of its last run, or of the only run, what was measured."""
+    """Name the plan, and what its last run, or the only run, measured."""
     runs = contents.results
     plan = contents.plan or (runs[0].plan if len(runs) == 1 else None)
     if plan is None:
@@ -144,72 +132,72 @@ def _headlines(contents: Contents) -> list[Headline]:
     told, layout = plan.prediction, plan.layout
     mine = runs if told is None else [run for run in runs if run.plan.layout == layout]
     result = mine[-1] if mine and (told or len(runs) == 1) else None
-    shown = [Headline("layout", layout.name, "given, not priced")]
-    if told is not None:
+    if told is None:
+        shown = [Headline("layout", layout.name, "given, not priced")]
+    else:
         step = format_seconds(told.step_time_s)
         shown = [
             Headline("best layout", layout.name, f"of {plan.num_considered} considered"),
             Headline("predicted step", step, interval(told.low_s, told.high_s)),
         ]
-        if result is None or result.time is None:
-            memory = format_bytes(told.peak_memory_bytes)
-            shown.append(Headline("predicted memory", memory, "peak of one device"))
     if result is not None and result.time is not None:
         one = {"train": "measured step", "infer": "latency of a batch", "decode": "time of a token"}
-        spread = steps.spread(result) if told is None else _error(result.time)
-        shown.append(Headline(one[result.mode], format_seconds(result.time.measured), spread))
+        note = steps.spread(result) if told is None else _error(result.time)
+        shown.append(Headline(one[result.mode], format_seconds(result.time.measured), note))
         if result.memory is not None:
             note = "peak of one device" if told is None else _error(result.memory)
             shown.append(Headline("measured memory", format_bytes(result.memory.measured), note))
+    elif told is not None:
+        memory = format_bytes(told.peak_memory_bytes)
+        shown.append(Headline("predicted memory", memory, "peak of one device"))
     return shown
 
 
-def _error(outcome: steps.Outcome) -> str:
+def _error(outcome: steps.MeasuredQuantity) -> str:
     return f"error {percent(outcome.error, sign=True)}"
 
 
-def _story(contents: Contents) -> list[Section]:
-    """The sections from prices to outcome, where at least one of them is there."""
+def _story(contents: Contents) -> list[PageSection]:
+    """Make the sections from prices to outcome, if there is anything for one of them."""
     if contents.plan is None and contents.costs is None and not contents.results:
         return []
     sections = [_outcome(contents), _plan(contents)]
     return [*sections, _prices(contents)] if _is_priced(contents) else sections
 
 
-def _outcome(contents: Contents) -> Section:
+def _outcome(contents: Contents) -> PageSection:
     title = "Predicted beside measured"
-    if contents.results and not any(r.time and r.time.predicted for r in contents.results):
-        title = "What was measured"
     if not contents.results:
-        return Section(title, ("No plan has been run yet; `meshwise run` does.",))
-    against = (figures.against(contents.results, quantity) for quantity in ("time", "memory"))
-    return Section(title, figures=_drawn(*against), tables=tuple(steps.tables(contents.results)))
+        return PageSection(title, ("No plan has been run yet; `meshwise run` does.",))
+    if not any(r.time and r.time.predicted for r in contents.results):
+        title = "What was measured"
+    against = _drawn(*(figures.against(contents.results, of) for of in ("time", "memory")))
+    return PageSection(title, figures=against, tables=tuple(steps.tables(contents.results)))
 
 
-def _plan(contents: Contents) -> Section:
-    title = "The plan"
+def _plan(contents: Contents) -> PageSection:
+    title, plan = "The plan", contents.plan
     shown = _drawn(
-        *(figures.breakdown(contents.plan, contents.results, of) for of in ("time", "memory")),
-        figures.pipeline(contents.plan),
+        *(figures.breakdown(plan, contents.results, of) for of in ("time", "memory")),
+        figures.pipeline(plan),
     )
-    if contents.plan is None and contents.results:
+    if plan is None and contents.results:
         once = dict.fromkeys(tables.in_full(each.plan, each.mode) for each in contents.results)
-        return Section("The plan that ran", figures=shown, tables=tuple(once))
-    if contents.plan is None:
-        return Section(title, ("There is no plan; `meshwise plan` makes one.",), shown)
-    if contents.plan.prediction is None:
-        return Section(title, figures=shown, tables=(tables.in_full(contents.plan),))
-    *candidates, parts = tables.plan(contents.plan)
-    return Section(title, figures=shown, tables=tuple(candidates), folded=(parts,))
+        return PageSection("The plan that ran", figures=shown, tables=tuple(once))
+    if plan is None:
+        return PageSection(title, ("There is no plan; `meshwise plan` makes one.",), shown)
+    if plan.prediction is None:
+        return PageSection(title, figures=shown, tables=(tables.in_full(plan),))
+    *candidates, parts = tables.plan(plan)
+    return PageSection(title, figures=shown, tables=tuple(candidates), folded=(parts,))
 
 
-def _prices(contents: Contents) -> Section:
-    title = "What the prices rest on"
-    if contents.costs is None:
-        return Section(title, ("There are no prices; `meshwise calibrate` makes them.",))
-    costs = contents.costs
+def _prices(contents: Contents) -> PageSection:
+    title, costs = "What the prices rest on", contents.costs
+    if costs is None:
+        return PageSection(title, ("There are no prices; `meshwise calibrate` makes them.",))
     single = _drawn(figures.rates(costs), figures.memory_bound(costs))
-    return Section(
+    return PageSection(
         title,
         (f"Measured in {', '.join(costs.runs)}: {costs.dtype}, {costs.lowering}.",),
         (*single, *figures.collectives(costs)),
@@ -217,22 +205,24 @@ def _prices(contents: Contents) -> Section:
     )
 
 
-def _measured(contents: Contents) -> list[Section]:
-    """A section for each measure run that no price rests on: its operators."""
+def _measured(contents: Contents) -> list[PageSection]:
+    """Make a section of operators for each measure run that no price rests on."""
     priced = contents.costs.runs if contents.costs is not None else ()
     sections = []
     for info, measured in contents.runs:
         if info.verb == "measure" and info.run_id not in priced:
             drawn = tuple(figure for _, figure in operators.figures(info, measured))
-            _, *shown = show.of(show.Run(info=info, samples=measured))
-            sections.append(Section(f"Measured: {info.run_id}", figures=drawn, folded=tuple(shown)))
+            _, *shown = show.of(show.StoredRun(info=info, samples=measured))
+            sections.append(
+                PageSection(f"Measured: {info.run_id}", figures=drawn, folded=tuple(shown))
+            )
     return sections
 
 
-def _provenance(contents: Contents) -> Section:
-    title = SOURCES
+def _provenance(contents: Contents) -> PageSection:
     if not contents.runs:
-        return Section(title, ("The run directories are not here, so only the prices are shown.",))
+        said = "The run directories are not here, so only the prices are shown."
+        return PageSection(SOURCES, (said,))
     facts = []
     for info, measured in contents.runs:
         table = samples.state(info, measured)
@@ -240,4 +230,4 @@ def _provenance(contents: Contents) -> Section:
         facts.append(table._replace(rows=(*table.rows, row)))
     clusters = {info.cluster.name: info.cluster for info, _ in contents.runs}
     described = [table for cluster in clusters.values() for table in tables.cluster(cluster)]
-    return Section(title, tables=tuple(described), folded=tuple(facts))
+    return PageSection(SOURCES, tables=tuple(described), folded=tuple(facts))

@@ -1,9 +1,9 @@
 """Find what is slower than its peers, or than it was. Repeated times by key in, ``Slow`` out.
 
-Every series is cut into quarters, in the order of measurement, and each quarter has its median: a
-key is slow when all of its quarters exceed the reference by more than a limit. The limit is the
-larger of a floor and some robust sigma (1.4826 MAD) of the quarters that it is compared with, so
-that it grows with the noise of the machine, drift within a measurement included.
+Every series is cut into quarters, in the order of measurement, and each quarter has its median. A
+key is slow if all of its quarters exceed the reference by more than a limit: the larger of a floor
+and some robust sigma (1.4826 MAD) of the quarters that it is compared with. So the limit grows with
+the machine's noise, including drift within a measurement.
 """
 
 import itertools
@@ -31,9 +31,8 @@ class Slow(NamedTuple):
 def than_peers(
     times_s: Mapping[K, Sequence[float]], floor: float, *, alike: bool = True
 ) -> dict[K, Slow]:
-    """The keys that are slower than the median of the others. Of two keys the slower is found,
-    though either may be the one at fault. ``alike``: what sets the others apart counts as noise.
-    """
+    """Find the keys that are slower than the median of the others. Of two keys the slower is found,
+    though either may be at fault. ``alike``: differences between the others count as noise."""
     cut = np.array([quarters(series) for series in times_s.values()])
     found = {}
     for place, (key, series) in enumerate(times_s.items()):
@@ -52,8 +51,8 @@ def than_before(
     runs: Sequence[Mapping[K, Sequence[float]]],
     floor: float,
 ) -> dict[K, Slow]:
-    """The keys that are slower than the median of earlier runs. The limit counts three times the
-    spread of several runs, and how differently the keys changed where there are four or more."""
+    """Find the keys that are slower than the median of earlier runs. The limit counts three times
+    the spread of several runs and, for four keys or more, how differently they changed."""
     past = {key: [run[key] for run in runs if key in run] for key in times_s}
     past = {key: series for key, series in past.items() if series}
     medians = {key: [median(series) for series in past[key]] for key in past}
@@ -71,7 +70,7 @@ def than_before(
 
 
 def quarters(times_s: Sequence[float]) -> list[float]:
-    """The medians of four consecutive parts; of fewer than four times some stand for two parts."""
+    """Return the medians of four consecutive parts; fewer than four times serve several parts."""
     n = len(times_s)
     starts = [part * n // QUARTERS for part in range(QUARTERS + 1)]
     parts = itertools.pairwise(starts)
@@ -79,12 +78,11 @@ def quarters(times_s: Sequence[float]) -> list[float]:
 
 
 def scatter(cut: np.ndarray, *, alike: bool = True) -> float:
-    """Robust relative sigma of quarters [key, quarter]: of several keys about their common middle,
-    which takes out what slows all of them together; of one, or of keys that are not alike, about
-    the median of each."""
+    """Return the robust relative sigma of quarters [key, quarter]. Several keys scatter about their
+    common middle, which removes what slows all of them together; one key, or keys that are not
+    alike, about the median of each."""
     about_own = len(cut) == 1 or not alike
-    middle = np.median(cut, axis=1 if about_own else 0, keepdims=True)
-    return _robust_sigma(cut / middle)
+    return _robust_sigma(cut / np.median(cut, axis=1 if about_own else 0, keepdims=True))
 
 
 def _robust_sigma(values: np.ndarray) -> float:

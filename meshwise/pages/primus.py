@@ -1,15 +1,15 @@
 """Samples as the CSV files of Primus' operator benchmarks, under their names and columns.
 
 Source: Primus, benchmark/kernel/{gemm,attention,rccl}. In: rows that say which model each case was
-derived from, in the order of the file, and the samples by case id. ``Time(s)`` is the median,
-``Bandwidth(GB/s)`` of a collective its bus bandwidth (1e9 bytes). The columns have no place for a
-reason: a case without a time has empty cells, never zeros, and its reason stays in our records.
+derived from, in the order of the file, and the samples by case id. ``Time(s)`` is the median;
+``Bandwidth(GB/s)`` of a collective is its bus bandwidth (1e9 bytes). No column takes a reason: a
+case without a time has empty cells, never zeros, and its reason stays in our records.
 """
 
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import msgspec
 
 from meshwise import files
 from meshwise.pages.spread import reading
+from meshwise.pages.table import grouped
 from meshwise.spec import DTYPE_BYTES, Attention, Case, Collective, Derived, Gemm, Sample
 
 Cells = dict[str, Any]
@@ -46,7 +47,7 @@ _FILES = {
 
 
 class _Row(NamedTuple):
-    """A row of the file; ``time_s``: None where the case has no time."""
+    """A row of the file. ``time_s`` is None if the case has no time."""
 
     of: Derived
     op: Any
@@ -57,41 +58,40 @@ class _Row(NamedTuple):
 
 
 def _rows(rows: Iterable[Derived], samples: Samples, kind: type) -> Iterable[_Row]:
-    """The rows of one kind of operation, with the medians of their samples."""
+    """Yield the rows of one kind of operation, with the medians of their samples."""
     for row in rows:
         if isinstance(row.case.op, kind):
             sample = samples.get(row.case.id)
             read = reading(sample) if sample else None
-            yield _Row(row, row.case.op, read.median_s if read else None)
+            yield _Row(row, row.case.op, read and read.median_s)
 
 
 def gemm(rows: Iterable[Derived], samples: Samples, folder: Path | str) -> list[Path]:
-    """``benchmark_gemm_<model>.csv`` and ``.json`` of every model in ``rows``."""
-    by_model: dict[str, list[Cells]] = {}
-    for row in _rows(rows, samples, Gemm):
-        op = row.op
-        cells = {
+    """Write ``benchmark_gemm_<model>.csv`` and ``.json`` of every model in ``rows``."""
+    found = [
+        {
             "model": row.of.model,
-            **{size: getattr(op, size) for size in "mnk"},
-            "transA": "T" if op.trans_a else "N",
-            "transB": "T" if op.trans_b else "N",
-            "dtype": _DTYPES[op.dtype],
+            **{size: getattr(row.op, size) for size in "mnk"},
+            "transA": "T" if row.op.trans_a else "N",
+            "transB": "T" if row.op.trans_b else "N",
+            "dtype": _DTYPES[row.op.dtype],
             "Time(s)": row.time_s,
-            "TFLOPS": row.per_s(op.flops / 1e12),
-            "Bandwidth(GB/s)": row.per_s(op.bytes / 1e9),
+            "TFLOPS": row.per_s(row.op.flops / 1e12),
+            "Bandwidth(GB/s)": row.per_s(row.op.bytes / 1e9),
         }
-        by_model.setdefault(row.of.model, []).append(cells)
+        for row in _rows(rows, samples, Gemm)
+    ]
     paths = []
-    for model, found in by_model.items():
+    for model, cells in grouped(found, lambda row: str(row["model"])).items():
         path = Path(folder) / f"benchmark_gemm_{model.replace('/', '_')}.csv"
         json_path = path.with_name(f"{path.stem}.json")
-        paths += [_write(path, found), json_path]
-        files.write_whole(json_path, json.dumps(found, indent=4) + "\n")
+        paths += [_write(path, cells), json_path]
+        files.write_whole(json_path, json.dumps(cells, indent=4) + "\n")
     return paths
 
 
 def attention(rows: Iterable[Derived], samples: Samples, path: Path | str) -> Path:
-    """One file; forward and backward of a shape and back end share a row."""
+    """Write one file; forward and backward of a shape and back end share a row."""
     found: dict[tuple[str, int, Case], Cells] = {}
     for row in _rows(rows, samples, Attention):
         op, case = row.op, row.of.case
@@ -111,44 +111,47 @@ def attention(rows: Iterable[Derived], samples: Samples, path: Path | str) -> Pa
 
 
 def collectives(rows: Iterable[Derived], samples: Samples, folder: Path | str) -> list[Path]:
-    """One file for each kind of collective among ``rows`` that Primus has."""
-    found: dict[str, list[Cells]] = {}
-    for row in _rows(rows, samples, Collective):
-        of, op = row.of, row.op
-        if op.kind not in _FILES:
-            continue
-        # of two ranks by definition; with experts the group is theirs
-        ranks: Cells = {} if op.kind in ("send", "send_recv") else {"WorldSize": op.group_size}
-        if op.kind == "all_to_all":
-            ranks = {"EP-Size": op.group_size, "TopK": of.top_k}
-        cells = {"Model": of.model, "MBS": of.microbatch_size, "Seq": of.seq_len}
-        cells["HiddenSize"] = of.hidden
-        found.setdefault(_FILES[op.kind], []).append(cells | _sent(row, ranks))
-    return [_write(Path(folder) / name, cells) for name, cells in found.items()]
+    """Write a file for each kind of collective among ``rows`` that Primus has."""
+    found = [row for row in _rows(rows, samples, Collective) if row.op.kind in _FILES]
+    by_file = grouped(found, lambda row: _FILES[row.op.kind])
+    return [_write(Path(folder) / name, map(_message, same)) for name, same in by_file.items()]
+
+
+def _message(row: _Row) -> Cells:
+    of, op = row.of, row.op
+    # a send has two ranks by definition; an all_to_all has those of the experts
+    ranks: Cells = {} if op.kind in ("send", "send_recv") else {"WorldSize": op.group_size}
+    if op.kind == "all_to_all":
+        ranks = {"EP-Size": op.group_size, "TopK": of.top_k}
+    cells = {"Model": of.model, "MBS": of.microbatch_size, "Seq": of.seq_len}
+    return cells | {"HiddenSize": of.hidden} | _sent(row, ranks)
 
 
 def fsdp(rows: Iterable[Derived], samples: Samples, kind: str, path: Path | str) -> Path:
-    """The units of ``kind`` (all_gather or reduce_scatter), a row each.
+    """Write the units of ``kind`` (all_gather or reduce_scatter), a row each.
 
-    ``Layer Weight`` is the elements of the whole unit, padding included.
+    ``Layer Weight`` counts the elements of the whole unit, padding included.
     """
-    found = []
-    for row in _rows(rows, samples, Collective):
-        if row.op.kind == kind:
-            elements = row.op.size_bytes // DTYPE_BYTES[row.op.dtype]
-            cells = {"Model": row.of.model, "Layer Weight": elements}
-            found.append(cells | _sent(row, {"WorldSize": row.op.group_size}))
-    return _write(Path(path), found)
+    return _write(
+        Path(path),
+        [
+            {"Model": row.of.model, "Layer Weight": row.op.size_bytes // DTYPE_BYTES[row.op.dtype]}
+            | _sent(row, {"WorldSize": row.op.group_size})
+            for row in _rows(rows, samples, Collective)
+            if row.op.kind == kind
+        ],
+    )
 
 
 def _sent(row: _Row, ranks: Cells) -> Cells:
-    """The columns that all collectives share, ``ranks`` among them; busbw is of the median."""
+    """Return the columns that all collectives share, with ``ranks``; busbw is over the median."""
     bandwidth = row.per_s(row.op.size_bytes * row.op.bus_factor / 1e9)
     times = {"Time(s)": row.time_s, "Bandwidth(GB/s)": bandwidth}
     return {"DataType": _DTYPES[row.op.dtype], **ranks, **times}
 
 
-def _write(path: Path, rows: Sequence[Cells]) -> Path:
+def _write(path: Path, cells: Iterable[Cells]) -> Path:
+    rows = list(cells)
     if not rows:
         raise ValueError(f"{path}: no case of this run belongs in it; measure one or leave it out")
     text = io.StringIO(newline="")

@@ -1,4 +1,4 @@
-"""The tables of a measure run: its state, what was measured kind by kind, what was not and why."""
+"""The tables of a measure run: its state, what it measured kind by kind, what failed and why."""
 
 import shlex
 from collections import Counter
@@ -11,7 +11,7 @@ import numpy as np
 from meshwise import store
 from meshwise.pages import collectives, compute, refit, ring, scaling
 from meshwise.pages.spread import Reading, reading, readings
-from meshwise.pages.table import ABSENT, Table, columns, filled, listed
+from meshwise.pages.table import Table, filled, listed
 from meshwise.pages.tables import INTERVAL, rate_unit
 from meshwise.spec import (
     Block,
@@ -30,48 +30,45 @@ from meshwise.units import format_rate, format_seconds
 
 
 def listing(cases: Sequence[tuple[Case, float]]) -> Table:
-    """The cases that ``measure --dry-run`` lists, and about how long each takes."""
+    """List the cases of ``measure --dry-run``, and about how long each takes."""
     all_s = format_seconds(sum(about_s for _, about_s in cases))
     return listed(
         "Cases, most useful first",
         [(number, *case) for number, case in enumerate(cases, 1)],
-        ("", lambda row: str(row[0])),
+        ("", lambda row: row[0]),
         ("case", lambda row: label(row[1])),
         ("regime", lambda row: row[1].regime),
-        ("about", lambda row: format_seconds(row[2])),
+        ("about", lambda row: row[2], format_seconds),
         legend=(f"{len(cases)} cases, about {all_s} in all; nothing was measured.",),
         left=3,
     )
 
 
 def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[str, Any]:
-    """A measure run for programs: how it ended, and of every case its median with interval."""
-    statuses = [sample.status for sample in samples]
-    results: list[dict[str, Any]] = []
-    for sample in samples:
-        one: dict[str, Any] = {"id": sample.case_id, "case": sample.case, "status": sample.status}
-        if read := reading(sample):
-            one |= _figures(read)
-        results.append(one | {"reason": sample.reason, "metrics": sample.metrics})
+    """Return a measure run for programs: how it ended, each case with its median and interval."""
+    results = [
+        {"id": sample.case_id, "case": sample.case, "status": sample.status}
+        | (_figures(read) if (read := reading(sample)) else {})
+        | {"reason": sample.reason, "metrics": sample.metrics}
+        for sample in samples
+    ]
+    counts = Counter(sample.status for sample in samples)
     return {
         "run_dir": str(run_dir),
         "status": info.status,
         "reason": info.reason,
-        "cases": {status: statuses.count(status) for status in sorted(set(statuses))},
+        "cases": dict(sorted(counts.items())),
         "results": results,
     }
 
 
-def _figures(one: Reading) -> dict[str, float | str]:
-    """A sample's figures in SI units."""
-    found: dict[str, float | str] = {
-        "median_s": one.median_s,
-        "low_s": one.low_s,
-        "high_s": one.high_s,
-        "mean_s": one.mean_s,
-        "p95_s": float(np.quantile(one.sample.times_s, 0.95)),
-        "slowest_rank": one.slowest,
+def _figures(one: Reading) -> dict[str, Any]:
+    """Return a sample's figures in SI units."""
+    found: dict[str, Any] = {
+        name: getattr(one, name) for name in ("median_s", "low_s", "high_s", "mean_s")
     }
+    found["p95_s"] = float(np.quantile(one.sample.times_s, 0.95))
+    found["slowest_rank"] = one.slowest
     if isinstance(one.op, Collective):
         found["size_bytes"] = one.op.size_bytes
         found |= {"algbw_bytes_per_s": one.algbw, "busbw_bytes_per_s": one.op.bytes / one.mean_s}
@@ -85,25 +82,22 @@ def _figures(one: Reading) -> dict[str, float | str]:
 def run(
     info: RunInfo, samples: Sequence[Sample], *, exact: bool = False, rows: Sequence[Derived] = ()
 ) -> list[Table]:
-    """A measure run: its state, then what it measured, kind by kind, then what failed.
+    """Show the state of a measure run, then what it measured, kind by kind, then what failed.
 
-    ``exact`` counts attention's FLOPs by the pairs that its mask leaves; ``rows`` say which of
-    FSDP's units the cases are of.
+    ``exact`` counts attention's FLOPs by the pairs that its mask leaves; ``rows`` say which FSDP
+    units each case stands for.
     """
     if "ring" in info.provenance:
         document = ring.document(info.run_id, info, samples)
         return [state(info, samples), *scaling.of_run(document)]
     done = [sample for sample in samples if sample.status == "ok"]
+    titles = {Elementwise: "Memory-bound operations", Block: "Blocks", Step: "Steps"}
     return [
         state(info, samples),
         *compute.products(done, info.cluster),
         *compute.products(done, info.cluster, Convolution),
         *compute.attention(done, exact=exact),
-        *filled(
-            _timed("Memory-bound operations", done, Elementwise),
-            _timed("Blocks", done, Block),
-            _timed("Steps", done, Step),
-        ),
+        *filled(*(_timed(title, readings(done, kind)) for kind, title in titles.items())),
         *compute.overlaps(done),
         *(collectives.fsdp_tables(rows, samples) if collectives.are_fsdp_units(info) else []),
         *collectives.tables(done, info),
@@ -113,49 +107,47 @@ def run(
 
 
 def state(info: RunInfo, samples: Sequence[Sample]) -> Table:
-    """One line a fact: who measured what, and how it ended."""
+    """One fact a row: who measured what, and how it ended."""
     counts = Counter(sample.status for sample in samples)
     outcome = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    slowed = throttled(samples)
+    slowed = _throttled(samples)
     rows = (
         ("status", info.status + (f": {info.reason}" if info.reason else "")),
         ("cases", outcome or "none"),
         ("cluster", f"{info.cluster.name}, {info.world_size} ranks"),
         ("started", info.started + (f", ended {info.ended}" if info.ended else "")),
         ("command", shlex.join(info.command)),
-        *facts(info),
+        *_facts(info),
         *([("throttled", slowed)] if slowed else []),
     )
     return Table(info.run_id, ("", ""), rows, left=2)
 
 
-def facts(info: RunInfo) -> list[tuple[str, str]]:
-    """Versions and devices of a run's provenance, where they were found."""
+def _facts(info: RunInfo) -> list[tuple[str, str]]:
+    """Versions and devices in a run's provenance, where they are known."""
     known = info.provenance
-    commit = known.get("git_commit")
-    versions = [
-        f"{name} {known[name]}"
-        for name in ("meshwise", "torch", "cuda", "nccl", "driver", "python")
-        if known.get(name)
-    ]
-    if commit:
+    names = ("meshwise", "torch", "cuda", "nccl", "driver", "python")
+    versions = [f"{name} {known[name]}" for name in names if known.get(name)]
+    if commit := known.get("git_commit"):
         dirty = " with local changes" if known.get("git_dirty") else ""
         versions.append(f"commit {str(commit)[:12]}{dirty}")
     gpus = known.get("gpus") or []
     devices = sorted({str(gpu.get("name")) for gpu in gpus}) or [str(known.get("cpu", ""))]
-    count = f"{len(gpus)} x " if gpus else ""
-    found = [("software", ", ".join(versions)), ("device", count + ", ".join(devices))]
-    settings = known.get("settings") or {}
-    found.append(("settings", " ".join(f"{key}={value}" for key, value in settings.items())))
+    settings = (known.get("settings") or {}).items()
+    found = {
+        "software": ", ".join(versions),
+        "device": (f"{len(gpus)} x " if gpus else "") + ", ".join(devices),
+        "settings": " ".join(f"{key}={value}" for key, value in settings),
+    }
     if source := known.get("imported"):
         meaning = f"size: {source['size_kind']}; time: {source['time_kind']}"
-        found.append(("imported", f"{source['file']} of {source['tool']}; {meaning}"))
-        found.append(("suspicious", "; ".join(source["warnings"])))
-    return [(name, text) for name, text in found if text]
+        found["imported"] = f"{source['file']} of {source['tool']}; {meaning}"
+        found["suspicious"] = "; ".join(source["warnings"])
+    return [(name, text) for name, text in found.items() if text]
 
 
 def imported(run_dirs: Sequence[Path]) -> list[Table]:
-    """The samples of each imported file, and what looked suspicious in it."""
+    """Count the samples of each imported file, and list what looked suspicious in it."""
     loaded = [store.load(run_dir)[:2] for run_dir in run_dirs]
     sources = [(info.provenance["imported"], samples) for info, samples in loaded]
     rows = tuple((told["file"], told["tool"], str(len(samples))) for told, samples in sources)
@@ -169,50 +161,51 @@ def imported(run_dirs: Sequence[Path]) -> list[Table]:
     ]
 
 
-def throttled(samples: Sequence[Sample]) -> str:
-    """Count the cases in which a device slowed itself down, with the reasons."""
+def _throttled(samples: Sequence[Sample]) -> str:
+    """Count the cases in which a device slowed itself down, and name the reasons."""
     reasons = [
         {reason for device in (*sample.before, *sample.after) for reason in device.throttle}
         for sample in samples
     ]
-    count = sum(map(bool, reasons))
-    names = ", ".join(sorted(set().union(*reasons)))
+    count, names = sum(map(bool, reasons)), ", ".join(sorted(set().union(*reasons)))
     return f"in {count} of {len(samples)} cases ({names})" if count else ""
 
 
 def clocks(samples: Sequence[Sample]) -> str:
-    """The range of the devices' clocks while cases ran."""
+    """Show the range of the devices' clocks after cases."""
     states = (device for sample in samples for device in sample.after)
     seen = [state.sm_clock_mhz for state in states if state.sm_clock_mhz is not None]
     return f"{min(seen)} – {max(seen)} MHz" if seen else "not recorded"
 
 
-def _timed(title: str, samples: Sequence[Sample], kind: type) -> Table:
-    """A row for each sample of a kind of operation, with its median and the interval."""
+def _timed(title: str, found: Sequence[Reading]) -> Table:
     return listed(
         title,
-        readings(samples, kind),
+        found,
         ("case", lambda one: label(one.case)),
-        *columns(str, {"regime": "case.regime"}),
-        *columns(format_seconds, {"median": "median_s"}),
-        *columns(str, "interval"),
-        ("times", lambda one: str(len(one.sample.times_s))),
+        ("regime", "case.regime"),
+        ("median", "median_s", format_seconds),
+        ("interval", "interval"),
+        ("times", "num_times"),
         ("rate", _rate),
-        *columns(str, {"slowest rank": "slowest"}),
+        ("slowest rank", "slowest"),
         legend=(f"Interval: {INTERVAL}.",),
         left=2,
     )
 
 
-def _rate(one: Reading) -> str:
+def _rate(one: Reading) -> str | None:
     if isinstance(one.op, Elementwise):
         return format_rate(one.bytes_per_s, "B/s")
     if isinstance(one.op, Step):
         return format_rate(one.op.tokens / one.median_s, rate_unit(one.op.model))
-    return ABSENT
+    return None
 
 
 def failed(samples: Sequence[Sample]) -> list[Table]:
-    """Cases without times, and why."""
-    rows = tuple((label(s.case), s.status, s.reason) for s in samples if s.status != "ok")
-    return filled(Table("Not measured", ("case", "status", "reason"), rows, left=3))
+    """List cases without times, and why."""
+    lost = [sample for sample in samples if sample.status != "ok"]
+    case = ("case", lambda sample: label(sample.case))
+    return filled(
+        listed("Not measured", lost, case, ("status", "status"), ("reason", "reason"), left=3)
+    )

@@ -277,10 +277,12 @@ def page(found: Scaling) -> str:
     drawn = [figure(panel, found) for panels in FILES.values() for panel in panels]
     folded = (scaling.configuration(found),)
     sections = [
-        html.Section("What it says", tuple(scaling.conclusions(found)), tables=(best, *failures)),
-        html.Section("Scaling, memory, all cases", figures=tuple(drawn)),
-        html.Section("The numbers", tables=(time, *rest)),
-        html.Section(html.SOURCES, tuple(scaling.sources(found)), folded=folded),
+        html.PageSection(
+            "What it says", tuple(scaling.conclusions(found)), tables=(best, *failures)
+        ),
+        html.PageSection("Scaling, memory, all cases", figures=tuple(drawn)),
+        html.PageSection("The numbers", tables=(time, *rest)),
+        html.PageSection(html.SOURCES, tuple(scaling.sources(found)), folded=folded),
     ]
     return html.render(TITLE, subtitle(found), sections, ("GB = 1e9 bytes.",))
 

@@ -1,7 +1,8 @@
-"""Any of our records as tables."""
+"""Tables of any record that Meshwise writes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 from meshwise.pages import health, samples, steps, tables
 from meshwise.pages.table import Table, filled, listed, span
@@ -23,41 +24,31 @@ TRACE_LEGEND = (
 )
 
 
-class Run(Record, kw_only=True):
+class StoredRun(Record, kw_only=True):
     """A run directory as one document."""
 
     info: RunInfo
     samples: tuple[Sample, ...]
 
 
-Shown = Cluster | Costs | Plan | Run | Phases | TraceCheck | Verified
+Shown = Cluster | Costs | Plan | StoredRun | Phases | TraceCheck | Verified
 
 
 def of(record: Shown) -> list[Table]:
-    """The tables that tell what the record holds."""
-    if isinstance(record, Verified):
-        return checkpoint(record)
-    if isinstance(record, Phases):
-        return [phases(record)]
-    if isinstance(record, TraceCheck):
-        return [trace(record)]
-    if isinstance(record, Cluster):
-        return tables.cluster(record)
-    if isinstance(record, Costs):
-        return tables.costs(record)
-    if isinstance(record, Plan):
-        return tables.plan(record)
-    if "-measure-health-" in record.info.run_id:  # nothing else tells it apart
-        state = samples.state(record.info, record.samples)
-        return [state, *health.tables(record.info, record.samples)]
-    if record.info.plan is None:
-        return samples.run(record.info, record.samples)
-    found = steps.result(record.info, list(record.samples))
-    return [samples.state(record.info, record.samples), *steps.tables([found])]
+    """Return the tables of a record."""
+    if not isinstance(record, StoredRun):
+        return _TABLES[type(record)](record)
+    info, measured = record.info, record.samples
+    state = samples.state(info, measured)
+    if "-measure-health-" in info.run_id:  # nothing else tells it apart
+        return [state, *health.tables(info, measured)]
+    if info.plan is None:
+        return samples.run(info, measured)
+    return [state, *steps.tables([steps.result(info, list(measured))])]
 
 
 def phases(found: Phases) -> Table:
-    """A row for each rank, then the least and the most of them."""
+    """Show each rank, then the least and the most of all ranks."""
     names = (*ADDENDS, "communication_s")
     rows = [(str(r.rank), [float(getattr(r, name)) for name in names]) for r in found.ranks]
     columns = list(zip(*(times for _, times in rows), strict=True))
@@ -102,43 +93,55 @@ def checkpoint(found: Verified) -> list[Table]:
 def _damage(found: Sequence[Damage]) -> Table:
     fix = "Copy these files again, or resume from the folder of an earlier checkpoint."
     more = len(found) - MOST_DAMAGE
+
+    def names(one: Damage) -> str:
+        others = len(one.tensors) - 1
+        return "".join(one.tensors[:1]) + (f" and {others} more" if others > 0 else "")
+
     return listed(
         "Damaged",
         found[:MOST_DAMAGE],
-        ("file", lambda one: one.file),
-        ("is", lambda one: one.reason),
+        ("file", "file"),
+        ("is", "reason"),
         ("bytes", lambda one: f"{one.offset} to {one.offset + one.bytes}" if one.bytes else ""),
-        ("tensors", lambda one: _first_of(one.tensors)),
+        ("tensors", names),
         legend=(fix, f"And {more} more; --json has all.") if more > 0 else (fix,),
         left=4,
     )
 
 
-def _first_of(names: Sequence[str]) -> str:
-    return " and ".join([*names[:1], *([f"{len(names) - 1} more"] if len(names) > 1 else [])])
-
-
 def trace(check: TraceCheck, title: str = "Plan against trace") -> Table:
-    """A row for each kind and size of message, those of the plan first."""
+    """Show each kind and size of message, those of the plan first."""
     outcome = {
         True: f"The trace of {check.steps} steps is as planned.",
         False: f"The trace of {check.steps} steps is NOT as planned.",
         None: f"{check.steps} steps were traced.",
     }[check.agrees]
+    per_step = "{:.4g}".format
     return listed(
         title,
         check.lines,
         ("unit", lambda line: line.units or "?"),
-        ("collective", lambda line: line.kind),
-        ("dtype", lambda line: line.dtype),
-        ("ranks", lambda line: str(line.num_ranks or "?")),
-        ("elements", lambda line: f"{line.elements:,}"),
-        ("planned a step", lambda line: str(line.planned)),
+        ("collective", "kind"),
+        ("dtype", "dtype"),
+        ("ranks", lambda line: line.num_ranks or "?"),
+        ("elements", "elements", "{:,}".format),
+        ("planned a step", "planned"),
         (
             "traced a step",
-            lambda line: span(line.traced or (0,), lambda n: f"{n / check.steps:.4g}"),
+            lambda line: span((n / check.steps for n in line.traced or (0,)), per_step),
         ),
-        ("verdict", lambda line: line.verdict),
+        ("verdict", "verdict"),
         legend=(outcome, *check.notes, TRACE_LEGEND),
         left=3,
     )
+
+
+_TABLES: dict[type, Callable[[Any], list[Table]]] = {
+    Verified: checkpoint,
+    Phases: lambda found: [phases(found)],
+    TraceCheck: lambda found: [trace(found)],
+    Cluster: tables.cluster,
+    Costs: tables.costs,
+    Plan: tables.plan,
+}

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from meshwise.pages.table import ABSENT, interval
+from meshwise.pages import table
+from meshwise.pages.table import ABSENT
 from meshwise.spec import Case, Collective, Overlap, Sample
 from meshwise.stats import median_interval
 
@@ -12,19 +13,19 @@ Metrics = Mapping[str, float | tuple[float, ...]]
 
 
 def each(metrics: Metrics, name: str) -> tuple[float, ...]:
-    """All values of a metric, none where it is missing."""
+    """Return all values of a metric, none if it is missing."""
     value = metrics.get(name, ())
     return value if isinstance(value, tuple) else (value,)
 
 
 def number(metrics: Metrics, name: str) -> float | None:
-    """The first value of a metric."""
+    """Return the first value of a metric, None if it is missing."""
     return next(iter(each(metrics, name)), None)
 
 
 class Reading(NamedTuple):
-    """A sample that has times, with the figures that its tables show. Rates are those of the
-    median; of collectives those of the mean, as nccl-tests has them."""
+    """A sample that has times, with the figures that its tables show. Rates are taken over the
+    median time; those of collectives over the mean, as in nccl-tests."""
 
     sample: Sample
     op: Any
@@ -38,7 +39,11 @@ class Reading(NamedTuple):
 
     @property
     def interval(self) -> str:
-        return interval(self.low_s, self.high_s)
+        return table.interval(self.low_s, self.high_s)
+
+    @property
+    def num_times(self) -> int:
+        return len(self.sample.times_s)
 
     @property
     def mean_s(self) -> float:
@@ -66,32 +71,36 @@ class Reading(NamedTuple):
 
 
 def reading(sample: Sample) -> Reading | None:
-    """Read a sample; None where it has no times."""
+    """Read a sample; None if it has no times."""
     times_s = sample.times_s
     return Reading(sample, sample.case.op, *median_interval(times_s)) if times_s else None
 
 
 def readings(samples: Iterable[Sample], kind: type) -> list[Reading]:
-    """The samples of a kind of operation that have times."""
-    found = (reading(sample) for sample in samples if isinstance(sample.case.op, kind))
-    return [one for one in found if one is not None]
+    """Read the samples of a kind of operation that have times."""
+    return [
+        read
+        for sample in samples
+        if isinstance(sample.case.op, kind) and (read := reading(sample)) is not None
+    ]
 
 
 class Split(NamedTuple):
     """Parts of the median over iterations of the largest time over ranks, which add up to it.
 
-    A rank that comes last waits for nobody, so its time, the smallest, is the transfer; the others'
-    is longer by what they waited. Of several groups at once the transfer is the fastest's, the
-    waiting the slowest's, and the rest lies between them: what that group took longer to transfer.
+    The rank that comes last waits for nobody: its time, the smallest, is the transfer. The others
+    take longer by their waiting. If several groups work at once, the transfer is the fastest
+    group's, the waiting is the slowest group's, and the rest is how much longer the slowest group
+    took to transfer.
     """
 
     transfer_s: float
     waiting_s: float
-    other_groups_s: float | None  # None: there is one group
+    other_groups_s: float | None  # None if there is one group
 
 
 def members(case: Case) -> list[tuple[int, ...]]:
-    """The groups of ranks that worked together; without a collective every rank is one."""
+    """Return the groups of ranks that worked together; without a collective each rank is one."""
     op = case.op.collective if isinstance(case.op, Overlap) else case.op
     if not isinstance(op, Collective):
         return [(rank,) for rank in range(case.world_size)]
@@ -105,7 +114,7 @@ def members(case: Case) -> list[tuple[int, ...]]:
 
 def split(sample: Sample) -> Split | None:
     """Split the time of a collective; None without the times of single ranks."""
-    ends = []  # of each group: its smallest and its largest time, iteration by iteration
+    ends = []  # smallest and largest times of each group, iteration by iteration
     for group in members(sample.case):
         if max(group) < len(sample.rank_times_s):
             times = list(zip(*(sample.rank_times_s[rank] for rank in group), strict=True))
@@ -121,8 +130,8 @@ def split(sample: Sample) -> Split | None:
 
 
 def slowest(sample: Sample) -> str:
-    """The rank with the largest median, and by how much it exceeds the fastest of its group; of all
-    ranks where each works by itself."""
+    """Name the rank with the largest median, and by how much it exceeds the fastest of its group;
+    of all ranks if each works by itself."""
     groups = members(sample.case)
     if all(len(group) == 1 for group in groups):
         groups = [tuple(rank for group in groups for rank in group)]

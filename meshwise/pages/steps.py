@@ -1,20 +1,17 @@
-"""Predicted beside measured: one ``run`` directory in, the two numbers and their error out; of a
-plan without a prediction, and of inference, what was measured alone.
+"""Predicted beside measured: a ``run`` directory in, both numbers and their error out.
+Plans without a prediction, and inference, have measured numbers alone.
 
     error = predicted / measured - 1, for step time (median) and peak memory
     FLOP/s per device = step FLOPs (as torchtitan counts them) / median / devices; of a forward
         pass a third of a step's
     MFU = FLOP/s per device / datasheet peak; absent when the peak is not known
 
-What was measured lies "within" a prediction when the interval holds it.
-
-Tables of it: predicted beside measured where plans were priced, measured alone where not; of
-inference and decoding their own; what failed and why.
+A measurement lies "within" a prediction if the prediction's interval holds it.
 """
 
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,10 +20,13 @@ from meshwise.models import num_parameters, step_flops
 from meshwise.pages.spread import each, number
 from meshwise.pages.table import (
     ABSENT,
+    Column,
+    Show,
     Table,
     columns,
     filled,
     flops,
+    grouped,
     interval,
     listed,
     percent,
@@ -64,6 +64,7 @@ SCALED_LEGEND = (
     "the second, under torch's profiler, which slows it, what ran between marks, scaled to them."
 )
 LOSS_LEGEND = "Loss: of the run's first step, warm-up included, and of its last timed one."
+_STAGE = ("s", "weight_bytes", "peak_bytes")
 PHASE_NAMES = ("forward", "backward", "optimizer", "exposed", "bubble", "other")  # of ADDENDS
 DECODE_LEGEND = (
     "First token: from the common start until every sequence has its first. Then the time between "
@@ -71,8 +72,8 @@ DECODE_LEGEND = (
 )
 
 
-class Outcome(Record, kw_only=True):
-    """A quantity as measured and, of a plan that was priced, as predicted with its interval."""
+class MeasuredQuantity(Record, kw_only=True):
+    """A measured quantity and, for a priced plan, its prediction with interval."""
 
     predicted: float | None = None
     low: float | None = None
@@ -82,9 +83,8 @@ class Outcome(Record, kw_only=True):
     within: bool | None = None
 
 
-def outcome(measured: float, predicted: float, low: float, high: float) -> Outcome:
-    """Put the two side by side."""
-    return Outcome(
+def _beside(measured: float, predicted: float, low: float, high: float) -> MeasuredQuantity:
+    return MeasuredQuantity(
         predicted=predicted,
         low=low,
         high=high,
@@ -97,10 +97,9 @@ def outcome(measured: float, predicted: float, low: float, high: float) -> Outco
 class StepResult(Record, kw_only=True):
     """One run of a plan. What a failed run did not measure is None, and ``reason`` says why.
 
-    Times are seconds: ``time`` holds the median, ``measured_low_s`` and ``measured_high_s`` its
-    95 % interval, of fewer than 6 steps their range. ``memory`` is in bytes, as ``memory_kind``
-    counts them. ``mode`` is that of the ``Step``: times are of a training step, a batch or a token;
-    ``metrics`` are the sample's.
+    Times are seconds of a training step, a batch or a token, by ``mode``. ``time`` holds the
+    median, ``measured_low_s`` and ``measured_high_s`` its 95 % interval, or the range of fewer than
+    6 steps. ``memory`` is in bytes, as ``memory_kind`` counts them. ``metrics`` are the sample's.
     """
 
     run_id: str
@@ -110,7 +109,7 @@ class StepResult(Record, kw_only=True):
     mode: Literal["train", "infer", "decode"] = "train"
     num_parameters: int
     num_steps: int = 0
-    time: Outcome | None = None
+    time: MeasuredQuantity | None = None
     measured_low_s: float | None = None
     measured_high_s: float | None = None
     mean_s: float | None = None
@@ -119,20 +118,20 @@ class StepResult(Record, kw_only=True):
     flops_per_device_per_s: float | None = None
     flop_convention: str = CONVENTION
     mfu: float | None = None
-    memory: Outcome | None = None
+    memory: MeasuredQuantity | None = None
     memory_kind: str
     check_loss_error: float | None = None
     metrics: dict[str, float | tuple[float, ...]] = {}
 
 
 def results(run_dirs: list[Path]) -> list[StepResult]:
-    """The result of every directory that a ``run`` made."""
+    """Return the result of every directory that a ``run`` made."""
     loaded = [store.load(run_dir) for run_dir in run_dirs]
     return [result(info, samples) for info, samples, _ in loaded]
 
 
 def result(info: RunInfo, samples: list[Sample]) -> StepResult:
-    """The result of one run of a plan."""
+    """Return the result of one run of a plan."""
     plan = info.plan
     assert plan is not None, f"{info.run_id} holds no plan"
     gpu = plan.cluster.device.kind == "cuda"
@@ -153,13 +152,13 @@ def result(info: RunInfo, samples: list[Sample]) -> StepResult:
     median_s, low_s, high_s = stats.median_interval(sample.times_s)
     rate = _flops(op) / median_s / plan.layout.num_devices
     peak = plan.cluster.device.peak_flops.get(plan.dtype)
-    time, memory = Outcome(measured=median_s), None
+    time, memory = MeasuredQuantity(measured=median_s), None
     if peak_bytes := number(sample.metrics, "peak_bytes"):
-        memory = Outcome(measured=peak_bytes)
+        memory = MeasuredQuantity(measured=peak_bytes)
     if (told := plan.prediction) is not None and op.mode == "train":
-        time = outcome(median_s, told.step_time_s, told.low_s, told.high_s)
+        time = _beside(median_s, told.step_time_s, told.low_s, told.high_s)
         ends = told.peak_memory_bytes, told.memory_low_bytes, told.memory_high_bytes
-        memory = outcome(peak_bytes, *ends) if peak_bytes else None
+        memory = _beside(peak_bytes, *ends) if peak_bytes else None
     return usual(
         status="ok",
         mode=op.mode,
@@ -179,7 +178,7 @@ def result(info: RunInfo, samples: list[Sample]) -> StepResult:
 
 
 def _flops(op: Step) -> float:
-    """FLOPs of one timed unit: a step, a forward pass, or a pass of one token a sequence."""
+    """Return the FLOPs of what was timed: a step, a forward pass, or one token of each sequence."""
     if op.mode == "train":
         return step_flops(op.model, op.workload)
     one = Workload(global_batch_size=op.workload.global_batch_size, seq_len=1)
@@ -187,27 +186,20 @@ def _flops(op: Step) -> float:
 
 
 def tables(results: Sequence[StepResult]) -> list[Table]:
-    """Each mode's runs, those of one model and batch in one table; then what failed."""
+    """Show each mode's runs, those of one model and batch in one table; then what failed."""
+    done = [result for result in results if result.time is not None]
     shown = []
     for mode, of_mode in (("train", _training), ("infer", _inference), ("decode", _decoding)):
-        alike: dict[str, list[StepResult]] = {}
-        for result in results:
-            if result.time is not None and result.mode == mode:
-                alike.setdefault(headline(result.plan), []).append(result)
-        shown += [table for group in alike.values() for table in of_mode(group)]
+        same = (result for result in done if result.mode == mode)
+        for title, alike in grouped(same, lambda result: headline(result.plan)).items():
+            shown += of_mode(title, alike)
     return [*shown, *failures(results)]
 
 
-def _layout(result: StepResult) -> str:
-    return result.plan.layout.name
-
-
-def _training(done: Sequence[StepResult]) -> list[Table]:
-    """Predicted beside measured, time then memory; how fast that is."""
+def _training(title: str, done: Sequence[StepResult]) -> list[Table]:
+    """Show time and memory, predicted beside measured; then how fast that is."""
     kinds = " and ".join(sorted({result.memory_kind for result in done}))
     priced = any(result.plan.prediction is not None for result in done)
-    compared = ("layout", "predicted", "interval", "measured", "error")
-    columns = compared if priced else ("layout", "measured")
     beside = "predicted beside measured" if priced else "measured"
     median = "median over steps of the slowest rank"
     legend: tuple[str, ...] = (f"Measured: {median}. Interval: {INTERVAL}.",)
@@ -217,34 +209,60 @@ def _training(done: Sequence[StepResult]) -> list[Table]:
             f"interval. Measured: {median}.",
             f"First interval: the prediction's. Second: {INTERVAL}.",
         )
+    time = (*_quantity("time", format_seconds, priced), *_SPREAD, ("steps", "num_steps"))
+    memory = _quantity("memory", format_bytes, priced)
+    largest = f"Measured: largest over ranks, {kinds}."
     return [
-        Table(
-            f"Step time, {beside}: {headline(done[0].plan)}",
-            (*columns, "interval", "mean", "std", "steps"),
-            tuple(
-                (_layout(r), *_outcome(r.time, format_seconds, priced), *_spread(r)) for r in done
-            ),
-            legend,
-        ),
-        Table(
-            f"Peak memory, {beside}",
-            columns,
-            tuple((_layout(r), *_outcome(r.memory, format_bytes, priced)) for r in done),
-            (f"Measured: largest over ranks, {kinds}.",),
-        ),
+        listed(f"Step time, {beside}: {title}", done, _LAYOUT, *time, legend=legend),
+        listed(f"Peak memory, {beside}", done, _LAYOUT, *memory, legend=(largest,)),
         _speed(done),
         *_phases(done),
     ]
 
 
+def _quantity(name: str, show: Show, priced: bool) -> tuple[Column, ...]:
+    """Columns of a quantity: predicted, its interval, measured, error; unpriced the third alone."""
+
+    def told(one: MeasuredQuantity) -> str:
+        if one.low is None or one.high is None:
+            return ABSENT
+        return interval(one.low, one.high, show)
+
+    def measured(one: MeasuredQuantity) -> str:
+        return show(one.measured) + " *" * (one.within is False)
+
+    if not priced:
+        return (("measured", name, measured),)
+    return (
+        ("predicted", f"{name}.predicted", show),
+        ("interval", name, told),
+        ("measured", name, measured),
+        ("error", f"{name}.error", lambda error: percent(error, sign=True)),
+    )
+
+
+def spread(result: StepResult) -> str:
+    """Show the interval of a measured time."""
+    assert result.measured_low_s is not None and result.measured_high_s is not None
+    return interval(result.measured_low_s, result.measured_high_s)
+
+
+_LAYOUT: Column = ("layout", "plan.layout.name")
+_SPREAD: tuple[Column, ...] = (
+    ("interval", spread),
+    ("mean", "mean_s", format_seconds),
+    ("std", "std_s", format_seconds),
+)
+
+
 def _phases(done: Sequence[StepResult]) -> list[Table]:
-    """The parts of a step, of the runs that were profiled."""
+    """Show the parts of a step, for the runs that were profiled."""
     rows = tuple(
         (
-            _layout(result),
+            result.plan.layout.name,
             said,
-            *(format_seconds(_number(result, of + name)) for name in ADDENDS),
-            format_seconds(_number(result, "phases_step_s")) if not of else "",
+            *(format_seconds(each(result.metrics, of + name)[0]) for name in ADDENDS),
+            format_seconds(each(result.metrics, "phases_step_s")[0]) if not of else "",
         )
         for result in done
         if "phases_step_s" in result.metrics
@@ -261,17 +279,21 @@ def _speed(done: Sequence[StepResult]) -> Table:
     unit = rate_unit(done[0].plan.model)
     if done[0].mode == "infer":
         unit += ", streamed" if _is_one_loop(done) else ", one by one"
-    losses = {"first loss": _loss(0), "last loss": _loss(-1)}
+    losses: tuple[Column, ...] = (
+        ("first loss", lambda result: (*each(result.metrics, "losses"), None)[0], "{:.4f}".format),
+        ("last loss", lambda result: (None, *each(result.metrics, "losses"))[-1], "{:.4f}".format),
+    )
+    error: Column = ("loss error", "check_loss_error", "{:.1e}".format)
     return listed(
         "As it ran",
         done,
-        ("layout", _layout),
-        *columns(format_count, {unit: "tokens_per_s"}),
-        *columns(flops, {"FLOP/s a device": "flops_per_device_per_s"}),
-        *columns(percent, {"MFU": "mfu"}),
-        *columns(format_count, {"parameters": "num_parameters"}),
-        *columns("{:.4f}".format, losses if learned else {}),
-        *columns("{:.1e}".format, {"loss error": "check_loss_error"} if checked else {}),
+        _LAYOUT,
+        (unit, "tokens_per_s", format_count),
+        ("FLOP/s a device", "flops_per_device_per_s", flops),
+        ("MFU", "mfu", percent),
+        ("parameters", "num_parameters", format_count),
+        *losses * learned,
+        *(error,) * checked,
         legend=(
             flop_legend(done[0].plan.model, done[0].mode),
             *(LOSS_LEGEND,) * learned,
@@ -280,69 +302,44 @@ def _speed(done: Sequence[StepResult]) -> Table:
     )
 
 
-def _loss(index: int) -> Callable[[StepResult], float | None]:
-    return lambda result: next(iter(each(result.metrics, "losses")[index:]), None)
+def _inference(title: str, done: Sequence[StepResult]) -> list[Table]:
+    def is_slower(result: StepResult) -> bool:
+        streamed_s = each(result.metrics, "streamed_s")[0]
+        return result.time is not None and streamed_s > result.time.measured
 
+    def streamed(result: StepResult) -> str:
+        return format_seconds(each(result.metrics, "streamed_s")[0]) + " *" * is_slower(result)
 
-def _outcome(
-    outcome: Outcome | None, show: Callable[[float], str], priced: bool
-) -> tuple[str, ...]:
-    """Predicted, its interval, measured, error; without ``priced`` only the third."""
-    if outcome is None:
-        return (ABSENT,) * (4 if priced else 1)
-    measured = show(outcome.measured)
-    if not priced:
-        return (measured,)
-    if outcome.predicted is None:
-        return ABSENT, ABSENT, measured, ABSENT
-    assert outcome.low is not None and outcome.high is not None
-    return (
-        show(outcome.predicted),
-        interval(outcome.low, outcome.high, show),
-        measured + ("" if outcome.within else " *"),
-        percent(outcome.error, sign=True),
-    )
-
-
-def spread(result: StepResult) -> str:
-    """The interval of a measured time."""
-    assert result.measured_low_s is not None and result.measured_high_s is not None
-    return interval(result.measured_low_s, result.measured_high_s)
-
-
-def _spread(result: StepResult) -> tuple[str, str, str, str]:
-    assert result.mean_s is not None and result.std_s is not None
-    means = format_seconds(result.mean_s), format_seconds(result.std_s)
-    return spread(result), *means, str(result.num_steps)
-
-
-def _inference(done: Sequence[StepResult]) -> list[Table]:
-    slower = [_number(r, "streamed_s") > r.time.measured for r in done if r.time]
-    rows = tuple(
-        (
-            _layout(result),
-            *_outcome(result.time, format_seconds, False),
-            *_spread(result),
-            format_seconds(_number(result, "streamed_s")) + " *" * marked,
-            format_count(_number(result, "tokens_per_s")),
+    stages = [
+        (result, stage, *each_stage)
+        for result in done
+        for stage, each_stage in enumerate(
+            zip(*(each(result.metrics, f"stage_{name}") for name in _STAGE), strict=True)
         )
-        for result, marked in zip(done, slower, strict=True)
-    )
-    columns = ("layout", "latency", "interval", "mean", "std", "batches", "streamed")
+    ]
     median = f"Latency: median. Interval: {INTERVAL}."
-    legend = (INFER_LEGEND, LOOP_LEGEND if _is_one_loop(done) else median)
+    said = LOOP_LEGEND if _is_one_loop(done) else median
     return [
-        Table(
-            f"Forward only: {headline(done[0].plan)}",
-            (*columns, f"{rate_unit(done[0].plan.model)}, streamed"),
-            rows,
-            (*legend, SLOWER_LEGEND) if any(slower) else legend,
+        listed(
+            f"Forward only: {title}",
+            done,
+            _LAYOUT,
+            ("latency", "time.measured", format_seconds),
+            *_SPREAD,
+            ("batches", "num_steps"),
+            ("streamed", streamed),
+            (f"{rate_unit(done[0].plan.model)}, streamed", "metrics.tokens_per_s", format_count),
+            legend=(INFER_LEGEND, said, *(SLOWER_LEGEND,) * any(map(is_slower, done))),
         ),
-        Table(
+        listed(
             "Stages",
-            ("layout", "stage", "own work", "weights", "peak memory"),
-            tuple(row for result in done for row in _stages(result)),
-            (STAGES_LEGEND,),
+            stages,
+            ("layout", lambda row: row[0].plan.layout.name),
+            ("stage", lambda row: row[1]),
+            ("own work", lambda row: row[2], format_seconds),
+            ("weights", lambda row: row[3], format_bytes),
+            ("peak memory", lambda row: row[4], format_bytes),
+            legend=(STAGES_LEGEND,),
             left=2,
         ),
         _speed(done),
@@ -350,42 +347,29 @@ def _inference(done: Sequence[StepResult]) -> list[Table]:
 
 
 def _is_one_loop(done: Sequence[StepResult]) -> bool:
-    """Whether the streamed batches alone were timed, by the driver's clock."""
+    """Tell whether only the streamed loop was timed, by the driver's clock."""
     return all(r.time is not None and r.time.measured == r.metrics["streamed_s"] for r in done)
 
 
-def _stages(result: StepResult) -> list[tuple[str, ...]]:
-    names = ("stage_s", "stage_weight_bytes", "stage_peak_bytes")
-    columns = (each(result.metrics, name) for name in names)
-    return [
-        (_layout(result), str(stage), format_seconds(own_s), *map(format_bytes, held))
-        for stage, (own_s, *held) in enumerate(zip(*columns, strict=True))
-    ]
-
-
-def _decoding(done: Sequence[StepResult]) -> list[Table]:
+def _decoding(title: str, done: Sequence[StepResult]) -> list[Table]:
     return [
         listed(
-            f"Decoding: {headline(done[0].plan)}",
+            f"Decoding: {title}",
             done,
-            ("layout", _layout),
-            *columns(format_seconds, {"first token": "metrics.time_to_first_token_s"}),
-            *columns(format_seconds, {"token": "time.measured"}),
+            _LAYOUT,
+            ("first token", "metrics.time_to_first_token_s", format_seconds),
+            ("token", "time.measured", format_seconds),
             ("interval", spread),
-            *columns(format_count, {"tokens/s": "metrics.tokens_per_s"}),
-            *columns(format_bytes, {"weights": "metrics.weight_bytes"}),
-            *columns(format_bytes, {"cache": "metrics.cache_bytes"}),
+            ("tokens/s", "metrics.tokens_per_s", format_count),
+            ("weights", "metrics.weight_bytes", format_bytes),
+            ("cache", "metrics.cache_bytes", format_bytes),
             legend=(DECODE_LEGEND, f"{INTERVAL}."),
         )
     ]
 
 
-def _number(result: StepResult, name: str) -> float:
-    return each(result.metrics, name)[0]
-
-
 def failures(results: Sequence[StepResult]) -> list[Table]:
-    """Runs without a measured step, with what ended them."""
+    """List runs without a measured step, and what ended them."""
     lost = [result for result in results if result.time is None]
-    facts = {"layout": "plan.layout.name", "status": "status", "reason": "reason", "run": "run_id"}
-    return filled(listed("Not measured", lost, *columns(str, facts), left=4))
+    facts = columns(str, "status reason") + columns(str, {"run": "run_id"})
+    return filled(listed("Not measured", lost, _LAYOUT, *facts, left=4))

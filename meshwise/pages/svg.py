@@ -1,7 +1,7 @@
 """Draw a figure: sets of axes in, an inline SVG element or a PNG file out.
 
-No script, no fonts, no addresses. Colours are those of the page on white; in SVG they are replaced
-by the page's CSS variables, so that one figure suits light and dark; text stays text.
+An SVG has no script, no fonts and no addresses, and its text stays text. The page's CSS variables
+replace its colours, so that one figure suits light and dark pages.
 """
 
 import html
@@ -54,13 +54,11 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.4,
     "lines.markersize": 4,
 }
-
-
 DASHED: dict[str, Any] = {"color": MUTED, "linestyle": (0, (4, 3)), "linewidth": 1}
 
 
 class Figure(NamedTuple):
-    """An SVG element and what it says in one sentence; ``wide`` ones take a row of the page."""
+    """An SVG element with a caption of one sentence; a ``wide`` one takes a row of the page."""
 
     svg: str
     caption: str
@@ -84,7 +82,7 @@ def _saved(
     import matplotlib as mpl
     from matplotlib.figure import Figure as Canvas
 
-    # the salt keeps names of markers and clip paths apart between the figures of a page
+    # the salt makes names of markers and clip paths differ between the figures of a page
     style: Any = {**STYLE, "svg.hashsalt": title}
     with mpl.rc_context(style):
         canvas = Canvas(figsize=size, layout="constrained")
@@ -106,7 +104,7 @@ def _inline(svg: str, caption: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same names in every figure
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # every figure uses the same ids
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     head, rest = svg.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
@@ -117,7 +115,7 @@ def _inline(svg: str, caption: str) -> str:
 
 
 def standalone(figure: Figure) -> str:
-    """The figure as a file of its own, on white, in the colours of the page."""
+    """Return the figure as a file of its own, on white, in the colours of the page."""
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     head, rest = figure.svg.replace("<svg", f"<svg {names}", 1).split(">", 1)
     white = '<rect width="100%" height="100%" fill="white"/>'
@@ -149,7 +147,8 @@ def rate_ticks(axis: Any, low: float, high: float, unit: str) -> None:
 
 
 def decades(low: float, high: float, factors: tuple[int, ...] = ()) -> list[float]:
-    """Powers of ten times ``factors`` around [low, high]; by default 1, or 1-2-5 of few powers."""
+    """Return powers of ten times ``factors`` around [low, high]; by default 1, or 1-2-5 if the
+    powers are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = factors or ((1, 2, 5) if len(powers) < 4 else (1,))
     return [factor * 10.0**power for power in powers for factor in factors]
@@ -170,5 +169,5 @@ def _ticks(axis: Any, values: list[float], show: Callable[[float], str]) -> None
 
 
 def _short(text: str) -> str:
-    """``1.00 GB/s`` and ``64.0 KiB`` without zeros that say nothing."""
+    """Drop trailing zeros: ``1.00 GB/s`` becomes ``1 GB/s``, ``64.0 KiB`` ``64 KiB``."""
     return re.sub(r"\.0+ |(\.\d*[1-9])0+ ", lambda match: f"{match[1] or ''} ", text)

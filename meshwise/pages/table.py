@@ -1,16 +1,21 @@
-"""Tables as plain data, which the terminal and the page show alike; their columns and cells.
+"""Tables as plain data, which the terminal and the page show alike.
 
-Cells are text already; the first ``left`` columns are words, the rest numbers.
+A table is a list of columns over a list of items. Its cells are text; the first ``left`` columns
+are words, the rest numbers.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 from meshwise.text import plain
 from meshwise.units import format_rate, format_seconds
 
-Column = tuple[str, Callable[[Any], str]]
+T = TypeVar("T")
+K = TypeVar("K")
+Show = Callable[[Any], str]
+Where = str | Callable[[Any], Any]
+Column = tuple[str, Where] | tuple[str, Where, Show]
 WIDTH = 120  # where the output is no terminal, so that logs and golden files do not change
 ABSENT = "–"
 
@@ -32,39 +37,49 @@ def listed(
     legend: tuple[str, ...] = (),
     left: int = 1,
 ) -> Table:
-    """A row for each item; a column is its head and how it shows an item."""
-    rows = tuple(tuple(show(item) for _, show in columns) for item in items)
-    return Table(title, tuple(head for head, _ in columns), rows, legend, left)
+    """Build a table with a row for each item.
+
+    A column is its head, where an item has the value, and how to show it (``str`` unless given).
+    Where: a function, or a path of attributes and keys (``metrics.peak_bytes``), which takes the
+    first of several values. None is shown as ``ABSENT``.
+    """
+    rows = tuple(tuple(_cell(item, column) for column in columns) for item in items)
+    return Table(title, tuple(column[0] for column in columns), rows, legend, left)
 
 
-def columns(
-    show: Callable[[Any], str], fields: str | Mapping[str, str | Callable[[Any], Any]]
-) -> tuple[Column, ...]:
-    """Columns of one format for ``listed``. ``fields``: heads, with where an item has the value: by
-    a path (``plan.layout.name``, ``metrics.peak_bytes``) or a function; or names that are both.
-    None is shown as ``ABSENT``."""
+def _cell(item: Any, column: Column) -> str:
+    value = column[1]
+    if callable(value):
+        value = value(item)
+    else:
+        for name in value.split("."):
+            item = item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
+        value = item[0] if type(item) is tuple else item
+    return shown(value, column[2] if len(column) == 3 else str)
+
+
+def columns(show: Show, fields: str | Mapping[str, Where]) -> tuple[Column, ...]:
+    """Make columns of one format: ``fields`` are heads with where the value is, or names that are
+    both."""
     named = {name: name for name in fields.split()} if isinstance(fields, str) else fields
-
-    def column(where: str | Callable[[Any], Any]) -> Callable[[Any], str]:
-        return lambda item: shown(where(item) if callable(where) else _at(item, where), show)
-
-    return tuple((head, column(where)) for head, where in named.items())
+    return tuple((head, where, show) for head, where in named.items())
 
 
-def _at(item: Any, path: str) -> Any:
-    """Follow attributes and keys; the first of several values."""
-    for name in path.split("."):
-        item = item.get(name) if isinstance(item, Mapping) else getattr(item, name)
-    return item[0] if type(item) is tuple else item
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Group items that share a key, in the order in which keys first appear."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def filled(*tables: Table) -> list[Table]:
-    """The tables that have rows."""
+    """Drop the tables without rows."""
     return [table for table in tables if table.rows]
 
 
 def shown(value: float | None, show: Callable[[float], str]) -> str:
-    """The value as ``show`` prints it; ``ABSENT`` for None."""
+    """Show a value; ``ABSENT`` for None."""
     return ABSENT if value is None else show(value)
 
 
@@ -73,12 +88,12 @@ def percent(value: float | None, sign: bool = False) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share in three digits, however small: ``0.0123 %``."""
+    """Show a share in three digits, however small: ``0.0123 %``."""
     return shown(value, lambda part: f"{100 * part:.3g} %")
 
 
 def size(num_bytes: float | None) -> str:
-    """Bytes in decimal units, as links count them: ``14.7 MB``."""
+    """Show bytes in decimal units, as links count them: ``14.7 MB``."""
     return shown(num_bytes, lambda bytes_: format_rate(bytes_, "B") if bytes_ else "0")
 
 
@@ -88,7 +103,7 @@ def flops(per_s: float | None) -> str:
 
 
 def interval(low: float, high: float, show: Callable[[float], str] = format_seconds) -> str:
-    """``1.20 – 1.31 ms``: the unit once where both ends share it, one number where they agree."""
+    """Show ``1.20 – 1.31 ms``: the unit once if both ends share it, one number if they agree."""
     first, last = show(low), show(high)
     if first == last:
         return last
@@ -97,14 +112,14 @@ def interval(low: float, high: float, show: Callable[[float], str] = format_seco
 
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:
-    """The least and the largest, or the one that all are."""
+    """Show the least and the largest value, or one number if they agree."""
     each = list(values)
     ends = dict.fromkeys(show(end(each)) for end in (min, max)) if each else (ABSENT,)
     return " – ".join(ends)
 
 
 def write(tables: Iterable[Table], file: IO[str]) -> None:
-    """Print tables on a stream; colour only on a terminal, and not under NO_COLOR."""
+    """Print tables on a stream, in colour only on a terminal and without NO_COLOR."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -114,12 +129,8 @@ def write(tables: Iterable[Table], file: IO[str]) -> None:
     with console.capture() as captured:
         for table in tables:
             console.print(Text(plain(table.title), style="bold"))
-            drawn = RichTable(
-                box=box.SIMPLE_HEAD,
-                pad_edge=False,
-                show_edge=False,
-                show_header=any(table.columns),
-            )
+            drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+            drawn.show_header = any(table.columns)
             for index, column in enumerate(table.columns):
                 justify: Literal["left", "right"] = "left" if index < table.left else "right"
                 drawn.add_column(Text(plain(column, keep="\n")), justify=justify, overflow="fold")

@@ -1,10 +1,11 @@
-"""Tables of what stages hand on: clusters, prices, plans, steps, comparisons. Records in."""
+"""Tables of the records that stages exchange: clusters, prices, plans."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from meshwise.models import num_parameters
-from meshwise.pages.table import Table, filled, flops, interval, listed, percent, shown, span
+from meshwise.pages.table import Column, Table, filled, flops, interval, listed, percent, span
 from meshwise.prices import name_of
 from meshwise.spec import AnyModel, Candidate, Cluster, Costs, HeldOut, Plan, WideResNet, Workload
 from meshwise.units import format_bytes, format_count, format_rate, format_seconds
@@ -41,8 +42,17 @@ NOTHING = "Nothing was run."
 PEAK_NOTE = "memory peaks on "
 
 
+_TIERS = {
+    "measured": "every price measured",
+    "interpolated": "prices measured or interpolated",
+    "extrapolated": "some prices extrapolated beyond what was measured",
+    "transferred": "some prices are of similar operations",
+    "datasheet": "some prices from data sheets",
+}
+
+
 def cluster(described: Cluster) -> list[Table]:
-    """The machine, its links, and what is not known of it."""
+    """Describe the machine, its links, and what is not known of it."""
     device = described.device
     peaks = ", ".join(f"{dtype} {flops(rate)}" for dtype, rate in device.peak_flops.items())
     memory_rate = device.peak_memory_bytes_per_s
@@ -58,10 +68,10 @@ def cluster(described: Cluster) -> list[Table]:
     links = listed(
         "Links, innermost first",
         described.tiers,
-        ("tier", lambda tier: tier.name),
+        ("tier", "name"),
         ("source", lambda tier: tier.source or "rate not known"),
-        ("reaches devices", lambda tier: str(tier.num_devices)),
-        ("each way", lambda tier: shown(tier.bytes_per_s, lambda rate: format_rate(rate, "B/s"))),
+        ("reaches devices", "num_devices"),
+        ("each way", "bytes_per_s", lambda rate: format_rate(rate, "B/s")),
         legend=described.notes,
         left=2,
     )
@@ -69,23 +79,21 @@ def cluster(described: Cluster) -> list[Table]:
 
 
 def costs(prices: Costs) -> list[Table]:
-    """Every price with its error on points that were left out of the fit."""
+    """Show every price with its error on points that were left out of the fit."""
+
+    def name(price: Any) -> str:
+        return name_of(price, prices.cluster)
+
     curves = listed(
         "Time against bytes",
         prices.curves,
-        ("price", lambda curve: name_of(curve, prices.cluster)),
+        ("price", name),
         ("law", lambda curve: {"loglog": "log-log", "alpha_beta": "alpha-beta"}[curve.law]),
-        ("points", lambda curve: str(len(curve.x_bytes))),
+        ("points", lambda curve: len(curve.x_bytes)),
         ("measured sizes", lambda curve: span(curve.x_bytes, format_bytes)),
-        ("alpha", lambda curve: shown(curve.alpha_s or None, format_seconds)),
-        (
-            "1/beta",
-            lambda curve: shown(
-                curve.beta_s_per_byte or None, lambda beta: format_rate(1 / beta, "B/s")
-            ),
-        ),
-        ("median error", lambda curve: _error(curve.held_out[curve.law], "median")),
-        ("p90 error", lambda curve: _error(curve.held_out[curve.law], "p90")),
+        ("alpha", lambda curve: curve.alpha_s or None, format_seconds),
+        ("1/beta", lambda c: c.beta_s_per_byte or None, lambda beta: format_rate(1 / beta, "B/s")),
+        *_errors(lambda curve: curve.held_out[curve.law]),
         legend=(
             "Errors are |predicted/measured - 1| on points left out of the fit, one at a time.",
             "t = alpha + bytes x beta, bent through the measured points; log-log interpolates "
@@ -97,31 +105,57 @@ def costs(prices: Costs) -> list[Table]:
     surfaces = listed(
         "Matrix products and attention",
         prices.surfaces,
-        ("price", lambda surface: name_of(surface, prices.cluster)),
-        ("shapes", lambda surface: str(len(surface.shapes))),
-        ("floor", lambda surface: format_seconds(surface.floor_s)),
-        ("best rate", lambda surface: flops(surface.flops_per_s)),
-        ("median error", lambda surface: _error(surface.held_out, "median")),
-        ("p90 error", lambda surface: _error(surface.held_out, "p90")),
+        ("price", name),
+        ("shapes", lambda surface: len(surface.shapes)),
+        ("floor", "floor_s", format_seconds),
+        ("best rate", "flops_per_s", flops),
+        *_errors(lambda surface: surface.held_out),
         legend=("A shape that was not measured takes the utilisation of its nearest neighbours.",),
     )
     factors = listed(
         "Blocks: measured time over the sum of their operations' prices",
         prices.factors,
-        ("block", lambda factor: name_of(factor, prices.cluster)),
-        ("sizes", lambda factor: str(len(factor.ratio))),
+        ("block", name),
+        ("sizes", lambda factor: len(factor.ratio)),
         ("time ratio", lambda factor: span(factor.ratio, "{:.2f}".format)),
         ("saved bytes ratio", lambda factor: span(factor.saved_ratio, "{:.2f}".format)),
-        ("median error", lambda factor: _error(factor.held_out, "median")),
-        ("p90 error", lambda factor: _error(factor.held_out, "p90")),
+        *_errors(lambda factor: factor.held_out),
         legend=("The ratio corrects every plan that holds the block.",),
     )
     none = Table("No block was measured; plans add operations up as they are.", (), ())
     return [curves, surfaces, factors if prices.factors else none]
 
 
-def _error(held_out: HeldOut, which: str) -> str:
-    return percent(getattr(held_out, which) if held_out.num_points else None)
+def _errors(held_out: Callable[[Any], HeldOut]) -> tuple[Column, ...]:
+    def median(price: Any) -> float | None:
+        return held_out(price).median if held_out(price).num_points else None
+
+    def p90(price: Any) -> float | None:
+        return held_out(price).p90 if held_out(price).num_points else None
+
+    return ("median error", median, percent), ("p90 error", p90, percent)
+
+
+def plan(chosen: Plan) -> list[Table]:
+    """Show the best layouts, what the constraints removed, and the nearest that does not fit; of a
+    plan without a prediction the layout alone."""
+    told = chosen.prediction
+    if told is None:
+        alone = (chosen.layout.name, str(chosen.layout.num_devices), chosen.recipe.optimizer)
+        columns, said = ("layout", "devices", "optimizer"), "It was given, not priced."
+        return [Table(headline(chosen), columns, (alone,), (said, LAYOUT_LEGEND))]
+    tier = f"; {_TIERS[told.tier]}" if told.tier else ""
+    if told.tier == "datasheet" and not chosen.runs:
+        tier = "; priced by data sheets, nothing was measured"
+    candidates = (Candidate(layout=chosen.layout, prediction=told), *chosen.runners_up)
+    legend = (*_last_row(candidates), LAYOUT_LEGEND, flop_legend(chosen.model))
+    return [
+        _ranked(headline(chosen) + tier, chosen.model, candidates, legend),
+        *warnings(told.notes),
+        *filled(_removed(chosen)),
+        parts(chosen),
+        *_stages(chosen),
+    ]
 
 
 def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
@@ -135,35 +169,15 @@ def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     return (f"Last row: the fastest pipeline, to compare with; {waits}.",)
 
 
-def plan(chosen: Plan) -> list[Table]:
-    """The best layouts, what the constraints removed, the nearest that does not fit; of a plan
-    without a prediction its layout alone."""
-    if chosen.prediction is None:
-        alone = (chosen.layout.name, str(chosen.layout.num_devices), chosen.recipe.optimizer)
-        columns, said = ("layout", "devices", "optimizer"), "It was given, not priced."
-        return [Table(headline(chosen), columns, (alone,), (said, LAYOUT_LEGEND))]
-    best = Candidate(layout=chosen.layout, prediction=chosen.prediction)
-    candidates = (best, *chosen.runners_up)
-    legend = (*_last_row(candidates), LAYOUT_LEGEND, flop_legend(chosen.model))
-    return [
-        _ranked(f"{headline(chosen)}{_tier(chosen)}", chosen.model, candidates, legend),
-        *warnings(chosen.prediction.notes),
-        *filled(_removed(chosen)),
-        parts(chosen),
-        *stages(chosen),
-    ]
-
-
 def warnings(notes: Sequence[str]) -> list[Table]:
     """List what the prediction extrapolates; for each price only the size farthest out."""
     farthest: dict[str, tuple[float, str]] = {}
     for note in notes:
-        if note.startswith(PEAK_NOTE):
-            continue
-        match = re.fullmatch(r"(.*): ([\d.]+) x beyond the largest measured size", note)
-        key, factor = (match[1], float(match[2])) if match else (note, 0.0)
-        if key not in farthest or factor > farthest[key][0]:
-            farthest[key] = factor, note
+        if not note.startswith(PEAK_NOTE):
+            match = re.fullmatch(r"(.*): ([\d.]+) x beyond the largest measured size", note)
+            key, factor = (match[1], float(match[2])) if match else (note, 0.0)
+            if key not in farthest or factor > farthest[key][0]:
+                farthest[key] = factor, note
     rows = tuple((note,) for _, note in farthest.values())
     more = "measure more: meshwise measure profile --resume"
     of_prices = any("`meshwise run`" not in note for (note,) in rows)
@@ -180,24 +194,6 @@ def layouts(plans: Sequence[Plan], legend: tuple[str, ...]) -> Table:
     return _ranked(headline(plans[0]), plans[0].model, chosen, legend)
 
 
-_TIERS = {
-    "measured": "every price measured",
-    "interpolated": "prices measured or interpolated",
-    "extrapolated": "some prices extrapolated beyond what was measured",
-    "transferred": "some prices are of similar operations",
-    "datasheet": "some prices from data sheets",
-}
-
-
-def _tier(chosen: Plan) -> str:
-    """Name the lowest tier among the plan's prices."""
-    if chosen.prediction is None or chosen.prediction.tier is None:
-        return ""
-    if chosen.prediction.tier == "datasheet" and not chosen.runs:
-        return "; priced by data sheets, nothing was measured"
-    return f"; {_TIERS[chosen.prediction.tier]}"
-
-
 def dry_run(plans: Sequence[Plan]) -> Table:
     """Show the step of each plan; for plans with prices, what they predict."""
     if all(plan.prediction is not None for plan in plans):
@@ -205,13 +201,13 @@ def dry_run(plans: Sequence[Plan]) -> Table:
     return listed(
         headline(plans[0]),
         plans,
-        ("layout", lambda plan: plan.layout.name),
-        ("devices", lambda plan: str(plan.layout.num_devices)),
+        ("layout", "layout.name"),
+        ("devices", "layout.num_devices"),
         ("parameters", lambda plan: format_count(num_parameters(plan.model))),
         ("batch", _microbatches),
         ("each", _sample),
         ("stages", _layers),
-        ("optimizer", lambda plan: plan.recipe.optimizer),
+        ("optimizer", "recipe.optimizer"),
         legend=(DRY_RUN_LEGEND, NOTHING),
     )
 
@@ -228,16 +224,16 @@ def _sample(plan: Plan) -> str:
 
 
 def _layers(plan: Plan) -> str:
-    """``3 x 8`` or ``8 + 8 + 16``; of one stage the number alone."""
+    """Show the layers of each stage: ``32``, ``8 + 8 + 16`` or ``3 x 8``."""
     counts = [len(stage) for stage in plan.layout.stage_layers(plan.model.layers)]
     equal = len(set(counts)) == 1 and len(counts) > 2
     return f"{len(counts)} x {counts[0]}" if equal else " + ".join(map(str, counts))
 
 
 def in_full(plan: Plan, mode: str = "train") -> Table:
-    """Workload, layout, stages and, of training, the recipe."""
-    size, is_image = plan.workload, isinstance(plan.model, WideResNet)
-    of = "images" if is_image else f"sequences of {size.seq_len} tokens"
+    """Show workload, layout, stages and, for training, the recipe."""
+    size = plan.workload
+    of = "images" if isinstance(plan.model, WideResNet) else f"sequences of {size.seq_len} tokens"
     rows = [
         ("workload", f"{size.global_batch_size} {of} in a batch"),
         ("layout", plan.layout.name),
@@ -248,13 +244,13 @@ def in_full(plan: Plan, mode: str = "train") -> Table:
         rows.append((f"stage {number}", f"{held} on pipeline rank {stage.pipeline_rank}: {mesh}"))
     if mode == "train":
         said = {name: getattr(plan.recipe, name) for name in plan.recipe.__struct_fields__}
-        words = (f"{name} {_switch(value)}" for name, value in said.items())
+        switch = {True: "on", False: "off"}
+        words = (
+            f"{name} {switch[value] if isinstance(value, bool) else value}"
+            for name, value in said.items()
+        )
         rows.append(("recipe", ", ".join(words)))
     return Table(headline(plan), ("", ""), tuple(rows), (LAYOUT_LEGEND,), left=2)
-
-
-def _switch(value: object) -> str:
-    return str(value) if not isinstance(value, bool) else "on" if value else "off"
 
 
 def headline(chosen: Plan) -> str:
@@ -267,7 +263,7 @@ def headline(chosen: Plan) -> str:
 
 
 def batch(model: AnyModel, workload: Workload) -> str:
-    """``8 x 512`` sequences and tokens, ``32 x 224 x 224`` images."""
+    """Show sequences and tokens, ``8 x 512``, or images, ``32 x 224 x 224``."""
     size = workload.global_batch_size
     if isinstance(model, WideResNet):
         return f"{size} x {model.image_size} x {model.image_size}"
@@ -291,7 +287,7 @@ def _ranked(
 ) -> Table:
     return listed(
         title,
-        [(str(rank), c.layout.name, c.prediction) for rank, c in enumerate(candidates, 1)],
+        [(rank, c.layout.name, c.prediction) for rank, c in enumerate(candidates, 1)],
         ("", lambda row: row[0]),
         ("layout", lambda row: row[1]),
         ("step", lambda row: format_seconds(row[2].step_time_s)),
@@ -314,20 +310,20 @@ def _removed(chosen: Plan) -> Table:
     return listed(
         f"Of {chosen.num_considered} layouts, removed by",
         chosen.removed,
-        ("layouts", lambda removal: str(removal.count)),
-        ("constraint", lambda removal: _why(removal.constraint)),
+        ("layouts", "count"),
+        ("constraint", "constraint", _why),
         legend=(f"{kept} layouts were left and ranked.", misses),
         left=2,
     )
 
 
 def _why(constraint: str) -> str:
-    """Layouts dropped as duplicates broke no constraint: the row says so first."""
+    """Name the constraint; duplicates break none, so the row says first that they are some."""
     duplicate = constraint.startswith("zero 1 is zero 2")
     return f"same program as another layout: {constraint}" if duplicate else constraint
 
 
-def stages(chosen: Plan) -> list[Table]:
+def _stages(chosen: Plan) -> list[Table]:
     """Show the layers of each pipeline stage, and how long a microbatch takes there."""
     times = chosen.prediction.stage_times if chosen.prediction else ()
     if not times:
@@ -340,8 +336,8 @@ def stages(chosen: Plan) -> list[Table]:
             str(number),
             f"pp {stage.pipeline_rank}",
             f"{stage.first_layer} to {stage.last_layer - 1}"
-            + (" + embedding" if number == 0 else "")
-            + (" + head" if number == len(times) - 1 else ""),
+            + " + embedding" * (number == 0)
+            + " + head" * (number == len(times) - 1),
             f"dp{stage.dp} tp{stage.tp}",
             format_seconds(of_stage.forward_s),
             format_seconds(of_stage.backward_s + of_stage.weights_s),

@@ -10,7 +10,7 @@ from meshwise.verbs import files
 def compare(
     a: Path | str, b: Path | str, *, fail_if: str | None = None, force: bool = False
 ) -> Comparison:
-    """Is run ``b`` faster than run ``a``? Both are run directories or their samples.jsonl.
+    """Tell whether run ``b`` is faster than run ``a``; both are run directories or samples.jsonl.
 
     ``fail_if``: ``slower>5%`` or ``faster>5%``; the cases it caught are in ``failed``. Samples of
     different timing methods or regimes are refused unless ``force``. Two layouts of one model,

@@ -1,5 +1,5 @@
-"""report: one self-contained page of whatever runs, prices and plan there are; or of how ring
-attention scales, with its pictures."""
+"""report: one self-contained page of the runs, prices and plan that exist; or pictures, a text and
+a page of how ring attention scales."""
 
 import logging
 from pathlib import Path
@@ -27,18 +27,18 @@ def report(
     plan: Path | str = "plan.json",
     out: Path | str = "report.html",
 ) -> Path:
-    """Write the page and return its path. ``named``: the only runs to show, beside those of the
-    plan and of the prices. What is missing is a sentence on the page; nothing at all is a
-    ValueError that names the first verb."""
+    """Write the page and return its path. ``named``: the only runs to show beside those of the plan
+    and of the prices. For what is missing the page has a sentence; nothing at all is a ValueError
+    that names the first verb."""
     return write(gather(runs, costs, plan, named), out)
 
 
 def gather(
     runs: Path | str, costs: Path | str, plan: Path | str, named: tuple[Path | str, ...] = ()
 ) -> Contents:
-    """The prices, the plan, the runs of its model on its cluster, the runs that the prices rest
-    on, those named. Where none is named, without a plan all that ran, and without prices all that
-    was measured."""
+    """Gather the prices, the plan, the runs of its model on its cluster, the runs that the prices
+    rest on, and those named. If none is named, no plan means all runs of plans, and no prices mean
+    all that was measured."""
     prices, chosen = _found(costs, Costs), _found(plan, Plan)
     asked = {Path(path).resolve() for path in named}
     paths = {path.resolve(): path for path in (*store.runs_of(runs), *map(Path, named))}
@@ -52,7 +52,8 @@ def gather(
     for path, info in infos.items():
         wanted = path.resolve() in asked
         if info.plan is not None:
-            if wanted or (_of_plan(info, chosen) if chosen else not asked):
+            same = chosen and (chosen.model, chosen.cluster) == (info.plan.model, info.cluster)
+            if wanted or (same if chosen else not asked):
                 ran.append(files.load(path))
         elif info.verb != "measure":
             continue
@@ -71,13 +72,13 @@ def gather(
 
 
 def write(contents: Contents, out: Path | str) -> Path:
-    """The page as a file."""
+    """Write the page and return its path."""
     return write_whole(Path(out), page(contents).encode())
 
 
 def scaling(results_dir: Path | str, output_dir: Path | str | None = None) -> list[Path]:
-    """Draw what `measure ring` left in a folder: pictures, a text and a page, whose paths are
-    returned; in the same folder unless given. ValueError where there are no results."""
+    """Draw the results of `measure ring` in a folder and return the paths of pictures, a text and a
+    page, written to the same folder unless given. ValueError if there are no results."""
     from meshwise.pages.scaling import read
 
     return write_scaling(read(results_dir), output_dir or results_dir)
@@ -88,20 +89,13 @@ def write_scaling(found: "Scaling", output_dir: Path | str) -> list[Path]:
     from meshwise.pages import scaling_figures
     from meshwise.pages.scaling import text
 
-    files: dict[str, bytes | str] = {
+    contents: dict[str, bytes | str] = {
         name: scaling_figures.png(name, found) for name in scaling_figures.FILES
     }
-    files |= {
-        "scaling_analysis_report.txt": text(found),
-        "scaling.html": scaling_figures.page(found),
-    }
-    return [write_whole(Path(output_dir) / name, content) for name, content in files.items()]
+    contents["scaling_analysis_report.txt"] = text(found)
+    contents["scaling.html"] = scaling_figures.page(found)
+    return [write_whole(Path(output_dir) / name, content) for name, content in contents.items()]
 
 
 def _found(path: Path | str, kind: type[T]) -> T | None:
     return files.take(path, kind) if Path(path).exists() else None
-
-
-def _of_plan(info: RunInfo, plan: Plan) -> bool:
-    """Whether a run executed the plan or a rival of it."""
-    return info.plan is not None and (info.plan.model, info.cluster) == (plan.model, plan.cluster)

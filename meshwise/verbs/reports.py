@@ -1,4 +1,4 @@
-"""The files of Primus' operator benchmarks, of a measure run: its names, its columns."""
+"""Write a measure run as the files of Primus' operator benchmarks, with its names and columns."""
 
 import importlib
 import inspect
@@ -15,8 +15,7 @@ log = logging.getLogger("meshwise")
 
 
 def derived(asked: Sweep, cluster: Cluster, size: int) -> list[Derived]:
-    """The cases on ``size`` devices with the models that they are of, in the order of Primus'
-    files."""
+    """Return the cases on ``size`` devices with their models, in the order of Primus' files."""
     module = importlib.import_module(f"meshwise.probe.cases.{asked.what}")
     listing: Callable[..., list[Derived]] = module.derived
     options, known = chosen(asked, module.cases), inspect.signature(listing).parameters
@@ -31,14 +30,13 @@ def derived(asked: Sweep, cluster: Cluster, size: int) -> list[Derived]:
 def write(
     what: str, run_dir: Path | str, rows: Sequence[Derived], asked: Mapping[str, Path | str]
 ) -> None:
-    """Write the reports ``asked`` for, paths by option, of the ``rows`` that ``derived`` gave."""
+    """Write reports of the ``rows`` that ``derived`` gave. ``asked``: paths by option."""
     from meshwise.pages import primus
 
     found = {sample.case_id: sample for sample in files.load(run_dir)[1]}
-    of_folder = primus.gemm if what == "gemm" else primus.collectives
     for option, path in asked.items():
         if option == "report_dir_path":
-            written = of_folder(rows, found, path)
+            written = (primus.gemm if what == "gemm" else primus.collectives)(rows, found, path)
         elif option == "report_csv_path":
             written = [primus.attention(rows, found, path)]
         else:

@@ -1,7 +1,7 @@
 """show: any file of ours in, its record out; the command line prints it as tables.
 
-One operation of a plan can be followed from the model to its place in the sum (``follow``), and a
-pattern of attention explained (``pattern``).
+``follow`` traces one operation of a plan from the model to its place in the sum; ``pattern``
+explains a pattern of attention.
 """
 
 import difflib
@@ -15,8 +15,8 @@ import msgspec
 from meshwise import store
 from meshwise.options import keywords
 from meshwise.options.ring import Pattern
-from meshwise.pages.show import Run, Shown
-from meshwise.pages.table import Table, percent
+from meshwise.pages.show import Shown, StoredRun
+from meshwise.pages.table import Table, listed, percent
 from meshwise.spec import Case, Cluster, Costs, Plan
 from meshwise.spec.checkpoint import Verified
 from meshwise.spec.label import label
@@ -36,7 +36,7 @@ KINDS = (
 )
 log = logging.getLogger("meshwise")
 
-# Records by a field that no other has.
+# Records by a field that only they have.
 _KINDS: dict[str, type[Cluster | Costs | Plan | Phases | TraceCheck]] = {
     "tiers": Cluster,
     "surfaces": Costs,
@@ -49,16 +49,16 @@ _TOLD_EVERY_S = 10.0
 
 
 def show(path: Path | str) -> Shown:
-    """The record in ``path``: cluster.toml, costs.json, plan.json, a run (its directory, run.json
-    or samples.jsonl), phases.json, nccl_check.json; a checkpoint, by its folder with all data
-    verified, by checkpoint.json without. Files are told apart by what they hold, not by their name.
-    """
+    """Return the record in ``path``: cluster.toml, costs.json, plan.json, a run (its directory,
+    run.json or samples.jsonl), phases.json, nccl_check.json, or a checkpoint. A checkpoint's folder
+    is read with all data verified, its checkpoint.json without. The fields of a file say what it
+    is, not its name."""
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; show can read {KINDS}")
     if path.name in ("run.json", "samples.jsonl") or (path / "run.json").exists():
         info, samples = files.load(path)
-        return Run(info=info, samples=tuple(samples))
+        return StoredRun(info=info, samples=tuple(samples))
     if (path / "checkpoint.json").exists():
         return _verified(path)
     fields: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def show(path: Path | str) -> Shown:
 
 
 def _verified(path: Path) -> Verified:
-    """A checkpoint, every block of its data compared with its hash."""
+    """Read a checkpoint and compare every block of its data with its hash."""
     from meshwise.engine import blocks, folder
 
     record = folder.read(path / folder.JSON)
@@ -98,9 +98,9 @@ def _verified(path: Path) -> Verified:
 def follow(
     path: Path | str, node: str, costs: Path | str = "costs.json"
 ) -> "tuple[Explained, ...]":
-    """Follow ``node`` of the model (``layers.0.up``) into the plan at ``path``, with its price
-    there by the costs that the plan was made from. Another file than a plan or an unknown node is a
-    ValueError; the node's suggests the nearest name."""
+    """Follow ``node`` of the model (``layers.0.up``) into the plan at ``path``, priced by the costs
+    that the plan was made from. A file that is no plan and an unknown node are a ValueError; for
+    the node it suggests the nearest name."""
     from meshwise import models, search
     from meshwise.prices import unmeasured
 
@@ -120,23 +120,23 @@ def follow(
 
 
 def followed(tasks: "tuple[Explained, ...]") -> Table:
-    """One line a task of a rank."""
-    rows = tuple(
-        (
-            task.task,
-            label(Case(op=task.op)),
-            task.source,
-            format_seconds(task.price_s),
-            percent(task.relative_error),
-            f"{task.factor:.3f}",
-            str(task.times),
-            format_seconds(task.seconds),
-        )
-        for task in tasks
+    """Show a row for each task of a rank."""
+    return listed(
+        "From the model to the plan, on one rank",
+        tasks,
+        ("task", "task"),
+        ("operation", lambda task: label(Case(op=task.op))),
+        ("price from", "source"),
+        ("price", "price_s", format_seconds),
+        ("error", "relative_error", percent),
+        ("factor", "factor", "{:.3f}".format),
+        ("times", "times"),
+        ("in a step", "seconds", format_seconds),
+        legend=(
+            "in a step = price x factor of its block x times; error: of the price, p90 held out.",
+        ),
+        left=3,
     )
-    legend = "in a step = price x factor of its block x times; error: of the price, p90 held out."
-    columns = ("task", "operation", "price from", "price", "error", "factor", "times", "in a step")
-    return Table("From the model to the plan, on one rank", columns, rows, (legend,), left=3)
 
 
 @keywords(Pattern)

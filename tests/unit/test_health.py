@@ -107,7 +107,7 @@ class Machine:
         return np.full(n, launch_s + op.bytes / 340e9 * drift[0])
 
 
-def faults(found: list[health.Finding]) -> list[tuple[str, str]]:
+def faults(found: list[health.HealthFinding]) -> list[tuple[str, str]]:
     return [(finding.what, finding.where) for finding in found if finding.severity == "fault"]
 
 

@@ -275,10 +275,10 @@ def test_a_machine_without_a_specification_has_rates_alone():
 
 def test_any_record_can_be_shown():
     plan = known.plan()
-    ran = show.Run(
+    ran = show.StoredRun(
         info=known.info("run", plan), samples=(known.step_sample(plan, STEPS_S, peak_bytes=1.0),)
     )
-    measured = show.Run(info=known.info(), samples=known.SAMPLES)
+    measured = show.StoredRun(info=known.info(), samples=known.SAMPLES)
     for record in (known.CLUSTER, known.COSTS, plan, ran, measured):
         assert rendered(show.of(record))
 

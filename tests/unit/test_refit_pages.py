@@ -183,7 +183,7 @@ def test_only_a_table_with_a_mark_explains_it():
 
 def test_a_run_is_shown_reported_and_told_as_json(tmp_path):
     info = known.info("refit", None, "20260101T000000-refit-tp2-tp4")
-    tables = show.of(show.Run(info=info, samples=(sample("nccl", 0.01), failed("gloo"))))
+    tables = show.of(show.StoredRun(info=info, samples=(sample("nccl", 0.01), failed("gloo"))))
     titles = [table.title for table in tables]
     assert titles[1:] == ["Refit tp2-tp4: gpt-4x1024, fp32", "Not measured"]
     metrics = {"bound_s": 0.005, "predicted_s": 0.005, "bound_ingress_s": 0.005}
