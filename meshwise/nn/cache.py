@@ -52,8 +52,7 @@ class Cache:
         self.turn_to(0)
 
     def turn_to(self, group: int) -> None:
-        """Attend for a batch from now on. It is set as tensors: compiled code would be made for
-        each number."""
+        """Attend for a batch from now on, set as tensors: code is compiled once, not per number."""
         self.keys, self.values = self.k[group], self.v[group]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -69,8 +68,7 @@ class Cache:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, window: int | None = None) -> Tensor:
-    """Attend with queries at positions ``at`` [s] to keys at 0, 1, ...: to those that are not
-    later, and only the last ``window`` of them."""
+    """Attend with queries at positions ``at`` [s] to the last ``window`` keys not later than it."""
     kv_heads, sharing = k.shape[2], q.shape[2] // k.shape[2]
     split: Tensor = q.unflatten(2, (kv_heads, sharing))
     rows = split.permute(0, 2, 3, 1, 4).flatten(2, 3)
