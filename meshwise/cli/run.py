@@ -58,7 +58,7 @@ def _shown(done: list[Any], nccl_trace: bool, json: bool) -> int:
 
     run_dirs = [path for path in done if isinstance(path, Path)]
     if len(run_dirs) < len(done):
-        emit(done, [tables.dry_run(done)], json)
+        emit(done, tables.dry_run(done), json)
         return DONE
     if not job.leads():
         return DONE

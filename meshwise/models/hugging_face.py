@@ -39,7 +39,7 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
     config, kind = _Config(data, source), data.get("model_type")
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join([*_KINDS, "gpt2"])
-        keys, why = _REFUSED.get(str(kind), ((), f"is not among those known exactly: {known}"))
+        keys, why = _REFUSED.get(str(kind), ((), f"must be one of those known exactly: {known}"))
         raise config.error(next((key for key in keys if key in data), "model_type"), why)
     if kind not in _GEMMAS:
         config.only("hidden_act", "silu", "swish")

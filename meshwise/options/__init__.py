@@ -160,7 +160,12 @@ def keywords(
             whole = len(args) == 1 and isinstance(args[0], record)
             if several and args and isinstance(args[0], str):
                 args = (args,)
-            return verb(args[0] if whole else record(*args, **kwargs))
+            try:
+                asked = args[0] if whole else record(*args, **kwargs)
+            except TypeError as error:  # names the record, of which the caller knows nothing
+                told = str(error).replace(f"{record.__name__}.__init__", verb.__name__)
+                raise TypeError(told) from None
+            return verb(asked)
 
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[first, *others],

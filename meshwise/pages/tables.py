@@ -31,12 +31,13 @@ LAYOUT_LEGEND = (
     "a stage."
 )
 PARTS_LEGEND = (
-    "Memory: parts are what is alive at the peak; zero 0 runs as FSDP2 on a (dp, 1) mesh, so it "
-    "holds a gathered copy too."
+    "Time: of the rank that ends last, whose bubble includes waiting for slower stages. Memory: of "
+    "what is alive at the peak."
 )
+GATHERED_LEGEND = "zero 0 runs as FSDP2 on a (dp, 1) mesh, so it holds a gathered copy too."
 DRY_RUN_LEGEND = (
     "Batch: microbatches x the sequences or images of one on all data ranks. "
-    "Stages: layers of each."
+    "Layers: those of each stage."
 )
 NOTHING = "Nothing was run."
 PEAK_NOTE = "memory peaks on "
@@ -142,13 +143,15 @@ def plan(chosen: Plan) -> list[Table]:
     told = chosen.prediction
     if told is None:
         alone = (chosen.layout.name, str(chosen.layout.num_devices), chosen.recipe.optimizer)
-        columns, said = ("layout", "devices", "optimizer"), "It was given, not priced."
-        return [Table(headline(chosen), columns, (alone,), (said, LAYOUT_LEGEND))]
+        columns = ("layout", "devices", "optimizer")
+        unpriced = ("It was given, not priced.", LAYOUT_LEGEND)
+        return [Table(headline(chosen), columns, (alone,), unpriced)]
     tier = f"; {_TIERS[told.tier]}" if told.tier else ""
     if told.tier == "datasheet" and not chosen.runs:
         tier = "; priced by data sheets, nothing was measured"
     candidates = (Candidate(layout=chosen.layout, prediction=told), *chosen.runners_up)
-    legend = (*_last_row(candidates), LAYOUT_LEGEND, flop_legend(chosen.model))
+    said = (*_last_row(candidates), *_tight(chosen, candidates))
+    legend = (*said, LAYOUT_LEGEND, flop_legend(chosen.model))
     return [
         _ranked(headline(chosen) + tier, chosen.model, candidates, legend),
         *warnings(told.notes),
@@ -156,6 +159,19 @@ def plan(chosen: Plan) -> list[Table]:
         parts(chosen),
         *_stages(chosen),
     ]
+
+
+def _tight(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Name the rows that may not fit after all: the interval of their memory ends above it."""
+    limit = chosen.cluster.device.memory_bytes - chosen.cluster.reserved_bytes
+    rows = [
+        str(row)
+        for row, candidate in enumerate(candidates, 1)
+        if candidate.prediction.peak_memory_bytes <= limit < candidate.prediction.memory_high_bytes
+    ]
+    size = format_bytes(limit)
+    said = f"Tight: the interval of the memory ends above {size} in row {', '.join(rows)}."
+    return (said,) if rows else ()
 
 
 def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
@@ -194,10 +210,14 @@ def layouts(plans: Sequence[Plan], legend: tuple[str, ...]) -> Table:
     return _ranked(headline(plans[0]), plans[0].model, chosen, legend)
 
 
-def dry_run(plans: Sequence[Plan]) -> Table:
-    """Show the step of each plan; for plans with prices, what they predict."""
-    if all(plan.prediction is not None for plan in plans):
-        return layouts(plans, (NOTHING,))
+def dry_run(plans: Sequence[Plan]) -> list[Table]:
+    """Show what each plan predicts, if it was priced, and its step."""
+    priced = [plan for plan in plans if plan.prediction is not None]
+    predicted = [layouts(priced, ())] if priced else []
+    return [*predicted, _steps_of(plans)]
+
+
+def _steps_of(plans: Sequence[Plan]) -> Table:
     return listed(
         headline(plans[0]),
         plans,
@@ -206,7 +226,7 @@ def dry_run(plans: Sequence[Plan]) -> Table:
         ("parameters", lambda plan: format_count(num_parameters(plan.model))),
         ("batch", _microbatches),
         ("each", _sample),
-        ("stages", _layers),
+        ("layers", _layers),
         ("optimizer", "recipe.optimizer"),
         legend=(DRY_RUN_LEGEND, NOTHING),
     )
@@ -338,7 +358,7 @@ def _stages(chosen: Plan) -> list[Table]:
             f"{stage.first_layer} to {stage.last_layer - 1}"
             + " + embedding" * (number == 0)
             + " + head" * (number == len(times) - 1),
-            f"dp{stage.dp} tp{stage.tp}",
+            f"dp{stage.dp} " + f"cp{stage.cp} " * (stage.cp > 1) + f"tp{stage.tp}",
             format_seconds(of_stage.forward_s),
             format_seconds(of_stage.backward_s + of_stage.weights_s),
             percent(busy[stage.pipeline_rank] / max(busy)),
@@ -369,4 +389,5 @@ def parts(chosen: Plan) -> Table:
     title = f"Predicted parts of {chosen.layout.name}"
     peak = [f"The {note}." for note in told.notes if note.startswith(PEAK_NOTE)]
     columns = ("of", "part", "amount", "share")
-    return Table(title, columns, tuple(rows), (*peak, PARTS_LEGEND), left=2)
+    copies = (GATHERED_LEGEND,) * (not chosen.layout.zero and chosen.layout.data_ranks > 1)
+    return Table(title, columns, tuple(rows), (*peak, PARTS_LEGEND, *copies), left=2)

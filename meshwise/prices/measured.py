@@ -284,6 +284,7 @@ class Prices:
         found = self.known[near[0]]
         assert isinstance(found, Factor)
         self._note(f"no {key.name} was measured; {Key(near[0], {}).name} stands in")
+        self._sources.add("transferred")
         return _at_size(found, found.ratio, block), self._spread(near[0])
 
     def _spread(self, category: Category) -> HeldOut:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heapify, heappop, heappush
 from itertools import groupby
+from time import monotonic
 
 import msgspec
 
@@ -38,6 +39,18 @@ from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
 
 log = logging.getLogger("meshwise")
+
+
+class _Progress:
+    """Logs a line where a search has been silent for five seconds."""
+
+    def __init__(self) -> None:
+        self.last_s = monotonic()
+
+    def __call__(self, text: str, *numbers: int) -> None:
+        if monotonic() > self.last_s + 5:
+            log.info(text, *numbers)
+            self.last_s = monotonic()
 
 
 @contextmanager
@@ -69,9 +82,10 @@ def find(
     by the data sheet; with ``measured_only`` they are an error."""
     cluster = costs.cluster
     if num_devices > cluster.num_devices:
+        hosts = -(-num_devices // cluster.num_devices_per_host)
         raise ValueError(
             f"gpus = {num_devices}: cluster {cluster.name!r} has {cluster.num_devices} devices; "
-            "plan for fewer, for more hosts (--hosts), or describe and measure the larger cluster"
+            f"plan for fewer, or for more hosts with --hosts {hosts}"
         )
     layouts, removed = legal_layouts(model, workload, costs, num_devices)
     if not layouts:
@@ -182,6 +196,7 @@ def _best_first(
     """Return the candidates that fit, fastest first, and how many layouts were passed over for
     which reason."""
     ranked: list[Candidate] = []
+    tell = _Progress()
     passed_over, too_large = Counter[str](), f"memory: more than {format_bytes(limit)} a device"
     about = (model, workload.seq_len)
     waiting = [
@@ -190,6 +205,7 @@ def _best_first(
     ]
     heapify(waiting)
     while waiting:
+        tell("%d layouts wait, %d are priced", len(waiting), len(ranked))
         least_s, number, rung, sharp = heappop(waiting)
         layout, *rest = ladders[number][rung:]
         if len(ranked) >= top and least_s > ranked[top - 1].prediction.step_time_s:
@@ -259,7 +275,9 @@ def _nearest(
     ]
     heapify(waiting)
     found: tuple[Layout, int, Peak] | None = None
+    tell = _Progress()
     while waiting and (found is None or waiting[0][0] < found[2].total_bytes):
+        tell("the nearest that does not fit: %d layouts wait", len(waiting))
         floor, looks, number = heappop(waiting)
         if looks == 0:
             floors = [bound.memory_bytes(*about, rung, prices) for rung in together[number]]

@@ -50,6 +50,7 @@ from meshwise.spec import (
 from meshwise.spec.layout import rank_of
 
 TRANSFER, EXCHANGE = "pipeline transfer", "tied embedding exchange"
+OUTSIDE = "CUDA and NCCL, outside the allocator"
 _flops = lru_cache(step_flops)
 
 
@@ -127,7 +128,8 @@ def memory_of(
     rank, peak = peak_memory(stages, times, *in_between, most)
     images = images_bytes(model, workload, layout)
     total = peak.total_bytes + costs.memory_overhead_bytes + images
-    return layout.devices_of(rank)[0], Peak(total, peak.parts | {"images": images})
+    apart = {"images": images, OUTSIDE: costs.memory_overhead_bytes}
+    return layout.devices_of(rank)[0], Peak(total, peak.parts | apart)
 
 
 def images_bytes(model: AnyModel, workload: Workload, layout: Layout) -> int:

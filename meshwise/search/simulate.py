@@ -21,7 +21,7 @@ import numpy as np
 from meshwise.models import Loop, Program, Task
 
 Amounts = dict[str, float]
-WAITING, COPIES = "data-parallel communication (exposed)", "data-parallel copies"
+WAITING, COPIES = "data-parallel communication (exposed)", "copies of weights and gradients"
 SHARING = "context-parallel communication (exposed)"
 WEIGHTS = "gathered weights"
 ROLES = {

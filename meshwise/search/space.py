@@ -83,7 +83,7 @@ def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
         inside = layout.of_rank(pipeline_rank)
         reason = reason or placement.obstacle(model, workload.seq_len, inside)
     if reason is not None:
-        raise ValueError(f"Plan.layout {layout.name} cannot be: {reason}; plan anew")
+        raise ValueError(f"layout {layout.name} cannot be: {reason}; give another, or plan anew")
 
 
 def unchecked(layout: Layout, **changes: Any) -> Layout:

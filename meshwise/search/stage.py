@@ -385,7 +385,8 @@ def _spent_on(task: Task) -> str:
     if task.name.endswith((OVER_DATA, f"{OVER_DATA}.tp")):
         return "sums over data ranks"
     if isinstance(task.op, Collective):
-        return "tensor-parallel communication"
+        to_experts = any(f".experts.{way}." in task.name for way in ("dispatch", "combine"))
+        return f"{'expert' if to_experts else 'tensor'}-parallel communication"
     return "optimizer" if task.phase == "optimizer" else f"{task.phase} {task.part}"
 
 

@@ -63,6 +63,8 @@ class Cluster(Record, kw_only=True):
         reach = [tier.num_devices for tier in self.tiers]
         if reach != sorted(set(reach)):
             self.fail("tiers", "list tiers from the smallest reach to the largest")
+        if len({tier.name for tier in self.tiers}) < len(reach):
+            self.fail("tiers", "every tier needs a name of its own")
         if self.num_devices > 1 and (not reach or reach[-1] < self.num_devices):
             self.fail("tiers", f"the last tier must reach all {self.num_devices} devices")
 

@@ -199,8 +199,12 @@ class Layout(Record, kw_only=True):
         if self.ways and len(self.ways) != self.num_stages:
             self.fail("ways", f"must be one for each of {self.num_stages} stages")
         shared: dict[int, Layout] = {}
-        for stage in range(len(self.ways)):
+        for stage, way in enumerate(self.ways):
             rank, inside = rank_of(self.schedule, stage, self.pp), self.of_stage(stage)
+            if (way.zero or way.replicas) and not inside.zero:
+                self.fail("ways", f"stage {stage} has no shards: zero is 0, or dp and cp are 1")
+            if way.cuts not in (None, inside.cuts):
+                self.fail("ways", f"stage {stage} has cuts, and tp divides nothing where it is 1")
             inside = msgspec.structs.replace(inside, recompute="none", recompute_layers=None)
             if shared.setdefault(rank, inside) != inside:
                 self.fail("ways", f"stage {stage} shares its ranks with another; give both one way")

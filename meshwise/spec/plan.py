@@ -183,7 +183,8 @@ def layout_of(stages: tuple[Stage, ...], layout: Layout) -> Layout:
             own |= {"recompute": word, "recompute_layers": words[word] if len(words) > 1 else None}
         cuts: dict[str, Any] = {part: _cut(placed) for part, placed in stage.placements.items()}
         cuts = {part: word for part, word in cuts.items() if part in Cuts.__struct_fields__}
-        if any(word != getattr(inside.placed, part) for part, word in cuts.items()):
+        whole = stage.tp == 1 and set(cuts.values()) <= {"whole"}
+        if not whole and any(word != getattr(inside.placed, part) for part, word in cuts.items()):
             own["cuts"] = Cuts(**cuts)
         ways.append(Way(**own))
     if all(way == Way() for way in ways):
@@ -246,7 +247,7 @@ class Plan(Record, kw_only=True):
         due = stages_of(self.layout, self.model)
         if self.stages == due:
             return
-        told, number = "", 0
+        told = ""
         if len(self.stages) == len(due):
             try:
                 made = layout_of(self.stages, self.layout)
@@ -256,12 +257,15 @@ class Plan(Record, kw_only=True):
                 due = stages_of(made, self.model)
             except ValueError as error:
                 told = f" ({error})"
-        pairs = zip(due, self.stages, strict=False)
-        number = next((i for i, (a, b) in enumerate(pairs) if a != b), len(due))
+        if len(self.stages) != len(due):
+            told = f" (there are {len(due)} of them)"
+        for number, (one, own) in enumerate(zip(due, self.stages, strict=False)):
+            if fields := [f for f in one.__struct_fields__ if getattr(one, f) != getattr(own, f)]:
+                told = told or f" ({', '.join(fields)} of stage {number})"
         if self.stages != due or told:
             raise ValueError(
-                f"Plan.stages: stage {number} of {len(due)} is not what layout {self.layout.name} "
-                f"makes of it{told}; meshwise plan --layout writes the plan of a layout"
+                f"Plan.stages are not what layout {self.layout.name} makes of them{told}; "
+                "meshwise plan --layout writes the plan of a layout"
             )
 
     def _check_recipe(self) -> None:

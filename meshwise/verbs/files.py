@@ -21,15 +21,18 @@ _WRITER: dict[type, str] = {Cluster: "detect", Costs: "calibrate", Plan: "plan"}
 def take(path: Path | str, kind: type[T]) -> T:
     """Read ``path`` and say so; a missing file names the verb that writes it. A cluster may also
     be the name of one that comes with Meshwise, as ``h100-hgx``."""
+    others = ""
     if kind is Cluster and not Path(path).exists():
         from meshwise import machine
 
-        known = machine.shipped().get(str(path))
-        if known is not None:
+        shipped = machine.shipped()
+        if str(path) in shipped:
             log.info("using the cluster %s that comes with Meshwise", path)
-            return store.convert(parse_toml(known.read_bytes(), str(path)), kind, str(path))
+            toml = parse_toml(shipped[str(path)].read_bytes(), str(path))
+            return store.convert(toml, kind, str(path))
+        others = f", and these come with Meshwise: {', '.join(shipped)}"
     if not Path(path).exists():
-        raise ValueError(f"{path} does not exist; `meshwise {_WRITER[kind]}` writes it")
+        raise ValueError(f"{path} does not exist; `meshwise {_WRITER[kind]}` writes it{others}")
     announce(path)
     return store.read(path, kind)
 

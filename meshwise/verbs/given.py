@@ -22,6 +22,8 @@ def record(given: T | Path | str, kind: type[T]) -> T:
     if isinstance(given, kind):
         return given
     text = str(given)
+    if not text.strip():
+        raise ValueError(f"{kind.__name__.lower()} = {text!r}: give JSON, or a file of it")
     if not text.lstrip().startswith("{"):
         return store.read(text, kind)
     return store.parse(text, kind, kind.__name__.lower())

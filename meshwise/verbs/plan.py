@@ -14,6 +14,7 @@ from meshwise.options import keywords
 from meshwise.options.plan import Search
 from meshwise.prices import on_hosts, unmeasured
 from meshwise.spec import AnyModel, Cluster, Costs, Layout, Model, Plan, WideResNet, Workload
+from meshwise.spec.layout import SPLIT
 from meshwise.units import format_bytes
 from meshwise.verbs import files
 
@@ -30,6 +31,7 @@ def plan(asked: Search) -> Plan:
     """
     from meshwise import search
     from meshwise.models import catalogue
+    from meshwise.verbs import given
 
     model, measured_only = asked.model, asked.measured_only
     chosen = catalogue.find_any(model) if isinstance(model, str) else model
@@ -39,16 +41,20 @@ def plan(asked: Search) -> Plan:
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
     if asked.seq_len is not None:
         chosen = _long_enough(chosen, asked.seq_len)
-    workload = _workload(prices, chosen, asked.global_batch_size, asked.seq_len)
-    if asked.layout is not None:
-        from meshwise.verbs import given
-
-        layout = given.record(asked.layout, Layout)
+    layout = None if asked.layout is None else given.record(asked.layout, Layout)
+    batch = asked.global_batch_size
+    if batch is None and layout is not None:
+        batch = layout.microbatch_rows * layout.num_microbatches
+    workload = _workload(prices, chosen, batch, asked.seq_len)
+    if layout is not None:
         if asked.gpus not in (None, layout.num_devices):
             raise ValueError(
                 f"gpus = {asked.gpus}: the layout is for {layout.num_devices} devices; leave gpus "
                 "out, or give another layout"
             )
+        if layout.schedule in SPLIT and prices.lowering == "compiled":
+            log.info("%s splits each backward in two, so the plan is eager", layout.schedule)
+            prices = msgspec.structs.replace(prices, lowering="eager")
         found = search.given(chosen, workload, prices, layout, measured_only=measured_only)
         _warn_of_memory(found)
     else:

@@ -328,7 +328,8 @@ def heads_of(s, w, at, x):
 
 def latent_heads_of(s, w, at, x):
     """DeepSeek-V2, equations 9 to 19: the turned part of k is one row that all heads share."""
-    mla, heads, eps = s["mla"], s["heads"], s["norm_eps"]
+    # DeepSeek's modeling_deepseek.py makes these two norms without the config's eps: 1e-6
+    mla, heads, eps = s["mla"], s["heads"], 1e-6
     nope, rope = mla["nope_head_dim"], mla["rope_head_dim"]
     if mla["q_lora_rank"] is None:
         q = linear(w, f"{at}.wq", x)

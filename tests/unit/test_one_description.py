@@ -106,7 +106,8 @@ def dry_run(model):
     plan = given.build(model, workload, layout, CLUSTER, dtype="bf16", lowering="eager",
         recipe=Recipe(),
     )  # fmt: skip
-    return tables.dry_run([plan])
+    (steps,) = tables.dry_run([plan])
+    return steps
 
 
 def refit_bytes(model):

@@ -11,7 +11,8 @@ from meshwise import machine, search, store
 from meshwise.cli import app
 from meshwise.pages import tables
 from meshwise.prices import Prices, unmeasured
-from meshwise.spec import Cluster, Collective, Costs, Curve, Layout, Plan
+from meshwise.spec import Cluster, Collective, Costs, Curve, Cuts, Layout, Plan
+from meshwise.spec.layout import Way
 from meshwise.verbs import files, show
 
 SMALL = {"global_batch_size": 32, "seq_len": 256, "top": 2}
@@ -104,7 +105,10 @@ def test_data_sheets_beside_costs_are_said(caplog):
         ({"cluster": "h100"}, "h100 does not exist; `meshwise detect` writes it"),
         ({"cluster": "h100-hgx", "hosts": 0}, "hosts = 0: must be >= 1"),
         ({"cluster": "h100-hgx", "hosts": 2**30}, "num_devices = 8589934592: must be <= 1048576"),
-        ({"cluster": "h100-hgx", "gpus": 16}, r"gpus = 16: .* has 8 devices; .*more hosts \(--ho"),
+        (
+            {"cluster": "h100-hgx", "gpus": 16},
+            r"gpus = 16: .* has 8 devices; .*more hosts with",
+        ),
         ({"cluster": "h100-hgx", "measured_only": True}, "measured_only: nothing was measured of"),
         ({"cluster": "h200-hgx", "costs": "c.json"}, "device.name is NVIDIA H200, but the costs"),
         ({"costs": "c.json", "measured_only": True}, "no price for .*; measure it: meshwise meas"),
@@ -216,3 +220,84 @@ def test_a_given_layout_that_does_not_fit_is_said_to(tmp_path, caplog):
         out=tmp_path / "plan.json",
     )  # fmt: skip
     assert "this layout does not fit: a device has" in caplog.text
+
+
+def _edited(path, **changes):
+    """Change fields of the first stage of a plan, and read it."""
+    data = json.loads(path.read_text())
+    data["stages"][0] |= changes
+    path.write_text(json.dumps(data))
+    return store.read(path, Plan)
+
+
+@pytest.mark.parametrize(
+    ("axes", "ways", "message"),
+    [
+        ({"tp": 4}, (Way(zero=3), Way()), "stage 0 has no shards"),
+        ({"tp": 4}, (Way(), Way(replicas=2)), "stage 1 has no shards"),
+        ({"dp": 4}, (Way(cuts=Cuts(stream="seq")), Way()), "stage 0 has cuts, and tp"),
+    ],
+)
+def test_ways_that_change_nothing_are_refused(axes, ways, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(pp=2, schedule="1f1b", num_microbatches=4, ways=ways, **axes)
+
+
+def test_a_stage_that_cannot_be_is_named_by_its_fields(tmp_path):
+    _given(tmp_path, '"zero": 0')
+    with pytest.raises(ValueError, match=r"\(devices of stage 0\)"):
+        _edited(tmp_path / "plan.json", devices=[0, 1, 2, 7])
+    _given(tmp_path, '"zero": 0')
+    with pytest.raises(ValueError, match="stage 0 has no shards"):
+        _edited(tmp_path / "plan.json", zero=3)
+
+
+def test_a_stage_without_tp_has_no_cuts_in_its_name(tmp_path):
+    layout = '{"pp": 2, "dp": 4, "schedule": "1f1b", "num_microbatches": 4}'
+    out = tmp_path / "plan.json"
+    meshwise.plan("gpt-125m", cluster="h100-hgx", layout=layout, out=out)
+    assert _edited(out, zero=1).layout.name == "pp2 1f1b dp4 ways zero1/same mb1x4"
+
+
+def test_a_given_layout_says_the_batch_and_the_lowering(tmp_path, caplog):
+    caplog.set_level("INFO", "meshwise")
+    layout = (
+        '{"pp": 2, "dp": 4, "schedule": "zbv", "stages_per_rank": 2, "microbatch_size": 2, '
+        '"num_microbatches": 8}'
+    )
+    out = tmp_path / "plan.json"
+    plan = meshwise.plan("gpt-125m", cluster="h100-hgx", layout=layout, out=out)
+    assert plan.workload.global_batch_size == 64 and plan.lowering == "eager"
+    assert "zbv splits each backward in two, so the plan is eager" in caplog.text
+
+
+def test_what_experts_exchange_is_called_so(tmp_path):
+    layout = '{"dp": 8, "ep": 8, "zero": 3}'
+    plan = meshwise.plan("mixtral-8x7b", cluster="h100-hgx", layout=layout, out=tmp_path / "p.json")
+    parts = {part.name: part.value for part in plan.prediction.time_parts}
+    assert parts["expert-parallel communication"] > 0
+    assert "tensor-parallel communication" not in parts
+
+
+def test_parts_of_the_memory_add_up_to_it(tmp_path):
+    told = _given(tmp_path, '"zero": 0').prediction
+    assert sum(part.value for part in told.memory_parts) == pytest.approx(told.peak_memory_bytes)
+
+
+def test_a_name_and_an_option_that_nobody_knows(tmp_path):
+    with pytest.raises(ValueError, match="these come with Meshwise: b200-hgx, "):
+        meshwise.plan("gpt-125m", cluster="h100")
+    with pytest.raises(TypeError, match=r"^plan\(\) got an unexpected keyword argument 'gpu'"):
+        meshwise.plan("gpt-125m", gpu=4)
+    with pytest.raises(ValueError, match="or for more hosts with --hosts 3"):
+        meshwise.plan("gpt-125m", cluster="h100-hgx", gpus=24)
+
+
+def test_rows_that_may_not_fit_are_named(tmp_path):
+    plan = _given(tmp_path, '"zero": 0')
+    assert "Tight" not in str(tables.plan(plan))
+    device = msgspec.structs.replace(
+        plan.cluster.device, memory_bytes=int(plan.prediction.peak_memory_bytes) + 1
+    )
+    cluster = msgspec.structs.replace(plan.cluster, device=device, reserved_bytes=0)
+    assert "in row 1." in str(tables.plan(msgspec.structs.replace(plan, cluster=cluster)))

@@ -103,10 +103,12 @@ def changed(
 ) -> Scenario:
     """The scenario with another model, sizes (see ``resized``), degrees or dtype.
 
-    In a custom one the inference degrees that are not given are the training ones'.
+    In a custom one the inference degrees that are not given are the training ones', but weights are
+    sharded by FSDP in training alone.
     """
     trained = replace(scenario.train, **train or {})
-    served = replace(scenario.infer if scenario.about else trained, **infer or {})
+    usual = scenario.infer if scenario.about else replace(trained, fsdp=1)
+    served = replace(usual, **infer or {})
     chosen = model or scenario.model
     return replace(
         scenario,
