@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -190,13 +191,19 @@ def helps(record: type) -> dict[str, str]:
     fields = getattr(record, "__dataclass_fields__", {})
     found = {name: one.metadata["help"] for name, one in fields.items() if one.metadata}
     for kind in reversed(record.__mro__[:-1]):
-        (made,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        assert isinstance(made, ast.ClassDef)
-        for one, behind in zip(made.body, made.body[1:], strict=False):
+        body = _classes(kind.__module__)[kind.__name__].body
+        for one, behind in zip(body, body[1:], strict=False):
             if isinstance(one, ast.AnnAssign) and isinstance(behind, ast.Expr):
                 assert isinstance(one.target, ast.Name)
                 found[one.target.id] = ast.literal_eval(behind.value)
     return found
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """The classes of a module as they are written; parsed once, since a command waits for it."""
+    parsed_module = ast.parse(inspect.getsource(sys.modules[module]))
+    return {one.name: one for one in parsed_module.body if isinstance(one, ast.ClassDef)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,6 @@ def plan(asked: Search) -> Plan:
     """
     from meshwise import search
     from meshwise.models import catalogue
-    from meshwise.verbs import given
 
     model, measured_only = asked.model, asked.measured_only
     chosen = catalogue.find_any(model) if isinstance(model, str) else model
@@ -41,7 +40,11 @@ def plan(asked: Search) -> Plan:
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
     if asked.seq_len is not None:
         chosen = _long_enough(chosen, asked.seq_len)
-    layout = None if asked.layout is None else given.record(asked.layout, Layout)
+    layout = None
+    if asked.layout is not None:
+        from meshwise.verbs import given
+
+        layout = given.record(asked.layout, Layout)
     batch = asked.global_batch_size
     if batch is None and layout is not None:
         batch = layout.microbatch_rows * layout.num_microbatches
