@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -192,7 +193,7 @@ def helps(record: type) -> dict[str, str]:
     found = {name: one.metadata["help"] for name, one in fields.items() if one.metadata}
     for kind in reversed(record.__mro__[:-1]):
         body = _classes(kind.__module__)[kind.__name__].body
-        for one, behind in zip(body, body[1:], strict=False):
+        for one, behind in pairwise(body):
             if isinstance(one, ast.AnnAssign) and isinstance(behind, ast.Expr):
                 assert isinstance(one.target, ast.Name)
                 found[one.target.id] = ast.literal_eval(behind.value)
