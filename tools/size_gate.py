@@ -16,7 +16,7 @@ ROOMS = {
     "launch": 685,
     "models": 4_556,
     "nn": 1_360,
-    "options": 887,
+    "options": 893,
     "pages": 5_546,
     "parallel": 3_288,
     "prices": 838,
@@ -25,7 +25,7 @@ ROOMS = {
     "search": 2_524,
     "spec": 2_859,
     "suites": 1_003,
-    "verbs": 3_537,
+    "verbs": 3_529,
     "": 3_810,  # modules beside the rooms
 }
 

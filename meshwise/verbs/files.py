@@ -8,13 +8,14 @@ from typing import TypeVar
 
 from meshwise import store
 from meshwise.files import parse_toml
-from meshwise.spec import Cluster, Costs, Plan, RunInfo, Sample
+from meshwise.spec import Cluster, Costs, Layout, Plan, Recipe, RunInfo, Sample
 
 T = TypeVar("T", Cluster, Costs, Plan)
 
 log = logging.getLogger("meshwise")
 
 T2 = TypeVar("T2", str, Path | str)
+T3 = TypeVar("T3", Layout, Recipe)
 _WRITER: dict[type, str] = {Cluster: "detect", Costs: "calibrate", Plan: "plan"}
 
 
@@ -35,6 +36,16 @@ def take(path: Path | str, kind: type[T]) -> T:
         raise ValueError(f"{path} does not exist; `meshwise {_WRITER[kind]}` writes it{others}")
     announce(path)
     return store.read(path, kind)
+
+
+def record(given: T3 | Path | str, kind: type[T3]) -> T3:
+    """Return a record as it is, or read it from JSON text (``{"dp": 2}``) or from a file."""
+    if isinstance(given, kind):
+        return given
+    text, name = str(given), kind.__name__.lower()
+    if not text.strip():
+        raise ValueError(f"{name} = {text!r}: give JSON, or a file of it")
+    return store.parse(text, kind, name) if text.lstrip()[0] == "{" else store.read(text, kind)
 
 
 def several(value: T2 | tuple[T2, ...]) -> tuple[T2, ...]:

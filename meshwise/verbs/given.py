@@ -4,29 +4,12 @@ In: names, records, JSON or files of them. Out: a ``Plan`` without a prediction,
 that names what does not fit, before any process starts.
 """
 
-from pathlib import Path
-from typing import TypeVar
-
-from meshwise import schedule, store
+from meshwise import schedule
 from meshwise.models import catalogue, placement
 from meshwise.options.run import RunOptions
 from meshwise.spec import AnyModel, Cluster, Layout, Model, Plan, Recipe, Workload, stages_of
 from meshwise.spec.layout import SPLIT
-from meshwise.verbs import measure
-
-T = TypeVar("T", Layout, Recipe)
-
-
-def record(given: T | Path | str, kind: type[T]) -> T:
-    """Return a record as it is, or read it from JSON text (``{"dp": 2}``) or from a file."""
-    if isinstance(given, kind):
-        return given
-    text = str(given)
-    if not text.strip():
-        raise ValueError(f"{kind.__name__.lower()} = {text!r}: give JSON, or a file of it")
-    if not text.lstrip().startswith("{"):
-        return store.read(text, kind)
-    return store.parse(text, kind, kind.__name__.lower())
+from meshwise.verbs import files, measure
 
 
 def plan(asked: RunOptions) -> Plan:
@@ -35,7 +18,7 @@ def plan(asked: RunOptions) -> Plan:
     model, nproc = asked.model, asked.nproc
     chosen = catalogue.find_any(model) if isinstance(model, str) else model
     assert chosen is not None
-    layout = None if asked.layout is None else record(asked.layout, Layout)
+    layout = None if asked.layout is None else files.record(asked.layout, Layout)
     wanted = nproc if layout is None else layout.num_devices
     machine, size = measure.place(asked.cluster, wanted, keep=False)
     if layout is not None and nproc not in (None, size):
@@ -59,7 +42,7 @@ def plan(asked: RunOptions) -> Plan:
         machine,
         dtype=asked.dtype or ("bf16" if on_gpu else "fp32"),
         lowering=asked.lowering or lowering,
-        recipe=Recipe() if asked.recipe is None else record(asked.recipe, Recipe),
+        recipe=Recipe() if asked.recipe is None else files.record(asked.recipe, Recipe),
     )
 
 

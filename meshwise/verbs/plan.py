@@ -40,11 +40,7 @@ def plan(asked: Search) -> Plan:
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
     if asked.seq_len is not None:
         chosen = _long_enough(chosen, asked.seq_len)
-    layout = None
-    if asked.layout is not None:
-        from meshwise.verbs import given
-
-        layout = given.record(asked.layout, Layout)
+    layout = None if asked.layout is None else files.record(asked.layout, Layout)
     batch = asked.global_batch_size
     if batch is None and layout is not None:
         batch = layout.microbatch_rows * layout.num_microbatches

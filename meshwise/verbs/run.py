@@ -93,7 +93,7 @@ def _prompted(asked: RunOptions) -> RunOptions:
         raise ValueError(f"model = {chosen.name!r}: images have no next token; name another")
     if new_tokens is None:
         new_tokens = min(USUAL["cpu"].new_tokens, chosen.max_seq_len // 2)
-    layout = Layout() if asked.layout is None else given.record(asked.layout, Layout)
+    layout = Layout() if asked.layout is None else files.record(asked.layout, Layout)
     rows = asked.global_batch_size
     if rows is None:
         rows = layout.microbatch_rows * layout.num_microbatches
