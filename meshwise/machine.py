@@ -1,4 +1,4 @@
-"""What this machine is: devices, the links between them, and datasheet peaks where known.
+"""Look at this machine: devices, the links between them, and datasheet peaks where known.
 
 In: torch, NVML (optional), /proc, the launcher's variables. Out: a ``Cluster``. Nothing is
 guessed: a peak or a rate that no source gives is absent, and a note says how to supply it. Peaks

@@ -84,7 +84,7 @@ class Communicator:
 
 
 def unique_id() -> list[int]:
-    """What the first rank of a group tells the others."""
+    """Return the identifier that the first rank of a group tells the others."""
     made = _UniqueId()
     _call("ncclGetUniqueId", ctypes.byref(made))
     return list(made.internal)

@@ -1,4 +1,4 @@
-"""Where numbers come from: versions, devices, code and settings, and a device's state right now.
+"""Provenance of numbers: versions, devices, code and settings, and a device's state right now.
 
 Out: plain data for ``run.json``. No host names, user names or paths: settings are stored by a list
 of their names, a value that looks like a path is left out, and a GPU is known by a short hash of

@@ -272,7 +272,7 @@ def bound_bytes(op: LongAttention, shards: Shards) -> tuple[int, ...]:
 
 
 def _shared_pieces(branch: Branch, shards: Shards) -> list[list[list[int]]]:
-    """For each rank [start, stop, low, high] of its pieces in segments that it shares."""
+    """Return for each rank [start, stop, low, high] of its pieces in segments that it shares."""
     pieces = cuts(branch.width, shards)
     of_rank: list[list[list[int]]] = [[] for _ in shards.intervals]
     table = np.stack([*pieces[:4], pieces.rank], axis=1)[pieces.num_ranks > 1]

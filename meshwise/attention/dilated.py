@@ -259,7 +259,7 @@ class _Run(NamedTuple):
         return found
 
     def _send_for_mixes(self, of_branch: dict[int, Mix]) -> Callable[[], list[Mix]]:
-        """By heads: gradient, out and lse of the queries that are computed here."""
+        """Return, by heads, gradient, out and lse of the queries computed here."""
         asked = [branch for branch in self.planned.branches if branch.way == "heads"]
         wanted, wanted_lse = [], []
         for branch in asked:

@@ -147,8 +147,8 @@ def holders(shards: Shards, position: Ints) -> Ints:
 
 
 def owners(branch: Branch, every: Tasks, shards: Shards) -> Ints:
-    """By ``heads``: which rank takes each task [segments, heads]. The heads of a segment are dealt
-    to the ranks that hold it, in order."""
+    """Return which rank takes each task [segments, heads], by ``heads``. The heads of a segment are
+    dealt to the ranks that hold it, in order."""
     segment = every.position[:, 0, 0] // branch.width * branch.width
     first = holders(shards, segment)
     last = holders(shards, np.minimum(segment + branch.width, shards.seq_len) - 1)

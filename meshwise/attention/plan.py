@@ -42,7 +42,7 @@ class AttentionPlan(NamedTuple):
         return tuple(branch.way for branch in self.branches)
 
     def received_bytes(self, direction: str = "forward") -> tuple[int, ...]:
-        """By rank; ``backward`` counts the forward too."""
+        """Return the bytes each rank receives; ``backward`` counts the forward too."""
         each = [branch.received_bytes for branch in self.branches]
         if direction == "backward":
             each += [branch.backward_received_bytes for branch in self.branches]

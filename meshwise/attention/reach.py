@@ -197,8 +197,8 @@ def _count(
 
 
 def path_of(op: LongAttention, rows: Rows) -> Path:
-    """By search up to ``MOST_TOKENS_SEARCHED``, above by the paper's log_a(N (a - 1) / w0) where
-    segment lengths grow by a factor a, beginning at w0; causal that is at best an upper end."""
+    """Search up to ``MOST_TOKENS_SEARCHED``; above, take the paper's log_a(N (a - 1) / w0) where
+    segment lengths grow by a factor a from w0; causal that is at best an upper end."""
     n = op.seq_len
     if n == 1:
         return Path(layers=0, kind="exact")

@@ -42,7 +42,7 @@ class View(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the rows of a part belong among ``size`` rows, tokens * ``heads``, each at most once:
+    """The places of a part's rows among ``size`` rows, tokens * ``heads``, each at most once:
     a view of them, or ``where``; neither: it has all of them, in order. ``inverse``, for kernels:
     which row of the part belongs here, -1 for none."""
 

@@ -72,7 +72,7 @@ def zigzag(seq_len: int, ranks: int) -> Shards:
 
 
 def balanced(seq_len: int, ranks: int) -> Shards:
-    """How training shares a sequence: zigzag where it divides, else contiguous."""
+    """Share a sequence as training does: zigzag where it divides, else contiguous."""
     return (contiguous if seq_len % (2 * ranks) else zigzag)(seq_len, ranks)
 
 

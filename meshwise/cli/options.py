@@ -31,7 +31,7 @@ def flags(record: Any, *hidden: str, lists: bool = False) -> Parameter:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How many ranks: three spellings of one number, which must agree."""
+    """The number of ranks: three spellings, which must agree."""
 
     nproc: int | None = None
     "Ranks, one on each device: measure and run start them, or join those of a launcher."

@@ -84,7 +84,7 @@ def _has_price(op: object) -> bool:
 
 
 def expected_s(sample: Sample) -> float:
-    """What one more such operation adds to a long sum: the mean, at the slowest rank.
+    """Return what one more such operation adds to a long sum: the mean, at the slowest rank.
 
     Ranks that communicate wait for each other each time, so there it is the mean of the largest;
     ranks that do not wait only at the end, so there it is the largest of the means.
@@ -110,7 +110,7 @@ class _Group(NamedTuple):
 
 
 def _groups(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> list[_Group]:
-    """By category, in the order of their names."""
+    """Group samples by category, in the order of their names."""
     members: dict[Category, list[tuple[Key, Sample, float]]] = {}
     for sample, time_s in timed:
         key = op_key(sample.case.op, how(sample.case), info.cluster)  # type: ignore[arg-type]

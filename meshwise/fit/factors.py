@@ -1,4 +1,4 @@
-"""What composition misses: measured blocks against the sum of their operations' prices.
+"""Block factors: measured blocks against the sum of their operations' prices.
 
 A layer in the clock is not the sum of its kernels: eager mode adds host gaps, compilation fuses
 elementwise work away, small kernels overlap. The ratio measured / composed, by part, direction,

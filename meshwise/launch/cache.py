@@ -1,4 +1,4 @@
-"""Where torch.compile and Triton keep compiled code: a folder of this user alone.
+"""The folder, of this user alone, where torch.compile and Triton keep compiled code.
 
 Both run what they find there, and Inductor's usual place, /tmp/torchinductor_USER, can be made by
 somebody else first. Ours is XDG_CACHE_HOME/meshwise (~/.cache/meshwise) with mode 0700.

@@ -1,4 +1,4 @@
-"""What every rank is told to do, and how a rank does it: join, call the target, leave."""
+"""The order that every rank gets, and carrying it out: join, call the target, leave."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""From a forward graph to a training step: reverse-mode differentiation of the graph itself.
+"""Extend a forward graph to a training step: reverse-mode differentiation of the graph itself.
 
 Rules, for a result's gradient dy:
     gemm y = x w + b    dx = dy w (dgrad);  dw = dy^T x (wgrad);  db = sum of dy (bgrad)

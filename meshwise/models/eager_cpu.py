@@ -1,4 +1,4 @@
-"""What eager PyTorch does otherwise on CPUs: a graph of CUDA's kernels in, of the CPU's out.
+"""Rewrite a graph for eager PyTorch on CPUs: a graph of CUDA's kernels in, of the CPU's out.
 
 An RMSNorm is one kernel on CUDA; on CPUs it is several, and autograd keeps what each of them reads:
 x in fp32, and x / rms(x) before it is multiplied by the weight (ATen, rms_norm_composite). A

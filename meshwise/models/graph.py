@@ -71,7 +71,7 @@ class Graph:
 
     @functools.cached_property
     def bases(self) -> Mapping[str, str]:
-        """For each view, name the tensor in whose memory it lies."""
+        """Name, for each view, the tensor in whose memory it lies."""
         found: dict[str, str] = {}
         for node in self.nodes:
             if node.kind in ("view", "exchange", "average"):

@@ -180,7 +180,7 @@ def keywords(
 
 
 def described(record: type, but: type = object) -> str:
-    """Every field with its help, a paragraph each, ``but`` for those of another record."""
+    """List every field with its help, a paragraph each, ``but`` for those of another record."""
     known = helps(but)
     lines = [f"{name}: {text}" for name, text in helps(record).items() if name not in known]
     return "\n".join(textwrap.fill(line, 96, subsequent_indent="    ") for line in lines)
@@ -228,5 +228,5 @@ class Started(Options):
 
     @property
     def patience(self) -> Patience:
-        """How long ranks wait for each other."""
+        """The time ranks wait for each other."""
         return parsed(self.timeout, self.setup_timeout)

@@ -17,7 +17,7 @@ _MODEL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Started):
-    """How any kind is measured."""
+    """Options of every kind of measurement."""
 
     cluster: File = "cluster.toml"
     "The machine; detected first when cluster.toml does not exist."
@@ -177,7 +177,7 @@ class Fsdp(Sweep):
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap(Sweep):
-    """How much products and collectives slow each other down."""
+    """Options of ``overlap``: how much products and collectives slow each other down."""
 
     kinds: Annotated[tuple[str, ...], Flag("kind")] = ()
     "Collectives; may be repeated. By default all_gather, reduce_scatter, all_reduce, send_recv."

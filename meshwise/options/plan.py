@@ -15,7 +15,7 @@ _MODEL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Search(Options):
-    """Which model is planned for which cluster, by which prices."""
+    """The model to plan, for which cluster, by which prices."""
 
     model: SomeLanguageModel | None = field(default=None, kw_only=False, metadata={"help": _MODEL})
     gpus: Annotated[int | None, PYTHON] = None

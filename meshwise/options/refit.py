@@ -11,7 +11,7 @@ _Degree = Annotated[int | None, Range(1, 2**24)]
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Options):
-    """How training is laid out."""
+    """The layout of training."""
 
     tp: Annotated[_Degree, Flag("tensor_model_parallel_size")] = None
     "Of training."
@@ -27,7 +27,7 @@ class Training(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Inference(Options):
-    """How inference is laid out; as training unless given."""
+    """The layout of inference; as training unless given."""
 
     tp: Annotated[_Degree, Flag("rl_inference_tensor_model_parallel_size")] = None
     "Of inference."

@@ -309,7 +309,7 @@ def of_run(document: Mapping[str, Any]) -> list[Table]:
 
 
 def _best(scaling: Scaling) -> Table:
-    """For each length its fastest row, and the largest ring that is nearly linear."""
+    """Return each length's fastest row, and the largest ring that is nearly linear."""
 
     def of(tokens: int) -> tuple[int, Row | None, int | None]:
         rows = [row for row in scaling.measured if row.result.seq_length == tokens]

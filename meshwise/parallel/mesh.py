@@ -1,4 +1,4 @@
-"""Where a process stands in a layout: its pipeline rank, the mesh within it, links to others.
+"""The place of a process in a layout: its pipeline rank, the mesh within it, links to others.
 
 In: a Layout whose degrees multiply to the number of joined ranks. Out: a ``MeshPlace``. Rank r of a
 pipeline rank is number r % tp of its tp group, and tp groups are neighbours; then come the shards

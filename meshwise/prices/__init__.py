@@ -1,4 +1,4 @@
-"""What an operation costs: its ``key``, measured prices, below them data sheets (``datasheet``).
+"""Prices of operations: their ``key``, measured prices, below them data sheets (``datasheet``).
 
 An operation in, its time with an interval and the tier it comes from out.
 """

@@ -46,8 +46,8 @@ _WIDE = 128  # heads as wide as those that were measured
 
 
 class Share(Record, kw_only=True):
-    """What work reaches of a peak, on ``devices`` by name or elsewhere; at ``half_len`` tokens half
-    of it. ``error`` is relative."""
+    """The share of a peak that work reaches, on ``devices`` by name or elsewhere; at ``half_len``
+    tokens half of it. ``error`` is relative."""
 
     share: PositiveFloat
     devices: dict[str, PositiveFloat] = {}
@@ -177,7 +177,7 @@ class Datasheet:
     def _fastest(
         self, op: Collective, inside: int, hosts: int, rate: float, wire_bytes: float
     ) -> tuple[float, float]:
-        """By the fastest protocol: ``inside`` ranks on each of so many hosts, bytes of a rank."""
+        """Price by the fastest protocol: ``inside`` ranks on each host, bytes of a rank."""
         there_and_back = 2 if op.kind == "all_reduce" else 1
         times = []
         for of in self.known.protocols:

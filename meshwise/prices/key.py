@@ -1,4 +1,4 @@
-"""What makes two prices differ: each field of an operation is category, coordinate or derived.
+"""Price keys: each field of an operation is category, coordinate or derived.
 
 Operations of one *category* share a price, and two categories are never mixed. *Coordinates* are
 what a price is interpolated over. A *derived* field counts for nothing by itself, for a reason. How
@@ -48,7 +48,7 @@ ONE_KERNEL = ("copy", "add", "mul", "cast", "adamw", "grad_norm", "h2d", "d2h")
 
 
 class How(NamedTuple):
-    """How work runs: fields of ``Case``, which explains them."""
+    """The way work runs: fields of ``Case``, which explains them."""
 
     regime: Regime = "warm"
     lowering: Lowering = "eager"
@@ -78,7 +78,7 @@ def op_key(op: Op, how: How, cluster: Cluster) -> Key:
 
 
 def marks(op: Op, cluster: Cluster) -> list[Mark]:
-    """What each field of ``op`` is, in the order of ``FIELDS``."""
+    """Say what each field of ``op`` is, in the order of ``FIELDS``."""
     found: list[Mark] = [("category", "op", type(op).__struct_config__.tag)]
     return found + [m for f, role in FIELDS[type(op)].items() for m in role(op, f, cluster)]
 
@@ -88,12 +88,12 @@ def how(of: Case | Price) -> How:
 
 
 def name_of(price: Curve | Surface | Factor, cluster: Cluster) -> str:
-    """What a price is of."""
+    """Name what a price is of."""
     return op_key(price.like, how(price), cluster).name
 
 
 def in_step(op: Op, cluster: Cluster, lowering: Lowering) -> How:
-    """How a training step runs an operation; ``measure profile`` times it so.
+    """Say how a training step runs an operation; ``measure profile`` times it so.
 
     On a GPU products, attention and element-wise work are cold: weights were read a microbatch ago,
     and activations of tens of MB leave L2 as the next kernel writes as many. Collectives are warm:

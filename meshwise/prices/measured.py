@@ -187,7 +187,7 @@ class Prices:
         return op_key(op, run or in_step(op, cluster, self.costs.lowering), cluster)
 
     def _unmeasured(self, name: str, op: Op) -> Estimate:
-        """By the data sheet, or the error of a price that is missing."""
+        """Price by the data sheet, or raise that the price is missing."""
         if self.datasheet is None:
             raise ValueError(f"no price for {name}; {MEASURE}")
         try:
@@ -198,7 +198,7 @@ class Prices:
         return Estimate(time_s, error, "datasheet", note)
 
     def _nearest(self, op: Op, category: Category) -> tuple[Category, float] | None:
-        """What may stand in and differs least, and the error that this adds."""
+        """Return the category that may stand in and differs least, and the error that this adds."""
         mine, least, found = dict(category), math.inf, category
         for other in self.known:
             theirs = dict(other)
@@ -210,7 +210,7 @@ class Prices:
         return None if least == math.inf else (found, least)
 
     def _apart(self, op: Op, name: str, mine: str, theirs: str) -> float:
-        """How far apart two words of a category are; infinite where one cannot stand in."""
+        """Return how far apart two words of a category are; infinite where one cannot stand in."""
         if isinstance(op, Block):
             if name == "tp":
                 return abs(math.log2(int(mine[2:]) / int(theirs[2:])))
@@ -233,7 +233,7 @@ class Prices:
         return known[dtype] / known[other] if dtype in known and other in known else None
 
     def _at(self, price: Fitted, op: Op, key: Key, *, own: bool) -> Estimate:
-        """By the price of the operation's ``own`` category, or of one that stands in."""
+        """Evaluate the price of the operation's ``own`` category, or of one that stands in."""
         if isinstance(price, Curve):
             (x,) = key.coordinates.values()
             return _from_curve(price, key.name, float(x))
@@ -288,7 +288,7 @@ class Prices:
         return _at_size(found, found.ratio, block), self._spread(near[0])
 
     def _spread(self, category: Category) -> HeldOut:
-        """How much measured ratios of a part and direction differ: the error of a stand-in."""
+        """Return how much ratios of a part and direction differ: the error of a stand-in."""
 
         def kind(of: Category) -> list[str]:
             return [word for name, word in of if name in ("op", "model", "direction")]

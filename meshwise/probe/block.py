@@ -58,7 +58,7 @@ class Blocks:
         self.held = None
 
     def _place(self, op: Block) -> MeshPlace | None:
-        """Where this rank stands in its tp group, as if there were no other."""
+        """The place of this rank in its tp group, as if there were no other."""
         if op.tp > 1 and op.tp not in self.places:
             all_ranks = Layout(dp=self.ranks.world_size // op.tp, tp=op.tp)
             self.places[op.tp] = mesh.build(all_ranks, self.ranks.device.type)

@@ -268,7 +268,7 @@ def _direct(
 def _check(
     op: Collective, device: torch.device, party: Party | None, buffers: Buffers | None, calls: int
 ) -> Check | None:
-    """How to check the result after so many calls; an idle rank has none, so that none is wrong."""
+    """Return the check of the result after so many calls; an idle rank has nothing to check."""
     tolerance = pattern.tolerance(op, torch_dtype(op.dtype), calls)
     # gloo reduces in the buffers of all ranks: what the next call adds up is nobody's promise
     scratch = op.kind == "reduce" and calls > 1 and device.type == "cpu"

@@ -37,7 +37,7 @@ _FOREVER_S = 1e9  # the number of iterations decides
 
 
 class RefitRequest(Record, kw_only=True):
-    """How often a case is to be refitted, and whether to compare every element afterwards.
+    """The number of refits of a case, and whether to compare every element afterwards.
     ``metrics``: known before it runs."""
 
     case: Case

@@ -237,7 +237,7 @@ def _timed(bench: _Bench, case: Case, call: Call) -> timing.Timed:
 
 
 def _peak(ranks: Ranks) -> Metrics:
-    """On a CPU nobody counts."""
+    """Return the peak memory; a CPU has no count of it."""
     if ranks.device.type != "cuda":
         return {}
     mine = torch.cuda.max_memory_allocated(ranks.device), torch.cuda.max_memory_reserved()

@@ -62,7 +62,7 @@ def weighed(kinds: Iterable[int], itemsizes: Iterable[int]) -> Counter[int]:
 
 
 def _unnamed(layout: Layout) -> object:
-    """All of a layout but what its buffers are called."""
+    """Strip a layout of its buffers' names."""
     numbers: dict[str, int] = {}
     return tuple(
         (rank, box, offset, numbers.setdefault(buffer, len(numbers)))

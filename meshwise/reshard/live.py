@@ -115,7 +115,7 @@ def tied(everyone: Shares) -> dict[str, str]:
 
 
 def memory(everyone: Shares, side: int) -> dict[Buffer, Memory]:
-    """How the buffers of all ranks lie in memory; tied ones under every name."""
+    """Describe how the buffers of all ranks lie in memory; tied ones under every name."""
     return {
         Buffer(side, rank, share.name): share.memory
         for rank, shares in enumerate(everyone)
@@ -164,7 +164,7 @@ class Watch:
 
 
 def _described(tensor: Tensor) -> tuple[Any, list[Any]]:
-    """How a DTensor is placed, and how what is here of a tensor lies."""
+    """Describe how a DTensor is placed, and how the local part lies in memory."""
     if isinstance(tensor, DTensor):
         return placed_by(tensor), _lies(part_of(tensor))
     return None, _lies(tensor)
@@ -364,7 +364,7 @@ def pieces(rank: int, share: Share) -> Iterator[Piece]:
 
 
 def _difference(name: str, of: Mapping[int, Share]) -> str:
-    """How ranks disagree about a tensor, or nothing."""
+    """Say how ranks disagree about a tensor, if they do."""
     versions: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for rank, share in of.items():
         versions.setdefault((share.shape, share.dtype), []).append(rank)

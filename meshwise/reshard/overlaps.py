@@ -14,7 +14,7 @@ _MAX_WORK = 10_000  # of numpy's solver; what it cannot settle by then counts as
 
 
 class Extent(NamedTuple):
-    """Where a tensor lies; ``stride`` in elements, ``name`` says whose it is."""
+    """The place of a tensor in memory; ``stride`` in elements, ``name`` says whose it is."""
 
     address: int
     shape: tuple[int, ...]

@@ -55,7 +55,7 @@ COLUMNS = np.dtype(
 
 
 class Memory(NamedTuple):
-    """How a rank's buffer lies: elements, elements between neighbours in each dim, bytes each.
+    """The memory of a rank's buffer: elements, elements between neighbours in each dim, bytes each.
 
     ``alignment``: the largest power of two up to 8 that divides its address.
     """
@@ -208,7 +208,7 @@ def nbytes(table: Table) -> npt.NDArray[np.int64]:
 
 
 def packed(table: Table) -> npt.NDArray[np.int64]:
-    """Where each tile begins when they are packed one after the other; last, where all end."""
+    """Return where each tile begins when packed one after the other; last, where all end."""
     padded = -(-nbytes(table) // ALIGNMENT) * ALIGNMENT
     return np.concatenate([[0], np.cumsum(padded)])
 

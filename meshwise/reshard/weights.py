@@ -231,7 +231,7 @@ class Refit:
         self.ranks.barrier("the end of a refit")
 
     def _launch(self) -> None:
-        """On a GPU the first call runs as it is written, later ones replay its graph."""
+        """Launch; on a GPU the first call runs as it is written, later ones replay its graph."""
         if self.graph is not None:
             self.graph.replay()
             return

@@ -196,7 +196,7 @@ def _ranks(
 
 @lru_cache(maxsize=65536)
 def _leanest(*about: Any) -> RankWork:
-    """Of several ways to recompute, return the work of the ranks that save least."""
+    """Return, of several ways to recompute, the work of the ranks that save least."""
     *of, words = about
     return min([_ranks_of(*of, word) for word in words], key=lambda ranks: ranks.least.saved_bytes)
 
@@ -325,7 +325,7 @@ def _traffic(
 def _moments(
     name: Name, pp: int, stages_per_rank: int, num_microbatches: int
 ) -> frozenset[tuple[int, int]]:
-    """For the first rank, right after each forward, return pairs: the most microbatches alive, and
+    """Return pairs for the first rank, right after each forward: the most microbatches alive, and
     how many of its stages already hold gradients."""
     alive, reduced, found = 0, set[int](), dict[int, int]()
     for kind, stage, _ in schedule.row(name, pp, 0, stages_per_rank, num_microbatches):

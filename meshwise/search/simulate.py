@@ -176,9 +176,9 @@ class _Clocks:
 
 
 class Changes(NamedTuple):
-    """How a span of tasks changes memory, in order: which ``buffer`` is born (``sign`` 1) or freed
-    (-1), its ``role``, and the ``loop`` whose middle turns repeat the change (-1: none). ``whole``:
-    after how many changes a task's buffers have all been born."""
+    """Changes of memory in a span of tasks, in order: which ``buffer`` is born (``sign`` 1) or
+    freed (-1), its ``role``, and the ``loop`` whose middle turns repeat the change (-1: none).
+    ``whole``: after how many changes a task's buffers have all been born."""
 
     buffer: np.ndarray
     role: np.ndarray

@@ -1,4 +1,4 @@
-"""What a pipeline stage's actions cost: seconds and bytes of each, read off its program on paper.
+"""Costs of a pipeline stage's actions: seconds and bytes of each, read off its program on paper.
 
 A kind of stage (which layers, with or without embedding and head, its layout within a pipeline
 rank, what it recomputes) is run once, alone, for up to three microbatches: the first gathers
@@ -85,8 +85,8 @@ class StageKind(NamedTuple):
 
 
 class StageCost(NamedTuple):
-    """What a stage costs. ``actions``: by kind, for the first, a middle and the last microbatch, or
-    as many as there are. ``unit_bytes``: gathered weights and gradients on their way, of the
+    """The cost of a stage. ``actions``: by kind, for the first, a middle and the last microbatch,
+    or as many as there are. ``unit_bytes``: gathered weights and gradients on their way, of the
     largest unit. ``tier``: the lowest tier of its prices."""
 
     actions: dict[Kind, tuple[tuple[Spent, Live], ...]]
@@ -143,9 +143,9 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
 
 
 class Form(NamedTuple):
-    """What stages share that differ only in microbatch size and in how many equal layers, or turns
-    of a pattern, follow one another. ``program``: a stage in which one layer stands for several.
-    ``pieces``: the block that holds each task. ``moments``: how its actions change memory.
+    """The part shared by stages that differ only in microbatch size and in how many equal layers,
+    or turns of a pattern, follow one another. ``program``: a stage in which one layer stands for
+    several. ``pieces``: the block that holds each task. ``moments``: how its actions change memory.
     ``corrected``: for each buffer an index into the measured ratios of ``saved``, then 1 and 0,
     which multiply its counted size. ``passing``: buffers of gathered weights, and of messages.
     ``ops`` and ``sizes``: each task's operation and each buffer's bytes at up to two microbatch

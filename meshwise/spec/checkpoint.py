@@ -54,7 +54,7 @@ class Checkpoint(Record, kw_only=True):
 
     @property
     def note(self) -> str:
-        """What whoever uses it should know; mostly nothing."""
+        """A remark for whoever uses the checkpoint; mostly empty."""
         if all(stored.hashes for stored in self.files.values()):
             return ""
         return "saved by an earlier version, without hashes: damage is not seen; save it anew"

@@ -20,7 +20,7 @@ class Device(Record, kw_only=True):
 
     @property
     def lowering(self) -> Lowering:
-        """How models run here unless something else is said."""
+        """The lowering of models here unless something else is said."""
         return "compiled" if self.kind == "cuda" else "eager"
 
 

@@ -30,7 +30,7 @@ def _check_times(record: "Curve | Surface", points: tuple[object, ...]) -> None:
 
 
 class Price(Record, kw_only=True):
-    """What every price says: of which work, run how, from which runs.
+    """A price: of which work, run how, from which runs.
 
     ``like`` is one of the operations that share it; ``prices.key`` says in what others may differ.
     ``noise`` of a usual sample: half the median's interval over the median.

@@ -50,7 +50,7 @@ def shape(op: Shaped) -> str:
 
 
 def storage(op: Gemm) -> str:
-    """How the operands lie in memory, as BLAS says it: ``nt`` is A as it is, B transposed."""
+    """Say how the operands lie in memory, as BLAS does: ``nt`` is A as it is, B transposed."""
     return ("t" if op.trans_a else "n") + ("t" if op.trans_b else "n")
 
 
@@ -123,7 +123,7 @@ def _of_long_attention(op: LongAttention) -> str:
 
 
 def _choices(op: Resharding) -> str:
-    """What is not as usual."""
+    """List what is not as usual."""
     chosen = {
         f"verify {op.verify}": op.verify != "hash",
         "atomic": op.atomic,

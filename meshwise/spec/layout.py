@@ -1,4 +1,4 @@
-"""How a model is laid out: the degree of every mesh axis, and how model and batch are cut.
+"""Layouts: the degree of every mesh axis, and how model and batch are cut.
 
 Ranks are numbered with tp innermost, then cp, then the shards of a dp group, its replicas, and the
 pipeline outermost: every pipeline rank is a range of neighbouring ranks. Its pp=1 view,
@@ -32,7 +32,7 @@ SPLIT: frozenset[ScheduleName] = V_SHAPED | {"interleaved_zero_bubble"}
 
 
 class Cuts(Record, kw_only=True):
-    """Which dim of each part of a model the tp ranks divide.
+    """The dim of each part of a model that the tp ranks divide.
 
     Of ``heads``, ``ffn`` and ``vocab`` each rank has its part of the weights. Of ``seq`` or
     ``batch`` it has its part of the tokens and all weights, whose gradients are added up. Of
@@ -64,7 +64,7 @@ class Cuts(Record, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What differs from the default: ``attention:batch,head:whole``."""
+        """Name what differs from the default: ``attention:batch,head:whole``."""
         fields = self.__struct_fields__
         return ",".join(
             f"{of}:{getattr(self, of)}" for of in fields if getattr(self, of) != getattr(_CUTS, of)
@@ -83,7 +83,7 @@ def _in_words(counts: tuple[int, ...]) -> str:
 
 
 class Way(Record, kw_only=True):
-    """What one stage of a pipeline does in a way of its own; None: as the layout says."""
+    """One stage's own way to run; None: as the layout says."""
 
     zero: Annotated[int, Meta(ge=0, le=3)] | None = None
     replicas: Count | None = None
@@ -290,7 +290,7 @@ class Layout(Record, kw_only=True):
         return range(edges[pipeline_rank], edges[pipeline_rank + 1])
 
     def pipeline_rank_of(self, rank: int) -> int:
-        """On which pipeline rank a rank is."""
+        """Return the pipeline rank that a rank belongs to."""
         return next(p for p in range(self.pp) if rank in self.devices_of(p))
 
     def stage_layers(self, num_layers: int) -> tuple[range, ...]:
@@ -307,7 +307,7 @@ class Layout(Record, kw_only=True):
         return tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
 
     def recomputed(self, num_layers: int) -> tuple[Recompute, ...]:
-        """What is recomputed in each layer of a stage of ``num_layers``."""
+        """Return what is recomputed in each layer of a stage of ``num_layers``."""
         count = min(num_layers, self.recompute_layers or num_layers)
         return tuple(self.recompute if i < count else "none" for i in range(num_layers))
 

@@ -22,7 +22,7 @@ WAYS: tuple[Way, ...] = ("auto", "ring", "gather", "heads", "ring_heads")
 
 
 class Dilation(Exact, kw_only=True):
-    """Which rows each head keeps, in each branch.
+    """The rows that each head keeps, in each branch.
 
     ``offsets``: ``mod``, s = h mod r (the paper's); ``block``, s = h // ceil(heads / r)
     (torchscale's); ``group``: the heads are divided among the branches, the last get one more

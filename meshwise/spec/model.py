@@ -1,4 +1,4 @@
-"""What a model is: sizes only. ``models/`` turns it into operations, ``nn/`` into a module."""
+"""Models: sizes only. ``models/`` turns it into operations, ``nn/`` into a module."""
 
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
@@ -12,9 +12,9 @@ EXPERT_ALIGNMENT = 8  # each expert's rows begin at a multiple of this, as group
 
 
 class LayerKind(NamedTuple):
-    """In what the layers of a model differ. ``form``: dense or experts, by the feed-forward; of
-    images ``WideResNet.kind_of``. ``window``: how many keys a query sees at most; None: all before
-    it."""
+    """The fields in which layers of a model differ. ``form``: dense or experts, by the
+    feed-forward; of images ``WideResNet.kind_of``. ``window``: how many keys a query sees at most;
+    None: all before it."""
 
     form: str = "dense"
     window: int | None = None
@@ -138,7 +138,7 @@ class Experts(Record, kw_only=True):
 
     @property
     def capacity(self) -> int:
-        """How many tokens of a group an expert takes at most, as Alpa rounds it."""
+        """Return how many tokens of a group an expert takes at most, as Alpa rounds it."""
         assert self.capacity_factor is not None and self.group_size is not None
         share = self.top_k * self.group_size / self.num_experts
         return max(1, int(min(self.capacity_factor * share, self.group_size)))
@@ -222,7 +222,7 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
             raise ValueError(f"{told}; measure gemm, attention and collectives list its operations")
 
     def window_of(self, layer: int) -> int | None:
-        """How many keys a query sees at most in layer ``layer``, from 0; None: all before it."""
+        """Return how many keys a query of layer ``layer`` sees at most; None: all before it."""
         return None if layer in self.full_layers else self.window
 
     def check_rotary(self) -> None:

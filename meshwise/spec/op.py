@@ -249,14 +249,14 @@ class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
 
     @property
     def _parts_sent(self) -> int:
-        """How many ``group_size``-ths of ``size_bytes`` each rank puts on the wire."""
+        """Return how many ``group_size``-ths of ``size_bytes`` each rank puts on the wire."""
         n = self.group_size
         if self.kind in ("broadcast", "reduce", "send_recv", "send"):
             return n if n > 1 else 0
         return 2 * (n - 1) if self.kind == "all_reduce" else n - 1
 
     def _loads(self, *, keep_own: bool) -> list[int]:
-        """What each rank sends, then what each receives, with or without what it sends itself."""
+        """Return what each rank sends, then what each receives, with or without its own part."""
         n = len(self.splits)
         kept = [[self.splits[i][j] * (keep_own or i != j) for j in range(n)] for i in range(n)]
         return [*map(sum, kept), *map(sum, zip(*kept, strict=True))]

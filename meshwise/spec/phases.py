@@ -1,4 +1,4 @@
-"""Where the time of a step goes (``phases.json``): every rank's seconds by phase, and its spans."""
+"""The phases of a step (``phases.json``): every rank's seconds by phase, and its spans."""
 
 from collections.abc import Iterable
 from statistics import fmean
@@ -61,8 +61,8 @@ class Phases(Record, kw_only=True):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For a sample: of every phase the mean over ranks (``forward_s``; they add up) and the
-        largest (``largest_forward_s``)."""
+        """Return a sample's metrics: of every phase the mean over ranks (``forward_s``; they add
+        up) and the largest (``largest_forward_s``)."""
         found: dict[str, float] = {}
         for name in (*ADDENDS, "communication_s"):
             values = [float(getattr(rank, name)) for rank in self.ranks]
@@ -85,7 +85,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """Of disjoint ascending intervals what lies in none of ``others``, which are so too."""
+    """Remove ``others`` from intervals; both are disjoint and ascending."""
     found, cuts, at = [], list(others), 0
     for start, end in intervals:
         while at < len(cuts) and cuts[at][1] <= start:

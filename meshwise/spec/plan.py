@@ -38,13 +38,14 @@ class StageTimes(Record, kw_only=True):
     weights_s: NonNegativeFloat
 
     def of_action(self, kind: str) -> float:
-        """Of a schedule's action: F, B (the whole backward), I (of the input), W (of weights)."""
+        """Return an action's seconds: F, B (the whole backward), I (of the input), W (of
+        weights)."""
         whole_s = self.backward_s + self.weights_s
         return {"F": self.forward_s, "B": whole_s, "I": self.backward_s, "W": self.weights_s}[kind]
 
 
 class Prediction(Record, kw_only=True):
-    """What a layout should cost. Intervals carry the held-out error of the prices used.
+    """The predicted cost of a layout. Intervals carry the held-out error of the prices used.
 
     ``mfu`` counts FLOPs as torchtitan does (6 per parameter and token without the embedding
     lookup, plus 12*layers*hidden*seq per token, attention not halved) against the datasheet
@@ -75,7 +76,7 @@ class Candidate(Record, kw_only=True):
 
 
 class Removal(Record, kw_only=True):
-    """How many layouts one constraint removed."""
+    """The number of layouts that one constraint removed."""
 
     constraint: str
     count: NonNegative
@@ -117,7 +118,7 @@ class Stage(Record, kw_only=True):
 
 
 def placements_of(inside: Layout, parts: Iterable[str]) -> dict[str, Placement]:
-    """Where the operations of these parts of a model lie within a pipeline rank."""
+    """Return where the operations of these parts of a model lie within a pipeline rank."""
     found = {}
     for part in parts:
         axes: dict[str, list[Axis]] = {"batch": ["dp"], "seq": ["cp"]}
@@ -252,7 +253,6 @@ class Plan(Record, kw_only=True):
             try:
                 made = layout_of(self.stages, self.layout)
                 msgspec.structs.force_setattr(self, "layout", made)
-                # it was of what the layout made of them
                 msgspec.structs.force_setattr(self, "prediction", None)
                 due = stages_of(made, self.model)
             except ValueError as error:

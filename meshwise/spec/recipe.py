@@ -1,4 +1,4 @@
-"""How a model is trained, beside its layout: numbers, optimizer, kernels, what is traded."""
+"""Recipes: how a model is trained, beside its layout: numbers, optimizer, kernels, trade-offs."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ Routing = Literal["learned", "balanced", "skewed"]
 
 
 class Recipe(Record, kw_only=True):
-    """What a plan trains with; the defaults are torchtitan's.
+    """The recipe of a training; the defaults are torchtitan's.
 
     ``weights``: of masters and the optimizer's moments. ``reduce``: in what gradients are added
     over ranks. ``max_grad_norm``: 0 does not clip. ``prefetch``: units gathered ahead of the one

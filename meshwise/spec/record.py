@@ -79,7 +79,7 @@ class Record(
 
 
 class Exact(Record, kw_only=True):
-    """For programs to build: each field is of its type exactly, but a list may be a tuple."""
+    """A record that programs build: fields are of their type exactly, but a list may be a tuple."""
 
     def __post_init__(self) -> None:
         given = {field: getattr(self, field) for field in type(self).__struct_fields__}

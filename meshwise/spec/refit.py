@@ -1,4 +1,4 @@
-"""What ``refit`` measures: the weights of a model go from one layout to another."""
+"""Records of ``refit``: the weights of a model go from one layout to another."""
 
 from math import lcm
 from typing import Literal
@@ -93,7 +93,7 @@ class Bound(Record, kw_only=True):
 
 
 class Forecast(Record, kw_only=True):
-    """What a refit will move, before anything runs.
+    """The forecast of a refit, before anything runs.
 
     ``source_bytes``, ``destination_bytes``: of the first rank of each. ``wire_bytes``: of all
     ranks; ``local_bytes``: copied within ranks; ``max_in_bytes``, ``max_out_bytes``: of the busiest

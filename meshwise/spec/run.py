@@ -39,7 +39,7 @@ class Step(Record, kw_only=True, tag_field="op", tag="step"):
 
 
 class Case(Record, kw_only=True):
-    """What is timed, and how: two cases with different regimes are never one number.
+    """A thing to time, and how: two cases with different regimes are never one number.
 
     ``regime``: cold (L2 flushed, buffers rotated), warm (same buffers), graph (CUDA graph
     replay), blocking (the host waits for each call), pipelined (many calls in a row, one time for
@@ -61,7 +61,7 @@ class Case(Record, kw_only=True):
 
 
 def case_of(plan: Plan, mode: Literal["train", "infer", "decode"], *, new_tokens: int = 0) -> Case:
-    """What ``run`` measures of a plan."""
+    """Return the case that ``run`` measures of a plan."""
     op = Step(
         model=plan.model,
         workload=plan.workload,
@@ -168,7 +168,7 @@ class _Ring(msgspec.Struct):
 
 
 class _Known(msgspec.Struct):
-    """What is read of a provenance; whatever else is in it is only stored."""
+    """The part of a provenance that is read; the rest is only stored."""
 
     gpus: tuple[_Gpu, ...] | None = None
     settings: dict[str, str] | None = None
@@ -181,7 +181,7 @@ FAILED = ("oom", "error", "hung")  # what is skipped is not for this machine
 
 
 def ending(samples: Sequence[Sample]) -> tuple[Literal["complete", "partial"], str]:
-    """How a run ended that did all its cases, and why it is not complete: some failed."""
+    """Return how a run ended that did all its cases, and why it is not complete: some failed."""
     failed = Counter(sample.status for sample in samples if sample.status in FAILED)
     if not failed:
         return "complete", ""
@@ -190,7 +190,7 @@ def ending(samples: Sequence[Sample]) -> tuple[Literal["complete", "partial"], s
 
 
 class RunInfo(Record, kw_only=True):
-    """Who measured what where; written before the first sample so that a failure keeps it.
+    """A run: who measured what where; written before the first sample so that a failure keeps it.
 
     ``status``: complete, every case was measured but those that are not for this machine; partial,
     some failed or the budget was spent; interrupted from outside; failed, the ranks or the verb.

@@ -1,4 +1,4 @@
-"""What an image classifier is: sizes only, as ``spec/model.py`` has them for language models."""
+"""Image classifiers: sizes only, as ``spec/model.py`` has them for language models."""
 
 from bisect import bisect
 from itertools import accumulate
@@ -38,7 +38,7 @@ class WideResNet(Record, kw_only=True, tag_field="family", tag="wide_resnet"):
         return sum(self.blocks)
 
     def kind_of(self, layer: int) -> str:
-        """Which layers are alike: those of a resolution (``0.rest``), besides its first, which
+        """Name the layers that are alike: those of a resolution (``0.rest``) but its first, which
         changes the shape (``0.first``)."""
         starts = list(accumulate(self.blocks, initial=0))
         resolution = bisect(starts, layer) - 1

@@ -1,4 +1,4 @@
-"""How a model's weights lie on ranks, as training and inference engines lay them out."""
+"""Layouts of a model's weights on ranks, as training and inference engines lay them out."""
 
 from itertools import accumulate, pairwise
 from typing import Literal

@@ -59,7 +59,7 @@ def _config(name: str) -> ModelConfig:
 
 @functools.cache
 def data() -> dict[str, Any]:
-    """What the file holds: names, shapes, sweeps, cases."""
+    """Read what the file holds: names, shapes, sweeps, cases."""
     return files.own_data("suites.toml")
 
 

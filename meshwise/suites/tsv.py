@@ -86,7 +86,7 @@ def _mean(times_s: Sequence[float]) -> str:
 
 
 def _deviation(times_s: Sequence[float]) -> str:
-    """That of the times themselves, not of what they are a sample of."""
+    """Return the deviation of the times themselves, not of what they are a sample of."""
     return f"{pstdev(times_s):.3f}" if times_s else ""
 
 

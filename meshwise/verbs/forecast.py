@@ -178,8 +178,8 @@ def _need(op: Resharding, plan: transfer.Transfer, loads: Sequence[Loads]) -> _N
 
 
 def _tile_bytes(op: Resharding) -> int:
-    """At most, of a tile's tables: lines of 7 words, to be copied and perhaps hashed again (before
-    with delta, at both ends with full), 3 hashes; 2 words that its message is padded by."""
+    """Return the most bytes of a tile's tables: lines of 7 words, copied and perhaps hashed again
+    (before with delta, at both ends with full), 3 hashes, and 2 words of padding."""
     lines = 3 if op.verify == "full" else 1 if op.changed is None else 2
     return 8 * (7 * lines + 5)
 

@@ -70,7 +70,7 @@ def prepared(
 
 
 def too_large(one: Prepared, asked: RunOptions) -> str:
-    """That a case needs more memory than there is, in words; "" if that is not known."""
+    """Say that a case needs more memory than there is; "" if that is not known."""
     lacks = memory.shortage(one.plan, asked)
     return f"does not fit: {lacks}; use --scale-to-fit" if lacks else ""
 

@@ -103,7 +103,7 @@ SCALES = {
 
 
 class Profile(NamedTuple):
-    """What every case of one profile has in common."""
+    """The part that every case of one profile has in common."""
 
     cluster: Cluster
     world_size: int

@@ -148,8 +148,8 @@ class _Stage(Stage):
         return 7 * 8 * lines + 3 * self.looked.nbytes + sum(tensor.nbytes for tensor in sums)
 
     def _pulls(self) -> list[list[tuple[Launch, Launch | None]]]:
-        """For each peer, what to pull and then to read again, part by part. A peer's programs are
-        its share of the bytes."""
+        """Return, for each peer, what to pull and then to read again, part by part. A peer's
+        programs are its share of the bytes."""
         direct, found, job = self.direct, self.ends, self.job
         make = partial(copier, refused=direct.refused)
         far = straight(job, found.receives, direct.far, direct.own)

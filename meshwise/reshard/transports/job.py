@@ -68,7 +68,7 @@ def ends(table: Table, here: int) -> Ends:
 
 
 def _spans(peers: npt.NDArray[np.int32]) -> dict[int, slice]:
-    """Where each peer's lines are in a table that is sorted by peer."""
+    """Find each peer's lines in a table that is sorted by peer."""
     found, first = np.unique(peers, return_index=True)
     edges = [*first.tolist(), len(peers)]
     return {peer: slice(*edges[i : i + 2]) for i, peer in enumerate(found.tolist())}
@@ -132,11 +132,11 @@ class Stage(ABC):
 
     @abstractmethod
     def settle(self, verified: bool) -> None:
-        """With ``delta``: note what the destination has now, or that nobody knows."""
+        """Note, with ``delta``, what the destination has now, or that nobody knows."""
 
     @abstractmethod
     def changed_here(self) -> npt.NDArray[np.bool_]:
-        """With ``delta``: which of the tiles that this rank receives came in the last launch."""
+        """Return, with ``delta``, which tiles of this rank came in the last launch."""
 
     def wrong_tiles(self) -> Table:
         """The tiles that came or stayed here and whose two hashes differ."""

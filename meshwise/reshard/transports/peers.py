@@ -25,7 +25,7 @@ class _Handle(ctypes.Structure):
 
 
 class Share(NamedTuple):
-    """Where a tensor is: an allocation's handle, in hex, and bytes into it."""
+    """The place of a tensor: an allocation's handle, in hex, and bytes into it."""
 
     handle: str
     offset: int

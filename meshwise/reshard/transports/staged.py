@@ -44,9 +44,9 @@ class Slots(NamedTuple):
 
 
 class Carrier(Protocol):
-    """How messages travel. Launches go to the current stream, or block on a CPU; ranks make them
-    together. ``programs``: of the kernels that pack, where the carrier needs multiprocessors.
-    ``blocks``: the host waits in a launch, and knows its outcome."""
+    """A way for messages to travel. Launches go to the current stream, or block on a CPU; ranks
+    make them together. ``programs``: of the kernels that pack, where the carrier needs
+    multiprocessors. ``blocks``: the host waits in a launch, and knows its outcome."""
 
     programs: int
     blocks: bool
