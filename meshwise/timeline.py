@@ -18,19 +18,19 @@ from typing import Any
 
 from meshwise import files, schedule
 from meshwise.spec import Layout, Plan
-from meshwise.spec.phases import Span
+from meshwise.spec.phases import PhaseSpan
 
 REST = "communication and optimizer"
 ACTIONS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward of weights"}
 _NAME = re.compile(r"([FBIW]) (?P<stage>\d+)\.(?P<microbatch>\d+)(?: of batch (?P<batch>\d+))?")
 
 
-def write(path: Path, layout: Layout, spans: Iterable[Span]) -> Path:
+def write(path: Path, layout: Layout, spans: Iterable[PhaseSpan]) -> Path:
     """Write the trace of spans and return its path."""
     return files.write_whole(path, json.dumps(trace(layout, spans)) + "\n")
 
 
-def predicted(plan: Plan) -> list[Span]:
+def predicted(plan: Plan) -> list[PhaseSpan]:
     """Return the timeline that a plan predicts; ValueError if it was not priced.
 
     Without stage times, the parts of the predicted step follow each other.
@@ -55,7 +55,7 @@ def predicted(plan: Plan) -> list[Span]:
         if last_s < told.step_time_s:
             row.append((REST, last_s, told.step_time_s))
     return [
-        Span(
+        PhaseSpan(
             rank=layout.devices_of(pipeline_rank)[0],
             stream="compute",
             name=name,
@@ -67,7 +67,7 @@ def predicted(plan: Plan) -> list[Span]:
     ]
 
 
-def trace(layout: Layout, spans: Iterable[Span]) -> dict[str, Any]:
+def trace(layout: Layout, spans: Iterable[PhaseSpan]) -> dict[str, Any]:
     """Return the trace as a JSON object. Slices of a thread must not overlap, so a stream that does
     several things at once gets a thread for each."""
     threads: dict[tuple[int, str, int], int] = {}
@@ -86,7 +86,7 @@ def trace(layout: Layout, spans: Iterable[Span]) -> dict[str, Any]:
     return {"traceEvents": names + slices, "displayTimeUnit": "ms"}
 
 
-def _slice(layout: Layout, span: Span, thread: int) -> dict[str, Any]:
+def _slice(layout: Layout, span: PhaseSpan, thread: int) -> dict[str, Any]:
     found = _NAME.fullmatch(span.name) if span.stream == "compute" else None
     action = found.groupdict() if found else {}
     return {

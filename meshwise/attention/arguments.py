@@ -36,7 +36,7 @@ _Tensor = Annotated[Tensor, Meta(description="give a tensor [batch, length, head
 _Scale = Annotated[int, Meta(gt=0, le=_MOST)] | Annotated[float, Meta(gt=0, le=1e300)] | None
 
 
-class _Told(TypedDict, total=False):
+class _Types(TypedDict, total=False):
     """Arguments of attention: the exact type of each, and the fix where another was given."""
 
     q: _Tensor
@@ -61,7 +61,7 @@ class _Told(TypedDict, total=False):
 
 @functools.cache
 def _fixes() -> dict[str, str]:
-    hints = get_type_hints(_Told, include_extras=True)
+    hints = get_type_hints(_Types, include_extras=True)
     return {name: hint.__metadata__[-1].description for name, hint in hints.items()}
 
 
@@ -70,7 +70,7 @@ def misfit(**given: Any) -> str:
     for name, value in given.items():
         if isinstance(value, float):  # NumPy's float64 is one
             given[name] = float(value)
-    if found := mistyped(given, _Told):
+    if found := mistyped(given, _Types):
         return f"{found[0]} = {shown(given[found[0]])}: {_fixes()[found[0]]}"
     for name, value in given.items():
         if isinstance(value, Tensor) and not (

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from meshwise.attention.kernels import attend, attend_backward
 from meshwise.attention.merge import SoFar, Softmax, merge, nothing, opened, wide
-from meshwise.attention.pieces import Piece, batches
+from meshwise.attention.pieces import MaskPiece, batches
 
 
 def attend_pieces(
-    q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], scale: float,
+    q: Tensor, k: Tensor, v: Tensor, pieces: tuple[MaskPiece, ...], scale: float,
     so_far: Softmax | None = None,
 ) -> Softmax:  # fmt: skip
     """The softmax over these keys and those of ``so_far``, which may be written over."""
@@ -42,7 +42,7 @@ def attend_pieces(
 
 def add_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    pieces: tuple[Piece, ...], scale: float, totals: Sequence[Tensor],
+    pieces: tuple[MaskPiece, ...], scale: float, totals: Sequence[Tensor],
 ) -> None:  # fmt: skip
     """Adds dq, dk, dv of these keys to ``totals``. ``grad``, ``out``, ``lse`` are of q's whole
     softmax, over these keys and all others."""
@@ -60,7 +60,7 @@ def add_gradients(
 
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    pieces: tuple[Piece, ...], scale: float,
+    pieces: tuple[MaskPiece, ...], scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """dq, dk, dv where these keys are all that q attends."""
     if len(pieces) == 1 and pieces[0][:4] == (0, q.shape[2], 0, k.shape[2]):
@@ -98,7 +98,7 @@ def _attend_backward(
 Places = tuple[tuple[int, ...], int]
 
 
-def _places(batch: Sequence[Piece]) -> tuple[Places, Places]:
+def _places(batch: Sequence[MaskPiece]) -> tuple[Places, Places]:
     first = batch[0]
     return (
         (tuple(p.q_start for p in batch), first.q_stop - first.q_start),

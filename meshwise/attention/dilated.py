@@ -28,8 +28,8 @@ from meshwise.attention.arguments import agreed, no_view, refuse_second_derivati
 from meshwise.attention.kernels import attend, attend_backward
 from meshwise.attention.merge import wide
 from meshwise.attention.plan import SPARSE_WAYS, plan
-from meshwise.attention.rows import Part, select, unselect
-from meshwise.attention.schedule import Batch, Branch, Schedule, schedule
+from meshwise.attention.rows import RowPart, select, unselect
+from meshwise.attention.schedule import Batch, RankBranch, Schedule, schedule
 from meshwise.attention.shards import Shards, of_lengths
 from meshwise.attention.wire import Wire, wire_of
 from meshwise.prices import Prices
@@ -132,7 +132,7 @@ class _Run(NamedTuple):
 
     def forward(self, own: Rows) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
         """out, lse; with ``detached`` each branch's out and lse; what arrived, for the backward."""
-        parts: dict[int, list[Part]] = defaultdict(list)
+        parts: dict[int, list[RowPart]] = defaultdict(list)
         arrived: list[Tensor] = []
         pending = self._start(own, 0)
         for branch in self.planned.branches:
@@ -168,23 +168,20 @@ class _Run(NamedTuple):
         """dq, dk, dv of this rank's rows."""
         of_branch = self._mixes(whole, mixes)
         pending = self._send_for_mixes(of_branch)
-        parts: list[list[Part]] = [[], [], []]  # of q and, a row a query head, of k and v
-        shared: list[list[Part]] = [[], []]  # of k and v, a row a key head
+        parts: list[list[RowPart]] = [[], [], []]  # of q and, a row a query head, of k and v
+        shared: list[list[RowPart]] = [[], []]  # of k and v, a row a key head
         for branch in self.planned.branches:
             if branch.way != "heads":
                 mix = of_branch[branch.number]
                 for batch in branch.rounds[0]:
                     dq, dk, dv = self._back(batch, own, own, mix)
-                    parts[0].append(Part(dq, batch.query_places))
+                    parts[0].append(RowPart(dq, batch.query_places))
                     to = shared if batch.shares else parts[1:]
                     for of, x in zip(to, (dk, dv), strict=True):
-                        of.append(Part(x, batch.key_places))
+                        of.append(RowPart(x, batch.key_places))
         self._backward_of_others(own, of_branch, pending, list(arrived), parts[0], shared)
         dq = rows.total(parts[0], own[0].flatten(1, 2)).unflatten(1, own[0].shape[1:3])
-        return [
-            dq,
-            *(self._key_gradient(own, parts[i + 1], shared[i], own[i + 1]) for i in (0, 1)),
-        ]
+        return [dq, *(self._key_gradient(own, parts[i + 1], shared[i], own[i + 1]) for i in (0, 1))]
 
     # ---- forward's pieces
 
@@ -197,10 +194,10 @@ class _Run(NamedTuple):
             wanted += [(branch.keys[number], x.flatten(1, 2)) for x in own[1:]]
         return rows.fetch(self.wire, wanted)
 
-    def _remote(self, number: int) -> list[Branch]:
+    def _remote(self, number: int) -> list[RankBranch]:
         return [branch for branch in self.planned.branches if number < len(branch.keys)]
 
-    def _take_in(self, came: list[Tensor], number: int) -> list[tuple[Branch, list[Tensor]]]:
+    def _take_in(self, came: list[Tensor], number: int) -> list[tuple[RankBranch, list[Tensor]]]:
         tensors = iter(came)
         return [
             (branch, [next(tensors) for _ in range(3 if branch.way == "heads" else 2)])
@@ -208,23 +205,23 @@ class _Run(NamedTuple):
         ]
 
     def _compute(
-        self, batches: Iterable[Batch], queries: Rows, keys: Rows, into: list[Part]
+        self, batches: Iterable[Batch], queries: Rows, keys: Rows, into: list[RowPart]
     ) -> None:
         for batch in batches:
             q = select(queries[0], batch.query)
             k, v = (select(x, batch.key) for x in keys[1:])
             out, lse = attend(q, k, v, causal=batch.causal, scale=self.scale)
             into.append(
-                Part(
+                RowPart(
                     unselect(out, batch.query, len(queries[0])),
                     batch.query_places,
                     unselect(lse.unsqueeze(-1), batch.query, len(queries[0])).squeeze(-1),
                 )
             )
 
-    def _of_heads(self, branch: Branch, rows_of: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _of_heads(self, branch: RankBranch, rows_of: list[Tensor]) -> tuple[Tensor, Tensor]:
         """out [B, rows, D] and lse [B, rows] of the queries that came here."""
-        found: list[Part] = []
+        found: list[RowPart] = []
         came = [_as_heads(x) for x in rows_of]
         self._compute(branch.rounds[0], came, came, found)
         if not found:
@@ -233,14 +230,14 @@ class _Run(NamedTuple):
         return rows.combine(found, rows_of[0])
 
     def _bring_home(
-        self, returned: Sequence[tuple[Branch, Tensor, Tensor]], parts: dict[int, list[Part]]
+        self, returned: Sequence[tuple[RankBranch, Tensor, Tensor]], parts: dict[int, list[RowPart]]
     ) -> None:
         if not returned:
             return
         outs = rows.give_back(self.wire, [(b.queries, out) for b, out, _ in returned])
         lses = rows.give_back(self.wire, [(b.queries, lse.unsqueeze(-1)) for b, _, lse in returned])
         for (branch, _, _), out, lse in zip(returned, outs(), lses(), strict=True):
-            parts[branch.number].append(Part(out, branch.returned, lse.squeeze(-1)))
+            parts[branch.number].append(RowPart(out, branch.returned, lse.squeeze(-1)))
 
     # ---- backward's pieces
 
@@ -282,12 +279,12 @@ class _Run(NamedTuple):
         of_branch: dict[int, Mix],
         pending: Callable[[], list[Mix]],
         arrived: list[Tensor],
-        query_parts: list[Part],
-        key_parts: list[list[Part]],
+        query_parts: list[RowPart],
+        key_parts: list[list[RowPart]],
     ) -> None:
         """Backward of what arrived in the forward; gradients of others' rows return to them."""
         came = iter(pending())
-        made: list[tuple[list[Part], rows.Fetch, Tensor]] = []  # and where what returns is added
+        made: list[tuple[list[RowPart], rows.Fetch, Tensor]] = []  # and where what returns is added
         for number in range(self.planned.num_rounds):
             for branch in self._remote(number):
                 count = 3 if branch.way == "heads" else 2
@@ -306,10 +303,12 @@ class _Run(NamedTuple):
                     keys, mix = [own[0], *rows_of], of_branch[branch.number]
                     for batch in branch.rounds[number + 1]:
                         dq, *grads = self._back(batch, own, keys, mix)
-                        query_parts.append(Part(dq, batch.query_places))
+                        query_parts.append(RowPart(dq, batch.query_places))
                         _add(sums, grads, (batch.key, batch.key))
                 made += zip(key_parts, [branch.keys[number]] * 2, sums, strict=True)
-        by_dtype: dict[torch.dtype, list[tuple[list[Part], rows.Fetch, Tensor]]] = defaultdict(list)
+        by_dtype: dict[torch.dtype, list[tuple[list[RowPart], rows.Fetch, Tensor]]] = defaultdict(
+            list
+        )
         for each in made:
             by_dtype[each[2].dtype].append(each)
         for dtype in sorted(by_dtype, key=str):
@@ -327,7 +326,7 @@ class _Run(NamedTuple):
         return [unselect(x, at, len(of)) for x, at, of in zip(grads, sides, sources, strict=True)]
 
     def _key_gradient(
-        self, own: Rows, by_query: list[Part], by_key: list[Part], like: Tensor
+        self, own: Rows, by_query: list[RowPart], by_key: list[RowPart], like: Tensor
     ) -> Tensor:
         groups = own[0].shape[2] // like.shape[2]
         if by_query and groups == 1:

@@ -32,7 +32,7 @@ KERNELS = ("cudnn", "flash", "efficient", "cpu", "plain")
 MOST_ELEMENTS = 2**31  # from a tensor's first to its last: more make cuDNN's backward wrong
 
 
-class Block(NamedTuple):
+class KernelCall(NamedTuple):
     """The arguments of a kernel, with as many key heads as query heads."""
 
     q: Tensor
@@ -80,7 +80,7 @@ def attend(
         axis = 0 if q.shape[0] > 1 else 1
         out, lse = (torch.cat(each, axis) for each in zip(*parts, strict=True))
         return out, lse
-    out, lse = _FORWARD[name](Block(q, k, v, causal, scale))
+    out, lse = _FORWARD[name](KernelCall(q, k, v, causal, scale))
     return out, lse
 
 
@@ -106,7 +106,7 @@ def attend_backward(
     else:
         # exp(a - lse) of a query that saw nothing must be 0, not exp(a + inf)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        block = Block(q, shared_k, shared_v, causal, scale)
+        block = KernelCall(q, shared_k, shared_v, causal, scale)
         dq, dk, dv = _BACKWARD[name](block, grad, out, lse)
     if dk.shape[1] != k.shape[1]:
         dk, dv = (x.unflatten(1, (k.shape[1], groups)).sum(2) for x in (dk, dv))
@@ -144,7 +144,7 @@ def _halves(*tensors: Tensor, q_at: int = 0) -> list[tuple[Tensor, ...]]:
 # ---- the kernels: forward -> out, lse; backward -> dq, dk, dv. torch has no types for them.
 
 
-def _cudnn(block: Block) -> Any:
+def _cudnn(block: KernelCall) -> Any:
     q, k, v, causal, scale = block
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal,
@@ -153,7 +153,7 @@ def _cudnn(block: Block) -> Any:
     return out, lse.reshape(q.shape[:-1])
 
 
-def _cudnn_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+def _cudnn_backward(block: KernelCall, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
     q, k, v, causal, scale = block
     grad, out = (_laid_out_as(q, x) for x in (grad, out))
     unused = torch.empty((), dtype=torch.int64, device=q.device)
@@ -168,14 +168,14 @@ def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
     return x if x.stride() == q.stride() else torch.empty_like(q).copy_(x)
 
 
-def _flash(block: Block) -> Any:
+def _flash(block: KernelCall) -> Any:
     q, k, v, causal, scale = block
     return aten._scaled_dot_product_flash_attention(
         q, k, v, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale
     )[:2]
 
 
-def _flash_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+def _flash_backward(block: KernelCall, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
     q, k, v, causal, scale = block
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     return aten._scaled_dot_product_flash_attention_backward(
@@ -184,7 +184,7 @@ def _flash_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any
     )  # fmt: skip
 
 
-def _efficient(block: Block) -> Any:
+def _efficient(block: KernelCall) -> Any:
     q, k, v, causal, scale = block
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal, scale=scale
@@ -192,7 +192,7 @@ def _efficient(block: Block) -> Any:
     return out, lse[..., : q.shape[2]]
 
 
-def _efficient_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+def _efficient_backward(block: KernelCall, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
     q, k, v, causal, scale = block
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
     unused = torch.empty((), dtype=torch.int64, device=q.device)
@@ -202,33 +202,33 @@ def _efficient_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) ->
     )[:3]  # fmt: skip
 
 
-def _cpu(block: Block) -> Any:
+def _cpu(block: KernelCall) -> Any:
     q, k, v, causal, scale = block
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal, scale=scale)
 
 
-def _cpu_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+def _cpu_backward(block: KernelCall, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
     q, k, v, causal, scale = block
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale
     )
 
 
-def _plain(block: Block) -> Any:
+def _plain(block: KernelCall) -> Any:
     scores = _scores(block)
     lse = scores.logsumexp(-1)
     shares = (scores - lse.unsqueeze(-1)).exp()
     return (shares @ block.v.to(lse.dtype)).to(block.q.dtype), lse
 
 
-def _plain_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+def _plain_backward(block: KernelCall, grad: Tensor, out: Tensor, lse: Tensor) -> Any:
     shares = (_scores(block) - lse.unsqueeze(-1)).exp()
     grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, *block[:3], out))
     slopes = shares * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * block.scale
     return [x.to(block.q.dtype) for x in (slopes @ k, slopes.mT @ q, shares.mT @ grad)]
 
 
-def _scores(block: Block) -> Tensor:
+def _scores(block: KernelCall) -> Tensor:
     q, k = (x.to(wide(x.dtype)) for x in (block.q, block.k))
     scores = q @ k.mT * block.scale
     if block.causal:
@@ -237,10 +237,10 @@ def _scores(block: Block) -> Tensor:
     return scores
 
 
-_FORWARD: dict[str, Callable[[Block], Any]] = {
+_FORWARD: dict[str, Callable[[KernelCall], Any]] = {
     "cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "cpu": _cpu, "plain": _plain,
 }  # fmt: skip
-_BACKWARD: dict[str, Callable[[Block, Tensor, Tensor, Tensor], Any]] = {
+_BACKWARD: dict[str, Callable[[KernelCall, Tensor, Tensor, Tensor], Any]] = {
     "cudnn": _cudnn_backward, "flash": _flash_backward, "efficient": _efficient_backward,
     "cpu": _cpu_backward, "plain": _plain_backward,
 }  # fmt: skip

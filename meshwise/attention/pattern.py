@@ -84,7 +84,7 @@ class Needs(NamedTuple):
     queries: list[Ints]
 
 
-class Call(NamedTuple):
+class TaskGroup(NamedTuple):
     """Tasks of one rank with equally many queries and keys: ids [tasks, rows]; ``head`` of each."""
 
     head: Ints
@@ -119,7 +119,7 @@ def needs(op: LongAttention, branch: Branch, shards: Shards, way: str) -> Needs:
 
 def calls(
     op: LongAttention, branch: Branch, shards: Shards, way: str, rank: int
-) -> list[list[Call]]:
+) -> list[list[TaskGroup]]:
     """List what ``rank`` computes, round by round. The first round needs nothing from others; by
     ``heads`` it is the only one and needs all."""
     if way == "heads":
@@ -127,10 +127,10 @@ def calls(
         for every in tasks(branch, op.seq_len):
             mine = owners(branch, every, shards) == rank
             query, key = _ids(op, every)
-            own.append(Call(_heads(every)[mine], query[mine], key[mine], op.causal))
+            own.append(TaskGroup(_heads(every)[mine], query[mine], key[mine], op.causal))
         return [[call for call in own if len(call.head)]]
     ranks = len(shards.lengths)
-    rounds: list[list[Call]] = [[] for _ in range(ranks if way == "ring" else 2)]
+    rounds: list[list[TaskGroup]] = [[] for _ in range(ranks if way == "ring" else 2)]
     for every in tasks(branch, op.seq_len):
         holder = holders(shards, every.position)
         here = holder == rank
@@ -172,7 +172,7 @@ def _remote(op: LongAttention, holder: Ints, rank: int, ranks: int, way: str) ->
 
 def _grouped(
     op: LongAttention, every: Tasks, here: Ints, there: Ints, causal: bool
-) -> Iterator[Call]:
+) -> Iterator[TaskGroup]:
     """Tasks with equally many rows ``here`` and ``there`` [segments, heads, rows] together."""
     queries, keys = _ids(op, every)
     num_here, num_there = here.sum(-1), there.sum(-1)
@@ -180,7 +180,7 @@ def _grouped(
     for count_here, count_there in np.unique(sizes, axis=0).tolist():
         if count_here and count_there:
             at = (num_here == count_here) & (num_there == count_there)
-            yield Call(
+            yield TaskGroup(
                 _heads(every)[at],
                 queries[at][here[at]].reshape(-1, count_here),
                 keys[at][there[at]].reshape(-1, count_there),

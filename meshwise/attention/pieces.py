@@ -31,7 +31,7 @@ class Mask(NamedTuple):
 Kind = Literal["full", "causal", "anti"]
 
 
-class Piece(NamedTuple):
+class MaskPiece(NamedTuple):
     q_start: int
     q_stop: int
     k_start: int
@@ -43,11 +43,11 @@ class Piece(NamedTuple):
         rows, columns = self.q_stop - self.q_start, self.k_stop - self.k_start
         return rows * columns if self.kind == "full" else rows * (rows + 1) // 2
 
-    def shift(self, q: int, k: int) -> "Piece":
-        return Piece(self[0] + q, self[1] + q, self[2] + k, self[3] + k, self.kind)
+    def shift(self, q: int, k: int) -> "MaskPiece":
+        return MaskPiece(self[0] + q, self[1] + q, self[2] + k, self[3] + k, self.kind)
 
 
-def between(mask: Mask, queries: Interval, keys: Interval) -> list[Piece]:
+def between(mask: Mask, queries: Interval, keys: Interval) -> list[MaskPiece]:
     """The pieces of one interval of queries and one of keys, in global positions."""
     found = []
     for first, last in _documents(mask, queries, keys):
@@ -56,7 +56,7 @@ def between(mask: Mask, queries: Interval, keys: Interval) -> list[Piece]:
         if a >= b or c >= d:
             continue
         if not mask.causal:
-            found.append(Piece(a, b, c, d, "full"))
+            found.append(MaskPiece(a, b, c, d, "full"))
         elif mask.window is None or mask.window >= b - c:
             found += _below(a, b, c, d)
         else:
@@ -67,13 +67,13 @@ def between(mask: Mask, queries: Interval, keys: Interval) -> list[Piece]:
 @functools.lru_cache(4096)
 def local_pieces(
     mask: Mask, queries: tuple[Interval, ...], keys: tuple[Interval, ...]
-) -> tuple[Piece, ...]:
+) -> tuple[MaskPiece, ...]:
     """The pieces of all intervals that one rank holds and all of another, in local rows."""
     plain = mask.causal and mask.window is None and mask.documents in ((), (0,))
     if plain and queries == keys and list(keys) == sorted(keys):
         rows = sum(b - a for a, b in keys)  # ascending rows see the rows before: one triangle
-        return (Piece(0, rows, 0, rows, "causal"),) if rows else ()
-    found: list[Piece] = []
+        return (MaskPiece(0, rows, 0, rows, "causal"),) if rows else ()
+    found: list[MaskPiece] = []
     for (a, b), q_row in _with_rows(queries):
         for (c, d), k_row in _with_rows(keys):
             found += (p.shift(q_row - a, k_row - c) for p in between(mask, (a, b), (c, d)))
@@ -81,9 +81,9 @@ def local_pieces(
 
 
 @functools.lru_cache(4096)
-def batches(pieces: tuple[Piece, ...]) -> tuple[tuple[Piece, ...], ...]:
+def batches(pieces: tuple[MaskPiece, ...]) -> tuple[tuple[MaskPiece, ...], ...]:
     """Pieces of equal size and kind that share no row, to be computed in one call."""
-    found: dict[tuple[int, int, str], list[list[Piece]]] = {}
+    found: dict[tuple[int, int, str], list[list[MaskPiece]]] = {}
     for piece in sorted(pieces):
         shape = (piece.q_stop - piece.q_start, piece.k_stop - piece.k_start, piece.kind)
         open_ones = found.setdefault(shape, [])
@@ -111,29 +111,29 @@ def _documents(mask: Mask, queries: Interval, keys: Interval) -> Iterator[Interv
         yield start, stop
 
 
-def _below(a: int, b: int, c: int, d: int) -> Iterator[Piece]:
+def _below(a: int, b: int, c: int, d: int) -> Iterator[MaskPiece]:
     """x <= p for p in [a, b), x in [c, d)."""
     a, d = max(a, c), min(d, b)  # queries before all keys, and keys after all queries, see nothing
     if a >= b or c >= d:
         return
     if d <= a + 1:
-        yield Piece(a, b, c, d, "full")
+        yield MaskPiece(a, b, c, d, "full")
         return
     if c < a:
-        yield Piece(a, b, c, a, "full")
-    yield Piece(a, d, a, d, "causal")
+        yield MaskPiece(a, b, c, a, "full")
+    yield MaskPiece(a, d, a, d, "causal")
     if d < b:
-        yield Piece(d, b, a, d, "full")
+        yield MaskPiece(d, b, a, d, "full")
 
 
-def _above(a: int, b: int, c: int, d: int, reach: int) -> Iterator[Piece]:
+def _above(a: int, b: int, c: int, d: int, reach: int) -> Iterator[MaskPiece]:
     """x >= p - reach: seen from the end of the sequence, the same as ``_below``."""
     for q0, q1, k0, k1, kind in _below(1 - b, 1 - a, 1 - d - reach, 1 - c - reach):
         turned: Kind = "anti" if kind == "causal" else "full"
-        yield Piece(1 - q1, 1 - q0, 1 - k1 - reach, 1 - k0 - reach, turned)
+        yield MaskPiece(1 - q1, 1 - q0, 1 - k1 - reach, 1 - k0 - reach, turned)
 
 
-def _band(a: int, b: int, c: int, d: int, window: int) -> Iterator[Piece]:
+def _band(a: int, b: int, c: int, d: int, window: int) -> Iterator[MaskPiece]:
     a, b = max(a, c), min(b, d + window - 1)
     for start in range(a, b, window):
         stop = min(start + window, b)
@@ -148,20 +148,20 @@ def _with_rows(intervals: tuple[Interval, ...]) -> Iterable[tuple[Interval, int]
     return zip(intervals, starts, strict=False)
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
+def _joined(pieces: list[MaskPiece]) -> list[MaskPiece]:
     """Full pieces that lie side by side become one."""
     full = [p for p in pieces if p.kind == "full"]
     full = _turned(_chained(_turned(_chained(full))))
     return sorted(full + [p for p in pieces if p.kind != "full"])
 
 
-def _turned(pieces: list[Piece]) -> list[Piece]:
-    return [Piece(c, d, a, b, kind) for a, b, c, d, kind in pieces]
+def _turned(pieces: list[MaskPiece]) -> list[MaskPiece]:
+    return [MaskPiece(c, d, a, b, kind) for a, b, c, d, kind in pieces]
 
 
-def _chained(pieces: list[Piece]) -> list[Piece]:
+def _chained(pieces: list[MaskPiece]) -> list[MaskPiece]:
     """Pieces with the same first interval and adjacent second ones, joined."""
-    found: list[Piece] = []
+    found: list[MaskPiece] = []
     for piece in sorted(pieces):
         if found and found[-1][:2] == piece[:2] and found[-1].k_stop == piece.k_start:
             found[-1] = found[-1]._replace(k_stop=piece.k_stop)

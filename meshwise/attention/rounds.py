@@ -17,9 +17,9 @@ from torch import Tensor
 from meshwise.attention.blocks import add_gradients, attend_pieces, gradients, zeros_of
 from meshwise.attention.heads import by_rows, heads_first, in_order, members
 from meshwise.attention.merge import Softmax
-from meshwise.attention.pieces import Mask, Piece, local_pieces
+from meshwise.attention.pieces import Mask, MaskPiece, local_pieces
 from meshwise.attention.shards import Interval, Shards
-from meshwise.attention.volume import NONE, Hops, hops, hull, step_pieces
+from meshwise.attention.volume import NONE, RingHops, hops, hull, step_pieces
 from meshwise.attention.wire import Arrived, Wire
 
 Grads = tuple[Tensor, ...]
@@ -43,7 +43,7 @@ class Ring(NamedTuple):
         return self.wire.rank // self.stride
 
     @property
-    def hops(self) -> Hops:
+    def hops(self) -> RingHops:
         return hops(self.mask, self.shards)
 
     def held(self, step: int) -> Interval:
@@ -52,7 +52,7 @@ class Ring(NamedTuple):
     def made(self, step: int) -> Interval:
         return self.hops.made(self.me, step)
 
-    def pieces(self, step: int) -> tuple[Piece, ...]:
+    def pieces(self, step: int) -> tuple[MaskPiece, ...]:
         return step_pieces(self.mask, self.shards, self.me, step)
 
     def exchange(self, x: Tensor, to: int | None, receive: dict[int, int]) -> Arrived:
@@ -224,6 +224,6 @@ def _gather(ring: Ring, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _split(in_order(group, flat, fused.shape[0], fused.shape[1]))
 
 
-def _gathered_pieces(ring: Ring) -> tuple[Piece, ...]:
+def _gathered_pieces(ring: Ring) -> tuple[MaskPiece, ...]:
     mine = ring.shards.intervals[ring.me]
     return local_pieces(ring.mask, mine, ((0, ring.shards.seq_len),))

@@ -53,7 +53,7 @@ class Places(NamedTuple):
     inverse: Tensor | None = None
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """``values`` [B, k, D] and, where parts are mixed, ``lse`` [B, k]."""
 
     values: Tensor
@@ -103,7 +103,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return found
 
 
-def combine(parts: Sequence[Part], like: Tensor) -> tuple[Tensor, Tensor]:
+def combine(parts: Sequence[RowPart], like: Tensor) -> tuple[Tensor, Tensor]:
     """Mixes parts by their log-sum-exp (``merge``): out as ``like`` [B, size, D], lse [B, size].
     Rows that no part has are 0 and -inf."""
     if _fused(like, len(parts)):
@@ -122,7 +122,7 @@ def combine(parts: Sequence[Part], like: Tensor) -> tuple[Tensor, Tensor]:
     return result(so_far, like)
 
 
-def total(parts: Sequence[Part], like: Tensor) -> Tensor:
+def total(parts: Sequence[RowPart], like: Tensor) -> Tensor:
     """Adds parts up, in fp32 or fp64: as ``like`` [B, size, D]."""
     if _fused(like, len(parts)):
         return _mixed(parts, like, None)
@@ -140,7 +140,7 @@ def _fused(x: Tensor, parts: int = 1) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and 0 < parts <= MOST_PARTS
 
 
-def _mixed(parts: Sequence[Part], like: Tensor, lse: Tensor | None) -> Tensor:
+def _mixed(parts: Sequence[RowPart], like: Tensor, lse: Tensor | None) -> Tensor:
     from meshwise.attention import row_kernels
 
     values = tuple(part.values.contiguous() for part in parts)
@@ -151,7 +151,7 @@ def _mixed(parts: Sequence[Part], like: Tensor, lse: Tensor | None) -> Tensor:
     return out
 
 
-def _where(part: Part) -> Tensor | None:
+def _where(part: RowPart) -> Tensor | None:
     """The index of a part's rows; None: all, in order."""
     _, heads, view, where, _ = part.places
     return where if view is None else _index(view, heads, part.values.device)
@@ -205,10 +205,10 @@ def give_back(wire: Wire, made: Sequence[tuple[Fetch, Tensor]]) -> Callable[[], 
     return _exchange(wire, tensors, [f.received for f, _ in made], [f.sent for f, _ in made])
 
 
-def returned_parts(each: Fetch, arrived: Tensor) -> list[Part]:
+def returned_parts(each: Fetch, arrived: Tensor) -> list[RowPart]:
     """Cut what came back into parts for ``rows.total``: several ranks may have had a row."""
     pieces = arrived.split(list(each.sent), dim=1)
-    return [Part(x, at) for x, at in zip(pieces, each.places, strict=True) if x.shape[1]]
+    return [RowPart(x, at) for x, at in zip(pieces, each.places, strict=True) if x.shape[1]]
 
 
 def _exchange(

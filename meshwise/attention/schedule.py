@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     shares: bool
 
 
-class Branch(NamedTuple):
+class RankBranch(NamedTuple):
     """``rounds[0]`` works with own rows, ``rounds[i + 1]`` with what ``keys[i]`` fetched; by heads
     ``rounds[0]`` works with what ``queries`` and ``keys[0]`` did. ``returned``: where rows that
     were computed elsewhere belong."""
@@ -49,7 +49,7 @@ class Branch(NamedTuple):
 
 class Schedule(NamedTuple):
     op: LongAttention
-    branches: tuple[Branch, ...]
+    branches: tuple[RankBranch, ...]
 
     @property
     def num_rounds(self) -> int:
@@ -81,12 +81,12 @@ class _Make(NamedTuple):
     def start(self) -> int:
         return sum(self.shards.lengths[: self.rank])
 
-    def branch(self, branch: pattern.Branch, way: str) -> Branch:
+    def branch(self, branch: pattern.Branch, way: str) -> RankBranch:
         nowhere = Places(self.tokens * self.op.heads)
         if way == "local":
             none = fetch_of([np.zeros(0, np.int64)] * len(self.shards.lengths), 1, self.shards,
                             self.rank, self.device)  # fmt: skip
-            return Branch(branch.number, way, [list(self._local(branch))], [], none, nowhere)
+            return RankBranch(branch.number, way, [list(self._local(branch))], [], none, nowhere)
         needs = pattern.needs(self.op, branch, self.shards, way)
         keys = [self._fetch(of, self.op.kv_heads) for of in needs.keys]
         queries = self._fetch(needs.queries, self.op.heads)
@@ -95,11 +95,11 @@ class _Make(NamedTuple):
             here = needs.queries[self.rank], needs.keys[0][self.rank]
             rounds = [[self._away(call, *here) for call in calls[0]]]
             returned = places(queries.rows, self.tokens, self.op.heads, self.device)
-            return Branch(branch.number, way, rounds, keys, queries, returned)
+            return RankBranch(branch.number, way, rounds, keys, queries, returned)
         rounds = [[self._own(call.head, call.queries, call.causal) for call in calls[0]]]
         for fetched, each in zip(needs.keys, calls[1:], strict=True):
             rounds.append([self._mixed(call, fetched[self.rank]) for call in each])
-        return Branch(branch.number, way, rounds, keys, queries, nowhere)
+        return RankBranch(branch.number, way, rounds, keys, queries, nowhere)
 
     def _fetch(self, ids: list[Ints], heads: int) -> Fetch:
         return fetch_of(ids, heads, self.shards, self.rank, self.device)
@@ -160,14 +160,14 @@ class _Make(NamedTuple):
         at = places(query, self.tokens, self.op.heads, self.device)
         return Batch(_tasks(query), _tasks(key), causal, at, at, False)
 
-    def _mixed(self, call: pattern.Call, fetched: Ints) -> Batch:
+    def _mixed(self, call: pattern.TaskGroup, fetched: Ints) -> Batch:
         """Own queries with keys that were fetched."""
         query = self._index(call.queries - self.start * self.op.heads)
         key = self._index(np.searchsorted(fetched, call.keys))
         at = places(query, self.tokens, self.op.heads, self.device)
         return Batch(_tasks(query), _tasks(key), call.causal, at, Places(len(fetched)), True)
 
-    def _away(self, call: pattern.Call, queries: Ints, keys: Ints) -> Batch:
+    def _away(self, call: pattern.TaskGroup, queries: Ints, keys: Ints) -> Batch:
         """Queries and keys that were fetched."""
         query = self._index(np.searchsorted(queries, call.queries))
         key = self._index(np.searchsorted(keys, call.keys))

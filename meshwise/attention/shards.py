@@ -31,7 +31,7 @@ class Shards(NamedTuple):
         return tuple(sum(b - a for a, b in each) for each in self.intervals)
 
 
-class _Told(TypedDict, total=False):
+class _ShardTypes(TypedDict, total=False):
     """Types of the helpers' arguments."""
 
     seq_len: int
@@ -42,7 +42,7 @@ class _Told(TypedDict, total=False):
 
 
 def _check(**given: Any) -> None:
-    if found := mistyped(given, _Told):
+    if found := mistyped(given, _ShardTypes):
         raise ValueError(f"{found[0]} = {reprlib.repr(given[found[0]])}: {found[1]}")
 
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshwise.attention.pieces import Mask, Piece, local_pieces
+from meshwise.attention.pieces import Mask, MaskPiece, local_pieces
 from meshwise.attention.shards import Interval, Shards
 from meshwise.prices import Prices
 from meshwise.spec import Attention, Collective
@@ -33,7 +33,7 @@ SLICE_BYTES = 2**24  # a rank's q, k and v from which on they are sent in slices
 MOST_IMBALANCE = 1.25  # of pairs, max / mean, up to which fewer bytes alone decide
 
 
-class Share(NamedTuple):
+class HeadShare(NamedTuple):
     """The query heads [q_start, q_stop) of a rank, and the key heads that these need."""
 
     q_start: int
@@ -42,7 +42,7 @@ class Share(NamedTuple):
     k_stop: int
 
 
-class Hops(NamedTuple):
+class RingHops(NamedTuple):
     """Rows that go round. ``keys[t][s]``: local rows of shard s that hop t takes from s+t-1 to s+t.
     ``grads[t][s]``: rows of its gradients that s+t sends after its step t, to s+t+1, or home if
     t = ``last[s]``, the last step that attends it."""
@@ -78,7 +78,7 @@ class Slice(NamedTuple):
     keys: Sequence[tuple[int, int]]
 
 
-class Transfer(NamedTuple):
+class Sent(NamedTuple):
     """Messages of one collective, in bytes, among ``size`` ranks ``stride`` apart; none to self."""
 
     kind: Literal["all_to_all", "all_gather", "send_recv"]
@@ -89,12 +89,12 @@ class Transfer(NamedTuple):
     stride: int = 1
 
 
-def shares(heads: int, kv_heads: int, ranks: int) -> tuple[Share, ...]:
+def shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
     """Query heads divided among ranks; key heads are repeated where ranks divide their group."""
     group, found = heads // kv_heads, []
     for rank in range(ranks):
         a, b = rank * heads // ranks, (rank + 1) * heads // ranks
-        found.append(Share(a, b, a // group, -(-b // group) if b > a else a // group))
+        found.append(HeadShare(a, b, a // group, -(-b // group) if b > a else a // group))
     return tuple(found)
 
 
@@ -155,7 +155,7 @@ def grouped(shards: Shards, size: int) -> Shards:
 
 
 @functools.lru_cache(64)
-def hops(mask: Mask, shards: Shards) -> Hops:
+def hops(mask: Mask, shards: Shards) -> RingHops:
     ranks, lengths = len(shards.lengths), shards.lengths
     needs = [
         [hull(step_pieces(mask, shards, s + t, t)) for s in range(ranks)] for t in range(ranks)
@@ -164,10 +164,10 @@ def hops(mask: Mask, shards: Shards) -> Hops:
     keys = list(itertools.accumulate(needs[:0:-1], _unions))[::-1]
     grads = list(itertools.accumulate(needs[1:], _unions))
     whole = tuple((0, n) for n in lengths)
-    return Hops((whole, *map(tuple, keys)), (whole, *map(tuple, grads)), last)
+    return RingHops((whole, *map(tuple, keys)), (whole, *map(tuple, grads)), last)
 
 
-def step_pieces(mask: Mask, shards: Shards, rank: int, step: int) -> tuple[Piece, ...]:
+def step_pieces(mask: Mask, shards: Shards, rank: int, step: int) -> tuple[MaskPiece, ...]:
     """Pieces that ``rank`` attends at a step of the ring: of the shard ``step`` before its own."""
     ranks = len(shards.intervals)
     return local_pieces(
@@ -175,7 +175,7 @@ def step_pieces(mask: Mask, shards: Shards, rank: int, step: int) -> tuple[Piece
     )
 
 
-def hull(pieces: Sequence[Piece]) -> Interval:
+def hull(pieces: Sequence[MaskPiece]) -> Interval:
     """The keys of the pieces, from the first to the last."""
     if not pieces:
         return NONE
@@ -196,10 +196,7 @@ def dense_bytes(
 
 
 def choose_dense(
-    op: LongAttention,
-    shards: Shards,
-    prices: Prices | None = None,
-    documents: tuple[int, ...] = (),
+    op: LongAttention, shards: Shards, prices: Prices | None = None, documents: tuple[int, ...] = ()
 ) -> str:
     """The way for a forward and, as ``op.direction`` says, its backward.
 
@@ -282,7 +279,7 @@ def _pair_s(op: LongAttention, direction: str, prices: Prices) -> float:
         return 0.0
 
 
-def _transfer_s(each: Transfer, op: LongAttention, prices: Prices) -> float:
+def _transfer_s(each: Sent, op: LongAttention, prices: Prices) -> float:
     if not each.bytes.any():
         return 0.0
     ranks = int(max(each.target.max(), each.source.max())) + 1
@@ -300,7 +297,7 @@ def _transfer_s(each: Transfer, op: LongAttention, prices: Prices) -> float:
 
 def _transfers(
     op: LongAttention, shards: Shards, way: str, documents: tuple[int, ...]
-) -> tuple[list[Transfer], list[Transfer]]:
+) -> tuple[list[Sent], list[Sent]]:
     """All messages of the forward and of the backward, in order."""
     ranks = len(shards.lengths)
     degree = degree_of(way, op.kv_heads, ranks)
@@ -310,8 +307,8 @@ def _transfers(
     mask = Mask(op.causal, op.window, documents)
     if way == "gather":
         return _for_gather(shards, mask, 2 * op.kv_heads * row, 2 * op.kv_heads * wide_row)
-    forward: list[Transfer] = []
-    backward: list[Transfer] = []
+    forward: list[Sent] = []
+    backward: list[Sent] = []
     if degree < ranks:
         kv = 2 * op.kv_heads // degree
         around = hops(mask, grouped(shards, degree))
@@ -333,7 +330,7 @@ def _transfers(
 
 def _for_gather(
     shards: Shards, mask: Mask, row: int, wide_row: int
-) -> tuple[list[Transfer], list[Transfer]]:
+) -> tuple[list[Sent], list[Sent]]:
     """K and V of every rank to every rank, in the backward again; partial gradients of shard j
     from the ranks that attend it."""
     ranks = len(shards.lengths)
@@ -347,17 +344,17 @@ def _among(
     size: int,
     matrix: npt.NDArray[np.int64],
     kind: Literal["all_to_all", "all_gather"] = "all_to_all",
-) -> Transfer:
+) -> Sent:
     """``matrix[source, target]`` bytes, within groups of ``size`` consecutive ranks."""
     rank = np.arange(len(matrix))
     inside = rank[:, None] // size == rank // size
     source, target = np.nonzero(inside & (rank[:, None] != rank))
-    return Transfer(kind, source, target, matrix[source, target], size)
+    return Sent(kind, source, target, matrix[source, target], size)
 
 
 def _around(
     rows: Sequence[Sequence[Interval]], last: Sequence[int], degree: int, row: int, *, home: bool
-) -> list[Transfer]:
+) -> list[Sent]:
     """Hops 1, 2, ... of a ring of groups of ``degree`` ranks; ``home``: gradients, a step later."""
     groups, found = len(last), []
     for t in range(1, max(last) + 1):
@@ -371,9 +368,7 @@ def _around(
             ends.append((source % groups, target % groups, _len(interval) * row))
         a, b, n = (np.repeat(x, degree) for x in np.array(ends).T)
         member = np.tile(np.arange(degree), len(ends))
-        found.append(
-            Transfer("send_recv", a * degree + member, b * degree + member, n, groups, degree)
-        )
+        found.append(Sent("send_recv", a * degree + member, b * degree + member, n, groups, degree))
     return found
 
 

@@ -13,7 +13,8 @@ import meshwise
 from meshwise.cli.options import Json, Runs, Size, flags
 from meshwise.cli.output import DONE, SOME_FAILED, code_of, emit
 from meshwise.options import helps
-from meshwise.options.measure import KINDS, Attention, Collectives, Fsdp, Gemm, Health, Sweep
+from meshwise.options import measure as kinds
+from meshwise.options.measure import KINDS, MeasureOptions
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ _OWN = {  # flags of ``Called`` that a kind has, and flags of its record that it
 }  # fmt: skip
 
 
-def _command(what: str, kind: type[Sweep]) -> Callable[..., int]:
+def _command(what: str, kind: type[MeasureOptions]) -> Callable[..., int]:
     """The command of a kind: its flags are those of its record and of ``Called``."""
     own, hidden = _OWN[what]
     others = {name for flags, _ in _OWN.values() for name in flags} - {*own}
@@ -140,7 +141,7 @@ def import_(*file: str, cluster: str | None = None, runs: Runs = "runs", json: J
     return SOME_FAILED if "error" in statuses else DONE
 
 
-def _measure(asked: Sweep, called: Called) -> int:
+def _measure(asked: MeasureOptions, called: Called) -> int:
     """Measure, write the files asked for and print."""
     job.meet_at(called.master_addr, called.master_port)
     asked, reports = _completed(asked, called), called.reports
@@ -153,30 +154,34 @@ def _measure(asked: Sweep, called: Called) -> int:
         return _list(asked, found, called.json)
     if not job.leads():
         return DONE
-    if isinstance(asked, Health):
+    if isinstance(asked, kinds.HealthOptions):
         return _judge(found, called.baseline, called.json)
     from meshwise import store
     from meshwise.verbs import reports as primus
 
     rows = []
-    if reports or isinstance(asked, Fsdp):
+    if reports or isinstance(asked, kinds.FsdpOptions):
         info, _, _ = store.load(found)
         rows = primus.derived(asked, info.cluster, info.world_size)
         primus.write(asked.what, found, rows, reports)
     return _summarize(asked.what, found, called.json, called.exact_flops, rows)
 
 
-def _completed(asked: Sweep, called: Called) -> Sweep:
+def _completed(asked: MeasureOptions, called: Called) -> MeasureOptions:
     """The record with what ``Called`` says of it."""
     asked, folder = replace(asked, nproc=called.ranks), called.report_dir_path
-    if isinstance(asked, Gemm) and folder is not None and not (asked.model or asked.configs):
+    if (
+        isinstance(asked, kinds.GemmOptions)
+        and folder is not None
+        and not (asked.model or asked.configs)
+    ):
         raise ValueError(
             f"report_dir_path = {folder!r}: its files are of models; give --model or "
             "--model-config-path"
         )
-    if isinstance(asked, Attention):
+    if isinstance(asked, kinds.AttentionOptions):
         return replace(asked, causal=not called.full)
-    if isinstance(asked, Collectives):
+    if isinstance(asked, kinds.CollectivesOptions):
         asked = replace(asked, follow=not called.as_measured)
         if folder is not None and not asked.model:  # it measures what its models exchange
             sizes = asked.microbatch_sizes or tuple(range(1, 9))
@@ -184,12 +189,12 @@ def _completed(asked: Sweep, called: Called) -> Sweep:
     return asked
 
 
-def _list(asked: Sweep, cases: "list[tuple[Case, float]]", json: bool) -> int:
+def _list(asked: MeasureOptions, cases: "list[tuple[Case, float]]", json: bool) -> int:
     from meshwise.pages import collectives, samples
 
     document = [{"id": case.id, "case": case, "about_s": about_s} for case, about_s in cases]
     tables = [samples.listing(cases)]
-    if isinstance(asked, Fsdp):
+    if isinstance(asked, kinds.FsdpOptions):
         from meshwise.verbs import reports
         from meshwise.verbs.measure import place
 

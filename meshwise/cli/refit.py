@@ -9,7 +9,7 @@ from cyclopts import Parameter
 import meshwise
 from meshwise.cli.options import ANY, Json, Size, flags
 from meshwise.cli.output import DONE, code_of, emit, say
-from meshwise.options.refit import Inference, Order, Refit, Sizes, Training
+from meshwise.options.refit import Inference, ModelSizes, Order, RefitOptions, Training
 from meshwise.verbs import job
 
 if TYPE_CHECKING:
@@ -48,16 +48,16 @@ class Typed:
 
 
 AS_SCENARIO, AS_TRAINED, AS_MODEL, AS_TYPED, USUAL = (
-    Training(), Inference(), Sizes(), Typed(), Refit()
+    Training(), Inference(), ModelSizes(), Typed(), RefitOptions()
 )  # fmt: skip
 
 
 def refit(
     *,
-    asked: Annotated[Refit, flags(Refit)] = USUAL,
+    asked: Annotated[RefitOptions, flags(RefitOptions)] = USUAL,
     train: Annotated[Training, flags(Training)] = AS_SCENARIO,
     infer: Annotated[Inference, flags(Inference)] = AS_TRAINED,
-    sizes: Annotated[Sizes, flags(Sizes)] = AS_MODEL,
+    sizes: Annotated[ModelSizes, flags(ModelSizes)] = AS_MODEL,
     typed: Typed = AS_TYPED,
     step_time: str | None = None,
     list_: Annotated[bool, Parameter(name="--list")] = False,
@@ -104,7 +104,7 @@ def _dtype(typed: Typed) -> str | None:
     return dtypes[0] if dtypes else None
 
 
-def _changed(asked: Refit, typed: Typed) -> float | None:
+def _changed(asked: RefitOptions, typed: Typed) -> float | None:
     """The share that changes; None where all is sent."""
     if not typed.delta and asked.changed is not None:
         raise ValueError(f"changed = {asked.changed}: is of what --delta sends; add --delta")

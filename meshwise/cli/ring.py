@@ -10,18 +10,18 @@ from meshwise.cli.flags import as_typed
 from meshwise.cli.options import ANY, Json, Size, flags
 from meshwise.cli.output import DONE, code_of, emit
 from meshwise.options import rules
-from meshwise.options.ring import Ring
+from meshwise.options.ring import RingOptions
 from meshwise.verbs import job
 
 CHECK_FAILED = 1
-USUAL = Ring()
+USUAL = RingOptions()
 
 
 def ring(
     ranks: int | None = None,
     /,
     *,
-    asked: Annotated[Ring, flags(Ring, lists=True)] = USUAL,
+    asked: Annotated[RingOptions, flags(RingOptions, lists=True)] = USUAL,
     all_: Annotated[bool, Parameter(name="--all")] = False,
     quick: bool = False,
     large: bool = False,
@@ -61,7 +61,7 @@ def ring(
         nproc=job.num_ranks(nproc=size.ranks, gpus=ranks),
         use_flash_attention=not no_flash_attention,
     )
-    called = {rule.name or name for name, rule in rules(Ring).items()}
+    called = {rule.name or name for name, rule in rules(RingOptions).items()}
     others = {"num_kv_heads": "kv_heads", "heads": "num_heads", "seq_len": "seq_lengths"}
     with as_typed(dict(zip(called, called, strict=True)) | others):
         what = verb.asked(asked)

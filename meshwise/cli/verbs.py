@@ -8,9 +8,9 @@ from cyclopts import Parameter
 import meshwise
 from meshwise.cli.options import ANY, Json, Runs, Size, flags
 from meshwise.cli.output import DONE, GATE_FAILED, emit, say
-from meshwise.options.plan import Search
+from meshwise.options.plan import PlanOptions
 
-USUAL = Search()
+USUAL = PlanOptions()
 
 
 def detect(
@@ -56,7 +56,10 @@ def calibrate(*run: str, runs: Runs = "runs", out: str = "costs.json", json: Jso
 
 
 def plan(
-    asked: Annotated[Search, flags(Search)] = USUAL, *, size: Size = ANY, json: Json = False
+    asked: Annotated[PlanOptions, flags(PlanOptions)] = USUAL,
+    *,
+    size: Size = ANY,
+    json: Json = False,
 ) -> int:
     """Search the legal layouts of a model, pipelines included, for the fastest that fit.
 

@@ -131,8 +131,8 @@ class BatchSpan(NamedTuple):
     end_s: float
 
     @property
-    def named(self) -> phases.Span:
-        return phases.Span(
+    def named(self) -> phases.PhaseSpan:
+        return phases.PhaseSpan(
             rank=self.rank,
             stream="compute",
             name=f"F {self.stage}.{self.microbatch} of batch {self.batch}",
@@ -258,11 +258,7 @@ def _streamed(job: RankJob, inference: InferenceState) -> tuple[float, list[Batc
 
 
 def _spans(
-    rank: int,
-    batch: int,
-    done: forward.Pass,
-    zero: Any,
-    elapsed_s: Callable[[Any, Any], float],
+    rank: int, batch: int, done: forward.Pass, zero: Any, elapsed_s: Callable[[Any, Any], float]
 ) -> list[BatchSpan]:
     return [
         BatchSpan(

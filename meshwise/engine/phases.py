@@ -42,8 +42,8 @@ from meshwise.spec.phases import (
     ADDENDS,
     Interval,
     Phases,
+    PhaseSpan,
     RankPhases,
-    Span,
     union,
     within_s,
     without,
@@ -258,7 +258,7 @@ def attributed(
     return RankPhases(rank=rank, communication_s=within_s(communicates, 0.0, step_s), **times)
 
 
-def _spans(rank: int, marked: Marked, trace: Trace) -> list[Span]:
+def _spans(rank: int, marked: Marked, trace: Trace) -> list[PhaseSpan]:
     """List the spans of a rank's work, without its waits."""
     streams = {
         "compute": [s for s in marked.stretches() if s.name != "wait" and s.end_s > s.start_s],
@@ -266,7 +266,7 @@ def _spans(rank: int, marked: Marked, trace: Trace) -> list[Span]:
         "messages": trace.messages,
     }
     return [
-        Span(rank=rank, stream=stream, name=name, start_s=start, end_s=end)  # type: ignore[arg-type]
+        PhaseSpan(rank=rank, stream=stream, name=name, start_s=start, end_s=end)  # type: ignore[arg-type]
         for stream, spans in streams.items()
         for name, start, end in spans
     ]

@@ -41,11 +41,7 @@ def find(target: str, package: str = "meshwise") -> Target:
 
 
 def serve(
-    target: Target,
-    request: bytes,
-    patience: Patience,
-    *,
-    note: Callable[[str], None] | None = None,
+    target: Target, request: bytes, patience: Patience, *, note: Callable[[str], None] | None = None
 ) -> None:
     """Join, call the target with rank 0's request, leave. Any error becomes a RanksFailed that
     names this rank and its case.

@@ -14,16 +14,7 @@ from meshwise.models.decoder import stream_shape
 from meshwise.models.eager_cpu import device_of, on_cpu
 from meshwise.models.graph import Device, Graph
 from meshwise.models.shard import Task
-from meshwise.spec import (
-    AnyModel,
-    Block,
-    Decoder,
-    LayerKind,
-    Layout,
-    Op,
-    WideResNet,
-    layer_kinds,
-)
+from meshwise.spec import AnyModel, Block, Decoder, LayerKind, Layout, Op, WideResNet, layer_kinds
 from meshwise.spec.layout import Recompute
 from meshwise.spec.op import Direction, Dtype
 

@@ -117,10 +117,7 @@ class _Backward:
                 self.tensors[again] = self.tensors[y]._replace(name=again)
             self.nodes.append(
                 producer._replace(
-                    name=f"{producer.name}.again",
-                    inputs=inputs,
-                    outputs=outputs,
-                    phase="recompute",
+                    name=f"{producer.name}.again", inputs=inputs, outputs=outputs, phase="recompute"
                 )
             )
         return f"{name}.again"

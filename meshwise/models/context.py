@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwise.attention import volume
-from meshwise.attention.pieces import Mask, Piece, batches
+from meshwise.attention.pieces import Mask, MaskPiece, batches
 from meshwise.attention.shards import Interval, Shards, balanced
 from meshwise.models.graph import BYTES, Device, attention, elementwise
 from meshwise.spec import Attention, Collective, Op
@@ -69,11 +69,11 @@ class AttentionShare(NamedTuple):
         neighbours."""
         return volume.grouped(self.shards, self.degree)
 
-    def pieces(self, step: int) -> tuple[Piece, ...]:
+    def pieces(self, step: int) -> tuple[MaskPiece, ...]:
         return volume.step_pieces(self._mask, self.ring, self.rank // self.degree, step)
 
     @property
-    def hops(self) -> volume.Hops:
+    def hops(self) -> volume.RingHops:
         return volume.hops(self._mask, self.ring)
 
     @property
@@ -423,7 +423,13 @@ class _Writer:
         self.adds(f"take_in{at}", 2 * size, size, (coming, *into), into)
 
     def _piece(
-        self, at: str, batch: Sequence[Piece], read: Names, written: Names, heads: int, keys: int
+        self,
+        at: str,
+        batch: Sequence[MaskPiece],
+        read: Names,
+        written: Names,
+        heads: int,
+        keys: int,
     ) -> None:
         """Add the kernel of pieces of one shape; keys are repeated before it, gradients summed
         after it."""

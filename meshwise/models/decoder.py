@@ -144,11 +144,7 @@ def _tokens(microbatch_size: int, seq_len: int) -> int:
 
 
 def products(
-    model: LanguageModel,
-    microbatch_size: int,
-    seq_len: int,
-    *,
-    dtype: Dtype = "bf16",
+    model: LanguageModel, microbatch_size: int, seq_len: int, *, dtype: Dtype = "bf16"
 ) -> list[Product]:
     """Return the forward products of one device; those of equal name and shape come once, with a
     count. Weights that multiply the same input are one product. fp8 is scaled by tensor."""

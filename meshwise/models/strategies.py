@@ -121,11 +121,7 @@ _QWEN3 = _LLAMA._replace(
     }
 )
 _MIXTRAL = Known(
-    {
-        **_ATTENTION,
-        "model.layers.*.mlp.gate": "replicated",
-        "model.layers.*.mlp.experts": "expert",
-    },
+    {**_ATTENTION, "model.layers.*.mlp.gate": "replicated", "model.layers.*.mlp.experts": "expert"},
     units=("model.layers.*",),
 )
 _GPT2 = Known(

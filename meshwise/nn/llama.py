@@ -222,11 +222,7 @@ class DecoderLayer(Layer):
         else:
             assert model.experts is not None
             self.moe = MoE(
-                model.hidden,
-                model.experts,
-                gated=model.gated,
-                bias=model.mlp_bias,
-                routing=routing,
+                model.hidden, model.experts, gated=model.gated, bias=model.mlp_bias, routing=routing
             )
         self.post2 = norm("after", "both")
 

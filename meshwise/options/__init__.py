@@ -170,8 +170,7 @@ def keywords(
             return verb(asked)
 
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[first, *others],
-            return_annotation=inspect.signature(verb).return_annotation,
+            parameters=[first, *others], return_annotation=inspect.signature(verb).return_annotation
         )
         call.__doc__ = f"{inspect.getdoc(verb)}\n\n{described(record)}"
         return call

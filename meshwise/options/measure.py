@@ -16,7 +16,7 @@ _MODEL = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(Started):
+class MeasureOptions(Started):
     """Options of every kind of measurement."""
 
     cluster: File = "cluster.toml"
@@ -38,16 +38,16 @@ class Sweep(Started):
     @property
     def what(self) -> str:
         """The name of the kind."""
-        return type(self).__name__.lower()
+        return type(self).__name__.removesuffix("Options").lower()
 
     def of_kind(self) -> dict[str, Any]:
         """The given options that this kind alone has: arguments of its ``cases``."""
-        common = vars(Sweep()).keys()
+        common = vars(MeasureOptions()).keys()
         return {name: value for name, value in self.said().items() if name not in common}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile(Sweep):
+class ProfileOptions(MeasureOptions):
     """Measure what prices rest on, the most useful first."""
 
     lowering: Literal["eager", "compiled"] | None = None
@@ -57,7 +57,7 @@ class Profile(Sweep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemm(Sweep):
+class GemmOptions(MeasureOptions):
     """Matrix products: of models, square, skinny, tiny, and the best shape there is."""
 
     configs: Annotated[Content | None, Flag("model_config_path")] = None
@@ -83,7 +83,7 @@ class Gemm(Sweep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Sweep):
+class AttentionOptions(MeasureOptions):
     """Attention by every back end there is, forward and backward."""
 
     shapes: Annotated[Content | None, Flag("shapes_json_path")] = None
@@ -106,7 +106,7 @@ class Attention(Sweep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collectives(Sweep):
+class CollectivesOptions(MeasureOptions):
     """Collectives and messages, over any group and size, checked."""
 
     kinds: Annotated[tuple[str, ...], PYTHON] = ()
@@ -161,7 +161,7 @@ class Collectives(Sweep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp(Sweep):
+class FsdpOptions(MeasureOptions):
     """The messages that FSDP2 sends for a model (llama-3-70b, on CPUs gpt-30m), unit by unit, and
     their nccl-tests commands."""
 
@@ -176,7 +176,7 @@ class Fsdp(Sweep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlap(Sweep):
+class OverlapOptions(MeasureOptions):
     """Options of ``overlap``: how much products and collectives slow each other down."""
 
     kinds: Annotated[tuple[str, ...], Flag("kind")] = ()
@@ -192,7 +192,7 @@ class Overlap(Sweep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Health(Sweep):
+class HealthOptions(MeasureOptions):
     """All devices and links at once: which is slow, and by what evidence. Exit code 4 on a
     fault."""
 
@@ -200,12 +200,12 @@ class Health(Sweep):
     "Neighbouring pairs only, nothing sustained."
 
 
-KINDS: dict[str, type[Sweep]] = {
-    "profile": Profile,
-    "gemm": Gemm,
-    "attention": Attention,
-    "collectives": Collectives,
-    "fsdp": Fsdp,
-    "overlap": Overlap,
-    "health": Health,
+KINDS: dict[str, type[MeasureOptions]] = {
+    "profile": ProfileOptions,
+    "gemm": GemmOptions,
+    "attention": AttentionOptions,
+    "collectives": CollectivesOptions,
+    "fsdp": FsdpOptions,
+    "overlap": OverlapOptions,
+    "health": HealthOptions,
 }

@@ -14,7 +14,7 @@ _MODEL = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search(Options):
+class PlanOptions(Options):
     """The model to plan, for which cluster, by which prices."""
 
     model: SomeLanguageModel | None = field(default=None, kw_only=False, metadata={"help": _MODEL})

@@ -40,7 +40,7 @@ class Inference(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes(Options):
+class ModelSizes(Options):
     """The sizes of a model; a scenario's own unless given."""
 
     layers: Annotated[_Degree, Flag("num_layers")] = None
@@ -75,7 +75,7 @@ class Moving(Options):
     model: str | None = None
     "A name of the catalogue, as llama-3-8b, or a Hugging Face config.json or its folder."
     sizes: Annotated[Mapping[str, Any] | None, PYTHON] = None
-    "Other sizes of the model: fields of ``Sizes``."
+    "Other sizes of the model: fields of ``ModelSizes``."
     train: Annotated[Mapping[str, int] | None, PYTHON] = None
     "Degrees of training: tp, pp, ep, etp, fsdp, replicas."
     infer: Annotated[Mapping[str, int] | None, PYTHON] = None
@@ -119,5 +119,5 @@ class Moving(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refit(Started, Moving):
+class RefitOptions(Started, Moving):
     """Move a model's weights from a training to an inference layout."""

@@ -60,7 +60,7 @@ class Settings(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring(Started, Settings):
+class RingOptions(Started, Settings):
     """Time ring and dilated attention."""
 
     mode: Annotated[Literal["", "all", "quick", "large"], PYTHON] = ""

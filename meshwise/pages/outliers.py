@@ -47,9 +47,7 @@ def than_peers(
 
 
 def than_before(
-    times_s: Mapping[K, Sequence[float]],
-    runs: Sequence[Mapping[K, Sequence[float]]],
-    floor: float,
+    times_s: Mapping[K, Sequence[float]], runs: Sequence[Mapping[K, Sequence[float]]], floor: float
 ) -> dict[K, Slow]:
     """Find the keys that are slower than the median of earlier runs. The limit counts three times
     the spread of several runs and, for four keys or more, how differently they changed."""

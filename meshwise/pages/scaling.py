@@ -1,7 +1,8 @@
 """Read what ``measure ring`` wrote, as tables: how time and memory change with the ring's size.
 
-In: a folder of ``ring_v2_collective_benchmark_*.json``. Out: one ``Row`` for each sequence length
-and ring size. With t(P, N) the time of a ring of P ranks over N tokens, the slowest rank's median:
+In: a folder of ``ring_v2_collective_benchmark_*.json``. Out: one ``ScalingRow`` for each sequence
+length and ring size. With t(P, N) the time of a ring of P ranks over N tokens, the slowest rank's
+median:
 
     speedup            t(1, N) / t(P, N)
     strong efficiency  speedup / P
@@ -38,7 +39,7 @@ PATTERN, LATEST = "ring_v2_collective_benchmark_*.json", "latest.json"
 NONE = RingRow(seq_length=0, ring_size=1, world_size=1, status="skipped")
 
 
-class _Config(msgspec.Struct, frozen=True, kw_only=True):
+class _RingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that all runs shown together share."""
 
     batch_size: Whole = 1
@@ -61,11 +62,11 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
     graph: bool = False
 
 
-class _Run(msgspec.Struct, frozen=True, kw_only=True):
+class _Told(msgspec.Struct, frozen=True, kw_only=True):
     """``told``: the configuration as it was written, with what is only shown."""
 
     schema_version: int = SCHEMA_VERSION
-    config: _Config
+    config: _RingConfig
     told: dict[str, Any]
     world_size: Whole
     timestamp: str
@@ -73,7 +74,7 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True):
     device: str | dict[str, Any] | None = None
 
 
-class Row(NamedTuple):
+class ScalingRow(NamedTuple):
     """A result beside one rank's at the same length; None where that is not there."""
 
     result: RingRow
@@ -90,12 +91,12 @@ class Scaling(NamedTuple):
 
     config: dict[str, Any]
     device: str
-    rows: tuple[Row, ...]
+    rows: tuple[ScalingRow, ...]
     files: tuple[str, ...]
     left_out: tuple[str, ...]
 
     @property
-    def measured(self) -> list[Row]:
+    def measured(self) -> list[ScalingRow]:
         """The rows that have a time."""
         return [row for row in self.rows if row.result.time_ms is not None]
 
@@ -111,7 +112,7 @@ class Scaling(NamedTuple):
     def measured_rings(self) -> list[int]:
         return sorted({row.result.ring_size for row in self.measured})
 
-    def at(self, seq_length: int, ring_size: int) -> Row | None:
+    def at(self, seq_length: int, ring_size: int) -> ScalingRow | None:
         wanted = (seq_length, ring_size)
         return next((r for r in self.rows if wanted == (r[0].seq_length, r[0].ring_size)), None)
 
@@ -132,9 +133,9 @@ def read(folder: Path | str) -> Scaling:
     return _together(runs)
 
 
-def _together(runs: Sequence[tuple[_Run, str]]) -> Scaling:
+def _together(runs: Sequence[tuple[_Told, str]]) -> Scaling:
     """Make one row for each length and ring size; the newest run comes first."""
-    newest, kept, left_out = runs[0][0], dict[int, tuple[_Run, str]](), []
+    newest, kept, left_out = runs[0][0], dict[int, tuple[_Told, str]](), []
     for run, name in runs:
         if other := _differs(run, newest):
             left_out.append(f"{name}: another {other} than the newest run's")
@@ -154,11 +155,11 @@ def _together(runs: Sequence[tuple[_Run, str]]) -> Scaling:
     return Scaling(newest.told, str(told or "unknown device"), rows, files, tuple(left_out))
 
 
-def _run(found: Mapping[str, Any], source: str) -> _Run:
-    return store.convert({**found, "told": found.get("config", {})}, _Run, source)
+def _run(found: Mapping[str, Any], source: str) -> _Told:
+    return store.convert({**found, "told": found.get("config", {})}, _Told, source)
 
 
-def _load(path: Path) -> _Run:
+def _load(path: Path) -> _Told:
     try:
         run = _run(store.read(path, dict), str(path))
     except ValueError as error:
@@ -172,22 +173,22 @@ def _load(path: Path) -> _Run:
     return run
 
 
-def _differs(run: _Run, newest: _Run) -> str | None:
+def _differs(run: _Told, newest: _Told) -> str | None:
     """The first thing in which two runs are not comparable."""
     if run.device != newest.device:
         return "device"
-    names = _Config.__struct_fields__
+    names = _RingConfig.__struct_fields__
     changed = (name for name in names if getattr(run.config, name) != getattr(newest.config, name))
     return next(changed, None)
 
 
-def _row(result: RingRow, results: dict[tuple[int, int], RingRow], batch_size: int) -> Row:
+def _row(result: RingRow, results: dict[tuple[int, int], RingRow], batch_size: int) -> ScalingRow:
     length, ring = result.seq_length, result.ring_size
     alone = results.get((length, 1), NONE)
     smaller = NONE if length % ring else results.get((length // ring, 1), NONE)
     speedup = _ratio(alone.time_ms, result.time_ms)
     batch = result.effective_batch_size or batch_size
-    return Row(
+    return ScalingRow(
         result,
         speedup=speedup,
         strong=_ratio(speedup, ring),
@@ -311,7 +312,7 @@ def of_run(document: Mapping[str, Any]) -> list[Table]:
 def _best(scaling: Scaling) -> Table:
     """Return each length's fastest row, and the largest ring that is nearly linear."""
 
-    def of(tokens: int) -> tuple[int, Row | None, int | None]:
+    def of(tokens: int) -> tuple[int, ScalingRow | None, int | None]:
         rows = [row for row in scaling.measured if row.result.seq_length == tokens]
         fair = [row.result.ring_size for row in rows if (row.strong or 0) >= FAIR]
         fastest = min(rows, key=lambda row: row.result.time_ms or 0, default=None)
@@ -419,7 +420,7 @@ def _falls_short(scaling: Scaling) -> Iterable[str]:
             yield f"{_where(row)}: peak memory is {percent(share)} of one rank's, ideal is {ideal}."
 
 
-def _lost(row: Row) -> str:
+def _lost(row: ScalingRow) -> str:
     """Explain the time beyond t(1) / P, as far as it was measured; its parts are what is lost.
     Waiting is at most what the transfers take alone: what else is exposed is noise."""
     one, strong, time_ms = row.result, row.strong or 0, row.result.time_ms or 0
@@ -481,5 +482,5 @@ def sources(scaling: Scaling) -> list[str]:
     return [*taken, *(f"left out, {said}" for said in scaling.left_out)]
 
 
-def _where(row: Row) -> str:
+def _where(row: ScalingRow) -> str:
     return f"{row.result.seq_length:,} tokens on ring {row.result.ring_size}"

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from meshwise.pages import html, scaling, svg
-from meshwise.pages.scaling import FAILED, TITLE, Row, Scaling, rate, subtitle
+from meshwise.pages.scaling import FAILED, TITLE, Scaling, ScalingRow, rate, subtitle
 from meshwise.pages.table import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Value = Callable[[Row], float | None]
+Value = Callable[[ScalingRow], float | None]
 _MARKERS = "osD^vPX*<>"
 _MOST_BARS = 12  # above, numbers over bars would hide each other
 
@@ -83,7 +83,7 @@ def map_(
     axes.spines[["left", "bottom"]].set_visible(False)
 
 
-def _why(row: Row | None) -> str:
+def _why(row: ScalingRow | None) -> str:
     """The text of a cell without a number."""
     if row is None:
         return "not run"
@@ -179,7 +179,7 @@ def communication(axes: "Axes", found: Scaling) -> None:
     axes.legend(title="pale: isolated, solid: exposed;\n% of the step that is exposed")
 
 
-def _taller(row: Row) -> float:
+def _taller(row: ScalingRow) -> float:
     return max(row.result.communication_time_ms or 0, row.result.exposed_comm_ms or 0)
 
 

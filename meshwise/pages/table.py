@@ -31,11 +31,7 @@ class Table(NamedTuple):
 
 
 def listed(
-    title: str,
-    items: Iterable[Any],
-    *columns: Column,
-    legend: tuple[str, ...] = (),
-    left: int = 1,
+    title: str, items: Iterable[Any], *columns: Column, legend: tuple[str, ...] = (), left: int = 1
 ) -> Table:
     """Build a table with a row for each item.
 

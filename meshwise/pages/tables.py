@@ -254,10 +254,7 @@ def in_full(plan: Plan, mode: str = "train") -> Table:
     """Show workload, layout, stages and, for training, the recipe."""
     size = plan.workload
     of = "images" if isinstance(plan.model, WideResNet) else f"sequences of {size.seq_len} tokens"
-    rows = [
-        ("workload", f"{size.global_batch_size} {of} in a batch"),
-        ("layout", plan.layout.name),
-    ]
+    rows = [("workload", f"{size.global_batch_size} {of} in a batch"), ("layout", plan.layout.name)]
     for number, stage in enumerate(plan.stages):
         held = f"layers {stage.first_layer} to {stage.last_layer - 1}"
         mesh = f"dp{stage.dp} cp{stage.cp} tp{stage.tp} ep{stage.ep}"

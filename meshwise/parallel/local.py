@@ -92,7 +92,7 @@ def attend_one(device: torch.device) -> AttendOne | None:
     return token_kernels.attend
 
 
-class Fused(nn.Module):
+class FusedLinear(nn.Module):
     """Several products of one input as one: x -> each one's result."""
 
     def __init__(self, products: list[SplitLinear]) -> None:
@@ -254,7 +254,7 @@ def _product(name: str, cut: _Cut) -> SplitLinear:
     return SplitLinear(cut.share(f"{name}.weight"), bias, cut.total if by_columns else None)
 
 
-def _fused(module: QKV | GateUp, place: MeshPlace) -> Fused:
+def _fused(module: QKV | GateUp, place: MeshPlace) -> FusedLinear:
     products = [part for part in module.children() if isinstance(part, SplitLinear)]
     if isinstance(module, QKV) and module.kv_heads % place.layout.tp:
         rows = tensor.repeated_rows(module.kv_heads, module.head_dim, place.mesh["tp"])
@@ -262,7 +262,7 @@ def _fused(module: QKV | GateUp, place: MeshPlace) -> Fused:
             product.weight = nn.Parameter(product.weight.detach()[rows])
             if product.bias is not None:
                 product.bias = nn.Parameter(product.bias.detach()[rows])
-    return Fused(products)
+    return FusedLinear(products)
 
 
 def _experts(moe: MoE, name: str, cut: _Cut) -> MoE | Summed:

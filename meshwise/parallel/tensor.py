@@ -19,11 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement as Placed
-from torch.distributed.tensor import (
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from meshwise.nn import llama

@@ -45,7 +45,7 @@ _FILE = "attainable.toml"
 _WIDE = 128  # heads as wide as those that were measured
 
 
-class Share(Record, kw_only=True):
+class PeakShare(Record, kw_only=True):
     """The share of a peak that work reaches, on ``devices`` by name or elsewhere; at ``half_len``
     tokens half of it. ``error`` is relative."""
 
@@ -93,13 +93,13 @@ class Attainable(Record, kw_only=True):
     """``data/attainable.toml``."""
 
     launch: Launch
-    gemm: Share
-    convolution: Share
-    attention_forward: Share
-    attention_backward: Share
-    memory: Share
-    links: Share
-    network: Share
+    gemm: PeakShare
+    convolution: PeakShare
+    attention_forward: PeakShare
+    attention_backward: PeakShare
+    memory: PeakShare
+    links: PeakShare
+    network: PeakShare
     protocols: tuple[Protocol, ...]
     block: Together
     overhead: Overhead
@@ -169,7 +169,7 @@ class Datasheet:
             rate = min(rate, self._rate(links, self.known.links))
         return self._fastest(op, inside, hosts, rate, op.bytes)
 
-    def _rate(self, tier: Tier, share: Share) -> float:
+    def _rate(self, tier: Tier, share: PeakShare) -> float:
         if tier.bytes_per_s is None:
             raise ValueError(self._lacks(f"bytes_per_s of tier {tier.name!r}"))
         return tier.bytes_per_s * share.on(self.cluster.device.name)

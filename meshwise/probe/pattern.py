@@ -24,7 +24,7 @@ _CHUNK = 2**24
 POISON = -1  # never a right element
 
 
-class Piece(NamedTuple):
+class PatternPiece(NamedTuple):
     """``length`` elements of the result from ``at`` on: the sum over ``sources`` (ranks of the
     group) of their elements from ``start`` on, each so many ``times`` (once)."""
 
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     times: tuple[float, ...] = ()
 
 
-def pieces(op: Collective, here: int, calls: int = 1) -> list[Piece]:
+def pieces(op: Collective, here: int, calls: int = 1) -> list[PatternPiece]:
     """The result that the group's rank ``here`` must hold after so many calls, if it has any."""
     n, size = op.group_size, DTYPE_BYTES[op.dtype]
     total, everybody = op.size_bytes // size, tuple(range(op.group_size))
@@ -43,22 +43,22 @@ def pieces(op: Collective, here: int, calls: int = 1) -> list[Piece]:
     if (op.kind in ("reduce", "gather") and here > 0) or (op.kind == "send" and here < n - 1):
         return []
     if op.kind in ("all_reduce", "reduce"):
-        return [Piece(0, total, everybody, 0, _times(op, here, calls))]
+        return [PatternPiece(0, total, everybody, 0, _times(op, here, calls))]
     if op.kind in ("all_gather", "gather"):
-        return [Piece(rank * part, part, (rank,)) for rank in everybody]
+        return [PatternPiece(rank * part, part, (rank,)) for rank in everybody]
     if op.kind == "reduce_scatter":
-        return [Piece(0, part, everybody, here * part, _times(op, here, calls))]
+        return [PatternPiece(0, part, everybody, here * part, _times(op, here, calls))]
     if op.kind == "scatter":
-        return [Piece(0, part, (0,), here * part)]
+        return [PatternPiece(0, part, (0,), here * part)]
     if op.kind == "all_to_all":
-        return [Piece(rank * part, part, (rank,), here * part) for rank in everybody]
+        return [PatternPiece(rank * part, part, (rank,), here * part) for rank in everybody]
     if op.kind == "all_to_all_v":
         found, at = [], 0
         for rank, row in enumerate(op.splits):
-            found.append(Piece(at, row[here] // size, (rank,), sum(row[:here]) // size))
+            found.append(PatternPiece(at, row[here] // size, (rank,), sum(row[:here]) // size))
             at += row[here] // size
         return found
-    return [Piece(0, total, (0 if op.kind in (*ROOTED, "send") else (here - 1) % n,))]
+    return [PatternPiece(0, total, (0 if op.kind in (*ROOTED, "send") else (here - 1) % n,))]
 
 
 def _times(op: Collective, here: int, calls: int) -> tuple[float, ...]:
@@ -99,7 +99,7 @@ def fill(tensor: torch.Tensor, rank: int, num_summed: int) -> None:
 
 
 def num_wrong(
-    result: torch.Tensor, wanted: list[Piece], num_summed: int, tolerance: float = 0.0
+    result: torch.Tensor, wanted: list[PatternPiece], num_summed: int, tolerance: float = 0.0
 ) -> int:
     """Count the elements of a flat result that are not what the pieces say."""
     wrong = 0

@@ -71,7 +71,7 @@ def _measure(asked: RefitRequest, ranks: Ranks) -> tuple[timing.Timed, Metrics, 
     assert isinstance(op, Resharding)
     models = together(ranks, lambda: _allocated(op, ranks))
     together(ranks, lambda: _renew(models, ranks, version=1))
-    memory = _Memory(ranks.device)
+    memory = _RefitMemory(ranks.device)
     refit = together(ranks, lambda: _refit(case, op, models, ranks))
     try:
         timed, metrics = _timed(asked, refit, op, models, memory, ranks)
@@ -87,7 +87,7 @@ def _timed(
     refit: Refit,
     op: Resharding,
     models: _Models,
-    memory: "_Memory",
+    memory: "_RefitMemory",
     ranks: Ranks,
 ) -> tuple[timing.Timed, Metrics]:
     moved: list[Moved] = []
@@ -185,7 +185,7 @@ def _checked(refit: Callable[[], object], models: _Models, ranks: Ranks) -> int:
     return sum(compared for compared, _ in found)
 
 
-def _totals(moved: list[Moved], models: _Models, memory: "_Memory", ranks: Ranks) -> Metrics:
+def _totals(moved: list[Moved], models: _Models, memory: "_RefitMemory", ranks: Ranks) -> Metrics:
     """The metrics of the timed refits, alike on all ranks."""
     mine = {
         "received_bytes": moved[-1].received_bytes,
@@ -203,7 +203,7 @@ def _num_bytes(own: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in own.values())
 
 
-class _Memory:
+class _RefitMemory:
     """Counts how much more a device lacks than when this was made; on a CPU nobody counts."""
 
     def __init__(self, device: torch.device) -> None:

@@ -59,7 +59,7 @@ class RingRequest(Record, kw_only=True):
     trace: str = ""
 
 
-class Ring(NamedTuple):
+class RankRing(NamedTuple):
     """This rank's ring. The wire's rank is the place in it."""
 
     wire: Wire
@@ -78,10 +78,10 @@ class Rings:
         self.ranks = ranks
         self.groups: dict[int, Any] = {}
 
-    def ring(self, op: LongAttention, size: int) -> Ring:
+    def ring(self, op: LongAttention, size: int) -> RankRing:
         if size not in self.groups:
             self.groups[size] = self._group(size)
-        return Ring(Wire(self.groups[size]), shards_of(op, size), self.ranks)
+        return RankRing(Wire(self.groups[size]), shards_of(op, size), self.ranks)
 
     def _group(self, size: int) -> Any:
         if self.ranks.control is None:
@@ -94,12 +94,12 @@ class Rings:
         return found
 
 
-def agreed(ring: Ring, work: Callable[[], T]) -> T:
+def agreed(ring: RankRing, work: Callable[[], T]) -> T:
     """This rank's result of ``work``; what fails on one rank raises Failed on all."""
     return together(ring.ranks, work, transfers=not ring.alone)
 
 
-def attention(op: LongAttention, ring: Ring, prices: Prices | None, **more: Any) -> Any:
+def attention(op: LongAttention, ring: RankRing, prices: Prices | None, **more: Any) -> Any:
     """The function of this rank's q, k, v."""
     more |= {"wire": ring.wire, "causal": op.causal, "shards": ring.shards, "prices": prices}
     if op.dilation is None:
@@ -171,7 +171,7 @@ def _times(bench: _Bench, case: Case) -> tuple[timing.Timed, Metrics]:
 
 
 def _computed(
-    bench: _Bench, case: Case, op: LongAttention, ring: Ring
+    bench: _Bench, case: Case, op: LongAttention, ring: RankRing
 ) -> tuple[timing.Timed, Metrics, list[tuple[list[int], list[int]]]]:
     """The times with and without transfers, and what was transferred in one iteration."""
     ranks, wire = bench.ranks, ring.wire
@@ -197,7 +197,7 @@ def _computed(
     return timed, metrics, log
 
 
-def _calls(op: LongAttention, ring: Ring, prices: Prices | None) -> tuple[Call, Call]:
+def _calls(op: LongAttention, ring: RankRing, prices: Prices | None) -> tuple[Call, Call]:
     """The forward, and what an iteration does; inputs from fixed seeds, other ones on each rank."""
     device, dtype = ring.ranks.device, torch_dtype(op.dtype)
     length, seed = ring.shards.lengths[ring.wire.rank], 4 * ring.ranks.rank
@@ -214,7 +214,7 @@ def _calls(op: LongAttention, ring: Ring, prices: Prices | None) -> tuple[Call, 
     return forward, lambda: torch.autograd.grad(forward(), inputs, grad)
 
 
-def _counted(step: Call, ring: Ring, log: list[tuple[list[int], list[int]]]) -> Metrics:
+def _counted(step: Call, ring: RankRing, log: list[tuple[list[int], list[int]]]) -> Metrics:
     """One iteration, the first: connects, finds out whether memory suffices, counts."""
     wire = ring.wire
     wire.log = log
@@ -248,7 +248,7 @@ def _peak(ranks: Ranks) -> Metrics:
 
 
 def _transfers(
-    bench: _Bench, case: Case, ring: Ring, log: list[tuple[list[int], list[int]]]
+    bench: _Bench, case: Case, ring: RankRing, log: list[tuple[list[int], list[int]]]
 ) -> tuple[float, ...] | None:
     """Times of one iteration's transfers, from empty memory; None where that lacks memory."""
     wire = Wire(ring.wire.group)

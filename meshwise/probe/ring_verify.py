@@ -1,6 +1,6 @@
 """Checks ring attention against its definition, on the user's own shapes and ranks.
 
-In: a ``VerifyRequest`` as JSON. Out: a JSON list of ``Check``s in the file it names, by rank 0.
+In: a ``VerifyRequest`` as JSON. Out: a JSON list of ``RingCheck``s in the file it names, by rank 0.
 Every rank draws the same whole sequence, attends its own rows with the others, and compares them
 with ``attention.reference``; the worst rank counts. Checks, for each ring size:
 
@@ -24,7 +24,7 @@ from meshwise.attention.reference import multiplicity, reference
 from meshwise.attention.shards import positions
 from meshwise.prices import Prices
 from meshwise.probe.loop import Failed
-from meshwise.probe.ring import Ring, Rings, agreed, attention, kernel
+from meshwise.probe.ring import RankRing, Rings, agreed, attention, kernel
 from meshwise.probe.work import torch_dtype
 from meshwise.ranks import Ranks
 from meshwise.spec import Costs, LongAttention, Record
@@ -48,7 +48,7 @@ class VerifyRequest(Record, kw_only=True):
     costs: Costs | None = None
 
 
-class Check(Record, kw_only=True):
+class RingCheck(Record, kw_only=True):
     """One thing that was checked, and what was found."""
 
     ring_size: int
@@ -63,7 +63,7 @@ class _Case(NamedTuple):
     are."""
 
     op: LongAttention
-    ring: Ring
+    ring: RankRing
     mine: Tensor
     inputs: tuple[Tensor, ...]
     attend: Callable[..., tuple[Tensor, Tensor]]
@@ -72,7 +72,7 @@ class _Case(NamedTuple):
 def verify_ranks(ranks: Ranks, request: bytes) -> None:
     """Every rank calls this with the same request."""
     asked = msgspec.json.decode(request, type=VerifyRequest)
-    rings, found = Rings(ranks), list[Check]()
+    rings, found = Rings(ranks), list[RingCheck]()
     prices = None if asked.costs is None else Prices(asked.costs)
     for size in asked.ring_sizes:
         ranks.at(f"verify ring of {size}")
@@ -83,7 +83,7 @@ def verify_ranks(ranks: Ranks, request: bytes) -> None:
     ranks.barrier("the end of all checks")
 
 
-def _verify(op: LongAttention, ring: Ring, prices: Prices | None) -> list[Check]:
+def _verify(op: LongAttention, ring: RankRing, prices: Prices | None) -> list[RingCheck]:
     shapes = [(op.batch, op.seq_len, heads, op.head_dim) for heads in _heads(op)]
     device, dtype = ring.ranks.device, torch_dtype(op.dtype)
     inputs = tuple(  # drawn on the CPU: alike on all ranks
@@ -112,7 +112,7 @@ def _rows(case: _Case, *tensors: Tensor) -> list[Tensor]:
     return [x[:, case.mine] for x in tensors]
 
 
-def _against_reference(case: _Case) -> list[Check]:
+def _against_reference(case: _Case) -> list[RingCheck]:
     q, k, v = (x.double().clone().requires_grad_() for x in case.inputs[:3])
     out, lse = reference(q, k, v, case.op)
     wanted = torch.autograd.grad(out, (q, k, v), case.inputs[3].double())
@@ -166,7 +166,7 @@ def _changed(case: _Case, token: int) -> Tensor:
     return (before != after).any(-1).any(0)
 
 
-def _locality(case: _Case) -> list[Check]:
+def _locality(case: _Case) -> list[RingCheck]:
     op, wrong, moved, allowed = case.op, 0, 0, 0
     tokens = sorted({0, op.seq_len // 3, op.seq_len // 2, op.seq_len - 1})
     masks = [multiplicity(op, head)[case.mine.cpu()] > 0 for head in range(op.heads)]
@@ -183,5 +183,5 @@ def _locality(case: _Case) -> list[Check]:
     return [_check(case, "locality", not wrong and moved >= least, found)]
 
 
-def _check(case: _Case, name: str, passed: bool, found: str) -> Check:
-    return Check(ring_size=case.ring.wire.size, name=name, passed=passed, found=found)
+def _check(case: _Case, name: str, passed: bool, found: str) -> RingCheck:
+    return RingCheck(ring_size=case.ring.wire.size, name=name, passed=passed, found=found)

@@ -25,15 +25,7 @@ from meshwise.probe import collectives, operators, overlap
 from meshwise.probe.block import Blocks
 from meshwise.probe.cases import effort
 from meshwise.probe.cases.follow import Follow, next_cases
-from meshwise.probe.loop import (
-    CURRENT,
-    Failed,
-    Metrics,
-    Outcome,
-    measure_all,
-    outcome,
-    together,
-)
+from meshwise.probe.loop import CURRENT, Failed, Metrics, Outcome, measure_all, outcome, together
 from meshwise.probe.work import Call, Unavailable, Work, communicates, fp32_precision
 from meshwise.ranks import Ranks
 from meshwise.spec import Block, Case, Collective, Overlap, Record, RunInfo, ending

@@ -21,7 +21,7 @@ class Atom(NamedTuple):
     needers: tuple[int, ...]
 
 
-class Cut(NamedTuple):
+class Atoms(NamedTuple):
     """The layouts of one tensor, and its atoms, which others of like layouts share."""
 
     source: Layout
@@ -31,12 +31,12 @@ class Cut(NamedTuple):
 
 def cuts(
     pairs: Sequence[tuple[Layout, Layout]], names: Sequence[str] = ()
-) -> tuple[list[Cut], list[int]]:
+) -> tuple[list[Atoms], list[int]]:
     """The different cuts, and which of them each (source, destination) has.
 
     What somebody needs and nobody holds is a ValueError, with the tensor's name if there are names.
     """
-    found: list[Cut] = []
+    found: list[Atoms] = []
     known: dict[tuple[object, object], int] = {}
     keys: dict[int, object] = {}  # by identity: layouts are often shared
     kinds = []
@@ -47,7 +47,7 @@ def cuts(
         key = keys[id(source)], keys[id(destination)]
         if key not in known:
             known[key] = len(found)
-            found.append(Cut(source, destination, tuple(_atoms(source, destination))))
+            found.append(Atoms(source, destination, tuple(_atoms(source, destination))))
             _check_held(found[-1], f"{names[number]}: " if names else "")
         kinds.append(known[key])
     return found, kinds
@@ -70,7 +70,7 @@ def _unnamed(layout: Layout) -> object:
     )
 
 
-def _check_held(cut: Cut, prefix: str) -> None:
+def _check_held(cut: Atoms, prefix: str) -> None:
     for box, owners, needers in cut.atoms:
         if not owners:
             rank = cut.destination[needers[0]].rank

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwise.reshard.atoms import Cut, cuts, weighed
+from meshwise.reshard.atoms import Atoms, cuts, weighed
 from meshwise.reshard.flow import Owners, balance
 from meshwise.reshard.holdings import ITEMSIZES, Holdings
 from meshwise.reshard.transfer import Transfer, loads
@@ -104,7 +104,7 @@ def limits(
 
 
 def _need(
-    found: list[Cut], kinds: list[int], itemsizes: list[int], host_of: Callable[[int], int]
+    found: list[Atoms], kinds: list[int], itemsizes: list[int], host_of: Callable[[int], int]
 ) -> _Need:
     weights = weighed(kinds, itemsizes)
     need = _Need(*(Counter() for _ in _Need._fields))

@@ -18,7 +18,7 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwise.models.decoder import ROUTER_BIAS, weights
-from meshwise.reshard.orders import Buffer, Member, Order, Place, Share, buffers_of, layer_prefix
+from meshwise.reshard.orders import Fused, Member, Order, Place, Share, buffers_of, layer_prefix
 from meshwise.reshard.regions import Layout, Piece, chunk_bounds
 from meshwise.spec import Cuts, Decoder, Model, Plan, WeightLayout
 from meshwise.spec.op import DTYPE_BYTES, Dtype
@@ -41,7 +41,7 @@ class Padded(NamedTuple):
     buffer: str = ""
 
 
-class Tensor(NamedTuple):
+class Held(NamedTuple):
     """A logical tensor as one side holds it. ``dtype`` is a name of ``ITEMSIZES``.
 
     ``buffer_dims``: of the buffers, where they have fewer dims than the logical tensor.
@@ -54,7 +54,7 @@ class Tensor(NamedTuple):
     buffer_dims: int | None = None
 
 
-Holdings = Mapping[str, Tensor]
+Holdings = Mapping[str, Held]
 
 ITEMSIZES = {  # bytes of an element of everything that can be moved
     **DTYPE_BYTES, "fp8_e5m2": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
@@ -72,7 +72,7 @@ class _Mesh(NamedTuple):
     etp: int = 1
 
 
-class _Stage(NamedTuple):
+class _Layers(NamedTuple):
     """``prefix`` of all its buffers' names; ``head``: it has a head of its own."""
 
     layers: range
@@ -98,7 +98,7 @@ def holdings(model: Decoder | Model, layout: WeightLayout) -> Holdings:
         if layout.order == "megatron" and layout.stages_per_rank > 1:
             prefix = f"model{chunk}."
         head = not _is_tied(model) or layout.num_stages > 1 or layout.tied is False
-        stages.append(_Stage(layers, mesh, head, prefix))
+        stages.append(_Layers(layers, mesh, head, prefix))
     return _held(model, stages, layout.order, layout.dtype, layout.vocab_multiple)
 
 
@@ -122,7 +122,7 @@ def of_plan(plan: Plan) -> Holdings:
         ranks = range(stage.devices[0], stage.devices[-1] + 1)
         layers = range(stage.first_layer, stage.last_layer)
         mesh = _Mesh(ranks, stage.tp, inside.shards)
-        stages.append(_Stage(layers, mesh, head=len(plan.stages) > 1))
+        stages.append(_Layers(layers, mesh, head=len(plan.stages) > 1))
     return _held(plan.model, stages, "plain", "fp32")
 
 
@@ -207,15 +207,15 @@ def _members(model: Decoder | Model) -> dict[str, tuple[Member, ...]]:
 
 
 def _held(
-    model: Decoder | Model, stages: Sequence[_Stage], order: Order, dtype: Dtype, multiple: int = 1
+    model: Decoder | Model, stages: Sequence[_Layers], order: Order, dtype: Dtype, multiple: int = 1
 ) -> Holdings:
     """Stage by stage. Equal layers of a stage have the same pieces but for the buffers' names.
     ``multiple``: to which the rows of the vocabulary are padded."""
     units = _members(model)
     (table,) = (member.shape for member in units["root"] if member.role == "embed.weight")
     vocab_rows = _vocab_rows(table[0], multiple)
-    made: dict[tuple[tuple[Member, ...], _Mesh], dict[str, Tensor]] = {}
-    found: dict[str, Tensor] = {}
+    made: dict[tuple[tuple[Member, ...], _Mesh], dict[str, Held]] = {}
+    found: dict[str, Held] = {}
     for number, stage in enumerate(stages):
         is_last = number == len(stages) - 1
         unit_of = {
@@ -244,14 +244,14 @@ def _root(
     return inputs * first + outputs * last
 
 
-def _add(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+def _add(found: dict[str, Held], name: str, tensor: Held) -> None:
     if name in found:  # the embedding, again as the head
         old = found[name]
         tensor = old._replace(layout=old.layout + tensor.layout, padded=old.padded + tensor.padded)
     found[name] = tensor
 
 
-def _renamed(tensor: Tensor, prefix: str) -> Tensor:
+def _renamed(tensor: Held, prefix: str) -> Held:
     """The same in a layer whose buffers' names begin so; what is called as the logical tensor is
     (``plain``) is shared."""
     names = {b: prefix + b if b else "" for b in {piece.buffer for piece in tensor.layout}}
@@ -269,7 +269,7 @@ def _spread(
     dtype: Dtype,
     vocab_rows: int,
     mesh: _Mesh,
-) -> dict[str, Tensor]:
+) -> dict[str, Held]:
     """The members over the ranks of a mesh, rank by rank, buffers named without a prefix."""
     layouts: dict[str, list[Piece]] = {member.tensor: [] for member in members}
     padded: dict[str, list[Padded]] = {member.tensor: [] for member in members}
@@ -283,7 +283,7 @@ def _spread(
         if buffer.is_padded:
             padded[buffer.tensor].append(Padded(rank, buffer.shape, called))
     return {
-        name: Tensor(
+        name: Held(
             shape,
             "fp32" if name == ROUTER_BIAS else dtype,
             tuple(layouts[name]),
@@ -296,7 +296,7 @@ def _spread(
 
 def _by_rank(
     members: Sequence[Member], model: Decoder | Model, order: Order, vocab_rows: int, mesh: _Mesh
-) -> Iterator[tuple[int, Buffer]]:
+) -> Iterator[tuple[int, Fused]]:
     """Every rank with each of its buffers. A rank has its shares of what the axes divide; of the
     router's bias, which is no parameter, FSDP cuts nothing."""
     experts = tuple(m for m in members if m.role.startswith("experts."))
@@ -306,7 +306,7 @@ def _by_rank(
     copies = mesh.fsdp * mesh.tp // ep_ranks if mesh.fsdp > 1 else 1
 
     @cache
-    def held(group: tuple[Member, ...], place: Place, shard: Share) -> list[Buffer]:
+    def held(group: tuple[Member, ...], place: Place, shard: Share) -> list[Fused]:
         return [
             part
             for buffer in buffers_of(group, model, order, place)
@@ -327,7 +327,7 @@ def _by_rank(
             yield rank, buffer
 
 
-def _chunk_of(buffer: Buffer, shard: Share) -> Buffer:
+def _chunk_of(buffer: Fused, shard: Share) -> Fused:
     """FSDP2's cut of the first dim, which is torch.chunk's."""
     if shard.parts == 1:
         return buffer

@@ -143,7 +143,7 @@ class Place(NamedTuple):
     etp: Share = Share()
 
 
-class Buffer(NamedTuple):
+class Fused(NamedTuple):
     """A rank's tensor and what it holds: (logical name, piece), the piece of no rank yet.
     ``tensor``: the logical tensor that it is made for, the first of several."""
 
@@ -157,7 +157,7 @@ class Buffer(NamedTuple):
         """Dims of 1 that the pieces have before the buffer's own."""
         return len(self.pieces[0][1].offset) - len(self.shape) if self.pieces else 0
 
-    def rows(self, low: int, high: int) -> "Buffer":
+    def rows(self, low: int, high: int) -> "Fused":
         """The buffer of which only rows [low, high) of its first dim are held."""
         pieces = tuple(
             (name, kept)
@@ -184,7 +184,7 @@ def layer_prefix(model: Decoder | Model, order: Order, layer: int, local: int) -
 
 def buffers_of(
     members: Sequence[Member], model: Decoder | Model, order: Order, place: Place
-) -> Iterator[Buffer]:
+) -> Iterator[Fused]:
     """The buffers of a rank, fused where the order has one name for several tensors."""
     fused: dict[str, list[Member]] = {}
     for member in members:
@@ -222,7 +222,7 @@ def _names(model: Decoder | Model, order: Order) -> dict[str, str]:
 
 def _joined(
     name: str, parts: Sequence[Member], model: Decoder | Model, place: Place, dim: int
-) -> Buffer:
+) -> Fused:
     """A rank's share of one tensor after the other, in ``dim``."""
     pieces: list[tuple[str, Piece]] = []
     shape: tuple[int, ...] = ()
@@ -233,7 +233,7 @@ def _joined(
         pieces += [(member.tensor, piece) for piece in moved(layout, offset=offset)]
         filled += shape[dim]
     shape = (*shape[:dim], filled, *shape[dim + 1 :])
-    return Buffer(name, parts[0].tensor, shape, tuple(pieces))
+    return Fused(name, parts[0].tensor, shape, tuple(pieces))
 
 
 def _share(
@@ -269,16 +269,14 @@ def _cuts(stem: str, kind: str, model: Decoder | Model, place: Place) -> dict[in
     return {}
 
 
-def _apart(stacked: Buffer) -> Iterator[Buffer]:
+def _apart(stacked: Fused) -> Iterator[Fused]:
     """A buffer for each expert."""
     for expert in range(stacked.shape[0]):
         one = stacked.rows(expert, expert + 1)
         yield one._replace(name=f"{stacked.name}{expert}", shape=stacked.shape[1:])
 
 
-def _grouped_qkv(
-    name: str, parts: Sequence[Member], model: Decoder | Model, place: Place
-) -> Buffer:
+def _grouped_qkv(name: str, parts: Sequence[Member], model: Decoder | Model, place: Place) -> Fused:
     """Rows of q, k and v group by group, cut evenly."""
     assert isinstance(model, Decoder)
     rows = [
@@ -291,14 +289,14 @@ def _grouped_qkv(
     return fused.rows(*place.tp.of(fused.shape[0]))
 
 
-def _qkv_of_heads(name: str, part: Member, model: Decoder | Model, place: Place) -> Buffer:
+def _qkv_of_heads(name: str, part: Member, model: Decoder | Model, place: Place) -> Fused:
     """[q; k; v] of a rank's heads, from rows that lie by head, each its q, k and v."""
     numbers = [3 * head + which for which in range(3) for head in range(*place.tp.of(model.heads))]
     size = model.head_dim
     return _stacked(name, [(part, number * size, (number + 1) * size) for number in numbers])
 
 
-def _stacked(name: str, rows: Sequence[tuple[Member, int, int]]) -> Buffer:
+def _stacked(name: str, rows: Sequence[tuple[Member, int, int]]) -> Fused:
     """Rows [low, high) of tensors, one run behind the other."""
     pieces, filled = [], 0
     for part, low, high in rows:
@@ -306,4 +304,4 @@ def _stacked(name: str, rows: Sequence[tuple[Member, int, int]]) -> Buffer:
         pieces.append((part.tensor, Piece(0, box, (filled, *(0 for _ in part.shape[1:])))))
         filled += high - low
     first = rows[0][0]
-    return Buffer(name, first.tensor, (filled, *first.shape[1:]), tuple(pieces))
+    return Fused(name, first.tensor, (filled, *first.shape[1:]), tuple(pieces))

@@ -62,7 +62,7 @@ def _meet(a: Extent, b: Extent) -> bool:
         return True
 
 
-class _Memory:
+class _HostMemory:
     """An object with memory, as numpy asks for it."""
 
     def __init__(self, of: Extent) -> None:
@@ -76,4 +76,4 @@ class _Memory:
 
 
 def _seen(of: Extent) -> npt.NDArray[Any]:
-    return np.asarray(_Memory(of))
+    return np.asarray(_HostMemory(of))

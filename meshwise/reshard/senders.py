@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from meshwise.reshard.atoms import Cut, weighed
+from meshwise.reshard.atoms import Atoms, weighed
 from meshwise.reshard.flow import Owners, balance, shares
 from meshwise.reshard.regions import Box, narrowed
 
@@ -83,7 +83,7 @@ class _Part(NamedTuple):
 
 
 def choose(
-    cuts: Sequence[Cut],
+    cuts: Sequence[Atoms],
     kinds: Sequence[int],
     itemsizes: Sequence[int],
     links: Links,
@@ -109,7 +109,9 @@ def choose(
     return hops
 
 
-def _wants(cut: Cut, host_of: Callable[[int], int], pass_on: bool) -> tuple[list[Hop], list[_Want]]:
+def _wants(
+    cut: Atoms, host_of: Callable[[int], int], pass_on: bool
+) -> tuple[list[Hop], list[_Want]]:
     """Copies within ranks, and what must come from others."""
     own, wants = [], []
     for box, owners, needers in cut.atoms:

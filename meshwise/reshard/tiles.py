@@ -66,7 +66,7 @@ class Memory(NamedTuple):
     alignment: int = WORD
 
 
-class Buffer(NamedTuple):
+class TileBuffer(NamedTuple):
     """A rank's tensor, in the model that is read (``side`` 0) or in the one that is written (1)."""
 
     side: int
@@ -74,18 +74,18 @@ class Buffer(NamedTuple):
     name: str
 
 
-def buffers_of(move: Move, name: str, side: int) -> tuple[Buffer, Buffer]:
+def buffers_of(move: Move, name: str, side: int) -> tuple[TileBuffer, TileBuffer]:
     """The buffers that a move of the tensor ``name`` reads and writes."""
     return (
-        Buffer(side, move.source, move.taken or name),
-        Buffer(1, move.destination, move.put or name),
+        TileBuffer(side, move.source, move.taken or name),
+        TileBuffer(1, move.destination, move.put or name),
     )
 
 
 def tiles(
     moves: Iterable[tuple[int, Move]],
-    memory: Mapping[Buffer, Memory],
-    number: Mapping[Buffer, int],
+    memory: Mapping[TileBuffer, Memory],
+    number: Mapping[TileBuffer, int],
     names: Sequence[str],
     *,
     side: int = 0,

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshwise.reshard.atoms import Cut, cuts, weighed
+from meshwise.reshard.atoms import Atoms, cuts, weighed
 from meshwise.reshard.flow import assigned
-from meshwise.reshard.holdings import ITEMSIZES, Holdings, Tensor
+from meshwise.reshard.holdings import ITEMSIZES, Held, Holdings
 from meshwise.reshard.regions import Box, Layout, Piece, narrowed
 from meshwise.reshard.senders import Hop, Links, Multicast, choose
 
@@ -156,7 +156,7 @@ def _check_same(names: list[str], source: Holdings, destination: Holdings, conve
         raise ValueError(f"{len(found)} tensors do not fit: " + "; ".join(found))
 
 
-def _differences(name: str, source: Tensor, destination: Tensor, convert: bool) -> Iterator[str]:
+def _differences(name: str, source: Held, destination: Held, convert: bool) -> Iterator[str]:
     if tuple(source.shape) != tuple(destination.shape):
         yield (
             f"{name}: shape {tuple(source.shape)} in the source, {tuple(destination.shape)} in the "
@@ -194,7 +194,7 @@ _Part = tuple[int, int, Box, Box, Box]  # pieces, and a move's boxes
 
 def _moves(
     pairs: Sequence[tuple[Layout, Layout]],
-    found: Sequence[Cut],
+    found: Sequence[Atoms],
     kinds: Sequence[int],
     shared: Sequence[list[Hop]],
     own: Sequence[list[Hop]],
@@ -210,7 +210,7 @@ def _moves(
             yield Named(tensor, Move(a.rank, b.rank, box, read, write, a.buffer, b.buffer))
 
 
-def _merged(cut: Cut, hops: Iterable[Hop]) -> list[_Part]:
+def _merged(cut: Atoms, hops: Iterable[Hop]) -> list[_Part]:
     """Join what is neighbours in the tensor and in both buffers, dim by dim."""
     groups: dict[object, list[Hop]] = {}
     for hop in hops:

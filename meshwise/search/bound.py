@@ -33,19 +33,12 @@ from meshwise.prices import Prices
 from meshwise.schedule import Name
 from meshwise.search.simulate import COPIES, WAITING, WEIGHTS, Spent
 from meshwise.search.stage import Layer, StageKind, graph_of, stage_cost
-from meshwise.spec import (
-    AnyModel,
-    Collective,
-    Cuts,
-    LayerKind,
-    Layout,
-    layer_kinds,
-)
+from meshwise.spec import AnyModel, Collective, Cuts, LayerKind, Layout, layer_kinds
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
 from meshwise.spec.record import Record
 
 
-class Work(NamedTuple):
+class LayerWork(NamedTuple):
     """The work of some layers on one microbatch: seconds, bytes saved for the backward, bytes of
     float32 parameters, and bytes of the copies that compute reads."""
 
@@ -59,8 +52,8 @@ class Work(NamedTuple):
     def both_s(self) -> float:
         return self.forward_s + self.backward_s
 
-    def plus(self, other: "Work", times: int = 1) -> "Work":
-        return Work(*[mine + times * its for mine, its in zip(self, other, strict=True)])
+    def plus(self, other: "LayerWork", times: int = 1) -> "LayerWork":
+        return LayerWork(*[mine + times * its for mine, its in zip(self, other, strict=True)])
 
 
 class End(Record):
@@ -81,8 +74,8 @@ class RankWork(NamedTuple):
     before and after its work, and seconds of its work on one microbatch; ranks that another rank
     exceeds in both are left out."""
 
-    first: Work
-    least: Work
+    first: LayerWork
+    least: LayerWork
     times: tuple[tuple[float, float], ...]
 
 
@@ -221,7 +214,7 @@ def _ranks_of(
     schedule: Name = "zbv" if v_shaped else "1f1b"  # any in a V, or in loops
     works = {end: _stage_work(model, seq_len, cut, prices, again, end) for end in {*stages}}
     bare, whole = ({end: work[at] for end, work in works.items()} for at in (0, 1))
-    ranks = [Work()] * pp
+    ranks = [LayerWork()] * pp
     for stage, end in enumerate(stages):
         rank = rank_of(schedule, stage, pp)
         ranks[rank] = ranks[rank].plus(whole[end])
@@ -231,16 +224,16 @@ def _ranks_of(
         times.append((around_s, work.both_s))
         around_s += whole[stages[rank]].forward_s if split else whole[stages[rank]].both_s
     mine = {end for stage, end in enumerate(stages) if rank_of(schedule, stage, pp) == 0}
-    least = Work(*map(min, zip(*[bare[end] for end in mine], strict=True)))
+    least = LayerWork(*map(min, zip(*[bare[end] for end in mine], strict=True)))
     return RankWork(ranks[0], least, tuple(times))
 
 
 @lru_cache(maxsize=65536)
 def _stage_work(
     model: AnyModel, seq_len: int, cut: Layout, prices: Prices, again: Again, end: End
-) -> tuple[Work, Work]:
+) -> tuple[LayerWork, LayerWork]:
     """Return the work of a stage's layers, without and with the ends of the model."""
-    about, bare = (model, seq_len, cut, prices), Work()
+    about, bare = (model, seq_len, cut, prices), LayerWork()
     for of, number in Counter(layers_of(end.kinds, again)).items():
         bare = bare.plus(layer_work(*about, of), number)
     whole, first, last = bare, end.kinds[0], end.kinds[-1]
@@ -258,7 +251,7 @@ def layer_work(
     of: Layer,
     first: bool = False,
     last: bool = False,
-) -> Work:
+) -> LayerWork:
     """Return the work of one layer, with these ends of the model."""
     kind, word = of
     return _work(StageKind(model, seq_len, (kind,), first, last, (word,), cut, False), prices)
@@ -273,7 +266,7 @@ def end_work(
     *,
     first: bool = False,
     last: bool = False,
-) -> Work:
+) -> LayerWork:
     """Return the work of the embedding, the head, or both, when they stand beside a layer of this
     kind."""
     about, layer = (model, seq_len, cut, prices), (kind, NOTHING)
@@ -281,7 +274,7 @@ def end_work(
 
 
 @lru_cache(maxsize=4096)
-def _work(kind: StageKind, prices: Prices) -> Work:
+def _work(kind: StageKind, prices: Prices) -> LayerWork:
     """Price a stage of one layer on one device or its tp group, without data parallelism. A saved
     result is the next layer's saved input, so it is not counted here: alone, the stage would count
     it twice, as its input arrives and as a copy."""
@@ -295,7 +288,7 @@ def _work(kind: StageKind, prices: Prices) -> Work:
     def own_s(spent: Spent) -> float:
         return spent.time_s - spent.parts.get(COPIES, 0.0) - spent.parts.get(WAITING, 0.0)
 
-    return Work(
+    return LayerWork(
         forward_s=own_s(forward),
         backward_s=own_s(backward),
         saved_bytes=sum(kept.left.values()) - kept.left.get(WEIGHTS, 0.0) - passed_on,

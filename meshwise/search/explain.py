@@ -10,14 +10,7 @@ import msgspec
 
 from meshwise.models import apply
 from meshwise.prices import Prices
-from meshwise.search.stage import (
-    StageKind,
-    direction_of,
-    factors_of,
-    graph_of,
-    kinds_of,
-    pieces_of,
-)
+from meshwise.search.stage import StageKind, direction_of, factors_of, graph_of, kinds_of, pieces_of
 from meshwise.spec import Costs, Op, Plan, Record
 from meshwise.spec.record import NonNegativeFloat, Positive
 

@@ -24,14 +24,7 @@ from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.search.pipeline import BUBBLE, peak_memory, step_time, timetable
 from meshwise.search.simulate import SHARING, WAITING, Amounts, Charge, Peak
-from meshwise.search.stage import (
-    StageCost,
-    StageKind,
-    kinds_of,
-    stage_cost,
-    stage_memory,
-    views,
-)
+from meshwise.search.stage import StageCost, StageKind, kinds_of, stage_cost, stage_memory, views
 from meshwise.spec import (
     DTYPE_BYTES,
     TIERS,

@@ -147,13 +147,7 @@ def _holding(
 
 @lru_cache(maxsize=65536)
 def _activity(
-    model: AnyModel,
-    seq_len: int,
-    cut: Layout,
-    again: Again,
-    split: bool,
-    end: End,
-    prices: Prices,
+    model: AnyModel, seq_len: int, cut: Layout, again: Again, split: bool, end: End, prices: Prices
 ) -> Activity:
     layers = layers_of(end.kinds, again)
 

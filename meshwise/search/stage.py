@@ -142,7 +142,7 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
     )
 
 
-class Form(NamedTuple):
+class StageForm(NamedTuple):
     """The part shared by stages that differ only in microbatch size and in how many equal layers,
     or turns of a pattern, follow one another. ``program``: a stage in which one layer stands for
     several. ``pieces``: the block that holds each task. ``moments``: how its actions change memory.
@@ -193,7 +193,7 @@ def pieces_of(kind: StageKind) -> Pieces:
     return lambda task: (task.part, "")
 
 
-def _form(kind: StageKind, prices: Prices) -> tuple[Form, dict[int, int]]:
+def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
     """Return the form of a stage, known at its microbatch size or at two others, and how many
     layers each of its layers stands for. Of equal layers, or turns of a pattern, a form has at most
     three: the second stands for all between the first and the last."""
@@ -223,7 +223,7 @@ def _form(kind: StageKind, prices: Prices) -> tuple[Form, dict[int, int]]:
             pieces, compiled = pieces_of(shorter), prices.costs.lowering == "compiled"
             moves, bare = moments(program, spans), program._replace(buffers={})
             corrected = _corrected(program, compiled, pieces)
-            known.append(Form(bare, pieces, moves, *corrected, passing, {}, {}))
+            known.append(StageForm(bare, pieces, moves, *corrected, passing, {}, {}))
         (form,) = known
         form.ops[size] = tuple([task.op for task in program.tasks])
         form.sizes[size] = np.asarray([each.num_bytes for each in program.buffers.values()])
@@ -231,7 +231,7 @@ def _form(kind: StageKind, prices: Prices) -> tuple[Form, dict[int, int]]:
 
 
 @lru_cache(maxsize=1024)
-def forms(kind: StageKind, several: tuple[int, ...], prices: Prices) -> list[Form]:
+def forms(kind: StageKind, several: tuple[int, ...], prices: Prices) -> list[StageForm]:
     """Return the list that keeps the form of stages like this one, in which these layers stand for
     several. Programs are large: a caller that asked for many clears this cache."""
     return []
@@ -247,7 +247,7 @@ def _of_any_size(layout: Layout) -> Layout:
     return msgspec.structs.replace(layout, microbatch_size=1)
 
 
-def _sized(form: Form, size: int) -> Program:
+def _sized(form: StageForm, size: int) -> Program:
     """Return a form's program with microbatches of this size."""
     ops = form.ops.get(size)
     if ops is None:
@@ -272,7 +272,7 @@ def _grown(op: Op, other: Op, by: int, of: int) -> Op:
     return msgspec.structs.replace(op, **grown)
 
 
-def _bytes(form: Form, size: int) -> np.ndarray:
+def _bytes(form: StageForm, size: int) -> np.ndarray:
     """Return the counted bytes of each buffer with microbatches of this size."""
     found = form.sizes.get(size)
     if found is None:

@@ -1,15 +1,7 @@
 """The records that stages exchange: operations, models, clusters, samples, prices, plans."""
 
 from meshwise.spec.cluster import Cluster, Device, Tier
-from meshwise.spec.costs import (
-    TIERS,
-    Costs,
-    Curve,
-    Factor,
-    HeldOut,
-    PriceTier,
-    Surface,
-)
+from meshwise.spec.costs import TIERS, Costs, Curve, Factor, HeldOut, PriceTier, Surface
 from meshwise.spec.layout import Cuts, Layout, Recompute, ScheduleName, Way, Workload, rank_of
 from meshwise.spec.long_attention import Dilation, LongAttention
 from meshwise.spec.model import (

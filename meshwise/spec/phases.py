@@ -19,7 +19,7 @@ ADDENDS = (
 )
 
 
-class Span(Record, kw_only=True):
+class PhaseSpan(Record, kw_only=True):
     """Something that ``rank`` did; seconds since all ranks started. ``messages`` are those between
     pipeline stages, ``communication`` everything else between ranks."""
 
@@ -57,7 +57,7 @@ class Phases(Record, kw_only=True):
     step_s: PositiveFloat
     profiled_step_s: PositiveFloat
     ranks: tuple[RankPhases, ...]
-    spans: tuple[Span, ...] = ()
+    spans: tuple[PhaseSpan, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:

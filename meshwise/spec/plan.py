@@ -185,9 +185,12 @@ def layout_of(stages: tuple[Stage, ...], layout: Layout) -> Layout:
         cuts: dict[str, Any] = {part: _cut(placed) for part, placed in stage.placements.items()}
         cuts = {part: word for part, word in cuts.items() if part in Cuts.__struct_fields__}
         whole = stage.tp == 1 and set(cuts.values()) <= {"whole"}
-        if not whole and any(word != getattr(inside.placed, part) for part, word in cuts.items()):
-            own["cuts"] = Cuts(**cuts)
-        ways.append(Way(**own))
+        differs = any(word != getattr(inside.placed, part) for part, word in cuts.items())
+        try:
+            own |= {"cuts": Cuts(**cuts)} if differs and not whole else {}
+            ways.append(Way(**own))
+        except ValueError as error:
+            raise ValueError(f"stage {number}: {error}") from None
     if all(way == Way() for way in ways):
         return layout
     return msgspec.structs.replace(layout, ways=tuple(ways))

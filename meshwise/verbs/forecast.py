@@ -32,7 +32,7 @@ PLACED_RANKS = 16  # up to so many, what --place would save is always worked out
 PEER_BYTES = 2**20  # of a cap, for each rank that a rank exchanges with
 
 
-class Links(NamedTuple):
+class LinkRates(NamedTuple):
     """``rates`` of ranks and hosts, and how many ranks a host has."""
 
     rates: bounds.Rates
@@ -42,7 +42,7 @@ class Links(NamedTuple):
         return rank // self.host_ranks
 
 
-def links(cluster: Cluster, rate: str | float | None = None) -> Links | None:
+def links(cluster: Cluster, rate: str | float | None = None) -> LinkRates | None:
     """``rate``, as ``373GB/s``, is that of a rank within its host; by default what was measured on
     H200, for H100 too, else what the cluster's file says. None where it says nothing."""
     device, per_host = cluster.device, cluster.num_devices_per_host
@@ -59,7 +59,7 @@ def links(cluster: Cluster, rate: str | float | None = None) -> Links | None:
     between = outer[0] * per_host if outer and outer[0] else inf
     memory = device.peak_memory_bytes_per_s or inf
     name = f"{format_rate(link, 'B/s')} ({said})"
-    return Links(bounds.Rates(name, link, between, memory), per_host)
+    return LinkRates(bounds.Rates(name, link, between, memory), per_host)
 
 
 def _parsed(rate: str | float) -> float:
@@ -76,7 +76,7 @@ def _parsed(rate: str | float) -> float:
     return found
 
 
-def forecast(op: Resharding, num_ranks: int, given: Links) -> Forecast:
+def forecast(op: Resharding, num_ranks: int, given: LinkRates) -> Forecast:
     """The plan in numbers; of few ranks also what renumbering the destination's would leave."""
     started = time.perf_counter()
     source, destination = sides(op)
@@ -123,7 +123,7 @@ def sides(op: Resharding) -> tuple[Holdings, Holdings]:
     return holdings(op.model, op.source), destination
 
 
-def known(op: Resharding, num_ranks: int, given: Links | None) -> dict[str, float]:
+def known(op: Resharding, num_ranks: int, given: LinkRates | None) -> dict[str, float]:
     """Figures of a sample's plan, and of its time where rates are known; ValueError where the model
     cannot be laid out so, or not be moved under the cap."""
     if given is not None:
@@ -153,7 +153,7 @@ def metrics(found: Forecast) -> dict[str, float]:
     }
 
 
-class _Need(NamedTuple):
+class _MemoryNeed(NamedTuple):
     """Extra memory of the rank that takes most: the least that will do, for how many ``peers``,
     and what it takes if the cap allows it."""
 
@@ -162,7 +162,7 @@ class _Need(NamedTuple):
     peers: int
 
 
-def _need(op: Resharding, plan: transfer.Transfer, loads: Sequence[Loads]) -> _Need:
+def _need(op: Resharding, plan: transfer.Transfer, loads: Sequence[Loads]) -> _MemoryNeed:
     least = most = peers = 0
     for stage, load in zip(plan.stages, loads, strict=True):
         wire = load - np.diag(np.diag(load))
@@ -174,7 +174,7 @@ def _need(op: Resharding, plan: transfer.Transfer, loads: Sequence[Loads]) -> _N
         peers = max(peers, int(each.max()))
         least = max(least, int((each * PEER_BYTES + tables).max()))
         most += int((wire.sum(0) + wire.sum(1) + tables + 4 * tiles.TILE * each).max())
-    return _Need(least * len(plan.stages), most, peers)
+    return _MemoryNeed(least * len(plan.stages), most, peers)
 
 
 def _tile_bytes(op: Resharding) -> int:
@@ -184,7 +184,7 @@ def _tile_bytes(op: Resharding) -> int:
     return 8 * (7 * lines + 5)
 
 
-def _check_cap(op: Resharding, need: _Need) -> None:
+def _check_cap(op: Resharding, need: _MemoryNeed) -> None:
     least = -(-need.least_bytes // 2**20)
     if op.cap_bytes < least * 2**20:
         raise ValueError(
@@ -194,7 +194,7 @@ def _check_cap(op: Resharding, need: _Need) -> None:
         )
 
 
-def _plan(source: Holdings, destination: Holdings, given: Links) -> transfer.Transfer:
+def _plan(source: Holdings, destination: Holdings, given: LinkRates) -> transfer.Transfer:
     rates = given.rates
     between = min(rates.host_bytes_per_s / given.host_ranks, rates.rank_bytes_per_s)
     return transfer.plan(
@@ -250,7 +250,7 @@ def held_bytes(op: Resharding, num_ranks: int) -> list[int]:
     ]
 
 
-def _placed(source: Holdings, destination: Holdings, given: Links) -> int:
+def _placed(source: Holdings, destination: Holdings, given: LinkRates) -> int:
     """The bytes on the wire once the destination's ranks are renumbered."""
     order = transfer.place(source, destination)
     plan = _plan(source, transfer.renumbered(destination, order), given)

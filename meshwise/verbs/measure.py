@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from meshwise import store
 from meshwise.options import described
-from meshwise.options.measure import KINDS, Collectives, Gemm, Sweep
+from meshwise.options.measure import KINDS, CollectivesOptions, GemmOptions, MeasureOptions
 from meshwise.spec import Case, Cluster, Plan, RunInfo, digest
 from meshwise.units import some_seconds
 from meshwise.verbs import files, job
@@ -30,7 +30,9 @@ QUICK_S = 65.0  # of measuring: starting ranks and the last case take the rest o
 MOST_HUNG = 3  # cases in a row, then the machine is at fault and not a case
 
 
-def measure(what: str | Sweep = "profile", **options: Any) -> Path | list[tuple[Case, float]]:
+def measure(
+    what: str | MeasureOptions = "profile", **options: Any
+) -> Path | list[tuple[Case, float]]:
     """Measure into a run directory whose path is returned. With ``dry_run`` nothing is written, and
     the cases are returned with about how many seconds each would take.
 
@@ -38,7 +40,7 @@ def measure(what: str | Sweep = "profile", **options: Any) -> Path | list[tuple[
     or one of their records, with its options. Where options take records, file names do. A missing
     cluster.toml is detected first.
     """
-    asked = what if isinstance(what, Sweep) else _asked(what, options)
+    asked = what if isinstance(what, MeasureOptions) else _asked(what, options)
     listing = _listing(asked.what)
     budget_s = QUICK_S if asked.quick and asked.what != "health" else None
     if asked.budget is not None:
@@ -71,12 +73,12 @@ def measure(what: str | Sweep = "profile", **options: Any) -> Path | list[tuple[
 
 
 measure.__doc__ = "\n\n".join(
-    [f"{inspect.getdoc(measure)}\n\n{described(Sweep)}"]
-    + [f"{what}:\n{described(kind, but=Sweep)}" for what, kind in KINDS.items()]
+    [f"{inspect.getdoc(measure)}\n\n{described(MeasureOptions)}"]
+    + [f"{what}:\n{described(kind, but=MeasureOptions)}" for what, kind in KINDS.items()]
 )
 
 
-def _asked(what: str, options: dict[str, Any]) -> Sweep:
+def _asked(what: str, options: dict[str, Any]) -> MeasureOptions:
     """The record of a kind of measurement; an option that it does not have is refused by name."""
     if what not in KINDS:
         logs = "; meshwise.verbs.imports.import_files reads logs" if what == "import" else ""
@@ -127,7 +129,7 @@ def scope_of(cluster: Cluster, size: int, dtype: str | None) -> "Scope":
     return Scope(cluster, size, dtype or usual)  # type: ignore[arg-type]
 
 
-def chosen(asked: Sweep, listing: Callable[..., Any]) -> dict[str, Any]:
+def chosen(asked: MeasureOptions, listing: Callable[..., Any]) -> dict[str, Any]:
     """The keyword arguments of ``listing``, read from the files that options name."""
     from meshwise.models import catalogue, primus
 
@@ -190,10 +192,10 @@ def _read_ranks(text: str) -> tuple[int, ...]:
         raise ValueError(f"ranks = {text!r}: must be numbers, as 0,2") from None
 
 
-def _follow(asked: Sweep) -> "Follow":
-    if isinstance(asked, Collectives):
+def _follow(asked: MeasureOptions) -> "Follow":
+    if isinstance(asked, CollectivesOptions):
         return "bends"
-    return "best_shape" if isinstance(asked, Gemm) and asked.search else "nothing"
+    return "best_shape" if isinstance(asked, GemmOptions) and asked.search else "nothing"
 
 
 def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) -> Path:
@@ -215,7 +217,7 @@ def _newest(runs: Path | str, what: str, cluster: Cluster, size: int, key: str) 
     )
 
 
-def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: Sweep) -> None:
+def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: MeasureOptions) -> None:
     """Measure what is not measured yet. A case that hangs is recorded, and ranks that we started
     are started again for the others."""
     import msgspec

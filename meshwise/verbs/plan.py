@@ -11,7 +11,7 @@ import msgspec
 
 from meshwise import store
 from meshwise.options import keywords
-from meshwise.options.plan import Search
+from meshwise.options.plan import PlanOptions
 from meshwise.prices import on_hosts, unmeasured
 from meshwise.spec import AnyModel, Cluster, Costs, Layout, Model, Plan, WideResNet, Workload
 from meshwise.spec.layout import SPLIT
@@ -22,8 +22,8 @@ DEFAULT_COSTS = "costs.json"
 log = logging.getLogger("meshwise")
 
 
-@keywords(Search)
-def plan(asked: Search) -> Plan:
+@keywords(PlanOptions)
+def plan(asked: PlanOptions) -> Plan:
     """Search the legal layouts of a model on ``gpus`` devices for the ``top`` fastest that fit,
     and the fastest pipeline to compare them with if none of them is one. Prices are those of
     costs.json; with ``cluster`` its data sheet's instead, or with both the measured host's, and
@@ -78,11 +78,7 @@ def _warn_of_memory(plan: Plan) -> None:
 
 
 def _prices(
-    cluster: Path | str | None,
-    hosts: int | None,
-    costs: Path | str | None,
-    *,
-    measured_only: bool,
+    cluster: Path | str | None, hosts: int | None, costs: Path | str | None, *, measured_only: bool
 ) -> Costs:
     """Take the prices of costs, of a cluster, or of both."""
     described = None if cluster is None else files.take(cluster, Cluster)

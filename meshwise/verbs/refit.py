@@ -19,7 +19,7 @@ from meshwise.files import append_line
 from meshwise.models import catalogue
 from meshwise.models.decoder import num_parameters
 from meshwise.options import keywords
-from meshwise.options.refit import Refit
+from meshwise.options.refit import RefitOptions
 from meshwise.pages import refit as page
 from meshwise.pages import svg
 from meshwise.probe.cases import refit as cases
@@ -38,8 +38,8 @@ MOST_BYTES = 2**50  # of a cap, and of a model
 LAPTOP = "h200-hgx"  # of a dry run, where no cluster is named or cluster.toml has no links
 
 
-@keywords(Refit)
-def refit(asked: Refit) -> Path | list[Forecast]:
+@keywords(RefitOptions)
+def refit(asked: RefitOptions) -> Path | list[Forecast]:
     """Measure into a run directory whose path is returned; with ``dry_run`` only say what would
     move: a ``Forecast`` for each scenario and mode, without torch. Positional arguments are names
     of scenarios. A log like that of Megatron's suite goes to ``output_dir``/logs.
@@ -68,7 +68,7 @@ class _Task(NamedTuple):
     methods: tuple[str, ...]
     mode: Mode
     cap_bytes: int
-    asked: Refit
+    asked: RefitOptions
 
     @property
     def num_ranks(self) -> int:
@@ -98,7 +98,7 @@ class _Todo(NamedTuple):
     metrics: dict[str, float]
 
 
-def _check(asked: Refit) -> None:
+def _check(asked: RefitOptions) -> None:
     """Refuse options that do not go together."""
     changed, known = asked.changed, get_args(Dtype)
     if asked.dtype not in (None, *known):
@@ -118,7 +118,7 @@ def _check(asked: Refit) -> None:
         raise ValueError("atomic = True: does not go with --delta; give one of them")
 
 
-def _check_sizes(tasks: Sequence[_Task], asked: Refit) -> None:
+def _check_sizes(tasks: Sequence[_Task], asked: RefitOptions) -> None:
     """Refuse models and ranks so large that planning takes for ever, or cannot be drawn."""
     nproc, figure = asked.nproc, asked.figure
     for number, one in enumerate(tasks):
@@ -143,7 +143,7 @@ def _cap_bytes(cap: str | int) -> int:
     return found
 
 
-def _scenarios(asked: Refit) -> Iterator[tuple[Scenario, tuple[str, ...]]]:
+def _scenarios(asked: RefitOptions) -> Iterator[tuple[Scenario, tuple[str, ...]]]:
     """Yield what is asked for, with the user's changes, and the methods that the menu names."""
     usual_dtype: Any = asked.dtype or (None if asked.model is None else "bf16")
     changed = functools.partial(
@@ -168,7 +168,7 @@ def _scenarios(asked: Refit) -> Iterator[tuple[Scenario, tuple[str, ...]]]:
             yield changed(one), found.methods
 
 
-def _forecasts(tasks: Sequence[_Task], asked: Refit) -> list[Forecast]:
+def _forecasts(tasks: Sequence[_Task], asked: RefitOptions) -> list[Forecast]:
     cluster, rate, given = asked.cluster, asked.rate, None
     usual = str(cluster) == measure.DEFAULT_CLUSTER
     if Path(cluster).exists() or not usual:
@@ -185,7 +185,7 @@ def _forecasts(tasks: Sequence[_Task], asked: Refit) -> list[Forecast]:
     return [forecast.forecast(one.op(size), size, given) for one, size in sizes]
 
 
-def _cases(tasks: Sequence[_Task], machine: Cluster, asked: Refit) -> list[_Todo]:
+def _cases(tasks: Sequence[_Task], machine: Cluster, asked: RefitOptions) -> list[_Todo]:
     """One for each scenario, mode and method; ranks that are too few, or a method without its
     device, are a reason and not an error, since the others can be measured. All are laid out and
     those with ranks enough are planned here, so that no run begins with what cannot be."""
@@ -217,7 +217,7 @@ def _cases(tasks: Sequence[_Task], machine: Cluster, asked: Refit) -> list[_Todo
     return found
 
 
-def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: Refit) -> Path:
+def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: RefitOptions) -> Path:
     """Case after case into one run directory, and into the log."""
     possible = [one.case.world_size for one in todo if not one.reason]
     size = job.world_size(None, machine, default=max(possible, default=1))
@@ -241,7 +241,7 @@ def _measure_all(todo: Sequence[_Todo], machine: Cluster, asked: Refit) -> Path:
     return run_dir
 
 
-def _measure(todo: _Todo, run_dir: Path, asked: Refit) -> None:
+def _measure(todo: _Todo, run_dir: Path, asked: RefitOptions) -> None:
     """One sample. A rank that dies or hangs ends this case and not the others, if we started it."""
     from meshwise import launch
 

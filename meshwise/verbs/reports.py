@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from meshwise.options.measure import Sweep
+from meshwise.options.measure import MeasureOptions
 from meshwise.spec import Cluster, Derived
 from meshwise.verbs import files
 from meshwise.verbs.measure import chosen, scope_of
@@ -14,7 +14,7 @@ from meshwise.verbs.measure import chosen, scope_of
 log = logging.getLogger("meshwise")
 
 
-def derived(asked: Sweep, cluster: Cluster, size: int) -> list[Derived]:
+def derived(asked: MeasureOptions, cluster: Cluster, size: int) -> list[Derived]:
     """Return the cases on ``size`` devices with their models, in the order of Primus' files."""
     module = importlib.import_module(f"meshwise.probe.cases.{asked.what}")
     listing: Callable[..., list[Derived]] = module.derived

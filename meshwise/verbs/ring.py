@@ -20,7 +20,7 @@ import msgspec
 from meshwise.files import parse_json, read_bytes, write_whole
 from meshwise.launch import scratch
 from meshwise.options import keywords
-from meshwise.options.ring import Ring
+from meshwise.options.ring import RingOptions
 from meshwise.pages import ring as page
 from meshwise.patience import Patience
 from meshwise.prices import Prices
@@ -41,14 +41,14 @@ MOST_TOKENS = 1024  # of a check: its oracle holds every pair of tokens
 class Asked(NamedTuple):
     """Rows to measure, and where."""
 
-    options: Ring
+    options: RingOptions
     chosen: cases.RingSettings
     machine: Cluster
     world_size: int
     costs: Costs | None
 
     @property
-    def rows(self) -> list[cases.Row]:
+    def rows(self) -> list[cases.RingSweep]:
         return cases.rows(self.chosen, self.world_size, self.machine.device.kind)
 
     @property
@@ -64,8 +64,8 @@ class Measured(NamedTuple):
     files: tuple[Path, ...]
 
 
-@keywords(Ring)
-def asked(ring: Ring) -> Asked:
+@keywords(RingOptions)
+def asked(ring: RingOptions) -> Asked:
     """Complete the options by the environment and the machine."""
     machine, size = measure.place(ring.cluster, ring.nproc, keep=not ring.dry_run)
     if ring.mode == "large" and ring.nproc is None and job.starts():
@@ -167,7 +167,7 @@ def _formed(what: Asked) -> tuple[tuple[int, ...], list[str]]:
     return tuple(size for size in sizes if not why[size]), unfit
 
 
-def _op(row: cases.Row) -> Any:
+def _op(row: cases.RingSweep) -> Any:
     return row.case.op
 
 
@@ -187,7 +187,7 @@ def _measure_all(what: Asked, run_dir: Path, trace: str) -> None:
 
 
 def _requests(
-    rows: Sequence[cases.Row], what: Asked, prices: Prices | None, run_dir: Path, trace: str
+    rows: Sequence[cases.RingSweep], what: Asked, prices: Prices | None, run_dir: Path, trace: str
 ) -> Iterator["RingRequest"]:
     """Yield what is left to do until nothing is: a job that dies is started anew for the rows
     behind the one that it died in, if the ranks are ours."""
@@ -232,7 +232,7 @@ def _launch(request: "RingRequest", world_size: int, patience: Patience) -> None
         new = [sample for case_id, sample in after.items() if case_id not in before]
         left = [case for case in request.cases if case.id not in after]
         if left and not (new and _ended_job(new[-1], failed)):
-            row = cases.Row(left.pop(0), world_size, "")
+            row = cases.RingSweep(left.pop(0), world_size, "")
             _fail(run_dir, row, "hung" if failed.hung else "error", str(failed))
         if not job.starts():
             raise
@@ -240,7 +240,7 @@ def _launch(request: "RingRequest", world_size: int, patience: Patience) -> None
         log.warning("%s; %s", failed, then)
 
 
-def _fail(run_dir: Path, row: cases.Row, status: Any, reason: str) -> None:
+def _fail(run_dir: Path, row: cases.RingSweep, status: Any, reason: str) -> None:
     job.append_failed(run_dir, row.case, status, reason, world_size=float(row.world_size))
 
 

@@ -15,16 +15,7 @@ from meshwise import store
 from meshwise.models import catalogue
 from meshwise.options import keywords
 from meshwise.options.run import USUAL, Course, RunOptions
-from meshwise.spec import (
-    Layout,
-    Plan,
-    RunInfo,
-    Sample,
-    WideResNet,
-    case_of,
-    ending,
-    stages_of,
-)
+from meshwise.spec import Layout, Plan, RunInfo, Sample, WideResNet, case_of, ending, stages_of
 from meshwise.verbs import files, given, job, memory, trace
 
 DEFAULT_PLAN = "plan.json"

@@ -18,13 +18,7 @@ from meshwise.suites.case import BenchmarkCase
 from meshwise.verbs import job, measure
 from meshwise.verbs.run import carry_out, new_run
 from meshwise.verbs.suite_cases import Prepared, prepared, too_large
-from meshwise.verbs.suite_results import (
-    INFERENCE_TSV,
-    CaseResult,
-    add_inference,
-    phases,
-    result,
-)
+from meshwise.verbs.suite_results import INFERENCE_TSV, CaseResult, add_inference, phases, result
 
 Say = Callable[[str], None]  # gets the console lines
 Listed = tuple[BenchmarkCase, Plan | None, str]

@@ -30,11 +30,7 @@ class Prepared(NamedTuple):
 
 
 def prepared(
-    kind: str,
-    case: BenchmarkCase,
-    cluster: Cluster,
-    size: int,
-    asked: Suite,
+    kind: str, case: BenchmarkCase, cluster: Cluster, size: int, asked: Suite
 ) -> Prepared | ValueError:
     """The plan of a case, smaller if it has to fit; or why there is none."""
     inference = kind.endswith("_inference")

@@ -15,7 +15,7 @@ from meshwise.reshard import holdings as held
 from meshwise.reshard.regions import replicated
 from meshwise.reshard.transports import direct
 from meshwise.reshard.transports.copies import DTYPES
-from meshwise.reshard.transports.peers import Share
+from meshwise.reshard.transports.peers import Handle
 from meshwise.reshard.weights import Refit, RefitError
 from meshwise.spec import Decoder, WeightLayout
 from tests.pace import paced
@@ -90,7 +90,7 @@ class Peers:
 def memory(monkeypatch):
     monkeypatch.setattr(direct, "Meeting", Meeting)
     monkeypatch.setattr(direct, "Peers", Peers)
-    monkeypatch.setattr(direct, "share", lambda tensor: Share("", tensor.data_ptr()))
+    monkeypatch.setattr(direct, "share", lambda tensor: Handle("", tensor.data_ptr()))
 
 
 def on_threads(n: int, work) -> list:
@@ -325,7 +325,7 @@ def test_what_cannot_be_is_refused_by_name_on_all_ranks():
 
     def shared(here):
         base = torch.zeros(96)
-        plan = {"w": held.Tensor((64,), "fp32", replicated((64,), [0, 1]))}
+        plan = {"w": held.Held((64,), "fp32", replicated((64,), [0, 1]))}
         Refit({"w": base[:64]}, plan, {"w": base[32:]}, plan, ranks=here)
 
     refused(2, shared, "source w: shares memory with destination w")

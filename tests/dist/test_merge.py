@@ -9,7 +9,7 @@ import torch
 from meshwise.attention import rows
 from meshwise.attention.blocks import add_gradients, attend_pieces, zeros_of
 from meshwise.attention.merge import merge, nothing, result
-from meshwise.attention.pieces import Piece
+from meshwise.attention.pieces import MaskPiece
 
 LSES = [0, 10, 1e3, 3.7e3, 3e4, 1e6]
 COUNTS = [2, 3, 8, 64, 1000]
@@ -44,7 +44,7 @@ def together(values, lses):
     for number, (part, lse) in enumerate(zip(values, lses, strict=True)):
         order = torch.randperm(size, generator=torch.Generator().manual_seed(number))
         at = rows.places(order.to(torch.int32), size, 1, values.device)
-        parts.append(rows.Part(part[:, order], at, lse[:, order]))
+        parts.append(rows.RowPart(part[:, order], at, lse[:, order]))
     return rows.combine(parts, values[0])
 
 
@@ -105,9 +105,9 @@ def block_errors(size, blocks, dtype=torch.float32, ones=False):
     (weights @ exact[2]).backward(grad.double())
     goal = [(weights @ exact[2]).detach(), *(x.grad for x in exact)]
     each = 192 // blocks
-    pieces = tuple(Piece(0, 192, i * each, (i + 1) * each, "full") for i in range(blocks))
+    pieces = tuple(MaskPiece(0, 192, i * each, (i + 1) * each, "full") for i in range(blocks))
     found = []
-    for cut in (pieces, (Piece(0, 192, 0, 192, "full"),)):
+    for cut in (pieces, (MaskPiece(0, 192, 0, 192, "full"),)):
         out, lse = result(attend_pieces(q, k, v, cut, 1.0), q)
         totals = [zeros_of(x) for x in (q, k, v)]
         add_gradients(grad, q, k, v, out, lse, cut, 1.0, totals)

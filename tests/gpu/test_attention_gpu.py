@@ -66,7 +66,7 @@ def test_rows_are_taken_mixed_and_added_as_on_a_cpu(dtype):
         for at, count in ((view, 12), (index.to(device), 40), (None, 96)):
             values = torch.randn(2, count, 20).to(dtype).to(device)
             lse = torch.randn(2, count).to(device)
-            parts.append(rows.Part(values, rows.places(at, tokens, heads, device), lse))
+            parts.append(rows.RowPart(values, rows.places(at, tokens, heads, device), lse))
         like = x.to(device)
         taken = rows.take(like, index.to(device))
         out, lse = rows.combine(parts[:2], like)
@@ -101,7 +101,7 @@ def together(values, lses):
     for part, lse in zip(values.flatten(2, 3), lses.flatten(2, 3), strict=True):
         order = torch.randperm(count, device=part.device)
         at = rows.places(order.to(torch.int32), count, 1, part.device)
-        parts.append(rows.Part(part[:, order], at, lse[:, order]))
+        parts.append(rows.RowPart(part[:, order], at, lse[:, order]))
     out, lse = rows.combine(parts, values[0].flatten(1, 2))
     return out.view_as(values[0]), lse.view_as(lses[0])
 

@@ -14,8 +14,9 @@ from meshwise.options import measure, plan, refit, ring, run
 from meshwise.spec import Layout
 
 RECORDS = [
-    run.Suite, refit.Refit, refit.Training, refit.Inference, refit.Sizes, ring.Ring, ring.Pattern,
-    plan.Search, *measure.KINDS.values(),
+    run.Suite, refit.RefitOptions, refit.Training, refit.Inference, refit.ModelSizes,
+    ring.RingOptions, ring.Pattern,
+    plan.PlanOptions, *measure.KINDS.values(),
 ]  # fmt: skip
 
 
@@ -31,14 +32,14 @@ def test_every_option_has_a_help_and_a_flag_of_its_own(record):
 def test_the_record_of_a_kind_has_what_its_cases_take(what):
     cases = importlib.import_module(f"meshwise.probe.cases.{what}").cases
     _, *taken = inspect.signature(cases).parameters
-    own = vars(measure.KINDS[what]()).keys() - vars(measure.Sweep()).keys()
+    own = vars(measure.KINDS[what]()).keys() - vars(measure.MeasureOptions()).keys()
     assert own == {*taken} - {"models", "quick"}
 
 
 @pytest.mark.parametrize("verb", ["run", "refit", "plan"])
 def test_help_names_every_option_of_a_verb(verb):
     function = getattr(meshwise, verb)
-    record = {"run": run.RunOptions, "refit": refit.Refit, "plan": plan.Search}[verb]
+    record = {"run": run.RunOptions, "refit": refit.RefitOptions, "plan": plan.PlanOptions}[verb]
     names = {one.name for one in dataclasses.fields(record)}
     assert inspect.signature(function).parameters.keys() == names
     assert all(f"\n{name}: " in function.__doc__ for name in names)
@@ -52,11 +53,11 @@ def test_ranks_read_what_was_asked_whatever_else_the_record_holds():
 
 
 def test_a_verb_takes_fields_or_a_record():
-    @options.keywords(refit.Refit)
-    def verb(asked: refit.Refit) -> refit.Refit:
+    @options.keywords(refit.RefitOptions)
+    def verb(asked: refit.RefitOptions) -> refit.RefitOptions:
         return asked
 
-    assert verb("a", "b", cap=5) == refit.Refit(scenario=("a", "b"), cap=5)
+    assert verb("a", "b", cap=5) == refit.RefitOptions(scenario=("a", "b"), cap=5)
     assert verb(scenario="a") == verb("a") == verb(verb("a"))
     with pytest.raises(TypeError, match="colour"):
         verb(colour="red")
@@ -72,6 +73,6 @@ def test_a_verb_takes_fields_or_a_record():
 )
 def test_a_value_out_of_range_is_named_as_the_user_wrote_it(field, value, why, typed):
     with pytest.raises(options.Refused) as refused:
-        refit.Refit(**{field: value})
+        refit.RefitOptions(**{field: value})
     assert str(refused.value).startswith(field + why)
     assert refused.value.typed.startswith(typed + why)

@@ -441,13 +441,13 @@ def test_the_least_cap_grows_with_peers_and_steps():
     assert least("tp2-tp1") == 1 + 3
     assert least("tp2-tp1", verify="full") == 1 + 6  # three lines of 7 words for one
     # the second host's replicas pass on to all 7 others, in the second of two steps
-    of_hosts = forecast.Links(bounds.Rates("two hosts", 373e9, 400e9), 8)
+    of_hosts = forecast.LinkRates(bounds.Rates("two hosts", 373e9, 400e9), 8)
     assert least("dp8-dp8", of_hosts) >= 2 * 7 > least("dp8-dp8")
 
 
 def test_a_small_transfer_takes_what_it_moves_and_no_cap(dry):
     one = case("gloo", name="tp2-tp1")
-    links = forecast.Links(bounds.Rates("all", 1e9), 8)
+    links = forecast.LinkRates(bounds.Rates("all", 1e9), 8)
     small = msgspec.structs.replace(one.op, model=cases.resized(one.op.model, vocab=512))
     found = forecast.forecast(small, 2, links)
     # 4 layers of 12 x 1024^2 and two tables, fp32: half of all comes from the other rank

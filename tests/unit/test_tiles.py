@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from meshwise.reshard import tiles
 from meshwise.reshard.regions import Box, Piece, replicated, sharded, whole
-from meshwise.reshard.tiles import ROW, TILE, Buffer, Memory
+from meshwise.reshard.tiles import ROW, TILE, Memory, TileBuffer
 from meshwise.reshard.transfer import Move, transfer_list
 
 FEW = settings(max_examples=150)
@@ -55,8 +55,8 @@ def slices(box):
 
 
 def table_of(moves, read, write, **options):
-    ends = {Buffer(0, 0, "a"): read.memory, Buffer(1, 1, "a"): write.memory}
-    numbers = {Buffer(0, 0, "a"): 4, Buffer(1, 1, "a"): 9}
+    ends = {TileBuffer(0, 0, "a"): read.memory, TileBuffer(1, 1, "a"): write.memory}
+    numbers = {TileBuffer(0, 0, "a"): 4, TileBuffer(1, 1, "a"): 9}
     return tiles.tiles([(0, move) for move in moves], ends, numbers, ["a"], **options)
 
 
@@ -238,7 +238,7 @@ def test_tiles_whose_dtype_changes_hold_the_same_elements_at_both_ends(drawn, it
 
 
 def test_receivers_that_pass_on_read_the_model_that_is_written():
-    place, there = Buffer(1, 0, "x"), Buffer(1, 1, "y")
+    place, there = TileBuffer(1, 0, "x"), TileBuffer(1, 1, "y")
     memory = {place: Memory((4,), (1,), 4), there: Memory((4,), (1,), 4)}
     move = moved((4,), [0], [0])._replace(taken="x", put="y")
     (tile,) = tiles.tiles([(0, move)], memory, {place: 1, there: 2}, ["a"], side=1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwise import timeline
 from meshwise.spec import Layout
-from meshwise.spec.phases import Phases, RankPhases, Span, union, within_s, without
+from meshwise.spec.phases import Phases, PhaseSpan, RankPhases, union, within_s, without
 from meshwise.spec.plan import Part, StageTimes
 from tests import sample_records as known
 
@@ -76,10 +76,10 @@ def test_a_plan_without_a_prediction_has_no_predicted_timeline():
 def test_measured_and_predicted_have_one_form(tmp_path):
     """Processes are pipeline ranks; what overlaps on a stream gets threads of its own."""
     spans = [
-        Span(rank=3, stream="compute", name="B 1.0", start_s=2.0, end_s=4.0),
-        Span(rank=3, stream="communication", name="all_gather", start_s=0.5, end_s=2.5),
-        Span(rank=3, stream="communication", name="all_reduce", start_s=1.0, end_s=2.0),
-        Span(rank=0, stream="compute", name="clip", start_s=1.0, end_s=1.5),
+        PhaseSpan(rank=3, stream="compute", name="B 1.0", start_s=2.0, end_s=4.0),
+        PhaseSpan(rank=3, stream="communication", name="all_gather", start_s=0.5, end_s=2.5),
+        PhaseSpan(rank=3, stream="communication", name="all_reduce", start_s=1.0, end_s=2.0),
+        PhaseSpan(rank=0, stream="compute", name="clip", start_s=1.0, end_s=1.5),
     ]
     path = timeline.write(tmp_path / "timeline.json", PIPED, spans)
     events = msgspec.json.decode(path.read_bytes())["traceEvents"]

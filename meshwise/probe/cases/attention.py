@@ -28,7 +28,7 @@ class Heads(NamedTuple):
     head_dim: int
 
 
-class Scale(NamedTuple):
+class FlopScale(NamedTuple):
     """``heads`` without models, over ``tokens`` in all, divided into sequences of each length."""
 
     heads: tuple[Heads, ...]
@@ -37,8 +37,8 @@ class Scale(NamedTuple):
     of_models: int  # the sequence length, where the model allows it
 
 
-GPU = Scale((Heads(32, 32, 128), Heads(32, 8, 128)), 16384, (2048, 4096, 8192, 16384), 4096)
-CPU = Scale((Heads(4, 4, 64), Heads(4, 2, 64)), 512, (128, 512), 128)
+GPU = FlopScale((Heads(32, 32, 128), Heads(32, 8, 128)), 16384, (2048, 4096, 8192, 16384), 4096)
+CPU = FlopScale((Heads(4, 4, 64), Heads(4, 2, 64)), 512, (128, 512), 128)
 
 
 def derived(

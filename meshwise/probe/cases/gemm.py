@@ -24,7 +24,7 @@ from meshwise.stats import median_interval
 Shape = tuple[int, int, int]
 
 
-class Scale(NamedTuple):
+class GemmScale(NamedTuple):
     """Sizes that suit one kind of device."""
 
     squares: tuple[int, ...]
@@ -36,7 +36,7 @@ class Scale(NamedTuple):
     step: int  # to which its shapes are rounded
 
 
-GPU = Scale(
+GPU = GemmScale(
     squares=(1024, 2048, 4096, 8192, 16384),
     long=8192,
     skinny=(1, 16, 64, 128, 256),
@@ -45,7 +45,7 @@ GPU = Scale(
     grid=(4096, 8192, 16384),
     step=256,
 )
-CPU = Scale(
+CPU = GemmScale(
     squares=(256, 512, 1024),
     long=1024,
     skinny=(1, 16, 64),
@@ -143,7 +143,7 @@ def derived(
     return rows
 
 
-def _scale(scope: Scope) -> Scale:
+def _scale(scope: Scope) -> GemmScale:
     return GPU if scope.on_gpus else CPU
 
 
@@ -203,14 +203,14 @@ def _of_shape(case: Case, shape: Shape) -> Case:
     return replace(case, op=replace(case.op, m=m, n=n, k=k))
 
 
-def _grid(scale: Scale) -> list[Shape]:
+def _grid(scale: GemmScale) -> list[Shape]:
     """Squares and 2:1 rectangles of results, each with every k."""
     small, middle, large = scale.grid
     sides = ((small, small), (middle, small), (middle, middle), (middle, large), (large, middle))
     return [(m, n, k) for m, n in sides for k in scale.grid]
 
 
-def _neighbours(shape: Shape, scale: Scale) -> list[Shape]:
+def _neighbours(shape: Shape, scale: GemmScale) -> list[Shape]:
     """One dim at a time, then all three, 3/4 and 4/3 as long."""
     dims = ((0,), (1,), (2,), (0, 1, 2))
     found = []

@@ -18,7 +18,7 @@ KiB, MiB, GiB = 2**10, 2**20, 2**30
 SMALL_BYTES = 8 * KiB
 
 
-class Sizes(NamedTuple):
+class HealthSizes(NamedTuple):
     cube: int  # of the matrix product
     copy_bytes: int  # read, and as many written
     host_bytes: int  # 0: the device is the host
@@ -27,8 +27,8 @@ class Sizes(NamedTuple):
     dtype: Dtype  # of messages
 
 
-GPU = Sizes(8192, GiB, 256 * MiB, 256 * MiB, 256 * MiB, "bf16")
-CPU = Sizes(512, 16 * MiB, 0, 4 * MiB, MiB, "fp32")
+GPU = HealthSizes(8192, GiB, 256 * MiB, 256 * MiB, 256 * MiB, "bf16")
+CPU = HealthSizes(512, 16 * MiB, 0, 4 * MiB, MiB, "fp32")
 
 
 def cases(scope: Scope, *, quick: bool = False) -> list[Case]:
@@ -46,7 +46,7 @@ def cases(scope: Scope, *, quick: bool = False) -> list[Case]:
     return found
 
 
-def _messages(sizes: Sizes, scope: Scope, quick: bool) -> Iterator[Op]:
+def _messages(sizes: HealthSizes, scope: Scope, quick: bool) -> Iterator[Op]:
     world_size, per_host = scope.world_size, scope.cluster.num_devices_per_host
     kinds: tuple[tuple[CollectiveKind, int], ...] = (
         ("all_reduce", SMALL_BYTES),

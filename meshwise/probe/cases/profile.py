@@ -53,7 +53,7 @@ FIRST = slice(1)  # of several alike
 OTHER: tuple[CollectiveKind, ...] = ("all_to_all", "broadcast", "send_recv")
 
 
-class Sizes(NamedTuple):
+class ProfileSizes(NamedTuple):
     """Sizes that suit one kind of device; ``coarse`` ones come first, ``dense`` ones last."""
 
     microbatches: tuple[int, ...]  # a typical one, for round 1, the smallest, others
@@ -69,7 +69,7 @@ class Sizes(NamedTuple):
 
 
 SCALES = {
-    "cuda": Sizes(
+    "cuda": ProfileSizes(
         microbatches=(8, 1, 4, 2),
         images=(32, 8, 64),
         coarse_bytes=(64 * KiB, MiB, 16 * MiB, 256 * MiB),
@@ -87,7 +87,7 @@ SCALES = {
             (8, 8192, 128),
         ),
     ),
-    "cpu": Sizes(
+    "cpu": ProfileSizes(
         microbatches=(2, 1, 4),
         images=(2, 1),
         coarse_bytes=(4 * KiB, 64 * KiB, MiB, 16 * MiB),
@@ -109,7 +109,7 @@ class Profile(NamedTuple):
     world_size: int
     dtype: Dtype
     lowering: Literal["eager", "compiled"]
-    scale: Sizes
+    scale: ProfileSizes
     seq_len: int | None = None
 
     def length(self, model: AnyModel) -> int:

@@ -1,8 +1,8 @@
 """Lists what ``measure ring`` times: its settings, and a row a length and ring size.
 
 In: what the user gave, the environment variables of the source's launcher, a mode. Out: a
-``RingSettings`` and its ``Row``s. What was given wins over the mode, the mode over the environment,
-the environment over the usual values, which are the source's.
+``RingSettings`` and its ``RingSweep``s. What was given wins over the mode, the mode over the
+environment, the environment over the usual values, which are the source's.
 """
 
 from collections.abc import Mapping
@@ -98,7 +98,7 @@ class RingSettings(Record, kw_only=True):
         )  # fmt: skip
 
 
-class Row(NamedTuple):
+class RingSweep(NamedTuple):
     """``reason``: why it cannot be measured here. ``world_size``: ranks that work at once, in rings
     of ``case.world_size``."""
 
@@ -145,7 +145,7 @@ def _of_environment(variables: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def rows(chosen: RingSettings, world_size: int, device_kind: str) -> list[Row]:
+def rows(chosen: RingSettings, world_size: int, device_kind: str) -> list[RingSweep]:
     """A row a length and ring size, the smallest rings first: later rows compare with them."""
     plain = "efficient" if device_kind == "cuda" else "plain"
     kernel = "" if chosen.use_flash_attention else plain
@@ -162,7 +162,7 @@ def rows(chosen: RingSettings, world_size: int, device_kind: str) -> list[Row]:
                 reason = "a CUDA graph needs GPUs"
             if not reason and ring_size > 1 and chosen.dense:
                 reason = _impassable(chosen.op(seq_len), ring_size)
-            found.append(Row(case, world, reason))
+            found.append(RingSweep(case, world, reason))
     return found
 
 

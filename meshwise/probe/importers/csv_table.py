@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from meshwise.probe.importers.found import (
     Found,
-    Row,
+    Read,
     check_one_run,
     found_of,
     left_out,
@@ -31,11 +31,11 @@ class Form(NamedTuple):
     columns: frozenset[str]
     size_kind: str
     time_kind: str
-    read: Callable[[Line, str, str], list[Row]]
+    read: Callable[[Line, str, str], list[Read]]
     ranks: str = ""
 
 
-class Table(NamedTuple):
+class CsvTable(NamedTuple):
     """``unread``: lines whose cells do not fit the header, and why."""
 
     columns: tuple[str, ...]
@@ -43,11 +43,11 @@ class Table(NamedTuple):
     unread: list[str]
 
 
-def parsed(text: str, separator: str = ",") -> Table:
+def parsed(text: str, separator: str = ",") -> CsvTable:
     """The rows under the first line that is not blank."""
     rows = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     columns = tuple(_split(rows[0][1], separator) or ())
-    found = Table(columns, [], [])
+    found = CsvTable(columns, [], [])
     for number, line in rows[1:]:
         cells = _split(line, separator)
         if cells is None:
@@ -84,9 +84,9 @@ def lacking(columns: Sequence[str], forms: Sequence[Form]) -> str:
     return told if share[form] > 0.5 else ""
 
 
-def read(table: Table, form: Form, name: str) -> Found:
+def read(table: CsvTable, form: Form, name: str) -> Found:
     """The rows of one file; ``name`` is the file's, for messages."""
-    rows, unread = list[Row](), list(table.unread)
+    rows, unread = list[Read](), list(table.unread)
     for where, line in table.lines:
         try:
             rows += form.read(line, where, name)

@@ -2,9 +2,9 @@
 
 In: lines such as ``host:86092:86620 [4] NCCL INFO ReduceScatter: opCount ce3 sendbuff 0x7f..
 recvbuff 0x7f.. acc (nil) count 106956800 datatype 9 op 4 root 0 comm 0x.. [nranks=8] stream 0x..``,
-also cut off behind ``root``; RCCL adds ``acc``. Out: ``Call``s. ``count`` is in elements: of a rank
-for AllGather (sent) and ReduceScatter (kept), else of the message. The numbers of datatypes and
-operations are those of nccl.h.
+also cut off behind ``root``; RCCL adds ``acc``. Out: ``Traced``s. ``count`` is in elements: of a
+rank for AllGather (sent) and ReduceScatter (kept), else of the message. The numbers of datatypes
+and operations are those of nccl.h.
 
 A trace holds no times: imported, it becomes samples without any, that say how often.
 """
@@ -40,7 +40,7 @@ DATATYPES = (
 ITEM_BYTES = {"int32": 4, "uint32": 4, "int64": 8, "uint64": 8, **DTYPE_BYTES}
 
 
-class Call(NamedTuple):
+class Traced(NamedTuple):
     """``device``: the process's GPU. ``num_ranks``: of the communicator, 0 where it is cut off."""
 
     device: int
@@ -53,7 +53,7 @@ class Call(NamedTuple):
     num_ranks: int
 
 
-def calls(text: str) -> list[Call]:
+def calls(text: str) -> list[Traced]:
     """All calls of a log whose lines go at least as far as ``root``."""
     return [_call(match) for match in CALL.finditer(text)]
 
@@ -67,10 +67,10 @@ def torn(text: str) -> list[str]:
     ]
 
 
-def _call(match: re.Match[str]) -> Call:
+def _call(match: re.Match[str]) -> Traced:
     datatype, kind = int(match["datatype"]), match["kind"]
     named = DATATYPES[datatype] if datatype < len(DATATYPES) else f"datatype {datatype}"
-    call = Call(
+    call = Traced(
         device=int(match["device"]),
         pid=int(match["pid"]),
         kind="receive" if kind == "Recv" else kind_named(kind) or kind,
@@ -83,7 +83,7 @@ def _call(match: re.Match[str]) -> Call:
     return call._replace(in_place=_in_place(call, match["send"], match["receive"]))
 
 
-def _in_place(call: Call, sent: str, received: str) -> bool:
+def _in_place(call: Traced, sent: str, received: str) -> bool:
     """Whether the smaller buffer is the rank's part of the larger one."""
     send, receive = (0 if text == "(nil)" else int(text, 16) for text in (sent, received))
     if not send or not receive:
@@ -146,7 +146,7 @@ def read(text: str, name: str, cluster: Cluster | None) -> Found:
     )
 
 
-def _sizes(text: str, found: list[Call], name: str) -> dict[tuple[int, str], int]:
+def _sizes(text: str, found: list[Traced], name: str) -> dict[tuple[int, str], int]:
     """The number of ranks of each process' communicators."""
     sizes: dict[tuple[int, str], int] = {}
     silent = {(call.pid, call.comm) for call in found if not call.num_ranks}
@@ -162,7 +162,9 @@ def _sizes(text: str, found: list[Call], name: str) -> dict[tuple[int, str], int
     return sizes
 
 
-def _taken(found: list[Call], name: str, largest: int, cluster: Cluster | None) -> tuple[int, str]:
+def _taken(
+    found: list[Traced], name: str, largest: int, cluster: Cluster | None
+) -> tuple[int, str]:
     """The number of ranks of calls whose lines do not say it, and the reason for it."""
     if largest > 1:
         return largest, "the largest communicator in the log"
@@ -176,7 +178,7 @@ def _taken(found: list[Call], name: str, largest: int, cluster: Cluster | None) 
     )
 
 
-def _case(call: Call, world: int) -> Case | str:
+def _case(call: Traced, world: int) -> Case | str:
     """The call as a case, or what it is where no record fits."""
     if call.datatype not in ("fp16", "fp32", "fp64", "bf16", "fp8"):
         return f"{call.kind} of {call.datatype}"

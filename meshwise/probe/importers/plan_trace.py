@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from meshwise.models import fsdp
 from meshwise.models.fsdp import Planned
-from meshwise.probe.importers.nccl_trace import Call
+from meshwise.probe.importers.nccl_trace import Traced
 from meshwise.spec import Collective, Plan, WideResNet
 from meshwise.spec.trace import TraceCheck, TraceLine, Verdict
 
@@ -54,7 +54,7 @@ def planned(plan: Plan) -> list[Planned] | None:
 
 
 def compare(
-    expected: Sequence[Planned] | None, traced: Sequence[Sequence[Call]], steps: int
+    expected: Sequence[Planned] | None, traced: Sequence[Sequence[Traced]], steps: int
 ) -> TraceCheck:
     """``traced``: the calls of each rank in rank order, over ``steps`` steps."""
     units: dict[_Key, list[str]] = {}
@@ -90,7 +90,7 @@ def compare(
     return TraceCheck(steps=steps, lines=lines, agrees=agrees)
 
 
-def _key(call: Call, known: dict[_Key, list[str]]) -> _Key:
+def _key(call: Traced, known: dict[_Key, list[str]]) -> _Key:
     """A call whose line was cut off before the communicator's size is the planned one like it."""
     key = _Key(call.kind, call.count, call.datatype, call.num_ranks)
     if call.num_ranks:

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from meshwise.reshard import tiles
-from meshwise.reshard.tiles import Buffer, Table
+from meshwise.reshard.tiles import Table, TileBuffer
 from meshwise.reshard.transports.copies import Addresses, Lines, copier
-from meshwise.reshard.transports.job import Job, Stage, Transport, in_place, num_bytes, straight
+from meshwise.reshard.transports.job import Job, JobStage, Transport, in_place, num_bytes, straight
 from meshwise.reshard.transports.lanes import Lanes, Launch
-from meshwise.reshard.transports.peers import Meeting, Peers, Share, share
+from meshwise.reshard.transports.peers import Handle, Meeting, Peers, share
 from meshwise.reshard.transports.staged import PROGRAMS
 
 PULL_PROGRAMS = 132  # of all peers together: they fill the links, one a multiprocessor of an H100
@@ -54,7 +54,7 @@ class Direct(Transport):
         self.value, self.total = self.meeting.value, self.meeting.total
         self.own = job.addresses()
         self.far = self._reached()
-        self.stages: list[_Stage] = [_Stage(self, table) for table in job.stages]
+        self.stages: list[_Pull] = [_Pull(self, table) for table in job.stages]
         if (most := max(job.ranks.gather(self.extra_bytes))) > cap_bytes:
             raise ValueError(
                 f"cap_bytes = {cap_bytes}: tables and hashes need {most} bytes on some rank; give "
@@ -65,7 +65,7 @@ class Direct(Transport):
         """Addresses of all buffers that this rank reads, its own and its peers'."""
         job, here = self.job, self.job.ranks.rank
         wanted: set[int] = set()
-        exported: dict[str, Share] = {}
+        exported: dict[str, Handle] = {}
         said = ""
         for table in job.stages:
             read = np.unique(table["read"][table["source"] == here]).tolist()
@@ -81,7 +81,7 @@ class Direct(Transport):
         found, shared = self.own.copy(), [shares for _, shares in told]
         for number in sorted(wanted):
             buffer = job.buffers[number]
-            found[number] = self.peers.address(Share(*shared[buffer.rank][_key(buffer)]))
+            found[number] = self.peers.address(Handle(*shared[buffer.rank][_key(buffer)]))
         return found
 
     def launch(self) -> None:
@@ -109,7 +109,7 @@ class Direct(Transport):
         self.peers.close()
 
 
-class _Stage(Stage):
+class _Pull(JobStage):
     def __init__(self, direct: Direct, table: Table) -> None:
         super().__init__(job := direct.job, table)
         self.direct, found, own = direct, self.ends, direct.own
@@ -180,7 +180,7 @@ class _Stage(Stage):
         lines = []
         for peer, span in found.receive_spans.items():
             shared, begins = told[peer]
-            address = direct.peers.address(Share(*shared)) + 8 * begins[str(ranks.rank)]
+            address = direct.peers.address(Handle(*shared)) + 8 * begins[str(ranks.rank)]
             lines += _plain(address, self.theirs[span].data_ptr(), 8 * (span.stop - span.start))
         at = np.array(lines, np.int64).reshape(-1, 7)
         every = Lines(at, np.full(len(at), 8, np.int32), ())
@@ -268,7 +268,7 @@ def _some(lines: Lines, at: slice) -> Lines:
     return Lines(lines.at[at], lines.kind[at], lines.pairs)
 
 
-def _key(buffer: Buffer) -> str:
+def _key(buffer: TileBuffer) -> str:
     return f"{buffer.side} {buffer.name}"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwise.ranks import Ranks
 from meshwise.reshard import tiles
-from meshwise.reshard.tiles import Buffer, Table
+from meshwise.reshard.tiles import Table, TileBuffer
 from meshwise.reshard.transports.copies import Addresses, Lines, Pair, lines
 
 
@@ -22,7 +22,7 @@ class Job(NamedTuple):
 
     ranks: Ranks
     stages: tuple[Table, ...]
-    buffers: list[Buffer]
+    buffers: list[TileBuffer]
     own: dict[int, Tensor]
     pairs: list[Pair]
     verify: str
@@ -59,11 +59,7 @@ def ends(table: Table, here: int) -> Ends:
     sends = sends[np.argsort(sends["destination"], kind="stable")]
     receives = receives[np.argsort(receives["source"], kind="stable")]
     return Ends(
-        sends,
-        receives,
-        table[out & into],
-        _spans(sends["destination"]),
-        _spans(receives["source"]),
+        sends, receives, table[out & into], _spans(sends["destination"]), _spans(receives["source"])
     )
 
 
@@ -110,7 +106,7 @@ def num_bytes(table: Table) -> int:
     return int(tiles.nbytes(table).sum())
 
 
-class Stage(ABC):
+class JobStage(ABC):
     """A stage on one rank: its tiles, and the hashes of what it ``sent`` and ``received``, of what
     the senders said (``theirs``), and twice of what it ``kept``, where all memory is verified."""
 
@@ -151,7 +147,7 @@ class Transport:
     """A transport reports on its stages. ``value``: this rank's word to all, by which it refuses a
     launch; ``total``: the sum of all ranks' words, in the end the number of wrong tiles."""
 
-    stages: Sequence[Stage]
+    stages: Sequence[JobStage]
     value: Any
     total: Any
 

@@ -24,14 +24,14 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_byte * 64)]
 
 
-class Share(NamedTuple):
+class Handle(NamedTuple):
     """The place of a tensor: an allocation's handle, in hex, and bytes into it."""
 
     handle: str
     offset: int
 
 
-def share(tensor: Tensor) -> Share:
+def share(tensor: Tensor) -> Handle:
     """Describe ``tensor`` for a peer that reaches it; ValueError where memory cannot be shared."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     address = tensor.data_ptr()
@@ -45,7 +45,7 @@ def share(tensor: Tensor) -> Share:
             f"method = 'ipc': memory of this process cannot be shared ({error}); leave "
             "expandable_segments out of PYTORCH_ALLOC_CONF, or use method = 'nccl'"
         ) from None
-    return Share(bytes(handle.reserved).hex(), address - base.value)
+    return Handle(bytes(handle.reserved).hex(), address - base.value)
 
 
 def can_share(device: torch.device) -> bool:
@@ -63,7 +63,7 @@ class Peers:
     def __init__(self) -> None:
         self.bases: dict[str, int] = {}
 
-    def address(self, shared: Share) -> int:
+    def address(self, shared: Handle) -> int:
         handle, offset = shared
         if handle not in self.bases:
             base, opened = ctypes.c_uint64(), _Handle.from_buffer_copy(bytes.fromhex(handle))
@@ -112,7 +112,7 @@ class Meeting:
         far = [0] * lanes
         for lane, rank in enumerate(others):
             box, known = boxes[rank]
-            far[lane] = peers.address(Share(*box)) + 16 * known.index(here)
+            far[lane] = peers.address(Handle(*box)) + 16 * known.index(here)
         self.far = torch.tensor(far, device=device)
         self.meet: Callable[[], object] = kernels.meeting(
             self.far, self.near, len(others), epoch, self.value, self.total, self.stop

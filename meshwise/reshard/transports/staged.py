@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwise.reshard import tiles
 from meshwise.reshard.tiles import Table
 from meshwise.reshard.transports.copies import copier, lines
-from meshwise.reshard.transports.job import Ends, Job, Stage, Transport, at, in_place, straight
+from meshwise.reshard.transports.job import Ends, Job, JobStage, Transport, at, in_place, straight
 from meshwise.reshard.transports.lanes import Lanes, Launch
 
 SLOTS = 2
@@ -153,7 +153,7 @@ def _side(table: Table, spans: dict[int, slice], count: int) -> _Side:
     return _Side(table, cuts, regions, at_)
 
 
-class _Stage(Stage):
+class _Stage(JobStage):
     def __init__(self, staged: Staged, table: Table, cap_bytes: int) -> None:
         super().__init__(job := staged.job, table)
         self.staged, found = staged, self.ends
