@@ -37,12 +37,13 @@ fuzz: .venv/stamp ## run 100,000 damaged inputs of every kind: ./fuzz.json (OUT=
 faults: .venv/stamp ## strike 200 jobs with signals, going on where it stopped: ./faults (OUT=...)
 	@$(VENV) -m tests.faults --count 200 --out $(or $(OUT),faults)
 
-check: .venv/check-stamp ## lint, format, types, layers, sizes, spelling
+check: .venv/check-stamp ## lint, format, types, layers, sizes, words, spelling
 	$(VENV) -m ruff check
 	$(VENV) -m ruff format --check
 	$(VENV) -m mypy
 	$(VENV) -c "from importlinter.cli import lint_imports_command as main; main()"
 	$(VENV) tools/size_gate.py
+	$(VENV) tools/docstrings.py
 	$(VENV) -m codespell_lib
 
 demo: .venv/stamp ## measure this machine, plan a GPT for it, run it, compare: ./demo/report.html

@@ -99,7 +99,7 @@ def _cut(tensor: DTensor, local: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _whole(tensor: Tensor) -> Tensor | None:
-    """As torch gathers it; None on ranks outside its mesh. Bits travel: not all of torch's
+    """Gather it as torch does; None on ranks outside its mesh. Bits travel: not all of torch's
     collectives know all dtypes."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()

@@ -159,7 +159,7 @@ class Symmetric:
         self.meetings: list[Meeting] = []
 
     def _shared(self, nbytes: int) -> tuple[Tensor, Any]:
-        """As much symmetric memory as any rank asks for; all ask together."""
+        """Return as much symmetric memory as any rank asks for; all ask together."""
         most = max(1, *self.ranks.gather(nbytes))
         mine = self.memory.empty(most, dtype=torch.uint8, device=self.ranks.device)
         return mine, self.memory.rendezvous(mine, self.group)
