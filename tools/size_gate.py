@@ -10,7 +10,7 @@ MAX_FUNCTION, MAX_MODULE = 80, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_342,
-    "cli": 1_166,
+    "cli": 1_177,
     "engine": 3_236,
     "fit": 312,
     "launch": 681,
@@ -25,8 +25,8 @@ ROOMS = {
     "search": 2_497,
     "spec": 2_854,
     "suites": 1_003,
-    "verbs": 3_508,
-    "": 3_810,  # modules beside the rooms
+    "verbs": 3_547,
+    "": 3_837,  # modules beside the rooms
 }
 
 
