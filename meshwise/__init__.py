@@ -5,9 +5,11 @@ imported when first used: ``meshwise.plan(...)``.
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from meshwise.reshard.weights import Refit
     from meshwise.spec import *  # noqa: F403
     from meshwise.verbs.apply import apply
@@ -28,6 +30,7 @@ FOR_PROGRAMS = ("apply", "tokens")  # verbs that the command line has not
 __all__ = [
     "VERBS",
     "Refit",
+    "__version__",
     "apply",
     "calibrate",
     "compare",
@@ -45,12 +48,21 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in VERBS or name in FOR_PROGRAMS:
         return getattr(importlib.import_module(f"meshwise.verbs.{name}"), name)
+    if name == "__version__":
+        return _version()
     if name == "Refit":
         return importlib.import_module("meshwise.reshard.weights").Refit
     spec = importlib.import_module("meshwise.spec")
     if name in spec.__all__:
         return getattr(spec, name)
     raise AttributeError(f"module 'meshwise' has no attribute {name!r}")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("meshwise")
+    except importlib.metadata.PackageNotFoundError:
+        return "a checkout that is not installed"
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,7 @@ one line per case as it is measured, flushed to disk, so a killed run keeps what
 import io
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -33,6 +33,10 @@ from meshwise.text import one_line
 T = TypeVar("T")
 
 MOST_DAMAGED = 1000  # lines of a file of samples
+# Fields by which a file of one kind is known when it is given for another.
+_MARKS: dict[type, set[str]] = {
+    Plan: {"layout", "stages"}, Costs: {"curves", "surfaces"}, Cluster: {"device", "tiers"},
+}  # fmt: skip
 
 _limits = reprlib.Repr()  # a hostile value may be large
 _limits.maxstring = _limits.maxother = 120
@@ -58,7 +62,13 @@ def parse(text: str, kind: type[T], name: str) -> T:
 
 def convert(data: Any, kind: type[T], source: str) -> T:
     """Make a record from plain data; a field that does not fit is named with its value."""
-    data = _upgraded(data)
+    found_kind = next((k for k, marks in _MARKS.items() if marks <= set(_keys(data))), kind)
+    if kind in _MARKS and found_kind is not kind:
+        raise ValueError(
+            f"{source}: holds a {found_kind.__name__.lower()}, not {kind.__name__.lower()}; name "
+            "another file"
+        )
+    data = _upgraded(data, source)
     fields = msgspec.structs.fields(kind) if isinstance(kind, type(msgspec.Struct)) else ()
     supported = next((f.default for f in fields if f.name == "schema_version"), None)
     if supported is not None:
@@ -100,12 +110,16 @@ def _allowed(kind: Any, field: str) -> str:
     return f"; must be one of {', '.join(map(str, words))}" if words else ""
 
 
-def _upgraded(data: Any) -> Any:
+def _keys(data: Any) -> Iterable[str]:
+    return data.keys() if isinstance(data, dict) else ()
+
+
+def _upgraded(data: Any, source: str) -> Any:
     """Upgrade plans of versions 1 and 2, alone or in a run: their stages said less."""
     if not isinstance(data, dict):
         return data
     if isinstance(data.get("plan"), dict):
-        return data | {"plan": _upgraded(data["plan"])}
+        return data | {"plan": _upgraded(data["plan"], source)}
     is_first = data.get("schema_version") == 1 and data.get("schedule") == "none"
     if not (is_first or data.get("schema_version") == 2) or "stages" not in data:
         return data
@@ -113,12 +127,12 @@ def _upgraded(data: Any) -> Any:
         layout = msgspec.convert(data["layout"], Layout)
         stages = stages_of(layout, msgspec.convert(data["model"], AnyModel))
         made = msgspec.json.decode(msgspec.json.encode(stages))
-        for due, stage in zip(made, data["stages"], strict=True):
-            told = {field: value for field, value in stage.items() if field != "sharding"}
-            if told != {field: due[field] for field in told}:
-                raise ValueError("not the stages of its layout")
+        told = [{name: of[name] for name in of.keys() - {"sharding"}} for of in data["stages"]]
+        due = [{name: of[name] for name in own} for of, own in zip(made, told, strict=True)]
     except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError):
         return data  # refused later as a version that is not read
+    if told != due:
+        raise ValueError(f"{source}: stages are not those of its layout; plan anew: meshwise plan")
     rest = {name: value for name, value in data.items() if not (is_first and name == "schedule")}
     return rest | {"schema_version": 3, "stages": made}
 

@@ -13,7 +13,8 @@ _SIZE = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0}
-_TIME |= {"d": 86400.0, "days": 86400.0}
+_TIME |= {"d": 86400.0, "day": 86400.0, "sec": 1.0, "second": 1.0, "minute": 60.0, "hour": 3600.0}
+_TIME |= {f"{word}s": _TIME[word] for word in ("day", "sec", "second", "min", "minute", "hour")}
 # (least value as printed, factor, unit), the largest first
 _Ladder = tuple[tuple[float, float, str], ...]
 _SECONDS: _Ladder = ((3.6e5, 86400.0, "days"), (6e3, 3600.0, "h"), (100.0, 60.0, "min"))

@@ -4,7 +4,9 @@ Exit codes: 0 done, 2 bad input, 3 a comparison gate failed, 4 some cases failed
 130 interrupted, 143 or 129 ended by SIGTERM or SIGHUP.
 """
 
+import difflib
 import gc
+import json
 import logging
 import sys
 from os.path import exists
@@ -12,8 +14,11 @@ from typing import NoReturn, get_args, get_origin
 
 import cyclopts
 
+import meshwise
 from meshwise import signals
+from meshwise.cli.options import PLAIN
 from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
+from meshwise.options.measure import KINDS
 from meshwise.text import masked, one_line, plain
 
 _HELP = """Measure a GPU cluster, price it, plan a model's layout, run it, compare.
@@ -42,14 +47,15 @@ def _app() -> cyclopts.App:
         name="meshwise",
         help=_HELP,
         help_format="plaintext",
-        version=_version,
+        version=lambda: meshwise.__version__,
         config=(_commas, _whole_numbers),
-        default_parameter=cyclopts.Parameter(negative=()),
+        default_parameter=PLAIN,
         exit_on_error=False,
         print_error=False,
         suppress_keyboard_interrupt=False,
         result_action="return_value",
     )
+    app.register_install_completion_command(help="Install completion for your shell.")
     for place, (verb, says) in enumerate(_VERBS.items()):
         module = verb if verb in _MODULES else "verbs"
         app.command(f"meshwise.cli.{module}:{verb}", name=verb, help=says, sort_key=place)
@@ -80,59 +86,63 @@ def _whole_numbers(_: cyclopts.App, __: object, arguments: cyclopts.ArgumentColl
         whole = (int, int | None, tuple[int, ...])
         for token in argument.tokens if argument.hint in whole else ():
             if "." in token.value:
-                raise cyclopts.CoercionError(f"{token.value} is not a whole number", token=token)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("meshwise")
-    except PackageNotFoundError:
-        return "a checkout that is not installed"
+                raise cyclopts.CoercionError(token=token, target_type=int)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The program: parse, do, exit. At exit Python would look through all objects for cycles, which
     takes half a second behind a search; frozen ones it passes over."""
     _log_to_stderr()
-    code = _done(arguments)
+    code, said = _done(arguments)
+    if said:
+        print(one_line(said), file=sys.stderr)
+    if said and "--json" in (sys.argv if arguments is None else arguments):
+        print(json.dumps({"error": one_line(said.removeprefix("error: ")), "exit_code": code}))
     gc.freeze()
     sys.exit(code)
 
 
-def _done(arguments: list[str] | None) -> int:
-    """Run one verb and return the exit code; whoever uses us wrongly sees no traceback."""
+def _done(arguments: list[str] | None) -> tuple[int, str]:
+    """Run one verb; return the exit code and what to say. Whoever uses us wrongly sees no
+    traceback."""
     try:
-        return _app()(arguments) or DONE
-    except cyclopts.UnusedCliTokensError as error:
-        words = " ".join(error.unused_tokens or ())
-        return _say(f"{words}: not understood here; --help lists what is", BAD_INPUT)
+        return _app()(arguments) or DONE, ""
     except cyclopts.CycloptsError as error:
-        return _say(str(error).splitlines()[0], BAD_INPUT)
+        return BAD_INPUT, f"error: {_in_words(error)}"
     except KeyboardInterrupt as stop:
-        print(one_line("; ".join(filter(None, ["interrupted", str(stop)]))), file=sys.stderr)
-        return INTERRUPTED
+        return INTERRUPTED, "; ".join(filter(None, ["interrupted", str(stop)]))
     except signals.Ended as stop:
-        print(one_line(str(stop)), file=sys.stderr)
-        return 128 + stop.number
+        return 128 + stop.number, str(stop)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        return _say("this verb needs PyTorch; pip install 'meshwise[torch]'", BAD_INPUT)
+        return BAD_INPUT, "error: this verb needs PyTorch; pip install 'meshwise[torch]'"
     except RuntimeError as error:
         from meshwise.launch import RanksFailed
 
         if not isinstance(error, RanksFailed):
             raise
-        return _say(str(error), SOME_FAILED)
+        return SOME_FAILED, f"error: {error}"
     except (ValueError, OSError) as error:
-        return _say(getattr(error, "typed", str(error)), BAD_INPUT)
+        return BAD_INPUT, f"error: {getattr(error, 'typed', error)}"
 
 
-def _say(message: str, code: int) -> int:
-    print(f"error: {one_line(message)}", file=sys.stderr)
-    return code
+def _in_words(error: cyclopts.CycloptsError) -> str:
+    """Say what was typed wrongly as our own errors do; what nobody knows gets the nearest name."""
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        words = " ".join(error.unused_tokens or ())
+        known = [*KINDS, "ring", "import"] if error.command_chain == ("measure",) else []
+        return f"{words}: not understood here{_nearest(words, known)}; --help lists what is"
+    if isinstance(error, cyclopts.CoercionError) and error.token and error.msg is None:
+        wanted = {int: "a whole number", float: "a number"}.get(error.target_type or str)
+        if wanted:
+            return f"{error.token.keyword} = {error.token.value!r}: must be {wanted}"
+    return str(error).splitlines()[0]
+
+
+def _nearest(typed: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(typed, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 class _Plain(logging.Formatter):

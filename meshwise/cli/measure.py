@@ -10,7 +10,7 @@ import cyclopts
 from cyclopts import Parameter
 
 import meshwise
-from meshwise.cli.options import Json, Runs, Size, flags
+from meshwise.cli.options import PLAIN, Json, Runs, Size, flags
 from meshwise.cli.output import DONE, SOME_FAILED, code_of, emit
 from meshwise.options import helps
 from meshwise.options import measure as kinds
@@ -27,7 +27,7 @@ measure = cyclopts.App(
     help="Time operations on every rank, into a new run directory. Starts its ranks, or joins "
     "those of torchrun or srun. Without a command: profile.",
     result_action="return_value",
-    default_parameter=Parameter(negative=()),
+    default_parameter=PLAIN,
 )
 
 

@@ -8,6 +8,8 @@ from cyclopts import Parameter, default_name_transform
 
 from meshwise import options
 
+# What all commands have in common: no --no-FLAG, and no default is shown where there is none.
+PLAIN = Parameter(negative=(), show_default=lambda usual: usual or None)
 Json = Annotated[bool, Parameter(help="Print one JSON document on standard output.")]
 Runs = Annotated[str, Parameter(help="Where run directories are.")]
 

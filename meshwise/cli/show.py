@@ -3,11 +3,10 @@
 from typing import Annotated
 
 import cyclopts
-from cyclopts import Parameter
 
 import meshwise
 from meshwise.cli.flags import as_typed
-from meshwise.cli.options import Json, flags
+from meshwise.cli.options import PLAIN, Json, flags
 from meshwise.cli.output import DONE, SOME_FAILED, emit
 from meshwise.options.ring import Pattern
 
@@ -19,7 +18,7 @@ show = cyclopts.App(
     help="Print any of our files readably, or (show pattern) what a pattern of attention covers "
     "and costs.",
     result_action="return_value",
-    default_parameter=Parameter(negative=()),
+    default_parameter=PLAIN,
 )
 
 

@@ -177,7 +177,7 @@ class FsdpOptions(MeasureOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapOptions(MeasureOptions):
-    """Options of ``overlap``: how much products and collectives slow each other down."""
+    """Products beside collectives: how much each slows the other down."""
 
     kinds: Annotated[tuple[str, ...], Flag("kind")] = ()
     "Collectives; may be repeated. By default all_gather, reduce_scatter, all_reduce, send_recv."

@@ -25,6 +25,7 @@ def detect(
 
 def write(out: Path | str, cluster: Cluster) -> None:
     if job.leads():
+        files.keep(out, cluster)
         store.write(out, cluster)
         log.info("wrote %s", out)
 

@@ -59,6 +59,21 @@ def announce(path: Path | str, what: str = "") -> None:
     log.info("using %s%s", f"{what} " if what else "", shown)
 
 
+def keep(path: Path | str, record: Cluster | Plan) -> None:
+    """Keep another file that stands at ``path`` as ``path.bak``, since it may be edited or in use
+    by a run."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    try:
+        same = store.read(path, type(record)) == record
+    except (ValueError, OSError):
+        same = False
+    if not same:
+        path.replace(f"{path}.bak")
+        log.info("kept the %s that was there as %s.bak", path.name, path)
+
+
 def check_writable(paths: Iterable[Path | str], field: str = "") -> None:
     """Refuse beforehand what could not be written afterwards: folders, and CSV files in theirs.
     ``field``: the option that names it."""

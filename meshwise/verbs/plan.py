@@ -61,6 +61,7 @@ def plan(asked: PlanOptions) -> Plan:
         found = search.find(
             chosen, workload, prices, num_devices=size, top=asked.top, measured_only=measured_only
         )
+    files.keep(asked.out, found)
     store.write(asked.out, found)
     log.info("wrote %s", asked.out)
     return found

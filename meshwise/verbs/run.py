@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,7 +16,17 @@ from meshwise import store
 from meshwise.models import catalogue
 from meshwise.options import keywords
 from meshwise.options.run import USUAL, Course, RunOptions
-from meshwise.spec import Layout, Plan, RunInfo, Sample, WideResNet, case_of, ending, stages_of
+from meshwise.spec import (
+    Candidate,
+    Layout,
+    Plan,
+    RunInfo,
+    Sample,
+    WideResNet,
+    case_of,
+    ending,
+    stages_of,
+)
 from meshwise.verbs import files, given, job, memory, trace
 
 DEFAULT_PLAN = "plan.json"
@@ -103,7 +114,8 @@ def _prompted(asked: RunOptions) -> RunOptions:
 
 
 def _rivals(plan: Plan, count: int) -> list[Plan]:
-    """Return the first runners-up as plans of their own."""
+    """Return the first runners-up as plans of their own: other layouts first, then those that
+    differ from one before in microbatches or recomputation alone."""
     if count > 0 and plan.prediction is None:
         raise ValueError(f"rivals = {count}: are a plan's, and this is none; leave it out")
     if not 0 <= count <= len(plan.runners_up):
@@ -111,6 +123,10 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
             f"rivals = {count}: the plan holds {len(plan.runners_up)} runners-up; "
             f"use 0 to {len(plan.runners_up)}, or plan with a larger --top"
         )
+    seen, others, alike = {_alike(plan.layout)}, list[Candidate](), list[Candidate]()
+    for candidate in plan.runners_up:
+        (alike if _alike(candidate.layout) in seen else others).append(candidate)
+        seen.add(_alike(candidate.layout))
     return [
         msgspec.structs.replace(
             plan,
@@ -121,8 +137,14 @@ def _rivals(plan: Plan, count: int) -> list[Plan]:
             removed=(),
             nearest_infeasible=None,
         )
-        for candidate in plan.runners_up[:count]
+        for candidate in (*others, *alike)[:count]
     ]
+
+
+def _alike(layout: Layout) -> tuple[Any, ...]:
+    """Return the fields that make a layout another one for whoever compares."""
+    fewer = {"microbatch_size", "num_microbatches", "recompute", "recompute_layers"}
+    return tuple(getattr(layout, name) for name in layout.__struct_fields__ if name not in fewer)
 
 
 def _check(plan: Plan, asked: Course) -> None:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 import meshwise
-from meshwise import store
-from meshwise.cli import app
+from meshwise import store, units
+from meshwise.cli import app, output
 from meshwise.models import catalogue
 from meshwise.options import models
 from meshwise.spec import RunInfo
@@ -120,9 +120,9 @@ def test_a_file_whose_name_has_a_comma_is_one_file(capsys):
         ("plan", "costs.json does not exist; `meshwise calibrate` writes it"),
         ("calibrate", "no measure profile run under runs; run `meshwise measure profile` first"),
         ("measure profile --nproc 2 --gpus 4", "--nproc = 2, --gpus = 4: these set the same"),
-        ("measure --nproc 1.5", "--nproc: 1.5 is not a whole number"),
-        ("run --nproc 1.5", "--nproc: 1.5 is not a whole number"),
-        ("run --steps 2.5", "--steps: 2.5 is not a whole number"),
+        ("measure --nproc 1.5", "--nproc = '1.5': must be a whole number"),
+        ("run --nproc 1.5", "--nproc = '1.5': must be a whole number"),
+        ("run --steps 2.5", "--steps = '2.5': must be a whole number"),
         ("measure everything", "everything: not understood here; --help lists what is"),
         ("measure gemm --colour red", "--colour"),
         ("measure gemm --model llama-3-8", "did you mean llama-3-8b?"),
@@ -326,3 +326,53 @@ def test_no_color_and_width(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "dp2 tp2+sp zero3 mb4x1   12.0 ms" in out  # not folded into 40 columns
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("measure gem", "gem: not understood here (did you mean gemm?); --help lists what is"),
+        ("plan --top x", "--top = 'x': must be a whole number"),
+        ("run --steps 1.5", "--steps = '1.5': must be a whole number"),
+        ("plan --costs plan.json", "plan.json: holds a plan, not costs; name another file"),
+    ],
+)
+def test_what_was_typed_wrongly_is_said_in_words_and_as_json(typed, said, capsys):
+    store.write("plan.json", known.plan())
+    assert call(*typed.split()) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {said}"
+    assert call(*typed.split(), "--json") == 2
+    assert json.loads(capsys.readouterr().out) == {"error": said, "exit_code": 2}
+
+
+def test_units_and_ranges_as_people_type_them(capsys):
+    assert call(*["measure", "collectives", "all_reduce", "--sizes", "4K-16K", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert all(size in out for size in ("4.0 KiB", "8.0 KiB", "16.0 KiB"))
+    assert [units.parse_seconds(text) for text in ("1 minute", "2 hours", "90 secs")] == [
+        60.0, 7200.0, 90.0,
+    ]  # fmt: skip
+
+
+def test_help_shows_no_empty_default(capsys):
+    for verb in ("plan", "refit", "run", "detect"):
+        assert call(verb, "--help") == 0
+        out = capsys.readouterr().out
+        assert "default: ()" not in out and "default: False" not in out
+
+
+def test_files_that_may_be_edited_or_used_are_kept():
+    store.write("cluster.toml", known.CLUSTER)
+    edited = Path("cluster.toml").read_text()
+    assert call("detect", "--nproc", "2") == 0
+    assert Path("cluster.toml.bak").read_text() == edited
+    assert call("detect", "--nproc", "2") == 0  # the same again: nothing to keep
+    assert Path("cluster.toml.bak").read_text() == edited
+
+
+def test_the_docs_have_every_exit_code():
+    table = (ROOT / "docs" / "formats.md").read_text().partition("## Exit codes")[2]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
+    named = {int(code) for row in rows[2:] for code in row.split(",") if code.strip().isdigit()}
+    codes = {output.DONE, output.BAD_INPUT, output.GATE_FAILED, output.SOME_FAILED}
+    assert named >= codes | {output.INTERRUPTED, 143, 129}

@@ -19,14 +19,14 @@ def divisible(kind: CollectiveKind, size_bytes: int, group_size: int, dtype: Dty
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Bytes, ascending: ``8..8G:x2`` doubles from 8 bytes to 8 GiB, ``1M..4M:+1M`` adds, and
-    ``64K,1M`` lists. A range without a step doubles."""
+    ``64K,1M`` lists. A range without a step doubles; ``8-8G`` is one, too."""
     found: set[int] = set()
     for item in text.split(","):
         if not item.strip():
             raise ValueError(
                 f"sizes = {text!r}: a size is missing; write them as 64K,1M or 8..8G:x2"
             )
-        low, dots, rest = item.partition("..")
+        low, dots, rest = item.partition(".." if ".." in item else "-")
         if not dots:
             found.add(parse_bytes(item))
             continue
