@@ -26,7 +26,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
             raise ValueError(
                 f"sizes = {text!r}: a size is missing; write them as 64K,1M or 8..8G:x2"
             )
-        low, dots, rest = item.partition(".." if ".." in item else "-")
+        low, dots, rest = re.sub(r"^(\s*\w+)-", r"\1..", item).partition("..")
         if not dots:
             found.add(parse_bytes(item))
             continue
