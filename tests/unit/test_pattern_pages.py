@@ -113,7 +113,10 @@ def test_a_window_is_in_what_a_ring_is_said_to_send(capsys):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--segment-lengths 8,x --dilation-rates 1,2", "--segment-lengths = 'x': must be a whole number"),
+        (
+            "--segment-lengths 8,x --dilation-rates 1,2",
+            "--segment-lengths = 'x': must be a whole number",
+        ),
         ("--segment-lengths 8 --dilation-rates 1,2", "must be as many as segment_lengths"),
         ("--segment-lengths 0 --dilation-rates 1", "--segment-lengths = (0,): each must be >= 1"),
         ("--dilation-rates 1", "give one segment length and one dilation rate a branch"),
