@@ -21,7 +21,7 @@ ROOMS = {
     "parallel": 3_284,
     "prices": 838,
     "probe": 6_378,
-    "reshard": 5_080,
+    "reshard": 5_082,
     "search": 2_497,
     "spec": 2_854,
     "suites": 1_003,

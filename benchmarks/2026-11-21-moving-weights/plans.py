@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwise.reshard import bounds, regions
-from meshwise.reshard.holdings import Held
+from meshwise.reshard.holdings import HeldTensor
 from meshwise.reshard.regions import Box, Layout
 from meshwise.reshard.transfer import transfer_list
 
@@ -110,7 +110,7 @@ def plan(pattern: Pattern) -> Job:
             slices.append(Slice(number, move.read, move.write))
     local = [table.pop((rank, rank), []) for rank in range(WORLD)]
     held = [
-        {str(i): Held(w.shape, "int64", layout) for i, (w, layout) in enumerate(both)}
+        {str(i): HeldTensor(w.shape, "int64", layout) for i, (w, layout) in enumerate(both)}
         for both in (zip(pattern.weights, side, strict=True) for side in (source, destination))
     ]
     floor = bounds.limits(*held, bounds.Rates("pulls", LINK))

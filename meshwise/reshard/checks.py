@@ -120,7 +120,7 @@ def _own(ranks: Ranks, shares: Sequence[live.Shares]) -> list[dict[str, live.Loc
     return [{share.name: share for share in of if share.placements} for of in mine]
 
 
-def _agree(rank: int, planned: holdings.Held, share: live.Local) -> bool:
+def _agree(rank: int, planned: holdings.HeldTensor, share: live.Local) -> bool:
     """Whether a plan says of a DTensor's elements what its placements say, of a buffer of its
     name. A DTensor of another shape is fused, and its placements say nothing of what is in it."""
     if planned.shape != share.shape:

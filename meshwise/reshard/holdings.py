@@ -41,7 +41,7 @@ class Padded(NamedTuple):
     buffer: str = ""
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A logical tensor as one side holds it. ``dtype`` is a name of ``ITEMSIZES``.
 
     ``buffer_dims``: of the buffers, where they have fewer dims than the logical tensor.
@@ -54,7 +54,7 @@ class Held(NamedTuple):
     buffer_dims: int | None = None
 
 
-Holdings = Mapping[str, Held]
+Holdings = Mapping[str, HeldTensor]
 
 ITEMSIZES = {  # bytes of an element of everything that can be moved
     **DTYPE_BYTES, "fp8_e5m2": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
@@ -214,8 +214,8 @@ def _held(
     units = _members(model)
     (table,) = (member.shape for member in units["root"] if member.role == "embed.weight")
     vocab_rows = _vocab_rows(table[0], multiple)
-    made: dict[tuple[tuple[Member, ...], _Mesh], dict[str, Held]] = {}
-    found: dict[str, Held] = {}
+    made: dict[tuple[tuple[Member, ...], _Mesh], dict[str, HeldTensor]] = {}
+    found: dict[str, HeldTensor] = {}
     for number, stage in enumerate(stages):
         is_last = number == len(stages) - 1
         unit_of = {
@@ -244,14 +244,14 @@ def _root(
     return inputs * first + outputs * last
 
 
-def _add(found: dict[str, Held], name: str, tensor: Held) -> None:
+def _add(found: dict[str, HeldTensor], name: str, tensor: HeldTensor) -> None:
     if name in found:  # the embedding, again as the head
         old = found[name]
         tensor = old._replace(layout=old.layout + tensor.layout, padded=old.padded + tensor.padded)
     found[name] = tensor
 
 
-def _renamed(tensor: Held, prefix: str) -> Held:
+def _renamed(tensor: HeldTensor, prefix: str) -> HeldTensor:
     """The same in a layer whose buffers' names begin so; what is called as the logical tensor is
     (``plain``) is shared."""
     names = {b: prefix + b if b else "" for b in {piece.buffer for piece in tensor.layout}}
@@ -269,7 +269,7 @@ def _spread(
     dtype: Dtype,
     vocab_rows: int,
     mesh: _Mesh,
-) -> dict[str, Held]:
+) -> dict[str, HeldTensor]:
     """The members over the ranks of a mesh, rank by rank, buffers named without a prefix."""
     layouts: dict[str, list[Piece]] = {member.tensor: [] for member in members}
     padded: dict[str, list[Padded]] = {member.tensor: [] for member in members}
@@ -283,7 +283,7 @@ def _spread(
         if buffer.is_padded:
             padded[buffer.tensor].append(Padded(rank, buffer.shape, called))
     return {
-        name: Held(
+        name: HeldTensor(
             shape,
             "fp32" if name == ROUTER_BIAS else dtype,
             tuple(layouts[name]),

@@ -95,7 +95,7 @@ def held(everyone: Shares, *, as_source: bool = False) -> Holdings:
         more = f"; and {len(wrong) - 4} more tensors" if len(wrong) > 4 else ""
         raise ValueError("; ".join(wrong[:4]) + more)
     return {
-        name: held_by.Held(
+        name: held_by.HeldTensor(
             next(iter(of.values())).shape,
             next(iter(of.values())).dtype,
             tuple(piece for rank, share in of.items() for piece in pieces(rank, share)),

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from meshwise.reshard.atoms import Atoms, cuts, weighed
 from meshwise.reshard.flow import assigned
-from meshwise.reshard.holdings import ITEMSIZES, Held, Holdings
+from meshwise.reshard.holdings import ITEMSIZES, HeldTensor, Holdings
 from meshwise.reshard.regions import Box, Layout, Piece, narrowed
 from meshwise.reshard.senders import Hop, Links, Multicast, choose
 
@@ -156,7 +156,9 @@ def _check_same(names: list[str], source: Holdings, destination: Holdings, conve
         raise ValueError(f"{len(found)} tensors do not fit: " + "; ".join(found))
 
 
-def _differences(name: str, source: Held, destination: Held, convert: bool) -> Iterator[str]:
+def _differences(
+    name: str, source: HeldTensor, destination: HeldTensor, convert: bool
+) -> Iterator[str]:
     if tuple(source.shape) != tuple(destination.shape):
         yield (
             f"{name}: shape {tuple(source.shape)} in the source, {tuple(destination.shape)} in the "

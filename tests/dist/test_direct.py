@@ -325,7 +325,7 @@ def test_what_cannot_be_is_refused_by_name_on_all_ranks():
 
     def shared(here):
         base = torch.zeros(96)
-        plan = {"w": held.Held((64,), "fp32", replicated((64,), [0, 1]))}
+        plan = {"w": held.HeldTensor((64,), "fp32", replicated((64,), [0, 1]))}
         Refit({"w": base[:64]}, plan, {"w": base[32:]}, plan, ranks=here)
 
     refused(2, shared, "source w: shares memory with destination w")

@@ -48,9 +48,9 @@ import torch, torch.distributed as dist, meshwise
 dist.init_process_group("gloo")
 mine = {"w": torch.full((8,), 3.0 if dist.get_rank() == 0 else 4.0)}
 into = {"w": torch.zeros(8)}
-from meshwise.reshard.holdings import Tensor
+from meshwise.reshard.holdings import HeldTensor
 from meshwise.reshard.regions import replicated
-plans = [{"w": Tensor((8,), "fp32", replicated((8,), [rank]))} for rank in (0, 1)]
+plans = [{"w": HeldTensor((8,), "fp32", replicated((8,), [rank]))} for rank in (0, 1)]
 refit = meshwise.Refit(mine, plans[0], into, plans[1])
 refit()
 assert into["w"].eq(3).all() == (dist.get_rank() == 1)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from meshwise.nn import gpt
 from meshwise.parallel import apply, mesh
 from meshwise.reshard import senders
-from meshwise.reshard.holdings import Held, Padded, buffers, holdings
+from meshwise.reshard.holdings import HeldTensor, Padded, buffers, holdings
 from meshwise.reshard.regions import placed, replicated, sharded
 from meshwise.reshard.tiles import TILE
 from meshwise.reshard.weights import Refit
@@ -310,11 +310,11 @@ def by_hand(seed, world):
     shapes["none"] = (0, 3)
     sides = []
     for _ in "12":
-        tensors = {n: Held(s, dtype, a_cut(draw, s, world)) for n, s in shapes.items()}
+        tensors = {n: HeldTensor(s, dtype, a_cut(draw, s, world)) for n, s in shapes.items()}
         if draw.random() < 0.7:
             for name in "qkv":
                 ranks = draw.sample(range(world), draw.randint(1, world))
-                tensors[name] = Held(shapes[name], dtype, sharded(shapes[name], 0, ranks))
+                tensors[name] = HeldTensor(shapes[name], dtype, sharded(shapes[name], 0, ranks))
             fused(draw, tensors, draw.sample("qkv", 3))
         sides.append(tensors)
     if draw.random() < 0.5:  # a rank that needs it twice
@@ -349,8 +349,8 @@ def of_every_word(ranks, dtype):
         words = np.arange(np.iinfo(word).max + 1).astype(word).reshape(-1, 4)
     words[:2].flat[: len(SPECIAL[dtype])] = SPECIAL[dtype]
     shape = words.shape
-    source = {"a": Held(shape, dtype, sharded(shape, 0, [0, 1], sizes=[9, len(words) - 9]))}
-    target = {"a": Held(shape, dtype, sharded(shape, 1, [1, 0], sizes=[3, 1]))}
+    source = {"a": HeldTensor(shape, dtype, sharded(shape, 0, [0, 1], sizes=[9, len(words) - 9]))}
+    target = {"a": HeldTensor(shape, dtype, sharded(shape, 1, [1, 0], sizes=[3, 1]))}
     mine = words[:9] if ranks.rank == 0 else words[9:]
     mine = torch.from_numpy(mine.copy()).view(TYPES[dtype][1])
     there = Side(target, ranks.rank)
@@ -370,7 +370,7 @@ def in_many_steps(ranks, cap_bytes, stages):
     shape = (1030, 2047)  # 8 MiB
     split = sharded(shape, 0, [0, 1, 2, 3]) if stages == 1 else replicated(shape, [0])
     target = sharded(shape, 1, [3, 0, 1, 2]) if stages == 1 else replicated(shape, [0, 1, 2, 3])
-    held = {"a": Held(shape, "fp32", split)}, {"a": Held(shape, "fp32", target)}
+    held = {"a": HeldTensor(shape, "fp32", split)}, {"a": HeldTensor(shape, "fp32", target)}
     source, destination = (Side(each, ranks.rank) for each in held)
     models = source.tensors or None, destination.tensors
     with free_second_steps():
@@ -396,8 +396,8 @@ def test_staging_keeps_to_the_cap_by_more_steps(gloo_ranks, stages):
 
 
 def refused_cap(ranks):
-    held = {"a": Held((9,), "fp32", replicated((9,), [ranks.world_size - 1]))}
-    other = {"a": Held((9,), "fp32", replicated((9,), [0]))}
+    held = {"a": HeldTensor((9,), "fp32", replicated((9,), [ranks.world_size - 1]))}
+    other = {"a": HeldTensor((9,), "fp32", replicated((9,), [0]))}
     sides = [Side(each, ranks.rank) for each in (held, other)]
     with pytest.raises(ValueError, match="cap_bytes"):
         Refit(sides[0].tensors, held, sides[1].tensors, other, ranks=ranks, cap_bytes=TILE)
@@ -443,7 +443,7 @@ NAMES = [f"layers.{i}.q.{part}" for i in (0, 1) for part in ("weight", "lora_a",
 def of_adapters(ranks):
     shape = (12, 10)
     held = [
-        {name: Held(shape, "bf16", sharded(shape, dim, [0, 1, 2])) for name in NAMES}
+        {name: HeldTensor(shape, "bf16", sharded(shape, dim, [0, 1, 2])) for name in NAMES}
         for dim in (0, 1)
     ]
     source, destination = (Side(each, ranks.rank) for each in held)
@@ -468,11 +468,11 @@ def of_another_dtype(ranks, before, after, options):
 
 def _of_another_dtype(ranks, before, after, options):
     shape = (33, 35)
-    held = {"a": Held(shape, before, sharded(shape, 0, [0, 1, 2]))}
-    target = {"a": Held(shape, after, sharded(shape, 1, [2, 0, 1], sizes=[1, 20, 14]))}
+    held = {"a": HeldTensor(shape, before, sharded(shape, 0, [0, 1, 2]))}
+    target = {"a": HeldTensor(shape, after, sharded(shape, 1, [2, 0, 1], sizes=[1, 20, 14]))}
     if options.pop("passed_on", False):
-        held = {"a": Held(shape, before, replicated(shape, [0]))}
-        target = {"a": Held(shape, after, replicated(shape, [2, 0, 1]))}
+        held = {"a": HeldTensor(shape, before, replicated(shape, [0]))}
+        target = {"a": HeldTensor(shape, after, replicated(shape, [2, 0, 1]))}
     source, destination = Side(held, ranks.rank), Side(target, ranks.rank)
     refit = Refit(
         source.tensors, held, destination.tensors, target, ranks=ranks, convert=True, **options

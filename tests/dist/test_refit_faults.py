@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshwise import jobs as membership
 from meshwise.reshard import live
-from meshwise.reshard.holdings import Held, holdings
+from meshwise.reshard.holdings import HeldTensor, holdings
 from meshwise.reshard.regions import replicated, sharded
 from meshwise.reshard.transports.carriers import Gloo
 from meshwise.reshard.weights import Refit, RefitError
@@ -110,22 +110,25 @@ def refused(ranks, kind):
     plan, options = None, {"convert": kind == "rounded integers"}
     if kind == "tied, planned apart":
         source, destination = models["tied here only"]
-        plan = {name: Held((5, 3), "fp32", replicated((5, 3), [0, 1])) for name in "ab"}
+        plan = {name: HeldTensor((5, 3), "fp32", replicated((5, 3), [0, 1])) for name in "ab"}
     elif kind == "half of what is tied":
         source, destination = (dict.fromkeys("ab", one) for _ in "12")
         options = {"only": ["b"]}
     elif kind == "within itself":  # the halves change places where they lie
         halves = {n: ones(2, 3) for n in "a"}
         source, destination = halves, halves
-        plan = {"a": Held((4, 3), "fp32", sharded((4, 3), 0, [1, 0]))}
-        options["source_plan"] = {"a": Held((4, 3), "fp32", sharded((4, 3), 0, [0, 1]))}
+        plan = {"a": HeldTensor((4, 3), "fp32", sharded((4, 3), 0, [1, 0]))}
+        options["source_plan"] = {"a": HeldTensor((4, 3), "fp32", sharded((4, 3), 0, [0, 1]))}
     elif kind == "planned otherwise than placed":
         line = DeviceMesh("cpu", [0, 1])
         destination = {"a": distribute_tensor(ones(4, 3), line, [Shard(0)])}
-        source, plan = {"a": ones(4, 3)}, {"a": Held((4, 3), "fp32", sharded((4, 3), 0, [1, 0]))}
+        source, plan = (
+            {"a": ones(4, 3)},
+            {"a": HeldTensor((4, 3), "fp32", sharded((4, 3), 0, [1, 0]))},
+        )
     elif kind in plans:
         shape, layout = plans[kind]
-        plan = {"a": Held(shape, "fp32", layout)}
+        plan = {"a": HeldTensor(shape, "fp32", layout)}
         if kind == "not there":
             destination = {"c": ones(5, 3)}
         elif kind == "other dtype than planned":
@@ -317,7 +320,7 @@ def not_judged(ranks):
     """What torch cannot gather is refused before anything moves, on all ranks."""
     line = DeviceMesh("cpu", range(2))
     cut = {"w": distribute_tensor(value(1)[:4], line, [Shard(0)])}
-    plan = {"w": Held((4, COLUMNS), "fp32", sharded((4, COLUMNS), 0, [0, 1]))}
+    plan = {"w": HeldTensor((4, COLUMNS), "fp32", sharded((4, COLUMNS), 0, [0, 1]))}
     copies = {"w": distribute_tensor(value(1)[:4], line, [Replicate()])}
     said = []
     for source, source_plan, columns, options in [
@@ -482,7 +485,10 @@ def _rank(address, job, fault):
     parts = value(1).tensor_split(n)
     cut = sharded(shape, 0, range(n), sizes=[len(part) for part in parts])
     plans = [
-        {name: Held(shape, "fp32", layout) for name, layout in zip("ab", layouts, strict=True)}
+        {
+            name: HeldTensor(shape, "fp32", layout)
+            for name, layout in zip("ab", layouts, strict=True)
+        }
         for layouts in ((cut, replicated(shape, [0])), [replicated(shape, range(n))] * 2)
     ]
     source = {"a": parts[joined.rank].clone(), "b": value(1)}

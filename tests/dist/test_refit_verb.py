@@ -14,7 +14,7 @@ from meshwise.options.refit import Moving
 from meshwise.probe import elements, refit
 from meshwise.probe.cases import refit as cases
 from meshwise.ranks import Ranks
-from meshwise.reshard.holdings import Held, Holdings, buffers, holdings
+from meshwise.reshard.holdings import HeldTensor, Holdings, buffers, holdings
 from meshwise.reshard.regions import Box, Piece, replicated, sharded
 from meshwise.spec import Case, Cluster, Device, Resharding, Tier
 
@@ -40,12 +40,14 @@ def machine(num_devices: int) -> None:
 
 
 HELD: Holdings = {
-    "rows": Held((6, 5), "bf16", sharded((6, 5), 0, [0, 1])),
-    "columns": Held((6, 5), "fp32", sharded((6, 5), 1, [0, 1], sizes=[2, 3])),
-    "stacked": Held((4, 3, 5), "fp32", sharded((4, 3, 5), 0, [0, 1])),
-    "expert": Held((4, 3, 5), "fp32", (Piece(0, Box((2, 0, 0), (3, 3, 5)), (0, 0, 0), "e2"),)),
-    "norm": Held((7,), "fp32", replicated((7,), [0, 1])),
-    "up": Held((2, 3), "fp8", (Piece(0, Box((0, 0), (2, 3)), (2, 0), "fused"),)),
+    "rows": HeldTensor((6, 5), "bf16", sharded((6, 5), 0, [0, 1])),
+    "columns": HeldTensor((6, 5), "fp32", sharded((6, 5), 1, [0, 1], sizes=[2, 3])),
+    "stacked": HeldTensor((4, 3, 5), "fp32", sharded((4, 3, 5), 0, [0, 1])),
+    "expert": HeldTensor(
+        (4, 3, 5), "fp32", (Piece(0, Box((2, 0, 0), (3, 3, 5)), (0, 0, 0), "e2"),)
+    ),
+    "norm": HeldTensor((7,), "fp32", replicated((7,), [0, 1])),
+    "up": HeldTensor((2, 3), "fp8", (Piece(0, Box((0, 0), (2, 3)), (2, 0), "fused"),)),
 }
 LOCAL = {  # of rank 0: an expert by itself has a dim less; "fused" has rows before and after
     "rows": ((3, 5), torch.bfloat16),
@@ -75,7 +77,7 @@ def test_elements_are_the_same_however_the_work_is_cut(part, monkeypatch):
 def test_elements_of_a_tensor_do_not_depend_on_its_layout():
     mine, other = local(), {"columns": torch.zeros(6, 5)}
     elements.write(mine, HELD, 0, version=1)
-    elements.write(other, {"columns": Held((6, 5), "fp32", replicated((6, 5), [0]))}, 0, 1)
+    elements.write(other, {"columns": HeldTensor((6, 5), "fp32", replicated((6, 5), [0]))}, 0, 1)
     assert torch.equal(mine["columns"].view(torch.int32), other["columns"][:, :2].view(torch.int32))
 
 
@@ -98,8 +100,8 @@ def test_rows_that_nobody_holds_stay():
 
 def test_changes_are_the_same_in_every_layout():
     shape = (64, 1024)
-    whole = {"w": Held(shape, "fp32", replicated(shape, [0]))}
-    columns = {"w": Held(shape, "fp32", sharded(shape, 1, [0, 1]))}
+    whole = {"w": HeldTensor(shape, "fp32", replicated(shape, [0]))}
+    columns = {"w": HeldTensor(shape, "fp32", sharded(shape, 1, [0, 1]))}
     a, b = {"w": torch.zeros(shape)}, {"w": torch.zeros(64, 512)}
     for turn in range(3):
         elements.change(a, whole, 0, turn, every=8)

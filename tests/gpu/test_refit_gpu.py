@@ -113,9 +113,9 @@ from meshwise.reshard.weights import Refit
 here = ranks.join(6.0)
 a = {"w": torch.full((1 << 20,), float(here.rank), device=here.device)}
 b = {"w": torch.zeros(1 << 20, device=here.device)}
-from meshwise.reshard.holdings import Tensor
+from meshwise.reshard.holdings import HeldTensor
 from meshwise.reshard.regions import replicated
-held = lambda rank: {"w": Tensor((1 << 20,), "fp32", replicated((1 << 20,), [rank]))}
+held = lambda rank: {"w": HeldTensor((1 << 20,), "fp32", replicated((1 << 20,), [rank]))}
 refit = Refit(a if here.rank == 0 else None, held(0), b if here.rank == 1 else None, held(1),
               ranks=here, method=sys.argv[1])
 refit(); refit()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwise.models import catalogue
 from meshwise.models.decoder import weights
-from meshwise.reshard.holdings import Held, buffers, holdings, of_plan
+from meshwise.reshard.holdings import HeldTensor, buffers, holdings, of_plan
 from meshwise.reshard.regions import moved, replicated, sharded
 from meshwise.spec import (
     DTYPE_BYTES,
@@ -582,9 +582,11 @@ def test_a_plan_with_uneven_meshes_is_cut_by_each_of_them():
 def test_holdings_made_by_hand():
     """Two ranks with a fused buffer of a and b each, and a bias that both have."""
     held = {
-        "a": Held((4, 3), "bf16", moved(sharded((4, 3), 0, [0, 1]), buffer="ab")),
-        "b": Held((2, 3), "bf16", moved(sharded((2, 3), 0, [0, 1]), buffer="ab", offset=(2, 0))),
-        "bias": Held((3,), "fp32", replicated((3,), [0, 1])),
+        "a": HeldTensor((4, 3), "bf16", moved(sharded((4, 3), 0, [0, 1]), buffer="ab")),
+        "b": HeldTensor(
+            (2, 3), "bf16", moved(sharded((2, 3), 0, [0, 1]), buffer="ab", offset=(2, 0))
+        ),
+        "bias": HeldTensor((3,), "fp32", replicated((3,), [0, 1])),
     }
     assert buffers(held, 1) == {"ab": ((3, 3), "bf16"), "bias": ((3,), "fp32")}
     assert buffers(held, 2) == {}

@@ -177,7 +177,7 @@ def test_balance_equals_the_worst_set_of_senders(owned):
 
 def limits_of(source, destination, dtype, bytes_per_s):
     shape = (0,)  # of no consequence: pieces say what is held
-    held = ({"x": holdings.Held(shape, dtype, layout)} for layout in (source, destination))
+    held = ({"x": holdings.HeldTensor(shape, dtype, layout)} for layout in (source, destination))
     return bounds.limits(*held, bounds.Rates("links", bytes_per_s))
 
 

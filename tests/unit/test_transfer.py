@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment, linprog
 
 from meshwise.reshard import bounds, flow, regions, senders, transfer
 from meshwise.reshard.bounds import Rates
-from meshwise.reshard.holdings import Held, holdings
+from meshwise.reshard.holdings import HeldTensor, holdings
 from meshwise.reshard.regions import Box, Piece
 from meshwise.reshard.transfer import loads, plan
 from meshwise.spec import Decoder, Experts, WeightLayout
@@ -71,7 +71,7 @@ def models(draw):
         ]
         sides.append(
             {
-                f"t{number}": Held(tuple(shape), "fp32", layout)
+                f"t{number}": HeldTensor(tuple(shape), "fp32", layout)
                 for number, (shape, layout) in enumerate(zip(shapes, layouts, strict=True))
             }
         )
@@ -273,7 +273,7 @@ def test_a_plan_sends_what_highs_finds_up_to_a_cut(tensors):
     rates = [1, 2, 3, 1, 2, 3]
     size = 64 * 2**20 + 12345
     sides = [
-        {str(i): Held((size,), "fp8", regions.replicated((size,), sorted(ranks)))
+        {str(i): HeldTensor((size,), "fp8", regions.replicated((size,), sorted(ranks)))
          for i, ranks in enumerate(side)}
         for side in ([owners for owners, _ in tensors], [[6 + needer] for _, needer in tensors])
     ]  # fmt: skip
@@ -291,7 +291,7 @@ def test_a_cut_leaves_no_part_below_a_mebibyte():
     """Three owners share one tensor of 4 MiB by 2 KiB rows: two parts of 1.33 MiB, the rest; of
     1 MiB: one sends it all."""
     for rows, parts in ((2048, [1398784, 1396736, 1398784]), (512, [2**20])):
-        source = {"w": Held((rows, 1024), "bf16", regions.replicated((rows, 1024), range(3)))}
+        source = {"w": HeldTensor((rows, 1024), "bf16", regions.replicated((rows, 1024), range(3)))}
         destination = {"w": source["w"]._replace(layout=regions.replicated((rows, 1024), [3]))}
         made = plan(source, destination)
         assert [2 * move.box.num_elements for _, move in made.stages[0]] == parts
@@ -378,7 +378,7 @@ def test_layers_cut_alike_are_cut_once(monkeypatch):
 
 def whole(rows, ranks, name="w", **changes):
     shape = (rows, 1024)
-    return {name: Held(shape, "bf16", regions.replicated(shape, ranks))._replace(**changes)}
+    return {name: HeldTensor(shape, "bf16", regions.replicated(shape, ranks))._replace(**changes)}
 
 
 def test_one_source_for_eight_sends_stripes_that_they_pass_on():
@@ -442,8 +442,8 @@ def test_a_rank_that_needs_a_box_twice_receives_it_once():
 def test_tp2_to_tp4_needs_no_wire_when_ranks_may_be_renumbered():
     shape = (8, 4)
     half = regions.sharded(shape, 0, [0, 1]) + regions.sharded(shape, 0, [2, 3])
-    source = {"w": Held(shape, "bf16", half)}
-    destination = {"w": Held(shape, "bf16", regions.sharded(shape, 0, range(4)))}
+    source = {"w": HeldTensor(shape, "bf16", half)}
+    destination = {"w": HeldTensor(shape, "bf16", regions.sharded(shape, 0, range(4)))}
     moved = transfer.place(source, destination)
     assert sorted(moved) == [0, 1, 2, 3] and {moved[0], moved[1]} == {0, 2}
     placed = transfer.renumbered(destination, moved)
@@ -617,7 +617,7 @@ def test_plans_have_one_digest_only_if_they_are_the_same(striped):
 def test_each_limit_by_hand():
     """Ranks 0 and 1 (host 0) hold halves of 8 MiB; rank 0, and 2 and 3 (host 1), need all."""
     shape = (4096, 1024)
-    source = {"w": Held(shape, "bf16", regions.sharded(shape, 0, [0, 1]))}
+    source = {"w": HeldTensor(shape, "bf16", regions.sharded(shape, 0, [0, 1]))}
     destination = whole(4096, [0, 2, 3])
     mib = 2.0**20
     rates = Rates("by hand", 4 * mib, 1 * mib, 16 * mib)
