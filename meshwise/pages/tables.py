@@ -386,5 +386,6 @@ def parts(chosen: Plan) -> Table:
     title = f"Predicted parts of {chosen.layout.name}"
     peak = [f"The {note}." for note in told.notes if note.startswith(PEAK_NOTE)]
     columns = ("of", "part", "amount", "share")
+    peak += [f"A rank compiles {chosen.graphs} kinds of layers."] if chosen.graphs > 1 else []
     copies = (GATHERED_LEGEND,) * (not chosen.layout.zero and chosen.layout.data_ranks > 1)
     return Table(title, columns, tuple(rows), (*peak, PARTS_LEGEND, *copies), left=2)

@@ -23,6 +23,7 @@ from meshwise.nn.stage import Layer, cross_entropy
 from meshwise.parallel import data, fp8, offload, recompute, tensor, torch_private
 from meshwise.parallel.mesh import MeshPlace, share
 from meshwise.spec import Layout, Recipe
+from meshwise.spec.plan import MOST_GRAPHS
 
 Lowering = Literal["eager", "compiled"]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -57,7 +58,7 @@ def parallelize(
     masters = torch.bfloat16 if recipe.weights == "bf16" and dtype == "bf16" else torch.float32
     kinds = layout.recomputed(len(model.layers))
     if lowering == "compiled":
-        torch_private.allow_graphs(64)
+        torch_private.allow_graphs(MOST_GRAPHS)
     for layer, kind in zip(filled(model, place, masters, seed), kinds, strict=True):
         if recipe.fp8 and dtype == "bf16":
             fp8.apply(layer)

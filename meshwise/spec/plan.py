@@ -1,6 +1,6 @@
 """A plan: which layout, on which devices, what it should cost, and what else was considered."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ import msgspec
 from meshwise.spec.cluster import Cluster
 from meshwise.spec.costs import PriceTier
 from meshwise.spec.layout import SPLIT, Cuts, Layout, Recompute, Way, Workload, rank_of
-from meshwise.spec.model import AnyModel
+from meshwise.spec.model import AnyModel, LayerKind, layer_kinds
 from meshwise.spec.op import Dtype
 from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
@@ -17,6 +17,7 @@ from meshwise.spec.vision import WideResNet
 
 SCHEMA_VERSION = 3  # 1 had no pipelines, 2 did not say where operations lie
 
+MOST_GRAPHS = 64  # that one rank compiles
 CHANNELS = "channels"  # what tp divides of convolutions
 
 
@@ -245,6 +246,22 @@ class Plan(Record, kw_only=True):
                 "prediction", f"stage_times must be one for each of {len(self.stages)} stages"
             )
         self._check_stages()
+        if self.graphs > MOST_GRAPHS:
+            self.fail(
+                "stages",
+                f"a rank has {self.graphs} kinds of layers to compile, and torch takes "
+                f"{MOST_GRAPHS}; use eager, or more stages",
+            )
+
+    @property
+    def graphs(self) -> int:
+        """Layers that one rank compiles apart, at most: other kinds, or recomputed otherwise."""
+        found = defaultdict[int, set[tuple[LayerKind, Recompute]]](set)
+        for stage in self.stages if self.lowering == "compiled" else ():
+            layers = range(stage.first_layer, stage.last_layer)
+            kinds = layer_kinds(self.model, self.workload.seq_len, layers)
+            found[stage.pipeline_rank] |= {*zip(kinds, stage.recompute, strict=True)}
+        return max(map(len, found.values()), default=0)
 
     def _check_stages(self) -> None:
         """The stages are the truth: what they do in ways of their own is added to the layout."""

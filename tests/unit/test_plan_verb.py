@@ -12,6 +12,7 @@ from meshwise.cli import app
 from meshwise.pages import tables
 from meshwise.prices import Prices, unmeasured
 from meshwise.spec import Cluster, Collective, Costs, Curve, Cuts, Layout, Plan
+from meshwise.spec import plan as spec_plan
 from meshwise.spec.layout import Way
 from meshwise.verbs import files, show
 
@@ -301,3 +302,14 @@ def test_rows_that_may_not_fit_are_named(tmp_path):
     )
     cluster = msgspec.structs.replace(plan.cluster, device=device, reserved_bytes=0)
     assert "in row 1." in str(tables.plan(msgspec.structs.replace(plan, cluster=cluster)))
+
+
+def test_a_plan_counts_what_its_ranks_compile(tmp_path, monkeypatch):
+    recomputed = _given(tmp_path, '"recompute": "full", "recompute_layers": 2')
+    assert recomputed.graphs == 2 and "compiles 2 kinds of layers" in str(tables.plan(recomputed))
+    assert _given(tmp_path, '"zero": 0').graphs == 1
+    eager = msgspec.structs.replace(recomputed, lowering="eager")
+    assert eager.graphs == 0
+    monkeypatch.setattr(spec_plan, "MOST_GRAPHS", 1)
+    with pytest.raises(ValueError, match="2 kinds of layers to compile, and torch takes 1"):
+        _given(tmp_path, '"recompute": "full", "recompute_layers": 2')
