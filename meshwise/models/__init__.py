@@ -86,7 +86,8 @@ def blocks_of(
         pieces = [("layer", form) for form, _ in forms.most_common()]
         few = replace(model, name="", blocks=tuple(min(count, 2) for count in model.blocks))
     else:
-        few = replace(model, name="", layers=1)
+        moe = model.experts and replace(model.experts, load="mean")  # blocks are measured so
+        few = replace(model, name="", layers=1, experts=moe)
     return {
         ((part, form), direction): Block(
             part=part,

@@ -1,7 +1,7 @@
 """The options of ``plan``."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from meshwise.options import PYTHON, File, Options, Range, SomeLanguageModel, SomeLayout
 from meshwise.options.models import DECODERS, MODELS
@@ -35,6 +35,11 @@ class PlanOptions(Options):
     "Sequences in a step."
     seq_len: int | None = None
     "Tokens in a sequence."
+    expert_load: Literal["mean", "p95"] = "mean"
+    (
+        "Rows of the busiest rank's experts: an equal share, or the 95th percentile when every "
+        "choice falls at random."
+    )
     top: Annotated[int, Range(1)] = 10
     "How many layouts to keep."
     layout: SomeLayout | None = None

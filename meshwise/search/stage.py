@@ -203,7 +203,10 @@ def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
     kinds, words = (tuple(of) for of in zip(*short, strict=True))
     shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
     size, several = kind.layout.microbatch_size, tuple(stands_for)
-    known = forms(shorter._replace(layout=_of_any_size(kind.layout)), several, prices)
+    moe = getattr(kind.model, "experts", None)
+    linear = moe is None or moe.load == "mean"  # a percentile is not
+    of_any = _of_any_size(kind.layout) if linear else kind.layout
+    known = forms(shorter._replace(layout=of_any), several, prices)
     if not known or (size not in known[0].ops and len(known[0].ops) < 2):
         program = apply(
             graph_of(shorter, prices.costs),

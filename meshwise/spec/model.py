@@ -103,6 +103,9 @@ class Experts(Record, kw_only=True):
     With ``group_size`` tokens are dispatched in groups of so many in a row, and of each group an
     expert takes at most ``capacity``; ``capacity_factor`` 1 is its equal share (GShard). What is
     beyond it, second choices before first ones, is dropped. Without, all tokens are taken.
+
+    ``load``: rows of a rank's experts that plans count with. ``mean``: an equal share; ``p95``: the
+    95th percentile when every choice falls at random. With a capacity all ranks have as many.
     """
 
     num_experts: Count
@@ -119,6 +122,7 @@ class Experts(Record, kw_only=True):
     top_groups: Count = 1
     capacity_factor: PositiveFloat | None = None
     group_size: Length | None = None
+    load: Literal["mean", "p95"] = "mean"
 
     def check(self) -> None:
         if self.group_size is None and self.capacity_factor is not None:

@@ -38,6 +38,8 @@ def plan(asked: PlanOptions) -> Plan:
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)
         log.info("planning %s, which fills cluster %s", chosen.name, prices.cluster.name)
+    if asked.expert_load != "mean":
+        chosen = _loaded(chosen)
     if asked.seq_len is not None:
         chosen = _long_enough(chosen, asked.seq_len)
     layout = None if asked.layout is None else files.record(asked.layout, Layout)
@@ -130,6 +132,15 @@ def _long_enough(model: AnyModel, seq_len: int) -> AnyModel:
         what, model.name or "the model", seq_len, model.max_seq_len,
     )  # fmt: skip
     return msgspec.structs.replace(model, max_seq_len=seq_len)
+
+
+def _loaded(model: AnyModel) -> AnyModel:
+    """Let plans count with the 95th percentile of a rank's rows."""
+    experts = None if isinstance(model, WideResNet) else model.experts
+    if experts is None:
+        raise ValueError(f"expert_load = 'p95': {model.name or 'the model'} has no experts")
+    loaded = msgspec.structs.replace(experts, load="p95")
+    return msgspec.structs.replace(model, experts=loaded)
 
 
 def _workload(

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 import meshwise
 from meshwise import machine, search, store
 from meshwise.cli import app
+from meshwise.models.families.experts import arriving
 from meshwise.pages import tables
 from meshwise.prices import Prices, unmeasured
 from meshwise.spec import Cluster, Collective, Costs, Curve, Cuts, Layout, Plan
@@ -313,3 +315,33 @@ def test_a_plan_counts_what_its_ranks_compile(tmp_path, monkeypatch):
     monkeypatch.setattr(spec_plan, "MOST_GRAPHS", 1)
     with pytest.raises(ValueError, match="2 kinds of layers to compile, and torch takes 1"):
         _given(tmp_path, '"recompute": "full", "recompute_layers": 2')
+
+
+def test_the_busiest_experts_may_be_planned_for(tmp_path):
+    """p95 against choices drawn at random, and what it does to a plan."""
+    sizes = {"batch": 1, "seq": 512, "top_k": 2, "choices": 16, "experts": 2}
+    drawn = np.random.default_rng(0).binomial(8 * 1024, 1 / 8, size=100_000)
+    assert arriving(sizes) == 1024
+    assert abs(arriving(sizes | {"p95": 1}) - np.percentile(drawn, 95)) <= 2
+    assert arriving(sizes | {"p95": 1, "experts": 16}) == 1024  # all are here
+
+    def told(layout, load):
+        return meshwise.plan(
+            "mixtral-8x7b", cluster="h100-hgx", seq_len=512, layout=layout, expert_load=load,
+            out=tmp_path / "plan.json",
+        ).prediction  # fmt: skip
+
+    for layout in (
+        '{"dp": 8, "ep": 8, "zero": 3}',
+        '{"tp": 8, "sequence_parallel": true, "cuts": {"experts": "experts"}}',
+    ):
+        mean, p95 = (told(layout, load) for load in ("mean", "p95"))
+        assert mean.step_time_s < p95.step_time_s < 1.2 * mean.step_time_s
+        assert mean.peak_memory_bytes <= p95.peak_memory_bytes
+        parts = [{part.name: part.value for part in of.time_parts} for of in (mean, p95)]
+        sent = "expert-parallel communication"
+        assert parts[0][sent] < parts[1][sent]
+    same = '{"dp": 8, "zero": 3}'
+    assert told(same, "mean") == told(same, "p95")
+    with pytest.raises(ValueError, match="expert_load = 'p95': llama-3-8b has no experts"):
+        meshwise.plan("llama-3-8b", cluster="h100-hgx", expert_load="p95")

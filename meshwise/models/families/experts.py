@@ -13,6 +13,7 @@ Experts with a capacity have a ``room`` of [experts,groups,capacity] instead: co
 at once, ``combine`` gives 0 for dropped ones, and products are batched.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ def sizes(model: LanguageModel, batch: int, seq: int) -> dict[str, int]:
     }  # fmt: skip
     if moe.group_size is not None:
         found |= {"group": moe.group_size, "capacity": moe.capacity}
+    if moe.load == "p95":
+        found["p95"] = 1
     return found | {"room": room(found)}
 
 
@@ -44,7 +47,18 @@ def room(sizes: Mapping[str, int]) -> int:
     tokens = sizes["batch"] * sizes["seq"]
     if "capacity" in sizes:  # it gets as many of other ranks as it sends
         return max(1, tokens // sizes["group"]) * sizes["capacity"] * sizes["choices"]
-    return tokens * sizes["top_k"] + EXPERT_ALIGNMENT * sizes["experts"]
+    return arriving(sizes) + EXPERT_ALIGNMENT * sizes["experts"]
+
+
+def arriving(sizes: Mapping[str, int]) -> int:
+    """Return the rows that reach a rank's experts: as many as it sends, or with ``p95`` the 95th
+    percentile of that many choices a rank which fall on experts at random (binomial, as a normal
+    distribution)."""
+    rows = sizes["batch"] * sizes["seq"] * sizes["top_k"]
+    if "p95" not in sizes:
+        return rows
+    elsewhere = 1 - sizes["experts"] / sizes["choices"]
+    return rows + math.ceil(1.645 * math.sqrt(rows * elsewhere))
 
 
 def experts(build: Build, model: LanguageModel, x: str, at: str) -> str:
