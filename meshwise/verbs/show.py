@@ -133,7 +133,7 @@ def followed(tasks: "tuple[Explained, ...]") -> Table:
         ("times", "times"),
         ("in a step", "seconds", format_seconds),
         legend=(
-            "in a step = price x factor of its block x times; error: of the price, p90 held out.",
+            "in a step = price x factor of its block x times; error: p90 held out, or the sheet's.",
         ),
         left=3,
     )
