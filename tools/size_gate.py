@@ -10,7 +10,7 @@ MAX_FUNCTION, MAX_MODULE = 80, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_342,
-    "cli": 1_177,
+    "cli": 1_178,
     "engine": 3_236,
     "fit": 312,
     "launch": 681,

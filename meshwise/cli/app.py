@@ -20,6 +20,7 @@ from meshwise.cli.options import PLAIN
 from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
 from meshwise.options.measure import KINDS
 from meshwise.text import masked, one_line, plain
+from meshwise.verbs import job
 
 _HELP = """Measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
@@ -95,9 +96,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     _log_to_stderr()
     code, said = _done(arguments)
     if said:
-        print(one_line(said), file=sys.stderr)
-    if said and "--json" in (sys.argv if arguments is None else arguments):
-        print(json.dumps({"error": one_line(said.removeprefix("error: ")), "exit_code": code}))
+        begin = "error: " if code in (BAD_INPUT, SOME_FAILED) else ""
+        print(f"{begin}{one_line(said)}", file=sys.stderr)
+    asked_json = "--json" in (sys.argv if arguments is None else arguments)
+    if said and asked_json and job.leads():
+        print(json.dumps({"error": one_line(said), "exit_code": code}))
     gc.freeze()
     sys.exit(code)
 
@@ -108,7 +111,7 @@ def _done(arguments: list[str] | None) -> tuple[int, str]:
     try:
         return _app()(arguments) or DONE, ""
     except cyclopts.CycloptsError as error:
-        return BAD_INPUT, f"error: {_in_words(error)}"
+        return BAD_INPUT, _in_words(error)
     except KeyboardInterrupt as stop:
         return INTERRUPTED, "; ".join(filter(None, ["interrupted", str(stop)]))
     except signals.Ended as stop:
@@ -116,15 +119,15 @@ def _done(arguments: list[str] | None) -> tuple[int, str]:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        return BAD_INPUT, "error: this verb needs PyTorch; pip install 'meshwise[torch]'"
+        return BAD_INPUT, "this verb needs PyTorch; pip install 'meshwise[torch]'"
     except RuntimeError as error:
         from meshwise.launch import RanksFailed
 
         if not isinstance(error, RanksFailed):
             raise
-        return SOME_FAILED, f"error: {error}"
+        return SOME_FAILED, str(error)
     except (ValueError, OSError) as error:
-        return BAD_INPUT, f"error: {getattr(error, 'typed', error)}"
+        return BAD_INPUT, str(getattr(error, "typed", error))
 
 
 def _in_words(error: cyclopts.CycloptsError) -> str:
@@ -154,8 +157,6 @@ class _Plain(logging.Formatter):
 
 def _log_to_stderr() -> None:
     """Show which files verbs took and what they wrote. Rank 0 alone."""
-    from meshwise.verbs import job
-
     log = logging.getLogger("meshwise")
     handler = logging.StreamHandler() if job.leads() else logging.NullHandler()
     handler.setFormatter(_Plain())
