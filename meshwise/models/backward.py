@@ -58,6 +58,17 @@ def training_step(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Graph:
     return Graph(graph.sizes, step.tensors, (*step.nodes, *optimizer), gradients)
 
 
+# What the gradient of one input reads of the forward pass: which inputs, and which results.
+_READS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    **dict.fromkeys(("gelu", "silu", "clamp", "square"), ((0,), ())),
+    **dict.fromkeys(("softmax", "sigmoid", "relu", "rsqrt"), ((), (0,))),
+    **dict.fromkeys(("rms", "normalize"), ((0,), (-1,))),
+    **dict.fromkeys(("cast", "copy", "mean", "exchange", "average"), ((), ())),
+    "max_pool": ((0,), (1,)),
+    "gather": ((0, 1), ()),
+}
+
+
 class _Backward:
     """The nodes and tensors so far, and where gradients and forward results are found among
     them."""
@@ -206,29 +217,19 @@ class _Backward:
                 [self.saved(name, node) for name in names] for names in (node.inputs, node.outputs)
             )
             self.emit(node, "grad", node.kind, [*inputs, dy, *results], list(node.inputs))
-        elif node.kind in ("gelu", "silu", "clamp", "square"):
-            self.emit(node, "grad", node.kind, [dy, self.saved(x, node)], [x])
-        elif node.kind in ("softmax", "sigmoid", "relu", "rsqrt"):
-            self.emit(node, "grad", node.kind, [dy, self.saved(node.outputs[0], node)], [x])
-        elif node.kind in ("rms", "normalize"):
-            both = [self.saved(x, node), self.saved(node.outputs[-1], node)]
-            self.emit(node, "grad", node.kind, [dy, *both], [x])
-        elif node.kind == "max_pool":
-            both = [self.saved(x, node), self.saved(node.outputs[1], node)]
-            self.emit(node, "grad", node.kind, [dy, *both], [x])
+        elif node.kind in _READS:
+            of_inputs, of_results = _READS[node.kind]
+            read = [self.saved(node.inputs[i], node) for i in of_inputs]
+            read += [self.saved(node.outputs[i], node) for i in of_results]
+            self.emit(node, "grad", node.kind, [dy, *read], [x])
+            if x == "stage.in" and not read:  # whoever calls backward holds it
+                self.nodes[-1] = self.nodes[-1]._replace(holds=(x,))
         elif node.kind == "var_mean":
             self.moments(node)
-        elif node.kind == "gather":
-            saved, index = self.saved(x, node), self.saved(node.inputs[1], node)
-            self.emit(node, "grad", node.kind, [dy, saved, index], [x])
         elif node.kind == "move":
             self.reduced(node, "move", [dy, self.saved(node.inputs[2], node)], x)
         elif node.kind == "sum":
             self.emit(node, "grad", "view", [dy], [x])
-        elif node.kind in ("cast", "copy", "mean", "exchange", "average"):
-            self.emit(node, "grad", node.kind, [dy], [x])
-            if x == "stage.in":  # whoever calls backward holds it
-                self.nodes[-1] = self.nodes[-1]._replace(holds=(x,))
         elif node.kind == "view" and self.tensors[x].dims == self.tensors[node.outputs[0]].dims:
             self.accumulate(node, x, dy)
         elif node.kind == "view":
@@ -238,13 +239,13 @@ class _Backward:
             for name in node.inputs:
                 self.reduced(node, "view", [dy], name)
         elif node.kind == "mul":
-            read: tuple[str, ...] = ()
+            held: tuple[str, ...] = ()
             for name, other in (node.inputs, node.inputs[::-1]):
                 if self.tensors[name].role in ("activation", "parameter"):
                     saved, at = self.saved(other, node), len(self.nodes)
                     self.reduced(node, "mul", [dy, saved], name)
-                    self.nodes[at] = self.nodes[at]._replace(holds=read)
-                    read = (saved,)
+                    self.nodes[at] = self.nodes[at]._replace(holds=held)
+                    held = (saved,)
         elif node.kind == "cross_entropy":
             self.emit(node, "grad", node.kind, [dy, node.outputs[0]], [x])
         elif node.kind == "add":

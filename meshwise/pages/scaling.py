@@ -233,9 +233,21 @@ _KEY += columns(str, {"ring": "result.ring_size"})
 
 def tables(scaling: Scaling) -> list[Table]:
     """All that the report shows, in its order; the last two only where they have rows."""
+    failures = listed(
+        FAILED,
+        [row for row in scaling.rows if row.result.time_ms is None],
+        *_KEY,
+        *columns(str, {"status": "result.status", "reason": lambda row: row.result.reason or None}),
+        left=4,
+    )
+    shown = (_time(scaling), _best(scaling), _communication(scaling), _memory(scaling), failures)
+    return filled(*shown)
+
+
+def _time(scaling: Scaling) -> Table:
     grows = "; dense work a rank grows with the length, so that 1 / ring size is ideal"
     conventions = dict.fromkeys(filter(None, (r.result.flop_convention for r in scaling.rows)))
-    time = listed(
+    return listed(
         "Time and scaling",
         scaling.rows,
         *_KEY,
@@ -259,7 +271,10 @@ def tables(scaling: Scaling) -> list[Table]:
             *(f"FLOPs: {said}." for said in conventions),
         ),
     )
-    communication = listed(
+
+
+def _communication(scaling: Scaling) -> Table:
+    return listed(
         "Communication",
         [row for row in scaling.measured if row.result.ring_size > 1],
         *_KEY,
@@ -281,7 +296,10 @@ def tables(scaling: Scaling) -> list[Table]:
             "imbalance: most / mean attended pairs that a rank computes.",
         ),
     )
-    memory = listed(
+
+
+def _memory(scaling: Scaling) -> Table:
+    return listed(
         "Memory",
         [row for row in scaling.measured if row.result.peak_gb is not None],
         *_KEY,
@@ -291,14 +309,6 @@ def tables(scaling: Scaling) -> list[Table]:
         *columns(rate, {"tokens/GB": "tokens_per_gb"}),
         legend=("tokens/GB: tokens of the batch over the peak of one rank. GB = 1e9 bytes.",),
     )
-    failures = listed(
-        FAILED,
-        [row for row in scaling.rows if row.result.time_ms is None],
-        *_KEY,
-        *columns(str, {"status": "result.status", "reason": lambda row: row.result.reason or None}),
-        left=4,
-    )
-    return filled(time, _best(scaling), communication, memory, failures)
 
 
 def of_run(document: Mapping[str, Any]) -> list[Table]:
