@@ -9,24 +9,24 @@ PACKAGE = Path(__file__).resolve().parent.parent / "meshwise"
 MAX_FUNCTION, MAX_MODULE = 80, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
-    "attention": 4_342,
-    "cli": 1_178,
+    "attention": 4_344,
+    "cli": 1_179,
     "engine": 3_236,
     "fit": 312,
     "launch": 681,
-    "models": 4_563,
+    "models": 4_562,
     "nn": 1_356,
     "options": 897,
-    "pages": 5_548,
+    "pages": 5_540,
     "parallel": 3_285,
     "prices": 838,
-    "probe": 6_378,
+    "probe": 6_388,
     "reshard": 5_082,
-    "search": 2_500,
-    "spec": 2_875,
+    "search": 2_499,
+    "spec": 2_885,
     "suites": 1_003,
-    "verbs": 3_558,
-    "": 3_837,  # modules beside the rooms
+    "verbs": 3_539,
+    "": 3_831,  # modules beside the rooms
 }
 
 
