@@ -8,7 +8,7 @@ one line per case as it is measured, flushed to disk, so a killed run keeps what
 import io
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -62,12 +62,10 @@ def parse(text: str, kind: type[T], name: str) -> T:
 
 def convert(data: Any, kind: type[T], source: str) -> T:
     """Make a record from plain data; a field that does not fit is named with its value."""
-    found_kind = next((k for k, marks in _MARKS.items() if marks <= set(_keys(data))), kind)
-    if kind in _MARKS and found_kind is not kind:
-        raise ValueError(
-            f"{source}: holds a {found_kind.__name__.lower()}, not {kind.__name__.lower()}; name "
-            "another file"
-        )
+    for other, marks in _MARKS.items() if kind in _MARKS and isinstance(data, dict) else ():
+        if other is not kind and marks <= data.keys():
+            told = f"holds a {other.__name__.lower()}, not {kind.__name__.lower()}"
+            raise ValueError(f"{source}: {told}; name another file")
     data = _upgraded(data, source)
     fields = msgspec.structs.fields(kind) if isinstance(kind, type(msgspec.Struct)) else ()
     supported = next((f.default for f in fields if f.name == "schema_version"), None)
@@ -108,10 +106,6 @@ def _allowed(kind: Any, field: str) -> str:
     hint = get_type_hints(kind).get(field)
     words = get_args(hint) if get_origin(hint) is Literal else ()
     return f"; must be one of {', '.join(map(str, words))}" if words else ""
-
-
-def _keys(data: Any) -> Iterable[str]:
-    return data.keys() if isinstance(data, dict) else ()
 
 
 def _upgraded(data: Any, source: str) -> Any:

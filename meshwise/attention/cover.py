@@ -123,7 +123,7 @@ def of(op: LongAttention, shards: Shards) -> Cover:
 # ---- segments, cut where ranks change
 
 
-class Runs(NamedTuple):
+class RankRuns(NamedTuple):
     """Pieces [start, stop) of ``rank`` in the segment [low, high); arrays, in order."""
 
     start: Ints
@@ -148,7 +148,7 @@ class Runs(NamedTuple):
         return np.asarray(counts[np.searchsorted(lows, self.low)], dtype=np.int64)
 
 
-def cuts(width: int, shards: Shards) -> Runs:
+def cuts(width: int, shards: Shards) -> RankRuns:
     """Cut the sequence where segments of ``width`` or ranks end."""
     seq_len = shards.seq_len
     held = sorted((a, b, rank) for rank, own in enumerate(shards.intervals) for a, b in own)
@@ -158,7 +158,7 @@ def cuts(width: int, shards: Shards) -> Runs:
     start, stop = borders[:-1], borders[1:]
     low = start // width * width
     rank = ranks[np.searchsorted(firsts, start, side="right") - 1]
-    return Runs(start, stop, low, np.minimum(low + width, seq_len), rank)
+    return RankRuns(start, stop, low, np.minimum(low + width, seq_len), rank)
 
 
 def pairs_of_ranks(op: LongAttention, shards: Shards) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ def pairs_of_ranks(op: LongAttention, shards: Shards) -> tuple[int, ...]:
     return tuple(total.tolist())
 
 
-def _pairs(op: LongAttention, branch: Branch, pieces: Runs) -> Ints:
+def _pairs(op: LongAttention, branch: Branch, pieces: RankRuns) -> Ints:
     """Attended pairs of each piece's queries in all heads."""
     found = np.zeros(len(pieces.rank), dtype=np.int64)
     for offset, num_heads in Counter(branch.offsets).items():
@@ -200,7 +200,7 @@ def _branch(op: LongAttention, branch: Branch, shards: Shards) -> BranchCover:
             np.add.at(kept, pieces.rank, to - before)
     sharers = pieces.num_ranks
     local = int(sharers.max()) == 1
-    gather, heads = _moved(op, branch, Runs(*(each[sharers > 1] for each in pieces)), ranks)
+    gather, heads = _moved(op, branch, RankRuns(*(each[sharers > 1] for each in pieces)), ranks)
     world = (0 if local else 2 * op.row_bytes) * (kept.sum() - kept)
     return BranchCover(
         segment_length=branch.width,
@@ -214,7 +214,7 @@ def _branch(op: LongAttention, branch: Branch, shards: Shards) -> BranchCover:
     )
 
 
-def _moved(op: LongAttention, branch: Branch, shared: Runs, ranks: int) -> tuple[Ints, Ints]:
+def _moved(op: LongAttention, branch: Branch, shared: RankRuns, ranks: int) -> tuple[Ints, Ints]:
     """Bytes into each rank by gather and by heads. ``shared``: pieces of segments of many ranks."""
     row, lse = op.row_bytes, op.lse_bytes
     low, segment = np.unique(shared.low, return_inverse=True)

@@ -78,7 +78,7 @@ class Slice(NamedTuple):
     keys: Sequence[tuple[int, int]]
 
 
-class Sent(NamedTuple):
+class Traffic(NamedTuple):
     """Messages of one collective, in bytes, among ``size`` ranks ``stride`` apart; none to self."""
 
     kind: Literal["all_to_all", "all_gather", "send_recv"]
@@ -279,7 +279,7 @@ def _pair_s(op: LongAttention, direction: str, prices: Prices) -> float:
         return 0.0
 
 
-def _transfer_s(each: Sent, op: LongAttention, prices: Prices) -> float:
+def _transfer_s(each: Traffic, op: LongAttention, prices: Prices) -> float:
     if not each.bytes.any():
         return 0.0
     ranks = int(max(each.target.max(), each.source.max())) + 1
@@ -297,7 +297,7 @@ def _transfer_s(each: Sent, op: LongAttention, prices: Prices) -> float:
 
 def _transfers(
     op: LongAttention, shards: Shards, way: str, documents: tuple[int, ...]
-) -> tuple[list[Sent], list[Sent]]:
+) -> tuple[list[Traffic], list[Traffic]]:
     """All messages of the forward and of the backward, in order."""
     ranks = len(shards.lengths)
     degree = degree_of(way, op.kv_heads, ranks)
@@ -307,8 +307,8 @@ def _transfers(
     mask = Mask(op.causal, op.window, documents)
     if way == "gather":
         return _for_gather(shards, mask, 2 * op.kv_heads * row, 2 * op.kv_heads * wide_row)
-    forward: list[Sent] = []
-    backward: list[Sent] = []
+    forward: list[Traffic] = []
+    backward: list[Traffic] = []
     if degree < ranks:
         kv = 2 * op.kv_heads // degree
         around = hops(mask, grouped(shards, degree))
@@ -330,7 +330,7 @@ def _transfers(
 
 def _for_gather(
     shards: Shards, mask: Mask, row: int, wide_row: int
-) -> tuple[list[Sent], list[Sent]]:
+) -> tuple[list[Traffic], list[Traffic]]:
     """K and V of every rank to every rank, in the backward again; partial gradients of shard j
     from the ranks that attend it."""
     ranks = len(shards.lengths)
@@ -344,17 +344,17 @@ def _among(
     size: int,
     matrix: npt.NDArray[np.int64],
     kind: Literal["all_to_all", "all_gather"] = "all_to_all",
-) -> Sent:
+) -> Traffic:
     """``matrix[source, target]`` bytes, within groups of ``size`` consecutive ranks."""
     rank = np.arange(len(matrix))
     inside = rank[:, None] // size == rank // size
     source, target = np.nonzero(inside & (rank[:, None] != rank))
-    return Sent(kind, source, target, matrix[source, target], size)
+    return Traffic(kind, source, target, matrix[source, target], size)
 
 
 def _around(
     rows: Sequence[Sequence[Interval]], last: Sequence[int], degree: int, row: int, *, home: bool
-) -> list[Sent]:
+) -> list[Traffic]:
     """Hops 1, 2, ... of a ring of groups of ``degree`` ranks; ``home``: gradients, a step later."""
     groups, found = len(last), []
     for t in range(1, max(last) + 1):
@@ -368,7 +368,9 @@ def _around(
             ends.append((source % groups, target % groups, _len(interval) * row))
         a, b, n = (np.repeat(x, degree) for x in np.array(ends).T)
         member = np.tile(np.arange(degree), len(ends))
-        found.append(Sent("send_recv", a * degree + member, b * degree + member, n, groups, degree))
+        found.append(
+            Traffic("send_recv", a * degree + member, b * degree + member, n, groups, degree)
+        )
     return found
 
 

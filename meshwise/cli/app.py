@@ -18,7 +18,6 @@ import meshwise
 from meshwise import signals
 from meshwise.cli.options import PLAIN
 from meshwise.cli.output import BAD_INPUT, DONE, INTERRUPTED, SOME_FAILED
-from meshwise.options.measure import KINDS
 from meshwise.text import masked, one_line, plain
 from meshwise.verbs import job
 
@@ -133,6 +132,8 @@ def _done(arguments: list[str] | None) -> tuple[int, str]:
 def _in_words(error: cyclopts.CycloptsError) -> str:
     """Say what was typed wrongly as our own errors do; what nobody knows gets the nearest name."""
     if isinstance(error, cyclopts.UnusedCliTokensError):
+        from meshwise.options.measure import KINDS
+
         words = " ".join(error.unused_tokens or ())
         known = [*KINDS, "ring", "import"] if error.command_chain == ("measure",) else []
         return f"{words}: not understood here{_nearest(words, known)}; --help lists what is"

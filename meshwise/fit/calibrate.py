@@ -100,7 +100,7 @@ def _most_common(values: list[Word], default: Word) -> Word:
     return Counter(values).most_common(1)[0][0] if values else default
 
 
-class _Alike(NamedTuple):
+class _Grouped(NamedTuple):
     """Samples of one category, medians by coordinates, and what their price says of itself."""
 
     timed: Timed
@@ -109,7 +109,7 @@ class _Alike(NamedTuple):
     about: dict[str, Any]
 
 
-def _groups(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> list[_Alike]:
+def _groups(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> list[_Grouped]:
     """Group samples by category, in the order of their names."""
     members: dict[Category, list[tuple[Key, Sample, float]]] = {}
     for sample, time_s in timed:
@@ -129,11 +129,11 @@ def _groups(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> list[_Alike]:
             "runs": runs,
         }
         medians = {at: median(times) for at, times in points.items()}
-        found.append(_Alike([each[1:] for each in same], tuple(key.coordinates), medians, about))
+        found.append(_Grouped([each[1:] for each in same], tuple(key.coordinates), medians, about))
     return found
 
 
-def _surface(of: _Alike, copies: list[Curve]) -> Surface:
+def _surface(of: _Grouped, copies: list[Curve]) -> Surface:
     """Its floor and its rate of memory are those of copies that ran so, if there are any."""
     alike = [copy for copy in copies if copy.regime == of.about["regime"]] or copies
     return fit_surface(

@@ -29,14 +29,14 @@ def read_config(path: Path | str) -> Decoder | Model:
     config: dict[str, Any] = store.read(path, dict)
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     if config.get("model_type") == "gpt2":
-        return _gpt2(_Keys(config, str(path)), name)
+        return _gpt2(_ConfigKeys(config, str(path)), name)
     return decoder(config, name, str(path))
 
 
 def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
     """Return the Decoder of a config whose ``model_type`` is one of those below. Errors name
     ``source``."""
-    config, kind = _Keys(data, source), data.get("model_type")
+    config, kind = _ConfigKeys(data, source), data.get("model_type")
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join([*_KINDS, "gpt2"])
         keys, why = _REFUSED.get(str(kind), ((), f"must be one of those known exactly: {known}"))
@@ -75,7 +75,7 @@ def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
     return found
 
 
-class _Keys:
+class _ConfigKeys:
     """A config and the file it came from: values by key, checked."""
 
     def __init__(self, data: Mapping[str, Any], source: str) -> None:
@@ -147,7 +147,7 @@ class _Keys:
         )
 
 
-def _gpt2(config: _Keys, name: str) -> Model:
+def _gpt2(config: _ConfigKeys, name: str) -> Model:
     if not config.flag("tie_word_embeddings", True):
         raise config.error("tie_word_embeddings", "a GPT here is tied; leave it out")
     config.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
@@ -172,7 +172,7 @@ def _gpt2(config: _Keys, name: str) -> Model:
     )
 
 
-def _kv_heads(config: _Keys, heads: int) -> int:
+def _kv_heads(config: _ConfigKeys, heads: int) -> int:
     """Read the number of key heads. Null, and for some types an absent key, means one per query
     head; other types have a size as default."""
     derived = config.kind in _HEADS_DERIVED or "num_key_value_heads" in config.data
@@ -182,7 +182,7 @@ def _kv_heads(config: _Keys, heads: int) -> int:
     return kv_heads
 
 
-def _head_dim(config: _Keys) -> int:
+def _head_dim(config: _ConfigKeys) -> int:
     if config.data.get("head_dim") is not None:
         return config.size("head_dim")
     if config.kind == "qwen3" or config.kind in _GEMMAS:  # a size, whatever hidden_size is
@@ -193,7 +193,7 @@ def _head_dim(config: _Keys) -> int:
     return hidden // heads
 
 
-def _biases(config: _Keys) -> dict[str, bool]:
+def _biases(config: _ConfigKeys) -> dict[str, bool]:
     """Return which products have a bias and whether q and k are normed."""
     kind = config.kind
     if kind in ("mistral", "mixtral", "phi3"):
@@ -210,7 +210,7 @@ def _biases(config: _Keys) -> dict[str, bool]:
     return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": mlp_bias, "qk_norm": norm}
 
 
-def _windows(config: _Keys) -> dict[str, Any]:
+def _windows(config: _ConfigKeys) -> dict[str, Any]:
     """Return how many keys a token sees, and in which layers it sees all before it."""
     layers = range(min(config.size("num_hidden_layers"), 10_000))  # more are refused elsewhere
     types = config.data.get("layer_types") or []
@@ -243,15 +243,15 @@ def _windows(config: _Keys) -> dict[str, Any]:
     return {"window": window, "full_layers": full} if binds else {}
 
 
-def _never(config: _Keys, layer: int) -> bool:
+def _never(config: _ConfigKeys, layer: int) -> bool:
     return False
 
 
-def _unscaled(config: _Keys) -> dict[str, Any]:
+def _unscaled(config: _ConfigKeys) -> dict[str, Any]:
     return {}
 
 
-def _granite(config: _Keys) -> dict[str, Any]:
+def _granite(config: _ConfigKeys) -> dict[str, Any]:
     return {
         "embed_scale": config.number("embedding_multiplier", 1.0),
         "residual_scale": config.number("residual_multiplier", 1.0),
@@ -260,7 +260,7 @@ def _granite(config: _Keys) -> dict[str, Any]:
     }
 
 
-def _gemma(config: _Keys) -> dict[str, Any]:
+def _gemma(config: _ConfigKeys) -> dict[str, Any]:
     config.only("hidden_act", "gelu", "gelu_pytorch_tanh")  # both are the latter there
     config.only("hidden_activation", "gelu_pytorch_tanh")
     scales = {"embed_scale": config.size("hidden_size") ** 0.5}
@@ -273,7 +273,7 @@ def _gemma(config: _Keys) -> dict[str, Any]:
     return scales | ({} if width == _head_dim(config) else {"softmax_scale": width**-0.5})
 
 
-def _rotary(config: _Keys) -> dict[str, Any]:
+def _rotary(config: _ConfigKeys) -> dict[str, Any]:
     """Read the rotary positions. transformers 5 keeps all of it in ``rope_parameters``."""
     theta = config.number("rope_theta", 1e6 if config.kind in ("mixtral", "gemma3_text") else 1e4)
     old, new = (config.data.get(key) for key in ("rope_scaling", "rope_parameters"))
@@ -285,7 +285,7 @@ def _rotary(config: _Keys) -> dict[str, Any]:
     return _turned(config, key, new or old or {}, theta)
 
 
-def _rotary_of_types(config: _Keys, key: str, types: Any, theta: float) -> dict[str, Any]:
+def _rotary_of_types(config: _ConfigKeys, key: str, types: Any, theta: float) -> dict[str, Any]:
     """Read Gemma 3's rotary positions: layers with a window have their own, which are not
     stretched."""
     if not isinstance(types, dict) or types.keys() - {"full_attention", "sliding_attention"}:
@@ -293,18 +293,18 @@ def _rotary_of_types(config: _Keys, key: str, types: Any, theta: float) -> dict[
     full, sliding = (types.get(each) or {} for each in ("full_attention", "sliding_attention"))
     if not isinstance(sliding, dict):
         raise config.error(key, "must hold an object for sliding_attention")
-    local = _Keys(sliding, f"{config.source}: {key}")
+    local = _ConfigKeys(sliding, f"{config.source}: {key}")
     local.only("rope_type", "default")
     base = config.number("rope_local_base_freq", 1e4)
     found = {"local_rope_theta": local.number("rope_theta", base)}
     return found | _turned(config, key, full, theta)
 
 
-def _turned(config: _Keys, key: str, given: Any, theta: float) -> dict[str, Any]:
+def _turned(config: _ConfigKeys, key: str, given: Any, theta: float) -> dict[str, Any]:
     """Read one set of rotary positions, which stands under ``key``."""
     if not isinstance(given, dict) or any(isinstance(each, dict) for each in given.values()):
         raise config.error(key, "must be an object of numbers, the same for all layers, or null")
-    rope = _Keys(given, f"{config.source}: {key}")
+    rope = _ConfigKeys(given, f"{config.source}: {key}")
     rope.only("partial_rotary_factor", 1)
     found = {"rope_theta": rope.number("rope_theta", theta)}
     kind = given.get("rope_type", given.get("type", "default"))
@@ -334,7 +334,7 @@ def _turned(config: _Keys, key: str, given: Any, theta: float) -> dict[str, Any]
     return {**found, "rope_scaling": scaling}
 
 
-def _yarn_scales(rope: _Keys, factor: float, latent: bool) -> dict[str, float]:
+def _yarn_scales(rope: _ConfigKeys, factor: float, latent: bool) -> dict[str, float]:
     """Return YaRN's factors of q and k, and DeepSeek's of the softmax."""
     both = rope.data.get("mscale") and rope.data.get("mscale_all_dim")
     share = grown(factor, rope.number("mscale", 1.0))
@@ -350,7 +350,7 @@ def grown(factor: float, by: float = 1.0) -> float:
     return 0.1 * by * math.log(max(factor, 1.0)) + 1.0
 
 
-def _mla(config: _Keys) -> Mla:
+def _mla(config: _ConfigKeys) -> Mla:
     if "q_lora_rank" not in config.data:
         raise config.error("q_lora_rank", "must be given, or null for a q in one product")
     whole = config.data["q_lora_rank"] is None
@@ -363,15 +363,15 @@ def _mla(config: _Keys) -> Mla:
     )
 
 
-def _dense(config: _Keys) -> None:
+def _dense(config: _ConfigKeys) -> None:
     return None
 
 
-def _mixtral(config: _Keys) -> Experts:
+def _mixtral(config: _ConfigKeys) -> Experts:
     return config.experts("num_local_experts", ffn=config.size("intermediate_size"))
 
 
-def _qwen(config: _Keys) -> Experts:
+def _qwen(config: _ConfigKeys) -> Experts:
     if config.size("decoder_sparse_step", 1) != 1:
         raise config.error("decoder_sparse_step", "experts in some layers only are not known")
     dense = config.data.get("mlp_only_layers") or []
@@ -388,7 +388,7 @@ def _qwen(config: _Keys) -> Experts:
     )
 
 
-def _olmoe(config: _Keys) -> Experts:
+def _olmoe(config: _ConfigKeys) -> Experts:
     config.only("head_dim", config.size("hidden_size") // config.size("num_attention_heads"))
     return config.experts(
         "num_experts" if "num_experts" in config.data else "num_local_experts",
@@ -397,7 +397,7 @@ def _olmoe(config: _Keys) -> Experts:
     )
 
 
-def _deepseek(config: _Keys) -> Experts:
+def _deepseek(config: _ConfigKeys) -> Experts:
     width, is_v3 = config.size("moe_intermediate_size"), config.kind == "deepseek_v3"
     config.only("scoring_func", "sigmoid" if is_v3 else "softmax")
     config.only("topk_method", *(["noaux_tc"] if is_v3 else ["greedy", "group_limited_greedy"]))
@@ -434,7 +434,7 @@ _SHAPES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 # The window where the config does not name one, and whether a layer has it where layer_types does
 # not say; None: all have it. Qwen's ask use_sliding_window first.
-_WINDOWS: dict[str, tuple[int | None, Callable[[_Keys, int], bool] | None]] = {
+_WINDOWS: dict[str, tuple[int | None, Callable[[_ConfigKeys, int], bool] | None]] = {
     "mistral": (4096, None), "mixtral": (None, None), "phi3": (None, None),
     "qwen3_moe": (4096, None),
     **dict.fromkeys(

@@ -280,10 +280,10 @@ class _Walk:
         sorts_first = returns != (node.phase == "backward")
         rows, *counts = inputs
         size, between = num_bytes(rows, sizes), f"{node.name}.between"
-        if "p95" in sizes and "top_k" in rows.dims:  # of the rank that gets most
+        if "top_k" in rows.dims:  # of the rank that gets most
             size = size * arriving(sizes) // (sizes["batch"] * sizes["seq"] * sizes["top_k"])
             for name in writes if not sorts_first else ():
-                self.buffers[name] = Buffer(size, self.buffers[name].role)
+                self.buffers[name] = replace(self.buffers[name], num_bytes=size)
         self.buffers[between] = Buffer(size, "communication")
 
         def task(name: str, op: Op, read: tuple[str, ...], written: tuple[str, ...]) -> Task:

@@ -68,7 +68,7 @@ class Cache:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, window: int | None = None) -> Tensor:
-    """Attend with queries at positions ``at`` [s] to the last ``window`` keys not later than it."""
+    """Attend with queries at positions ``at`` [s] to the last ``window`` keys up to each."""
     kv_heads, sharing = k.shape[2], q.shape[2] // k.shape[2]
     split: Tensor = q.unflatten(2, (kv_heads, sharing))
     rows = split.permute(0, 2, 3, 1, 4).flatten(2, 3)

@@ -62,7 +62,7 @@ class _RingConfig(msgspec.Struct, frozen=True, kw_only=True):
     graph: bool = False
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
+class _RingRun(msgspec.Struct, frozen=True, kw_only=True):
     """``told``: the configuration as it was written, with what is only shown."""
 
     schema_version: int = SCHEMA_VERSION
@@ -133,9 +133,9 @@ def read(folder: Path | str) -> Scaling:
     return _together(runs)
 
 
-def _together(runs: Sequence[tuple[_Told, str]]) -> Scaling:
+def _together(runs: Sequence[tuple[_RingRun, str]]) -> Scaling:
     """Make one row for each length and ring size; the newest run comes first."""
-    newest, kept, left_out = runs[0][0], dict[int, tuple[_Told, str]](), []
+    newest, kept, left_out = runs[0][0], dict[int, tuple[_RingRun, str]](), []
     for run, name in runs:
         if other := _differs(run, newest):
             left_out.append(f"{name}: another {other} than the newest run's")
@@ -155,11 +155,11 @@ def _together(runs: Sequence[tuple[_Told, str]]) -> Scaling:
     return Scaling(newest.told, str(told or "unknown device"), rows, files, tuple(left_out))
 
 
-def _run(found: Mapping[str, Any], source: str) -> _Told:
-    return store.convert({**found, "told": found.get("config", {})}, _Told, source)
+def _run(found: Mapping[str, Any], source: str) -> _RingRun:
+    return store.convert({**found, "told": found.get("config", {})}, _RingRun, source)
 
 
-def _load(path: Path) -> _Told:
+def _load(path: Path) -> _RingRun:
     try:
         run = _run(store.read(path, dict), str(path))
     except ValueError as error:
@@ -173,7 +173,7 @@ def _load(path: Path) -> _Told:
     return run
 
 
-def _differs(run: _Told, newest: _Told) -> str | None:
+def _differs(run: _RingRun, newest: _RingRun) -> str | None:
     """The first thing in which two runs are not comparable."""
     if run.device != newest.device:
         return "device"

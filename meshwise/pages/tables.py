@@ -163,7 +163,7 @@ def plan(chosen: Plan) -> list[Table]:
 
 def _tight(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     """Name the rows that may not fit after all: the interval of their memory ends above it."""
-    limit = chosen.cluster.device.memory_bytes - chosen.cluster.reserved_bytes
+    limit = chosen.cluster.usable_bytes
     rows = [
         str(row)
         for row, candidate in enumerate(candidates, 1)
@@ -200,26 +200,16 @@ def warnings(notes: Sequence[str]) -> list[Table]:
     return filled(Table("Warnings", ("",), rows, (more,) if of_prices else ()))
 
 
-def layouts(plans: Sequence[Plan], legend: tuple[str, ...]) -> Table:
-    """Show the predictions of plans; each has one."""
-    chosen = [
+def dry_run(plans: Sequence[Plan]) -> list[Table]:
+    """Show what plans predict, if they were priced, and the step of each."""
+    title, model = headline(plans[0]), plans[0].model
+    priced = [
         Candidate(layout=plan.layout, prediction=plan.prediction)
         for plan in plans
         if plan.prediction is not None
     ]
-    return _ranked(headline(plans[0]), plans[0].model, chosen, legend)
-
-
-def dry_run(plans: Sequence[Plan]) -> list[Table]:
-    """Show what each plan predicts, if it was priced, and its step."""
-    priced = [plan for plan in plans if plan.prediction is not None]
-    predicted = [layouts(priced, ())] if priced else []
-    return [*predicted, _steps_of(plans)]
-
-
-def _steps_of(plans: Sequence[Plan]) -> Table:
-    return listed(
-        headline(plans[0]),
+    steps = listed(
+        "Steps" if priced else title,
         plans,
         ("layout", "layout.name"),
         ("devices", "layout.num_devices"),
@@ -230,6 +220,7 @@ def _steps_of(plans: Sequence[Plan]) -> Table:
         ("optimizer", "recipe.optimizer"),
         legend=(DRY_RUN_LEGEND, NOTHING),
     )
+    return [*([_ranked(title, model, priced, ())] if priced else []), steps]
 
 
 def _microbatches(plan: Plan) -> str:
@@ -384,8 +375,9 @@ def parts(chosen: Plan) -> Table:
         for part in found
     ]
     title = f"Predicted parts of {chosen.layout.name}"
-    peak = [f"The {note}." for note in told.notes if note.startswith(PEAK_NOTE)]
+    said = [f"The {note}." for note in told.notes if note.startswith(PEAK_NOTE)]
     columns = ("of", "part", "amount", "share")
-    peak += [f"A rank compiles {chosen.graphs} kinds of layers."] if chosen.graphs > 1 else []
+    if chosen.graphs > 1:
+        said.append(f"A rank compiles {chosen.graphs} kinds of layers.")
     copies = (GATHERED_LEGEND,) * (not chosen.layout.zero and chosen.layout.data_ranks > 1)
-    return Table(title, columns, tuple(rows), (*peak, PARTS_LEGEND, *copies), left=2)
+    return Table(title, columns, tuple(rows), (*said, PARTS_LEGEND, *copies), left=2)

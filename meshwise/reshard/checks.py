@@ -114,13 +114,13 @@ def refuse(wrong: Sequence[str], because: str = "") -> None:
         raise ValueError(because + "; ".join(wrong[:8]) + more)
 
 
-def _own(ranks: Ranks, shares: Sequence[live.Shares]) -> list[dict[str, live.Local]]:
+def _own(ranks: Ranks, shares: Sequence[live.Shares]) -> list[dict[str, live.LocalPart]]:
     """This rank's DTensors, of either side."""
     mine = (side[ranks.rank] if side else [] for side in shares)
     return [{share.name: share for share in of if share.placements} for of in mine]
 
 
-def _agree(rank: int, planned: holdings.HeldTensor, share: live.Local) -> bool:
+def _agree(rank: int, planned: holdings.HeldTensor, share: live.LocalPart) -> bool:
     """Whether a plan says of a DTensor's elements what its placements say, of a buffer of its
     name. A DTensor of another shape is fused, and its placements say nothing of what is in it."""
     if planned.shape != share.shape:

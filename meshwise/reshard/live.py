@@ -43,7 +43,7 @@ Runs = list[tuple[int, int]]  # index ranges [low, high) of one dim, in the orde
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 
-class Local(NamedTuple):
+class LocalPart(NamedTuple):
     """One rank's share of a tensor. ``buffer``: the first name of this storage (tied weights have
     several); ``runs`` of each dim, none where the rank has nothing; ``memory`` of its part;
     ``placements`` of a DTensor."""
@@ -57,7 +57,7 @@ class Local(NamedTuple):
     placements: str = ""
 
 
-Shares = list[list[Local]]  # of each rank
+Shares = list[list[LocalPart]]  # of each rank
 
 
 def tensors(model: Model) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ def gathered(model: Model, ranks: Ranks) -> Shares:
     mine, failed = ranks.together(lambda: list(_shares(model)), told)
     if wrong := [f"rank {rank}: {said}" for rank, said in enumerate(failed) if said]:
         raise ValueError("; ".join(wrong[:8]))
-    return [msgspec.convert(shares, list[Local]) for shares in ranks.gather(mine)]
+    return [msgspec.convert(shares, list[LocalPart]) for shares in ranks.gather(mine)]
 
 
 def held(everyone: Shares, *, as_source: bool = False) -> Holdings:
@@ -85,7 +85,7 @@ def held(everyone: Shares, *, as_source: bool = False) -> Holdings:
 
     ValueError if ranks differ about the shape or dtype of a tensor.
     """
-    found: dict[str, dict[int, Local]] = {}
+    found: dict[str, dict[int, LocalPart]] = {}
     for rank, shares in enumerate(everyone):
         for share in shares:
             if as_source or share.buffer == share.name:
@@ -217,7 +217,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shares(model: Model) -> Iterator[Local]:
+def _shares(model: Model) -> Iterator[LocalPart]:
     """This rank's shares; what has no storage or cannot be described is refused by name."""
     storages: dict[tuple[Any, ...], str] = {}
     local = tensors(model)
@@ -226,7 +226,7 @@ def _shares(model: Model) -> Iterator[Local]:
         _check_plain(name, mine)
         runs = _runs(name, tensor)
         lies = *_lies(mine), tensor.shape, str(runs)  # memory may be shared without being tied
-        yield Local(
+        yield LocalPart(
             name,
             tuple(tensor.shape),
             _NAMES[mine.dtype],
@@ -349,7 +349,7 @@ def _joined(runs: Runs) -> Runs:
     return joined
 
 
-def pieces(rank: int, share: Local) -> Iterator[Piece]:
+def pieces(rank: int, share: LocalPart) -> Iterator[Piece]:
     """A piece for each combination of the dims' runs."""
     if not prod(share.memory.shape):
         return
@@ -363,7 +363,7 @@ def pieces(rank: int, share: Local) -> Iterator[Piece]:
         yield Piece(rank, box, tuple(at for _, at in picked), buffer)
 
 
-def _difference(name: str, of: Mapping[int, Local]) -> str:
+def _difference(name: str, of: Mapping[int, LocalPart]) -> str:
     """Say how ranks disagree about a tensor, if they do."""
     versions: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for rank, share in of.items():

@@ -92,7 +92,7 @@ def find(
         raise ValueError(f"no layout of {num_devices} devices is legal: {_reasons(removed)}")
     log.info("comparing %s layouts of %d devices", f"{len(layouts):,}", num_devices)
     prices = Prices(costs, datasheet=not measured_only)
-    limit = cluster.device.memory_bytes - cluster.reserved_bytes
+    limit = cluster.usable_bytes
     ladders = [
         ladder for layout in layouts for ladder in _ladders(layout, model, workload.seq_len, prices)
     ]

@@ -74,16 +74,15 @@ def equal_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
-    """Refuse a layout that cannot run, with the reason; it may be uneven."""
+    """Refuse, by field, a layout that this model and batch cannot be cut into; it may be uneven."""
+    layout.stage_layers(model.layers)
     reason = schedule.check(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
     )
-    layout.stage_layers(model.layers)
-    for pipeline_rank in range(layout.pp):
-        inside = layout.of_rank(pipeline_rank)
-        reason = reason or placement.obstacle(model, workload.seq_len, inside)
     if reason is not None:
-        raise ValueError(f"layout {layout.name} cannot be: {reason}; give another, or plan anew")
+        raise ValueError(f"Layout.schedule = {layout.schedule!r}: {reason}")
+    for pipeline_rank in range(layout.pp):
+        placement.check(model, workload, layout.of_rank(pipeline_rank))
 
 
 def unchecked(layout: Layout, **changes: Any) -> Layout:

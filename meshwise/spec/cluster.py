@@ -56,6 +56,11 @@ class Cluster(Record, kw_only=True):
         return self.num_hosts * self.num_devices_per_host
 
     @property
+    def usable_bytes(self) -> int:
+        """Memory of a device that a program can use."""
+        return self.device.memory_bytes - self.reserved_bytes
+
+    @property
     def backend(self) -> str:
         return "nccl" if self.device.kind == "cuda" else "gloo"
 

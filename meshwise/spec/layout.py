@@ -249,6 +249,11 @@ class Layout(Record, kw_only=True):
         """Sequences of one microbatch over all dp ranks."""
         return self.dp * self.microbatch_size
 
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a step."""
+        return self.microbatch_rows * self.num_microbatches
+
     def of_rank(self, pipeline_rank: int) -> "Layout":
         """The layout within one pipeline rank: no pipeline, its own degrees; of its stages, which
         may recompute differently, that of the first."""

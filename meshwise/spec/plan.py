@@ -224,7 +224,7 @@ class Plan(Record, kw_only=True):
 
     def check(self) -> None:
         layout, workload = self.layout, self.workload
-        batch = layout.microbatch_rows * layout.num_microbatches
+        batch = layout.batch_size
         if batch != workload.global_batch_size:
             self.fail(
                 "layout",
@@ -255,7 +255,7 @@ class Plan(Record, kw_only=True):
 
     @property
     def graphs(self) -> int:
-        """Layers that one rank compiles apart, at most: other kinds, or recomputed otherwise."""
+        """Number of different layers a rank compiles at most, by kind and recomputation."""
         found = defaultdict[int, set[tuple[LayerKind, Recompute]]](set)
         for stage in self.stages if self.lowering == "compiled" else ():
             layers = range(stage.first_layer, stage.last_layer)

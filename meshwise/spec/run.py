@@ -39,7 +39,7 @@ class Step(Record, kw_only=True, tag_field="op", tag="step"):
 
 
 class Case(Record, kw_only=True):
-    """A thing to time, and how: two cases with different regimes are never one number.
+    """A case: what is timed, and how. Two cases with different regimes are never one number.
 
     ``regime``: cold (L2 flushed, buffers rotated), warm (same buffers), graph (CUDA graph
     replay), blocking (the host waits for each call), pipelined (many calls in a row, one time for

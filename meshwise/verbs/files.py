@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshwise import store
-from meshwise.files import parse_toml
+from meshwise.files import parse_toml, read_bytes, write_whole
 from meshwise.spec import Cluster, Costs, Layout, Plan, Recipe, RunInfo, Sample
 
-T = TypeVar("T", Cluster, Costs, Plan)
+T = TypeVar("T", Cluster, Costs, Layout, Plan, Recipe)
 
 log = logging.getLogger("meshwise")
 
 T2 = TypeVar("T2", str, Path | str)
-T3 = TypeVar("T3", Layout, Recipe)
 _WRITER: dict[type, str] = {Cluster: "detect", Costs: "calibrate", Plan: "plan"}
 
 
@@ -38,7 +37,7 @@ def take(path: Path | str, kind: type[T]) -> T:
     return store.read(path, kind)
 
 
-def record(given: T3 | Path | str, kind: type[T3]) -> T3:
+def record(given: T | Path | str, kind: type[T]) -> T:
     """Return a record as it is, or read it from JSON text (``{"dp": 2}``) or from a file."""
     if isinstance(given, kind):
         return given
@@ -60,8 +59,8 @@ def announce(path: Path | str, what: str = "") -> None:
 
 
 def keep(path: Path | str, record: Cluster | Plan) -> None:
-    """Keep another file that stands at ``path`` as ``path.bak``, since it may be edited or in use
-    by a run."""
+    """Copy the file at ``path`` to ``path.bak``, unless it holds this record: it may be edited by
+    hand, or in use."""
     path = Path(path)
     if not path.is_file():
         return
@@ -70,7 +69,7 @@ def keep(path: Path | str, record: Cluster | Plan) -> None:
     except (ValueError, OSError):
         same = False
     if not same:
-        path.replace(f"{path}.bak")
+        write_whole(f"{path}.bak", read_bytes(path))
         log.info("kept the %s that was there as %s.bak", path.name, path)
 
 

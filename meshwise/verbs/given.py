@@ -4,10 +4,9 @@ In: names, records, JSON or files of them. Out: a ``Plan`` without a prediction,
 that names what does not fit, before any process starts.
 """
 
-from meshwise import schedule
-from meshwise.models import catalogue, placement
+from meshwise.models import catalogue
 from meshwise.options.run import RunOptions
-from meshwise.spec import AnyModel, Cluster, Layout, Model, Plan, Recipe, Workload, stages_of
+from meshwise.spec import AnyModel, Cluster, Layout, Plan, Recipe, Workload, stages_of
 from meshwise.spec.layout import SPLIT
 from meshwise.verbs import files, measure
 
@@ -30,7 +29,7 @@ def plan(asked: RunOptions) -> Plan:
     if batch is None:
         batch = usual.global_batch_size
         if layout is not None:
-            batch = layout.microbatch_rows * layout.num_microbatches
+            batch = layout.batch_size
     layout = layout or _data_parallel(size, batch, sharded=asked.mode == "train")
     seq_len = usual.seq_len if asked.seq_len is None else asked.seq_len
     on_gpu = machine.device.kind == "cuda"
@@ -66,11 +65,13 @@ def build(
     recipe: Recipe,
 ) -> Plan:
     """Make the plan, checked."""
+    from meshwise import search
+
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: must be fp32 or bf16")
     if lowering not in ("eager", "compiled"):
         raise ValueError(f"lowering = {lowering!r}: must be eager or compiled")
-    check_layout(model, workload, layout)
+    search.check(model, workload, layout)
     return Plan(
         model=model,
         workload=workload,
@@ -85,27 +86,8 @@ def build(
 
 def check(plan: Plan) -> None:
     """Refuse a plan that cannot run here, whoever wrote it."""
-    model, seq_len = plan.model, plan.workload.seq_len
-    if isinstance(model, Model) and model.experts is None:
-        from meshwise import search
+    from meshwise import search
 
-        if seq_len > model.max_seq_len:
-            raise ValueError(
-                f"Workload.seq_len = {seq_len}: must be <= {model.max_seq_len}, the model's"
-            )
-        search.check(model, plan.workload, plan.layout)
-    check_layout(model, plan.workload, plan.layout)
+    search.check(plan.model, plan.workload, plan.layout)
     if plan.dtype not in ("fp32", "bf16"):
         raise ValueError(f"Plan.dtype = {plan.dtype!r}: training runs in fp32 or bf16")
-
-
-def check_layout(model: AnyModel, workload: Workload, layout: Layout) -> None:
-    """Refuse, by name, a layout that this model and batch cannot be cut into."""
-    layout.stage_layers(model.layers)
-    reason = schedule.check(
-        layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
-    )
-    if reason is not None:
-        raise ValueError(f"Layout.schedule = {layout.schedule!r}: {reason}")
-    for pipeline_rank in range(layout.pp):
-        placement.check(model, workload, layout.of_rank(pipeline_rank))

@@ -46,7 +46,7 @@ def missing(cluster: Cluster, devices: Sequence[float], hosts: Sequence[float] =
     device, per_host = cluster.device, cluster.num_devices_per_host
     shared = device.kind == "cpu"
     most = max(devices)
-    limit = device.memory_bytes - cluster.reserved_bytes
+    limit = cluster.usable_bytes
     if not shared and most > limit:
         return (
             f"rank {devices.index(most)} needs at least {format_bytes(most)} of device memory, and "

@@ -45,7 +45,7 @@ def plan(asked: PlanOptions) -> Plan:
     layout = None if asked.layout is None else files.record(asked.layout, Layout)
     batch = asked.global_batch_size
     if batch is None and layout is not None:
-        batch = layout.microbatch_rows * layout.num_microbatches
+        batch = layout.batch_size
     workload = _workload(prices, chosen, batch, asked.seq_len)
     if layout is not None:
         if asked.gpus not in (None, layout.num_devices):
@@ -72,7 +72,7 @@ def plan(asked: PlanOptions) -> Plan:
 def _warn_of_memory(plan: Plan) -> None:
     """Warn where a given layout needs more than a device has; the search lists only what fits."""
     cluster, prediction = plan.cluster, plan.prediction
-    limit = cluster.device.memory_bytes - cluster.reserved_bytes
+    limit = cluster.usable_bytes
     if prediction is not None and prediction.peak_memory_bytes > limit:
         log.warning(
             "this layout does not fit: a device has %s, and one needs %s",

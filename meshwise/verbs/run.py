@@ -98,7 +98,7 @@ def _prompted(asked: RunOptions) -> RunOptions:
     layout = Layout() if asked.layout is None else files.record(asked.layout, Layout)
     rows = asked.global_batch_size
     if rows is None:
-        rows = layout.microbatch_rows * layout.num_microbatches
+        rows = layout.batch_size
     # engine.decode makes its own microbatches
     size = max(1, rows // layout.dp)
     if seq_len is None:

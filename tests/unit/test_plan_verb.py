@@ -10,13 +10,15 @@ import pytest
 import meshwise
 from meshwise import machine, search, store
 from meshwise.cli import app
+from meshwise.models import apply, catalogue, graph
 from meshwise.models.families.experts import arriving
 from meshwise.pages import tables
-from meshwise.prices import Prices, unmeasured
-from meshwise.spec import Cluster, Collective, Costs, Curve, Cuts, Layout, Plan
+from meshwise.prices import Prices, on_hosts, unmeasured
+from meshwise.spec import Candidate, Cluster, Collective, Costs, Curve, Cuts, Layout, Plan
 from meshwise.spec import plan as spec_plan
 from meshwise.spec.layout import Way
-from meshwise.verbs import files, show
+from meshwise.verbs import files, run, show
+from tests import sample_records as known
 
 SMALL = {"global_batch_size": 32, "seq_len": 256, "top": 2}
 
@@ -110,7 +112,7 @@ def test_data_sheets_beside_costs_are_said(caplog):
         ({"cluster": "h100-hgx", "hosts": 2**30}, "num_devices = 8589934592: must be <= 1048576"),
         (
             {"cluster": "h100-hgx", "gpus": 16},
-            r"gpus = 16: .* has 8 devices; .*more hosts with",
+            r"gpus = 16: .* has 8 devices; .*more hosts with --hosts 2",
         ),
         ({"cluster": "h100-hgx", "measured_only": True}, "measured_only: nothing was measured of"),
         ({"cluster": "h200-hgx", "costs": "c.json"}, "device.name is NVIDIA H200, but the costs"),
@@ -341,7 +343,61 @@ def test_the_busiest_experts_may_be_planned_for(tmp_path):
         parts = [{part.name: part.value for part in of.time_parts} for of in (mean, p95)]
         sent = "expert-parallel communication"
         assert parts[0][sent] < parts[1][sent]
+    assert _buffers("mean") < _buffers("p95")
     same = '{"dp": 8, "zero": 3}'
     assert told(same, "mean") == told(same, "p95")
     with pytest.raises(ValueError, match="expert_load = 'p95': llama-3-8b has no experts"):
         meshwise.plan("llama-3-8b", cluster="h100-hgx", expert_load="p95")
+
+
+def _buffers(load: str) -> int:
+    """Bytes of all buffers of a rank with one of eight shares of the experts."""
+    model = catalogue.find_any("mixtral-8x7b")
+    experts = msgspec.structs.replace(model.experts, load=load)
+    layer = graph(msgspec.structs.replace(model, layers=1, experts=experts), 1, 512, "bf16")
+    program = apply(layer, Layout(dp=8, ep=8, zero=3), "bf16")
+    return sum(buffer.num_bytes for buffer in program.buffers.values())
+
+
+def test_a_plan_of_version_2_that_contradicts_itself_is_refused_so(tmp_path):
+    _given(tmp_path, '"zero": 0')
+    path = tmp_path / "plan.json"
+    data = json.loads(path.read_text()) | {"schema_version": 2}
+    for stage in data["stages"]:
+        del stage["placements"]
+    path.write_text(json.dumps(data))
+    assert store.read(path, Plan).schema_version == 3
+    data["stages"][0]["tp"] = 2
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="stages are not those of its layout; plan anew"):
+        store.read(path, Plan)
+
+
+def test_tiers_have_names_of_their_own():
+    cluster = files.take("h100-hgx", Cluster)
+    twice = [msgspec.structs.replace(tier, name="links") for tier in on_hosts(cluster, 2).tiers]
+    with pytest.raises(ValueError, match="every tier needs a name of its own"):
+        msgspec.structs.replace(on_hosts(cluster, 2), tiers=tuple(twice))
+
+
+def test_another_plan_is_kept_beside_the_new_one(tmp_path):
+    _given(tmp_path, '"zero": 0')
+    before = (tmp_path / "plan.json").read_bytes()
+    _given(tmp_path, '"zero": 0')
+    assert not (tmp_path / "plan.json.bak").exists()
+    _given(tmp_path, '"recompute": "full"')
+    assert (tmp_path / "plan.json.bak").read_bytes() == before
+
+
+def test_rivals_are_other_layouts_first():
+    chosen = known.plan()
+    told = chosen.prediction
+    layouts = [
+        msgspec.structs.replace(chosen.layout, microbatch_size=1, num_microbatches=2),
+        known.RIVAL,
+        msgspec.structs.replace(chosen.layout, recompute="full"),
+    ]
+    runners_up = tuple(Candidate(layout=layout, prediction=told) for layout in layouts)
+    planned = msgspec.structs.replace(chosen, runners_up=runners_up)
+    names = [rival.layout.name for rival in run._rivals(planned, 3)]
+    assert names == [layouts[at].name for at in (1, 0, 2)]

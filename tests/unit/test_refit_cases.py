@@ -197,3 +197,10 @@ def test_all_methods_are_those_of_the_device():
     assert cases.methods("gloo", "cuda", ("nccl", "nvshmem")) == ("gloo",)
     with pytest.raises(ValueError, match="method = 'mpi': must be one of nccl"):
         cases.methods("mpi", "cuda")
+
+
+def test_training_alone_is_sharded_by_fsdp():
+    """Degrees of inference that nobody gave are training's, but FSDP is for training."""
+    found = cases.changed(cases.custom(), train={"tp": 2, "fsdp": 4})
+    assert (found.train.tp, found.train.fsdp) == (2, 4)
+    assert (found.infer.tp, found.infer.fsdp) == (2, 1)

@@ -323,7 +323,7 @@ def test_a_dry_run_says_by_which_way_and_what_is_skipped(machine, capsys):
         ("2 --verify --ring_sizes 3 4", "error: --ring-sizes = (3, 4): nothing to check, a ring"),
         ("--seq_lengths many", "many"),
         ("--seq_lengths=64,,96", "a place in the list is empty"),
-        ("--seq_lengths=64,9.6", "must be a whole number"),
+        ("--seq_lengths=64,9.6", "'9.6': must be a whole number"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_2(machine, capsys, command, message):

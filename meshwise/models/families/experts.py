@@ -51,9 +51,8 @@ def room(sizes: Mapping[str, int]) -> int:
 
 
 def arriving(sizes: Mapping[str, int]) -> int:
-    """Return the rows that reach a rank's experts: as many as it sends, or with ``p95`` the 95th
-    percentile of that many choices a rank which fall on experts at random (binomial, as a normal
-    distribution)."""
+    """Return the rows that reach a rank's experts. Every rank sends as many. ``p95`` is their 95th
+    percentile when each falls on an expert at random: a binomial, taken as normal."""
     rows = sizes["batch"] * sizes["seq"] * sizes["top_k"]
     if "p95" not in sizes:
         return rows

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from meshwise.probe.importers.found import (
     Found,
-    Read,
+    Printed,
     check_one_run,
     found_of,
     left_out,
@@ -31,7 +31,7 @@ class Form(NamedTuple):
     columns: frozenset[str]
     size_kind: str
     time_kind: str
-    read: Callable[[Line, str, str], list[Read]]
+    read: Callable[[Line, str, str], list[Printed]]
     ranks: str = ""
 
 
@@ -86,7 +86,7 @@ def lacking(columns: Sequence[str], forms: Sequence[Form]) -> str:
 
 def read(table: CsvTable, form: Form, name: str) -> Found:
     """The rows of one file; ``name`` is the file's, for messages."""
-    rows, unread = list[Read](), list(table.unread)
+    rows, unread = list[Printed](), list(table.unread)
     for where, line in table.lines:
         try:
             rows += form.read(line, where, name)

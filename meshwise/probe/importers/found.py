@@ -21,7 +21,7 @@ DTYPES: dict[str, Dtype] = {
 KINDS: dict[str, CollectiveKind] = {k.replace("_", ""): k for k in get_args(CollectiveKind)}
 
 
-class Read(NamedTuple):
+class Printed(NamedTuple):
     """One printed measurement. ``where``: ``line 17``. ``fault``: why its time cannot be used;
     ``wrong``: since the result was, which other rows of the case do not mend. ``printed``: time and
     busbw in the file's digits, to be doubted (``suspicion``); ``series`` names the rows of a table
@@ -129,7 +129,7 @@ def left_out(unread: Sequence[str]) -> list[str]:
     return warning(unread, "rows cannot be read")
 
 
-def unusable(rows: Iterable[Read]) -> list[str]:
+def unusable(rows: Iterable[Printed]) -> list[str]:
     return warning([f"{r.where}: {r.fault}" for r in rows if r.fault], "rows cannot be used")
 
 
@@ -146,10 +146,10 @@ def listed(texts: Sequence[str]) -> str:
     return "; ".join([*texts[:4], *(["..."] if len(texts) > 4 else [])])
 
 
-def found_of(rows: Iterable[Read], warnings: Sequence[str], **told: Any) -> Found:
+def found_of(rows: Iterable[Printed], warnings: Sequence[str], **told: Any) -> Found:
     """The rows as samples, in order; one more warning if some are of the same case. ``told``: the
     other fields of ``Found``."""
-    by_case: dict[str, list[Read]] = {}
+    by_case: dict[str, list[Printed]] = {}
     for row in rows:
         by_case.setdefault(row.case.id, []).append(row)
     doubled = [
@@ -160,7 +160,7 @@ def found_of(rows: Iterable[Read], warnings: Sequence[str], **told: Any) -> Foun
     return Found(samples=samples, warnings=(*warnings, *[said] * bool(doubled)), **told)
 
 
-def _sample(case_id: str, rows: list[Read]) -> Sample:
+def _sample(case_id: str, rows: list[Printed]) -> Sample:
     wrong = [row for row in rows if row.wrong]
     good = [] if wrong else [r for r in rows if not r.fault and 0 < r.time_s < math.inf]
     used = good or wrong or rows

@@ -22,7 +22,7 @@ from meshwise.probe.importers.found import (
     DTYPES,
     KINDS,
     Found,
-    Read,
+    Printed,
     check_one_run,
     found_of,
     is_number,
@@ -228,7 +228,9 @@ def _possible(section: Section) -> list[CollectiveKind]:
     ]
 
 
-def _rows(section: Section, kind: CollectiveKind, doubts: dict[str, list[str]]) -> Iterator[Read]:
+def _rows(
+    section: Section, kind: CollectiveKind, doubts: dict[str, list[str]]
+) -> Iterator[Printed]:
     """One row a placement. Sizes of 0, and what our vocabulary does not hold, become doubts."""
     size, stride = _group(section)
     for line in section.lines:
@@ -254,7 +256,7 @@ def _rows(section: Section, kind: CollectiveKind, doubts: dict[str, list[str]]) 
         doubts.setdefault(what, []).append(where)
 
 
-def _placed(section: Section, line: Line, op: Collective, half: dict[str, str]) -> Read:
+def _placed(section: Section, line: Line, op: Collective, half: dict[str, str]) -> Printed:
     metrics: dict[str, float | tuple[float, ...]] = {
         "printed_algbw_bytes_per_s": float(half["algbw"]) * 1e9,
         "printed_busbw_bytes_per_s": float(half["busbw"]) * 1e9,
@@ -272,7 +274,7 @@ def _placed(section: Section, line: Line, op: Collective, half: dict[str, str]) 
         else:
             fault = f"a wrong element, off by {short(error)}"
     place = "in place" if op.in_place else "out of place"
-    return Read(
+    return Printed(
         where=f"{line.where} {place}",
         case=Case(
             op=op,

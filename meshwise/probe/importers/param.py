@@ -24,7 +24,7 @@ from meshwise.probe.importers.csv_table import Form, Line
 from meshwise.probe.importers.found import (
     DTYPES,
     Found,
-    Read,
+    Printed,
     check_one_run,
     check_units,
     found_of,
@@ -88,7 +88,7 @@ class Setting(NamedTuple):
 class Tables(NamedTuple):
     """The rows read so far. ``skipped``: why others are left out; ``unread``: lines without one."""
 
-    rows: list[Read]
+    rows: list[Printed]
     skipped: Counter[str]
     unread: list[str]
 
@@ -139,7 +139,7 @@ def _runs(lines: list[str], name: str) -> list[list[tuple[int, str]]]:
 
 def _read_run(lines: list[tuple[int, str]], name: str, found: Tables) -> Setting:
     """Add the rows of one run; its settings at the end."""
-    setting, columns, rows = _setting(lines, name), list[str](), list[Read]()
+    setting, columns, rows = _setting(lines, name), list[str](), list[Printed]()
     wrong: dict[str, str] = {}  # of a kind, where PARAM's own check failed
     for at, line in lines:
         if told := re.search(r"collective=(\w+), src_ranks=(\S+), dst_ranks=(.+)$", line):
@@ -202,7 +202,7 @@ def _pairs(sources: str, destinations: str) -> tuple[tuple[int, int], ...]:
     return tuple(zip(*numbers, strict=False))
 
 
-def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str) -> Read:
+def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str) -> Printed:
     if cells[0].startswith("COMMS-RES-QUANT"):
         raise _LeftOut("COMMS-RES-QUANT: a quantised collective is not one of ours")
     named = _NAMED.fullmatch(cells[0])
@@ -235,7 +235,7 @@ def _read_row(cells: list[str], columns: list[str], setting: Setting, where: str
             raise ValueError(f"nElementsPerRank does not agree with the size: {collective}")
     backend = "list" if collective in _LISTS else ""
     busbw = printed.get("BusBW(GB/s)", "")
-    return Read(
+    return Printed(
         where=where,
         case=Case(op=op, regime=setting.regime, backend=backend, world_size=setting.world_size),
         time_s=seconds(time, "p50", 1e-6),
@@ -308,7 +308,7 @@ def _table_row(
     per_rank: Sequence[Sequence[float]],
     where: str,
     regime: Regime = "blocking",
-) -> Read:
+) -> Printed:
     """``per_rank``: times in us, then bandwidths in GB/s; a number a rank, or their mean."""
     matrix = embedding_splits(btd, "btd")
     received = sum(line[0] for line in matrix)
@@ -320,7 +320,7 @@ def _table_row(
         name: tuple(rate * 1e9 for rate in rates) if len(rates) > 1 else rates[0] * 1e9
         for name, rates in zip(names, per_rank[1:], strict=False)
     }
-    return Read(
+    return Printed(
         where=where,
         case=Case(op=uneven(matrix, n, "fp32"), regime=regime, world_size=n),
         time_s=max(times_s),
@@ -329,7 +329,7 @@ def _table_row(
     )
 
 
-def _csv_row(line: Line, where: str, _: str) -> list[Read]:
+def _csv_row(line: Line, where: str, _: str) -> list[Printed]:
     time_us = seconds(line["latency_us"], "latency_us")
     rates = [[number(line[c], c)] for c in ("algbw_gbps", "busbw_gbps") if c in line]
     size_bytes = whole(line["size_bytes"], "size_bytes")

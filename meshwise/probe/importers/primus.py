@@ -16,7 +16,15 @@ from math import prod
 from typing import Any
 
 from meshwise.probe.importers.csv_table import Form, Line
-from meshwise.probe.importers.found import DTYPES, Read, kind_named, number, seconds, short, whole
+from meshwise.probe.importers.found import (
+    DTYPES,
+    Printed,
+    kind_named,
+    number,
+    seconds,
+    short,
+    whole,
+)
 from meshwise.spec import Attention, Case, Collective, Gemm
 from meshwise.spec.op import DTYPE_BYTES, CollectiveKind, Direction, Dtype
 
@@ -41,7 +49,7 @@ def _dtype(text: str) -> Dtype:
     return DTYPES[plain]
 
 
-def _gemm(line: Line, where: str, _: str) -> list[Read]:
+def _gemm(line: Line, where: str, _: str) -> list[Printed]:
     dtype = _dtype(line["dtype"])
     m, n, k = (whole(line[column], column, 1) for column in "mnk")
     op = Gemm(
@@ -53,7 +61,7 @@ def _gemm(line: Line, where: str, _: str) -> list[Read]:
         trans_b=_flag(line, "transB", _TRANSPOSED),
         scaling="tensor" if dtype == "fp8" else "none",
     )
-    return [Read(where, Case(op=op, regime="cold"), seconds(line[_TIME], _TIME))]
+    return [Printed(where, Case(op=op, regime="cold"), seconds(line[_TIME], _TIME))]
 
 
 def _flag(line: Line, column: str, words: Mapping[str, bool]) -> bool:
@@ -62,7 +70,7 @@ def _flag(line: Line, column: str, words: Mapping[str, bool]) -> bool:
     return words[line[column]]
 
 
-def _attention(line: Line, where: str, _: str) -> list[Read]:
+def _attention(line: Line, where: str, _: str) -> list[Printed]:
     rows = []
     directions: dict[str, Direction] = {"fwd_time": "forward", "bwd_time": "backward"}
     for column, direction in directions.items():
@@ -79,7 +87,7 @@ def _attention(line: Line, where: str, _: str) -> list[Read]:
         failed = number(line[column], column) == 0
         time_s = 0.0 if failed else seconds(line[column], column)
         fault = f"{column} is 0: the kernel failed there" if failed else ""
-        rows.append(Read(f"{where} {direction}", case, time_s, fault=fault))
+        rows.append(Printed(f"{where} {direction}", case, time_s, fault=fault))
     return rows
 
 
@@ -87,14 +95,14 @@ def _product(line: Line, *columns: str) -> int:
     return prod(whole(line[column], column, 1) for column in columns)
 
 
-def _all_to_all(line: Line, where: str, _: str) -> list[Read]:
+def _all_to_all(line: Line, where: str, _: str) -> list[Printed]:
     ranks = whole(line["EP-Size"], "EP-Size", 2)
     tokens = _product(line, "MBS", "Seq", "TopK")
     elements = -(-tokens // ranks) * ranks * _product(line, "HiddenSize")
     return [_timed(line, where, "all_to_all", elements, ranks)]
 
 
-def _collective(line: Line, where: str, name: str) -> list[Read]:
+def _collective(line: Line, where: str, name: str) -> list[Printed]:
     """Primus gathers Seq // W positions a rank; all_reduce moves twice what the others do."""
     ranks, elements = whole(line["WorldSize"], "WorldSize", 2), _product(line, *_MESSAGE)
     size_bytes = elements * DTYPE_BYTES[_dtype(line["DataType"])]
@@ -119,13 +127,13 @@ def _kind_by_name(name: str) -> CollectiveKind:
     return named[0]
 
 
-def _fsdp(line: Line, where: str, name: str) -> list[Read]:
+def _fsdp(line: Line, where: str, name: str) -> list[Printed]:
     ranks = whole(line["WorldSize"], "WorldSize", 2)
     elements = _product(line, "Layer Weight") // ranks * ranks
     return [_timed(line, where, _kind_by_name(name), elements, ranks)]
 
 
-def _send(line: Line, where: str, _: str) -> list[Read]:
+def _send(line: Line, where: str, _: str) -> list[Printed]:
     """Half the time of a ping-pong, unless the bandwidth says that it is halved already."""
     elements = _product(line, *_MESSAGE)
     both_ways = _moved(line) > 1.5 * elements * DTYPE_BYTES[_dtype(line["DataType"])]
@@ -139,7 +147,7 @@ def _moved(line: Line) -> float:
 
 def _timed(
     line: Line, where: str, kind: CollectiveKind, elements: int, ranks: int, share: float = 1.0
-) -> Read:
+) -> Printed:
     """``share`` of the printed time is the operation's; its busbw must be the printed one."""
     dtype = _dtype(line["DataType"])
     if not 0 < elements < 2**60:
@@ -157,7 +165,7 @@ def _timed(
     fault = ""
     if abs(rate * time_s / (op.size_bytes * op.bus_factor) - 1) > _TOLERANCE:
         fault = f"busbw {line[_RATE]} GB/s does not follow from {op.size_bytes} B and the time"
-    return Read(where, case, time_s, {"printed_busbw_bytes_per_s": rate}, fault)
+    return Printed(where, case, time_s, {"printed_busbw_bytes_per_s": rate}, fault)
 
 
 _SHAPE = frozenset({"Model", *_MESSAGE, "DataType", _TIME, _RATE})

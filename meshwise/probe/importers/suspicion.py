@@ -10,19 +10,19 @@ import re
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from meshwise.probe.importers.found import Read, listed, warning
+from meshwise.probe.importers.found import Printed, listed, warning
 from meshwise.spec import Collective
 
 _SAME = 4  # rows in a row with one and the same time: two or three happen on a plateau
 _TOLERANCE = 0.02
 _UNITS = {8.0: "Gbit/s", 1 / 1.073741824: "GiB/s", 1000.0: "MB/s", 0.001: "TB/s"}
 
-_Series = list[list[Read]]  # each of rows with ``printed`` that differ in size alone
+_Series = list[list[Printed]]  # each of rows with ``printed`` that differ in size alone
 
 
-def warnings_of(tables: Sequence[Sequence[Read]], source: str) -> list[str]:
+def warnings_of(tables: Sequence[Sequence[Printed]], source: str) -> list[str]:
     """All that is suspicious in the tables of one file; ``source`` begins an error."""
-    found: dict[tuple[object, ...], list[Read]] = {}
+    found: dict[tuple[object, ...], list[Printed]] = {}
     for number, rows in enumerate(tables):
         for row in rows:
             if row.printed is not None:
@@ -33,12 +33,12 @@ def warnings_of(tables: Sequence[Sequence[Read]], source: str) -> list[str]:
     return [text for doubt in doubts for text in doubt(series)] + _unrelated(series, source)
 
 
-def _op(row: Read) -> Collective:
+def _op(row: Printed) -> Collective:
     assert isinstance(row.case.op, Collective)
     return row.case.op
 
 
-def _time(row: Read) -> str:
+def _time(row: Printed) -> str:
     assert row.printed is not None
     return row.printed[0]
 
@@ -64,7 +64,7 @@ def _descending(series: _Series) -> list[str]:
     return [f"not ascending: {said}" for said in warning(list(found), "sizes")]
 
 
-def _line(row: Read) -> str:
+def _line(row: Printed) -> str:
     """``line 17`` of ``line 17 in place``."""
     return " ".join(row.where.split()[:2])
 

@@ -54,7 +54,7 @@ class Direct(Transport):
         self.value, self.total = self.meeting.value, self.meeting.total
         self.own = job.addresses()
         self.far = self._reached()
-        self.stages: list[_Pull] = [_Pull(self, table) for table in job.stages]
+        self.stages: list[_DirectStage] = [_DirectStage(self, table) for table in job.stages]
         if (most := max(job.ranks.gather(self.extra_bytes))) > cap_bytes:
             raise ValueError(
                 f"cap_bytes = {cap_bytes}: tables and hashes need {most} bytes on some rank; give "
@@ -109,7 +109,7 @@ class Direct(Transport):
         self.peers.close()
 
 
-class _Pull(JobStage):
+class _DirectStage(JobStage):
     def __init__(self, direct: Direct, table: Table) -> None:
         super().__init__(job := direct.job, table)
         self.direct, found, own = direct, self.ends, direct.own
