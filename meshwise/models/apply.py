@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from meshwise.models.data_parallel import EXPERTS, DataParallel
+from meshwise.models.data_parallel import EXPERTS, DataParallel, UnitElements, summed
 from meshwise.models.graph import Device, Graph, Node, Tensor, operation
 from meshwise.models.shard import Buffer, Sharded, Task, shard
 from meshwise.spec import Layout
@@ -59,8 +59,8 @@ class Program(NamedTuple):
 
     ``resident_bytes``: what lives through the whole step (parameters, optimizer state).
     ``gathered``: elements of all weights that this rank gathers. A buffer lives from its first
-    writer to its last reader; ``kept`` buffers live to the end of the step. ``units``: for each
-    unit, the elements that this rank keeps and gathers.
+    writer to its last reader; ``kept`` buffers live to the end of the step. ``sum_over``:
+    how many ranks sum the gradients that are ``due`` at the end of the step.
     """
 
     tasks: tuple[Task, ...]
@@ -70,7 +70,8 @@ class Program(NamedTuple):
     actions: tuple[ActionSpan, ...] = ()
     loops: tuple[Loop, ...] = ()
     gathered: int = 0
-    units: Mapping[str, tuple[int, int]] = {}
+    units: Mapping[str, UnitElements] = {}
+    sum_over: tuple[int, int] = (1, 1)
     optimizer: tuple[Node, ...] = ()
 
 
@@ -139,24 +140,27 @@ def apply(
                 tasks[start] = replace(tasks[start], writes=(*tasks[start].writes, *arrived))
                 tasks[-1] = _reading(tasks[-1], renamed, received[kind])
             actions.append(ActionSpan(kind, microbatch, start, len(tasks)))
-    units = {unit: (data.shard_elements[unit], data.padded(unit)) for unit in members}
+    units = {unit: data.unit(unit) for unit in members}
     optimizer = tuple(node for node in graph.nodes if node.phase == "optimizer")
     buffers |= data.buffers
     found = Program(tuple(tasks), buffers, {}, frozenset(data.kept), tuple(actions), tuple(loops))
-    return repeated(found._replace(units=units, optimizer=optimizer), times or {})
+    found = found._replace(units=units, sum_over=data.sum_over, optimizer=optimizer)
+    return repeated(found, times or {})
 
 
 def repeated(program: Program, times: Mapping[int, int]) -> Program:
     """Return the program with other ``times`` for the layers that stand for several."""
     count = {f"layers.{index}": number for index, number in times.items()}
-    held = [(*of, count.get(_layer_of(unit), 1)) for unit, of in program.units.items()]
-    local = sum(own * number for own, _, number in held)
-    optimizer = [_optimizer_task(node, local) for node in program.optimizer]
+    held = [(of, count.get(_layer_of(unit), 1)) for unit, of in program.units.items()]
+    local = sum(of.keeps * number for of, number in held)
+    ends = [_optimizer_task(node, local) for node in program.optimizer]
+    for at, ranks in enumerate(program.sum_over):
+        ends[:0] = summed(sum(of.due[at] * number for of, number in held), ranks)
     return program._replace(
-        tasks=(*program.tasks[: program.actions[-1].stop], *optimizer),
+        tasks=(*program.tasks[: program.actions[-1].stop], *ends),
         resident_bytes={"parameters": 4 * local, "optimizer state": 8 * local},
         loops=tuple([loop._replace(times=count[loop.layer]) for loop in program.loops]),
-        gathered=sum(whole * number for _, whole, number in held),
+        gathered=sum(of.gathers * number for of, number in held),
     )
 
 

@@ -2,6 +2,11 @@
 
 In: the layout within a pipeline rank, and the parameters of each unit. Out: the tasks before and
 after a unit's own, and the buffers they need. Rules: ``apply``.
+
+Gradients of weights that tp repeats are sums over tp, too (``Layout.tp_sums``). Summed first, each
+is reduced before its unit's; summed last, or together with the sum over data ranks, they wait for
+the end of the step. Weights whose sums go together are not FSDP2's: each microbatch casts them, and
+their gradients add up whole.
 """
 
 from collections.abc import Iterator
@@ -44,6 +49,27 @@ def _groups(layout: Layout, unit: str) -> _Groups:
     return _Groups(1, tp * ep, copies // ep, tp * ep)
 
 
+class UnitElements(NamedTuple):
+    """Elements of a unit that this rank ``keeps`` and ``gathers``, and of gradients ``due`` at the
+    end of the step: to be summed over tp, and over tp and the data ranks."""
+
+    keeps: int
+    gathers: int
+    due: tuple[int, int]
+
+
+def summed(elements: int, ranks: int) -> list[Task]:
+    """Return the tasks that sum gradients over neighbouring ranks, in one all-reduce, at the end of
+    a step."""
+    size = 4 * elements
+    copy = elementwise("copy", size, size, "backward")
+    op = Collective(
+        kind="all_reduce", size_bytes=size, group_size=ranks, dtype="fp32", in_place=True
+    )
+    steps = (("copy_in", copy), ("all_reduce", op), ("copy_out", copy)) if elements else ()
+    return [Task(f"sums.{name}", op, "compute", "dp", "backward", (), ()) for name, op in steps]
+
+
 class DataParallel:
     """The gathers and reductions of FSDP2's units, and the buffers they need."""
 
@@ -57,26 +83,52 @@ class DataParallel:
     ) -> None:
         self.device = device
         self.layout, self.dtype, self.over_tp = layout, dtype, over_tp
-        shapes = {unit: [over_tp.shapes[name] for name in names] for unit, names in members.items()}
-        self.elements = {unit: sum(map(prod, of)) for unit, of in shapes.items()}
         self.groups = {unit: _groups(layout, unit) for unit in members}
-        self.shard_elements = {
-            unit: sum(padded_shard(shape, self.groups[unit].shards) for shape in of)
-            for unit, of in shapes.items()
+        together = over_tp.partial - over_tp.apart if layout.tp_sums == "together" else frozenset()
+        last = over_tp.partial - together if layout.tp_sums != "first" else frozenset()
+        seen = frozenset(over_tp.shapes) - together
+        self.first, self.unseen = over_tp.partial - together - last, together
+
+        def shards(among: frozenset[str]) -> dict[str, int]:
+            """Return the elements of these parameters that a rank holds, by unit."""
+            return {
+                unit: sum(
+                    padded_shard(over_tp.shapes[name], self.groups[unit].shards)
+                    for name in names
+                    if name in among
+                )
+                for unit, names in members.items()
+            }
+
+        self.elements = {
+            unit: sum(prod(over_tp.shapes[name]) for name in names if name in seen)
+            for unit, names in members.items()
         }
+        self.shard_elements, self.unseen_elements = shards(seen), shards(together)
+        self.last_elements = shards(last)
         self.buffers: dict[str, Buffer] = {}
         self.kept: set[str] = set()
         self.sums: dict[str, tuple[str, ...]] = {}  # unit -> buffers that its gradients add up in
         self.current: dict[str, str] = {}  # unit -> buffer of its gathered weights
         self.unreleased: tuple[str, ...] = ()  # what the last unit reduced: until the next reduces
-        self.era = ""
+        self.era, self.microbatch = "", 0
         self.sharded = layout.zero > 0
         # FSDP2 computes on a copy of its own, unless one device trains in fp32 without it.
         self.copies = layout.num_devices > 1 or dtype != "fp32"
 
+    @property
+    def sum_over(self) -> tuple[int, int]:
+        return self.layout.tp, self.layout.tp * self.layout.data_ranks
+
+    def unit(self, unit: str) -> UnitElements:
+        """Return the elements of a unit."""
+        unseen = self.unseen_elements[unit]
+        kept = self.shard_elements[unit] + unseen
+        return UnitElements(kept, self.padded(unit), (self.last_elements[unit], unseen))
+
     def begin(self, kind: str, microbatch: int) -> None:
         self.era = f"{'forward' if kind == 'F' else 'backward'}{microbatch}"
-        self.unreleased = ()
+        self.unreleased, self.microbatch = (), microbatch
         if self.layout.zero == 3 and kind != "W":
             stays = self.current.items() if kind != "F" else ()
             self.current = {unit: name for unit, name in stays if unit == "root"}
@@ -104,12 +156,24 @@ class DataParallel:
         return may and (layout.data_ranks == 1 or microbatch not in (0, last))
 
     def weights(self, unit: str) -> tuple[str, ...]:
-        return (self.current[unit],) if unit in self.current else ()
+        found = (self.current[unit],) if unit in self.current else ()
+        own = self._cast(unit)
+        return (*found, own) if own in self.buffers else found
+
+    def _cast(self, unit: str) -> str:
+        """Return the name of a microbatch's copy of the weights that FSDP2 does not see."""
+        return f"cast.{unit}.{self.microbatch}"
 
     def before(self, unit: str, following: str | None) -> list[Task]:
         """Return the tasks that make a unit's weights ready, and start the gather of the
         following unit."""
         tasks = self._gather(unit) + self._unpack(unit)
+        wide, own = 4 * self.unseen_elements[unit], self._cast(unit)
+        if wide and self.dtype != "fp32" and own not in self.buffers:
+            size = wide * BYTES[self.dtype] // 4
+            self.buffers[own] = Buffer(size, "activation")
+            op = elementwise("cast", wide, size, "forward")
+            tasks.append(Task(f"{unit}.cast", op, "compute", "dp", self.era, (), (own,)))
         if following is not None:
             tasks += self._gather(following, after=self.weights(unit))
         return tasks
@@ -117,7 +181,8 @@ class DataParallel:
     def _gather(self, unit: str, after: tuple[str, ...] = ()) -> list[Task]:
         """Start the all-gather of a unit, unless its weights are there or on their way."""
         flat = self.gathered(unit)
-        if not self.sharded or unit in self.current or flat in self.buffers:
+        known = unit in self.current or flat in self.buffers
+        if not self.sharded or known or not self.elements[unit]:
             return []
         size = self.padded(unit) * BYTES[self.dtype]
         self.buffers[flat] = Buffer(size, "communication")
@@ -137,7 +202,7 @@ class DataParallel:
 
     def _unpack(self, unit: str) -> list[Task]:
         """Copy a gathered unit into its weights; without sharding, cast the local ones."""
-        if unit in self.current or not self.copies:
+        if unit in self.current or not self.copies or not self.elements[unit]:
             return []
         size, full = self.padded(unit) * BYTES[self.dtype], f"weights.{unit}.{self.era}"
         self.buffers[full] = Buffer(size, "weights")
@@ -153,44 +218,32 @@ class DataParallel:
         """Reduce a unit's gradients (``made`` by parameter) after its backward, or add them to
         earlier ones."""
         zero, groups = self.layout.zero, self.groups[unit]
-        gradients = tuple(made.values())
-        wide, compute = 4 * self.elements[unit], BYTES[self.dtype] * self.elements[unit]
-        tasks = []
-
-        def task(name: str, op: Op, stream: str, *writes: str) -> None:
-            tasks.append(Task(f"{unit}.{name}", op, stream, "dp", self.era, gradients, writes))
-
+        tasks, gradients = list[Task](), tuple(of for n, of in made.items() if n not in self.unseen)
+        if own := tuple(of for name, of in made.items() if name in self.unseen):
+            size = self.unseen_elements[unit]
+            self.kept.update(self._add_up(f"{unit}.unseen", size, own, made, tasks))
+        if not gradients:
+            return tasks
         if zero < 2 and (self.layout.num_microbatches > 1 or not self.copies):
-            before = self.sums.get(unit, ())
-            if self.dtype == "fp32":  # autograd adds each to its sum as it is made
-                self.sums[unit] = before or gradients
-                gradients = ()
-            else:
-                total = f"accumulated.{unit}"
-                self.buffers[total] = Buffer(wide, "gradient")
-                self.sums[unit] = (total,)
-            passing: tuple[str, ...] = ()
-            if before and gradients and self.device == "cpu":  # its sum of two dtypes casts first
-                largest = max(prod(self.over_tp.shapes[name]) for name in made)
-                passing = (self._passing("wide", unit, 4 * largest),)
-            if before or gradients:
-                read = compute + (wide if before else 0)
-                op = elementwise("add", read, wide, "backward")
-                task("accumulate", op, "compute", *self.sums[unit], *passing)
-            gradients = self.sums[unit]
+            gradients = self._add_up(unit, self.elements[unit], gradients, made, tasks)
             if not self.copies:
                 self.kept.update(gradients)
         if not self.copies or not (last or zero >= 2):
             return tasks
+        compute = BYTES[self.dtype] * self.elements[unit]
+
+        def task(name: str, op: Op, stream: str, *writes: str) -> None:
+            tasks.append(Task(f"{unit}.{name}", op, stream, "dp", self.era, gradients, writes))
+
         for name in made:
-            if name in self.over_tp.partial:
+            if name in self.first:
                 task(f"{name}.all_reduce", self._over_tp(name), "compute")
         flat, done = f"reduce_in.{unit}.{self.era}", f"gradient.{unit}"
         self.unreleased = (flat,)
         wide = 4 * self.padded(unit)
         self.buffers[flat] = Buffer(wide, "communication")
         share = wide // groups.shards
-        passing = ()
+        passing: tuple[str, ...] = ()
         if self.device == "cpu" and groups.shards > 1:  # gloo reduces all of a copy
             passing = (self._passing("copied", unit, wide),)
         if done in self.buffers:  # it is added to what earlier microbatches left
@@ -206,6 +259,34 @@ class DataParallel:
         if groups.copies > 1 or not zero:
             task("all_reduce", self._collective(unit, "all_reduce", wide, "fp32"), "dp", done)
         return tasks
+
+    def _add_up(
+        self,
+        unit: str,
+        elements: int,
+        gradients: tuple[str, ...],
+        made: dict[str, str],
+        tasks: list[Task],
+    ) -> tuple[str, ...]:
+        """Add gradients to those of earlier microbatches; return the buffers of the sums."""
+        wide, compute = 4 * elements, BYTES[self.dtype] * elements
+        before = self.sums.get(unit, ())
+        if self.dtype == "fp32":  # autograd adds each to its sum as it is made
+            self.sums[unit] = before or gradients
+            gradients = ()
+        else:
+            total = f"accumulated.{unit}"
+            self.buffers[total] = Buffer(wide, "gradient")
+            self.sums[unit] = (total,)
+        passing: tuple[str, ...] = ()
+        if before and gradients and self.device == "cpu":  # its sum of two dtypes casts first
+            largest = max(prod(self.over_tp.shapes[name]) for name in made)
+            passing = (self._passing("wide", unit, 4 * largest),)
+        if before or gradients:
+            read = compute + (wide if before else 0)
+            op, sums = elementwise("add", read, wide, "backward"), (*self.sums[unit], *passing)
+            tasks.append(Task(f"{unit}.accumulate", op, "compute", "dp", self.era, gradients, sums))
+        return self.sums[unit]
 
     def _passing(self, name: str, unit: str, size: int) -> str:
         """Add a buffer that one task needs and nobody reads."""

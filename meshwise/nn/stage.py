@@ -25,6 +25,10 @@ def call(part: Part, x: Tensor) -> Any:
     return part(x)
 
 
+def nothing() -> None:
+    pass
+
+
 def identity(x: Tensor) -> Tensor:
     return x
 
@@ -69,11 +73,13 @@ class ModelStage(nn.Module):
     """A model, or a pipeline stage of it: the layers in ``layers`` of ``count``, with the beginning
     if they are the first and the end if they are the last.
 
-    Build it under ``torch.device("meta")`` and call ``init_weights`` later.
+    Build it under ``torch.device("meta")`` and call ``init_weights`` later. Where ranks share the
+    work, ``sum_gradients`` does what is left to do for gradients at the end of a step.
     """
 
     layers: nn.ModuleDict
     is_tied: bool = False  # embedding and head share a weight
+    sum_gradients: Callable[[], None] = staticmethod(nothing)
 
     def __init__(self, layers: range, count: int) -> None:
         super().__init__()

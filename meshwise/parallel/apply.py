@@ -22,6 +22,7 @@ from meshwise.nn.initial import reset_buffers
 from meshwise.nn.stage import Layer, cross_entropy
 from meshwise.parallel import data, fp8, offload, recompute, tensor, torch_private
 from meshwise.parallel.mesh import MeshPlace, share
+from meshwise.parallel.sums import Sums
 from meshwise.spec import Layout, Recipe
 from meshwise.spec.plan import MOST_GRAPHS
 
@@ -56,10 +57,12 @@ def parallelize(
         raise ValueError(f"dtype = {dtype!r}: training runs in fp32 or bf16; plan for one of them")
     sharded = data.is_needed(layout, dtype)
     masters = torch.bfloat16 if recipe.weights == "bf16" and dtype == "bf16" else torch.float32
+    sums = Sums(place, layout.tp_sums, torch.bfloat16 if dtype == "bf16" else None)
+    model.sum_gradients = sums.add_up
     kinds = layout.recomputed(len(model.layers))
     if lowering == "compiled":
         torch_private.allow_graphs(MOST_GRAPHS)
-    for layer, kind in zip(filled(model, place, masters, seed), kinds, strict=True):
+    for layer, kind in zip(filled(model, place, masters, seed, sums), kinds, strict=True):
         if recipe.fp8 and dtype == "bf16":
             fp8.apply(layer)
         in_one = lowering == "compiled" and is_one_graph(layer, layout)
@@ -72,9 +75,9 @@ def parallelize(
             else:
                 layer.compile(**how)
         if sharded:
-            data.shard(layer, place, dtype, recipe, root=False)
+            data.shard(layer, place, dtype, recipe, root=False, unseen=sums.unseen())
     if sharded:
-        data.shard(model, place, dtype, recipe, root=True)
+        data.shard(model, place, dtype, recipe, root=True, unseen=sums.unseen())
         if recipe.prefetch > 1:
             data.prefetch(list(model.layers.values()), recipe.prefetch)
     if recipe.offload:
@@ -82,12 +85,14 @@ def parallelize(
     return model
 
 
-def filled(model: ModelStage, place: MeshPlace, dtype: torch.dtype, seed: int) -> Iterator[Layer]:
+def filled(
+    model: ModelStage, place: MeshPlace, dtype: torch.dtype, seed: int, sums: Sums | None = None
+) -> Iterator[Layer]:
     """Split the model over tp, then allocate and fill it; yield each layer as soon as it is filled.
 
     The rest of the model is filled after the last layer: take all layers.
     """
-    tensor.apply(model, place)
+    tensor.apply(model, place, sums)
     device = device_of(place.mesh)
     for index, layer in model.layers.items():
         assert isinstance(layer, Layer)

@@ -39,8 +39,17 @@ def is_needed(layout: Layout, dtype: str) -> bool:
     return layout.num_devices > 1 or dtype != "fp32"
 
 
-def shard(unit: nn.Module, place: MeshPlace, dtype: str, recipe: Recipe, *, root: bool) -> None:
-    """Make a module one unit of gathering and scattering; the root after all others.
+def shard(
+    unit: nn.Module,
+    place: MeshPlace,
+    dtype: str,
+    recipe: Recipe,
+    *,
+    root: bool,
+    unseen: set[nn.Parameter] | None = None,
+) -> None:
+    """Make a module, but for weights ``unseen``, one unit of gathering and scattering; the root
+    after all others.
 
     The root of zero 3 is left to torch, which keeps it gathered: its backward comes first.
     """
@@ -52,12 +61,16 @@ def shard(unit: nn.Module, place: MeshPlace, dtype: str, recipe: Recipe, *, root
     if place.experts is not None:
         for module in unit.modules():
             if isinstance(module, MoE) and not isinstance(module.experts, FSDPModule):
-                _fully_shard(module.experts, place.experts, policy, zero == 3)
-    _fully_shard(unit, place.mesh, policy, None if root and zero == 3 else zero == 3)
+                _fully_shard(module.experts, place.experts, policy, zero == 3, unseen)
+    _fully_shard(unit, place.mesh, policy, None if root and zero == 3 else zero == 3, unseen)
 
 
 def _fully_shard(
-    unit: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool | None
+    unit: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reshard: bool | None,
+    unseen: set[nn.Parameter] | None,
 ) -> None:
     fully_shard(
         unit,
@@ -65,6 +78,7 @@ def _fully_shard(
         reshard_after_forward=reshard,
         mp_policy=policy,
         shard_placement_fn=_beside,
+        ignored_params=unseen,
     )
 
 

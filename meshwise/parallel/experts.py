@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -31,15 +31,20 @@ from meshwise.models.placement import ROWS
 from meshwise.nn.experts import MoE, move
 from meshwise.parallel.mesh import MeshPlace
 from meshwise.parallel.redistribute import addend
+from meshwise.parallel.sums import Sums
 
 SHARED_DIMS = {"gate": (0, 0), "up": (0, 0), "down": (1, None), "score": (None, None)}
 FFN_DIMS = {"first": 2, "down": 2, "first_bias": 2, "down_bias": None}
 
 
-def divide(moe: MoE, place: MeshPlace) -> None:
+def divide(moe: MoE, place: MeshPlace, sums: Sums) -> None:
     """Divide the experts over ep, and over tp by ffn, by tokens or by expert."""
     tp, word = place.layout.tp, place.layout.placed.of("experts")
-    over_tokens = tp > 1 and word in ROWS
+    over_tokens, at_once = tp > 1 and word in ROWS, sums.order == "first"
+    # Ranks that hold the same weight have parts of its gradient, unless they compute alike. The
+    # last bias is added once: its gradient has parts only where ranks have tokens of their own.
+    due = sums if word != "whole" else None
+    of_bias = sums if over_tokens else None
     if place.experts is not None:
         mesh, over_experts = place.experts["ep", "tp"], [Shard(0)]
         group = place.experts["ep"].get_group()
@@ -50,19 +55,28 @@ def divide(moe: MoE, place: MeshPlace) -> None:
         mesh, over_experts = place.mesh["tp"], []
     if tp > 1 or place.experts is not None:
         for name, dim in FFN_DIMS.items():
-            _distribute(moe.experts, name, mesh, [*over_experts, _placement(dim, word)])
-        # Ranks that hold the same weight have parts of its gradient, unless they compute alike.
-        moe.local = moe.experts.local = partial(local, summed=word != "whole")
-        moe.experts.added = partial(added, ranks=tp if word == "ffn" else 1, summed=over_tokens)
+            at = [*over_experts, _placement(dim, word)]
+            _distribute(moe.experts, name, mesh, at, of_bias if dim is None else due)
+        summed = word != "whole" and at_once
+        moe.local = moe.experts.local = partial(local, summed=summed, cast=sums.cast)
+        moe.experts.added = partial(
+            added,
+            ranks=tp if word == "ffn" else 1,
+            summed=over_tokens and at_once,
+            cast=sums.cast,
+        )
     if tp > 1:
-        _distribute(moe.router, "weight", place.mesh["tp"], [Replicate()])
+        mesh = place.mesh["tp"]
+        _distribute(moe.router, "weight", mesh, [Replicate()], due)
         if moe.shared is not None:
             moe.shared.added = moe.experts.added
             for name, dims in SHARED_DIMS.items():
                 module = getattr(moe.shared, name)
                 if module is not None:
                     for part, dim in zip(("weight", "bias"), dims, strict=True):
-                        _distribute(module, part, place.mesh["tp"], [_placement(dim, word)])
+                        is_last = (name, part) == ("down", "bias")
+                        at = [_placement(dim, word)]
+                        _distribute(module, part, mesh, at, of_bias if is_last else due)
     others = [place.mesh["tp"].get_group()] if over_tokens else []
     moe.count = partial(_total, groups=[*place.data_groups, *others])
 
@@ -71,25 +85,31 @@ def _placement(dim: int | None, word: str) -> Placement:
     return Shard(dim) if word == "ffn" and dim is not None else Replicate()
 
 
-def _distribute(module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: Any) -> None:
+def _distribute(
+    module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Any], due: Sums | None
+) -> None:
+    """Distribute a parameter. ``due`` notes it if tp ranks hold the same."""
     parameter = getattr(module, name)
-    if parameter is not None:
-        placed = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
-        setattr(module, name, torch.nn.Parameter(placed))
+    if parameter is None:
+        return
+    if due is not None and placements[-1].is_replicate() and mesh.size(mesh.ndim - 1) > 1:
+        mesh, placements = due.placed(module, name, mesh, placements)
+    placed = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
+    setattr(module, name, nn.Parameter(placed))
 
 
-def local(weight: Tensor, *, summed: bool = True) -> Tensor:
-    """Return this rank's part of a weight. ``summed``: ranks that hold the same part each have a
-    part of the sum that is its gradient."""
-    if not isinstance(weight, DTensor):
-        return weight
-    gradients = [Partial() if summed and p.is_replicate() else p for p in weight.placements]
-    return weight.to_local(grad_placements=gradients)
+def local(weight: Tensor, *, summed: bool = True, cast: torch.dtype | None = None) -> Tensor:
+    """Return this rank's part of a weight, in the dtype ``cast``. ``summed``: ranks that hold the
+    same part each have a part of the sum that is its gradient."""
+    if isinstance(weight, DTensor):
+        gradients = [Partial() if summed and p.is_replicate() else p for p in weight.placements]
+        weight = weight.to_local(grad_placements=gradients)
+    return weight if cast is None else weight.to(cast)
 
 
-def added(bias: Tensor, *, ranks: int, summed: bool) -> Tensor:
+def added(bias: Tensor, *, ranks: int, summed: bool, cast: torch.dtype | None = None) -> Tensor:
     """Return this rank's addend of a bias in a sum over so many ranks."""
-    bias = local(bias, summed=summed)
+    bias = local(bias, summed=summed, cast=cast)
     return addend(bias, ranks) if ranks > 1 else bias
 
 

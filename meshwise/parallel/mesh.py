@@ -33,8 +33,8 @@ class Link(NamedTuple):
 class MeshPlace(NamedTuple):
     """A rank's place. ``layout`` is the one within the pipeline rank; ``links`` by the stage
     before the boundary, with -1 for the link between the pipeline's ends. Only where the layout
-    has them: ``experts``, a mesh of the same ranks with an axis ``ep``, and ``context``, the
-    ranks that share this one's sequences."""
+    has them: ``experts``, a mesh of the same ranks with an axis ``ep``; ``context``, the ranks
+    that share this one's sequences; ``everyone``, all ranks of the pipeline rank."""
 
     layout: Layout
     pipeline_rank: int
@@ -42,6 +42,7 @@ class MeshPlace(NamedTuple):
     links: Mapping[int, Link]
     experts: DeviceMesh | None = None
     context: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -50,7 +51,7 @@ class MeshPlace(NamedTuple):
         assert world is not None
         of_links = [group for link in self.links.values() for group in link]
         others = self.experts.get_all_groups() if self.experts is not None else []
-        others += [self.context] if self.context is not None else []
+        others += [group for group in (self.context, self.everyone) if group is not None]
         return [world, *self.mesh.get_all_groups(), *others, *of_links]
 
     @property
@@ -71,11 +72,11 @@ def build(layout: Layout, device_type: str) -> MeshPlace:
         )
     mine = layout.pipeline_rank_of(dist.get_rank())
     made = [_meshes(layout, rank, device_type) for rank in range(layout.pp)]
-    mesh, experts, context = made[mine]
+    mesh, experts, context, everyone = made[mine]
     links = _links(layout, device_type)
     if mesh["tp"].size() > 1:
         _keep_apart(mesh)
-    return MeshPlace(layout.of_rank(mine), mine, mesh, links, experts, context)
+    return MeshPlace(layout.of_rank(mine), mine, mesh, links, experts, context, everyone)
 
 
 def _keep_apart(mesh: DeviceMesh) -> None:
@@ -88,15 +89,16 @@ def _keep_apart(mesh: DeviceMesh) -> None:
 
 def _meshes(
     layout: Layout, pipeline_rank: int, device_type: str
-) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None]:
-    """Build a pipeline rank's meshes, of its weights and experts, and this rank's context group."""
+) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Build a pipeline rank's meshes, of its weights and experts, this rank's context group, and
+    the group of all its ranks."""
     inside = layout.of_rank(pipeline_rank)
     devices = torch.tensor(layout.devices_of(pipeline_rank))
     copies, shards, tp, ep = inside.data_ranks // inside.shards, inside.shards, inside.tp, inside.ep
     mesh = DeviceMesh(
         device_type, devices.view(copies, shards, tp), mesh_dim_names=("replica", "shard", "tp")
     )
-    experts = context = None
+    experts = context = everyone = None
     if inside.expert_ranks > 1:
         data = (copies, shards // ep) if inside.zero else (copies // ep, 1)
         divided = (*data, inside.expert_ranks, -1)
@@ -107,7 +109,9 @@ def _meshes(
         shared = DeviceMesh(device_type, tokens, mesh_dim_names=("dp", "cp", "tp"))
         here = dist.get_rank() in devices.tolist()
         context = shared["cp"].get_group() if here else None
-    return mesh, experts, context
+    if inside.tp_sums == "together":
+        everyone = dist.new_group(devices.tolist())
+    return mesh, experts, context, everyone
 
 
 def _links(layout: Layout, device_type: str) -> dict[int, Link]:

@@ -165,6 +165,8 @@ def run(
     mark("exchange")
     for sending in step.sending:
         sending.wait()
+    for stage in pipeline.stages.values():
+        stage.module.sum_gradients()
     if pipeline.tied is not None:
         pipeline.tied.add_gradients()
     return step.total

@@ -15,6 +15,7 @@ that are partial sums are known to be. Activations are local tensors, moved betw
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +32,7 @@ from meshwise.nn.wide_resnet import WideResNetModule
 from meshwise.parallel import channels, experts
 from meshwise.parallel.mesh import MeshPlace
 from meshwise.parallel.redistribute import Edge, NamedGroup, Placement, addend, moved
+from meshwise.parallel.sums import Sums
 from meshwise.spec import Cuts
 
 DIM: dict[str, int] = {"batch": 0, "seq": 1}  # of an activation
@@ -53,9 +55,9 @@ class Room(NamedTuple):
 class Splitter:
     """Lays the modules of a stage out over one tp mesh."""
 
-    def __init__(self, mesh: DeviceMesh, cuts: Cuts) -> None:
+    def __init__(self, mesh: DeviceMesh, cuts: Cuts, sums: Sums | None = None) -> None:
         group = mesh.get_group()
-        self.mesh, self.cuts = mesh, cuts
+        self.mesh, self.cuts, self.sums = mesh, cuts, sums
         self.ranks = NamedGroup(group.group_name, group.size(), group.rank())
         self.stream = self.room("stream").needs
 
@@ -90,13 +92,19 @@ class Splitter:
         """Make a module compute with this rank's parts of its weights: cut by outputs (``COL``), by
         inputs (``ROW``), or whole."""
         cut = cut if self.room(room).leaves == "partial" else None
+        summed = cut is None and self.room(room).summed
+        assert self.sums is not None
         for name, parameter in list(module.named_parameters(recurse=False)):
             both = cut == COL or (cut == ROW and name == "weight")
             placed: Placed = Shard(cut[1]) if cut is not None and both else Replicate()
-            made = distribute_tensor(parameter, self.mesh, [placed], src_data_rank=None)
+            mesh, at = self.mesh, [placed]
+            if summed:
+                mesh, at = self.sums.placed(module, name, mesh, at)
+            made = distribute_tensor(parameter, mesh, at, src_data_rank=None)
             setattr(module, name, nn.Parameter(made))
         module.__class__ = LOCAL[type(module)]
-        module.summed, module.leave = self.room(room).summed, leave  # type: ignore[assignment]
+        module.leave, module.cast = leave, self.sums.cast  # type: ignore[assignment]
+        module.summed = summed and self.sums.order == "first"  # type: ignore[assignment]
         if cut == ROW:
             module.adders = self.ranks.size  # type: ignore[assignment]
         return module
@@ -174,13 +182,16 @@ def repeated_rows(heads: int, head_dim: int, tp_mesh: DeviceMesh) -> slice:
 
 def part(weight: Tensor | None, module: Any) -> Any:
     """Return this rank's part of a module's weight."""
-    return None if weight is None else experts.local(weight, summed=module.summed)
+    if weight is None:
+        return None
+    return experts.local(weight, summed=module.summed, cast=module.cast)
 
 
 class _Local:
     """The settings that ``Splitter.local`` gives an instance: all layers share compiled code."""
 
     summed = False
+    cast: torch.dtype | None = None
     enter: Edge | None = None
     leave: Edge | None = None
 
@@ -270,14 +281,16 @@ LOCAL: dict[type[nn.Module], type[nn.Module]] = {
 }  # fmt: skip
 
 
-def apply(model: ModelStage, place: MeshPlace) -> None:
-    """Split a whole model, or a stage of one, over tp, and its experts over ep."""
+def apply(model: ModelStage, place: MeshPlace, sums: Sums | None = None) -> None:
+    """Split a whole model, or a stage of one, over tp, and its experts over ep. ``sums`` notes the
+    gradients that are to be summed later."""
+    sums = sums or Sums(place)
     if isinstance(model, WideResNetModule):
         channels.divide(model, place)
         return
     if place.layout.tp > 1:
         assert isinstance(model, GPT | Llama)
-        splitter = Splitter(place.mesh["tp"], place.layout.placed)
+        splitter = Splitter(place.mesh["tp"], place.layout.placed, sums)
         if model.first:
             splitter.embedding(model.embed)
             if isinstance(model, GPT):
@@ -292,7 +305,7 @@ def apply(model: ModelStage, place: MeshPlace) -> None:
         model.tie()  # the splits made two parameters of one
     for module in list(model.modules()):
         if isinstance(module, MoE):
-            experts.divide(module, place)
+            experts.divide(module, place, sums)
 
 
 def loss_parts(tp_mesh: DeviceMesh, cuts: Cuts) -> tuple[Callable[[Tensor], Tensor], ...]:

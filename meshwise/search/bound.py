@@ -31,7 +31,7 @@ from meshwise.models.graph import num_bytes
 from meshwise.models.placement import is_tied
 from meshwise.prices import Prices
 from meshwise.schedule import Name
-from meshwise.search.simulate import COPIES, WAITING, WEIGHTS, Spent
+from meshwise.search.simulate import COPIES, SUMS, WAITING, WEIGHTS, Spent
 from meshwise.search.stage import Layer, StageKind, graph_of, stage_cost
 from meshwise.spec import AnyModel, Collective, Cuts, LayerKind, Layout, layer_kinds
 from meshwise.spec.layout import SPLIT, V_SHAPED, Recompute, rank_of
@@ -286,7 +286,7 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
     passed_on = 2 * num_bytes(whole.tensors[result], whole.sizes) if is_kept else 0
 
     def own_s(spent: Spent) -> float:
-        return spent.time_s - spent.parts.get(COPIES, 0.0) - spent.parts.get(WAITING, 0.0)
+        return spent.time_s - sum(spent.parts.get(part, 0.0) for part in (COPIES, SUMS, WAITING))
 
     return LayerWork(
         forward_s=own_s(forward),

@@ -3,7 +3,8 @@
 Best first: layouts wait in order of a lower bound on their step time (``bound``). The bound of the
 first is sharpened, then the layout is priced, until no waiting layout can be among the best. A
 layout that does not fit waits again with more recomputation. More recomputation is not tried on one
-that fits: it would only cost time.
+that fits: it would only cost time. Gradients of weights that tp repeats are summed over tp first;
+of the layouts that are kept, the other orders are priced, too.
 """
 
 import gc
@@ -21,7 +22,7 @@ import msgspec
 from meshwise.prices import Prices
 from meshwise.search import balance, bound, room
 from meshwise.search.predict import memory_of, moved, predict
-from meshwise.search.simulate import Peak
+from meshwise.search.simulate import SUMS, Peak
 from meshwise.search.space import check, legal_layouts, unchecked
 from meshwise.search.stage import forms
 from meshwise.spec import (
@@ -108,10 +109,12 @@ def find(
             f"{nearest.layout.name}: {nearest.reason}"
         )
     num_considered = len(ranked) + sum(removal.count for removal in removed)
-    best, *others = ranked[:top]
-    if not any(candidate.layout.pp > 1 for candidate in ranked[:top]):
+    kept = ranked[:top]
+    if not any(candidate.layout.pp > 1 for candidate in kept):
         pipelines = [ladder for ladder in ladders if ladder[0].pp > 1]
-        others += _best_first(model, workload, prices, pipelines, limit, 1)[0][:1]
+        kept += _best_first(model, workload, prices, pipelines, limit, 1)[0][:1]
+    kept = [_in_best_order(model, workload, prices, candidate, limit) for candidate in kept]
+    best, *others = sorted(kept, key=lambda candidate: candidate.prediction.step_time_s)
     return msgspec.structs.replace(
         _plan(model, workload, costs, best),
         runners_up=tuple(others),
@@ -235,6 +238,23 @@ def _best_first(
             least_s = bound.mathematics_s(*about, rest[0], prices)
             heappush(waiting, (least_s, number, rung + 1, False))
     return ranked, passed_over
+
+
+def _in_best_order(
+    model: AnyModel, workload: Workload, prices: Prices, best: Candidate, limit: float
+) -> Candidate:
+    """Return the candidate with its sums over tp in the fastest order that fits."""
+    layout = best.layout
+    orders = ["last"] if layout.zero or layout.data_ranks == 1 else ["last", "together"]
+    if not any(part.name == SUMS for part in best.prediction.time_parts):
+        return best
+    for order in orders:
+        other = unchecked(layout, tp_sums=order)
+        prediction = predict(model, workload, other, prices)
+        is_faster = prediction.step_time_s < best.prediction.step_time_s
+        if is_faster and prediction.peak_memory_bytes <= limit:
+            best = Candidate(layout=other, prediction=prediction)
+    return best
 
 
 def _unmeasured(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> str | None:

@@ -22,6 +22,7 @@ from meshwise.models import Loop, Program, Task
 
 Amounts = dict[str, float]
 WAITING, COPIES = "data-parallel communication (exposed)", "copies of weights and gradients"
+SUMS = "gradient sums over tp"
 SHARING = "context-parallel communication (exposed)"
 WEIGHTS = "gathered weights"
 ROLES = {

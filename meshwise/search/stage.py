@@ -37,6 +37,7 @@ from meshwise.schedule import Kind
 from meshwise.search.simulate import (
     COPIES,
     SHARING,
+    SUMS,
     WAITING,
     Charge,
     Live,
@@ -381,8 +382,10 @@ def _charges(prices: Prices, factors: Factors, pieces: Pieces) -> Callable[[Task
 
 
 def _spent_on(task: Task) -> str:
+    if task.part == "dp" and task.stream == "compute":
+        return SUMS if isinstance(task.op, Collective) else COPIES
     if task.part == "dp":
-        return WAITING if task.stream == "dp" else COPIES
+        return WAITING
     if task.stream == "cp":
         return SHARING
     if task.name.endswith((OVER_DATA, f"{OVER_DATA}.tp")):

@@ -14,6 +14,7 @@ from msgspec import Meta
 from meshwise.spec.record import Count, Length, Record
 
 Recompute = Literal["none", "selective", "full"]
+TpSums = Literal["first", "last", "together"]
 ScheduleName = Literal[
     "none",
     "gpipe",
@@ -135,7 +136,9 @@ class Layout(Record, kw_only=True):
     too, 3 parameters too; ``replicas`` groups of ranks repeat the shards (HSDP). ``ep``: over how
     many of the ranks that would share an expert's copies the experts themselves are divided.
     ``cuts``: which dim of each part of the model tp divides; ``sequence_parallel`` is short for a
-    stream divided by ``seq``.
+    stream divided by ``seq``. ``tp_sums``: when gradients of weights that tp repeats are summed
+    over it: first (before the sum over the data ranks), last (behind it, once a step), or together
+    with it, in one all-reduce a step, where ``zero`` is 0.
     ``schedule``: of the pipeline, see ``meshwise.schedule``; ``stages_per_rank`` stages each.
     ``recompute``: what backward computes again: nothing, the norms and activation functions
     (selective) or whole layers (full); in the first ``recompute_layers`` layers of each stage,
@@ -155,6 +158,7 @@ class Layout(Record, kw_only=True):
     replicas: Count = 1
     sequence_parallel: bool = False
     cuts: Cuts = _CUTS
+    tp_sums: TpSums = "first"
     microbatch_size: Count = 1
     num_microbatches: Count = 1
     schedule: ScheduleName = "none"
@@ -175,6 +179,10 @@ class Layout(Record, kw_only=True):
             self.fail("cuts", "the stream is cut by seq already; leave out sequence_parallel")
         if widest_tp == 1 and self.cuts != _CUTS:
             self.fail("cuts", "tp divides nothing where it is 1; leave them out")
+        if widest_tp == 1 and self.tp_sums != "first":
+            self.fail("tp_sums", "tp is 1 and repeats no weight; leave it out")
+        if self.tp_sums == "together" and (self.zero or widest_dp * self.cp == 1):
+            self.fail("tp_sums", "together needs zero = 0 and dp or cp > 1; use last")
         if self.dp % self.replicas or (self.replicas > 1 and self.replicas == self.data_ranks):
             self.fail("replicas", f"must divide dp = {self.dp} and leave shards")
         if self.replicas > 1 and not self.zero:
@@ -203,6 +211,8 @@ class Layout(Record, kw_only=True):
             rank, inside = rank_of(self.schedule, stage, self.pp), self.of_stage(stage)
             if (way.zero or way.replicas) and not inside.zero:
                 self.fail("ways", f"stage {stage} has no shards: zero is 0, or dp and cp are 1")
+            if way.zero and self.tp_sums == "together":
+                self.fail("ways", f"stage {stage} has shards; tp_sums together needs zero = 0")
             if way.cuts not in (None, inside.cuts):
                 self.fail("ways", f"stage {stage} has cuts, and tp divides nothing where it is 1")
             inside = msgspec.structs.replace(inside, recompute="none", recompute_layers=None)
@@ -276,6 +286,7 @@ class Layout(Record, kw_only=True):
             replicas=own.get("replicas", self.replicas) if sharded else 1,
             sequence_parallel=self.sequence_parallel and tp > 1 and "cuts" not in own,
             cuts=placed,
+            tp_sums=self._sums_of(dp * self.cp, tp),
             recompute=own.get("recompute", self.recompute),
             recompute_layers=own.get(
                 "recompute_layers", None if "recompute" in own else self.recompute_layers
@@ -287,6 +298,11 @@ class Layout(Record, kw_only=True):
             meshes=(),
             ways=(),
         )
+
+    def _sums_of(self, data_ranks: int, tp: int) -> TpSums:
+        if tp == 1:
+            return "first"
+        return "last" if self.tp_sums == "together" and data_ranks == 1 else self.tp_sums
 
     def devices_of(self, pipeline_rank: int) -> range:
         """The ranks of one pipeline rank."""
@@ -335,6 +351,8 @@ class Layout(Record, kw_only=True):
             parts.append((f"tp{self.tp}" if self.tp > 1 else "") + sequence_parallel)
         if self.cuts.name:
             parts.append(f"cuts {self.cuts.name}")
+        if self.tp_sums != "first":
+            parts.append(f"sums:{self.tp_sums}")
         if self.ways:
             parts.append("ways " + "/".join(way.name for way in self.ways))
         if self.layers:

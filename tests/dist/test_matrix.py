@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from meshwise.engine import train
@@ -197,6 +198,11 @@ CUTS = [
 ]
 
 
+def fits(name, layout):
+    model = matrix.FAMILIES[name]
+    return matrix._fits(model, matrix.workload(layout.num_devices, model), layout)
+
+
 def other_cuts():
     """Layouts whose parts are cut over tp in other ways than by weights alone."""
     names = [name for name in matrix.FAMILIES if name != "wide-resnet"]
@@ -211,8 +217,7 @@ def other_cuts():
     for turn, (name, cuts) in enumerate(itertools.product(names, CUTS)):
         for shape in shapes:
             layout = msgspec.structs.replace(shape, cuts=cuts)
-            work = matrix.workload(layout.num_devices, matrix.FAMILIES[name])
-            if matrix._fits(matrix.FAMILIES[name], work, layout):
+            if fits(name, layout):
                 optimizer = list(matrix.RECIPES)[turn % len(matrix.RECIPES)]
                 found.append(matrix.Case(layout.num_devices, name, layout, optimizer))
     return found
@@ -228,6 +233,47 @@ def test_parts_cut_in_other_ways_train_as_the_oracle_does(check, every):
 def test_parts_cut_in_other_ways_compile(check, every):
     everything = other_cuts()
     check(everything[5::every], everything, "compiled")
+
+
+BY_TOKENS = Cuts(stream="seq", attention="batch", embed="seq", head="seq", experts="seq")
+SP = {"sequence_parallel": True, "tp": 2}
+SUMS = [
+    Layout(dp=2, microbatch_size=2, num_microbatches=2, tp_sums="together", **SP),
+    Layout(dp=2, tp=2, zero=2, cuts=BY_TOKENS, microbatch_size=2, num_microbatches=2,
+           tp_sums="last"),
+    Layout(cp=2, microbatch_size=8, recompute="selective", tp_sums="together", **SP),
+    Layout(pp=2, schedule="1f1b", microbatch_size=4, num_microbatches=2, tp_sums="last",
+           cuts=replace(BY_TOKENS, stream="whole"), tp=2),
+    Layout(dp=2, tp=2, cuts=BY_TOKENS, microbatch_size=4, recompute="full", tp_sums="together"),
+    Layout(dp=2, pp=2, schedule="zbv", stages_per_rank=2, microbatch_size=2, num_microbatches=2,
+           tp_sums="together", tp=2, cuts=BY_TOKENS),
+    Layout(dp=2, zero=3, microbatch_size=4, tp_sums="last", **SP),
+    Layout(dp=4, zero=1, replicas=2, microbatch_size=1, num_microbatches=2, tp_sums="last", **SP),
+    Layout(dp=2, ep=2, microbatch_size=4, cuts=BY_TOKENS, tp=2, tp_sums="together"),
+]  # fmt: skip
+
+
+def sums_over_two_axes():
+    """Gradients that are sums over tp and over data ranks, behind one another or at once."""
+    names = [name for name in matrix.FAMILIES if name != "wide-resnet"]
+    turns = itertools.cycle(matrix.RECIPES)
+    return [
+        matrix.Case(layout.num_devices, name, layout, optimizer)
+        for (name, layout), optimizer in zip(itertools.product(names, SUMS), turns, strict=False)
+        if fits(name, layout)
+    ]
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.whole)])
+def test_sums_over_two_axes_train_as_the_oracle_does(check, every):
+    everything = sums_over_two_axes()
+    check(everything[::every], everything)
+
+
+@pytest.mark.parametrize("every", [30, pytest.param(5, marks=pytest.mark.whole)])
+def test_sums_over_two_axes_compile(check, every):
+    everything = [c for c in sums_over_two_axes() if c.layout.schedule not in matrix.SPLIT]
+    check(everything[2::every], everything, "compiled")
 
 
 WHOLE_EXPERTS = [

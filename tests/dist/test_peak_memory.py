@@ -191,6 +191,27 @@ def test_peaks_where_ranks_share_sequences(gloo_ranks, plan_of, name, dtype):
     assert max(abs(error) for _, error in found) <= 0.06, found
 
 
+BY_TOKENS = Cuts(stream="seq", attention="batch", embed="seq", head="seq")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("mixtral", marks=pytest.mark.whole)])
+def test_peaks_where_gradients_are_sums_over_two_axes(gloo_ranks, plan_of, name, dtype):
+    """Where all weights are FSDP2's, and where it does not see those that tp repeats."""
+    shape = {"dp": 2, "tp": 2, "microbatch_size": 2, "num_microbatches": 2}
+    layouts = [
+        Layout(**shape, sequence_parallel=True, zero=2, tp_sums="last"),
+        Layout(**shape, cuts=BY_TOKENS, zero=3, tp_sums="last"),
+        Layout(**shape, sequence_parallel=True, tp_sums="together"),
+        Layout(**shape, cuts=BY_TOKENS, tp_sums="together"),
+        Layout(**shape, cuts=BY_TOKENS, tp_sums="together", recompute="full"),
+    ]
+    found = errors(gloo_ranks, plan_of, name, dtype, layouts)
+    for layout, error in found:
+        print(f"{100 * error:6.2f} %  {layout}")
+    assert max(abs(error) for _, error in found) <= 0.06, found
+
+
 @pytest.mark.parametrize(
     ("dtype", "every"),
     [("fp32", 3), *(pytest.param(dtype, 1, marks=pytest.mark.whole) for dtype in ("fp32", "bf16"))],

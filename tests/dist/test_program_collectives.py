@@ -185,6 +185,22 @@ def test_a_step_issues_what_its_program_has(gloo_ranks, plan_of, world_size, mod
     compare(gloo_ranks, plan_of, model, LAYOUTS[world_size], dtype)
 
 
+@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+def test_gradients_that_are_sums_over_two_axes(gloo_ranks, plan_of, model):
+    """Over tp first, or behind the data ranks, or over both at once: the cut of the first leaves
+    norms and routers whole, that of the second attention, too."""
+    dealt = {"dp": 2, "tp": 2, "microbatch_size": 2}
+    cuts = Cuts(stream="seq", attention="batch", embed="seq", head="seq")
+    layouts = [
+        Layout(**dealt, tp_sums="last", sequence_parallel=True),
+        Layout(**dealt, tp_sums="last", cuts=cuts, zero=3),
+        Layout(**dealt, tp_sums="together", sequence_parallel=True, recompute="full"),
+        Layout(**dealt, tp_sums="together", cuts=cuts),
+    ]
+    first_shard = 2  # of one row of a weight the other ranks have nothing
+    compare(gloo_ranks, plan_of, model, layouts, "bf16", first_shard)
+
+
 CONTEXT = {
     2: [
         Layout(cp=2, microbatch_size=4),
@@ -286,14 +302,14 @@ def test_shards_are_padded_as_fsdp2_pads_them(gloo_ranks, plan_of, model):
     compare(gloo_ranks, plan_of, model, layouts, "bf16")
 
 
-def compare(gloo_ranks, plan_of, model, layouts, dtype):
+def compare(gloo_ranks, plan_of, model, layouts, dtype, ranks=None):
     images = isinstance(model, WideResNet)
     workload = replace(WORKLOAD, seq_len=1) if images else WORKLOAD
     plan = plan_of(model, workload, Layout(dp=4), dtype=dtype)
     plan = replace(plan, recipe=Recipe(routing="balanced"))
     given = {"plan": plan, "layouts": layouts}
     given = {name: msgspec.json.encode(value).decode() for name, value in given.items()}
-    for rank, found in enumerate(gloo_ranks(layouts[0].num_devices, issued, **given)):
+    for rank, found in enumerate(gloo_ranks(layouts[0].num_devices, issued, **given)[:ranks]):
         for layout in layouts:
             calls = Counter(tuple(call) for call in found[layout.name])
             due = programmed(model, layout, dtype, rank)
