@@ -132,7 +132,7 @@ def _images(model: WideResNet, seq_len: int, layout: Layout) -> Iterator[str]:
         yield "sequence_parallel = true: images have no sequence; set it false"
     if layout.cuts != Cuts():
         yield f"cuts = {layout.cuts.name}: images are cut by channel alone; leave them out"
-    if layout.tp_sums != "first":
+    if layout.tp_sums != "last":
         yield f"tp_sums = {layout.tp_sums}: of images no gradient is a sum over tp; leave it out"
     if seq_len != 1:
         raise ValueError(f"Workload.seq_len = {seq_len}: of images it is 1; leave it out")

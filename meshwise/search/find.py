@@ -3,8 +3,8 @@
 Best first: layouts wait in order of a lower bound on their step time (``bound``). The bound of the
 first is sharpened, then the layout is priced, until no waiting layout can be among the best. A
 layout that does not fit waits again with more recomputation. More recomputation is not tried on one
-that fits: it would only cost time. Gradients of weights that tp repeats are summed over tp first;
-of the layouts that are kept, the other orders are priced, too.
+that fits: it would only cost time. Gradients of weights that tp repeats are summed over tp last; of
+the layouts that are kept, the other orders are priced, too.
 """
 
 import gc
@@ -245,7 +245,7 @@ def _in_best_order(
 ) -> Candidate:
     """Return the candidate with its sums over tp in the fastest order that fits."""
     layout = best.layout
-    orders = ["last"] if layout.zero or layout.data_ranks == 1 else ["last", "together"]
+    orders = ["first"] if layout.zero or layout.data_ranks == 1 else ["first", "together"]
     if not any(part.name == SUMS for part in best.prediction.time_parts):
         return best
     for order in orders:

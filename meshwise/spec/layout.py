@@ -137,7 +137,7 @@ class Layout(Record, kw_only=True):
     many of the ranks that would share an expert's copies the experts themselves are divided.
     ``cuts``: which dim of each part of the model tp divides; ``sequence_parallel`` is short for a
     stream divided by ``seq``. ``tp_sums``: when gradients of weights that tp repeats are summed
-    over it: first (before the sum over the data ranks), last (behind it, once a step), or together
+    over it: first (before the sum over the data ranks), last (after it, once a step), or together
     with it, in one all-reduce a step, where ``zero`` is 0.
     ``schedule``: of the pipeline, see ``meshwise.schedule``; ``stages_per_rank`` stages each.
     ``recompute``: what backward computes again: nothing, the norms and activation functions
@@ -158,7 +158,7 @@ class Layout(Record, kw_only=True):
     replicas: Count = 1
     sequence_parallel: bool = False
     cuts: Cuts = _CUTS
-    tp_sums: TpSums = "first"
+    tp_sums: TpSums = "last"
     microbatch_size: Count = 1
     num_microbatches: Count = 1
     schedule: ScheduleName = "none"
@@ -179,10 +179,10 @@ class Layout(Record, kw_only=True):
             self.fail("cuts", "the stream is cut by seq already; leave out sequence_parallel")
         if widest_tp == 1 and self.cuts != _CUTS:
             self.fail("cuts", "tp divides nothing where it is 1; leave them out")
-        if widest_tp == 1 and self.tp_sums != "first":
+        if widest_tp == 1 and self.tp_sums != "last":
             self.fail("tp_sums", "tp is 1 and repeats no weight; leave it out")
         if self.tp_sums == "together" and (self.zero or widest_dp * self.cp == 1):
-            self.fail("tp_sums", "together needs zero = 0 and dp or cp > 1; use last")
+            self.fail("tp_sums", "together needs zero = 0 and dp or cp > 1; leave it out")
         if self.dp % self.replicas or (self.replicas > 1 and self.replicas == self.data_ranks):
             self.fail("replicas", f"must divide dp = {self.dp} and leave shards")
         if self.replicas > 1 and not self.zero:
@@ -300,9 +300,8 @@ class Layout(Record, kw_only=True):
         )
 
     def _sums_of(self, data_ranks: int, tp: int) -> TpSums:
-        if tp == 1:
-            return "first"
-        return "last" if self.tp_sums == "together" and data_ranks == 1 else self.tp_sums
+        is_alone = tp == 1 or (self.tp_sums == "together" and data_ranks == 1)
+        return "last" if is_alone else self.tp_sums
 
     def devices_of(self, pipeline_rank: int) -> range:
         """The ranks of one pipeline rank."""
@@ -351,7 +350,7 @@ class Layout(Record, kw_only=True):
             parts.append((f"tp{self.tp}" if self.tp > 1 else "") + sequence_parallel)
         if self.cuts.name:
             parts.append(f"cuts {self.cuts.name}")
-        if self.tp_sums != "first":
+        if self.tp_sums != "last":
             parts.append(f"sums:{self.tp_sums}")
         if self.ways:
             parts.append("ways " + "/".join(way.name for way in self.ways))

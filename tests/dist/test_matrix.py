@@ -240,14 +240,14 @@ SP = {"sequence_parallel": True, "tp": 2}
 SUMS = [
     Layout(dp=2, microbatch_size=2, num_microbatches=2, tp_sums="together", **SP),
     Layout(dp=2, tp=2, zero=2, cuts=BY_TOKENS, microbatch_size=2, num_microbatches=2,
-           tp_sums="last"),
+           tp_sums="first"),
     Layout(cp=2, microbatch_size=8, recompute="selective", tp_sums="together", **SP),
-    Layout(pp=2, schedule="1f1b", microbatch_size=4, num_microbatches=2, tp_sums="last",
+    Layout(pp=2, schedule="1f1b", microbatch_size=4, num_microbatches=2, tp_sums="first",
            cuts=replace(BY_TOKENS, stream="whole"), tp=2),
     Layout(dp=2, tp=2, cuts=BY_TOKENS, microbatch_size=4, recompute="full", tp_sums="together"),
     Layout(dp=2, pp=2, schedule="zbv", stages_per_rank=2, microbatch_size=2, num_microbatches=2,
            tp_sums="together", tp=2, cuts=BY_TOKENS),
-    Layout(dp=2, zero=3, microbatch_size=4, tp_sums="last", **SP),
+    Layout(dp=2, zero=3, microbatch_size=4, tp_sums="first", **SP),
     Layout(dp=4, zero=1, replicas=2, microbatch_size=1, num_microbatches=2, tp_sums="last", **SP),
     Layout(dp=2, ep=2, microbatch_size=4, cuts=BY_TOKENS, tp=2, tp_sums="together"),
 ]  # fmt: skip

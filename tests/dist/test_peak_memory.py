@@ -200,8 +200,8 @@ def test_peaks_where_gradients_are_sums_over_two_axes(gloo_ranks, plan_of, name,
     """Where all weights are FSDP2's, and where it does not see those that tp repeats."""
     shape = {"dp": 2, "tp": 2, "microbatch_size": 2, "num_microbatches": 2}
     layouts = [
-        Layout(**shape, sequence_parallel=True, zero=2, tp_sums="last"),
-        Layout(**shape, cuts=BY_TOKENS, zero=3, tp_sums="last"),
+        Layout(**shape, sequence_parallel=True, zero=2, tp_sums="first"),
+        Layout(**shape, cuts=BY_TOKENS, zero=3),
         Layout(**shape, sequence_parallel=True, tp_sums="together"),
         Layout(**shape, cuts=BY_TOKENS, tp_sums="together"),
         Layout(**shape, cuts=BY_TOKENS, tp_sums="together", recompute="full"),

@@ -192,7 +192,8 @@ def test_gradients_that_are_sums_over_two_axes(gloo_ranks, plan_of, model):
     dealt = {"dp": 2, "tp": 2, "microbatch_size": 2}
     cuts = Cuts(stream="seq", attention="batch", embed="seq", head="seq")
     layouts = [
-        Layout(**dealt, tp_sums="last", sequence_parallel=True),
+        Layout(**dealt, tp_sums="first", sequence_parallel=True),
+        Layout(**dealt, tp_sums="first", cuts=cuts, zero=3),
         Layout(**dealt, tp_sums="last", cuts=cuts, zero=3),
         Layout(**dealt, tp_sums="together", sequence_parallel=True, recompute="full"),
         Layout(**dealt, tp_sums="together", cuts=cuts),

@@ -53,6 +53,7 @@ CUTS = {  # in which a part lies otherwise than tp has it by default
     "vocabulary whole": {"embed": "whole", "head": "whole"},
     "feed-forward over tokens": {"stream": "seq", "feed_forward": "seq"},
 }
+ATTENTION = {"stream": "seq", "attention": "batch"}
 EXPERTS = {"dp": 2, "ep": 2, "zero": 2, "microbatch_size": 2}
 
 
@@ -86,9 +87,19 @@ def test_a_process_may_join_a_second_time(tmp_path):
             ({"tp": 2, "microbatch_size": 4, "cuts": cuts}, "none", "plain")
             for cuts in CUTS.values()
         ],
+        (SPLIT | {"tp_sums": "first"}, "none", "plain"),
+        ({"tp": 2, "microbatch_size": 4, "tp_sums": "first", "cuts": ATTENTION}, "none", "plain"),
     ],
-    ids=["plain", "recomputed", "async", "experts", *CUTS],
+    ids=["plain", "recomputed", "async", "experts", *CUTS, "sums first", "attention's sums first"],
 )
 def test_compiled_layers_train_as_one_device(tmp_path, layout, recompute, messages):
     (sample,) = launch(tmp_path, COMPILED, json.dumps(layout), recompute, messages, ranks=2)
+    assert sample["metrics"]["check_loss_error"] < 1e-4
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="takes four GPUs")
+@pytest.mark.parametrize("parts", [{"sequence_parallel": True}, {"cuts": ATTENTION}])
+def test_compiled_layers_sum_over_two_axes_at_once(tmp_path, parts):
+    layout = {"dp": 2, "tp": 2, "microbatch_size": 2, "tp_sums": "together"} | parts
+    (sample,) = launch(tmp_path, COMPILED, json.dumps(layout), "none", "plain", ranks=4)
     assert sample["metrics"]["check_loss_error"] < 1e-4

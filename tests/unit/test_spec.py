@@ -126,6 +126,7 @@ TIED: dict[type[Record], Callable[[dict[str, Any]], dict[str, Any]]] = {
         "zero": f["zero"] if f["dp"] * f["cp"] > 1 else 0,
         "dp": f["dp"] * f["ep"],
         "sequence_parallel": f["sequence_parallel"] and f["tp"] > 1,
+        "tp_sums": f["tp_sums"] if f["tp"] > 1 and f["tp_sums"] != "together" else "last",
     },
     WeightLayout: lambda f: {
         "dp": f["dp"] * f["ep"] * f["etp"] * f["fsdp"],
@@ -577,6 +578,9 @@ def test_a_v_puts_the_ends_on_one_rank():
         ({"dp": 4, "replicas": 2}, "replicas"),
         ({"dp": 4, "zero": 1, "replicas": 4}, "replicas"),
         ({"recompute_layers": 1}, "recompute_layers"),
+        ({"dp": 2, "tp_sums": "first"}, "tp_sums"),
+        ({"tp": 2, "tp_sums": "together"}, "tp_sums"),
+        ({"dp": 2, "tp": 2, "zero": 1, "tp_sums": "together"}, "tp_sums"),
         ({"pp": 2, "schedule": "1f1b", "layers": (1,)}, "layers"),
         ({"pp": 2, "schedule": "1f1b", "meshes": ((1, 1),)}, "meshes"),
         ({"pp": 2, "schedule": "1f1b", "meshes": ((1, 1), (2, 1))}, "meshes"),
