@@ -6,6 +6,7 @@ import msgspec
 from meshwise import store
 from meshwise.models import block_ops
 from meshwise.models.catalogue import get
+from meshwise.options.measure import ProfileOptions
 from meshwise.prices import Prices
 from meshwise.probe.cases import profile
 from meshwise.probe.cases.scope import Scope
@@ -307,7 +308,7 @@ def law_s(op) -> float:  # type: ignore[no-untyped-def]
 
 def synthetic_run(runs) -> str:  # type: ignore[no-untyped-def]
     """A complete profile of CPUS for gpt-30m, as ``measure`` would leave it."""
-    cases = profile.cases(Scope(CPUS, 2, "fp32"), models=(get("gpt-30m"),))
+    cases = profile.cases(Scope(CPUS, 2, "fp32"), ProfileOptions(model=(get("gpt-30m"),)))
     measured = RunInfo(
         run_id="20260101T000000-measure-profile-two-cpus",
         verb="measure",

@@ -147,17 +147,19 @@ def all_names() -> tuple[str, ...]:
     return (*_GPT, *_MOE, *computed, *_WIDE_RESNETS)
 
 
-def find(text: str) -> Model | Decoder:
-    """Find a language model by name, or by the path of a Hugging Face config.json or its folder.
-    An unknown name is a ValueError that suggests the nearest."""
-    found = find_any(text)
+def find(model: AnyModel | str) -> Model | Decoder:
+    """Find a language model by name, or by the path of a Hugging Face config.json or its folder; a
+    record is itself. An unknown name is a ValueError that suggests the nearest."""
+    found = find_any(model)
     if isinstance(found, WideResNet):
-        raise ValueError(f"model {text!r}: is of images; name a language model")
+        raise ValueError(f"model {found.name or model!r}: is of images; name a language model")
     return found
 
 
-def find_any(text: str) -> AnyModel:
+def find_any(text: AnyModel | str) -> AnyModel:
     """Find a model of any family, as ``find`` does."""
+    if not isinstance(text, str):
+        return text
     if text in _GPT:
         return get(text)
     if text in _MOE:

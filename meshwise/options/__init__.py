@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # from Python also objects; on the command line all of it is 
 
     File = Path | str
     SomeModel = AnyModel | str
+    Models = tuple[SomeModel, ...]
     SomeLanguageModel = LanguageModel | str
     SomeLayout = Layout | File
     SomeRecipe = Recipe | File
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # from Python also objects; on the command line all of it is 
 else:
     File = SomeModel = SomeLanguageModel = SomeLayout = SomeRecipe = Time = Rate = Memory = str
     Content, Names = str, tuple[str, ...]
+    Models = Names
 
 P = ParamSpec("P")
 R_contra = TypeVar("R_contra", contravariant=True)
@@ -212,6 +214,8 @@ class Started(Options):
 
     nproc: Annotated[int | None, PYTHON] = None
     "Ranks, one on each device; they are started, or a launcher's are joined."
+    gpus: Annotated[int | None, PYTHON] = None
+    "The same number, as ``plan`` calls it."
     timeout: Time | None = None
     "How long ranks wait in a collective or at a barrier; 30s by default, longer on shared cores."
     setup_timeout: Time | None = None
@@ -223,6 +227,10 @@ class Started(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.gpus is not None:
+            if self.nproc not in (None, self.gpus):
+                raise ValueError(f"gpus = {self.gpus}: nproc is {self.nproc}; give one of them")
+            object.__setattr__(self, "nproc", self.gpus)
         _ = self.patience  # a limit that is no time is refused at once
 
     @property

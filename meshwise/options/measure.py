@@ -1,9 +1,9 @@
 """The options of ``measure``: a record for each kind of measurement."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from meshwise.options import PYTHON, Content, File, Flag, Range, Started, Time
+from meshwise.options import PYTHON, Content, File, Flag, Models, Range, Started, Time
 from meshwise.options.models import DECODERS, MODELS
 
 Mode = Literal["warm", "blocking", "pipelined", "graph"]
@@ -27,7 +27,7 @@ class MeasureOptions(Started):
     "Time to spend, as 120s or 2m; the most useful cases come first. By default all cases."
     resume: bool = False
     "Continue the newest run of this kind and cluster without repeating finished cases."
-    model: tuple[str, ...] = field(default=(), metadata={"help": _MODEL})
+    model: Models = field(default=(), metadata={"help": _MODEL})
     quick: bool = False
     "Spend 65 s of measuring, under 90 s in all."
     sustain: Time = "10s"
@@ -39,11 +39,6 @@ class MeasureOptions(Started):
     def what(self) -> str:
         """The name of the kind."""
         return type(self).__name__.removesuffix("Options").lower()
-
-    def of_kind(self) -> dict[str, Any]:
-        """The given options that this kind alone has: arguments of its ``cases``."""
-        common = vars(MeasureOptions()).keys()
-        return {name: value for name, value in self.said().items() if name not in common}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ def plan(asked: RunOptions) -> Plan:
     """Plan how to run a model on this machine. Without a layout its batch is divided over all
     devices, and so is a training's state; without a batch size the layout's counts."""
     model, nproc = asked.model, asked.nproc
-    chosen = catalogue.find_any(model) if isinstance(model, str) else model
-    assert chosen is not None
+    assert model is not None
+    chosen = catalogue.find_any(model)
     layout = None if asked.layout is None else files.record(asked.layout, Layout)
     wanted = nproc if layout is None else layout.num_devices
     machine, size = measure.place(asked.cluster, wanted, keep=False)

@@ -1,5 +1,6 @@
 """measure: time operations on every rank, into a run directory."""
 
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -41,13 +42,13 @@ def measure(
     cluster.toml is detected first.
     """
     asked = what if isinstance(what, MeasureOptions) else _asked(what, options)
-    listing = _listing(asked.what)
     budget_s = QUICK_S if asked.quick and asked.what != "health" else None
     if asked.budget is not None:
         budget_s = some_seconds("budget", asked.budget)
     sustain_s = some_seconds("sustain", asked.sustain)
     machine, size = place(asked.cluster, asked.nproc, keep=not asked.dry_run)
-    cases: list[Case] = listing(scope_of(machine, size, asked.dtype), **chosen(asked, listing))
+    listing = importlib.import_module(f"meshwise.probe.cases.{asked.what}").cases
+    cases: list[Case] = listing(scope_of(machine, size, asked.dtype), loaded(asked))
     if not cases:
         raise ValueError(f"measure {what}: these options leave no case; ask for more")
     from meshwise.probe.cases import effort
@@ -89,14 +90,8 @@ def _asked(what: str, options: dict[str, Any]) -> MeasureOptions:
     return KINDS[what](**options)
 
 
-def _listing(what: str) -> Callable[..., list[Case]]:
-    found: Callable[..., list[Case]] = importlib.import_module(f"meshwise.probe.cases.{what}").cases
-    return found
-
-
 def _no_such(name: str, what: str) -> ValueError:
-    known = list(inspect.signature(_listing(what)).parameters)[1:]
-    said = ", ".join("model" if option == "models" else option for option in known)
+    said = ", ".join([*(["model"] if what != "health" else []), *KINDS[what].__annotations__])
     return ValueError(f"{name}: measure {what} has no such option; it has {said}")
 
 
@@ -129,8 +124,8 @@ def scope_of(cluster: Cluster, size: int, dtype: str | None) -> "Scope":
     return Scope(cluster, size, dtype or usual)  # type: ignore[arg-type]
 
 
-def chosen(asked: MeasureOptions, listing: Callable[..., Any]) -> dict[str, Any]:
-    """The keyword arguments of ``listing``, read from the files that options name."""
+def loaded(asked: MeasureOptions) -> MeasureOptions:
+    """Return the record with what its names mean: models, and what is in files."""
     from meshwise.models import catalogue, primus
 
     read: dict[str, Callable[[Any], Any]] = {
@@ -140,24 +135,20 @@ def chosen(asked: MeasureOptions, listing: Callable[..., Any]) -> dict[str, Any]
         "splits": _read_splits,
         "ranks": _read_ranks,
     }
-    given, known = asked.of_kind(), inspect.signature(listing).parameters
-    if asked.model:
-        if "models" not in known:
-            raise _no_such("model", asked.what)
-        find = catalogue.find_any if asked.what == "profile" else catalogue.find
-        given["models"] = tuple(map(find, asked.model))
-    if asked.quick and "quick" in known:
-        given["quick"] = True
-    for name, value in list(given.items()):
+    if asked.model and asked.what == "health":
+        raise _no_such("model", asked.what)
+    find: Callable[[Any], Any] = catalogue.find_any if asked.what == "profile" else catalogue.find
+    given: dict[str, Any] = {"model": tuple(map(find, asked.model))}
+    for name, value in vars(asked).items():
         if name in read and isinstance(value, str):
             given[name] = read[name](value)
         if name == "kinds":
             given[name] = _read_kinds(value)
         if name == "backends":
             given[name] = tuple("" if backend == "torch" else backend for backend in value)
-    if {"configs", "shapes"} & given.keys():
-        given.setdefault("microbatch_sizes", tuple(range(1, 9)))
-    return given
+    if {"configs", "shapes"} & given.keys() and not vars(asked)["microbatch_sizes"]:
+        given["microbatch_sizes"] = tuple(range(1, 9))
+    return dataclasses.replace(asked, **given)
 
 
 def _read_kinds(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def plan(asked: PlanOptions) -> Plan:
     from meshwise.models import catalogue
 
     model, measured_only = asked.model, asked.measured_only
-    chosen = catalogue.find_any(model) if isinstance(model, str) else model
+    chosen = None if model is None else catalogue.find_any(model)
     prices = _prices(asked.cluster, asked.hosts, asked.costs, measured_only=measured_only)
     if chosen is None:
         chosen = catalogue.default_model(prices.cluster)

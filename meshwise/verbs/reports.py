@@ -1,29 +1,28 @@
 """Write a measure run as the files of Primus' operator benchmarks, with its names and columns."""
 
 import importlib
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from meshwise.options.measure import MeasureOptions
+from meshwise.options.measure import GemmOptions, MeasureOptions
 from meshwise.spec import Cluster, Derived
 from meshwise.verbs import files
-from meshwise.verbs.measure import chosen, scope_of
+from meshwise.verbs.measure import loaded, scope_of
 
 log = logging.getLogger("meshwise")
 
 
 def derived(asked: MeasureOptions, cluster: Cluster, size: int) -> list[Derived]:
     """Return the cases on ``size`` devices with their models, in the order of Primus' files."""
-    module = importlib.import_module(f"meshwise.probe.cases.{asked.what}")
-    listing: Callable[..., list[Derived]] = module.derived
-    options, known = chosen(asked, module.cases), inspect.signature(listing).parameters
-    given = {name: value for name, value in options.items() if name in known}
+    listing: Callable[..., list[Derived]] = importlib.import_module(
+        f"meshwise.probe.cases.{asked.what}"
+    ).derived
+    dtypes = asked.dtypes if isinstance(asked, GemmOptions) else ()
     return [
         row
-        for each in options.get("dtypes") or (asked.dtype,)
-        for row in listing(scope_of(cluster, size, each), **given)
+        for dtype in dtypes or (asked.dtype,)
+        for row in listing(scope_of(cluster, size, dtype), loaded(asked))
     ]
 
 

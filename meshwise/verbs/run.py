@@ -89,8 +89,8 @@ def _prompted(asked: RunOptions) -> RunOptions:
     """Give decoding as many prompts as the layout has rows, or one without a layout, and make them
     short enough for the new tokens."""
     model, new_tokens, seq_len = asked.model, asked.new_tokens, asked.seq_len
-    chosen = catalogue.find_any(model) if isinstance(model, str) else model
-    assert chosen is not None
+    assert model is not None
+    chosen = catalogue.find_any(model)
     if isinstance(chosen, WideResNet):
         raise ValueError(f"model = {chosen.name!r}: images have no next token; name another")
     if new_tokens is None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from meshwise.models import catalogue
+from meshwise.options.measure import CollectivesOptions, GemmOptions
 from meshwise.probe.cases import collectives, follow, gemm
 from meshwise.probe.cases.scope import Scope
 from meshwise.spec import (
@@ -44,13 +45,15 @@ def scope(world_size: int = 4, kind: str = "cpu", dtype: str = "fp32") -> Scope:
 
 
 def ops(*args: Scope, **options) -> list[Collective]:
-    return [case.op for case in collectives.cases(*(args or (scope(),)), **options)]
+    return [
+        case.op for case in collectives.cases(*(args or (scope(),)), CollectivesOptions(**options))
+    ]
 
 
 class TestWays:
     def test_without_options_five_kinds_over_all_ranks_the_smallest_first(self):
         for kind, mode, largest in (("cpu", "warm", 16 * MiB), ("cuda", "graph", 2**30)):
-            found = collectives.cases(scope(kind=kind))
+            found = collectives.cases(scope(kind=kind), CollectivesOptions())
             assert {case.regime for case in found} == {mode}
             assert {case.world_size for case in found} == {4}
             sizes = [case.op.size_bytes for case in found]
@@ -61,9 +64,14 @@ class TestWays:
 
     def test_every_mode_of_every_kind_and_back_end(self):
         found = collectives.cases(
-            scope(), kinds=("all_gather", "send_recv"), sizes="64", backends=("", "nccl"),
-            modes=("warm", "blocking", "pipelined"),
-        )  # fmt: skip
+            scope(),
+            CollectivesOptions(
+                kinds=("all_gather", "send_recv"),
+                sizes="64",
+                backends=("", "nccl"),
+                modes=("warm", "blocking", "pipelined"),
+            ),
+        )
         ways = {(case.op.kind, case.backend, case.regime) for case in found}
         assert ways == set(itertools.product(
             ("all_gather", "send_recv"), ("", "nccl"), ("warm", "blocking", "pipelined")
@@ -81,7 +89,8 @@ class TestWays:
         found = [
             case.op.in_place
             for case in collectives.cases(
-                scope(), kinds=(kind,), sizes="64", backends=(backend,), place=place
+                scope(),
+                CollectivesOptions(kinds=(kind,), sizes="64", backends=(backend,), place=place),
             )
         ]
         asked = {"out": [False], "in": [True], "both": [False, True]}[place]
@@ -197,7 +206,9 @@ class TestModels:
         eight = scope(8, "cuda", "bf16")
 
         def sizes(name: str, seq_len: int) -> dict[str, int]:
-            rows = collectives.derived(eight, models=(catalogue.find(name),), seq_len=seq_len)
+            rows = collectives.derived(
+                eight, CollectivesOptions(model=(catalogue.find(name),), seq_len=seq_len)
+            )
             return {row.name: row.case.op.size_bytes for row in rows}
 
         assert sizes("llama-3-70b", 8192)["tp.all_reduce"] == 134_217_728
@@ -214,7 +225,8 @@ class TestModels:
     def test_the_lists_of_primus_at_its_lengths(self):
         """64 rows of each of four kinds, 72 of all-to-all, as its benchmark's tables have them."""
         rows = collectives.derived(
-            scope(8, "cuda", "bf16"), primus_lists=True, microbatch_sizes=tuple(range(1, 9))
+            scope(8, "cuda", "bf16"),
+            CollectivesOptions(primus_lists=True, microbatch_sizes=tuple(range(1, 9))),
         )
         kinds = Counter(row.case.op.kind for row in rows)
         assert kinds == {
@@ -245,18 +257,23 @@ class TestModels:
     def test_an_all_to_all_alone_splits_no_heads(self):
         """Of which Qwen3 has 64, with 4 of keys: three ranks divide none, eight repeat the keys."""
         model = catalogue.find("qwen3-235b-a22b")
-        found = collectives.cases(scope(8, "cuda"), models=(model,), kinds=("all_to_all",))
+        found = collectives.cases(
+            scope(8, "cuda"), CollectivesOptions(model=(model,), kinds=("all_to_all",))
+        )
         assert [case.op.size_bytes for case in found] == [8192 * 8 * 4096 * 4]
-        assert collectives.cases(scope(8, "cuda"), models=(model,))
-        assert not collectives.cases(scope(3, "cuda"), models=(model,), kinds=("all_to_all",))
+        assert collectives.cases(scope(8, "cuda"), CollectivesOptions(model=(model,)))
+        assert not collectives.cases(
+            scope(3, "cuda"), CollectivesOptions(model=(model,), kinds=("all_to_all",))
+        )
         with pytest.raises(ValueError, match="tp = 3: must divide heads = 64"):
-            collectives.cases(scope(3, "cuda"), models=(model,))
+            collectives.cases(scope(3, "cuda"), CollectivesOptions(model=(model,)))
 
     def test_rows_say_of_which_model_and_cases_come_once(self):
         model = catalogue.find("mixtral-8x7b")
         twin = replace(model, name="twin")
         rows = collectives.derived(
-            scope(8, "cuda"), models=(model, twin), microbatch_sizes=(1, 3), seq_len=64
+            scope(8, "cuda"),
+            CollectivesOptions(model=(model, twin), microbatch_sizes=(1, 3), seq_len=64),
         )
         assert [row.name for row in rows[:5]] == [
             "tp.all_reduce", "sp.all_gather", "sp.reduce_scatter", "pp.send_recv", "ep.all_to_all",
@@ -266,14 +283,19 @@ class TestModels:
         assert about == {(name, rows, 64, 4096, 2) for name in ("mixtral-8x7b", "twin")
                          for rows in (1, 3)}  # fmt: skip
         found = collectives.cases(
-            scope(8, "cuda"), models=(model, twin), microbatch_sizes=(1, 3), seq_len=64
+            scope(8, "cuda"),
+            CollectivesOptions(model=(model, twin), microbatch_sizes=(1, 3), seq_len=64),
         )
         assert len(rows) == 20 and found == [row.case for row in rows[:10]]
 
     def test_named_ranks_are_the_group_of_what_is_split_over_it(self):
-        rows = collectives.derived(scope(4), models=(catalogue.get("gpt-30m"),), ranks=(1, 3))
+        rows = collectives.derived(
+            scope(4), CollectivesOptions(model=(catalogue.get("gpt-30m"),), ranks=(1, 3))
+        )
         assert {row.case.op.ranks for row in rows} == {(1, 3)}
-        groups = collectives.derived(scope(4), models=(catalogue.get("gpt-30m"),), groups=2)
+        groups = collectives.derived(
+            scope(4), CollectivesOptions(model=(catalogue.get("gpt-30m"),), groups=2)
+        )
         assert {(row.case.op.group_size, row.case.op.ranks) for row in groups} == {(2, ())}
 
 
@@ -281,7 +303,7 @@ class TestPlans:
     def test_the_collectives_of_a_plan_are_those_of_its_layout(self):
         """zero 2 of GPT: gradients scattered, weights gathered; tp with sequence parallelism
         the same of rows."""
-        found = collectives.cases(scope(4), plan=known.plan())
+        found = collectives.cases(scope(4), CollectivesOptions(plan=known.plan()))
         assert {(case.op.kind, case.op.group_size) for case in found} == {
             ("all_gather", 4), ("reduce_scatter", 4),
         }  # fmt: skip
@@ -290,7 +312,7 @@ class TestPlans:
         layer = 12 * 1024**2 + 13 * 1024  # parameters of a layer
         gathered = [case.op.size_bytes for case in found if case.op.kind == "all_gather"]
         assert 2 * layer in gathered  # in bf16
-        both = collectives.cases(scope(4), plan=known.plan(known.RIVAL))
+        both = collectives.cases(scope(4), CollectivesOptions(plan=known.plan(known.RIVAL)))
         ways = {(case.op.kind, case.op.group_size, case.op.group_stride) for case in both}
         assert ("all_gather", 2, 2) in ways and ("reduce_scatter", 2, 1) in ways
 
@@ -346,7 +368,9 @@ def measured(cases: list[Case], law: Callable[[int], float], spread: float = 0.0
 
 
 def curve(sizes: str = "1K..64M:x4", **options) -> list[Case]:
-    return collectives.cases(scope(), kinds=("all_reduce",), sizes=sizes, **options)
+    return collectives.cases(
+        scope(), CollectivesOptions(kinds=("all_reduce",), sizes=sizes, **options)
+    )
 
 
 def followed(law: Callable[[int], float], cases: list[Case]) -> tuple[list[int], int]:
@@ -413,7 +437,7 @@ class TestBends:
             Sample(case_id=case.id, case=case, status="hung", reason="rank 1 had stopped")
             for case in curve()
         ]
-        (uneven,) = collectives.cases(scope(), tables="2048,2-3-3-5,64")
+        (uneven,) = collectives.cases(scope(), CollectivesOptions(tables="2048,2-3-3-5,64"))
         product = Case(op=Gemm(m=8, n=8, k=8))
         rest = [
             Sample(case_id=case.id, case=case, status="ok", times_s=(1e-3,))
@@ -438,7 +462,9 @@ class TestBends:
             share = (x - knots[i]) / (knots[i + 1] - knots[i])
             return math.exp((1 - share) * math.log(times[i]) + share * math.log(times[i + 1]))
 
-        cases = collectives.cases(scope(world), kinds=(kind,), sizes="64..4M:x4")
+        cases = collectives.cases(
+            scope(world), CollectivesOptions(kinds=(kind,), sizes="64..4M:x4")
+        )
         added, rounds = followed(law, cases)
         assert rounds <= 6
         assert all(64 < size < 4 * MiB for size in added)
@@ -453,7 +479,7 @@ def test_nothing_follows_unless_asked_and_known_cases_never_do():
     hung = [Sample(case_id=c.id, case=c, status="hung", reason="rank 1 had stopped") for c in first]
     assert follow.next_cases("bends", bent + hung) == []
     assert follow.next_cases("best_shape", bent) == []
-    grid = gemm.cases(scope(1), search=True)
+    grid = gemm.cases(scope(1), GemmOptions(search=True))
     fast = [Sample(case_id=c.id, case=c, status="ok", times_s=(c.op.flops / 1e10,)) for c in grid]
     assert follow.next_cases("best_shape", fast) == gemm.next_shapes(fast) != []
 
@@ -472,9 +498,9 @@ def test_nothing_follows_unless_asked_and_known_cases_never_do():
 )
 def test_options_that_say_two_things_are_refused(asked, said):
     with pytest.raises(ValueError, match=said):
-        collectives.cases(scope(4), **asked)
+        collectives.cases(scope(4), CollectivesOptions(**asked))
 
 
 def test_fp8_is_sent_as_something_else():
     with pytest.raises(ValueError, match="dtype = 'fp8': is sent as bf16"):
-        collectives.cases(scope(4, dtype="fp8"))
+        collectives.cases(scope(4, dtype="fp8"), CollectivesOptions())

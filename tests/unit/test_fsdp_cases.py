@@ -3,6 +3,7 @@
 import pytest
 
 from meshwise.models import catalogue
+from meshwise.options.measure import FsdpOptions
 from meshwise.probe.cases import fsdp
 from meshwise.probe.cases.scope import Scope
 from meshwise.spec import Decoder, Experts
@@ -12,7 +13,7 @@ EIGHT = Scope(known.CLUSTER, 8, "bf16")
 
 
 def named(*models, **options):
-    rows = fsdp.derived(EIGHT, models=models, **options)
+    rows = fsdp.derived(EIGHT, FsdpOptions(model=models, **options))
     return [(row.name, row.case.op.kind, row.case.op.size_bytes) for row in rows]
 
 
@@ -46,4 +47,4 @@ def test_replicas_add_the_all_reduce_of_each_part():
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(ValueError, match="replicas = 3: must divide the 8 ranks"):
-        fsdp.cases(EIGHT, replicas=3)
+        fsdp.cases(EIGHT, FsdpOptions(replicas=3))

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from meshwise.options.measure import HealthOptions
 from meshwise.pages import health, outliers, table
 from meshwise.pages.health import findings, verdict
 from meshwise.probe.cases import health as cases
@@ -46,7 +47,7 @@ def info(cluster: Cluster, **changes) -> RunInfo:
 
 
 def of_cases(cluster: Cluster, **options) -> list[Case]:
-    return cases.cases(Scope(cluster, cluster.num_devices, "bf16"), **options)
+    return cases.cases(Scope(cluster, cluster.num_devices, "bf16"), HealthOptions(**options))
 
 
 class Machine:
@@ -154,7 +155,7 @@ def test_pairs_of_two_hosts_are_of_equal_place():
 def test_one_device_has_no_collectives_and_a_cpu_no_copies_from_the_host():
     alone = of_cases(host(1))
     assert not any(isinstance(case.op, Collective) for case in alone)
-    on_cpu = cases.cases(Scope(known.CPUS, 2, "fp32"))
+    on_cpu = cases.cases(Scope(known.CPUS, 2, "fp32"), HealthOptions())
     kinds = {c.op.kind for c in on_cpu if isinstance(c.op, Elementwise | Collective)}
     assert kinds == {"copy", "all_reduce", "all_gather", "send_recv", "send"}
 

@@ -13,6 +13,13 @@ from msgspec.structs import replace
 
 from meshwise import models, search
 from meshwise.models import catalogue, counts, decoder, families, fsdp, hugging_face
+from meshwise.options.measure import (
+    AttentionOptions,
+    CollectivesOptions,
+    FsdpOptions,
+    GemmOptions,
+    OverlapOptions,
+)
 from meshwise.pages import tables
 from meshwise.prices import Prices, unmeasured
 from meshwise.probe.cases import attention, collectives, gemm, overlap
@@ -78,12 +85,11 @@ def wider(model):
     return replace(model, **change)
 
 
-def measured(kind, **options):
+def measured(kind, options, **given):
     """List what ``measure KIND --model`` times."""
     return lambda model: [
-        (row.name, row.case)
-        for row in kind.derived(SCOPE, models=(model,), **options)
-    ]  # fmt: skip
+        (row.name, row.case) for row in kind.derived(SCOPE, options(model=(model,), **given))
+    ]
 
 
 def planned_as(layout):
@@ -141,11 +147,13 @@ def flops(model):
 
 
 ANSWERS = {
-    "measure gemm": measured(gemm),
-    "measure attention": measured(attention),
-    "measure collectives": measured(collectives, seq_len=SEQ_LEN),
-    "measure fsdp": measured(fsdp_cases),
-    "measure overlap": lambda model: overlap.cases(SCOPE, models=(model,), seq_len=SEQ_LEN),
+    "measure gemm": measured(gemm, GemmOptions),
+    "measure attention": measured(attention, AttentionOptions),
+    "measure collectives": measured(collectives, CollectivesOptions, seq_len=SEQ_LEN),
+    "measure fsdp": measured(fsdp_cases, FsdpOptions),
+    "measure overlap": lambda model: overlap.cases(
+        SCOPE, OverlapOptions(model=(model,), seq_len=SEQ_LEN)
+    ),
     "measure block": lambda model: blocks(model) if isinstance(model, Model) else None,
     **{f"plan {layout.name}": planned_as(layout) for layout in LAYOUTS},
     "run --dry-run": dry_run,

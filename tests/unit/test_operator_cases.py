@@ -5,6 +5,7 @@ import math
 import pytest
 
 from meshwise.models.primus import AttentionShape
+from meshwise.options.measure import AttentionOptions, GemmOptions, OverlapOptions
 from meshwise.probe.cases import attention, gemm, overlap
 from meshwise.probe.cases.scope import Scope
 from meshwise.spec import Attention, Case, Cluster, Decoder, Device, Gemm, Mla, Sample, Tier
@@ -32,7 +33,7 @@ def shape(case: Case) -> tuple[int, int, int]:
 
 
 def test_a_model_gives_the_published_products_in_the_order_of_primus():
-    found = gemm.derived(scope(), configs={"Llama3.1_8B": (LLAMA_8B, 8192)})
+    found = gemm.derived(scope(), GemmOptions(configs={"Llama3.1_8B": (LLAMA_8B, 8192)}))
     assert [row.name for row in found[::3]] == ["qkv", "out", "gate_up", "down", "vocab"]
     # Primus, benchmark_gemm.py: forward shapes at microbatch 1, then weight and input gradient
     assert [shape(row.case) for row in found[::3]] == [
@@ -44,14 +45,17 @@ def test_a_model_gives_the_published_products_in_the_order_of_primus():
     assert stored == [(False, True), (True, False), (False, False)]
     assert sum(row.case.op.flops for row in found[::3]) == pytest.approx(12.181e12, rel=1e-4)
     eight = gemm.derived(
-        scope(), configs={"Llama3.1_8B": (LLAMA_8B, 8192)}, microbatch_sizes=tuple(range(1, 9))
+        scope(),
+        GemmOptions(configs={"Llama3.1_8B": (LLAMA_8B, 8192)}, microbatch_sizes=tuple(range(1, 9))),
     )
     assert len(eight) == 120  # rows of its CSV
-    assert {row.case for row in found} <= set(gemm.cases(scope(), models=(LLAMA_8B,), seq_len=8192))
+    assert {row.case for row in found} <= set(
+        gemm.cases(scope(), GemmOptions(model=(LLAMA_8B,), seq_len=8192))
+    )
 
 
 def test_fp8_is_stored_as_its_kernels_take_it_and_scaled_both_ways():
-    found = gemm.cases(scope(), models=(LLAMA_8B,), dtypes=("fp8",), modes=("cold",))
+    found = gemm.cases(scope(), GemmOptions(model=(LLAMA_8B,), dtypes=("fp8",), modes=("cold",)))
     assert {(case.op.trans_a, case.op.trans_b) for case in found} == {(False, True)}
     assert [case.op.scaling for case in found[:4]] == ["tensor", "row", "tensor", "row"]
     assert [shape(case) for case in found[:6:2]] == [
@@ -60,15 +64,15 @@ def test_fp8_is_stored_as_its_kernels_take_it_and_scaled_both_ways():
 
 
 def test_without_options_every_kind_of_shape_is_measured_once():
-    found = gemm.cases(scope())
+    found = gemm.cases(scope(), GemmOptions())
     assert len(found) == len({case.id for case in found})
     cold = {shape(case) for case in found if case.regime == "cold"}
     assert {(8192, 8192, 8192), (128, 8192, 8192), (64, 64, 64)} <= cold
     assert [shape(case) for case in found if case.regime == "sustained"] == [(16384,) * 3]
-    on_cpu = gemm.cases(scope("cpu", dtype="fp32"))
+    on_cpu = gemm.cases(scope("cpu", dtype="fp32"), GemmOptions())
     assert {case.regime for case in on_cpu} == {"warm"}
     assert sum(case.op.flops for case in on_cpu) < 1e10  # a second or so in all
-    only = gemm.cases(scope(), square=(512,), modes=("warm",))
+    only = gemm.cases(scope(), GemmOptions(square=(512,), modes=("warm",)))
     assert [shape(case) for case in only] == [(512, 512, 512)]
 
 
@@ -85,7 +89,7 @@ def samples_of(cases: list[Case], rate) -> list[Sample]:
 
 def search(rate, **options) -> tuple[list[Sample], list[Case]]:
     """The samples of the search, and what it asked for when it had ended."""
-    samples = samples_of(gemm.cases(scope(), search=True, **options), rate)
+    samples = samples_of(gemm.cases(scope(), GemmOptions(search=True, **options)), rate)
     while wanted := gemm.next_shapes(samples):
         assert not {case.id for case in wanted} & {sample.case_id for sample in samples}
         assert gemm.next_shapes(samples) == wanted
@@ -136,7 +140,7 @@ def test_each_dtype_and_scaling_is_searched_by_itself():
 
 def test_attention_of_lists_and_models_by_every_back_end():
     deepseek = AttentionShape("deepseek_v3", 8192, 8192, 128, 128, 192, 128, True)
-    found = attention.cases(scope(), shapes=[deepseek])
+    found = attention.cases(scope(), AttentionOptions(shapes=[deepseek]))
     assert [case.backend for case in found[::2]] == list(attention.BACKENDS)
     ways = [case.op.direction for case in found]
     assert ways == ["forward", "backward"] * 9  # a budget cuts back ends, not directions
@@ -151,8 +155,11 @@ def test_attention_of_lists_and_models_by_every_back_end():
         vocab=102400, max_seq_len=4096, mla=latent,
     )  # fmt: skip
     (only,) = attention.cases(
-        scope(), models=(v2_lite,), seq_lens=(1024,), microbatch_sizes=(3,), backends=("flex",),
-        directions=("backward",), causal=False,
+        scope(),
+        AttentionOptions(
+            model=(v2_lite,), seq_lens=(1024,), microbatch_sizes=(3,), backends=("flex",),
+            directions=("backward",), causal=False,
+        ),
     )  # fmt: skip
     wanted = Attention(
         batch=3, q_len=1024, kv_len=1024, heads=16, kv_heads=16, head_dim=192, head_dim_v=128,
@@ -163,18 +170,22 @@ def test_attention_of_lists_and_models_by_every_back_end():
 
 
 def test_windows_come_beside_the_whole_mask_and_need_causality():
-    found = attention.cases(scope("cpu"), windows=(32, 64), backends=("math",), seq_lens=(128,))
+    found = attention.cases(
+        scope("cpu"), AttentionOptions(windows=(32, 64), backends=("math",), seq_lens=(128,))
+    )
     assert {case.op.window for case in found} == {None, 32, 64}
     with pytest.raises(ValueError, match=r"windows = \(32,\): a window is of causal attention"):
-        attention.cases(scope("cpu"), windows=(32,), causal=False)
+        attention.cases(scope("cpu"), AttentionOptions(windows=(32,), causal=False))
     with pytest.raises(ValueError, match="backends = fash: must be of flash, cudnn"):
-        attention.cases(scope(), backends=("fash",))
-    long = [case.op for case in attention.cases(scope()) if case.backend == "flash"]
+        attention.cases(scope(), AttentionOptions(backends=("fash",)))
+    long = [
+        case.op for case in attention.cases(scope(), AttentionOptions()) if case.backend == "flash"
+    ]
     assert {op.batch * op.q_len for op in long} == {16384}
 
 
 def test_overlap_pairs_a_layer_with_the_collectives_of_training():
-    found = overlap.cases(scope(world_size=4), models=(LLAMA_8B,), sizes="1048581")
+    found = overlap.cases(scope(world_size=4), OverlapOptions(model=(LLAMA_8B,), sizes="1048581"))
     assert [case.op.collective.kind for case in found] == list(overlap.KINDS)
     # the largest of a layer is gate and up; the vocabulary's is larger but not of a layer
     assert {(c.op.compute.m, c.op.compute.n, c.op.compute.k) for c in found} == {
@@ -182,8 +193,8 @@ def test_overlap_pairs_a_layer_with_the_collectives_of_training():
     }
     assert {case.op.collective.size_bytes for case in found} == {2**20}
     assert {case.op.collective.group_size for case in found} == {4}
-    assert len(overlap.cases(scope("cpu", 2))) == 8
+    assert len(overlap.cases(scope("cpu", 2), OverlapOptions())) == 8
     with pytest.raises(ValueError, match="1 rank has no collective; use at least 2"):
-        overlap.cases(scope())
+        overlap.cases(scope(), OverlapOptions())
     with pytest.raises(ValueError, match="sizes = '7': must be at least 8 bytes"):
-        overlap.cases(scope(world_size=4), sizes="7")
+        overlap.cases(scope(world_size=4), OverlapOptions(sizes="7"))

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from meshwise.models import block_ops, catalogue
+from meshwise.options.measure import ProfileOptions
 from meshwise.probe import progress
 from meshwise.probe.cases import effort, profile
 from meshwise.probe.cases.scope import Scope
@@ -50,7 +51,7 @@ def a_cluster(kind: str, num_devices: int, near: int | None = None) -> Cluster:
 def a_profile(kind: str = "cpu", world_size: int = 4, models: tuple[Model, ...] = (MODEL,)):
     gpu = kind == "cuda"
     scope = Scope(a_cluster(kind, world_size), world_size, "bf16" if gpu else "fp32")
-    return profile.cases(scope, models=models)
+    return profile.cases(scope, ProfileOptions(model=models))
 
 
 PROFILES = [("cpu", 1), ("cpu", 2), ("cpu", 4), ("cpu", 6), ("cuda", 1), ("cuda", 4), ("cuda", 8)]
@@ -196,7 +197,7 @@ def test_regime_and_lowering():
 
 def test_far_groups_where_they_can_differ():
     def strides(cluster: Cluster, kind: str) -> set[int]:
-        found = profile.cases(Scope(cluster, 4, "fp32"), models=(MODEL,))
+        found = profile.cases(Scope(cluster, 4, "fp32"), ProfileOptions(model=(MODEL,)))
         ops = (case.op for case in found if isinstance(case.op, Collective))
         return {op.group_stride for op in ops if op.kind == kind and op.group_size == 2}
 
@@ -220,7 +221,7 @@ def test_reductions_are_measured_in_the_dtypes_of_a_step():
 
 def test_too_large_a_world_is_refused():
     with pytest.raises(ValueError, match=r"world_size = 8.*4 devices; use 1 to 4"):
-        profile.cases(Scope(a_cluster("cpu", 4), 8, "fp32"), models=(MODEL,))
+        profile.cases(Scope(a_cluster("cpu", 4), 8, "fp32"), ProfileOptions(model=(MODEL,)))
 
 
 LABELS = [

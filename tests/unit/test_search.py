@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from meshwise import models, schedule, search
 from meshwise.models.apply import ActionSpan, Program
 from meshwise.models.shard import Buffer, Task
+from meshwise.options.measure import ProfileOptions
 from meshwise.pages import figures, html, tables
 from meshwise.prices import Prices
 from meshwise.prices.key import links
@@ -771,7 +772,9 @@ def test_the_profile_measures_messages_of_every_tier_early(costs, kind):
     there = two_hosts(costs).cluster
     device = msgspec.structs.replace(there.device, kind=kind)
     cluster = msgspec.structs.replace(there, device=device)
-    cases = profile.cases(Scope(cluster, 4, "fp32"), models=(MODEL,), lowering="eager")
+    cases = profile.cases(
+        Scope(cluster, 4, "fp32"), ProfileOptions(model=(MODEL,), lowering="eager")
+    )
     pairs, spent_s = set(), 0.0
     for case in cases:
         spent_s += effort.estimate_s(case, cluster)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from meshwise import models, plan, search
 from meshwise.fit.calibrate import calibrate
 from meshwise.models import block_ops
+from meshwise.options.measure import ProfileOptions
 from meshwise.prices import Prices, unmeasured
 from meshwise.probe.cases import profile
 from meshwise.probe.cases.scope import Scope
@@ -72,7 +73,7 @@ def test_the_plan_is_the_fastest(tmp_path):
 def of_profile(with_blocks, seconds):
     """Prices of a profile of GPUs for the model, of operations that take so many seconds."""
     cluster = files.take("h100-hgx", Cluster)
-    cases = profile.cases(Scope(cluster, 8, "bf16"), models=(MODEL,))
+    cases = profile.cases(Scope(cluster, 8, "bf16"), ProfileOptions(model=(MODEL,)))
     cases = [case for case in cases if with_blocks or not isinstance(case.op, Block)]
     info = RunInfo(
         run_id="x", verb="measure", command=(), started="", world_size=8, cluster=cluster

@@ -4,7 +4,7 @@ The order is shape by shape: forward of all back ends, then backward. A back end
 lacks is a case too, so that the record says that it was skipped, and why.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import Literal, NamedTuple, get_args
 
@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from meshwise.models import decoder
 from meshwise.models.primus import AttentionShape
-from meshwise.probe.cases.scope import Scope, distinct
-from meshwise.spec import Attention, Case, Decoder, Derived, Model
+from meshwise.options.measure import AttentionOptions
+from meshwise.probe.cases.scope import Scope, distinct, models_of
+from meshwise.spec import Attention, Case, Derived
 from meshwise.spec.op import Direction
 
 Backend = Literal["", "flash", "cudnn", "efficient", "math", "flex", "varlen", "fa3", "fa4"]
@@ -41,34 +42,31 @@ GPU = FlopScale((Heads(32, 32, 128), Heads(32, 8, 128)), 16384, (2048, 4096, 819
 CPU = FlopScale((Heads(4, 4, 64), Heads(4, 2, 64)), 512, (128, 512), 128)
 
 
-def derived(
-    scope: Scope,
-    *,
-    models: tuple[Model | Decoder, ...] = (),
-    shapes: Sequence[AttentionShape] = (),
-    microbatch_sizes: tuple[int, ...] = (1,),
-    seq_lens: tuple[int, ...] = (),
-    backends: tuple[Backend, ...] = BACKENDS,
-    directions: tuple[Direction, ...] = DIRECTIONS,
-    windows: tuple[int, ...] = (),
-    causal: bool = True,
-) -> list[Derived]:
-    """List cases with the model of each; a shape of two models comes twice.
+def cases(scope: Scope, asked: AttentionOptions) -> list[Case]:
+    """List the shapes by every back end, each once."""
+    return distinct(derived(scope, asked))
 
-    ``seq_lens``: of models and usual shapes. ``windows``: each shape again with each of them.
+
+def derived(scope: Scope, asked: AttentionOptions) -> list[Derived]:
+    """List cases with the model of each; a shape of two models comes twice. Each ``window`` is one
+    more case of every shape.
+
     Without models or shapes: 32 heads of 128, and 8 key heads, over 16384 tokens (less on CPUs).
     """
-    if windows and not causal:
+    windows, shapes = asked.windows, asked.shapes or ()
+    backends, directions = asked.backends or BACKENDS, asked.directions or DIRECTIONS
+    sizes = asked.microbatch_sizes or (1,)
+    if windows and not asked.causal:
         raise ValueError(f"windows = {windows}: a window is of causal attention; leave causal on")
     if unknown := set(backends) - set(BACKENDS):
         known = ", ".join(filter(None, BACKENDS))
         raise ValueError(f"backends = {', '.join(sorted(unknown))}: must be of {known}")
     found: list[tuple[str, Attention]] = []
-    if models or shapes:
-        found += dict.fromkeys(_of_models(scope, models, microbatch_sizes, seq_lens, causal))
-        found += [(one.model, _listed(scope, one, b)) for one in shapes for b in microbatch_sizes]
+    if asked.model or shapes:
+        found += dict.fromkeys(_of_models(scope, asked, sizes))
+        found += [(one.model, _listed(scope, one, size)) for one in shapes for size in sizes]
     else:
-        found += [("", op) for op in _usual(scope, seq_lens, causal)]
+        found += [("", op) for op in _usual(scope, asked.seq_lens, asked.causal)]
     regime: Literal["cold", "warm"] = "cold" if scope.on_gpus else "warm"
     rows = []
     for name, op in found:
@@ -85,22 +83,15 @@ def derived(
     return rows
 
 
-cases = distinct(derived)
-
-
 def _of_models(
-    scope: Scope,
-    models: tuple[Model | Decoder, ...],
-    microbatch_sizes: tuple[int, ...],
-    seq_lens: tuple[int, ...],
-    causal: bool,
+    scope: Scope, asked: AttentionOptions, sizes: tuple[int, ...]
 ) -> Iterator[tuple[str, Attention]]:
     usual = (GPU if scope.on_gpus else CPU).of_models
-    for model in models:
-        lengths = seq_lens or (min(model.max_seq_len, usual),)
-        for batch, length in product(microbatch_sizes, lengths):
+    for model in models_of(asked):
+        lengths = asked.seq_lens or (min(model.max_seq_len, usual),)
+        for batch, length in product(sizes, lengths):
             for op in decoder.attentions(model, batch, length, dtype=scope.dtype):
-                yield model.name, op if causal else replace(op, causal=False, window=None)
+                yield model.name, op if asked.causal else replace(op, causal=False, window=None)
 
 
 def _listed(scope: Scope, shape: AttentionShape, batch: int) -> Attention:

@@ -7,13 +7,14 @@ any prefix tells something of every kind. ``between`` adds sizes where a measure
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from meshwise.models import apply, catalogue, graph, primus, stream_shape
 from meshwise.models.decoder import exchanges
-from meshwise.probe.cases.scope import Scope
+from meshwise.options.measure import CollectivesOptions
+from meshwise.probe.cases.scope import Scope, models_of
 from meshwise.probe.cases.sizes import divisible, embedding_splits, parse_sizes, uneven
 from meshwise.spec import (
     DTYPE_BYTES,
@@ -23,7 +24,6 @@ from meshwise.spec import (
     Derived,
     Model,
     Plan,
-    Regime,
     Sample,
     layer_kinds,
 )
@@ -57,46 +57,41 @@ class Group(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-def cases(
-    scope: Scope,
-    *,
-    kinds: tuple[CollectiveKind, ...] = KINDS,
-    sizes: str | None = None,
-    models: tuple[Model | Decoder, ...] = (),
-    primus_lists: bool = False,
-    microbatch_sizes: tuple[int, ...] = (1,),
-    seq_len: int | None = None,
-    plan: Plan | None = None,
-    splits: tuple[tuple[int, ...], ...] = (),
-    tables: str | None = None,
-    groups: int = 1,
-    ranks: tuple[int, ...] = (),
-    pairs: bool = False,
-    modes: tuple[Regime, ...] = (),
-    backends: tuple[str, ...] = ("",),
-    place: Literal["out", "in", "both"] = "out",
-) -> list[Case]:
-    """``sizes`` as ``parse_sizes`` reads them, by default 1K..1G:x4 on GPUs and 4K..16M:x4 on CPUs.
+def cases(scope: Scope, asked: CollectivesOptions) -> list[Case]:
+    """List every operation asked for, in every way asked for that its back ends have.
 
-    ``models``, ``primus_lists``, ``plan``: the sizes that these exchange instead. ``splits``: bytes
-    from each rank to each other, ``tables``: an embedding exchange
-    ``batch,tables-of-rank-0-...,dim``, both for all_to_all_v. ``groups``: so many groups of equal
-    size at once; ``ranks``: one group of these. ``pairs``: one message between every ordered pair
-    of ranks, one pair at a time. ``modes``: warm (events around each call), blocking, pipelined,
-    graph; by default graph on GPUs, warm on CPUs.
-    ``place``: in or out of place where a back end has both; torch's all_reduce, reduce and
-    broadcast are in place whatever is asked.
+    Sizes are ``sizes``, or what models, a plan, uneven splits or tables of embeddings exchange.
     """
-    is_uneven = bool(splits) or tables is not None
-    _check_alone(
-        splits=bool(splits), tables=tables is not None, pairs=pairs, plan=plan is not None,
-        models=bool(models), primus_lists=primus_lists,
-        kinds=kinds != KINDS and not (is_uneven or models or primus_lists),
-    )  # fmt: skip
-    _check_alone(groups=groups > 1, ranks=bool(ranks), plan=plan is not None)
-    if sizes is not None and (is_uneven or models or primus_lists or plan):
+    _check(scope, asked)
+    return list(
+        dict.fromkeys(case for op in _ops(scope, asked) for case in _called(scope, asked, op))
+    )
+
+
+def derived(scope: Scope, asked: CollectivesOptions) -> list[Derived]:
+    """List what each model exchanges when its layers are split over the group, with its name."""
+    return [
+        Derived(*about, name, case)
+        for about, name, op in _exchanged(scope, asked)
+        for case in _called(scope, asked, op)
+    ]
+
+
+def _check(scope: Scope, asked: CollectivesOptions) -> None:
+    """Refuse options that say different things about the same, and what cannot be sent."""
+    sized = {
+        "splits": bool(asked.splits), "tables": asked.tables is not None, "pairs": asked.pairs,
+        "plan": asked.plan is not None, "models": bool(asked.model),
+        "primus_lists": asked.primus_lists,
+    }  # fmt: skip
+    kinds = _kinds(asked)
+    is_uneven = sized["splits"] or sized["tables"]
+    has_own_kinds = is_uneven or asked.model or asked.primus_lists
+    _check_alone(**sized, kinds=kinds != KINDS and not has_own_kinds)
+    _check_alone(groups=asked.groups > 1, ranks=bool(asked.ranks), plan=asked.plan is not None)
+    if asked.sizes is not None and (has_own_kinds or asked.plan):
         raise ValueError("sizes: splits, tables, models and plans have their own; leave it out")
-    if unknown := set(backends) - set(BACKENDS):
+    if unknown := set(asked.backends) - set(BACKENDS):
         said = ", ".join(["torch", *BACKENDS[1:]])
         raise ValueError(f"backend = {', '.join(sorted(unknown))!r}: must be one of {said}")
     if scope.dtype in ("fp8", "tf32"):
@@ -105,70 +100,50 @@ def cases(
         raise ValueError("all_to_all_v: who sends how much? give splits or tables")
     if "send" in kinds:
         raise ValueError("send: from whom to whom? ask for pairs")
-    group = _group(scope.world_size, groups, ranks)
-    ops: list[Collective] = []
-    if is_uneven:
-        sent = splits or embedding_splits(tables or "", "tables")
-        if tables and len(sent) != group.size:
+
+
+def _kinds(asked: CollectivesOptions) -> tuple[CollectiveKind, ...]:
+    return cast("tuple[CollectiveKind, ...]", asked.kinds) or KINDS
+
+
+def _ops(scope: Scope, asked: CollectivesOptions) -> list[Collective]:
+    """The operations, each once for its size."""
+    group = _group(scope.world_size, asked.groups, asked.ranks or ())
+    if asked.splits or asked.tables is not None:
+        sent = asked.splits or embedding_splits(asked.tables or "", "tables")
+        if asked.tables and len(sent) != group.size:
             raise ValueError(f"tables: {len(sent)} ranks send, but the group has {group.size}")
-        ops = [uneven(sent, group.size, scope.dtype, group.ranks)]
-    elif pairs:
-        every = ranks or tuple(range(scope.world_size))
-        ops = _pairs(scope, every, sizes)
-    elif plan is not None:
-        if plan.layout.num_devices != scope.world_size:
-            needed = plan.layout.num_devices
+        return [uneven(sent, group.size, scope.dtype, group.ranks)]
+    if asked.pairs:
+        return _pairs(scope, asked.ranks or tuple(range(scope.world_size)), asked.sizes)
+    if asked.plan is not None:
+        needed = asked.plan.layout.num_devices
+        if needed != scope.world_size:
             raise ValueError(
                 f"plan: it is for {needed} ranks, not {scope.world_size}; use --nproc {needed}"
             )
-        ops = _of_plan(plan)
-    elif models or primus_lists:
-        listed = _listed(models, primus_lists, kinds)
-        ops = [op for *_, op in _exchanged(scope, listed, microbatch_sizes, seq_len, group)]
-    else:
-        text = ("1K..1G:x4" if scope.on_gpus else "4K..16M:x4") if sizes is None else sizes
-        ops = [
-            _sized(kind, size, group, scope.dtype) for size in parse_sizes(text) for kind in kinds
-        ]
-        ops = [op for op in ops if op.size_bytes]
-    return list(dict.fromkeys(c for op in ops for c in _called(scope, op, modes, backends, place)))
-
-
-def derived(
-    scope: Scope,
-    *,
-    models: tuple[Model | Decoder, ...] = (),
-    primus_lists: bool = False,
-    kinds: tuple[CollectiveKind, ...] = KINDS,
-    microbatch_sizes: tuple[int, ...] = (1,),
-    seq_len: int | None = None,
-    groups: int = 1,
-    ranks: tuple[int, ...] = (),
-    modes: tuple[Regime, ...] = (),
-    backends: tuple[str, ...] = ("",),
-    place: Literal["out", "in", "both"] = "out",
-) -> list[Derived]:
-    """List what each model exchanges when its layers are split over the group, with its name.
-    ``primus_lists``: the models that Primus measures at its lengths (on CPUs 128 tokens)."""
-    group, listed = _group(scope.world_size, groups, ranks), _listed(models, primus_lists, kinds)
-    return [
-        Derived(*about, name, case)
-        for about, name, op in _exchanged(scope, listed, microbatch_sizes, seq_len, group)
-        for case in _called(scope, op, modes, backends, place)
-    ]
+        return _of_plan(asked.plan)
+    if asked.model or asked.primus_lists:
+        return [op for *_, op in _exchanged(scope, asked)]
+    text = asked.sizes
+    if text is None:
+        text = "1K..1G:x4" if scope.on_gpus else "4K..16M:x4"
+    kinds, sizes = _kinds(asked), parse_sizes(text)
+    ops = [_sized(kind, size, group, scope.dtype) for size in sizes for kind in kinds]
+    return [op for op in ops if op.size_bytes]
 
 
 def _exchanged(
-    scope: Scope, listed: list[Listed], microbatch_sizes: tuple[int, ...], seq_len: int | None,
-    group: Group,
-) -> Iterator[tuple[tuple[str, int, int, int, int], str, Collective]]:  # fmt: skip
+    scope: Scope, asked: CollectivesOptions
+) -> Iterator[tuple[tuple[str, int, int, int, int], str, Collective]]:
     """The exchanges of each model's layers: what a ``Derived`` says about it, their names."""
-    for model, length, sent in listed:
+    group = _group(scope.world_size, asked.groups, asked.ranks or ())
+    for model, length, sent in _listed(asked):
         experts = None if isinstance(model, Model) else model.experts
         divides = experts is not None and experts.num_experts % group.size == 0
-        tokens = seq_len or (length if scope.on_gpus else min(length, 128))
+        tokens = asked.seq_len or (length if scope.on_gpus else min(length, 128))
         tp = 1 if set(sent) <= {"all_to_all"} else group.size
-        for rows in microbatch_sizes:
+        for rows in asked.microbatch_sizes or (1,):
             about = (model.name, rows, tokens, model.hidden, experts.top_k if experts else 1)
             ep = group.size if divides else 1
             try:
@@ -185,13 +160,14 @@ def _exchanged(
                     yield about, one.name, op
 
 
-def _listed(
-    models: tuple[Model | Decoder, ...], primus_lists: bool, kinds: tuple[CollectiveKind, ...]
-) -> list[Listed]:
-    """The given models, and those of Primus' two lists, each with its length and which of ``kinds``
-    are of interest."""
-    lists = ((primus.COLLECTIVES, False), (primus.ALL_TO_ALL, True)) if primus_lists else ()
-    given: list[Listed] = [(model, min(model.max_seq_len, 8192), kinds) for model in models]
+def _listed(asked: CollectivesOptions) -> list[Listed]:
+    """The given models, and those of Primus' two lists, each with its length (of the lists 128
+    tokens at most on CPUs) and which kinds are of interest."""
+    kinds, both = _kinds(asked), ((primus.COLLECTIVES, False), (primus.ALL_TO_ALL, True))
+    lists = both if asked.primus_lists else ()
+    given: list[Listed] = [
+        (model, min(model.max_seq_len, 8192), kinds) for model in models_of(asked)
+    ]
     return given + [
         (catalogue.find(name), length, tuple(k for k in kinds if (k == "all_to_all") == to_experts))
         for names, to_experts in lists
@@ -206,16 +182,13 @@ def _check_alone(**given: bool) -> None:
         raise ValueError(f"{' and '.join(several)}: only one of them can be; leave the others out")
 
 
-def _called(
-    scope: Scope, op: Collective, modes: tuple[Regime, ...], backends: tuple[str, ...],
-    place: Literal["out", "in", "both"],
-) -> list[Case]:  # fmt: skip
+def _called(scope: Scope, asked: CollectivesOptions, op: Collective) -> list[Case]:
     """One operation in every way asked for that its back ends have."""
     return [
         Case(op=placed, regime=mode, backend=backend, world_size=scope.world_size)
-        for backend in backends
-        for mode in modes or (("graph",) if scope.on_gpus else ("warm",))
-        for placed in _placed(op, backend, PLACES[place])
+        for backend in asked.backends or ("",)
+        for mode in asked.modes or (("graph",) if scope.on_gpus else ("warm",))
+        for placed in _placed(op, backend, PLACES[asked.place])
     ]
 
 

@@ -2,49 +2,43 @@
 
 from meshwise.models import fsdp
 from meshwise.models.catalogue import find
-from meshwise.probe.cases.scope import Scope, distinct
-from meshwise.spec import Case, Decoder, Derived, Model, Regime
-from meshwise.spec.op import Dtype
+from meshwise.options.measure import FsdpOptions
+from meshwise.probe.cases.scope import Scope, distinct, models_of
+from meshwise.spec import Case, Derived
 
 DEFAULT = {"cuda": "llama-3-70b", "cpu": "gpt-30m"}
 
 
-def derived(
-    scope: Scope,
-    *,
-    models: tuple[Model | Decoder, ...] = (),
-    replicas: int = 1,
-    param_dtype: Dtype | None = None,
-    reduce_dtype: Dtype | None = None,
-    modes: tuple[Regime, ...] = ("warm",),
-) -> list[Derived]:
+def cases(scope: Scope, asked: FsdpOptions) -> list[Case]:
+    """List the messages of all units, each once."""
+    return distinct(derived(scope, asked))
+
+
+def derived(scope: Scope, asked: FsdpOptions) -> list[Derived]:
     """List all-gathers, reduce-scatters and, with ``replicas`` (HSDP), all-reduces of each unit.
 
-    Equal units are one row, named together (``layers 0-79``). ``param_dtype`` is the dtype of
-    gathered weights, ``reduce_dtype`` that of gradients; by default the scope's.
+    Equal units are one row, named together (``layers 0-79``).
     """
+    replicas, dtype = asked.replicas, scope.dtype
     if replicas < 1 or scope.world_size % replicas:
         raise ValueError(f"replicas = {replicas}: must divide the {scope.world_size} ranks")
     found: dict[tuple[str, Case], Derived] = {}
     units: dict[tuple[str, Case], list[str]] = {}
-    for model in models or (find(DEFAULT[scope.cluster.device.kind]),):
+    for model in models_of(asked) or (find(DEFAULT[scope.cluster.device.kind]),):
         planned = fsdp.planned(
             model,
             shard=scope.world_size // replicas,
             replicas=replicas,
-            param_dtype=param_dtype or scope.dtype,
-            reduce_dtype=reduce_dtype or scope.dtype,
+            param_dtype=asked.param_dtype or dtype,
+            reduce_dtype=asked.reduce_dtype or dtype,
         )
         for one in planned:
-            for mode in modes:
+            for mode in asked.modes or ("warm",):
                 case = Case(op=one.collective, regime=mode, world_size=scope.world_size)
                 row = Derived(model.name, 1, model.max_seq_len, model.hidden, 1, "", case)
                 found.setdefault((model.name, case), row)
                 units.setdefault((model.name, case), []).append(one.unit)
     return [row._replace(name=_together(units[key])) for key, row in found.items()]
-
-
-cases = distinct(derived)
 
 
 def _together(units: list[str]) -> str:

@@ -9,15 +9,16 @@ The search for the best shape starts from a grid and goes on from the fastest pr
 (mamf-finder of Stas Bekman's ml-engineering scans a range instead).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from meshwise.models.decoder import passes, products
-from meshwise.probe.cases.scope import Scope
-from meshwise.spec import Case, Decoder, Derived, Gemm, Model, Regime, Sample
+from meshwise.options.measure import GemmOptions
+from meshwise.probe.cases.scope import Scope, models_of
+from meshwise.spec import Case, Derived, Gemm, Model, Regime, Sample
 from meshwise.spec.op import Dtype
 from meshwise.stats import median_interval
 
@@ -57,35 +58,20 @@ CPU = GemmScale(
 _ROUNDS = 4
 
 
-def cases(
-    scope: Scope,
-    *,
-    models: tuple[Model | Decoder, ...] = (),
-    configs: Mapping[str, tuple[Decoder, int]] | None = None,
-    microbatch_sizes: tuple[int, ...] = (1,),
-    seq_len: int | None = None,
-    dtypes: tuple[Dtype, ...] = (),
-    modes: tuple[Regime, ...] = (),
-    gradients: bool = True,
-    square: tuple[int, ...] = (),
-    skinny: bool = False,
-    tiny: bool = False,
-    search: bool = False,
-) -> list[Case]:
-    """``configs``: by name a model and its sequence length. ``gradients``: with each forward
-    product also those of its backward. ``square``: sides of cubes, ``skinny``: few rows, ``tiny``:
-    cubes that take microseconds; all three where nothing is asked. ``search``: the grid that
+def cases(scope: Scope, asked: GemmOptions) -> list[Case]:
+    """List products of models and of other shapes. Where nothing is asked these are all cubes, few
+    rows (``skinny``) and cubes that take microseconds (``tiny``). ``search`` is the grid that
     ``next_shapes`` goes on from.
 
     Without ``modes``: cold, and the largest product of each dtype sustained, on GPUs (a search
     ends with that of the best); warm on CPUs. A sustained regime is of one product in any case.
     """
-    scale = _scale(scope)
-    if not (models or configs or square or skinny or tiny or search):
+    scale, modes, square, search = _scale(scope), asked.modes, asked.square, asked.search
+    skinny, tiny = asked.skinny, asked.tiny
+    if not (asked.model or asked.configs or square or skinny or tiny or search):
         square, skinny, tiny = scale.squares, True, True
     if not modes:
-        largest: tuple[Regime, ...] = () if search else ("sustained",)
-        modes = ("cold", *largest) if scope.on_gpus else ("warm",)
+        modes = ("warm",) if not scope.on_gpus else ("cold",) if search else ("cold", "sustained")
     shapes = [(n, n, n) for n in square]
     if skinny:
         shapes += [(thin, scale.long, scale.long) for thin in scale.skinny]
@@ -94,11 +80,8 @@ def cases(
     if search:
         shapes += _grid(scale)
     found: list[Case] = []
-    for dtype in dtypes or (scope.dtype,):
-        rows = derived(
-            scope, models=models, configs=configs, microbatch_sizes=microbatch_sizes,
-            seq_len=seq_len, dtype=dtype, gradients=gradients,
-        )  # fmt: skip
+    for dtype in asked.dtypes or (scope.dtype,):
+        rows = derived(scope._replace(dtype=dtype), asked)
         ops = [row.case.op for row in rows if isinstance(row.case.op, Gemm)]
         for m, n, k in shapes:
             ops += _in_dtype(Gemm(m=m, n=n, k=k), dtype)
@@ -110,34 +93,24 @@ def cases(
     return list(dict.fromkeys(found))
 
 
-def derived(
-    scope: Scope,
-    *,
-    models: tuple[Model | Decoder, ...] = (),
-    configs: Mapping[str, tuple[Decoder, int]] | None = None,
-    microbatch_sizes: tuple[int, ...] = (1,),
-    seq_len: int | None = None,
-    dtype: Dtype | None = None,
-    modes: tuple[Regime, ...] = (),
-    gradients: bool = True,
-) -> list[Derived]:
+def derived(scope: Scope, asked: GemmOptions) -> list[Derived]:
     """The models' products with their names: by model, microbatch size, product, then forward,
     weight gradient, input gradient. fp8 comes scaled by tensor and by row. Of several ``modes``
     the first in which all are timed."""
-    named: list[tuple[str, Model | Decoder, int]] = [
-        (model.name, model, seq_len or min(model.max_seq_len, _scale(scope).seq_len))
-        for model in models
+    named: list[tuple[str, Any, int]] = [
+        (model.name, model, asked.seq_len or min(model.max_seq_len, _scale(scope).seq_len))
+        for model in models_of(asked)
     ]
-    named += [(name, *found) for name, found in (configs or {}).items()]
+    named += [(name, *found) for name, found in (asked.configs or {}).items()]
     usual: Regime = "cold" if scope.on_gpus else "warm"
-    regime = next((regime for regime in modes if regime != "sustained"), usual)
+    regime = next((regime for regime in asked.modes if regime != "sustained"), usual)
     rows = []
-    for (name, model, tokens), microbatch_size in product(named, microbatch_sizes):
+    for (name, model, tokens), microbatch_size in product(named, asked.microbatch_sizes or (1,)):
         experts = None if isinstance(model, Model) else model.experts
         about = (name, microbatch_size, tokens, model.hidden, experts.top_k if experts else 1)
         for made in products(model, microbatch_size, tokens):
-            for direction in passes(made.gemm)[: 3 if gradients else 1]:
-                for op in _in_dtype(direction, dtype or scope.dtype):
+            for direction in passes(made.gemm)[: 3 if asked.gradients else 1]:
+                for op in _in_dtype(direction, scope.dtype):
                     case = Case(op=op, regime=regime, world_size=scope.world_size)
                     rows.append(Derived(*about, made.name, case))
     return rows

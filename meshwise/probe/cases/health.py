@@ -10,6 +10,7 @@ a ring shift of 64 MiB between four H200 reaches 155 GB/s, of 256 MiB 305, of 4 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from meshwise.options.measure import HealthOptions
 from meshwise.probe.cases.scope import Scope, typed
 from meshwise.spec import DTYPE_BYTES, Case, Collective, Elementwise, Gemm, Op
 from meshwise.spec.op import CollectiveKind, Dtype
@@ -31,8 +32,9 @@ GPU = HealthSizes(8192, GiB, 256 * MiB, 256 * MiB, 256 * MiB, "bf16")
 CPU = HealthSizes(512, 16 * MiB, 0, 4 * MiB, MiB, "fp32")
 
 
-def cases(scope: Scope, *, quick: bool = False) -> list[Case]:
-    """``quick`` leaves out the sustained product and all pairs but neighbours."""
+def cases(scope: Scope, asked: HealthOptions) -> list[Case]:
+    """List the cases; ``quick`` leaves out the sustained product and all pairs but neighbours."""
+    quick = asked.quick
     sizes = GPU if scope.on_gpus else CPU
     product = typed(Gemm(m=sizes.cube, n=sizes.cube, k=sizes.cube), scope.dtype)
     ops: list[Op] = [product]

@@ -1,44 +1,35 @@
 """``measure overlap``: a product of a model's layer beside training's collectives. No torch."""
 
 from itertools import product
+from typing import Any, cast
 
 from meshwise.models.decoder import products
-from meshwise.probe.cases.scope import Scope, typed
+from meshwise.options.measure import OverlapOptions
+from meshwise.probe.cases.scope import Scope, models_of, typed
 from meshwise.probe.cases.sizes import parse_sizes
-from meshwise.spec import DTYPE_BYTES, Case, Collective, Decoder, Gemm, Model, Overlap
+from meshwise.spec import DTYPE_BYTES, Case, Collective, Gemm, Overlap
 from meshwise.spec.op import IN_PLACE_ONLY, CollectiveKind, Dtype
 
 _SENT: dict[Dtype, Dtype] = {"fp8": "bf16", "tf32": "fp32"}  # by training in these
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "send_recv")
 
 
-def cases(
-    scope: Scope,
-    *,
-    models: tuple[Model | Decoder, ...] = (),
-    microbatch_size: int = 1,
-    seq_len: int | None = None,
-    kinds: tuple[CollectiveKind, ...] = KINDS,
-    sizes: str | None = None,
-    backends: tuple[str, ...] = ("",),
-) -> list[Case]:
-    """Pair the largest product of each model's layers with collectives.
+def cases(scope: Scope, asked: OverlapOptions) -> list[Case]:
+    """Pair the largest product of each model's layers with collectives over all ranks.
 
-    Without models the product is a cube of 8192 (512 on CPUs).
-
-    ``sizes`` of the collectives over all ranks as ``parse_sizes`` reads them, by default 16M,256M
-    (256K,4M on CPUs), each rounded down to what divides among the ranks. ``backends``: of the
-    collectives.
+    Without models the product is a cube of 8192 (512 on CPUs). Each size is rounded down to what
+    divides among the ranks.
     """
-    ranks = scope.world_size
+    ranks, kinds = scope.world_size, cast("tuple[CollectiveKind, ...]", asked.kinds) or KINDS
     if ranks < 2:
         raise ValueError(f"overlap: {ranks} rank has no collective; use at least 2 (--nproc 2)")
+    sizes = asked.sizes
     if sizes is None:
         sizes = "16M,256M" if scope.on_gpus else "256K,4M"
     found = parse_sizes(sizes)
     side = 8192 if scope.on_gpus else 512
-    computes = [_product(scope, model, microbatch_size, seq_len) for model in models]
-    if not models:
+    computes = [_product(scope, model, asked) for model in models_of(asked)]
+    if not computes:
         computes = [typed(Gemm(m=side, n=side, k=side), scope.dtype)]
     sent = _SENT.get(scope.dtype, scope.dtype)
     unit = ranks * DTYPE_BYTES[sent]
@@ -61,14 +52,12 @@ def cases(
             backend=backend,
             world_size=ranks,
         )
-        for compute, size, kind, backend in product(computes, found, kinds, backends)
+        for compute, size, kind, backend in product(computes, found, kinds, asked.backends or ("",))
     ]
 
 
-def _product(
-    scope: Scope, model: Model | Decoder, microbatch_size: int, seq_len: int | None
-) -> Gemm:
-    tokens = seq_len or min(model.max_seq_len, 4096 if scope.on_gpus else 128)
-    found = products(model, microbatch_size, tokens)
+def _product(scope: Scope, model: Any, asked: OverlapOptions) -> Gemm:
+    tokens = asked.seq_len or min(model.max_seq_len, 4096 if scope.on_gpus else 128)
+    found = products(model, asked.microbatch_size, tokens)
     dense = [one.gemm for one in found if one.part == "layer" and one.gemm.groups == 1]
     return typed(max(dense, key=lambda gemm: gemm.flops), scope.dtype)

@@ -25,8 +25,9 @@ from typing import Literal, NamedTuple
 
 from meshwise.models import DIRECTIONS, apply, block_ops, blocks_of, graph, placement
 from meshwise.models.catalogue import default_model, default_workload
+from meshwise.options.measure import ProfileOptions
 from meshwise.prices import in_step, op_key
-from meshwise.probe.cases.scope import Scope
+from meshwise.probe.cases.scope import Scope, models_of
 from meshwise.spec import (
     DTYPE_BYTES,
     AnyModel,
@@ -126,18 +127,12 @@ class Profile(NamedTuple):
         return tuple(dict.fromkeys(max(1, size) for size in fewer))
 
 
-def cases(
-    scope: Scope,
-    *,
-    models: tuple[AnyModel, ...] = (),
-    lowering: Literal["eager", "compiled"] | None = None,
-    seq_len: int | None = None,
-) -> list[Case]:
-    """The cases of a profile in priority order, none twice.
+def cases(scope: Scope, asked: ProfileOptions) -> list[Case]:
+    """List the cases of a profile in priority order, none twice.
 
-    ``models``: whose operations, by default of one that fills the cluster. ``lowering`` of their
+    The operations are of ``model``, by default of one that fills the cluster. ``lowering`` of their
     blocks, and so of the plans made from them: compiled on GPUs and eager on CPUs unless given;
-    single operations are eager in any case. ``seq_len``: of the plan, by default the usual one.
+    single operations are eager in any case.
     """
     cluster, world_size = scope.cluster, scope.world_size
     if not 1 <= world_size <= cluster.num_devices:
@@ -149,11 +144,11 @@ def cases(
         cluster,
         world_size,
         scope.dtype,
-        lowering or cluster.device.lowering,
+        asked.lowering or cluster.device.lowering,
         SCALES[cluster.device.kind],
-        seq_len,
+        asked.seq_len,
     )
-    planned = models or (default_model(cluster),)
+    planned = models_of(asked) or (default_model(cluster),)
     rounds = [part(profile, planned) for part in (_round_1, _round_2, _round_3)]
     found: dict[tuple[object, ...], Case] = {}
     for op in (op for part in rounds for op in part):

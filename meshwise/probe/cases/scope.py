@@ -1,15 +1,13 @@
 """The scope that all cases of one measurement share, and listings of cases made of named ones."""
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple, ParamSpec
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from meshwise.options.measure import MeasureOptions
 from meshwise.spec import Case, Cluster, Derived, Gemm
 from meshwise.spec.op import Dtype
-
-P = ParamSpec("P")
 
 
 class Scope(NamedTuple):
@@ -29,11 +27,12 @@ def typed(gemm: Gemm, dtype: Dtype) -> Gemm:
     return replace(gemm, dtype=dtype, scaling="tensor" if dtype == "fp8" else "none")
 
 
-def distinct(derived: Callable[P, list[Derived]]) -> Callable[P, list[Case]]:
-    """Turn a listing of named cases into one of the cases, each once."""
+def models_of(asked: MeasureOptions) -> tuple[Any, ...]:
+    """Return the models whose operations are asked for, as records (a verb has found them)."""
+    assert not any(isinstance(model, str) for model in asked.model)
+    return asked.model
 
-    @functools.wraps(derived)
-    def cases(*args: P.args, **options: P.kwargs) -> list[Case]:
-        return list(dict.fromkeys(row.case for row in derived(*args, **options)))
 
-    return cases
+def distinct(rows: Iterable[Derived]) -> list[Case]:
+    """Return the cases of these rows, each once."""
+    return list(dict.fromkeys(row.case for row in rows))
