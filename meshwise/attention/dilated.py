@@ -69,7 +69,7 @@ def dilated_attention(
     ``shards``: contiguous. By default each is as long as its rank's q, and the ranks exchange these
     lengths in every call; pass ``shards`` in training. ``way``: gather, heads or ring, for branches
     whose segments span ranks; auto picks one per branch by ``prices``, else by bytes. A row that no
-    branch keeps has out 0 and lse -inf. All ranks raise the same ValueError for unequal arguments.
+    branch keeps is 0, its lse -inf. All ranks raise ValueError if shapes, options or prices differ.
     """
     wire = wire_of(group, wire)
     call = agreed(

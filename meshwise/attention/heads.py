@@ -42,7 +42,7 @@ class Members(NamedTuple):
     def exchange(
         self, x: Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> Callable[[], Tensor]:
-        """Exchange rows of x's last dim; ``send`` and ``receive`` count them for each member."""
+        """Exchange x as rows of its last dim; ``send``, ``receive``: rows by member."""
         before, after = self.first, self.wire.size - self.first - len(self.lengths)
         splits = ([0] * before + list(each) + [0] * after for each in (send, receive))
         return self.wire.exchange(x.view(-1, x.shape[-1]), *splits)

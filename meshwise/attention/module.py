@@ -16,7 +16,7 @@ from meshwise.spec.long_attention import Way
 
 
 class RingDilatedAttention(nn.Module):
-    """Map q [B, L, H, D], k and v [B, L, Hkv, D] of this rank's tokens to an output like q.
+    """Maps q [B, L, H, D], k and v [B, L, Hkv, D] of this rank's tokens to an output like q.
 
     A ring is ``ring_size`` consecutive ranks of ``group`` (all of them by default) that share one
     sequence; L may differ between them. Pass ``shards`` in training: without it the ranks exchange

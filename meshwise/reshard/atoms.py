@@ -1,6 +1,6 @@
 """Cut a logical tensor wherever any rank's holdings begin or end, on either side.
 
-In: a source and a destination layout. Out: atoms, the cells of the common refinement. A rank holds,
+In: a source and a destination layout. Out: atoms, the boxes of the common refinement. A rank holds,
 or needs, an atom entirely or not at all. Layers of a model are laid out alike, so tensors whose
 layouts differ only in the names of buffers are cut once.
 """

@@ -1,8 +1,8 @@
 """Share out what ranks send, so that the busiest sends as briefly as possible: an exact max-flow.
 
 In: bytes by the set of ranks that own them, and what each rank can send a second. Any owner may
-send any part of its bytes. Out: the least possible largest time z and a set S of ranks that cannot
-do better, or how much each owner sends of each set.
+send any part of its bytes. Out: the smallest possible maximum time z and a set S of ranks that
+cannot do better, or how much each owner sends of each set.
 
 By max-flow min-cut z is the maximum, over sets S, of (bytes owned only within S) / (rate of S).
 Dinkelbach's iteration finds it: route what fits in z; if something does not fit, the ranks that the
@@ -39,7 +39,7 @@ class _Balance(NamedTuple):
 def balance(
     owned: Mapping[Owners, int], capacity: Mapping[int, float] | None = None
 ) -> tuple[Fraction, Owners]:
-    """Return the least possible largest (bytes sent / capacity), and ranks that cannot do better.
+    """Return the smallest maximum of (bytes sent / capacity), and ranks that cannot do better.
 
     Without ``capacity`` every rank has 1, and the load is in bytes.
     """

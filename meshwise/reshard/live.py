@@ -124,7 +124,7 @@ def memory(everyone: Shares, side: int) -> dict[TileBuffer, Memory]:
 
 
 class Watch:
-    """Notice that a tensor's memory, or how it lies there, has changed since this was made.
+    """Watches whether a tensor's memory, or how it lies there, has changed since this was made.
 
     FSDP2's gathered copies do not count and are dropped: after a refit they would be out of date. A
     storage's size and offset need no check: equal address, shape and strides mean equal memory.

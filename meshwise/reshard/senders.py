@@ -50,7 +50,7 @@ class Hop(NamedTuple):
 
 
 class Hops(NamedTuple):
-    """``shared`` hops of a cut, ``own`` hops of a tensor; ``second_*``: of the second step."""
+    """``shared`` hops of each cut, ``own`` of each tensor; ``second_*``: of the second step."""
 
     shared: list[list[Hop]]
     own: list[list[Hop]]

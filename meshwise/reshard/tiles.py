@@ -5,13 +5,13 @@ same on the sending and on the receiving rank: where its rows begin in either bu
 they are, how many there are and how long. A tile holds at most ``TILE`` bytes. It is what a kernel
 copies at once, what a hash covers, and what fills a message.
 
-The hash of a tile is the sum, modulo 2^64, over its words of weight(place) * (1 + (word xor word >>
-31)), where weight(place) = (m xor m >> 29) or 1, m = (y xor y >> 32) * B and y = place * A. Weights
-are odd and multiply a bijection of the word, so one wrong word always shows. So does the same bit
-flipped in two words of eight bytes: the shift moves a flip of a high bit, such as a sign, below bit
-31, where no two weights of a tile are equal or opposite. Other damage escapes only by chance, of
-2^-64, or of 2^-33 if one bit alone is wrong in many words. The 1 tells zeros of different lengths
-apart.
+The hash of a tile is the sum, modulo 2^64, over its words of weight(place) * (1 + (word xor
+word >> 31)), where weight(place) = (m xor m >> 29) or 1, m = (y xor y >> 32) * B and y = place * A.
+Weights are odd and multiply a bijection of the word, so one wrong word always shows. So does the
+same bit flipped in two words of eight bytes: the shift moves a flip of a high bit, such as a sign,
+below bit 31, where no two weights of a tile are equal or opposite. Other damage escapes only by
+chance, of 2^-64, or of 2^-33 if one bit alone is wrong in many words. The 1 tells zeros of
+different lengths apart.
 """
 
 import functools

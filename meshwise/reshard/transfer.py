@@ -315,7 +315,7 @@ def check(transfer: Transfer, destination: Holdings) -> None:
 
 
 def _fills(moves: list[Move], pieces: list[Piece]) -> bool:
-    """Whether moves do not overlap, lie within the pieces and have as many elements as they."""
+    """Whether moves do not overlap, lie within the pieces and fill them."""
     size = sum(piece.box.num_elements for piece in pieces)
     if size != sum(move.write.num_elements for move in moves):
         return False

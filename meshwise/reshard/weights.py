@@ -56,7 +56,7 @@ class RefitError(RuntimeError):
 
 
 class Refit:
-    """Move weights from ``source`` to ``destination``; all ranks make and call it together.
+    """Moves weights from ``source`` to ``destination``; all ranks make and call it together.
 
     ``source``, ``destination``: a module, or tensors by name, or None if this rank has none.
     ``*_plan``: what every rank holds of each logical tensor, or the ``Plan`` by which ``meshwise

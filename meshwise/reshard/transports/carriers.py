@@ -228,7 +228,7 @@ class Symmetric:
 
 
 def _copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> Launch:
-    """Make a launch that copies second into first; without gaps, a copy engine does it."""
+    """Make a launch that copies each pair's second into its first: by copy engine if gapless."""
     kept = list(pairs)
 
     def work() -> None:

@@ -18,7 +18,7 @@ from meshwise.reshard.transports.copies import Addresses, Lines, Pair, lines
 class Job(NamedTuple):
     """``stages``: tables, one after the other in time. ``buffers``: by number, which differs
     between ranks; ``own``: those of this rank. ``pairs``: dtypes of each tensor at both ends.
-    ``verify``: off, hash or full. ``delta``: only tiles whose hashes changed since the last."""
+    ``verify``: off, hash or full. ``delta``: only tiles whose hashes changed since last time."""
 
     ranks: Ranks
     stages: tuple[Table, ...]

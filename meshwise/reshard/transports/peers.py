@@ -91,10 +91,10 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 class Meeting:
-    """Let the devices of this rank and of ``others`` meet on their streams, without their hosts.
+    """A meeting of the devices of this rank and ``others`` on their streams, without their hosts.
 
     ``value``: this rank's number (int32) for the next meeting. ``total``: the sum of all numbers in
-    the last one. ``stop[0] = 1`` releases a device that waits for a peer that will not come.
+    the last. ``stop[0] = 1`` releases a device that waits for a peer that will not come.
     """
 
     def __init__(self, ranks: Ranks, peers: Peers, others: Sequence[int]) -> None:

@@ -45,7 +45,7 @@ class Slots(NamedTuple):
 
 class Carrier(Protocol):
     """Moves messages between ranks. Launches go to the current stream, or block on a CPU; ranks
-    make them together. ``programs``: of the packing kernels, since a carrier may need
+    make them together. ``programs``: of the packing kernels, fewer if the carrier needs
     multiprocessors. ``blocks``: the host waits in a launch, and knows its outcome."""
 
     programs: int
