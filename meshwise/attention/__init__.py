@@ -1,8 +1,8 @@
-"""Attention of sequences that are longer than one rank should hold.
+"""Attention over sequences that are too long for one rank.
 
-``ring_attention`` is dense attention over the ranks of a group, ``RingDilatedAttention`` LongNet's;
-both equal their definition on one device, forward and backward. Names are imported when asked for,
-since some rooms that need the plans must not import torch.
+``ring_attention`` is dense attention over the ranks of a group. ``RingDilatedAttention`` is
+LongNet's dilated attention. Both equal their definition on one device, forward and backward. Names
+are imported lazily, because some rooms use the plans and must not import torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Check the arguments of dense and dilated attention before anything is sent.
 
-In: this rank's q [B, L, H, D], k and v [B, L, Hkv, D] and options. Out: a ``Call`` in one dtype; or
-a ValueError, since a rank tells the others what is wrong and all raise alike.
+In: this rank's q [B, L, H, D], k and v [B, L, Hkv, D] and options. Out: a ``Call`` in one dtype. A
+rank that finds a fault tells the others, and all raise the same ValueError.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def _fixes() -> dict[str, str]:
 
 
 def misfit(**given: Any) -> str:
-    """The first of these arguments that is of another type or out of range; empty if none is."""
+    """Describe the first argument with a wrong type or a value out of range; empty if none has."""
     for name, value in given.items():
         if isinstance(value, float):  # NumPy's float64 is one
             given[name] = float(value)
@@ -81,7 +81,7 @@ def misfit(**given: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it; only its type where it may be long or lie on a GPU."""
+    """Format a value for an error message: only its type if it may be long or on a GPU."""
     if value is None or isinstance(value, bool | int | float | str | list | tuple | dict | set):
         with contextlib.suppress(ValueError):  # an int of thousands of digits
             return reprlib.repr(value)
@@ -89,7 +89,7 @@ def shown(value: object) -> str:
 
 
 def starts_of(documents: Any) -> Any:
-    """A sequence, tensor or array of starts as a tuple; anything else as it is."""
+    """Turn a list, range, tensor or array of starts into a tuple, None into (); keep the rest."""
     if documents is None:
         return ()
     if hasattr(documents, "tolist"):
@@ -149,10 +149,10 @@ def agreed(
     q: Tensor, k: Tensor, v: Tensor, wire: Wire, problem: Callable[[], str], return_lse: bool,
     told: dict[str, object] | None = None, **options: Any,
 ) -> Call:  # fmt: skip
-    """Check a call's arguments, and that all ranks were given the same; ValueError on all ranks.
+    """Check a call's arguments and that all ranks got the same ones; else ValueError on all ranks.
 
-    ``problem`` says what is wrong with ``options`` of the right types. Ranks also compare what is
-    ``told`` besides. Without ``shards`` each rank holds one run of the sequence, as long as its q.
+    ``problem`` describes a fault in ``options`` of the right types. The ranks also compare
+    ``told``. Without ``shards`` each rank holds one run of the sequence, as long as its q.
     """
     if not (wrong := misfit(q=q, k=k, v=v, return_lse=return_lse, **options)):
         q, k, v = _cast(q, k, v)
@@ -180,14 +180,14 @@ def _named(prices: Prices | None) -> str:
     return "none" if prices is None else digest(prices.costs)
 
 
-# How ranks tell each other what may be long.
+# Short forms of long values, for the comparison between ranks.
 _BRIEF: dict[str, Callable[[Any], str | None]] = {
     "documents": _short, "shards": _short, "prices": _named, "dilation": digest,
 }  # fmt: skip
 
 
 def uncompiled(call: Callable[P, T]) -> Callable[P, T]:
-    """Let ``call`` run as it is where the model around it compiles."""
+    """Run ``call`` uncompiled, even if the model around it is compiled."""
 
     @functools.wraps(call)
     def run(*args: P.args, **options: P.kwargs) -> T:
@@ -198,12 +198,12 @@ def uncompiled(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def no_view(x: Tensor) -> Tensor:
-    """The same memory, but no view: nobody may write into a view that a Function returns."""
+    """Return x's memory as a non-view: in-place writes to a view from a Function are refused."""
     return x.new_empty(0).set_(x)  # type: ignore[call-overload, no-any-return]
 
 
 def refuse_second_derivatives() -> None:
-    """Refuse to differentiate a backward by hand, which autograd would take for a constant."""
+    """Refuse second derivatives: autograd would treat the hand-written backward as a constant."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "attention over ranks has no second derivative; leave out create_graph=True"

@@ -1,9 +1,9 @@
 """Attention of a rank's queries to one set of keys, piece by piece.
 
 In: q [B, H, Lq, D], k and v [B, Hkv, Lk, D], and the ``pieces`` that the mask leaves, in their
-rows. Out: out and lse, merged with what other keys gave before; or gradients, added to what other
-keys gave. Pieces of one size are one call of a kernel, stacked along the batch. A single piece
-needs no accumulators.
+rows. Out: out and lse, merged with the result of earlier keys; or gradients, added to those of
+other keys. Pieces of one size are stacked along the batch for one kernel call. A single piece needs
+no accumulators.
 """
 
 import functools
@@ -23,7 +23,7 @@ def attend_pieces(
     q: Tensor, k: Tensor, v: Tensor, pieces: tuple[MaskPiece, ...], scale: float,
     so_far: Softmax | None = None,
 ) -> Softmax:  # fmt: skip
-    """The softmax over these keys and those of ``so_far``, which may be written over."""
+    """Return the softmax over these keys and those of ``so_far``, which may be overwritten."""
     if so_far is None and len(pieces) == 1 and pieces[0][:2] == (0, q.shape[2]):
         _, _, first, last, kind = pieces[0]
         return _attend(q, k[:, :, first:last], v[:, :, first:last], kind, scale)
@@ -44,7 +44,7 @@ def add_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     pieces: tuple[MaskPiece, ...], scale: float, totals: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """Adds dq, dk, dv of these keys to ``totals``. ``grad``, ``out``, ``lse`` are of q's whole
+    """Add dq, dk, dv of these keys to ``totals``. ``grad``, ``out`` and ``lse`` belong to q's whole
     softmax, over these keys and all others."""
     for batch in batches(pieces):
         at, key_at = _places(batch)
@@ -62,7 +62,7 @@ def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     pieces: tuple[MaskPiece, ...], scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """dq, dk, dv where these keys are all that q attends."""
+    """Return dq, dk, dv if q attends these keys only."""
     if len(pieces) == 1 and pieces[0][:4] == (0, q.shape[2], 0, k.shape[2]):
         return _attend_backward(grad, q, k, v, out, lse, pieces[0].kind, scale)
     totals = [zeros_of(x) for x in (q, k, v)]
@@ -71,7 +71,7 @@ def gradients(
 
 
 def zeros_of(x: Tensor) -> Tensor:
-    """An accumulator of x's shape."""
+    """Make a zero accumulator of x's shape."""
     return torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device)
 
 
@@ -124,13 +124,13 @@ def _rows(x: Tensor, places: Places) -> Tensor:
 
 
 def _stacked(x: Tensor, places: Places) -> Tensor:
-    """[B * starts, H, count, ...]"""
+    """Return the rows as [B * starts, H, count, ...]."""
     rows = _rows(x, places)
     return rows.squeeze(1) if rows.shape[1] == 1 else rows.flatten(0, 1)
 
 
 def _put_back(x: Tensor, places: Places, rows: Tensor) -> None:
-    """Write ``rows`` back where ``_rows`` gave no view."""
+    """Write ``rows`` back into x if ``_rows`` returned a copy."""
     starts, _ = places
     if len(starts) > 1 and _step(starts) is None:
         x.index_copy_(2, _index(places, x.device), rows.transpose(1, 2).flatten(2, 3))

@@ -1,20 +1,20 @@
 """Count what a pattern of attention covers and must move, before it runs. Torch-free.
 
-In: a ``LongAttention`` and its ``Shards``. Out: a ``Cover``. Rows that an offset s keeps in a
-segment [low, high) are the progression low + s, low + s + r, ...; so all is counted piece by piece,
-and never pair by pair:
+In: a ``LongAttention`` and its ``Shards``. Out: a ``Cover``. The rows that an offset s keeps in a
+segment [low, high) are the progression low + s, low + s + r, ... So everything is counted piece by
+piece, never pair by pair:
 
     n(x)      = ceil((x - low - s) / r)        rows kept in [low, x)
     pairs     = sum over pieces [a, b) of a rank: (n(b) - n(a)) n(high); causal: sum of n(a)+1..n(b)
     U(g, j)   = keys outside rank j that a query inside it attends, with a head that uses KV head g
     bound_j   = 2 batch head_dim e sum_g |U(g, j)|         owner computes: only K and V move
-    gather_j  = the same of one branch by itself
-    heads_j   = batch head_dim e (q + 2 kv rows of others, of j's heads; q rows of its own, of all
-                others' heads) + log-sum-exps of the latter: ranks of a segment exchange tokens for
-                whole heads, dealt in order, and out back
+    gather_j  = the same for one branch alone
+    heads_j   = batch head_dim e (q + 2 kv rows of other ranks, for j's heads; out rows of j's own
+                queries, for other ranks' heads) + log-sum-exps of these out rows. The ranks of a
+                segment swap tokens for whole heads, dealt in order, and out comes back
 
-Bytes are those that reach a rank in the forward. Keys that branches have in common count once in
-the bound and in each branch's gather.
+Bytes are what a rank receives in the forward. A key that several branches need counts once in the
+bound, and once in each branch's gather.
 """
 
 import functools
@@ -37,8 +37,8 @@ MOST_ROUND = 256  # ranks of a ring whose messages are counted
 
 
 class BranchCover(Record, kw_only=True):
-    """One branch; bytes that reach each rank. ``ranks``: most that share a segment.
-    ``world_bytes``: if all ranks gathered all kept rows, as torchscale does."""
+    """Counts of one branch; bytes are what each rank receives. ``ranks``: the most that share a
+    segment. ``world_bytes``: if all ranks gathered all kept rows, as torchscale does."""
 
     segment_length: int
     dilation_rate: int
@@ -51,9 +51,9 @@ class BranchCover(Record, kw_only=True):
 
 
 class Cover(Record, kw_only=True):
-    """All that ``of`` finds. ``target_bytes``: the cheaper of gather and heads for each branch, of
-    the rank that receives most, dense the cheapest way; may lie below the owner's bound.
-    ``dense_*``: of dense attention, with the operation's window; None: not counted."""
+    """Counts of an operation. ``target_bytes``: bytes into the busiest rank, each branch by the
+    cheaper of gather and heads, dense attention by its cheapest way; may be below ``bound_bytes``.
+    ``dense_*``: for dense attention, with the operation's window; None if not counted."""
 
     op: LongAttention
     lengths: tuple[int, ...]
@@ -133,7 +133,7 @@ class RankRuns(NamedTuple):
     rank: Ints
 
     def kept(self, offset: int, rate: int) -> tuple[Ints, Ints, Ints]:
-        """n(start), n(stop), n(high)."""
+        """Return n(start), n(stop) and n(high)."""
         before, to, whole = (
             np.maximum(0, -((self.low + offset - x) // rate))
             for x in (self.start, self.stop, self.high)
@@ -185,13 +185,13 @@ def _pairs(op: LongAttention, branch: Branch, pieces: RankRuns) -> Ints:
 
 
 def _window_pairs(window: int, stop: int) -> int:
-    """Pairs of the queries before ``stop``."""
+    """Count the pairs of the queries before ``stop``, in one head."""
     most = min(stop, window)
     return most * (most + 1) // 2 + (stop - most) * most
 
 
 def _branch(op: LongAttention, branch: Branch, shards: Shards) -> BranchCover:
-    """A dilated branch by itself; shards are contiguous."""
+    """Count one dilated branch alone. Shards are contiguous."""
     pieces, ranks = cuts(branch.width, shards), len(shards.intervals)
     kept = np.zeros(ranks, dtype=np.int64)  # rows of K
     for _, offset in {(h * op.kv_heads // op.heads, s) for h, s in enumerate(branch.offsets)}:
@@ -215,14 +215,14 @@ def _branch(op: LongAttention, branch: Branch, shards: Shards) -> BranchCover:
 
 
 def _moved(op: LongAttention, branch: Branch, shared: RankRuns, ranks: int) -> tuple[Ints, Ints]:
-    """Bytes into each rank by gather and by heads. ``shared``: pieces of segments of many ranks."""
+    """Bytes into each rank by gather, by heads. ``shared``: pieces of segments on several ranks."""
     row, lse = op.row_bytes, op.lse_bytes
     low, segment = np.unique(shared.low, return_inverse=True)
     first, last = np.full(len(low), ranks), np.zeros(len(low), dtype=np.int64)
     np.minimum.at(first, segment, shared.rank)
     np.maximum.at(last, segment, shared.rank)
     gather, heads = np.zeros((2, ranks), dtype=np.int64)
-    takers: dict[tuple[int, int], list[Ints]] = {}  # of rows of K, who has them already
+    takers: dict[tuple[int, int], list[Ints]] = {}  # ranks that already have these rows of K
     active = [(h, s) for h, s in enumerate(branch.offsets) if s is not None]
     for turn, (head, offset) in enumerate(active):
         before, to, whole = shared.kept(offset, branch.rate)
@@ -245,9 +245,9 @@ def _moved(op: LongAttention, branch: Branch, shared: RankRuns, ranks: int) -> t
 
 
 def bound_bytes(op: LongAttention, shards: Shards) -> tuple[int, ...]:
-    """K and V that must reach each rank if it computes its own queries; exact."""
+    """Bytes of K and V that each rank must receive if it computes its own queries; exact."""
     groups, found = op.heads // op.kv_heads, branches(op)
-    patterns = Counter(  # of a KV head: the offsets of its query heads, branch by branch
+    patterns = Counter(  # per KV head: the offsets of its query heads, branch by branch
         tuple(frozenset(b.offsets[g * groups : (g + 1) * groups]) for b in found)
         for g in range(op.kv_heads)
     )
@@ -272,7 +272,7 @@ def bound_bytes(op: LongAttention, shards: Shards) -> tuple[int, ...]:
 
 
 def _shared_pieces(branch: Branch, shards: Shards) -> list[list[list[int]]]:
-    """Return for each rank [start, stop, low, high] of its pieces in segments that it shares."""
+    """Return each rank's pieces [start, stop, low, high] in segments that it shares with others."""
     pieces = cuts(branch.width, shards)
     of_rank: list[list[list[int]]] = [[] for _ in shards.intervals]
     table = np.stack([*pieces[:4], pieces.rank], axis=1)[pieces.num_ranks > 1]

@@ -1,16 +1,16 @@
-"""Dense attention over the ranks of a group, exact, forward and backward by hand.
+"""Exact dense attention over the ranks of a group, with a hand-written backward.
 
-In: this rank's rows of q [B, L, H, D], k and v [B, L, Hkv, D]. Out: out like q, as one softmax over
-the whole sequence would give it. Ways:
+In: this rank's rows of q [B, L, H, D], k and v [B, L, Hkv, D]. Out: out like q, equal to one
+softmax over the whole sequence. Ways:
 
-    heads       tokens are exchanged for heads (Ulysses), whole sequences attended, and back
-    ring        K and V go round (``rounds``)
-    gather      K and V are collected
-    ring_heads  heads within groups of u consecutive ranks, a ring among the P/u groups (USP)
+    heads       ranks swap tokens for heads (Ulysses), attend whole sequences, and swap back
+    ring        K and V pass around the ring (``rounds``)
+    gather      every rank collects all K and V
+    ring_heads  heads within groups of u consecutive ranks, a ring between the P/u groups (USP)
 
-All ways are one: heads are divided among u consecutive ranks (``heads``), keys come in rounds from
-the P/u others that work on the same heads (``rounds``). By heads alone, where there is much to
-send, each rank's heads are cut in slices, so that one is sent while another is computed.
+One code path serves all ways: u consecutive ranks divide the heads (``heads``), and keys come in
+rounds from the P/u ranks that work on the same heads (``rounds``). In the ``heads`` way a large
+exchange is cut into slices of heads, so that one slice is sent while another is computed.
 """
 
 import functools
@@ -58,15 +58,15 @@ def ring_attention(
     prices: Prices | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """out [B, L, H, D]; with ``return_lse`` also lse [B, H, L] in fp32 (fp64 for fp64), which has
-    no gradient.
+    """Return out [B, L, H, D]; with ``return_lse`` also lse [B, H, L] in fp32 (fp64 for fp64),
+    which has no gradient.
 
-    ``shards``: which tokens each rank holds; by default one run each, as long as its q, which
-    ranks then tell each other in every call: give them in training. ``window``: a query sees that
-    many keys at most, its own included; causal only. ``documents``: the global positions where
-    packed documents start; a query sees its own document. ``way``: auto chooses by ``prices``,
-    without them by rule (``volume.choose_dense``). ValueError, on all ranks alike, where the
-    arguments do not fit or differ over the ranks.
+    ``shards``: the tokens of each rank. By default each rank holds one run as long as its q, and
+    the ranks exchange these lengths in every call; pass ``shards`` in training. ``window``: a query
+    sees at most that many keys, its own included; causal only. ``documents``: the global positions
+    where packed documents start; a query sees its own document. ``way``: auto chooses by
+    ``prices``, or by a rule without them (``volume.choose_dense``). All ranks raise the same
+    ValueError if arguments are invalid or differ between ranks.
     """
     wire, starts = wire_of(group, wire), starts_of(documents)
     mask = Mask(causal, window, starts)
@@ -99,7 +99,7 @@ def ring_attention(
 
 
 def _problem(mask: Mask, way: str) -> str:
-    """The first fault of one rank's options, in words; empty if there is none."""
+    """Describe the first fault in this rank's options; empty if there is none."""
     if mask.window is not None and not mask.causal:
         return f"window = {mask.window}: a window is of causal attention; set causal=True"
     if list(mask.documents) != sorted(set(mask.documents)):
@@ -124,10 +124,10 @@ def _chosen(
 
 @uncompiled
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Causal attention of one rank alone; a query sees the last ``window`` keys, its own included.
+    """Causal attention on one rank; a query sees the last ``window`` keys, its own included.
 
-    Stock kernels know no windows, so the band is cut into triangles that they do (``pieces``):
-    nothing of L x L is made, and backward keeps q, k, v, the result and its log-sum-exp.
+    Stock kernels have no windows, so the band is cut into triangles that they support (``pieces``).
+    No L x L tensor is made. The backward keeps q, k, v, the output and its log-sum-exp.
     """
     return attend_dense(q, k, v, _alone(q.shape[1], window, q.shape[-1] ** -0.5), False)[0]
 
@@ -140,15 +140,15 @@ def _alone(length: int, window: int, scale: float) -> "Run":
 
 # ---- the forward, and its backward by hand
 
-# q, k, v, out, lse [B, h, N, D] of each slice; here q, k, v as given and out as returned, so that
-# autograd sees it when they are written into
+# q, k, v, out [B, h, N, D] and lse of each slice. If heads are not divided: q, k, v as given and
+# out as returned, so that autograd notices in-place writes to them.
 Saved = Sequence[Sequence[Tensor]]
 
 
 class Run(NamedTuple):
-    """One call on one rank. ``group``: among whom heads are divided; None: they are not.
-    ``key_heads``: how many of its query heads share each key head, where these are not equally
-    many. ``num_heads``: of q, k and v in all."""
+    """One call on one rank. ``group``: the ranks that divide the heads; None if heads are not
+    divided. ``key_heads``: how many of this rank's query heads use each key head; empty if equally
+    many. ``num_heads``: the heads of q, k and v over all ranks."""
 
     ring: Ring
     gathers: bool
@@ -161,7 +161,7 @@ class Run(NamedTuple):
 def attend_dense(
     q: Tensor, k: Tensor, v: Tensor, run: Run, returns_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """out [B, L, H, D]; lse [B, H, L], empty if it is not asked for and would have to be sent."""
+    """Return out [B, L, H, D] and lse [B, H, L]; lse is empty if not asked for and not local."""
     return _Dense.apply(q, k, v, run, returns_lse)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -169,7 +169,7 @@ def attend_dense(
 def run_of(
     op: LongAttention, mask: Mask, shards: Shards, way: str, wire: Wire, scale: float
 ) -> Run:
-    """``way``: any but auto."""
+    """Prepare a call on this rank. ``way`` must not be auto."""
     degree = volume.degree_of(way, op.kv_heads, wire.size)
     ring = Ring(wire, mask, volume.grouped(shards, degree), degree, scale)
     gathers = way == "gather" and wire.size > 1
@@ -260,7 +260,7 @@ def _backward_by_heads(run: Run, grad: Tensor, saved: Saved) -> Sequence[Tensor]
         ranges = (each.queries, each.keys, each.keys)
         rows = rows or like_rows(group, made, ranges, run.num_heads)
         back.append(to_rows(group, made, ranges))
-        del dq, dk, dv, made  # packed by now; the next slice's need the memory
+        del dq, dk, dv, made  # packed by now; the next slice needs the memory
     while back:
         back.pop(0)(rows)
     return [x.to(grad.dtype) for x in rows]
@@ -277,7 +277,7 @@ def _attend_backward(run: Run, *given: Tensor) -> rounds.Grads:
 
 
 def _repeated(x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Key heads once for each of unequally many query heads."""
+    """Repeat key head i ``counts[i]`` times, once per query head; without counts return x."""
     if not counts:
         return x
     return torch.cat([x[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(counts)], 1)

@@ -1,17 +1,17 @@
-"""Dilated attention over the ranks of a group: forward, and backward by hand.
+"""Dilated attention over the ranks of a group, with a hand-written backward.
 
 In: this rank's rows of q [B, L, H, D], k and v [B, L, Hkv, D], in contiguous shards. Out: out like
-q and the log-sum-exp [B, H, L]. ``spec.long_attention`` has the definition, ``schedule`` which
-rank computes what. A call:
+q and the log-sum-exp [B, H, L]. ``spec.long_attention`` defines the operation; ``schedule`` says
+which rank computes what. A call:
 
-    1  rows that branches across shards need are sent for, in one exchange
-    2  branches inside shards, and the own part of the others, are computed meanwhile
-    3  the rest, as it arrives; by heads, what came of queries of others returns to them
-    4  all results of a query are mixed by their log-sum-exp, once
+    1  fetches the remote rows of branches that span shards, in one exchange per round
+    2  meanwhile computes branches inside shards, and the local part of the others
+    3  computes the rest as rows arrive; by heads, it returns results to the ranks of the queries
+    4  mixes all results of a query by their log-sum-exp, once
 
-The backward mirrors it. Each block's gets the whole mix's out and log-sum-exp, so that gradients
-add up to the exact ones; with ``detached`` it gets the branch's own, and the gradient of out times
-the branch's weight.
+The backward mirrors the forward. Each block's backward takes out and log-sum-exp of the whole mix,
+so that the block gradients add up to the exact gradient. With ``detached`` it takes those of its
+branch, and the gradient of out times the branch's weight.
 """
 
 import functools
@@ -41,7 +41,7 @@ Rows = Sequence[Tensor]  # q, k and v, each [B, rows, heads, D]
 
 
 class Mix(NamedTuple):
-    """Tensors [B, rows, H, D] and lse [B, rows, H] of a branch, for its blocks' backwards."""
+    """Inputs of a branch's block backwards: grad and out [B, rows, H, D], lse [B, rows, H]."""
 
     grad: Tensor
     out: Tensor
@@ -64,12 +64,12 @@ def dilated_attention(
     way: Way = "auto",
     return_lse: bool = False,
 ) -> Any:
-    """out [B, L, H, D], with ``return_lse`` also lse [B, H, L], which has no gradient.
+    """Return out [B, L, H, D]; with ``return_lse`` also lse [B, H, L], which has no gradient.
 
-    ``shards``: contiguous; by default as long as each rank's q, which ranks then tell each other
-    in every call: give them in training. ``way``: of branches whose segments span ranks, gather,
-    heads or ring; auto picks for each by ``prices``, else by bytes. A row that no branch keeps is
-    0, its lse -inf. ValueError, on all ranks alike, where shapes, options or prices differ.
+    ``shards``: contiguous. By default each is as long as its rank's q, and the ranks exchange these
+    lengths in every call; pass ``shards`` in training. ``way``: gather, heads or ring, for branches
+    whose segments span ranks; auto picks one per branch by ``prices``, else by bytes. A row that no
+    branch keeps is 0, its lse -inf. All ranks raise ValueError if shapes, options or prices differ.
     """
     wire = wire_of(group, wire)
     call = agreed(
@@ -91,7 +91,7 @@ def dilated_attention(
 
 
 def wrong_way(way: str) -> str:
-    """Say that a way does not exist; empty if it does."""
+    """Describe the fault of an unknown way; empty if the way exists."""
     return "" if way in WAYS else f"way = {way!r}: must be one of {', '.join(WAYS)}"
 
 
@@ -131,7 +131,7 @@ class _Run(NamedTuple):
     scale: float
 
     def forward(self, own: Rows) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        """out, lse; with ``detached`` each branch's out and lse; what arrived, for the backward."""
+        """Return out, lse; for the backward, branches' out and lse (``detached``), fetched rows."""
         parts: dict[int, list[RowPart]] = defaultdict(list)
         arrived: list[Tensor] = []
         pending = self._start(own, 0)
@@ -165,11 +165,11 @@ class _Run(NamedTuple):
     def backward(
         self, own: Rows, whole: Mix, mixes: Sequence[Tensor], arrived: Sequence[Tensor]
     ) -> list[Tensor]:
-        """dq, dk, dv of this rank's rows."""
+        """Return dq, dk, dv of this rank's rows."""
         of_branch = self._mixes(whole, mixes)
         pending = self._send_for_mixes(of_branch)
-        parts: list[list[RowPart]] = [[], [], []]  # of q and, a row a query head, of k and v
-        shared: list[list[RowPart]] = [[], []]  # of k and v, a row a key head
+        parts: list[list[RowPart]] = [[], [], []]  # dq; dk and dv, one row per query head
+        shared: list[list[RowPart]] = [[], []]  # dk and dv, one row per key head
         for branch in self.planned.branches:
             if branch.way != "heads":
                 mix = of_branch[branch.number]
@@ -186,7 +186,7 @@ class _Run(NamedTuple):
     # ---- forward's pieces
 
     def _start(self, own: Rows, number: int) -> Callable[[], list[Tensor]]:
-        """Send for the rows of a round: k and v of every branch, by heads q too."""
+        """Start to fetch a round's rows: k and v of every branch, and q of branches by heads."""
         wanted = []
         for branch in self._remote(number):
             if branch.way == "heads":
@@ -220,7 +220,7 @@ class _Run(NamedTuple):
             )
 
     def _of_heads(self, branch: RankBranch, rows_of: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """out [B, rows, D] and lse [B, rows] of the queries that came here."""
+        """Return out [B, rows, D] and lse [B, rows] of the queries that other ranks sent here."""
         found: list[RowPart] = []
         came = [_as_heads(x) for x in rows_of]
         self._compute(branch.rounds[0], came, came, found)
@@ -256,7 +256,7 @@ class _Run(NamedTuple):
         return found
 
     def _send_for_mixes(self, of_branch: dict[int, Mix]) -> Callable[[], list[Mix]]:
-        """Return, by heads, gradient, out and lse of the queries computed here."""
+        """Start to fetch gradient, out and lse of queries computed here, for branches by heads."""
         asked = [branch for branch in self.planned.branches if branch.way == "heads"]
         wanted, wanted_lse = [], []
         for branch in asked:
@@ -282,9 +282,9 @@ class _Run(NamedTuple):
         query_parts: list[RowPart],
         key_parts: list[list[RowPart]],
     ) -> None:
-        """Backward of what arrived in the forward; gradients of others' rows return to them."""
+        """Run the backward of rows fetched in the forward; send their gradients back."""
         came = iter(pending())
-        made: list[tuple[list[RowPart], rows.Fetch, Tensor]] = []  # and where what returns is added
+        made: list[tuple[list[RowPart], rows.Fetch, Tensor]] = []  # the list takes returned parts
         for number in range(self.planned.num_rounds):
             for branch in self._remote(number):
                 count = 3 if branch.way == "heads" else 2
@@ -344,5 +344,5 @@ def _add(sums: Sequence[Tensor], grads: Sequence[Tensor], where: Sequence[Any]) 
 
 
 def _as_heads(x: Tensor) -> Tensor:
-    """Rows that arrived [B, rows, D] as tokens of one head."""
+    """View fetched rows [B, rows, D] as tokens of one head."""
     return x.unsqueeze(2)

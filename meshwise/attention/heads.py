@@ -1,9 +1,9 @@
-"""Rows for heads, and back (Ulysses): one exchange for several tensors.
+"""Exchange rows for heads, and back (Ulysses): one exchange for several tensors.
 
-Among the ranks of a group, which hold some rows of all heads [B, L, H, D], ``to_heads`` gives each
-all rows of some heads [B, h, N, D], in global order; ``to_rows`` is the reverse. A message to one
-rank is [heads, B, rows, D]. Where heads and rows divide evenly a tensor is packed and unpacked in
-one copy; else rank by rank. Heads that several ranks had come back as their sum.
+Each rank of a group holds some rows of all heads, [B, L, H, D]. ``to_heads`` gives each rank all
+rows of some heads, [B, h, N, D], in global order; ``to_rows`` is the reverse. A message to one rank
+is [heads, B, rows, D]. If heads and rows divide evenly, a tensor is packed and unpacked in one
+copy; else rank by rank. A head that several ranks had comes back as the sum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ Ranges = Sequence[tuple[int, int]]  # [first, last) heads of each member
 
 
 class Members(NamedTuple):
-    """A group of consecutive ranks, ``first`` on; ``places[member]``: (row there, row here, count)
-    of the runs of its rows in the group's global order."""
+    """A group of consecutive ranks from ``first`` on. ``places[member]``: (row in the member's
+    shard, row in the group's global order, count) of each run of its rows."""
 
     wire: Wire
     first: int
@@ -35,14 +35,14 @@ class Members(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether rows of the members, of equal length, follow one another."""
+        """Whether members have equally many rows that follow one another in global order."""
         each = self.lengths[0]
         return all(p == ((0, i * each, each),) for i, p in enumerate(self.places))
 
     def exchange(
         self, x: Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> Callable[[], Tensor]:
-        """Elements of ``x`` to each member, in units of the last dim."""
+        """Exchange x as rows of its last dim; ``send``, ``receive``: rows by member."""
         before, after = self.first, self.wire.size - self.first - len(self.lengths)
         splits = ([0] * before + list(each) + [0] * after for each in (send, receive))
         return self.wire.exchange(x.view(-1, x.shape[-1]), *splits)
@@ -66,8 +66,8 @@ def members(wire: Wire, shards: Shards, size: int) -> Members:
 def to_heads(
     group: Members, tensors: Sequence[Tensor], ranges: Sequence[Ranges]
 ) -> Callable[[], list[Tensor]]:
-    """``tensors`` [B, L, H_t, D], ``ranges[t]`` the heads that each member shall have. Call what is
-    returned for [B, h_t, N, D]."""
+    """Send ``tensors`` [B, L, H_t, D]; each member gets the heads ``ranges[t]`` of tensor t. Call
+    the result for this rank's [B, h_t, N, D]."""
     batch, length, _, width = tensors[0].shape
     counts = _counts(ranges)
     buffer = tensors[0].new_empty(sum(counts), batch, length, width)
@@ -89,8 +89,8 @@ def to_heads(
 def to_rows(
     group: Members, tensors: Sequence[Tensor], ranges: Sequence[Ranges]
 ) -> Callable[[Sequence[Tensor]], None]:
-    """``tensors`` [B, h_t, N, D] of this rank's heads. Call what is returned with tensors
-    ``like_rows`` [B, L, H_t, D], into which it writes."""
+    """Send back ``tensors`` [B, h_t, N, D] of this rank's heads. Call the result with tensors from
+    ``like_rows`` [B, L, H_t, D]; it writes into them."""
     batch, width = tensors[0].shape[0], tensors[0].shape[3]
     counts, length = _counts(ranges), group.lengths[group.me]
     arrived = group.exchange(
@@ -111,7 +111,7 @@ def to_rows(
 def like_rows(
     group: Members, tensors: Sequence[Tensor], ranges: Sequence[Ranges], heads: Sequence[int]
 ) -> list[Tensor]:
-    """Make the tensors of all ``heads`` into which ``to_rows`` writes these of this rank's."""
+    """Make tensors [B, L, heads, D] for ``to_rows`` to write into; wide zeros if it adds."""
     every = all(_even(r, n) for r, n in zip(ranges, heads, strict=True))
     found = []
     for x, n in zip(tensors, heads, strict=True):
@@ -124,7 +124,7 @@ def like_rows(
 
 
 def in_order(group: Members, flat: Tensor, count: int, batch: int) -> Tensor:
-    """Blocks [count, B, rows, D] of the members, one after another, as [count, B, N, D]."""
+    """Put the members' blocks [count, B, rows, D] into global order, [count, B, N, D]."""
     width, total = flat.shape[-1], sum(group.lengths)
     if group.even:
         blocks = flat.view(len(group.lengths), count, batch, group.lengths[0], width)
@@ -139,7 +139,7 @@ def in_order(group: Members, flat: Tensor, count: int, batch: int) -> Tensor:
 
 
 def by_rows(group: Members, tensors: Sequence[Tensor]) -> Tensor:
-    """The reverse: tensors [B, h_t, N, D] as blocks [sum of h_t, B, rows, D], one a member."""
+    """Cut tensors [B, h_t, N, D] into a block [sum of h_t, B, rows, D] for each member."""
     batch, width = tensors[0].shape[0], tensors[0].shape[3]
     count, size = sum(x.shape[1] for x in tensors), len(group.lengths)
     flat = tensors[0].new_empty(count * batch * sum(group.lengths), width)
@@ -162,8 +162,8 @@ def by_rows(group: Members, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """[heads, B, N, D] as [B, heads, N, D]; with the strides of a contiguous tensor for one
-    sequence, since a kernel that finds others copies."""
+    """View [heads, B, N, D] as [B, heads, N, D]. For one sequence it has the strides of a
+    contiguous tensor, because a kernel copies a tensor with other strides."""
     return x.squeeze(1).unsqueeze(0) if x.shape[1] == 1 else x.transpose(0, 1)
 
 
@@ -184,8 +184,8 @@ def _counts(ranges: Sequence[Ranges]) -> list[int]:
 def _parts(
     blocks: Tensor, tensors: Sequence[Tensor], ranges: Sequence[Ranges]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of a part of the members' blocks [heads, B, L, D] and of the heads of a tensor
-    [B, L, H_t, D] that belong there: one pair a tensor where heads divide, else one a member."""
+    """Pair parts of the members' blocks [heads, B, L, D] with the heads of a tensor [B, L, H_t, D]
+    that go there: one pair per tensor if heads divide, else one per tensor and member."""
     size, at = len(ranges[0]), 0
     if _divides(tensors, ranges):
         by_member = blocks.unflatten(0, (size, len(blocks) // size))
@@ -206,7 +206,7 @@ def _divides(tensors: Sequence[Tensor], ranges: Sequence[Ranges]) -> bool:
 
 
 def _even(ranges: Ranges, heads: int) -> bool:
-    """Whether each member has equally many heads, at the same place in its equal part of them."""
+    """Whether all members have equally many heads, at the same place in their equal shares."""
     step, rest = divmod(heads, len(ranges))
     first, last = ranges[0]
     moved = [(first + i * step, last + i * step) for i in range(len(ranges))]

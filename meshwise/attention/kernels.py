@@ -2,18 +2,18 @@
 
 In: q [B, H, Lq, D], k and v [B, Hkv, Lk, D] of any strides, H a multiple of Hkv. Out: out like q,
 lse [B, H, Lq] in fp32 (fp64 for fp64), natural log. A causal block is square. The backward takes
-the out and lse of the whole softmax, of which the block is a part, so that the gradients of all
-blocks add up to the exact ones.
+out and lse of the whole softmax that the block is a part of, so that the gradients of all blocks
+add up to the exact ones.
 
     cuDNN       Hopper and later, fp16 and bf16
     flash       other GPUs from sm80 on, fp16 and bf16
     efficient   GPUs, fp32 and heads that flash has no kernel for
     cpu         CPUs
-    plain       by torch's own operations: a GPU's fp64, and one key, which cuDNN refuses
+    plain       torch's own operations: fp64 on a GPU, and a single key, which cuDNN refuses
 
-Traps: the CPU kernel dies on an empty q or k; a causal mask of unequal lengths means something
-else in each kernel; efficient pads its lse to 32; a built cuDNN plan is found by the strides of q,
-k and v alone, so that gradients must come in the layout that goes with q's.
+Traps: the CPU kernel crashes on an empty q or k. A causal mask of unequal lengths means something
+else in each kernel. efficient pads its lse to 32. cuDNN finds a built plan by the strides of q, k
+and v alone, so gradients must have q's layout.
 """
 
 import functools
@@ -29,7 +29,7 @@ from meshwise.attention.merge import wide
 
 aten = torch.ops.aten
 KERNELS = ("cudnn", "flash", "efficient", "cpu", "plain")
-MOST_ELEMENTS = 2**31  # from a tensor's first to its last: more make cuDNN's backward wrong
+MOST_ELEMENTS = 2**31  # from a tensor's first to its last: beyond this cuDNN's backward is wrong
 
 
 class KernelCall(NamedTuple):
@@ -68,7 +68,7 @@ def choose(q: Tensor, k: Tensor) -> str:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of one block. Empty q or k give what ``merge`` takes for nothing."""
+    """Return out and lse of one block: 0 and -inf for an empty q or k, which ``merge`` ignores."""
     assert not causal or q.shape[2] == k.shape[2], "a causal block is square"
     if not q.numel() or not k.numel():
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q.dtype))
@@ -88,8 +88,8 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *, causal: bool, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of one block. ``grad``, ``out`` [B, H, Lq, D] and ``lse`` [B, H, Lq] are of the
-    whole softmax; a query that saw nothing (lse = -inf) has no gradient."""
+    """Return dq, dk, dv of one block. ``grad``, ``out`` [B, H, Lq, D] and ``lse`` [B, H, Lq] belong
+    to the whole softmax. A query that saw no key (lse = -inf) has no gradient."""
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -118,7 +118,7 @@ def _extent(x: Tensor) -> int:
 
 
 def _shared(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values for every query head: no kernel shares them itself."""
+    """Repeat keys or values for every query head: no kernel shares them itself."""
     groups = q.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 

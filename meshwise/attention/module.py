@@ -16,16 +16,16 @@ from meshwise.spec.long_attention import Way
 
 
 class RingDilatedAttention(nn.Module):
-    """q [B, L, H, D], k and v [B, L, Hkv, D] of this rank's tokens to out like q.
+    """Maps q [B, L, H, D], k and v [B, L, Hkv, D] of this rank's tokens to an output like q.
 
-    Each ring is ``ring_size`` consecutive ranks of ``group`` (all by default), who share one
-    sequence; L may differ among them. Give ``shards`` in training: without, ranks tell each other
-    their L in every call, which makes the host wait. Where a ring is not all, every rank of the job
-    must make the module, at the same point, since that makes process groups. It has no parameters.
-    ``dtype``: what q, k and v are cast to; ``device`` is accepted and unused: it holds no tensor.
-    ValueError: other types, lists of unequal length, values below 1, a ring_size that does not
-    divide the ranks, a dropout other than 0 (a dropout of
-    attention's weights is of one kernel call; use nn.Dropout on the output).
+    A ring is ``ring_size`` consecutive ranks of ``group`` (all of them by default) that share one
+    sequence; L may differ between them. Pass ``shards`` in training: without it the ranks exchange
+    their L in every call, and the host waits. If a ring is smaller than the group, every rank of
+    the job must create the module at the same point, because this creates process groups. There are
+    no parameters. ``dtype``: q, k and v are cast to it. ``device`` is accepted and ignored: the
+    module holds no tensor. ValueError: a wrong type, lists of unequal length, values below 1, a
+    ring_size that does not divide the ranks, a dropout other than 0 (dropout of attention weights
+    works only within one kernel call; use nn.Dropout on the output).
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class RingDilatedAttention(nn.Module):
         self.wire = Wire(ring_of(ring_size, group))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Any:
-        """out, or out and lse [B, H, L] if the module returns it. ``is_causal`` counts where the
-        module was not told whether it is."""
+        """Return out, or (out, lse [B, H, L]) with ``return_lse``. ``is_causal`` counts only if the
+        module was created with ``causal=None``."""
         if self.dtype is not None and all(
             isinstance(x, Tensor) and x.is_floating_point() for x in (q, k, v)
         ):
@@ -92,7 +92,7 @@ class RingDilatedAttention(nn.Module):
 
 
 def ring_of(size: int | None, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """This rank's ring among the consecutive ``size`` ranks of ``group``; collective over all."""
+    """Return this rank's ring: ``size`` consecutive ranks of ``group``. Every rank must call it."""
     ranks = 1 if not dist.is_initialized() else dist.get_world_size(group)
     if size is None or size == ranks:
         return group

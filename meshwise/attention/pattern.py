@@ -1,14 +1,14 @@
-"""Dilated attention cut into tasks, one segment of one branch for one query head, and shared out.
+"""Cut dilated attention into tasks, one segment of one branch for one query head, and share them.
 
-In: a ``LongAttention`` with a ``Dilation``. Out: ``Tasks``, which rows each task attends with; all
-rows of a task attend all (causal: all earlier) rows of it. Since a task's rows share one phase,
-causal within it is the plain lower triangle. Definition: ``spec.long_attention``.
+In: a ``LongAttention`` with a ``Dilation``. Out: ``Tasks``, the rows of each task. Each row of a
+task attends all (causal: all earlier) rows of it. The rows share one phase, so the causal mask is
+the plain lower triangle. Definition: ``spec.long_attention``.
 
-A branch whose segments span ranks goes one way. ``gather`` and ``ring``: a query stays, and the
-keys and values of its segment come, all at once or from one rank after another. ``heads``: a rank
-takes whole tasks of some heads, their queries too, and returns what comes of them. For every rank
-there are the ids of the rows that it needs, ascending: position * heads + head. Shards are
-contiguous, so that ascending ids are in the order of the ranks that hold them. Torch-free.
+A branch whose segments span ranks goes one way. ``gather`` and ``ring``: queries stay, and keys and
+values of their segment come, all at once or from one rank after another. ``heads``: a rank takes
+whole tasks of some heads with their queries, and returns the results. The ids of the rows that a
+rank needs, position * heads + head, ascend. Shards are contiguous, so the ids are in the order of
+the holding ranks. Torch-free.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Branch(NamedTuple):
-    """``offsets`` of the query heads, None where one has no part. ``width``: at most seq_len."""
+    """``offsets``: of each query head, None if it has no part; ``width``: at most seq_len."""
 
     number: int
     width: int
@@ -41,7 +41,7 @@ class Tasks(NamedTuple):
 
 
 def branches(op: LongAttention) -> tuple[Branch, ...]:
-    """Dense attention is one branch of one segment."""
+    """List the branches of an operation. Dense attention is one branch of one segment."""
     if op.dilation is None:
         return (Branch(0, op.seq_len, 1, (0,) * op.heads),)
     pairs = zip(op.dilation.segment_lengths, op.dilation.dilation_rates, strict=True)
@@ -77,15 +77,15 @@ def is_local(branch: Branch, shards: Shards) -> bool:
 
 
 class Needs(NamedTuple):
-    """``keys[round][rank]`` and ``queries[rank]``: ids of rows, of key-value and of query heads,
-    that the rank lacks; by ``heads`` all that it works with."""
+    """Ids of the rows that a rank lacks: ``keys[round][rank]`` of key-value heads,
+    ``queries[rank]`` of query heads. By ``heads``: of all rows that the rank works with."""
 
     keys: list[list[Ints]]
     queries: list[Ints]
 
 
 class TaskGroup(NamedTuple):
-    """Tasks of one rank with equally many queries and keys: ids [tasks, rows]; ``head`` of each."""
+    """Tasks of one rank with equally many queries and keys: ids [tasks, rows], ``head`` [tasks]."""
 
     head: Ints
     queries: Ints
@@ -120,8 +120,8 @@ def needs(op: LongAttention, branch: Branch, shards: Shards, way: str) -> Needs:
 def calls(
     op: LongAttention, branch: Branch, shards: Shards, way: str, rank: int
 ) -> list[list[TaskGroup]]:
-    """List what ``rank`` computes, round by round. The first round needs nothing from others; by
-    ``heads`` it is the only one and needs all."""
+    """List what ``rank`` computes, round by round. The first round needs no rows of other ranks; by
+    ``heads`` it is the only round and needs all."""
     if way == "heads":
         own = []
         for every in tasks(branch, op.seq_len):
@@ -147,8 +147,8 @@ def holders(shards: Shards, position: Ints) -> Ints:
 
 
 def owners(branch: Branch, every: Tasks, shards: Shards) -> Ints:
-    """Return which rank takes each task [segments, heads], by ``heads``. The heads of a segment are
-    dealt to the ranks that hold it, in order."""
+    """Return the rank that takes each task [segments, heads], by ``heads``. The heads of a segment
+    are dealt, in order, to the ranks that hold it."""
     segment = every.position[:, 0, 0] // branch.width * branch.width
     first = holders(shards, segment)
     last = holders(shards, np.minimum(segment + branch.width, shards.seq_len) - 1)
@@ -159,8 +159,8 @@ def owners(branch: Branch, every: Tasks, shards: Shards) -> Ints:
 
 
 def _remote(op: LongAttention, holder: Ints, rank: int, ranks: int, way: str) -> Iterator[Ints]:
-    """Rows [segments, heads, rows] that others hold and tasks of this rank's queries attend, by
-    the round in which they come: one round, or a rank after another of the ring."""
+    """Yield for each round a mask [segments, heads, rows] of the remote rows that this rank's
+    queries attend: all in one round, or for the ring one source rank per round."""
     concerned = (holder == rank).any(-1, keepdims=True)
     remote: Ints = concerned & (holder < rank if op.causal else holder != rank)
     if way != "ring":
@@ -173,7 +173,7 @@ def _remote(op: LongAttention, holder: Ints, rank: int, ranks: int, way: str) ->
 def _grouped(
     op: LongAttention, every: Tasks, here: Ints, there: Ints, causal: bool
 ) -> Iterator[TaskGroup]:
-    """Tasks with equally many rows ``here`` and ``there`` [segments, heads, rows] together."""
+    """Group tasks with equally many rows in ``here`` and ``there`` [segments, heads, rows]."""
     queries, keys = _ids(op, every)
     num_here, num_there = here.sum(-1), there.sum(-1)
     sizes = np.stack([num_here, num_there], -1).reshape(-1, 2)

@@ -1,13 +1,13 @@
-"""Cut what a mask leaves of queries and keys into few blocks that stock kernels can do.
+"""Cut masked attention into few blocks that stock kernels can do.
 
-In: intervals [start, stop) of query and of key positions. Out: pieces, each a rectangle without a
-mask (``full``), a square with its lower triangle (``causal``), or a square with its upper triangle
-(``anti``; turn the rows of q, k and v round and it is causal), both with their diagonal. Together
-they hold every pair that is attended, once. Torch-free.
+In: intervals [start, stop) of query and of key positions. Out: pieces. A piece is a rectangle
+without a mask (``full``), a square with its lower triangle (``causal``) or a square with its upper
+triangle (``anti``), both with their diagonal. ``anti`` becomes causal if the rows of q, k and v are
+reversed. Together the pieces hold every attended pair once. Torch-free.
 
     causal       x <= p
     window W     p - W < x <= p: queries are cut every W, so that each cut sees one triangle of its
-                 own keys and one of those W before
+                 own keys and one of the W keys before
     documents    p and x lie in one document, [starts[i], starts[i+1])
 """
 
@@ -68,7 +68,7 @@ def between(mask: Mask, queries: Interval, keys: Interval) -> list[MaskPiece]:
 def local_pieces(
     mask: Mask, queries: tuple[Interval, ...], keys: tuple[Interval, ...]
 ) -> tuple[MaskPiece, ...]:
-    """The pieces of all intervals that one rank holds and all of another, in local rows."""
+    """Return the pieces of all intervals of one rank and all of another, in local rows."""
     plain = mask.causal and mask.window is None and mask.documents in ((), (0,))
     if plain and queries == keys and list(keys) == sorted(keys):
         rows = sum(b - a for a, b in keys)  # ascending rows see the rows before: one triangle
@@ -82,7 +82,7 @@ def local_pieces(
 
 @functools.lru_cache(4096)
 def batches(pieces: tuple[MaskPiece, ...]) -> tuple[tuple[MaskPiece, ...], ...]:
-    """Pieces of equal size and kind that share no row, to be computed in one call."""
+    """Group pieces of equal size and kind that share no row; each group is one call."""
     found: dict[tuple[int, int, str], list[list[MaskPiece]]] = {}
     for piece in sorted(pieces):
         shape = (piece.q_stop - piece.q_start, piece.k_stop - piece.k_start, piece.kind)
@@ -112,7 +112,7 @@ def _documents(mask: Mask, queries: Interval, keys: Interval) -> Iterator[Interv
 
 
 def _below(a: int, b: int, c: int, d: int) -> Iterator[MaskPiece]:
-    """x <= p for p in [a, b), x in [c, d)."""
+    """Yield the pieces of x <= p for p in [a, b), x in [c, d)."""
     a, d = max(a, c), min(d, b)  # queries before all keys, and keys after all queries, see nothing
     if a >= b or c >= d:
         return
@@ -127,7 +127,7 @@ def _below(a: int, b: int, c: int, d: int) -> Iterator[MaskPiece]:
 
 
 def _above(a: int, b: int, c: int, d: int, reach: int) -> Iterator[MaskPiece]:
-    """x >= p - reach: seen from the end of the sequence, the same as ``_below``."""
+    """Yield the pieces of x >= p - reach: ``_below``, seen from the end of the sequence."""
     for q0, q1, k0, k1, kind in _below(1 - b, 1 - a, 1 - d - reach, 1 - c - reach):
         turned: Kind = "anti" if kind == "causal" else "full"
         yield MaskPiece(1 - q1, 1 - q0, 1 - k1 - reach, 1 - k0 - reach, turned)
@@ -149,7 +149,7 @@ def _with_rows(intervals: tuple[Interval, ...]) -> Iterable[tuple[Interval, int]
 
 
 def _joined(pieces: list[MaskPiece]) -> list[MaskPiece]:
-    """Full pieces that lie side by side become one."""
+    """Join full pieces that lie side by side."""
     full = [p for p in pieces if p.kind == "full"]
     full = _turned(_chained(_turned(_chained(full))))
     return sorted(full + [p for p in pieces if p.kind != "full"])
@@ -160,7 +160,7 @@ def _turned(pieces: list[MaskPiece]) -> list[MaskPiece]:
 
 
 def _chained(pieces: list[MaskPiece]) -> list[MaskPiece]:
-    """Pieces with the same first interval and adjacent second ones, joined."""
+    """Join pieces with the same first interval and adjacent second intervals."""
     found: list[MaskPiece] = []
     for piece in sorted(pieces):
         if found and found[-1][:2] == piece[:2] and found[-1].k_stop == piece.k_start:

@@ -1,10 +1,10 @@
 """Plan how the ranks of a group share one attention: the way of each branch, and what it moves.
 
 In: the operation, its shards, prices if there are any. Out: an ``AttentionPlan``, the same on all
-ranks. A dilated branch whose segments lie inside shards is ``local`` and moves nothing. Of the
-others each takes the way that is cheapest: by the prices of its transfers, without prices by the
-most bytes that a rank receives, a round of the ring more than a collective. Dense attention:
-``volume``. Torch-free.
+ranks. A dilated branch whose segments lie inside shards is ``local`` and moves nothing. Any other
+branch takes the cheapest way: by the prices of its transfers, or without prices by the bytes into
+the busiest rank, plus ``ROUND_BYTES`` per round of messages. Dense attention: ``volume``.
+Torch-free.
 """
 
 import functools
@@ -18,12 +18,12 @@ from meshwise.prices import Prices
 from meshwise.spec import Collective, LongAttention
 
 SPARSE_WAYS = ("gather", "heads", "ring")
-ROUND_BYTES = 2**20  # what a further message costs besides its bytes, where nothing was measured
+ROUND_BYTES = 2**20  # what a further round costs besides its bytes, if nothing was measured
 
 
 class BranchPlan(NamedTuple):
-    """``way``: local, gather, heads, ring or ring_heads. Bytes that each rank receives from others;
-    the backward's besides the forward's. ``time_s``: of the transfers, alone, if priced."""
+    """``way``: local, gather, heads, ring or ring_heads. Bytes are what each rank receives from
+    others; the backward's exclude the forward's. ``time_s``: of the transfers alone, if priced."""
 
     way: str
     received_bytes: tuple[int, ...]
@@ -65,7 +65,7 @@ class AttentionPlan(NamedTuple):
 def plan(
     op: LongAttention, ranks: int, shards: Shards | None = None, prices: Prices | None = None
 ) -> AttentionPlan:
-    """``shards``: contiguous, or zigzag as ``op.order`` says, by default."""
+    """Plan all branches. ``shards``: by default contiguous or zigzag, as ``op.order`` says."""
     if shards is None:
         shards = (zigzag if op.order == "zigzag" else contiguous)(op.seq_len, ranks)
     if op.dilation is None:
@@ -119,9 +119,9 @@ def _cost(tried: BranchPlan, ranks: int) -> float:
 def _branch(
     op: LongAttention, branch: pattern.Branch, shards: Shards, way: str, prices: Prices | None
 ) -> BranchPlan:
-    """Forward: keys and values come, by ``heads`` queries too, and rows of out and lse return.
-    Backward: by ``heads`` the gradient, out and lse come again and gradients of q, k and v return;
-    else those of k and v do, in fp32."""
+    """Count the bytes of a branch by one way. Forward: keys and values come; by ``heads`` queries
+    come too, and out and lse return. Backward: by ``heads`` gradient, out and lse come again and
+    gradients of q, k and v return; else those of k and v return, in fp32."""
     keys, queries = (_messages(op, branch, shards, way, of) for of in ("keys", "queries"))
     row, wide, lse = op.row_bytes, op.wide_row_bytes, op.lse_bytes
     there = 2 * row * keys + row * queries, 2 * row * queries + lse * queries
@@ -134,7 +134,7 @@ def _branch(
 
 
 def _time_s(messages: tuple[Any, ...], way: str, prices: Prices) -> float:
-    """Seconds of all transfers, as collectives of the busiest rank's bytes; a ring's as shifts."""
+    """Seconds of all transfers: collectives, or ring shifts, of the busiest rank's bytes."""
     ranks, seconds = len(messages[0]), 0.0
     for each in messages:
         most = int(max(each.sum(0).max(), each.sum(1).max()))
@@ -152,7 +152,7 @@ def _time_s(messages: tuple[Any, ...], way: str, prices: Prices) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _messages(op: LongAttention, branch: pattern.Branch, shards: Shards, way: str, of: str) -> Any:
-    """[from, to]: rows of ``keys`` or ``queries`` that a rank sends another, of one sequence."""
+    """Count rows [from, to] of ``keys`` or ``queries`` that ranks send each other, per sequence."""
     found, ranks = pattern.needs(op, branch, shards, way), len(shards.lengths)
     heads = op.kv_heads if of == "keys" else op.heads
     counts = np.zeros((ranks, ranks), np.int64)

@@ -1,11 +1,11 @@
-"""Find what queries see: which rows are alive, how many keys each sees, who ever knows of whom.
+"""Find the live rows, the keys that each query sees, and the layers until all tokens are connected.
 
 In: a ``LongAttention``. Out: ``Rows``, ``Seen``, ``Path``. Torch-free.
 
-Rows that an offset s keeps in a segment [low, high) are the progression low + s, low + s + r, ...;
-queries that attend the same segments in the same branches see the same keys, so that these are
-counted once for each such group. Path lengths come from a search over all tokens at once, above
-4096 tokens from the paper's formula (arXiv 2307.02486), log_a(N (a - 1) / w0).
+The rows that an offset s keeps in a segment [low, high) are low + s, low + s + r, ... Queries that
+attend the same segments in the same branches see the same keys, so keys are counted once for each
+such group. Path lengths come from a search over all tokens at once; above 4096 tokens, from the
+paper's formula (arXiv 2307.02486), log_a(N (a - 1) / w0).
 """
 
 import itertools
@@ -21,13 +21,13 @@ from meshwise.spec.record import Record
 
 MOST_TOKENS_SEARCHED = 4096  # for the path length
 MOST_LAYERS = 200
-MOST_STEPS = 2**28  # of counting every query's keys; beyond, a sample of them
+MOST_STEPS = 2**28  # to count every query's keys; beyond, a sample is counted
 NUM_SAMPLES = 2048
 
 
 class Rows(Record, kw_only=True):
-    """(query, head) rows that some branch keeps; the others are dead. ``first_dead``: (row, head).
-    ``lost_token``: one that no head keeps."""
+    """Counts of (query, head) rows. A row that some branch keeps is alive, any other is dead.
+    ``first_dead``: (row, head). ``lost_token``: a token that no head keeps."""
 
     alive_share: float
     dead: int
@@ -38,9 +38,9 @@ class Rows(Record, kw_only=True):
 
 
 class Seen(Record, kw_only=True):
-    """Different keys a query sees, per (query, head) row, dead ones included. ``share``: of all
-    pairs, or all causal ones; ``multiplicity``: branches that join a pair which is joined at all.
-    Exact, or from ``num_rows`` rows spread over the sequence."""
+    """Distinct keys that a query sees, per (query, head) row, dead rows included. ``share``: of all
+    pairs, or all causal pairs; ``multiplicity``: branches that join a pair, over pairs that any
+    joins. Exact, or from ``num_rows`` rows spread over the sequence."""
 
     exact: bool
     num_rows: int
@@ -53,11 +53,11 @@ class Seen(Record, kw_only=True):
 
 
 class Path(Record, kw_only=True):
-    """Layers after which every token can know of every other (causal: of every earlier one). A
-    layer mixes heads and keeps what a token knew. ``layers`` is None where that is never so, or not
-    known. ``wall``: tokens before and after this position never meet, no segment crosses it.
-    ``gap``: causal, it never knows of the one before it, since no segment of rate 1 holds both.
-    ``final_share`` of the pairs are known in the end, after ``final_layers``; where searched."""
+    """Layers until every token knows every other (causal: every earlier one). A layer mixes heads
+    and keeps what a token knew. ``layers`` is None if this never happens, or is not known.
+    ``wall``: tokens before and after this position never meet, because no segment crosses it.
+    ``gap``, if causal: this token never knows the one before it, because no segment of rate 1 holds
+    both. ``final_share``: of pairs known in the end, after ``final_layers``; only if searched."""
 
     layers: int | None
     kind: Literal["exact", "about", "at least", "never", "not known"]
@@ -68,7 +68,7 @@ class Path(Record, kw_only=True):
 
 
 def classes(op: LongAttention) -> dict[tuple[int | None, ...], list[int]]:
-    """Query heads by the offsets they have in all branches: those of one class keep one pattern."""
+    """Group query heads by their offsets in all branches; heads of one class keep the same rows."""
     found: dict[tuple[int | None, ...], list[int]] = {}
     for head, told in enumerate(zip(*(b.offsets for b in branches(op)), strict=True)):
         found.setdefault(told, []).append(head)
@@ -76,7 +76,7 @@ def classes(op: LongAttention) -> dict[tuple[int | None, ...], list[int]]:
 
 
 def rows_of(op: LongAttention) -> Rows:
-    """Find the rows that are alive; every row is looked at."""
+    """Count the rows that are alive; every row is looked at."""
     dead, worst, first = 0, (0, 0), None
     known = np.zeros(op.seq_len, dtype=bool)
     for told, heads in classes(op).items():
@@ -104,7 +104,7 @@ def rows_of(op: LongAttention) -> Rows:
 
 
 def seen_of(op: LongAttention) -> Seen:
-    """Different keys of every row, or of ``NUM_SAMPLES`` where that takes too long."""
+    """Count the distinct keys of every row, or of ``NUM_SAMPLES`` if all take too long."""
     found, told = branches(op), classes(op)
     n = op.seq_len
     everything = np.arange(n)
@@ -141,15 +141,15 @@ def seen_of(op: LongAttention) -> Seen:
 def _groups(
     found: tuple[Branch, ...], offs: tuple[int | None, ...], positions: Ints
 ) -> tuple[Ints, Ints]:
-    """Queries that attend the same segments in the same branches see the same keys: the first of
-    each such group, and the group of each position."""
+    """Group queries that attend the same segments in the same branches and so see the same keys.
+    Return the index of each group's first query, and the group of each position."""
     key = np.zeros(len(positions), dtype=np.int64)
     for branch, offset in zip(found, offs, strict=True):
         if offset is not None:
             kept = positions % branch.width % branch.rate == offset
             segment = np.where(kept, positions // branch.width + 1, 0)
             key = key * (int(segment.max(initial=0)) + 1) + segment
-            key = np.unique(key, return_inverse=True)[1].astype(np.int64)  # so that it stays small
+            key = np.unique(key, return_inverse=True)[1].astype(np.int64)  # to keep it small
     first, index = np.unique(key, return_index=True, return_inverse=True)[1:]
     return first.astype(np.int64), index.astype(np.int64)
 
@@ -157,7 +157,7 @@ def _groups(
 def _keys(
     op: LongAttention, found: tuple[Branch, ...], offs: tuple[int | None, ...], positions: Ints
 ) -> tuple[Ints, int, int]:
-    """Different keys of each position, all pairs with multiplicity, the highest multiplicity."""
+    """Return distinct keys per position, all pairs with multiplicity, the highest multiplicity."""
     if op.window is not None:
         keys = np.minimum(positions + 1, op.window)
         return keys, int(keys.sum()), 1
@@ -185,7 +185,7 @@ def _count(
     counts: npt.NDArray[np.uint16], found: tuple[Branch, ...], offs: tuple[int | None, ...],
     query: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """Add how many branches join the query with each key; between which positions that is."""
+    """Count the branches that join the query with each key; return the range of those keys."""
     low = high = query
     for branch, offset in zip(found, offs, strict=True):
         if offset is not None and query % branch.width % branch.rate == offset:
@@ -197,8 +197,8 @@ def _count(
 
 
 def path_of(op: LongAttention, rows: Rows) -> Path:
-    """Search up to ``MOST_TOKENS_SEARCHED``; above, take the paper's log_a(N (a - 1) / w0) where
-    segment lengths grow by a factor a from w0; causal that is at best an upper end."""
+    """Search up to ``MOST_TOKENS_SEARCHED``. Above, use the paper's log_a(N (a - 1) / w0) if
+    segment lengths grow by a factor a from w0; not if causal, where it is an upper end at best."""
     n = op.seq_len
     if n == 1:
         return Path(layers=0, kind="exact")
@@ -225,7 +225,7 @@ def path_of(op: LongAttention, rows: Rows) -> Path:
 
 
 def _borders(op: LongAttention) -> tuple[int | None, int | None]:
-    """``wall`` and ``gap``: the first position where all segments end, and those of rate 1."""
+    """Return ``wall`` and ``gap``: the first position where all segments end, and all of rate 1."""
     found = branches(op)
     wall = math.lcm(*(branch.width for branch in found))
     gap = math.lcm(*(branch.width for branch in found if branch.rate == 1))
@@ -234,8 +234,8 @@ def _borders(op: LongAttention) -> tuple[int | None, int | None]:
 
 
 def _searched(op: LongAttention) -> Path:
-    """All tokens at once: bit x of row p says that p knows of x. All rows of one phase of a segment
-    attend each other, whatever head keeps them."""
+    """Search over all tokens at once: bit x of row p says that p knows x. All rows of one phase of
+    a segment attend each other, whichever head keeps them."""
     n = op.seq_len
     everything = np.tri(n, dtype=bool) if op.causal else np.ones((n, n), bool)
     target, known = _packed(everything), _packed(np.eye(n, dtype=bool))
@@ -269,6 +269,6 @@ def _searched(op: LongAttention) -> Path:
 
 
 def _packed(bits: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
-    """64 columns a word."""
+    """Pack the columns as bits, 64 in a word."""
     wide = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 64)))
     return np.packbits(wide, axis=1).view(np.uint64)

@@ -1,13 +1,13 @@
 """The definition of long attention, dense and in float64, to compare everything else with.
 
 In: q [B, N, H, D], k and v [B, N, Hkv, D] of the whole sequence, and the operation. Out: out
-[B, N, H, D] and lse [B, H, N] in float64, differentiable. Head by head, the multiplicity matrix
-M [N, N] of ``spec.long_attention`` is written out and
+[B, N, H, D] and lse [B, H, N] in float64, differentiable. Each head builds the multiplicity matrix
+M [N, N] of ``spec.long_attention`` and computes
 
     out[p] = sum_x M[p,x] exp(a(p,x)) v_x / sum_x M[p,x] exp(a(p,x)),   lse = log of the denominator
 
-so that time and memory go with N^2. With the mixture ``detached`` each branch is its own softmax,
-and their weights exp(lse_i - lse) take no gradient.
+Time and memory grow with N^2. With the mixture ``detached`` each branch is its own softmax, and the
+weights exp(lse_i - lse) take no gradient.
 """
 
 import math
@@ -21,7 +21,7 @@ _NEVER = -1e300  # exp of it is 0; an infinity would make the gradients of dead 
 
 
 def multiplicity(op: LongAttention, head: int, branch: int | None = None) -> Tensor:
-    """M[p, x] of a query head in float64: how often query p attends key x; of one branch alone."""
+    """M[p, x] of a query head in float64: how often p attends x, in all branches or in one."""
     p = torch.arange(op.seq_len)
     allowed = torch.ones(op.seq_len, op.seq_len, dtype=torch.float64)
     if op.causal:
@@ -46,7 +46,7 @@ def multiplicity(op: LongAttention, head: int, branch: int | None = None) -> Ten
 def reference(
     q: Tensor, k: Tensor, v: Tensor, op: LongAttention, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse; a query that attends nothing is 0 and -inf."""
+    """Return out and lse; a query that attends no key has out 0 and lse -inf."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     heads = []
@@ -60,7 +60,7 @@ def reference(
 def _head(
     q: Tensor, k: Tensor, v: Tensor, op: LongAttention, head: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """One query head, [B, N, D]."""
+    """Attend with one query head, [B, N, D]."""
     scores = q @ k.mT * scale
     out, lse = _softmax(scores, v, multiplicity(op, head).to(q.device))
     if op.dilation is None or op.dilation.mixture == "exact":

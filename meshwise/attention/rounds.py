@@ -1,12 +1,12 @@
-"""Attention of queries that stay to keys and values that come: round a ring, or all at once.
+"""Attention of queries that stay to keys and values that come, around a ring or all at once.
 
-In: q [B, H, L, D], k and v [B, Hkv, L, D], this rank's rows of all heads that it works on, and who
-else holds rows of these heads. Out: the whole softmax; or dq, dk, dv.
+In: q [B, H, L, D], k and v [B, Hkv, L, D], this rank's rows of the heads that it works on, and the
+ranks that hold the other rows of these heads. Out: the whole softmax; or dq, dk, dv.
 
-Round the ring, at step t a rank attends the keys of the shard t before its own, while the next come
-from the rank before: K and V in one message. In the backward they come again, and gradients of K
-and V, wide, follow the keys one step behind: each rank adds its part, and the last one that attends
-the shard sends them home.
+At step t of the ring a rank attends the keys of the shard t before its own, while the next keys
+come from the rank before: K and V in one message. In the backward they come again. Gradients of K
+and V, in the wide dtype, follow one step behind the keys: each rank adds its part, and the last
+rank that attends the shard sends them to its owner.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ Grads = tuple[Tensor, ...]
 
 
 class Ring(NamedTuple):
-    """``shards``: of the members; a member is ``stride`` ranks on from the one before."""
+    """``shards`` of the members; each member is ``stride`` ranks after the one before."""
 
     wire: Wire
     mask: Mask
@@ -56,7 +56,7 @@ class Ring(NamedTuple):
         return step_pieces(self.mask, self.shards, self.me, step)
 
     def exchange(self, x: Tensor, to: int | None, receive: dict[int, int]) -> Arrived:
-        """``x`` [n, B, rows, D] to a member, so many rows of it from others."""
+        """Send ``x`` [n, B, rows, D] to a member; ``receive``: rows that come, by member."""
         unit = x.shape[0] * x.shape[1]
         sent, received = [0] * self.wire.size, [0] * self.wire.size
         if to is not None:
@@ -147,13 +147,13 @@ def _fused(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both [B, Hkv, rows, D]."""
+    """Return K and V, each [B, Hkv, rows, D]."""
     half = x.shape[0] // 2
     return heads_first(x[:half]), heads_first(x[half:])
 
 
 def _cut(x: Tensor, rows: Interval, wanted: Interval) -> Tensor:
-    """``wanted`` of a tensor that holds ``rows``."""
+    """Take the rows ``wanted`` of a tensor that holds ``rows``."""
     return x[:, :, wanted[0] - rows[0] : wanted[1] - rows[0]]
 
 
@@ -161,7 +161,7 @@ def _zeros_of_rows(like: Tensor, rows: Interval) -> Tensor:
     return zeros_of(like[:, :, :1].expand(-1, -1, rows[1] - rows[0], -1))
 
 
-# ---- what goes round
+# ---- messages around the ring
 
 
 def _attend_step(ring: Ring, q: Tensor, held: Tensor, step: int, so_far: Softmax | None) -> Softmax:
@@ -173,7 +173,7 @@ def _attend_step(ring: Ring, q: Tensor, held: Tensor, step: int, so_far: Softmax
 
 
 def _pass_keys(ring: Ring, held: Tensor, step: int) -> Arrived | None:
-    """Send on what is held, as far as it is needed from ``step`` on; None if nobody needs any."""
+    """Send the held keys on, cut to the rows needed from ``step`` on; None if nobody needs any."""
     if step > max(ring.hops.last):
         return None
     rows, come = ring.hops.keys[step][ring.me - step + 1], ring.held(step)
@@ -187,7 +187,7 @@ def _unpacked(flat: Tensor, like: Tensor, ring: Ring, step: int) -> Tensor:
 
 
 def _pass_gradients(ring: Ring, made: Tensor, step: int) -> Arrived:
-    """Send on what was made of the shard that is held, or home; its owner may be one's own."""
+    """Send gradients of the held shard to the next rank, or after its last step to its owner."""
     last = ring.hops.last
     shard = (ring.me - step) % ring.size
     to = None if step > last[shard] else shard if step == last[shard] else ring.me + 1
@@ -196,7 +196,7 @@ def _pass_gradients(ring: Ring, made: Tensor, step: int) -> Arrived:
 
 
 def _take_in(ring: Ring, flat: Tensor, step: int, made: Tensor | None, own: Tensor) -> None:
-    """Add the gradients that came after ``step``: to those of the shard now held or its own."""
+    """Add gradients that came after ``step`` to those of the held shard or the own one."""
     expected, at = ring.hops.expected(ring.me, step), 0
     grads = ring.hops.grads[step]
     before = (ring.me - step - 1) % ring.size
@@ -216,7 +216,7 @@ def _take_in(ring: Ring, flat: Tensor, step: int, made: Tensor | None, own: Tens
 
 
 def _gather(ring: Ring, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """All keys and values [B, Hkv, N, D] in global order."""
+    """Collect all keys and values [B, Hkv, N, D] in global order."""
     fused = _fused(k, v)
     unit = fused.shape[0] * fused.shape[1]
     flat = ring.wire.gather(fused.view(-1, k.shape[3]), [n * unit for n in ring.shards.lengths])()

@@ -1,11 +1,11 @@
-"""Triton kernels for rows by index: each reads what it needs once and writes once.
+"""Triton kernels for rows by index: each reads its rows once and writes once.
 
-Parts are visited in order, so that sums are the same every time. ``_merge`` is ``merge.merge``, in
-fp64 too. ``_mix`` has all parts at hand and keeps to fp32, which is faster: the largest lse first,
-then numerator and denominator alike, each with what its rounding lost (Kahan). Where all values
-are 1 both are the same number, and out is 1. Error, in units of 2^-24 of the largest value, however
-many parts: 1 of each sum, 1 of rounding out, and of the weights e times the values' mean distance
-from out, where e, the error of the hardware's exp(x), is below 4 + 2|x|.
+Parts are visited in order, so sums are the same every time. ``_merge`` is ``merge.merge``, in fp64
+too. ``_mix`` has all parts at once and uses fp32, which is faster. It finds the largest lse first,
+then sums numerator and denominator alike, each with its rounding error (Kahan). If all values are
+1, both are the same number and out is 1. Error, in units of 2^-24 of the largest value, for any
+number of parts: 1 of each sum, 1 of rounding out, and of the weights e times the values' mean
+distance from out; e < 4 + 2|x| is the error of the hardware's exp(x).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
 _ELEMENTS = 4096  # of a block
-_VIEW = tl.constexpr(9)  # numbers that tell a view, as in ``rows.View``
+_VIEW = tl.constexpr(9)  # numbers in a view, as in ``rows.View``
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -36,7 +36,7 @@ def _take(  # type: ignore[no-untyped-def]
 def _row(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, part: tl.constexpr, inverses, views, at, inside, heads
 ):
-    """Find the row of the part that belongs ``at`` each of these rows; -1: none."""
+    """Find the part's row for each place ``at``; -1 if there is none."""
     row = at
     if KIND == 1:
         row = tl.load(inverses[part] + at, mask=inside, other=-1).to(tl.int64)
@@ -57,14 +57,14 @@ def _row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weight(lse, most):  # type: ignore[no-untyped-def]
-    """exp(lse - most), without a difference of infinities; of no key 0."""
+    """Return exp(lse - most), without inf - inf; 0 for a query that saw no key."""
     weight = tl.exp(tl.where(lse == most, 0.0, lse - most))
     return tl.where(lse == float("-inf"), 0.0, weight)
 
 
 @triton.jit
 def _plus(sums, more):  # type: ignore[no-untyped-def]
-    """The sum, and what its rounding lost."""
+    """Return the sum and its rounding error."""
     grown = sums + more
     return grown, more - (grown - sums)
 
@@ -158,7 +158,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def merge(so_far: Sequence[Tensor], part: Tensor, lse: Tensor) -> None:
-    """All [batch, starts, heads, rows] or [batch, rows]; out and part with a last dim D."""
+    """Merge in place. Shapes [batch, starts, heads, rows] or [batch, rows]; out, part end in D."""
     if part.stride(-1) != 1:
         part = part.contiguous()
     at = (slice(None), *[None] * (5 - part.dim()))
@@ -176,9 +176,9 @@ def mix(
     out: Tensor, lse: Tensor | None, values: Tensors, lses: Tensors,
     inverses: Sequence[Tensor | None], views: Sequence[Sequence[int] | None], heads: int,
 ) -> None:  # fmt: skip
-    """Write into ``out`` [B, size, D], and into ``lse`` [B, size], the mix of contiguous parts
-    [B, k, D] and [B, k]; without ``lse`` their sum. A part's rows belong where its inverse map
-    says, or its view of tokens * ``heads``; with neither they are all rows, in order."""
+    """Write the mix of contiguous parts [B, k, D] and [B, k] into ``out`` [B, size, D] and ``lse``
+    [B, size]; without ``lse`` write their sum. An inverse map, or a view of tokens * ``heads``,
+    places a part's rows; a part with neither has all rows, in order."""
     kinds = tuple(
         1 if inverse is not None else 2 if view is not None else 0
         for inverse, view in zip(inverses, views, strict=True)

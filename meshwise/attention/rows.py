@@ -1,12 +1,12 @@
-"""Rows of a tensor [batch, rows, width] picked, mixed and added up, by index; and fetched.
+"""Pick, mix and add up rows of a tensor [batch, rows, width] by index; fetch rows of other ranks.
 
-On a GPU by kernels of one pass each (``row_kernels``), elsewhere, in fp64, and for more parts than
-a kernel takes, by torch's own.
+On a GPU this takes kernels of one pass each (``row_kernels``). On a CPU, in fp64, and for more
+parts than a kernel takes, it takes torch's own operations.
 
-What ranks need of each other is fetched, later returned, many tensors in one exchange: for every
+Ranks fetch rows from each other and later return results, many tensors in one exchange. For every
 rank there are the ascending ids (position * heads + head) of the rows that it needs, of a tensor
-[B, tokens * heads, D] in contiguous shards. ``fetch`` brings [B, ids, D] of every tensor;
-``give_back`` takes as much and brings each rank what the others made of its rows.
+[B, tokens * heads, D] in contiguous shards. ``fetch`` brings [B, ids, D] of each; ``give_back``
+takes results of that shape and brings each rank those of its own rows.
 """
 
 import functools
@@ -26,9 +26,9 @@ MOST_PARTS = 32  # of one kernel, which is compiled for their number
 
 
 class View(NamedTuple):
-    """Some rows of tokens * heads: in each of ``segments`` segments of ``width`` tokens from
-    ``start`` on, ``rows`` tokens ``rate`` apart from ``phase`` on; and ``heads`` heads ``step``
-    apart from ``first`` on."""
+    """Regularly spaced rows of tokens * heads. From token ``start`` on there are ``segments``
+    segments of ``width`` tokens; each keeps ``rows`` tokens, ``rate`` apart, from ``phase`` on. Of
+    each token it keeps ``heads`` heads, ``step`` apart, from ``first`` on."""
 
     start: int
     segments: int
@@ -42,9 +42,9 @@ class View(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The places of a part's rows among ``size`` rows, tokens * ``heads``, each at most once:
-    a view of them, or ``where``; neither: it has all of them, in order. ``inverse``, for kernels:
-    which row of the part belongs here, -1 for none."""
+    """Places of a part's rows among ``size`` rows, tokens * ``heads``, each at most once: by a
+    ``view`` or an index ``where``; with neither the part has all rows, in order. ``inverse``, for
+    kernels: the part's row at each place, -1 for none."""
 
     size: int
     heads: int = 1
@@ -76,7 +76,7 @@ def places(at: Tensor | View | None, tokens: int, heads: int, device: torch.devi
 
 
 def select(x: Tensor, at: Tensor | View) -> Tensor:
-    """x [B, tokens, heads, D]: [B * segments, heads, rows, D]."""
+    """Pick rows of x [B, tokens, heads, D] as [B * segments, heads, rows, D]."""
     if isinstance(at, Tensor):
         return take(x.flatten(1, 2), at).flatten(0, 1)
     tokens = x[:, at.start : at.start + at.segments * at.width]
@@ -87,14 +87,14 @@ def select(x: Tensor, at: Tensor | View) -> Tensor:
 
 
 def unselect(x: Tensor, at: Tensor | View, batch: int) -> Tensor:
-    """[B * segments, heads, rows, D] as [B, k, D], in the order of ``places(at)``."""
+    """Reshape [B * segments, heads, rows, D] to [B, k, D], in the order of ``places(at)``."""
     if isinstance(at, View):
         x = x.transpose(1, 2)
     return x.reshape(batch, -1, x.shape[-1])
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, rows, ...], index of any shape: [B, *index.shape, ...]."""
+    """Pick rows of x [B, rows, ...] by an index of any shape, as [B, *index.shape, ...]."""
     if _fused(x) and x.dim() == 3:
         from meshwise.attention import row_kernels
 
@@ -104,8 +104,8 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def combine(parts: Sequence[RowPart], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mixes parts by their log-sum-exp (``merge``): out as ``like`` [B, size, D], lse [B, size].
-    Rows that no part has are 0 and -inf."""
+    """Mix parts by their log-sum-exp (``merge``). Return out, shape and dtype as ``like``
+    [B, size, D], and lse [B, size]; rows that no part has are 0 and -inf."""
     if _fused(like, len(parts)):
         lse = like.new_empty(like.shape[:-1], dtype=torch.float32)
         return _mixed(parts, like, lse), lse
@@ -123,7 +123,7 @@ def combine(parts: Sequence[RowPart], like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def total(parts: Sequence[RowPart], like: Tensor) -> Tensor:
-    """Adds parts up, in fp32 or fp64: as ``like`` [B, size, D]."""
+    """Add parts up in fp32 or fp64. Return the sum, shape and dtype as ``like`` [B, size, D]."""
     if _fused(like, len(parts)):
         return _mixed(parts, like, None)
     out = torch.zeros(like.shape, dtype=wide(like.dtype), device=like.device)
@@ -170,8 +170,8 @@ def _index(at: View, heads: int, device: torch.device) -> Tensor:
 
 
 class Fetch(NamedTuple):
-    """``rows``: of this rank that are sent, by destination; how many go to and come from each
-    rank; ``places``: where what each of them returns belongs."""
+    """``rows``: of this rank, to be sent, by destination; ``sent``, ``received``: how many, by
+    rank; ``places``: for each rank, where the rows that it gives back belong."""
 
     rows: Tensor
     sent: tuple[int, ...]
@@ -194,19 +194,19 @@ def fetch_of(
 
 
 def fetch(wire: Wire, wanted: Sequence[tuple[Fetch, Tensor]]) -> Callable[[], list[Tensor]]:
-    """Tensors of one dtype and width D, each [B, rows, D]; call for what arrived."""
+    """Start to fetch rows of tensors [B, rows, D] of one dtype and D; call the result for them."""
     taken = [take(x, each.rows) for each, x in wanted]
     return _exchange(wire, taken, [f.sent for f, _ in wanted], [f.received for f, _ in wanted])
 
 
 def give_back(wire: Wire, made: Sequence[tuple[Fetch, Tensor]]) -> Callable[[], list[Tensor]]:
-    """[B, sum(sent), D] of each: of every one of ``rows``, what its destination made of it."""
+    """Send results back. Call the result for [B, sum(sent), D]: one row for each of ``rows``."""
     tensors = [x for _, x in made]
     return _exchange(wire, tensors, [f.received for f, _ in made], [f.sent for f, _ in made])
 
 
 def returned_parts(each: Fetch, arrived: Tensor) -> list[RowPart]:
-    """Cut what came back into parts for ``rows.total``: several ranks may have had a row."""
+    """Cut returned rows into parts for ``total``: several ranks may return the same row."""
     pieces = arrived.split(list(each.sent), dim=1)
     return [RowPart(x, at) for x, at in zip(pieces, each.places, strict=True) if x.shape[1]]
 

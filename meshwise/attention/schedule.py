@@ -1,7 +1,7 @@
-"""The part of a dilated attention that one rank computes, made ready for its device.
+"""Prepare the part of a dilated attention that one rank computes, with its indices on the device.
 
-In: the operation, shards, the way of each branch, the rank. Out: a ``Schedule``: for each branch
-the batches of each round, and what is fetched before it. A batch is one call of a kernel.
+In: the operation, shards, the way of each branch, the rank. Out: a ``Schedule``: the batches of
+each round of each branch, and what is fetched before the round. A batch is one kernel call.
 """
 
 import functools
@@ -19,12 +19,12 @@ from meshwise.attention.rows import Fetch, Places, View, fetch_of, places
 from meshwise.attention.shards import Shards
 from meshwise.spec.long_attention import LongAttention
 
-MOST_VIEWS = 2  # of a branch: read in place; more and smaller ones cost more than a copy
+MOST_VIEWS = 2  # of a branch, read in place; more and smaller views cost more than a copy
 
 
 class Batch(NamedTuple):
-    """``query``, ``key``: rows [segments, heads, rows] of the tensors' tokens * heads, or a view.
-    ``shares``: its gradients of k and v have a row a key head, not a query head."""
+    """``query``, ``key``: indices [segments, heads, rows] into tokens * heads, or a view.
+    ``shares``: gradients of k and v have one row per key head, not per query head."""
 
     query: Tensor | View
     key: Tensor | View
@@ -35,9 +35,9 @@ class Batch(NamedTuple):
 
 
 class RankBranch(NamedTuple):
-    """``rounds[0]`` works with own rows, ``rounds[i + 1]`` with what ``keys[i]`` fetched; by heads
-    ``rounds[0]`` works with what ``queries`` and ``keys[0]`` did. ``returned``: where rows that
-    were computed elsewhere belong."""
+    """``rounds[0]`` uses own rows, ``rounds[i + 1]`` the rows that ``keys[i]`` fetched. By heads
+    ``rounds[0]`` uses what ``queries`` and ``keys[0]`` fetched. ``returned``: the places of own
+    rows that other ranks computed."""
 
     number: int
     way: str
@@ -115,8 +115,8 @@ class _Make(NamedTuple):
                 yield self._own(each.head, queries, self.op.causal)
 
     def _views(self, branch: pattern.Branch, each: pattern.Tasks) -> list[View]:
-        """The tasks as views; none where they are no views, or many. Segments are divided among
-        views that a kernel can index."""
+        """Express the tasks as views; empty if they are not regular, or need many. Segments are
+        divided among views so that a kernel can index each."""
         segments, _, count = each.position.shape
         groups = self.op.heads // self.op.kv_heads
         begin = int(each.position[0, 0, 0]) // branch.width * branch.width
@@ -152,7 +152,7 @@ class _Make(NamedTuple):
         return Batch(at, key, self.op.causal, query_places, key_places, True)
 
     def _own(self, head: Ints, queries: Ints, causal: bool) -> Batch:
-        """Own queries with own keys; ``queries``: ids over the whole sequence."""
+        """Pair own queries with own keys; ``queries``: ids over the whole sequence."""
         local = queries - self.start * self.op.heads
         token = local // self.op.heads
         shared = np.broadcast_to((head * self.op.kv_heads // self.op.heads)[..., None], token.shape)
@@ -161,14 +161,14 @@ class _Make(NamedTuple):
         return Batch(_tasks(query), _tasks(key), causal, at, at, False)
 
     def _mixed(self, call: pattern.TaskGroup, fetched: Ints) -> Batch:
-        """Own queries with keys that were fetched."""
+        """Pair own queries with fetched keys."""
         query = self._index(call.queries - self.start * self.op.heads)
         key = self._index(np.searchsorted(fetched, call.keys))
         at = places(query, self.tokens, self.op.heads, self.device)
         return Batch(_tasks(query), _tasks(key), call.causal, at, Places(len(fetched)), True)
 
     def _away(self, call: pattern.TaskGroup, queries: Ints, keys: Ints) -> Batch:
-        """Queries and keys that were fetched."""
+        """Pair fetched queries with fetched keys."""
         query = self._index(np.searchsorted(queries, call.queries))
         key = self._index(np.searchsorted(keys, call.keys))
         at = places(query, len(queries), 1, self.device)

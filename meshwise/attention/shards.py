@@ -1,6 +1,6 @@
 """Share the tokens of a sequence among ranks, with their positions, labels and weights.
 
-A ``Shards`` is, for each rank, the intervals [start, stop) of global positions that it holds, in
+A ``Shards`` lists for each rank the intervals [start, stop) of global positions that it holds, in
 the order of its local rows. Torch-free.
 """
 
@@ -18,7 +18,7 @@ Interval = tuple[int, int]
 
 
 class Shards(NamedTuple):
-    """``intervals[rank]``: its tokens, in local order. All together cover [0, seq_len) once."""
+    """``intervals[rank]``: its tokens, in local order. Together they cover [0, seq_len) once."""
 
     intervals: tuple[tuple[Interval, ...], ...]
 
@@ -47,7 +47,7 @@ def _check(**given: Any) -> None:
 
 
 def contiguous(seq_len: int, ranks: int) -> Shards:
-    """One run of the sequence each; the first ranks get one more where it does not divide."""
+    """Give each rank one run; the first ranks get one more token if the length does not divide."""
     _check(seq_len=seq_len, ranks=ranks)
     if seq_len < 0 or ranks < 1:
         raise ValueError(f"seq_len = {seq_len}, ranks = {ranks}: must be 0 and 1 or more")
@@ -55,7 +55,7 @@ def contiguous(seq_len: int, ranks: int) -> Shards:
 
 
 def of_lengths(lengths: Sequence[int]) -> Shards:
-    """One run each, of these lengths, which may be 0."""
+    """Give each rank one run of its length, which may be 0."""
     lengths = tuple(lengths) if isinstance(lengths, list) else lengths
     _check(lengths=lengths)
     if min(lengths, default=-1) < 0:
@@ -65,7 +65,7 @@ def of_lengths(lengths: Sequence[int]) -> Shards:
 
 
 def zigzag(seq_len: int, ranks: int) -> Shards:
-    """Chunks r and 2n-1-r of 2n, so that causal work is equal; the first chunks may be longer."""
+    """Give rank r chunks r and 2n-1-r of 2n: equal causal work. The first chunks may be longer."""
     _check(seq_len=seq_len, ranks=ranks)
     cuts = contiguous(seq_len, 2 * ranks).intervals
     return Shards(tuple((cuts[r][0], cuts[2 * ranks - 1 - r][0]) for r in range(ranks)))
@@ -85,8 +85,8 @@ def positions(shards: Shards, rank: int) -> npt.NDArray[np.int64]:
 
 
 def next_tokens(shards: Shards, rank: int) -> npt.NDArray[np.int64]:
-    """The global position of each local row's label, the next token, also across the border of a
-    shard; the last token of all has none, -1."""
+    """Return the global position of each local row's label. The label is the next token, even if
+    another rank holds it; the last token of the sequence has none, -1."""
     after = positions(shards, rank) + 1
     return np.where(after == shards.seq_len, -1, after)
 

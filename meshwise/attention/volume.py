@@ -1,16 +1,16 @@
-"""Count the heads and rows that dense attention moves between ranks, in bytes, and choose its way.
+"""Count the bytes that dense attention moves between ranks, and choose its way.
 
 Torch-free.
 
-With L rows a rank, widths in bytes of one row of all heads (q, k) in the tensors' dtype and in the
-accumulators' (wide), a rank receives, at most, forward | backward:
+P ranks have L rows each; q and k are the bytes of one row of all query or key heads, wide: in the
+accumulators' dtype. A rank receives, at most, forward | backward:
 
     heads        (P-1) L (2q + 2k) / P      the same: the gradient in, dq, dk and dv back
     gather       (P-1) L 2k                 the same, and (P-1) L 2k of partial dk, dv, wide
     ring         (P-1) L 2k                 the same, and (P-1) L 2k of dk, dv, wide
     ring_heads   heads among u consecutive ranks, ring over P/u groups of u L rows and 1/u heads
 
-A ring leaves out the rows that no rank further on attends.
+A ring does not pass on rows that no later rank attends.
 """
 
 import functools
@@ -29,8 +29,8 @@ from meshwise.spec.long_attention import LongAttention
 
 NONE: Interval = (0, 0)
 DENSE_WAYS = ("heads", "ring_heads", "ring", "gather")  # in order of preference
-SLICE_BYTES = 2**24  # a rank's q, k and v from which on they are sent in slices
-MOST_IMBALANCE = 1.25  # of pairs, max / mean, up to which fewer bytes alone decide
+SLICE_BYTES = 2**24  # of a rank's q, k and v, from which they are sent in slices
+MOST_IMBALANCE = 1.25  # of pairs, max / mean: up to this a ring with fewer bytes wins
 
 
 class HeadShare(NamedTuple):
@@ -43,25 +43,25 @@ class HeadShare(NamedTuple):
 
 
 class RingHops(NamedTuple):
-    """Rows that go round. ``keys[t][s]``: local rows of shard s that hop t takes from s+t-1 to s+t.
-    ``grads[t][s]``: rows of its gradients that s+t sends after its step t, to s+t+1, or home if
-    t = ``last[s]``, the last step that attends it."""
+    """Rows that move around the ring. ``keys[t][s]``: local rows of shard s that hop t moves from
+    s+t-1 to s+t. ``grads[t][s]``: rows of their gradients that s+t sends after step t, to s+t+1, or
+    to s if t = ``last[s]``, the last step that attends shard s."""
 
     keys: tuple[tuple[Interval, ...], ...]
     grads: tuple[tuple[Interval, ...], ...]
     last: tuple[int, ...]
 
     def held(self, member: int, step: int) -> Interval:
-        """The rows of the shard ``step`` before a member's own that come to it."""
+        """Rows that reach a member, of the shard ``step`` before its own."""
         return self.keys[step][(member - step) % len(self.last)]
 
     def made(self, member: int, step: int) -> Interval:
-        """The rows of that shard whose gradients leave the member."""
+        """Rows of the same shard whose gradients the member sends."""
         shard = (member - step) % len(self.last)
         return self.grads[step][shard] if step <= self.last[shard] else NONE
 
     def expected(self, member: int, step: int) -> dict[int, int]:
-        """Rows of gradients that reach a member after a step, by their sender."""
+        """Count the gradient rows that reach a member after a step, by sender."""
         size, grads, found = len(self.last), self.grads[step], dict[int, int]()
         before = (member - step - 1) % size
         if step < self.last[before]:
@@ -90,7 +90,7 @@ class Traffic(NamedTuple):
 
 
 def shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
-    """Query heads divided among ranks; key heads are repeated where ranks divide their group."""
+    """Divide query heads among ranks; key heads are repeated where ranks divide their group."""
     group, found = heads // kv_heads, []
     for rank in range(ranks):
         a, b = rank * heads // ranks, (rank + 1) * heads // ranks
@@ -99,7 +99,7 @@ def shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
 
 
 def slices(op: LongAttention, degree: int, ranks: int) -> tuple[Slice, ...]:
-    """The heads of ``degree`` ranks in one exchange, or in several where there is much to send."""
+    """Divide heads among ``degree`` ranks in one exchange, or several if there is much to send."""
     each, count = shares(op.heads, op.kv_heads, degree), 1
     q_heads, key_heads = op.heads // degree, op.kv_heads // degree
     size = op.seq_len * (op.heads + 2 * op.kv_heads) * op.row_bytes
@@ -125,12 +125,12 @@ def heads_degree(kv_heads: int, ranks: int) -> int:
 
 
 def degree_of(way: str, kv_heads: int, ranks: int) -> int:
-    """Among how many ranks heads are divided."""
+    """Return the number of ranks that divide the heads."""
     return {"heads": ranks, "ring_heads": heads_degree(kv_heads, ranks)}.get(way, 1)
 
 
 def check_way(op: LongAttention, ranks: int, way: str) -> None:
-    """ValueError if these ranks cannot go this way."""
+    """Raise ValueError if these ranks cannot go this way."""
     if way == "ring_heads" and heads_degree(op.kv_heads, ranks) == 1:
         raise ValueError(
             f"way = 'ring_heads': {ranks} ranks cannot be divided into groups that divide "
@@ -168,7 +168,7 @@ def hops(mask: Mask, shards: Shards) -> RingHops:
 
 
 def step_pieces(mask: Mask, shards: Shards, rank: int, step: int) -> tuple[MaskPiece, ...]:
-    """Pieces that ``rank`` attends at a step of the ring: of the shard ``step`` before its own."""
+    """Pieces that ``rank`` attends at a ring step, in the shard ``step`` before its own."""
     ranks = len(shards.intervals)
     return local_pieces(
         mask, shards.intervals[rank % ranks], shards.intervals[(rank - step) % ranks]
@@ -198,12 +198,12 @@ def dense_bytes(
 def choose_dense(
     op: LongAttention, shards: Shards, prices: Prices | None = None, documents: tuple[int, ...] = ()
 ) -> str:
-    """The way for a forward and, as ``op.direction`` says, its backward.
+    """Choose the way of a forward and, if ``op.direction`` says so, of its backward.
 
-    With prices the fastest of those whose transfers are priced: transfers of heads and gather are
-    added to the computation, hops of a ring hidden behind it as far as attention is priced. Else
-    heads where they divide, ring_heads where key heads allow, ring; and a ring where a window or
-    documents make it receive less and leave the ranks' work balanced.
+    With prices it is the fastest way whose transfers are priced. Transfers of heads and gather add
+    to the computation; hops of a ring hide behind it as far as attention is priced. Without prices
+    it is heads if they divide, else ring_heads if key heads allow it, else ring. A window or
+    documents make it ring if the ring receives less and the ranks' work is balanced.
     """
     ranks = len(shards.lengths)
     ways = [w for w in DENSE_WAYS if w != "ring_heads" or heads_degree(op.kv_heads, ranks) > 1]
@@ -249,7 +249,7 @@ def time_s(
             continue
         hop_s = [_transfer_s(t, op, prices) for t in ring]
         keys = hop_s[: len(hop_s) // (1 + (direction == "backward"))]
-        grads = [0.0, 0.0, *hop_s[len(keys) :]]  # leave a step after they were made
+        grads = [0.0, 0.0, *hop_s[len(keys) :]]  # they leave a step after they are made
         total += sum(
             max(busy, k + g)
             for busy, k, g in itertools.zip_longest(compute, keys, grads, fillvalue=0.0)
@@ -258,7 +258,7 @@ def time_s(
 
 
 def _pairs(op: LongAttention, shards: Shards, documents: tuple[int, ...]) -> list[list[int]]:
-    """Pairs of query and key of one head, by step of the ring and rank."""
+    """Count query-key pairs of one head, by ring step and rank."""
     mask, ranks = Mask(op.causal, op.window, documents), len(shards.lengths)
     return [
         [sum(p.pairs for p in step_pieces(mask, shards, rank, step)) for rank in range(ranks)]
@@ -275,7 +275,7 @@ def _pair_s(op: LongAttention, direction: str, prices: Prices) -> float:
     )  # fmt: skip
     try:
         return prices.estimate(whole).time_s / whole.pairs
-    except ValueError:  # not measured: nothing is hidden
+    except ValueError:  # not measured: no transfer is hidden
         return 0.0
 
 
@@ -287,7 +287,7 @@ def _transfer_s(each: Traffic, op: LongAttention, prices: Prices) -> float:
         int(np.bincount(ends, each.bytes, ranks).max()) for ends in (each.source, each.target)
     )
     if each.kind != "send_recv":
-        most = -(-most * each.size // (each.size - 1))  # nccl-tests' size has the own part
+        most = -(-most * each.size // (each.size - 1))  # nccl-tests' size includes the own part
     called = Collective(
         kind=each.kind, size_bytes=most, group_size=each.size, group_stride=each.stride,
         dtype=op.dtype,
@@ -331,8 +331,8 @@ def _transfers(
 def _for_gather(
     shards: Shards, mask: Mask, row: int, wide_row: int
 ) -> tuple[list[Traffic], list[Traffic]]:
-    """K and V of every rank to every rank, in the backward again; partial gradients of shard j
-    from the ranks that attend it."""
+    """All ranks gather all K and V, in the backward again. Then each rank receives partial
+    gradients of its shard from the ranks that attend it."""
     ranks = len(shards.lengths)
     rows = np.array(shards.lengths)
     every = _among(ranks, np.outer(rows * row, np.ones(ranks, np.int64)), "all_gather")
@@ -379,7 +379,7 @@ def _len(interval: Interval) -> int:
 
 
 def _unions(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Hulls of pairs of intervals; an empty one counts for nothing."""
+    """Hulls of pairs of intervals; an empty interval is ignored."""
     return [
         a if not _len(b) else b if not _len(a) else (min(a[0], b[0]), max(a[1], b[1]))
         for a, b in zip(some, others, strict=True)

@@ -1,4 +1,4 @@
-"""Exchanges of a group for attention, asynchronous, with their bytes counted."""
+"""Asynchronous exchanges between the ranks of a group, with their bytes counted."""
 
 import functools
 import hashlib
@@ -15,18 +15,18 @@ from meshwise.text import one_line
 
 Arrived = Callable[[], Tensor]
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SAID = 2048  # bytes of what ranks tell each other
+_SAID = 2048  # bytes of one rank's message to the others
 _REMEMBERED = 256  # agreements
 
 
 class Wire:
-    """A group's transfers. ``sent_bytes`` and ``received_bytes`` count what left and reached this
-    rank, ``collectives`` how many calls did; a group of one makes none. ``group`` None: the default
-    group, or this process alone if there is none; with ``alone`` in any case.
+    """Transfers of a group. ``sent_bytes`` and ``received_bytes`` count what this rank sent and
+    received, ``collectives`` its calls; a group of one makes none. ``group`` None: the default
+    group, or this process alone if there is none. ``alone``: this process alone in any case.
 
-    ``muted``: nothing is sent, and copies of what would be sent stand for what would arrive: what
-    is left is the computation, at the power that real numbers draw. ``log``: a list that takes
-    (bytes to each rank, bytes from each rank) of every call.
+    ``muted``: nothing is sent; what would arrive is filled with copies of what would be sent. Only
+    the computation is left, at the power that real numbers draw. ``log``: a list that takes (bytes
+    to each rank, bytes from each rank) of every call.
     """
 
     def __init__(self, group: Any = None, *, alone: bool = False) -> None:
@@ -44,9 +44,9 @@ class Wire:
         self.log: list[tuple[list[int], list[int]]] | None = None
 
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Arrived:
-        """Rows of ``x`` [sum(send), ...]: the first send[0] go to rank 0, and so on. What arrives
-        [sum(receive), ...] is in the order of the ranks. Call what is returned to wait for it; keep
-        on computing before. Empty messages cost nothing; ``x`` must not change until then."""
+        """Start to send rows of ``x`` [sum(send), ...]: the first send[0] to rank 0, and so on.
+        Call the result to wait for the received rows [sum(receive), ...], in rank order; compute in
+        between. Until then ``x`` must not change. Empty messages cost nothing."""
         assert len(x) == sum(send), (x.shape, send)
         if self.size == 1:
             return lambda: x
@@ -58,7 +58,7 @@ class Wire:
         )  # fmt: skip
 
     def gather(self, x: Tensor, rows: Sequence[int]) -> Arrived:
-        """Every rank's x [rows[rank], ...] one after another, [sum(rows), ...]."""
+        """Start to collect every rank's x [rows[rank], ...] in rank order, [sum(rows), ...]."""
         if self.size == 1:
             return lambda: x
         if len(set(rows)) > 1:  # all-gather wants equal sizes
@@ -86,19 +86,19 @@ class Wire:
             return lambda: out
         work = start(out, x)
 
-        def wait(sent: Tensor = x) -> Tensor:  # which must last until it is sent
+        def wait(sent: Tensor = x) -> Tensor:  # x must last until it is sent
             work.wait()
             return out
 
         return wait
 
     def agree(self, said: dict[str, object], number: int, *, known: bool = False) -> list[int]:
-        """Every rank's ``number``. What all ``said``, value by value, must be the same: ValueError
-        on every rank, with what differs.
+        """Return every rank's ``number``. The values in ``said`` must be the same on all ranks;
+        otherwise every rank raises a ValueError that lists the differences.
 
-        Asked each time, which makes the host wait. With ``known``, where all ranks know all
-        numbers from what they say, NCCL's ranks ask only once for the same: a later difference
-        between them ends by the timeout.
+        Each call asks all ranks, and the host waits. ``known``: what ranks say determines all
+        numbers. NCCL's ranks then ask only once for the same values; a later difference ends in a
+        timeout.
         """
         if self.size == 1:
             return [number]
@@ -117,7 +117,7 @@ class Wire:
         numbers, digests, texts = zip(*(one.split(" ", 2) for one in told), strict=True)
         if len(set(digests)) > 1:
             raise ValueError(_differences(texts))
-        if "problem" in said:  # of all ranks
+        if "problem" in said:  # on all ranks
             return []
         found = list(map(int, numbers))
         if known and not by_gloo:
@@ -127,9 +127,9 @@ class Wire:
         return found
 
     def refuse(self, problem: str) -> NoReturn:
-        """ValueError for a call that this rank cannot take part in, on all ranks that still ask.
+        """Raise ValueError for a call that this rank cannot join, on all ranks that still ask.
 
-        NCCL's ranks may have asked for the last time: they end by the timeout or by a launcher.
+        NCCL's ranks may have asked for the last time: the timeout or a launcher ends them.
         """
         if not self._agreed:
             self.agree({"problem": problem}, 0)
@@ -137,7 +137,7 @@ class Wire:
 
 
 def _differences(texts: Sequence[str]) -> str:
-    """``scale: 0.5 on rank 0, 1.0 on rank 1``, for what not all say alike, in a line."""
+    """Describe in a line what ranks said differently: ``scale: 0.5 on rank 0, 1.0 on rank 1``."""
     try:
         told = [json.loads(text) for text in texts]
     except ValueError:  # cut off
@@ -161,7 +161,7 @@ def _wire(group: Any) -> Wire:
 
 
 def wire_of(group: dist.ProcessGroup | None = None, wire: Wire | None = None) -> Wire:
-    """The wire, or the group's; the same one each time, so that what was agreed on lasts."""
+    """Return the wire, or the group's: the same one each time, so that agreements last."""
     if wire is not None:
         if not isinstance(wire, Wire):
             raise ValueError(f"wire = a {type(wire).__name__}: give a Wire of the group, or None")

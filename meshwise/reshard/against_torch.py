@@ -1,8 +1,8 @@
-"""Whether both models have the same weights, by torch's own ``full_tensor``.
+"""Check that both models have the same weights, by torch's own ``full_tensor``.
 
 In: on every rank both models as the user has them. Out: the tensors that differ, in words. The
-plan, its holdings and the hashes of tiles have no part in it: torch gathers each DTensor over its
-own mesh, any other tensor counts as whole, and what ranks compare is the SHA-256 of all bytes.
+plan, its holdings and the hashes of tiles play no part: torch gathers each DTensor over its own
+mesh, any other tensor counts as whole, and ranks compare the SHA-256 of all bytes.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}  # gl
 
 
 def check(ranks: Ranks, planned: Transfer, plans: Sequence[Holdings], models: Models) -> list[str]:
-    """List the reasons why torch cannot gather this rank's tensors to what was planned."""
+    """List why torch cannot gather this rank's tensors to the planned shapes."""
     mine = [_chosen(planned, model) for model in models]
     meshes = [{n: _mesh(t) for n, t in of.items() if _inside(t)} for of in mine]
     told = ranks.gather(meshes)
@@ -46,12 +46,12 @@ def check(ranks: Ranks, planned: Transfer, plans: Sequence[Holdings], models: Mo
 
 
 def digests(planned: Transfer, model: live.Model) -> dict[str, str]:
-    """Digest the whole of each tensor that this rank has. All ranks of a mesh call it together."""
+    """Hash the whole of each tensor that this rank has. All ranks of a mesh call it together."""
     mine, found = _chosen(planned, model), {}
     with torch.no_grad():
         for name, (before, after) in zip(planned.names, planned.dtypes, strict=True):
             if name in mine and (values := _whole(mine[name])) is not None:
-                if before != after:  # one NaN for all: how torch makes it depends on its vectors
+                if before != after:  # make all NaNs one: torch's bits depend on its vector code
                     values = values.to(DTYPES[after]).double()
                     values[values.isnan()] = torch.nan
                 dense = values.cpu().clone(memory_format=torch.contiguous_format).view(-1)
@@ -76,7 +76,7 @@ def _chosen(planned: Transfer, model: live.Model) -> dict[str, Tensor]:
 
 
 def _inside(tensor: Tensor) -> bool:
-    """Whether this rank is of the tensor's mesh: only such ranks gather."""
+    """Whether this rank is in the tensor's mesh; only such ranks gather."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None
 
 
@@ -86,8 +86,8 @@ def _mesh(tensor: Tensor) -> str:
 
 
 def _cut(tensor: DTensor, local: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of this rank's part by mesh and placements, where they are plain: FSDP2 gives a
-    part that tensor parallelism left empty another one, and torch waits for it without end."""
+    """Return the shape that mesh and placements give this rank's part, if they are plain. FSDP2
+    gives a part that tensor parallelism left empty another shape, and torch then waits forever."""
     shape, place = list(tensor.shape), tensor.device_mesh.get_coordinate() or ()
     for axis, (at, placement) in enumerate(zip(place, tensor.placements, strict=True)):
         if type(placement) is Shard:
@@ -99,8 +99,8 @@ def _cut(tensor: DTensor, local: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _whole(tensor: Tensor) -> Tensor | None:
-    """Gather it as torch does; None on ranks outside its mesh. Bits travel: not all of torch's
-    collectives know all dtypes."""
+    """Gather the tensor by torch; None on ranks outside its mesh. Raw bits are sent, because not
+    all of torch's collectives support all dtypes."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     if not _inside(tensor):

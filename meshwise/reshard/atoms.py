@@ -1,8 +1,8 @@
-"""Cuts a logical tensor where any rank's holdings begin or end, on either side.
+"""Cut a logical tensor wherever any rank's holdings begin or end, on either side.
 
-In: a source and a destination layout. Out: atoms, the cells of the common refinement: boxes that a
-rank holds, or needs, entirely or not at all. Layers of a model are laid out alike, so tensors
-whose layouts differ in nothing but the names of buffers are cut once.
+In: a source and a destination layout. Out: atoms, the boxes of the common refinement. A rank holds,
+or needs, an atom entirely or not at all. Layers of a model are laid out alike, so tensors whose
+layouts differ only in the names of buffers are cut once.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ class Atom(NamedTuple):
 
 
 class Atoms(NamedTuple):
-    """The layouts of one tensor, and its atoms, which others of like layouts share."""
+    """The layouts of one tensor and its atoms. Tensors with equal layouts share the atoms."""
 
     source: Layout
     destination: Layout
@@ -32,9 +32,9 @@ class Atoms(NamedTuple):
 def cuts(
     pairs: Sequence[tuple[Layout, Layout]], names: Sequence[str] = ()
 ) -> tuple[list[Atoms], list[int]]:
-    """The different cuts, and which of them each (source, destination) has.
+    """Return the distinct cuts, and the number of the cut of each (source, destination).
 
-    What somebody needs and nobody holds is a ValueError, with the tensor's name if there are names.
+    ValueError if a rank needs what no rank holds, with the tensor's name if ``names`` are given.
     """
     found: list[Atoms] = []
     known: dict[tuple[object, object], int] = {}
@@ -54,7 +54,7 @@ def cuts(
 
 
 def weighed(kinds: Iterable[int], itemsizes: Iterable[int]) -> Counter[int]:
-    """Bytes of one element in all tensors of a cut together, by cut."""
+    """Sum, for each cut, the bytes of one element over all tensors of that cut."""
     found = Counter[int]()
     for kind, itemsize in zip(kinds, itemsizes, strict=True):
         found[kind] += itemsize
@@ -100,7 +100,7 @@ def _atoms(source: Layout, destination: Layout) -> Iterator[Atom]:
 
 
 def _by_box(layout: Layout) -> dict[Box, list[int]]:
-    """The numbers of the pieces of every box that is not empty; replicas have one box."""
+    """Group the numbers of pieces by box, without empty boxes; replicas have one box."""
     found: dict[Box, list[int]] = {}
     for number, piece in enumerate(layout):
         found.setdefault(piece.box, []).append(number)
@@ -110,8 +110,8 @@ def _by_box(layout: Layout) -> dict[Box, list[int]]:
 def _cells(
     cell: Box, boxes: Sequence[Box], inside: list[int], num_held: int, dim: int
 ) -> Iterator[tuple[Box, list[int]]]:
-    """Cut dim by dim, each slab only along the edges of the boxes that reach into it; slabs that
-    no box from ``num_held`` on reaches into are nobody's need. Boxes are numbered in order."""
+    """Cut dim by dim, each slab only along the edges of boxes that reach into it. Boxes from
+    ``num_held`` on are needed ones; a slab without any is left out. ``inside`` ascends."""
     if not inside or inside[-1] < num_held:
         return
     if dim == len(cell.low):

@@ -1,19 +1,19 @@
 """Bound the time of any plan that moves one layout to another: exact lower bounds.
 
-An atom is a box that every rank holds, or needs, entirely or not at all (``atoms``); it costs wire
-bytes only if the needer is no owner.
+An atom is a box that every rank holds, or needs, entirely or not at all (``atoms``). It costs wire
+bytes only if the rank that needs it does not own it.
 
     ingress   max over ranks r of (bytes r needs and does not own) / rate in
     egress    the least z such that owners can send every needer its bytes, split at will, each
-              busy for at most z: by max-flow min-cut the largest, over sets S of ranks, of (bytes
-              owned within S only) / (sum of rates out of S), see ``flow``
-    relayed   the same where receivers may pass bytes on: each leaves its owners once
-    hosts     the same cuts around hosts: bytes needed in a host and owned in no rank of it over
-              its rate in, and bytes owned in some hosts only and needed in others over theirs out
+              busy for at most z. By max-flow min-cut it is the maximum, over sets S of ranks, of
+              (bytes owned only within S) / (sum of rates out of S), see ``flow``
+    relayed   egress if receivers may pass bytes on: each byte leaves its owners once
+    hosts     the same for hosts: bytes that a host needs and none of its ranks owns, over its rate
+              in; bytes owned only in some hosts and needed in others, over their rate out
     memory    max over ranks of (2 x bytes needed and owned + other bytes needed) / memory rate
 
-No unicast, full duplex, ends before the larger of ingress and egress; nothing at all ends before
-the largest of ingress, relayed, hosts and memory.
+A full-duplex unicast takes at least the larger of ingress and egress. Any plan takes at least the
+largest of ingress, relayed, hosts and memory.
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ from meshwise.reshard.transfer import Transfer, loads
 
 
 class Rates(NamedTuple):
-    """Bytes a second into, and at once out of, a rank over all its links and a host over all its
-    network cards; and read plus written by a rank's memory. ``name`` says whose they are."""
+    """Bytes a second: into and, at the same time, out of a rank over all its links and a host over
+    all its network cards; read plus written by a rank's memory. ``name`` says whose they are."""
 
     name: str
     rank_bytes_per_s: float
@@ -40,8 +40,8 @@ class Rates(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Seconds at the rates that ``rate`` names; ``binding`` is the largest of those that no plan
-    beats, and ``ranks`` (of ``hosts``: hosts) set it."""
+    """Bounds in seconds at the rates named ``rate``. ``binding`` names the largest bound that holds
+    for any plan; ``ranks`` (of ``hosts``: hosts) set it."""
 
     ingress_s: float
     egress_s: float
@@ -58,8 +58,8 @@ class Limits(NamedTuple):
 
 
 class _Need(NamedTuple):
-    """Bytes by who needs or owns them; ``once``: whatever the number of needers; ``touched``: read
-    or written by a rank's memory."""
+    """Bytes by the ranks that need or own them. ``*_once``: counted once for any number of needers.
+    ``touched``: read or written by a rank's memory."""
 
     needed: Counter[int]
     owned: Counter[Owners]
@@ -76,7 +76,7 @@ def limits(
     *,
     host_of: Callable[[int], int] = lambda rank: 0,
 ) -> Limits:
-    """The bounds of moving all that the destination holds."""
+    """Compute the bounds of moving all that the destination holds."""
     names = sorted(destination)
     found, kinds = cuts([(source[name].layout, destination[name].layout) for name in names], names)
     itemsizes = [ITEMSIZES[destination[name].dtype] for name in names]
@@ -119,7 +119,7 @@ def _need(
 def _add(
     need: _Need, size: int, held: Owners, wanted: list[int], host_of: Callable[[int], int]
 ) -> None:
-    """One atom. A rank that needs it twice need not receive it twice."""
+    """Add one atom. A rank that needs it twice need not receive it twice."""
     missing = set(wanted) - held
     for rank in missing:
         need.needed[rank] += size
@@ -153,7 +153,7 @@ def _balanced(owned: dict[Owners, int], bytes_per_s: float) -> tuple[float, tupl
 def busiest_s(
     transfer: Transfer, rates: Rates, host_of: Callable[[int], int] = lambda rank: 0
 ) -> float:
-    """Seconds for which the busiest link of each stage is busy, stages one after the other.
+    """Seconds for which the busiest link of each stage is busy, summed over the stages.
 
     A rank's memory reads what it sends and writes what it receives.
     """

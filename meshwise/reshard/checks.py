@@ -1,5 +1,5 @@
-"""Refuse before anything moves: plans that are not what this rank's tensors are, memory
-that is written twice or read while it is written, tied weights that would have two values.
+"""Check before anything moves: plans match this rank's tensors, no memory is written twice or read
+while it is written, and tied weights get one value.
 
 In: both sides' holdings, tensors and shares. Out: nothing, or a ValueError that lists what is
 wrong.
@@ -28,8 +28,8 @@ def check_held(
     models: Sequence[Tensors],
     shares: Sequence[live.Shares],
 ) -> None:
-    """The plans name ranks that are there, and this rank holds what they say. ``shares``: of a side
-    whose plan was not made of them."""
+    """Check that the plans name existing ranks, and that this rank holds what they say. ``shares``:
+    of a side whose plan was not made from them."""
     wrong = []
     for side, plan, model, own in zip(SIDES, plans, models, _own(ranks, shares), strict=True):
         for name, held in model.items():
@@ -65,10 +65,10 @@ def check_held(
 def check_memory(
     ranks: Ranks, names: Sequence[str], plans: Sequence[Holdings], models: Sequence[Tensors]
 ) -> None:
-    """Nothing of the tensors ``names`` is written where something else is written or read.
+    """Check that no tensor of ``names`` is written where another is written or read.
 
-    Buffers may be the very same memory where they hold the same: weights that are tied, or that
-    both models share.
+    Two buffers may be the same memory if they hold the same: weights that are tied, or that both
+    models share.
     """
     contents = [_contents(ranks.rank, names, plan) for plan in plans]
     extents = []
@@ -90,7 +90,7 @@ def check_memory(
 
 
 def check_tied(source: Holdings, destination: live.Shares, only: Sequence[str]) -> None:
-    """Weights that are one tensor in the destination are one in the source, and all asked for."""
+    """Check that weights tied in the destination are tied in the source, and all asked for."""
     wrong = []
     for name, first in live.tied(destination).items():
         chosen = fits(name, only), fits(first, only)
@@ -108,21 +108,21 @@ def check_tied(source: Holdings, destination: live.Shares, only: Sequence[str]) 
 
 
 def refuse(wrong: Sequence[str], because: str = "") -> None:
-    """ValueError if anything is wrong."""
+    """Raise ValueError if anything is wrong."""
     if wrong:
         more = f"; {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ValueError(because + "; ".join(wrong[:8]) + more)
 
 
 def _own(ranks: Ranks, shares: Sequence[live.Shares]) -> list[dict[str, live.LocalPart]]:
-    """This rank's DTensors, of either side."""
+    """Return this rank's DTensors, of either side."""
     mine = (side[ranks.rank] if side else [] for side in shares)
     return [{share.name: share for share in of if share.placements} for of in mine]
 
 
 def _agree(rank: int, planned: holdings.HeldTensor, share: live.LocalPart) -> bool:
-    """Whether a plan says of a DTensor's elements what its placements say, of a buffer of its
-    name. A DTensor of another shape is fused, and its placements say nothing of what is in it."""
+    """Whether a plan puts a DTensor's elements, in a buffer of its name, where its placements put
+    them. A DTensor of another shape is fused, and its placements say nothing about its contents."""
     if planned.shape != share.shape:
         return True
     live_pieces = list(live.pieces(rank, share))
@@ -159,6 +159,6 @@ def _places(held: Holdings, name: str) -> set[object]:
 
 
 def _flat(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    """A shape with as many dims as the other, where it has more: leading ones made one."""
+    """Flatten leading dims of a shape until it has no more dims than the other."""
     extra = max(0, len(shape) - len(other))
     return (prod(shape[: extra + 1]), *shape[extra + 1 :])

@@ -1,13 +1,13 @@
-"""Share out what ranks send, so that nobody sends longer than need be: an exact max-flow.
+"""Share out what ranks send, so that the busiest sends as briefly as possible: an exact max-flow.
 
-In: bytes by the set of ranks that own them, each free to be sent by any owner, split at will, and
-what each rank can send a second. Out: the least possible largest time z and a set S of ranks that
+In: bytes by the set of ranks that own them, and what each rank can send a second. Any owner may
+send any part of its bytes. Out: the smallest possible maximum time z and a set S of ranks that
 cannot do better, or how much each owner sends of each set.
 
-By max-flow min-cut z is the largest, over sets S, of (bytes owned within S only) / (rate of S),
-found by Dinkelbach's iteration: route what fits in z; where something does not fit, the ranks that
-the search has seen are all full and set the next z. ``shares`` then fixes what S sends, and
-balances the rest without S in the same way: nobody is busier than its own surroundings demand.
+By max-flow min-cut z is the maximum, over sets S, of (bytes owned only within S) / (rate of S).
+Dinkelbach's iteration finds it: route what fits in z; if something does not fit, the ranks that the
+search has seen are all full and set the next z. ``shares`` then fixes what S sends and balances the
+rest without S in the same way, so that no rank is busier than its own surroundings demand.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ Owners = frozenset[int]
 
 
 class _Class(NamedTuple):
-    """Bytes that any of ``owners`` may send; ``key`` says which of the caller's they are."""
+    """Bytes that any of ``owners`` may send; ``key``: their number in the caller's mapping."""
 
     owners: tuple[int, ...]
     size: int
@@ -33,13 +33,13 @@ class _Class(NamedTuple):
 class _Balance(NamedTuple):
     load: Fraction
     tight: Owners
-    sent: list[dict[int, Fraction]]  # by whom, of each class
+    sent: list[dict[int, Fraction]]  # of each class, by rank
 
 
 def balance(
     owned: Mapping[Owners, int], capacity: Mapping[int, float] | None = None
 ) -> tuple[Fraction, Owners]:
-    """The least possible largest (bytes sent / capacity), and ranks that cannot do better.
+    """Return the smallest maximum of (bytes sent / capacity), and ranks that cannot do better.
 
     Without ``capacity`` every rank has 1, and the load is in bytes.
     """
@@ -75,7 +75,7 @@ def _classes(owned: Mapping[Owners, int]) -> list[_Class]:
 
 
 def _apart(classes: Iterable[_Class]) -> Iterator[list[_Class]]:
-    """Classes that share no rank, directly or through others, are balanced apart."""
+    """Split classes into groups that share no rank, even through others; each is balanced alone."""
     groups: dict[int, tuple[list[_Class], set[int]]] = {}
     for each in classes:
         joined: tuple[list[_Class], set[int]] = [], set()
@@ -113,7 +113,7 @@ def _balanced(classes: Sequence[_Class], capacity: Mapping[int, float] | None) -
 
 
 def _routed(classes: Sequence[_Class], room: dict[int, int]) -> tuple[list[dict[int, int]], Owners]:
-    """Fill the ranks' room class by class; the ranks that are short of it, none when all fits."""
+    """Fill the ranks' room class by class. Return what is sent, and ranks short of room, if any."""
     sent: list[dict[int, int]] = [{} for _ in classes]
     takers: dict[int, dict[int, None]] = {rank: {} for rank in room}  # classes that a rank sends
     for start, each in enumerate(classes):
@@ -126,7 +126,7 @@ def _routed(classes: Sequence[_Class], room: dict[int, int]) -> tuple[list[dict[
     return sent, frozenset()
 
 
-_Path = list[tuple[int, int]]  # what the class sends goes to the rank, whose own bytes move on
+_Path = list[tuple[int, int]]  # (class, rank): the rank takes bytes of the class
 
 
 def _path(
@@ -135,7 +135,7 @@ def _path(
     takers: Mapping[int, Mapping[int, None]],
     room: Mapping[int, int],
 ) -> tuple[_Path, Owners]:
-    """The shortest way to a rank with room, moving others' bytes on; and whom the search saw."""
+    """Find the shortest path to a rank with room, moving others' bytes on; and the ranks seen."""
     came: dict[int, tuple[int, int | None]] = dict.fromkeys(classes[start].owners, (start, None))
     queue, asked = deque(came), {start}
     while queue:
@@ -165,7 +165,7 @@ def _push(
     room: dict[int, int],
     left: int,
 ) -> int:
-    """Send as much along the path as every link of it allows; the amount."""
+    """Send as much along the path as every link of it allows; return the amount."""
     last = path[-1][1]
     moved = [sent[number][path[i][1]] for i, (number, _) in enumerate(path[1:])]
     amount = min(left, room[last], *moved)
@@ -182,7 +182,7 @@ def _push(
 
 
 def assigned(cost: npt.NDArray[np.int64]) -> list[int]:
-    """Each row's own column, so that the sum of the costs is least."""
+    """Assign a column to each row, so that the sum of the costs is least."""
     from scipy.optimize import linear_sum_assignment
 
     columns: list[int] = linear_sum_assignment(cost)[1].tolist()

@@ -1,16 +1,16 @@
-"""The holdings of all ranks of a model: each logical tensor's layout, by name.
+"""Holdings of all ranks of a model: each logical tensor's layout, by name.
 
 In: a model and how it is laid out (a ``WeightLayout``, or a ``Plan`` that ``meshwise run``
-executes). Out: ``Holdings``; ``buffers`` turns them back into the tensors that one rank has.
-They may be made by hand too, of ``regions.sharded``, ``placed``, ``moved`` and ``cropped``.
+executes). Out: ``Holdings``; ``buffers`` turns them back into the tensors of one rank. They may
+also be made by hand from ``regions.sharded``, ``placed``, ``moved`` and ``cropped``.
 
-A tied model has no logical ``head.weight``: where its head is a tensor of its own (of another
-stage, or by ``tied=False``), that buffer holds the embedding's pieces once more. So it serves as a
-source and is filled as a destination. An untied model cannot be held tied: that is refused, since
+A tied model has no logical ``head.weight``. If its head is a tensor of its own (of another stage,
+or by ``tied=False``), that buffer holds the embedding's pieces a second time. So it serves as a
+source and is filled as a destination. An untied model cannot be held tied. That is refused, because
 both sides are laid out from one model record.
 
-Rows of padding are nobody's: no piece holds them, nothing sends or writes them. Only ``padded``
-tells how large such buffers are.
+No piece holds rows of padding, and nothing sends or writes them. Only ``padded`` tells how large
+such buffers are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _NN_PREFIX = {
 
 
 class Padded(NamedTuple):
-    """``rank`` has a buffer of this shape, larger than its pieces (perhaps none) reach."""
+    """``rank`` has a buffer of this shape. It reaches past its pieces, or has none."""
 
     rank: int
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Padded(NamedTuple):
 class HeldTensor(NamedTuple):
     """A logical tensor as one side holds it. ``dtype`` is a name of ``ITEMSIZES``.
 
-    ``buffer_dims``: of the buffers, where they have fewer dims than the logical tensor.
+    ``buffer_dims``: the dims of the buffers, if they have fewer than the logical tensor.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ ITEMSIZES = {  # bytes of an element of everything that can be moved
 
 
 class _Mesh(NamedTuple):
-    """The ranks of one stage and what divides its tensors among them."""
+    """The ranks of one stage and the degrees that divide its tensors among them."""
 
     ranks: range
     tp: int
@@ -73,7 +73,7 @@ class _Mesh(NamedTuple):
 
 
 class _Layers(NamedTuple):
-    """``prefix`` of all its buffers' names; ``head``: it has a head of its own."""
+    """A stage's layers. ``prefix`` of its buffers' names; ``head``: it has its own head tensor."""
 
     layers: range
     mesh: _Mesh
@@ -82,10 +82,10 @@ class _Layers(NamedTuple):
 
 
 def holdings(model: Decoder | Model, layout: WeightLayout) -> Holdings:
-    """Holdings of the ranks of a layout. Sizes that a degree does not divide are refused by name.
+    """Return the holdings of a layout's ranks; refuse by name sizes that a degree does not divide.
 
-    In megatron order layers are numbered within their stage, and where a rank has several stages
-    the names of its c-th begin with ``model{c}.``, as in Megatron's checkpoints.
+    In megatron order layers are numbered within their stage. If a rank has several stages, the
+    names of its c-th begin with ``model{c}.``, as in Megatron's checkpoints.
     """
     _check(model, layout)
     stages = []
@@ -103,7 +103,7 @@ def holdings(model: Decoder | Model, layout: WeightLayout) -> Holdings:
 
 
 def of_plan(plan: Plan) -> Holdings:
-    """The holdings of ``meshwise run``, by the parameters' names in ``nn.GPT``: fp32 whatever the
+    """Return the holdings of ``meshwise run``, by parameter names of ``nn.GPT``: fp32 whatever the
     plan computes in, cut by tp, then by FSDP2 over the shards of dp (see ``parallel.data``)."""
     if not isinstance(plan.model, Model) or plan.model.experts is not None:
         raise ValueError(
@@ -127,7 +127,7 @@ def of_plan(plan: Plan) -> Holdings:
 
 
 def buffers(held: Holdings, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Local shape and dtype of each tensor of a rank, padding included; an empty one is left
+    """Return shape and dtype of each buffer of a rank, padding included; empty ones are left
     out."""
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, tensor in held.items():
@@ -158,7 +158,7 @@ def _vocab_rows(vocab: int, multiple: int) -> int:
 
 
 def _check(model: Decoder | Model, layout: WeightLayout) -> None:
-    """Refuse by name what this model cannot be cut into."""
+    """Refuse, by the name of the field, a layout that cannot cut this model."""
     tp, moe = layout.tp, None if isinstance(model, Model) else model.experts
     if isinstance(model, Decoder):
         model.check_computed()
@@ -191,7 +191,7 @@ def _check(model: Decoder | Model, layout: WeightLayout) -> None:
 
 
 def _members(model: Decoder | Model) -> dict[str, tuple[Member, ...]]:
-    """Logical tensors by ``layers.3`` or ``root``; stacked gates and ups come apart."""
+    """Group logical tensors by ``layers.3`` or ``root``; split stacked gates and ups."""
     found: dict[str, list[Member]] = {}
     for weight in weights(model):
         name = weight.name.removeprefix(f"{weight.unit}.")
@@ -209,8 +209,8 @@ def _members(model: Decoder | Model) -> dict[str, tuple[Member, ...]]:
 def _held(
     model: Decoder | Model, stages: Sequence[_Layers], order: Order, dtype: Dtype, multiple: int = 1
 ) -> Holdings:
-    """Stage by stage. Equal layers of a stage have the same pieces but for the buffers' names.
-    ``multiple``: to which the rows of the vocabulary are padded."""
+    """Build the holdings stage by stage. Equal layers of a stage differ only in their buffers'
+    names. ``multiple``: rows of the vocabulary are padded to a multiple of it."""
     units = _members(model)
     (table,) = (member.shape for member in units["root"] if member.role == "embed.weight")
     vocab_rows = _vocab_rows(table[0], multiple)
@@ -235,7 +235,7 @@ def _held(
 def _root(
     model: Decoder | Model, members: Sequence[Member], first: bool, last: bool, head: bool
 ) -> tuple[Member, ...]:
-    """The tensors of a stage that are in no layer."""
+    """Return the tensors of a stage that are in no layer."""
     inputs = tuple(m for m in members if m.role in ("embed.weight", "positions.weight"))
     outputs = tuple(m for m in members if m not in inputs)
     if _is_tied(model) and head:
@@ -252,8 +252,8 @@ def _add(found: dict[str, HeldTensor], name: str, tensor: HeldTensor) -> None:
 
 
 def _renamed(tensor: HeldTensor, prefix: str) -> HeldTensor:
-    """The same in a layer whose buffers' names begin so; what is called as the logical tensor is
-    (``plain``) is shared."""
+    """Put ``prefix`` before the buffers' names. A tensor whose buffers are called as the logical
+    tensor (``plain``) stays the same."""
     names = {b: prefix + b if b else "" for b in {piece.buffer for piece in tensor.layout}}
     if not prefix or not any(names):
         return tensor
@@ -270,7 +270,7 @@ def _spread(
     vocab_rows: int,
     mesh: _Mesh,
 ) -> dict[str, HeldTensor]:
-    """The members over the ranks of a mesh, rank by rank, buffers named without a prefix."""
+    """Lay the members out over the ranks of a mesh, rank by rank, buffer names without a prefix."""
     layouts: dict[str, list[Piece]] = {member.tensor: [] for member in members}
     padded: dict[str, list[Padded]] = {member.tensor: [] for member in members}
     missing = dict.fromkeys(layouts, 0)
@@ -297,8 +297,8 @@ def _spread(
 def _by_rank(
     members: Sequence[Member], model: Decoder | Model, order: Order, vocab_rows: int, mesh: _Mesh
 ) -> Iterator[tuple[int, Fused]]:
-    """Every rank with each of its buffers. A rank has its shares of what the axes divide; of the
-    router's bias, which is no parameter, FSDP cuts nothing."""
+    """Yield every rank with each of its buffers, its shares of what the axes divide. FSDP does not
+    cut the router's bias, because it is no parameter."""
     experts = tuple(m for m in members if m.role.startswith("experts."))
     state = tuple(m for m in members if m.role == ROUTER_BIAS)
     dense = tuple(m for m in members if m not in experts + state)
@@ -328,7 +328,7 @@ def _by_rank(
 
 
 def _chunk_of(buffer: Fused, shard: Share) -> Fused:
-    """FSDP2's cut of the first dim, which is torch.chunk's."""
+    """Cut the first dim as FSDP2 does, which is torch.chunk's way."""
     if shard.parts == 1:
         return buffer
     return buffer.rows(*chunk_bounds(buffer.shape[0], shard.parts, shard.which))

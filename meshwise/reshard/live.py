@@ -2,19 +2,19 @@
 
 In: on every rank a module, tensors by name, or None. Out: this rank's storage of each parameter and
 persistent buffer, without a copy; ``Holdings`` of all ranks, from the mesh and placements of
-DTensors, any other tensor counting as whole; and how each buffer lies in its rank's memory.
+DTensors (any other tensor counts as whole); and how each buffer lies in its rank's memory.
 
-A dim's share is found as DTensor defines it, placement by placement: ``Shard`` takes a rank's part
-of torch.chunk; ``_StridedShard(split_factor)``, which FSDP2 makes of tp's shards, cuts the dim into
-that many chunks and takes the rank's part of each. torch's own helper
-(``compute_local_shape_and_global_offset``) gives the first index only, which is not enough where a
+The share of a dim follows DTensor's definition, placement by placement. ``Shard`` takes a rank's
+part of torch.chunk. ``_StridedShard(split_factor)``, which FSDP2 makes of tp's shards, cuts the dim
+into that many chunks and takes the rank's part of each. torch's own helper
+(``compute_local_shape_and_global_offset``) gives only the first index, which is not enough if a
 share is in several places.
 
-A mesh whose ranks do not ascend along an axis is refused where that axis shards: torch contradicts
-itself there. Its groups sort their ranks, so ``full_tensor``, FSDP2 and ``distribute_tensor`` take
-the rank's number in the group for its chunk, but ``redistribute``, ``src_data_rank=None`` and
-distributed checkpoints its coordinate (tried on 2.13, gloo), and a DTensor does not tell which of
-them made it.
+A mesh whose ranks do not ascend along an axis is refused if that axis shards, because torch
+contradicts itself there. Its groups sort their ranks. ``full_tensor``, FSDP2 and
+``distribute_tensor`` find a rank's chunk by its number in the group; ``redistribute``,
+``src_data_rank=None`` and distributed checkpoints by its coordinate (tried on 2.13, gloo). A
+DTensor does not tell which of them made it.
 """
 
 import itertools
@@ -45,7 +45,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 
 class LocalPart(NamedTuple):
     """One rank's share of a tensor. ``buffer``: the first name of this storage (tied weights have
-    several); ``runs`` of each dim, none where the rank has nothing; ``memory`` of its part;
+    several). ``runs`` of each dim; none if the rank has nothing. ``memory`` of its part.
     ``placements`` of a DTensor."""
 
     name: str
@@ -67,9 +67,9 @@ def tensors(model: Model) -> dict[str, Tensor]:
 
 
 def gathered(model: Model, ranks: Ranks) -> Shares:
-    """Every rank's shares, by one gather. ValueError on all ranks for what one cannot describe."""
+    """Gather every rank's shares. ValueError on all ranks for what one of them cannot describe."""
 
-    def told(error: Exception) -> str | None:  # torch's own, too: the others wait for this rank
+    def told(error: Exception) -> str | None:  # also torch's errors: the others wait for this rank
         is_ours = isinstance(error, ValueError | RuntimeError)
         return str(error).partition("\n")[0] if is_ours else None
 
@@ -80,8 +80,8 @@ def gathered(model: Model, ranks: Ranks) -> Shares:
 
 
 def held(everyone: Shares, *, as_source: bool = False) -> Holdings:
-    """Each tensor's layout. A weight that is tied on a rank is there under its first name only, so
-    that it is written once; with ``as_source`` it can be read under each.
+    """Return each tensor's layout. A weight that is tied on a rank appears under its first name
+    only, so that it is written once; with ``as_source`` it can be read under each name.
 
     ValueError if ranks differ about the shape or dtype of a tensor.
     """
@@ -105,7 +105,7 @@ def held(everyone: Shares, *, as_source: bool = False) -> Holdings:
 
 
 def tied(everyone: Shares) -> dict[str, str]:
-    """Names that are another's tensor on some rank, with that other's."""
+    """Map each name that is tied to another on some rank to that other name."""
     return {
         share.name: share.buffer
         for shares in everyone
@@ -124,11 +124,10 @@ def memory(everyone: Shares, side: int) -> dict[TileBuffer, Memory]:
 
 
 class Watch:
-    """Notices that a tensor's memory, or how it lies there, is other than when this was made.
+    """Watches whether a tensor's memory, or how it lies there, has changed since this was made.
 
-    FSDP2's gathered copies do not count and are dropped: after a refit they would be out of date.
-    A storage's size and offset need no look: with address, shape and strides the memory is the
-    same.
+    FSDP2's gathered copies do not count and are dropped: after a refit they would be out of date. A
+    storage's size and offset need no check: equal address, shape and strides mean equal memory.
     """
 
     def __init__(self, model: Model) -> None:
@@ -144,7 +143,7 @@ class Watch:
                 self._modules.append((of, key, name, of[key]))
 
     def replaced(self) -> str | None:
-        """The first tensor, or module of tensors, that was replaced or removed."""
+        """Return the first tensor, or module of tensors, that was replaced or removed."""
         for unit in self._units:
             unit.reshard()
         for siblings, key, name, module in self._modules:
@@ -180,7 +179,7 @@ def _units(model: Model) -> list[FSDPModule]:
 
 
 def _kept(model: Model) -> Iterator[tuple[Mapping[str, Any], str, str]]:
-    """Every module that has tensors below it, and every tensor: the dict that keeps it, where
+    """Yield every module that has tensors below it, and every tensor: the dict that keeps it, where
     looking is cheap, its key there, and its name."""
     if not isinstance(model, nn.Module):
         yield from ((model, name, name) for name in model or ())  # type: ignore[misc]
@@ -206,7 +205,7 @@ def named(model: Model) -> dict[str, Tensor]:
                 raise ValueError(f"{name} is no tensor but {type(tensor).__name__}; leave it out")
         return dict(model or {})
     for unit in _units(model):
-        unit.reshard()  # else the module has the gathered parameters for its own
+        unit.reshard()  # else the module holds the gathered parameters
     named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     kept = model.state_dict(keep_vars=True).keys()
     buffers = model.named_buffers(remove_duplicate=False)
@@ -218,7 +217,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shares(model: Model) -> Iterator[LocalPart]:
-    """This rank's shares; what has no storage or cannot be described is refused by name."""
+    """Yield this rank's shares; refuse by name what has no storage or cannot be described."""
     storages: dict[tuple[Any, ...], str] = {}
     local = tensors(model)
     for name, tensor in named(model).items():
@@ -238,7 +237,7 @@ def _shares(model: Model) -> Iterator[LocalPart]:
 
 
 def _check_plain(name: str, mine: Tensor) -> None:
-    """ValueError unless the tensor's values are what lies at its address, each once."""
+    """Raise ValueError unless the tensor's values are plain memory at its address, each once."""
     if type(mine) is not Tensor:
         raise ValueError(
             f"{name} is a {type(mine).__name__}, which is no plain memory; give the tensors inside"
@@ -263,7 +262,7 @@ def _check_plain(name: str, mine: Tensor) -> None:
 
 
 def _runs(name: str, tensor: Tensor) -> list[Runs]:
-    """The indices of each dim that this rank has."""
+    """Return the index ranges of each dim that this rank has."""
     box = whole(tensor.shape)
     runs: list[Runs] = [[edges] for edges in zip(box.low, box.high, strict=True)]
     if not isinstance(tensor, DTensor):
@@ -298,7 +297,7 @@ def _runs(name: str, tensor: Tensor) -> list[Runs]:
 
 
 def _check_order(name: str, tensor: DTensor) -> None:
-    """Axes that shard one dim must cut it in their order; newer torch may have another."""
+    """Check that axes that shard one dim cut it in ascending order; newer torch allows others."""
     for entry in getattr(placed_by(tensor), "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
             raise ValueError(
@@ -308,7 +307,7 @@ def _check_order(name: str, tensor: DTensor) -> None:
 
 
 def _dim(name: str, placement: Placement) -> int:
-    """The dim that is sharded. Other placements with a dim may cut it in a way of their own."""
+    """Return the sharded dim; refuse other placements, which may cut it in their own way."""
     if type(placement) is not Shard and type(placement).__name__ != "_StridedShard":
         why = "which has no value to move yet" if placement.is_partial() else "whose cut is unknown"
         raise ValueError(
@@ -319,7 +318,7 @@ def _dim(name: str, placement: Placement) -> int:
 
 
 def _cut(runs: Runs, parts: int) -> list[Runs]:
-    """torch.chunk of the indices in their order."""
+    """Cut the indices, in their order, as torch.chunk does."""
     indices = sum(high - low for low, high in runs)
     found: list[Runs] = []
     position = 0
@@ -330,7 +329,7 @@ def _cut(runs: Runs, parts: int) -> list[Runs]:
 
 
 def _slice(runs: Runs, first: int, last: int) -> Runs:
-    """The indices at the positions [first, last)."""
+    """Return the indices at the positions [first, last)."""
     starts = itertools.accumulate((high - low for low, high in runs), initial=0)
     cut = [
         (low + max(first - at, 0), min(high, low + last - at))
@@ -350,7 +349,7 @@ def _joined(runs: Runs) -> Runs:
 
 
 def pieces(rank: int, share: LocalPart) -> Iterator[Piece]:
-    """A piece for each combination of the dims' runs."""
+    """Yield a piece for each combination of the dims' runs."""
     if not prod(share.memory.shape):
         return
     positions = [

@@ -1,21 +1,21 @@
-"""Name a rank's tensors, what they hold and in which order, in three conventions.
+"""Name a rank's buffers, what they hold and in which order, in three conventions.
 
 In: the logical tensors of a layer (or of what is in no layer), and a rank's place: its share of
 tensor, expert and expert-tensor parallelism. Out: the rank's buffers, each with the pieces of the
 logical tensors that it holds. Logical names are those of ``models.decoder.weights``, with experts'
 gate and up apart ([experts, ffn, hidden] each), and for a GPT those of ``nn.gpt``.
 
-``plain``: a buffer a logical tensor, of its name, as ``parallel`` and FSDP2 have them.
+``plain``: one buffer for each logical tensor, of its name, as ``parallel`` and FSDP2 have them.
 
-``megatron``: Megatron-core's (core/models/gpt, core/transformer/{attention,mlp,moe}), with norms
-as tensors of their own (``input_layernorm``, not the ``layer_norm_weight`` of a fused linear).
-linear_qkv has for each group of query heads its q, k and v, and is cut evenly by rows: by whole
-groups, or within them where tp exceeds the number of groups. linear_fc1 is a rank's gate, then its
-up. Experts are numbered from 0 on each rank, a tensor each.
+``megatron``: Megatron-core's (core/models/gpt, core/transformer/{attention,mlp,moe}), with norms as
+tensors of their own (``input_layernorm``, not the ``layer_norm_weight`` of a fused linear).
+linear_qkv holds q, k and v of one group of query heads after another. It is cut evenly by rows: by
+whole groups, or within them if tp exceeds the number of groups. linear_fc1 is a rank's gate, then
+its up. Experts are numbered from 0 on each rank, one tensor each.
 
 ``engine``: vLLM's (model_executor/models/{llama,deepseek_v2,gpt2}.py, layers/fused_moe). qkv_proj
-is a rank's q, k and v; where tp exceeds kv_heads, neighbours hold the same k and v (also in
-``plain``). gate_up_proj and experts' w13 are a rank's gate, then its up; the two latent
+is a rank's q, k and v. If tp exceeds kv_heads, neighbours hold the same k and v (also in
+``plain``). gate_up_proj and experts' w13 are a rank's gate, then its up. The two latent
 down-projections are one tensor that all ranks have.
 """
 
@@ -107,15 +107,15 @@ _VLLM_GPT2 = {
     "head.projection": "lm_head.{}",
 }
 
-# How tp (of experts: ep and etp) cuts; all else is whole on every rank.
+# What tp cuts, and how (ep and etp cut experts); all else is whole on every rank.
 _ROWS = {"q", "q_up", "kv_up", "gate", "up", "shared.gate", "shared.up", "attention.qkv", "mlp.up"}
 _COLUMNS = {"out", "down", "shared.down", "attention.out", "mlp.down"}
 _VOCABULARY = {"embed", "head", "head.projection"}
 
 
 class Member(NamedTuple):
-    """A logical tensor; ``role`` is the name that the tables above know, which differs from
-    ``tensor`` only in a head that is tied to the embedding."""
+    """A logical tensor. ``role``: its name in the tables above, which differs from ``tensor`` only
+    for a head that is tied to the embedding."""
 
     tensor: str
     role: str
@@ -123,7 +123,7 @@ class Member(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One of so many equal parts."""
+    """Part ``which`` of ``parts`` equal parts."""
 
     which: int = 0
     parts: int = 1
@@ -135,7 +135,7 @@ class Share(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The parts of a rank; ``vocab_rows`` of embedding and head, padding included."""
+    """The shares of a rank. ``vocab_rows``: of embedding and head, padding included."""
 
     vocab_rows: int
     tp: Share = Share()
@@ -144,7 +144,7 @@ class Place(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """A rank's tensor and what it holds: (logical name, piece), the piece of no rank yet.
+    """A rank's buffer with its ``pieces``, (logical name, piece), whose rank is not set yet.
     ``tensor``: the logical tensor that it is made for, the first of several."""
 
     name: str
@@ -154,11 +154,11 @@ class Fused(NamedTuple):
 
     @property
     def missing_dims(self) -> int:
-        """Dims of 1 that the pieces have before the buffer's own."""
+        """The number of dims of 1 that the pieces have before the buffer's own."""
         return len(self.pieces[0][1].offset) - len(self.shape) if self.pieces else 0
 
     def rows(self, low: int, high: int) -> "Fused":
-        """The buffer of which only rows [low, high) of its first dim are held."""
+        """Keep only rows [low, high) of the buffer's first dim."""
         pieces = tuple(
             (name, kept)
             for name, piece in self.pieces
@@ -185,7 +185,7 @@ def layer_prefix(model: Decoder | Model, order: Order, layer: int, local: int) -
 def buffers_of(
     members: Sequence[Member], model: Decoder | Model, order: Order, place: Place
 ) -> Iterator[Fused]:
-    """The buffers of a rank, fused where the order has one name for several tensors."""
+    """Yield a rank's buffers, fused where the order has one name for several tensors."""
     fused: dict[str, list[Member]] = {}
     for member in members:
         fused.setdefault(_buffer_name(member.role, model, order), []).append(member)
@@ -223,7 +223,7 @@ def _names(model: Decoder | Model, order: Order) -> dict[str, str]:
 def _joined(
     name: str, parts: Sequence[Member], model: Decoder | Model, place: Place, dim: int
 ) -> Fused:
-    """A rank's share of one tensor after the other, in ``dim``."""
+    """Put a rank's shares of several tensors one after the other, in ``dim``."""
     pieces: list[tuple[str, Piece]] = []
     shape: tuple[int, ...] = ()
     filled = 0
@@ -239,7 +239,7 @@ def _joined(
 def _share(
     member: Member, model: Decoder | Model, place: Place
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """The shape of what a rank holds of a tensor, and the piece that is not padding."""
+    """Return the shape of a rank's share of a tensor, and the piece that is not padding."""
     stem, kind = member.role.rsplit(".", 1)
     box, origin = whole(member.shape), (0,) * len(member.shape)
     if stem in _VOCABULARY:
@@ -253,7 +253,7 @@ def _share(
 
 
 def _cuts(stem: str, kind: str, model: Decoder | Model, place: Place) -> dict[int, Share]:
-    """The dims of a tensor that are cut, with this rank's share."""
+    """Return the dims of a tensor that are cut, with this rank's share."""
     if stem in ("k", "v"):
         assert isinstance(model, Decoder)
         parts = min(place.tp.parts, model.kv_heads)
@@ -270,14 +270,14 @@ def _cuts(stem: str, kind: str, model: Decoder | Model, place: Place) -> dict[in
 
 
 def _apart(stacked: Fused) -> Iterator[Fused]:
-    """A buffer for each expert."""
+    """Yield a buffer for each expert."""
     for expert in range(stacked.shape[0]):
         one = stacked.rows(expert, expert + 1)
         yield one._replace(name=f"{stacked.name}{expert}", shape=stacked.shape[1:])
 
 
 def _grouped_qkv(name: str, parts: Sequence[Member], model: Decoder | Model, place: Place) -> Fused:
-    """Rows of q, k and v group by group, cut evenly."""
+    """Stack the rows of q, k and v group by group, and cut them evenly."""
     assert isinstance(model, Decoder)
     rows = [
         (part, group * size, (group + 1) * size)
@@ -290,14 +290,14 @@ def _grouped_qkv(name: str, parts: Sequence[Member], model: Decoder | Model, pla
 
 
 def _qkv_of_heads(name: str, part: Member, model: Decoder | Model, place: Place) -> Fused:
-    """[q; k; v] of a rank's heads, from rows that lie by head, each its q, k and v."""
+    """Stack [q; k; v] of a rank's heads, from rows ordered by head, each with its q, k and v."""
     numbers = [3 * head + which for which in range(3) for head in range(*place.tp.of(model.heads))]
     size = model.head_dim
     return _stacked(name, [(part, number * size, (number + 1) * size) for number in numbers])
 
 
 def _stacked(name: str, rows: Sequence[tuple[Member, int, int]]) -> Fused:
-    """Rows [low, high) of tensors, one run behind the other."""
+    """Stack rows [low, high) of tensors, one run behind the other."""
     pieces, filled = [], 0
     for part, low, high in rows:
         box = narrowed(whole(part.shape), 0, low, high)

@@ -1,7 +1,7 @@
-"""Tensors of one rank that share memory.
+"""Find tensors of one rank that share memory.
 
-In: addresses, shapes and strides. Out: whether a tensor's elements may lie on one another, and
-which tensors have an element in common. Nothing is read, so the memory may be a GPU's.
+In: addresses, shapes and strides. Out: whether two elements of a tensor may overlap, and which
+tensors have an element in common. The memory is not read, so it may be a GPU's.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-_MAX_WORK = 10_000  # of numpy's solver; what it cannot settle by then counts as shared
+_MAX_WORK = 10_000  # of numpy's solver; a pair it cannot settle by then counts as shared
 
 
 class Extent(NamedTuple):
@@ -29,9 +29,9 @@ class Extent(NamedTuple):
 
 
 def is_folded(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two indices may be at one place: some stride does not reach past the dims within.
+    """Whether two indices may have one address: a stride is within reach of the smaller ones.
 
-    True too for a few strides that interleave without meeting, such as (3, 2) of (2, 3).
+    Also true for a few strides that interleave without meeting, such as (3, 2) of (2, 3).
     """
     reach = 0
     for step, size in sorted(zip(stride, shape, strict=True)):
@@ -42,9 +42,9 @@ def is_folded(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def shared(extents: Iterable[Extent]) -> Iterator[tuple[Extent, Extent]]:
-    """Pairs that have an element in common, by address; a sweep, so that most are never compared.
+    """Yield pairs that have an element in common. A sweep by address leaves most pairs uncompared.
 
-    Those that lie between each other's elements, as the columns of one matrix, have none.
+    Tensors that lie between each other's elements, as the columns of one matrix, have none.
     """
     active: list[Extent] = []
     for one in sorted(each for each in extents if 0 not in each.shape):
@@ -63,7 +63,7 @@ def _meet(a: Extent, b: Extent) -> bool:
 
 
 class _HostMemory:
-    """An object with memory, as numpy asks for it."""
+    """Memory at an address, as numpy asks for it."""
 
     def __init__(self, of: Extent) -> None:
         self.__array_interface__ = {

@@ -1,10 +1,10 @@
 """The layout of a logical tensor: which index ranges each rank holds, and where in its buffer.
 
-A ``Box`` is a range of indices in every dim, [low, high). A ``Piece`` says that a rank holds a
-box of the logical tensor at an offset of its local buffer. A layout is a set of pieces: whole
-copies, slices, strided or packed slices (gate and up projections fused in one weight), uneven
-chunks, padding (indices beyond the logical tensor are nobody's) and replicas are all the same
-thing. Two layouts of the same logical shape can be intersected, whatever made them.
+A ``Box`` is a range of indices in every dim, [low, high). A ``Piece`` says that a rank holds a box
+of the logical tensor at an offset of its local buffer. A layout is a set of pieces. It describes
+whole copies, slices, strided or packed slices (gate and up projections fused in one weight), uneven
+chunks, replicas, and padding (no piece holds indices beyond the logical tensor). Two layouts of the
+same logical shape can be intersected, whatever made them.
 """
 
 import itertools
@@ -43,9 +43,9 @@ class Box(NamedTuple):
 class Piece(NamedTuple):
     """``rank`` holds ``box`` of the logical tensor at ``offset`` of its local buffer.
 
-    ``buffer`` names the rank's tensor, where it is not called as the logical tensor is. One of
-    more dims than the logical tensor is seen with its leading dims flattened, one of fewer with
-    leading dims of 1: a fused or stacked weight holds pieces of several logical tensors.
+    ``buffer`` names the rank's tensor, if its name is not the logical tensor's: a fused or stacked
+    weight holds pieces of several logical tensors. If it has more dims than the logical tensor, its
+    leading dims count as flattened; if fewer, it counts as having leading dims of 1.
     """
 
     rank: int
@@ -66,7 +66,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def stretches(shape: Sequence[int], first: int, last: int) -> Iterator[Box]:
-    """The boxes that the elements [first, last) are, counted row by row; in their order."""
+    """Yield the boxes that hold the elements [first, last), counted row by row, in their order."""
     if len(shape) < 2:
         yield Box((first,) * len(shape), (last,) * len(shape))
         return
@@ -92,9 +92,9 @@ def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
 def moved(
     layout: Layout, *, ranks: int = 0, offset: Sequence[int] = (), buffer: str | None = None
 ) -> Layout:
-    """The same pieces on ranks further on, at an offset further on, in a buffer of this name.
+    """Return the same pieces, with ``ranks`` and ``offset`` added, in a buffer of this name.
 
-    So fused weights are put together: q, k and v each moved behind the other into one buffer.
+    This puts fused weights together: move q, k and v one behind the other into one buffer.
     """
     return tuple(
         Piece(
@@ -122,7 +122,7 @@ def cropped(layout: Layout, dim: int, low: int, high: int) -> Layout:
 
 
 def narrowed(box: Box, dim: int, low: int, high: int) -> Box:
-    """``box`` with [low, high) in ``dim``."""
+    """Return ``box`` with [low, high) in ``dim``."""
     return Box(
         (*box.low[:dim], low, *box.low[dim + 1 :]), (*box.high[:dim], high, *box.high[dim + 1 :])
     )
@@ -135,7 +135,7 @@ def chunk_bounds(size: int, parts: int, which: int) -> tuple[int, int]:
 
 
 def chunks(size: int, parts: int) -> list[int]:
-    """The sizes of all of them."""
+    """Return the sizes of all parts of torch.chunk."""
     bounds = (chunk_bounds(size, parts, which) for which in range(parts))
     return [high - low for low, high in bounds]
 

@@ -1,16 +1,16 @@
-"""Chooses who sends what: the own copy, else an owner on the same host, else the least busy.
+"""Choose who sends what: the own copy, else an owner on the same host, else the least busy owner.
 
-In: the atoms of every tensor (``atoms``), and what each rank can send a second. Out: hops, a box
-from a numbered piece of one layout to a piece of another, in one step or two.
+In: the atoms of every tensor (``atoms``), and what each rank can send a second. Out: hops. A hop
+takes a box from a numbered piece of one layout to a piece of another, in the first or second step.
 
-Bytes that several ranks could send are shared out so that the busiest is as little busy as can be
-(``flow.shares``; within hosts and between them apart, since these are different links). They are
-dealt in order of their receivers, so that a receiver has few senders; where a sender's share ends
-within an atom, the atom is cut along its outermost dim, unless a part would be below ``SPLIT``.
+Bytes that several ranks could send are shared so that the busiest rank is as little busy as
+possible (``flow.shares``; within hosts and between them apart, because these are different links).
+They are dealt in order of receivers, so that a receiver has few senders. If a sender's share ends
+within an atom, the atom is cut along its outermost dim, unless a part falls below ``SPLIT``.
 
 Several ranks of one host that need the same bytes can also receive a stripe each and pass it on in
 a second step. n receivers of w bytes that one rank owns then wait for w + w (n - 1) / n instead of
-n w. ``auto`` stripes what binds, as long as that makes the sum of both steps shorter. A rank that
+n w. ``auto`` stripes the groups that bind, as long as both steps together get shorter. A rank that
 needs the same bytes twice receives them once and copies them in the second step; stripes that
 others pass on it receives twice.
 """
@@ -27,11 +27,11 @@ from meshwise.reshard.regions import Box, narrowed
 Multicast = Literal["auto", "never", "always"]
 
 SPLIT = 2**20  # bytes
-STEP_S = 30e-6  # what a second step costs whatever it moves: all ranks meet once more
+STEP_S = 30e-6  # a second step costs this besides its moves: all ranks meet once more
 
 
 class Links(NamedTuple):
-    """Bytes a second out of a rank, and into it, to ranks of the same host and of others."""
+    """Bytes a second out of a rank, and into it: ``within`` its host and ``between`` hosts."""
 
     host_of: Callable[[int], int]
     within: Callable[[int], float]
@@ -42,7 +42,7 @@ class Links(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """Numbers of the pieces that ``box`` goes from and to."""
+    """A ``box`` that goes from one piece to another, by their numbers."""
 
     source: int
     destination: int
@@ -50,7 +50,7 @@ class Hop(NamedTuple):
 
 
 class Hops(NamedTuple):
-    """``shared``: of every cut; ``own``: of every tensor besides; ``second`` steps likewise."""
+    """``shared`` hops of each cut, ``own`` of each tensor; ``second_*``: of the second step."""
 
     shared: list[list[Hop]]
     own: list[list[Hop]]
@@ -59,7 +59,7 @@ class Hops(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Ranks that need the same bytes, on one host, and those that may send them."""
+    """Ranks of one host that need the same bytes, and the ranks that may send them."""
 
     senders: tuple[int, ...]
     needers: tuple[int, ...]
@@ -70,8 +70,8 @@ class _Want(NamedTuple):
     box: Box
     elements: int
     group: _Group
-    pieces: dict[int, int]  # of the senders
-    needers: tuple[tuple[int, ...], ...]  # pieces of each needer; what fills one fills all
+    pieces: dict[int, int]  # by sender
+    needers: tuple[tuple[int, ...], ...]  # pieces of each needer, filled by the same bytes
 
 
 class _Part(NamedTuple):
@@ -89,7 +89,7 @@ def choose(
     links: Links,
     multicast: Multicast,
 ) -> Hops:
-    """Hops of all tensors; ``kinds`` says which cut each has."""
+    """Choose the hops of all tensors; ``kinds``: the cut of each."""
     routes = [_wants(cut, links.host_of, multicast != "never") for cut in cuts]
     weights = weighed(kinds, itemsizes)
     groups = Counter[_Group]()
@@ -112,7 +112,7 @@ def choose(
 def _wants(
     cut: Atoms, host_of: Callable[[int], int], pass_on: bool
 ) -> tuple[list[Hop], list[_Want]]:
-    """Copies within ranks, and what must come from others."""
+    """List the copies within ranks, and what must come from other ranks."""
     own, wants = [], []
     for box, owners, needers in cut.atoms:
         held = {cut.source[number].rank: number for number in reversed(owners)}
@@ -140,7 +140,7 @@ def _wants(
 def _settle(
     wants: Iterable[_Want], striped: frozenset[_Group], hops: Hops, kind: int
 ) -> list[_Want]:
-    """Hops that leave no choice are the same for every tensor of a kind; the wants that do."""
+    """Add hops without a choice, the same for every tensor of a kind; return the other wants."""
     loose = []
     for want in wants:
         if want.group not in striped:
@@ -176,7 +176,7 @@ def _striped(groups: dict[_Group, int], links: Links, multicast: Multicast) -> f
 def _price(
     groups: dict[_Group, int], striped: frozenset[_Group], links: Links
 ) -> tuple[float, frozenset[_Group]]:
-    """Seconds of both steps, and the groups that the first one waits for."""
+    """Return the seconds of both steps, and the groups that the first step waits for."""
     received: dict[tuple[bool, int], float] = defaultdict(int)
     passed: dict[int, float] = defaultdict(int)
     for group, size in groups.items():
@@ -187,7 +187,7 @@ def _price(
                 passed[rank] += size - size / count
     ingress = {key: size / links.rate(*key) for key, size in received.items()}
     (is_slow, _), first_s = max(ingress.items(), key=lambda found: found[1])
-    # stripes take in less between hosts; within one all of it comes in the second step
+    # stripes only reduce what comes from other hosts: within one, step two brings the rest
     binding = frozenset(group for group in groups if is_slow and group.is_apart)
     for is_apart, owned in _owned(groups, striped).items():
         load, tight = balance(owned, _capacity(owned, links, is_apart))
@@ -234,7 +234,7 @@ def _shares(
 def _first_receivers(
     parts: Iterable[_Part], striped: frozenset[_Group], hops: Hops
 ) -> Iterator[_Part]:
-    """Every needer's part, or the stripes that they pass on."""
+    """Yield the part of every needer, or of striped groups the stripes that the needers pass on."""
     stripes: dict[_Group, list[_Part]] = {}
     for part in parts:
         if part.want.group in striped:
@@ -276,8 +276,8 @@ def _deal(parts: Iterable[_Part], ends: dict[_Senders, _Ends], hops: Hops) -> No
 def _dealt(
     parts: Iterable[_Part], ends: _Ends, debt: dict[int, int]
 ) -> Iterator[tuple[_Part, int]]:
-    """Parts with the rank in whose share they lie, cut where it ends. What cannot be cut goes to
-    the rank with the most of it; ``debt`` is what ranks were so denied."""
+    """Yield each part with the rank in whose share it lies, cut where that ends. A part that cannot
+    be cut goes to the rank that is due most of it; ``debt``: bytes that ranks were denied so."""
     at = start = 0
     for part in parts:
         while True:
@@ -311,7 +311,7 @@ def _cut(part: _Part, room: int) -> tuple[_Part, _Part] | None:
 
 
 def _most_due(start: int, size: int, ends: Sequence[tuple[int, int]], debt: dict[int, int]) -> int:
-    """The rank to which ``size`` bytes from ``start``, in the shares of several, are most due."""
+    """Pick the rank that is most due ``size`` bytes from ``start``, which lie in several shares."""
     at = start
     due = {}
     for rank, end in ends:

@@ -1,17 +1,17 @@
-"""Cuts moves into tiles: rows of equal length at addresses that both ends agree on.
+"""Cut moves into tiles: rows of equal length at addresses that both ends agree on.
 
-In: moves, and how each buffer lies in its rank's memory. Out: a table with one line a tile, the
-same on the sending and on the receiving rank: where its rows begin in the one buffer and in the
-other, how far apart they are, how many there are and how long. A tile holds at most ``TILE`` bytes;
-it is what a kernel copies at once, what a hash is made of, and what a message is filled with.
+In: moves, and how each buffer lies in its rank's memory. Out: a table with one line per tile, the
+same on the sending and on the receiving rank: where its rows begin in either buffer, how far apart
+they are, how many there are and how long. A tile holds at most ``TILE`` bytes. It is what a kernel
+copies at once, what a hash covers, and what fills a message.
 
 The hash of a tile is the sum, modulo 2^64, over its words of weight(place) * (1 + (word xor
 word >> 31)), where weight(place) = (m xor m >> 29) or 1, m = (y xor y >> 32) * B and y = place * A.
-Weights are odd and what they multiply is a bijection of the word, so any one wrong word shows for
-certain. So does the same bit flipped in two words of eight bytes: the shift brings a flip of a high
-bit, as a sign's, below bit 31, and there no two weights of a tile are equal or opposite. Other
-damage escapes by chance only, of 2^-64, or 2^-33 where one bit alone is wrong in many words. The 1
-tells zeros of different lengths apart.
+Weights are odd and multiply a bijection of the word, so one wrong word always shows. So does the
+same bit flipped in two words of eight bytes: the shift moves a flip of a high bit, such as a sign,
+below bit 31, where no two weights of a tile are equal or opposite. Other damage escapes only by
+chance, of 2^-64, or of 2^-33 if one bit alone is wrong in many words. The 1 tells zeros of
+different lengths apart.
 """
 
 import functools
@@ -27,11 +27,11 @@ from meshwise.reshard.regions import Box
 from meshwise.reshard.transfer import Move
 
 TILE = 64 * 2**10
-ROW = 2 * 2**10  # bytes that lie without a gap at both ends are seen as rows of this length
+ROW = 2 * 2**10  # bytes without a gap at both ends are cut into rows of this length
 ALIGNMENT = 16  # bytes: where tiles begin in a message
 WORD = 8  # bytes of the largest word
 
-# odd, so that multiplying loses nothing; as signed numbers, which Triton's are
+# odd, so that multiplying loses nothing; signed, as Triton's numbers are
 A, B = -0x61C8864680B583EB, -0x3D4D51C2D82B14B1
 
 Table = npt.NDArray[np.void]
@@ -55,7 +55,7 @@ COLUMNS = np.dtype(
 
 
 class Memory(NamedTuple):
-    """The memory of a rank's buffer: elements, elements between neighbours in each dim, bytes each.
+    """The memory of a rank's buffer: its shape, its strides in elements, the bytes of an element.
 
     ``alignment``: the largest power of two up to 8 that divides its address.
     """
@@ -91,10 +91,10 @@ def tiles(
     side: int = 0,
     converted: frozenset[int] = frozenset(),
 ) -> Table:
-    """The tiles of (number of the tensor, move)s, in their order.
+    """Return the tiles of (number of the tensor, move)s, in their order.
 
-    ``side`` 1: they read the model that is written, as when receivers pass on. ``converted``:
-    tensors whose dtype changes on the way.
+    ``side`` 1: the moves read the destination, as when receivers pass on. ``converted``: tensors
+    whose dtype changes on the way.
     """
     parts = [np.zeros(0, COLUMNS)]
     for tensor, move in moves:
@@ -154,7 +154,7 @@ Dim = tuple[int, int, int]  # extent, elements from one to the next in either bu
 
 
 def _joined(box: Box, read: Sequence[int], write: Sequence[int]) -> list[Dim]:
-    """A box's dims without those of extent 1, neighbours that lie without a gap made one."""
+    """Return a box's dims without those of extent 1; neighbours without a gap become one."""
     dims: list[Dim] = []
     for dim in zip(box.shape, read, write, strict=True):
         if dim[0] == 1:
@@ -169,7 +169,7 @@ def _cut(window: _Window, read_size: int, write_size: int) -> Table:
     """A window's tiles; offsets and steps in bytes."""
     rows, width, read_step, write_step = window[2:]
     rest = 0
-    if rows == 1:  # without a gap: as rows of a usual length, and what is left over
+    if rows == 1:  # without a gap: rows of the usual length, and a rest
         width, rest = ROW // write_size, width % (ROW // write_size)
         rows, read_step, write_step = window.width // width, width, width
     longest = TILE // write_size
@@ -214,7 +214,7 @@ def packed(table: Table) -> npt.NDArray[np.int64]:
 
 
 def parts(table: Table, count: int) -> list[slice]:
-    """The tiles of a pair of ranks in ``count`` parts of about equal bytes, some perhaps empty."""
+    """Cut a pair of ranks' tiles into ``count`` parts of about equal bytes, some perhaps empty."""
     end = packed(table)
     edges = np.searchsorted(end, np.arange(count + 1) * (end[-1] / count))
     edges[0], edges[-1] = 0, len(table)
@@ -226,7 +226,7 @@ def alignment_of(address: int) -> int:
 
 
 def hashes(words: npt.NDArray[np.unsignedinteger[Any]]) -> npt.NDArray[np.int64]:
-    """The hash of each tile, whose words are a row: [..., words] to [...]."""
+    """Hash each tile, given as a row of words: [..., words] to [...]."""
     wide = words.astype(np.uint64, copy=False)
     weights, total = _weights(words.shape[-1])
     mixed = wide >> np.uint64(31)

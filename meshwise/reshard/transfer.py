@@ -1,11 +1,11 @@
 """Plan the moves from what ranks hold to what they shall hold, each element exactly once.
 
-In: the source's and the destination's holdings. Out: a ``Transfer``, who sends which box of which
-tensor to whom. Tensors are cut into atoms (``atoms``), every atom is taken from the rank itself if
-it holds it, so bytes on the wire are minimal, else from a rank that ``senders`` chooses, and
-neighbours that one rank sends another are merged again. Pure and deterministic: all ranks that
-plan the same holdings get the same moves, and ``digest`` tells whether they did. No plan leaves
-``plan`` before ``check`` has proved that it covers the destination.
+In: the source's and the destination's holdings. Out: a ``Transfer``: who sends which box of which
+tensor to whom. Tensors are cut into atoms (``atoms``). A rank copies the atoms that it already
+holds, so bytes on the wire are minimal; ``senders`` chooses who sends the others. Neighbours that
+one rank sends to another are merged again. Pure and deterministic: all ranks that plan the same
+holdings get the same moves, and ``digest`` tells whether they did. ``plan`` returns a plan only
+after ``check`` has proved that it covers the destination.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ Rate = Callable[[int], float]
 
 
 class Move(NamedTuple):
-    """``source`` sends the logical ``box``: ``read`` of its buffer becomes ``write`` of another.
+    """``source`` sends the logical ``box``, from ``read`` of its buffer to ``write`` of another.
 
     ``taken`` and ``put`` name the two buffers, as ``Piece.buffer`` does.
     """
@@ -58,12 +58,12 @@ class Named(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """``names`` of the tensors, bytes of their elements on the wire (the destination's), and both
-    sides' dtypes.
+    """``names`` of the tensors, bytes of their elements on the wire (the destination's), and the
+    dtypes of both sides.
 
     The moves of a stage are in the order of the tensors and independent of each other. A second
-    stage begins when the first has ended: ranks pass on what they received, so it reads the
-    destination's buffers. ``unused``: the source's tensors that the destination does not hold.
+    stage begins when the first has ended. In it ranks pass on what they received, so it reads the
+    destination's buffers. ``unused``: source tensors that the destination does not hold.
     """
 
     names: tuple[str, ...]
@@ -84,7 +84,7 @@ def plan(
     convert: bool = False,
     only: Sequence[str] = (),
 ) -> Transfer:
-    """The moves that fill the destination, or a ValueError that lists all that does not fit.
+    """Plan the moves that fill the destination. ValueError lists all that does not fit.
 
     A rank that needs the same box twice receives it once and copies it in the second stage, unless
     ``multicast`` is "never". ``only``: patterns (``fnmatch``) of the tensors to move.
@@ -110,7 +110,7 @@ def plan(
 def transfer_list(
     source: Layout, destination: Layout, host_of: Callable[[int], int] = lambda rank: 0
 ) -> tuple[Move, ...]:
-    """The moves of one tensor, in one stage; what no source piece holds is a ValueError."""
+    """Return one tensor's moves, in one stage. ValueError if no source piece holds an index."""
     links = Links(host_of, lambda rank: 1.0, lambda rank: 1.0)
     (stage,) = _stages([(source, destination)], [1], links, "never", [])
     return tuple(move for _, move in stage)
@@ -191,7 +191,7 @@ def _stages(
     return (first, second) if second else (first,)
 
 
-_Part = tuple[int, int, Box, Box, Box]  # pieces, and a move's boxes
+_Part = tuple[int, int, Box, Box, Box]  # piece numbers, and a move's boxes
 
 
 def _moves(
@@ -201,7 +201,7 @@ def _moves(
     shared: Sequence[list[Hop]],
     own: Sequence[list[Hop]],
 ) -> Iterator[Named]:
-    """Tensors of one kind whose senders are the same too have the same boxes."""
+    """Yield the moves of all tensors. Those of one kind and with the same senders share boxes."""
     known: dict[tuple[int, tuple[Hop, ...]], list[_Part]] = {}
     for tensor, ((source, destination), kind) in enumerate(zip(pairs, kinds, strict=True)):
         key = kind, tuple(own[tensor])
@@ -213,7 +213,7 @@ def _moves(
 
 
 def _merged(cut: Atoms, hops: Iterable[Hop]) -> list[_Part]:
-    """Join what is neighbours in the tensor and in both buffers, dim by dim."""
+    """Join boxes that are neighbours in the tensor and in both buffers, dim by dim."""
     groups: dict[object, list[Hop]] = {}
     for hop in hops:
         a, b = cut.source[hop.source], cut.destination[hop.destination]
@@ -235,7 +235,7 @@ def _shift(piece: Piece) -> tuple[int, ...]:
 
 
 def _joined(boxes: list[Box], dim: int) -> list[Box]:
-    """Boxes that differ only in ``dim`` and touch there become one."""
+    """Join boxes that touch in ``dim`` and are equal in every other dim."""
     joined: list[Box] = []
     for box in sorted(boxes, key=lambda b: (_without(b, dim), b.low[dim])):
         previous = joined[-1] if joined else None
@@ -252,7 +252,7 @@ def _without(box: Box, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def loads(transfer: Transfer) -> list[npt.NDArray[np.int64]]:
-    """Bytes by source and destination, a matrix a stage; copies within a rank on the diagonal."""
+    """Return for each stage the bytes by source and destination; copies are on the diagonal."""
     ends = (max(m.source, m.destination) for stage in transfer.stages for _, m in stage)
     ranks = 1 + max(ends, default=-1)
     elements: dict[Box, int] = {}  # layers share boxes
@@ -269,7 +269,7 @@ def loads(transfer: Transfer) -> list[npt.NDArray[np.int64]]:
 
 
 def digest(transfer: Transfer) -> str:
-    """Equal on two ranks if, and only if, they made the same plan."""
+    """Hash a plan. Two ranks have the same digest if, and only if, they made the same plan."""
     found = hashlib.sha256(repr(transfer._replace(stages=())).encode())
     for stage in transfer.stages:
         numbers: dict[object, int] = {}  # of boxes and names, in order of appearance
@@ -286,8 +286,8 @@ Place = tuple[int, str]  # rank and buffer
 
 
 def check(transfer: Transfer, destination: Holdings) -> None:
-    """Prove that every element of the tensors that the destination holds is written exactly once,
-    with the index it belongs to, and that a second stage reads what the first has written."""
+    """Prove that every element of the destination's tensors is written exactly once, with its own
+    index, and that a second stage reads what the first has written."""
     _check_buffers(transfer.names, destination)
     written: list[dict[Place, list[Move]]] = [{} for _ in transfer.names]
     for number, stage in enumerate(transfer.stages):
@@ -315,7 +315,7 @@ def check(transfer: Transfer, destination: Holdings) -> None:
 
 
 def _fills(moves: list[Move], pieces: list[Piece]) -> bool:
-    """Moves that do not overlap, of as many elements as the pieces, all within them."""
+    """Whether moves do not overlap, lie within the pieces and fill them."""
     size = sum(piece.box.num_elements for piece in pieces)
     if size != sum(move.write.num_elements for move in moves):
         return False
@@ -329,7 +329,7 @@ def _fills(moves: list[Move], pieces: list[Piece]) -> bool:
 
 
 def _check_buffers(names: Iterable[str], destination: Holdings) -> None:
-    """The destination's own description: no two pieces lie at one place of a buffer."""
+    """Check the destination's own description: no two pieces overlap in a buffer."""
     held: dict[tuple[int, str, int], list[Piece]] = {}
     for name in names:
         for piece in destination[name].layout:
@@ -348,7 +348,7 @@ def _check_buffers(names: Iterable[str], destination: Holdings) -> None:
 
 
 def _overlap(boxes: list[Box]) -> Box | None:
-    """Find an overlap of two of the boxes, by a sweep along the dim that tells most apart."""
+    """Find an overlap of two boxes, by a sweep along the dim with the most distinct starts."""
     dims = range(len(boxes[0].low)) if boxes else ()
     dim = max(dims, key=lambda d: len({box.low[d] for box in boxes}), default=None)
     active: list[Box] = []
@@ -365,11 +365,11 @@ def _overlap(boxes: list[Box]) -> Box | None:
 def place(
     source: Holdings, destination: Holdings, *, groups: Sequence[Sequence[int]] | None = None
 ) -> tuple[int, ...]:
-    """Choose the rank that does what each rank does in the destination, so that the fewest bytes
-    travel: an assignment problem, solved exactly. Ranks that gain nothing stay.
+    """Choose the rank that takes each rank's part of the destination, so that the fewest bytes are
+    sent: an assignment problem, solved exactly. Ranks that gain nothing stay.
 
-    ``groups``: sets of ranks that may change places with each other; by default all of the
-    destination's. A group may name ranks that hold nothing of the destination yet.
+    ``groups``: sets of ranks that may change places with each other; by default all ranks of the
+    destination. A group may name ranks that hold nothing of the destination yet.
     """
     names = [name for name in destination if name in source]
     pairs = [(source[name].layout, destination[name].layout) for name in names]
@@ -397,7 +397,7 @@ def place(
 
 
 def renumbered(destination: Holdings, permutation: Sequence[int]) -> Holdings:
-    """The holdings when rank r's part is held by ``permutation[r]``."""
+    """Return the holdings in which ``permutation[r]`` holds rank r's part."""
     known: dict[int, Layout] = {}
     found = {}
     for name, tensor in destination.items():

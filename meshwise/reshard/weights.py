@@ -1,12 +1,12 @@
-"""Refit: live weights of a training model into an inference model, in place and verified.
+"""Refit: move live weights of a training model into an inference model, in place and verified.
 
 In: on every rank the two models (or None), and what each rank holds of them (``Holdings``, or read
 from live DTensors). Out: a ``Refit`` whose call moves the weights once. Making it plans the
-transfer, compares the plan over the ranks and connects them; calling it exchanges no metadata.
+transfer, compares the plan between ranks and connects them. Calling it exchanges no metadata.
 
-The destination has a version. It is None from before the first byte is written until every rank
-has verified what it received, so that weights which are half old, half new cannot be taken for
-either. ``atomic`` keeps the old ones whole until then, for the price of one more copy of them.
+The destination has a version. It is None from before the first byte is written until every rank has
+verified what it received, so that half-old, half-new weights are never taken for either. ``atomic``
+keeps the old weights whole until then, at the price of one more copy of them.
 """
 
 import os
@@ -51,25 +51,25 @@ class Moved(NamedTuple):
 
 
 class RefitError(RuntimeError):
-    """Some rank refused, and nothing was written; or some rank's destination is not whole. Its
-    version says which: as it was, or None (``atomic``: as it was)."""
+    """Some rank refused and nothing was written, or some rank's destination is not whole. The
+    version tells which: as before, or None (``atomic``: always as before)."""
 
 
 class Refit:
     """Moves weights from ``source`` to ``destination``; all ranks make and call it together.
 
-    ``source``, ``destination``: a module, or tensors by name, or None where this rank has none.
+    ``source``, ``destination``: a module, or tensors by name, or None if this rank has none.
     ``*_plan``: what every rank holds of each logical tensor, or the ``Plan`` by which ``meshwise
-    run`` laid the model out; None reads it from the live tensors, DTensors by their placements,
-    others as whole. ``ranks``: by default all that torch.distributed has joined. ``method``: how
-    bytes travel; auto is ipc where GPUs of one host reach each other, else nccl, and gloo without
-    GPUs. ``cap_bytes``: of staging, tables and hashes on a rank. ``verify``: hash (what was sent
-    against what was received), full (memory against memory; sources that changed meanwhile show),
-    full_tensor (full, then both models by torch's own ``full_tensor``: slow, for a first run), off.
-    ``atomic``: keep the old version whole until the new one is verified. ``delta``: move only
-    tiles of 64 KiB that changed since the last refit. ``only``: patterns of the logical tensors to
-    move, as ``*lora*``. ``convert``: dtypes may differ. Raises ValueError, on all ranks alike, for
-    what cannot be moved.
+    run`` laid the model out. None reads it from the live tensors: DTensors by their placements,
+    others as whole. ``ranks``: by default all that joined torch.distributed. ``method``: the
+    transport; auto is ipc if the GPUs of one host reach each other, else nccl, and gloo without
+    GPUs. ``cap_bytes``: limit on staging, tables and hashes of a rank. ``verify``: hash (compares
+    what was sent and received), full (compares memory with memory, so sources that changed
+    meanwhile show), full_tensor (full, then both models by torch's own ``full_tensor``: slow, for a
+    first run), off. ``atomic``: keep the old version whole until the new one is verified.
+    ``delta``: move only tiles of 64 KiB that changed since the last refit. ``only``: patterns of
+    the logical tensors to move, such as ``*lora*``. ``convert``: dtypes may differ. All ranks raise
+    the same ValueError for what cannot be moved.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class Refit:
     def __call__(self) -> Moved:
         """Move the weights once; the destination then has the next version.
 
-        RefitError names rank and tensor where what arrived is not what was sent, or where a
-        tensor was replaced since the Refit was made; TimeoutError names a rank that did not come.
+        RefitError names rank and tensor if what arrived is not what was sent, or if a tensor was
+        replaced since the Refit was made. TimeoutError names a rank that did not come.
         """
         if self.ended:
             raise RuntimeError(f"{self.ended}; make a new Refit")
@@ -172,7 +172,7 @@ class Refit:
         return self._of_changes(moved) if self.job.delta else moved
 
     def _of_changes(self, moved: Moved) -> Moved:
-        """Count the changed bytes that were sent and received, as receivers tell."""
+        """Count the changed bytes that were sent and received, as the receivers report them."""
         told = self.ranks.gather({str(k): n for k, n in self.transport.delta_bytes().items()})
         here = self.ranks.rank
         sent, received = sum(of.get(str(here), 0) for of in told), sum(told[here].values())
@@ -194,7 +194,7 @@ class Refit:
             raise RefitError(f"{said}; the destination has no version")
 
     def _waited(self, launch: Launch, what: str) -> None:
-        """The work of ``launch``, done. Whoever was lost is named, and ends this Refit."""
+        """Run ``launch`` and wait for it. An error names a lost rank and ends this Refit."""
         ranks = self.ranks
         try:
             launch()
@@ -206,8 +206,8 @@ class Refit:
             raise told from None
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase of one refit, each alone and the slowest rank's; in a refit they
-        overlap. The weights move, but nobody says a verdict: call the Refit afterwards."""
+        """Time each phase of one refit alone, in seconds on the slowest rank; in a refit they
+        overlap. The weights move, but are not verified: call the Refit afterwards."""
         ranks, times = self.ranks, dict[str, float]()
         self.version = None
         for name, work in self.transport.parts():
@@ -222,7 +222,7 @@ class Refit:
         return times
 
     def close(self) -> None:
-        """Give back what the peers share; all ranks close together, before the models go."""
+        """Release what the peers share. All ranks close together, before the models go."""
         if self.ended:
             return
         self.ended, self.version, self.graph = "this Refit is closed", None, None
@@ -231,7 +231,7 @@ class Refit:
         self.ranks.barrier("the end of a refit")
 
     def _launch(self) -> None:
-        """Launch; on a GPU the first call runs as it is written, later ones replay its graph."""
+        """Launch a refit; on a GPU later calls replay a graph, if the transport can be captured."""
         if self.graph is not None:
             self.graph.replay()
             return
@@ -279,7 +279,7 @@ class Refit:
         return f"{_few(names)} arrived other than sent" if names else ""
 
     def _told(self, error: Exception) -> Exception:
-        """The error of a lost rank, with what this one lacks."""
+        """Return the error of a lost rank, with the tensors that are not whole on this one."""
         text = str(error)
         if not isinstance(error, TimeoutError) and re.search("timed out|timeout", text, re.I):
             waited_s = self.ranks.timeout_s
@@ -296,14 +296,14 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _loads(job: Job) -> tuple[int, int, int]:
-    """Bytes that this rank sends, receives and copies within."""
+    """Count the bytes that this rank sends, receives and copies within itself."""
     here, table = job.ranks.rank, np.concatenate(job.stages)
     size, out, into = tiles.nbytes(table), table["source"] == here, table["destination"] == here
     return int(size[out & ~into].sum()), int(size[into & ~out].sum()), int(size[into & out].sum())
 
 
 def _between(job: Job, read: Mapping[str, Tensor], write: Mapping[str, Tensor]) -> Launch:
-    """Copies what this rank received in one set of buffers into another."""
+    """Make a launch that copies what this rank received from ``read`` buffers to ``write``."""
     here = job.ranks.rank
     mine = {n: b.name for n, b in enumerate(job.buffers) if (b.side, b.rank) == (1, here)}
     bases = [
@@ -332,7 +332,7 @@ def _hosts(ranks: Ranks) -> Callable[[int], int]:
 
 
 def _together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """This rank's result of ``work``; a ValueError of one rank is raised on all."""
+    """Return this rank's result of ``work``; raise a ValueError of one rank on all."""
     result, said = ranks.together(work, lambda e: str(e) if isinstance(e, ValueError) else None)
     told = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
     if told and len(set(said)) == 1:
@@ -343,7 +343,7 @@ def _together(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def _check_options(ranks: Ranks, options: Mapping[str, object]) -> None:
-    """Refuse what cannot be, and what ranks differ in, or they would wait for each other."""
+    """Refuse invalid options, and options that differ: the ranks would wait for each other."""
     if options["delta"] and (options["atomic"] or options["verify"] == "off"):
         raise ValueError("delta = True: needs verify = 'hash' or 'full', and atomic = False")
     if options["verify"] == "full_tensor" and options["atomic"]:
@@ -373,7 +373,7 @@ def _check_alike(ranks: Ranks, said: Mapping[str, object]) -> None:
 def _kept(
     ranks: Ranks, planned: transfer.Transfer, destination: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A second copy of what is written here, to be written in its place."""
+    """Copy the tensors that are written here; the copies are written in their place."""
     names = {
         move.put or planned.names[n]
         for stage in planned.stages
@@ -384,7 +384,7 @@ def _kept(
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy that lies as the tensor does; clone() would close its gaps."""
+    """Copy a tensor with its strides; clone() would close its gaps."""
     strided = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
@@ -399,7 +399,7 @@ def _job(
     verify: str,
     delta: bool,
 ) -> Job:
-    """The tiles that concern this rank, and the buffers that they are in."""
+    """Collect the tiles that concern this rank, and their buffers."""
     here = ranks.rank
     mine = [
         [(n, m) for n, m in stage if here in (m.source, m.destination)] for stage in planned.stages
@@ -426,7 +426,7 @@ def _job(
 
 
 def _method(method: Method, ranks: Ranks) -> Method:
-    """``auto`` settled, the same on all ranks."""
+    """Resolve ``auto``, the same on all ranks."""
     if method != "auto":
         return method
     if ranks.device.type != "cuda":
@@ -435,5 +435,5 @@ def _method(method: Method, ranks: Ranks) -> Method:
     reached = all(torch.cuda.can_device_access_peer(ranks.device, i) for i in others)
     seen = socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"), len(others)
     told = ranks.gather([seen, reached and peers.can_share(ranks.device)])
-    alike = all(place == told[0][0] for place, _ in told)  # else nobody knows what a peer's GPU is
+    alike = all(place == told[0][0] for place, _ in told)  # else GPUs' numbers may differ
     return "ipc" if alike and all(can for _, can in told) else "nccl"

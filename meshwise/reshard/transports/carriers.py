@@ -48,14 +48,14 @@ class Nccl:
         return self.communicator.collective("all_reduce", value, total)
 
     def release(self) -> None:
-        """NCCL's abort hangs where a graph of its calls is under way: the process must end."""
+        """Do nothing: abort hangs while a graph of NCCL's calls runs, so the process must end."""
 
     def close(self) -> None:
         self.communicator.close()
 
 
 class Gloo:
-    """Messages between hosts' memories; a GPU's pass through pinned memory.
+    """Messages between hosts' memories; a GPU's messages pass through pinned memory.
 
     Large messages are cut over several groups, since each has one thread and one socket a pair.
     """
@@ -96,7 +96,7 @@ class Gloo:
 
     def _exchange(self, host: Tensor, sends: Spans, into: Tensor, receives: Spans) -> None:
         there = self._host(into)
-        if there is not into:  # what was packed is on its way to the host
+        if there is not into:  # packed data is still on its way to the host
             self.ranks.synchronize("packing", torch.cuda.current_stream().record_event(), poll_s=0)
         works = []
         for peer, span in receives.items():
@@ -114,7 +114,7 @@ class Gloo:
         return [(g, part) for g, part in zip(self.groups, parts, strict=True) if len(part)]
 
     def _host(self, tensor: Tensor) -> Tensor:
-        """The pinned memory that stands for a GPU's; on a CPU the tensor itself."""
+        """Return the pinned memory that stands for a GPU's; on a CPU the tensor itself."""
         if tensor.device.type == "cpu":
             return tensor
         key = tensor.data_ptr()
@@ -131,7 +131,7 @@ class Gloo:
         return work
 
     def release(self) -> None:
-        """Gloo waits on the host, which has given up."""
+        """Do nothing: gloo waits on the host, which has given up."""
 
     def close(self) -> None:
         self.groups.clear()
@@ -140,8 +140,8 @@ class Gloo:
 class Symmetric:
     """Slots in symmetric memory of NVSHMEM's back end; the receiver pulls them by copy engine.
 
-    Ranks that exchange anything meet on their devices when slots are packed and when they have
-    been read; nobody else waits. For the ranks of one host, in one job.
+    Ranks that exchange anything meet on their devices when slots are packed and again when they
+    have been read; no other rank waits. For the ranks of one host, in one job.
     """
 
     programs = PROGRAMS
@@ -159,7 +159,7 @@ class Symmetric:
         self.meetings: list[Meeting] = []
 
     def _shared(self, nbytes: int) -> tuple[Tensor, Any]:
-        """Return as much symmetric memory as any rank asks for; all ask together."""
+        """Allocate as much symmetric memory as any rank asks for; all ranks ask together."""
         most = max(1, *self.ranks.gather(nbytes))
         mine = self.memory.empty(most, dtype=torch.uint8, device=self.ranks.device)
         return mine, self.memory.rendezvous(mine, self.group)
@@ -228,7 +228,7 @@ class Symmetric:
 
 
 def _copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> Launch:
-    """Copies of the second into the first; without gaps, a copy engine makes them."""
+    """Make a launch that copies each pair's second into its first: by copy engine if gapless."""
     kept = list(pairs)
 
     def work() -> None:
@@ -239,7 +239,7 @@ def _copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> Launch:
 
 
 def open(method: str, ranks: Ranks) -> Nccl | Gloo | Symmetric:
-    """The carrier called ``method``; ValueError where it cannot be had."""
+    """Open the carrier called ``method``; ValueError if it is not available."""
     if method == "gloo":
         return Gloo(ranks)
     if ranks.device.type != "cuda":

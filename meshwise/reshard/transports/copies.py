@@ -1,7 +1,7 @@
-"""Copies many tiles at once and hashes them on the way, on a CPU or a GPU.
+"""Copy many tiles at once and hash them on the way, on a CPU or a GPU.
 
-In: lines, each tile's two addresses; which hash is whose. Out: a launch that does it all; on a GPU
-it goes to the current stream, one kernel for each kind of word.
+In: lines with each tile's two addresses and the number of its hash. Out: a launch that does it all;
+on a GPU it goes to the current stream, one kernel for each kind of word.
 """
 
 import ctypes
@@ -30,8 +30,8 @@ DTYPES = {
 
 class Lines(NamedTuple):
     """``at`` [n, 7]: address read, address written, bytes from row to row of either, rows, bytes of
-    a row as written, number of the hash. ``kind`` [n]: the word copied, 8, 4, 2 or 1 bytes; or
-    -1 - i where dtypes change as ``pairs[i]`` says."""
+    a row as written, number of the hash. ``kind`` [n]: the word copied, 8, 4, 2 or 1 bytes; or -1 -
+    i if the dtype changes as ``pairs[i]`` says."""
 
     at: Addresses
     kind: npt.NDArray[np.int32]
@@ -47,10 +47,10 @@ def lines(
     *,
     packed: str = "",
 ) -> Lines:
-    """``read``, ``write``: addresses of the tiles themselves. ``pairs``: dtypes of each tensor.
+    """Make lines. ``read``, ``write``: addresses of the tiles. ``pairs``: dtypes of each tensor.
 
-    ``packed`` names the end, ``read`` or ``write``, that is a message, where rows follow without a
-    gap and the dtype is the destination's.
+    ``packed`` names the end, ``read`` or ``write``, that is a message. A message has no gaps
+    between rows, and its dtype is the destination's.
     """
     steps = (table["width" if packed == end else f"{end}_step"] for end in ("read", "write"))
     columns = (read, write, *steps, table["rows"], table["width"], number)
@@ -73,9 +73,9 @@ def copier(
     stores: bool = True,
     chosen: Tensor | None = None,
 ) -> Launch:
-    """Copies (``stores``) and hashes (``sums``, int64) the tiles; ``programs``: of a GPU's grid.
-    ``chosen``: int32 by number of the hash, 0 for tiles to leave out at the launch. Nothing is
-    touched if ``refused`` (int32, on the device that works) is not 0 at the launch."""
+    """Make a launch that copies (``stores``) and hashes (``sums``, int64) the tiles; ``programs``:
+    of a GPU's grid. ``chosen``: int32 by number of the hash, 0 for tiles to leave out at the
+    launch. Nothing is touched if ``refused`` (int32, on the device that works) is not 0 then."""
     device = refused.device
     if device.type == "cpu":
         return _cpu(found, sums, refused, stores, chosen)
@@ -126,7 +126,7 @@ def _cpu(
 def _seen(
     address: int, shape: tuple[int, int], step: int, dtype: np.dtype[Any]
 ) -> npt.NDArray[Any]:
-    """Memory as an array; whoever asks keeps it alive."""
+    """View memory as an array; the caller keeps it alive."""
     extent = (shape[0] - 1) * step + shape[1] * dtype.itemsize
     memory: Any = (ctypes.c_byte * extent).from_address(address)
     return np.ndarray(shape, dtype, memory, strides=(step, dtype.itemsize))

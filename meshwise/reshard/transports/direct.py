@@ -1,20 +1,20 @@
-"""Receivers read the senders' weights where they lie, by CUDA IPC: no staging, one pass.
+"""Receivers read the senders' weights in place, by CUDA IPC: no staging, one pass.
 
 For processes whose GPUs reach each other's memory. A refit:
 
     meet        all sources are final (before the first stage)
-    pull        a kernel a peer reads the peer's tiles and writes them in place, hashing what it
-                read; meanwhile every sender hashes what it holds, and copies what stays with it
-    meet        all is read, all hashes are made
+    pull        one kernel per peer reads the peer's tiles, writes them in place and hashes what it
+                read; meanwhile every sender hashes its tiles and copies those that stay with it
+    meet        all tiles are read, all hashes are made
     compare     each receiver fetches the senders' hashes
     meet        the verdict: how many tiles differ, over all ranks; sources may change again
 
-With ``verify`` = full, hashes are made of memory: of what was written while the rest is under way,
-of the sources at the end, so that one that changed meanwhile shows. With ``delta``, receivers fetch
-the hashes first and pull what changed. The whole is one CUDA graph.
+With ``verify`` = full, hashes are made of memory: of written tiles while others still come, and of
+the sources at the end, so that a source that changed meanwhile shows. With ``delta``, receivers
+fetch the hashes first and pull only what changed. The whole is one CUDA graph.
 
-Writing to the receivers is faster than reading where both directions are in use and nothing else
-runs (365 against 337 GB/s), but lost once copies within the ranks ran beside it:
+Writing to the receivers was faster than reading when both directions were in use and nothing else
+ran (365 against 337 GB/s), but slower once copies within the ranks ran beside it:
 benchmarks/2026-11-21-refit-2xh200.
 """
 
@@ -34,11 +34,11 @@ from meshwise.reshard.transports.lanes import Lanes, Launch
 from meshwise.reshard.transports.peers import Handle, Meeting, Peers, share
 from meshwise.reshard.transports.staged import PROGRAMS
 
-PULL_PROGRAMS = 132  # of all peers together: they fill the links, one a multiprocessor of an H100
+PULL_PROGRAMS = 132  # over all peers: they fill the links, one per multiprocessor of an H100
 BESIDE_PROGRAMS = 64  # of each kernel beside the pulls, which must find room at once
-AGAIN_PROGRAMS = 132  # of what is read again, part by part
-BESIDE = 3  # times the bytes that are pulled can be copied beside them by so few
-PARTS = 8  # of the pulls, so that what came can be read again while the rest comes
+AGAIN_PROGRAMS = 132  # of kernels that read parts again
+BESIDE = 3  # times the pulled bytes: so much can be copied beside the pulls by so few
+PARTS = 8  # of the pulls: one part is read again while the next comes
 _LINE = 2**13
 
 
@@ -85,14 +85,14 @@ class Direct(Transport):
         return found
 
     def launch(self) -> None:
-        """Nothing is touched if some rank came with a ``value`` other than 0."""
+        """Run all stages. Nothing is touched if some rank came with a ``value`` other than 0."""
         self.meeting.meet()
         self.refused.copy_(self.total)
         for stage in self.stages:
             stage.launch()
 
     def parts(self) -> Iterator[tuple[str, Launch]]:
-        """A refit in pieces, to be timed each by itself; all ranks have the same."""
+        """Yield the parts of a refit, to be timed each alone; all ranks have the same parts."""
         for stage in self.stages:
             yield "copy_within", stage.local
             if stage.travels:
@@ -102,7 +102,7 @@ class Direct(Transport):
             yield "meet", self.meeting.meet
 
     def release(self) -> None:
-        """Let go of the device where it waits for a peer that will not come."""
+        """Release the device if it waits for a peer that will not come."""
         self.meeting.stop.fill_(1)
 
     def close(self) -> None:
@@ -148,8 +148,8 @@ class _DirectStage(JobStage):
         return 7 * 8 * lines + 3 * self.looked.nbytes + sum(tensor.nbytes for tensor in sums)
 
     def _pulls(self) -> list[list[tuple[Launch, Launch | None]]]:
-        """Return, for each peer, what to pull and then to read again, part by part. A peer's
-        programs are its share of the bytes."""
+        """Return, for each peer, launches that pull a part and read it again, part by part. Each
+        peer gets programs by its share of the bytes."""
         direct, found, job = self.direct, self.ends, self.job
         make = partial(copier, refused=direct.refused)
         far = straight(job, found.receives, direct.far, direct.own)
@@ -173,7 +173,7 @@ class _DirectStage(JobStage):
         return pulls
 
     def _fetch(self) -> Launch:
-        """Reads the senders' hashes of the tiles that this rank receives."""
+        """Make a launch that reads the senders' hashes of the tiles that this rank receives."""
         direct, ranks, found = self.direct, self.job.ranks, self.ends
         begins = {str(peer): span.start for peer, span in found.send_spans.items()}
         told = ranks.gather([share(self.sent) if len(self.sent) else None, begins])
@@ -246,7 +246,7 @@ class _DirectStage(JobStage):
 
 
 def _once(lines: Lines, sums: Tensor, hashed: Callable[[Lines, Tensor], Launch]) -> Launch:
-    """Hashes what several lines read, sent to several ranks or also kept, only once."""
+    """Hash only once the tiles that several lines read: sent to several ranks, or sent and kept."""
     places = np.column_stack([lines.at[:, [0, 2, 4, 5]], lines.kind])
     _, first, which = np.unique(places, axis=0, return_index=True, return_inverse=True)
     if len(first) == len(places):
@@ -273,7 +273,7 @@ def _key(buffer: TileBuffer) -> str:
 
 
 def _plain(read: int, write: int, nbytes: int) -> list[Sequence[int]]:
-    """Lines that copy ``nbytes``, a multiple of 8, as they are."""
+    """Make lines that copy ``nbytes``, a multiple of 8, unchanged."""
     return [
         (read + first, write + first, 0, 0, 1, min(_LINE, nbytes - first), 0)
         for first in range(0, nbytes, _LINE)

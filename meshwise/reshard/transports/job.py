@@ -16,9 +16,9 @@ from meshwise.reshard.transports.copies import Addresses, Lines, Pair, lines
 
 
 class Job(NamedTuple):
-    """``stages``: tables, one after the other in time. ``buffers``: by number, which other ranks
-    count otherwise; ``own``: those of this rank. ``pairs``: dtypes of each tensor at either end.
-    ``verify``: off, hash or full. ``delta``: only tiles whose hashes changed since the last."""
+    """``stages``: tables, one after the other in time. ``buffers``: by number, which differs
+    between ranks; ``own``: those of this rank. ``pairs``: dtypes of each tensor at both ends.
+    ``verify``: off, hash or full. ``delta``: only tiles whose hashes changed since last time."""
 
     ranks: Ranks
     stages: tuple[Table, ...]
@@ -43,7 +43,7 @@ class Job(NamedTuple):
 class Ends(NamedTuple):
     """A stage as one rank sees it, in the order of peers: what it sends, receives and keeps.
 
-    ``sends`` and ``receives`` by peer, and where each peer's hashes begin among all.
+    ``sends`` and ``receives`` are sorted by peer; the spans are each peer's lines in them.
     """
 
     sends: Table
@@ -77,7 +77,7 @@ def at(table: Table, bases: Addresses, end: str) -> Addresses:
 
 
 def straight(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines:
-    """Lines that copy from buffer to buffer; hashes are numbered in order."""
+    """Make lines that copy from buffer to buffer; hashes are numbered in order."""
     return lines(
         table, at(table, read, "read"), at(table, write, "write"), job.pairs,
         np.arange(len(table)),
@@ -85,15 +85,15 @@ def straight(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines
 
 
 def in_place(job: Job, table: Table, bases: Addresses, end: str) -> Lines:
-    """Lines that hash tiles where they are, at one end."""
+    """Make lines that hash tiles where they are, at one end."""
     if end == "read":
         return straight(job, table, bases, bases)
     return written(job, table, bases, bases)
 
 
 def written(job: Job, table: Table, read: Addresses, write: Addresses) -> Lines:
-    """The places that tiles are written to, from one set of buffers to another; nothing is
-    converted any more."""
+    """Make lines from the written tiles of one set of buffers to those of another; their dtype is
+    converted already."""
     table = table.copy()
     table["read"], table["read_at"] = table["write"], table["write_at"]
     table["read_step"] = table["write_step"]
@@ -107,8 +107,8 @@ def num_bytes(table: Table) -> int:
 
 
 class JobStage(ABC):
-    """A stage on one rank: its tiles, and the hashes of what it ``sent`` and ``received``, of what
-    the senders said (``theirs``), and twice of what it ``kept``, where all memory is verified."""
+    """A stage on one rank: its tiles, and hashes of what it ``sent`` and ``received`` and of what
+    the senders sent (``theirs``); two of each tile that it ``kept``, if all memory is verified."""
 
     def __init__(self, job: Job, table: Table) -> None:
         self.job, self.full = job, job.verify == "full"
@@ -128,14 +128,14 @@ class JobStage(ABC):
 
     @abstractmethod
     def settle(self, verified: bool) -> None:
-        """Note, with ``delta``, what the destination has now, or that nobody knows."""
+        """Note for ``delta`` what the destination has now, or that nobody knows."""
 
     @abstractmethod
     def changed_here(self) -> npt.NDArray[np.bool_]:
-        """Return, with ``delta``, which tiles of this rank came in the last launch."""
+        """Return which tiles of this rank came in the last launch, with ``delta``."""
 
     def wrong_tiles(self) -> Table:
-        """The tiles that came or stayed here and whose two hashes differ."""
+        """Return the received or kept tiles whose two hashes differ."""
         wrong, stayed = (
             torch.ne(*pair).nonzero()[:, 0].cpu().numpy()
             for pair in ((self.theirs, self.received), self.kept)
@@ -144,8 +144,8 @@ class JobStage(ABC):
 
 
 class Transport:
-    """A transport reports on its stages. ``value``: this rank's word to all, by which it refuses a
-    launch; ``total``: the sum of all ranks' words, in the end the number of wrong tiles."""
+    """A transport and its stages. ``value``: this rank's number for all; not 0 refuses a launch.
+    ``total``: the sum of all ranks' numbers, in the end the number of wrong tiles."""
 
     stages: Sequence[JobStage]
     value: Any
@@ -160,7 +160,7 @@ class Transport:
             stage.settle(verified)
 
     def delta_bytes(self) -> dict[int, int]:
-        """Bytes that this rank received in the last launch, with ``delta``, by sender."""
+        """Count the bytes that this rank received in the last launch, with ``delta``, by sender."""
         found: dict[int, int] = {}
         for stage in self.stages:
             chosen = stage.changed_here()

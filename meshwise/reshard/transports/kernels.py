@@ -1,8 +1,8 @@
 """Triton kernels: copy tiles and hash them in one pass; let GPUs meet without their hosts.
 
-A table has one line a tile: address to read, address to write, bytes from row to row of either,
-rows, words of a row, and which hash is the tile's (all int64). ``tiles.hashes`` says what a hash
-is. Addresses may be a peer's memory. A grid of few programs leaves multiprocessors to others.
+A table has one line per tile: address to read, address to write, bytes from row to row of either,
+rows, words of a row, and the number of the hash (all int64). ``tiles.hashes`` defines the hash.
+Addresses may be a peer's memory. A grid of few programs leaves multiprocessors to others.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,12 @@ _TYPES = {
 }  # fmt: skip
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
-Word = int | torch.dtype  # bytes that are copied as they are, or what they mean
+Word = int | torch.dtype  # bytes to copy unchanged, or a dtype
 
 
 @triton.jit
 def _weighed(word, place):  # type: ignore[no-untyped-def]
-    y = place * _A  # signed numbers: a logical shift is one with a mask
+    y = place * _A  # signed numbers: a logical shift needs a mask
     m = (y ^ ((y >> 32) & 0xFFFFFFFF)) * _B
     weight = (m ^ ((m >> 29) & 0x7FFFFFFFF)) | 1
     return weight * (1 + (word ^ ((word >> 31) & 0x1FFFFFFFF)))
@@ -86,9 +86,9 @@ def copier(
     stores: bool = True,
     chosen: Tensor | None = None,
 ) -> Callable[[], object]:
-    """A launch that copies the tiles of ``table`` [n, 7] and writes their hashes into ``sums``;
-    those of which ``chosen`` (int32, by the hash's number) is 1, where it is given; none, and
-    nothing is touched, if ``refused`` (int32) is not 0 by then."""
+    """Make a launch that copies the tiles of ``table`` [n, 7] and writes their hashes into
+    ``sums``. With ``chosen`` (int32, by number of the hash) it takes only tiles that are 1. Nothing
+    is touched if ``refused`` (int32) is not 0 at the launch."""
     sizes = tuple(word if isinstance(word, int) else word.itemsize for word in (read, write))
     count = len(table)
 
@@ -113,7 +113,7 @@ def _meet(  # type: ignore[no-untyped-def]
     number = tl.load(epoch) + 1
     tl.store(epoch, number)
     said = (number << 32) | tl.load(value).to(tl.int64)
-    turn = number & 1  # else one who goes on overwrites what a slower one has not read
+    turn = number & 1  # two boxes: a fast rank must not overwrite what a slow one has yet to read
     mailbox = tl.load(far + lane, mask=there, other=0).to(tl.pointer_type(tl.int64)) + turn
     tl.atomic_xchg(mailbox, said, mask=there, sem="release", scope="sys")
     heard = tl.full([LANES], 0, tl.int64)
@@ -135,12 +135,12 @@ def _meet(  # type: ignore[no-untyped-def]
 def meeting(
     far: Tensor, near: Tensor, count: int, epoch: Tensor, value: Tensor, total: Tensor, stop: Tensor
 ) -> Callable[[], object]:
-    """A launch that waits until ``count`` peers have come here as often as this rank has.
+    """Make a launch that waits until ``count`` peers have come here as often as this rank has.
 
-    ``far``: the address of this rank's mailbox on each peer; ``near``: the peers' mailboxes here,
-    in the same order, two each; int64, the number of addresses a power of two. ``total`` becomes
-    the sum of everyone's ``value`` (int32). ``stop``: pinned host memory; once it is not 0 nobody
-    waits.
+    ``far``: the address of this rank's mailbox on each peer. ``near``: the peers' mailboxes here,
+    in the same order, two each. Both are int64; the number of addresses is a power of two.
+    ``total`` becomes the sum of all ranks' ``value`` (int32). ``stop``: pinned host memory; once it
+    is not 0 nobody waits.
     """
 
     def launch() -> None:

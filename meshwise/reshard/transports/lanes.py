@@ -1,6 +1,6 @@
-"""Streams by name: work that may overlap is given to different lanes and ordered by events.
+"""Streams by name: work that may overlap goes to different lanes and is ordered by events.
 
-On a CPU every work is done at once, in the order in which it is given.
+On a CPU work is done immediately, in the order in which it is given.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ Launch = Callable[[], object]
 
 
 def chained(launches: Sequence[Launch]) -> Launch:
-    """One launch of all of them, in their order."""
+    """Make one launch of all of them, in their order."""
 
     def launch() -> None:
         for each in launches:
@@ -30,13 +30,13 @@ class Lanes:
         self.streams: dict[str, torch.cuda.Stream] = {}
 
     def now(self) -> Any:
-        """The event at which the current stream is."""
+        """Record an event on the current stream."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.current_stream(self.device).record_event()
 
     def run(self, name: str, work: Launch, *after: Any) -> Any:
-        """``work`` in lane ``name`` once those events have come; the event of its end."""
+        """Run ``work`` in lane ``name`` after the given events; return the event of its end."""
         if self.device.type != "cuda":
             work()
             return None
@@ -52,7 +52,7 @@ class Lanes:
         return stream.record_event()
 
     def join(self, *events: Any) -> None:
-        """The current stream goes on when those events have come."""
+        """Let the current stream wait for those events."""
         if self.device.type == "cuda":
             for event in events:
                 if event is not None:

@@ -1,10 +1,10 @@
-"""Moves one tensor between the ranks of two layouts by point-to-point messages, in the background.
+"""Move one tensor between the ranks of two layouts by point-to-point messages, in the background.
 
 In: two layouts, the process group of all ranks that take part, and this rank's buffer. Out:
-messages under way, to be waited for. The messages of one call start together, so ranks
-that send and receive at once cannot block each other; two calls on one group must be made in the
-same order on all its ranks. A slice that lies contiguous in its buffer is sent from, or received
-into, its place; any other is packed. Moves within a rank are not messages and not allowed here.
+messages in flight, to wait for. The messages of one call start together, so ranks that send and
+receive at once cannot block each other. All ranks of a group must make their calls on it in the
+same order. A slice that is contiguous in its buffer is sent from its place, or received into it;
+any other is packed. Moves within a rank are no messages and are not allowed here.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ class Route:
 def connected(
     source: Layout, destination: Layout, group: dist.ProcessGroup, device: torch.device
 ) -> Route:
-    """This rank's route, its connections open. All ranks of a group make their routes in the same
-    order.
+    """Make this rank's route and open its connections. All ranks of a group make their routes in
+    the same order.
 
-    NCCL makes a connection when a message is first sent, and holds up the host of one end until
-    the other sends or receives too: two ranks that each send first, on routes that are not yet
-    connected, would wait for each other for ever.
+    NCCL makes a connection at the first message, and holds up the host of one end until the other
+    end sends or receives too. Two ranks that both send first, on routes that are not connected,
+    would wait for each other forever.
     """
     here, moves = dist.get_rank(), transfer_list(source, destination)
     assert not any(move.is_local for move in moves)
@@ -52,7 +52,7 @@ def connected(
 
 @dataclass(frozen=True)
 class Sending:
-    """``messages`` must not change before they have gone."""
+    """Messages under way. ``messages`` must not change until they are sent."""
 
     works: list[dist.Work]
     messages: list[Tensor]
@@ -72,7 +72,7 @@ class Receiving:
     packed: list[tuple[Tensor, Tensor]]  # (place in the buffer, message)
 
     def wait(self) -> Tensor:
-        """The filled buffer. On a GPU the current stream waits, not the host."""
+        """Return the filled buffer. On a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
         for place, message in self.packed:

@@ -1,9 +1,9 @@
-"""Memory of other processes on this host's GPUs, by CUDA's interprocess handles.
+"""Reach memory of other processes on this host's GPUs, by CUDA's interprocess handles.
 
-In: tensors as torch allocated them. Out: addresses at which this process reaches a peer's. One
-handle stands for a whole allocation, which may hold many tensors. The driver is called through its
-C interface (cuda.h), because torch gives such handles away only together with a count of
-references that ends with the exporting process.
+In: tensors as torch allocated them. Out: addresses at which this process reaches a peer's tensors.
+One handle stands for a whole allocation, which may hold many tensors. The driver is called through
+its C interface (cuda.h), because torch gives out such handles only together with a reference count
+that ends with the exporting process.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ class Handle(NamedTuple):
 
 
 def share(tensor: Tensor) -> Handle:
-    """Describe ``tensor`` for a peer that reaches it; ValueError where memory cannot be shared."""
+    """Describe ``tensor`` for a peer that reaches it; ValueError if its memory cannot be shared."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     address = tensor.data_ptr()
     _call(
@@ -91,10 +91,10 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 class Meeting:
-    """The devices of this rank and of ``others`` meet on their streams, without their hosts.
+    """A meeting of the devices of this rank and ``others`` on their streams, without their hosts.
 
-    ``value``: this rank's word (int32) of the next meeting; ``total``: the sum of all ranks' words
-    in the last one. ``stop[0] = 1`` releases a device that waits for a peer that will not come.
+    ``value``: this rank's number (int32) for the next meeting. ``total``: the sum of all numbers in
+    the last. ``stop[0] = 1`` releases a device that waits for a peer that will not come.
     """
 
     def __init__(self, ranks: Ranks, peers: Peers, others: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
-"""Tiles packed into messages, moved, and unpacked: three lanes, two slots each, under a byte cap.
+"""Pack tiles into messages, move and unpack them: three lanes, two slots each, under a byte cap.
 
-Each stage is a number of steps; in each, every pair of ranks that exchange anything moves an equal
-part of what it moves in all (``tiles.parts``). Packing hashes what it packs and unpacking what it
-unpacks, in the same pass; at the end every receiver gets the senders' hashes and compares. A
-carrier moves the messages: NCCL, gloo, or symmetric memory that the receiver pulls.
+A stage has several steps. In each step every pair of ranks that exchange anything moves an equal
+part of all that it moves (``tiles.parts``). Packing and unpacking hash their tiles in the same
+pass; at the end every receiver gets the senders' hashes and compares. A carrier moves the messages:
+NCCL, gloo, or symmetric memory that the receiver pulls.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from meshwise.reshard.transports.job import Ends, Job, JobStage, Transport, at, 
 from meshwise.reshard.transports.lanes import Lanes, Launch
 
 SLOTS = 2
-STEPS, STEP_BYTES = 8, 2**24  # if there is as much, at least so many steps, to overlap
+STEPS, STEP_BYTES = 8, 2**24  # at least so many steps, if each has so many bytes, to overlap
 LINE_WORDS = 7
 PROGRAMS = 528  # of a kernel that has the device for itself
 
@@ -30,11 +30,11 @@ Spans = Mapping[int, slice]  # bytes of a slot, by peer
 
 
 class Slots(NamedTuple):
-    """Memory to pack messages into, one piece or two, and what to do with it.
+    """Memory to pack messages into, one or two slots, and the operations on it.
 
     ``exchange(slot, sends, into, receives)``: sends parts of a slot, receives into parts of a
-    buffer. ``packed(slot)`` is called when a slot is packed, ``taken`` waits until peers have what
-    they wanted of it; None where messages say so themselves.
+    buffer. ``packed(slot)`` is called when a slot is packed. ``taken`` waits until peers have read
+    it. Both are None if the messages themselves ensure this.
     """
 
     memory: list[Tensor]
@@ -44,8 +44,8 @@ class Slots(NamedTuple):
 
 
 class Carrier(Protocol):
-    """A way for messages to travel. Launches go to the current stream, or block on a CPU; ranks
-    make them together. ``programs``: of the kernels that pack, where the carrier needs
+    """Moves messages between ranks. Launches go to the current stream, or block on a CPU; ranks
+    make them together. ``programs``: of the packing kernels, fewer if the carrier needs
     multiprocessors. ``blocks``: the host waits in a launch, and knows its outcome."""
 
     programs: int
@@ -55,20 +55,20 @@ class Carrier(Protocol):
         """``count`` slots for messages; ``regions``: where each peer's begin in a slot."""
 
     def swap(self, source: Tensor, sends: Spans, into: Tensor, receives: Spans) -> Launch:
-        """Sends and receives parts of small buffers, at once."""
+        """Send and receive parts of small buffers at the same time."""
 
     def add(self, value: Tensor, total: Tensor) -> Launch:
-        """The sum over all ranks of one int32."""
+        """Sum one int32 over all ranks, from ``value`` into ``total``."""
 
     def release(self) -> None:
-        """Lets go of the device where it waits for a peer that will not come."""
+        """Release the device if it waits for a peer that will not come."""
 
     def close(self) -> None: ...
 
 
 class Staged(Transport):
-    """A job's steps, ready to be launched. On a GPU ``launch`` may be captured in a graph, if the
-    carrier may."""
+    """A job's steps, ready to be launched. On a GPU ``launch`` may be captured in a graph if the
+    carrier's launches may."""
 
     def __init__(self, job: Job, carrier: Carrier, cap_bytes: int) -> None:
         self.job, self.carrier = job, carrier
@@ -77,12 +77,12 @@ class Staged(Transport):
         self.value, self.total, self.refused = (
             torch.zeros(1, dtype=torch.int32, device=job.device) for _ in range(3)
         )
-        each = cap_bytes // len(job.stages)  # they keep their slots side by side
+        each = cap_bytes // len(job.stages)  # stages keep their slots at the same time
         self.stages: list[_Stage] = [_Stage(self, table, each) for table in job.stages]
         self.verdict = carrier.add(self.value, self.total)
 
     def launch(self) -> None:
-        """Nothing is touched if some rank came with a ``value`` other than 0."""
+        """Run all stages. Nothing is touched if some rank came with a ``value`` other than 0."""
         self.verdict()
         self.refused.copy_(self.total)
         if self.carrier.blocks and self.refused:
@@ -92,7 +92,7 @@ class Staged(Transport):
         self.verdict()
 
     def parts(self) -> Iterator[tuple[str, Launch]]:
-        """A refit in pieces, to be timed each by itself; all ranks have the same."""
+        """Yield the parts of a refit, to be timed each alone; all ranks have the same parts."""
         for stage in self.stages:
             yield "copy_within", stage.local
             for number, step in enumerate(stage.steps):
@@ -127,8 +127,8 @@ class _Side(NamedTuple):
     def step(
         self, number: int, changed: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Spans]:
-        """The tiles of a step (lines of the table), where in the slot each is, and what each
-        peer's are together."""
+        """Return the tiles of a step (lines of the table), the place of each in the slot, and each
+        peer's span of the slot."""
         chosen, places, spans = [], [], {}
         for peer, cut in self.parts.items():
             lines_ = cut[number].start + np.flatnonzero(changed[cut[number]])
@@ -234,11 +234,11 @@ class _Stage(JobStage):
             self._choose()
         begin = lanes.now()
         apart = lanes.run("local", self.local, begin)
-        free, landed = [begin] * SLOTS, [begin] * SLOTS  # to be packed again; to be filled again
+        free, landed = [begin] * SLOTS, [begin] * SLOTS  # for packing again; for filling again
         packed = [lanes.run("pack", partial(self.pack, 0), begin)]
         for i, step in enumerate(self.steps):
             slot = i % SLOTS
-            if i + 1 < len(self.steps):  # before a carrier may hold up the host
+            if i + 1 < len(self.steps):  # early, since a carrier may hold up the host
                 after = free[(i + 1) % SLOTS]
                 packed.append(lanes.run("pack", partial(self.pack, i + 1), after))
             moved = lanes.run("move", step.move, packed[i], landed[slot])
@@ -255,7 +255,7 @@ class _Stage(JobStage):
             self.staged.value.add_(torch.ne(*self.kept).sum())
 
     def _choose(self) -> None:
-        """Both ends of a pair find the same tiles changed: by the hashes now and at the last."""
+        """Find the changed tiles by the hashes now and of last time; both ends of a pair agree."""
         self.look()
         self.swap()
         sent, received = (
@@ -280,7 +280,7 @@ class _Stage(JobStage):
 
 
 def _num_steps(job: Job, found: Ends, cap_bytes: int, tables_bytes: int) -> int:
-    """The number of steps that the busiest rank needs, so that all agree; enough to overlap."""
+    """Return the steps that the busiest rank needs, so that all agree; enough to overlap."""
     peers = max(len(found.send_spans), len(found.receive_spans))
     least = tables_bytes + 2 * SLOTS * (peers * tiles.TILE + tiles.TILE // 4)
     room = (cap_bytes - tables_bytes) // (2 * SLOTS) - peers * tiles.TILE
