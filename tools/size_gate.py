@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "meshwise"
-MAX_FUNCTION, MAX_MODULE = 80, 500
+MAX_FUNCTION, MAX_MODULE = 60, 500
 # Lines of each room. A commit that raises one does nothing else, and says what the lines buy.
 ROOMS = {
     "attention": 4_344,
@@ -14,19 +14,19 @@ ROOMS = {
     "engine": 3_236,
     "fit": 312,
     "launch": 681,
-    "models": 4_651,
+    "models": 4_697,
     "nn": 1_362,
     "options": 900,
     "pages": 5_540,
     "parallel": 3_413,
     "prices": 838,
     "probe": 6_304,
-    "reshard": 5_082,
+    "reshard": 5_095,
     "search": 2_523,
     "spec": 2_902,
     "suites": 1_003,
     "verbs": 3_529,
-    "": 3_831,  # modules beside the rooms
+    "": 3_835,  # modules beside the rooms
 }
 
 
