@@ -53,11 +53,7 @@ def join_at(
     timeout_s, setup_s = Patience(timeout_s, setup_s).limits()
     limit = time.monotonic() + setup_s
     host, port = _host_and_port(address)
-    if not jobs:
-        raise ValueError("jobs = []: name every job, for example trainer and server")
-    for name in (job, *jobs):
-        if not re.fullmatch(r"[\w.+-]{1,64}", name):
-            raise ValueError(f"job = {name!r}: 1 to 64 letters, digits, . _ + -")
+    _check_names(job, jobs)
     word = secret.read(secret_file)
     place = _place_in_job()
     opens = job == jobs[0] and place["rank"] == 0
@@ -91,6 +87,14 @@ def join_at(
     )
     joined.control = joined.group("group")
     return joined
+
+
+def _check_names(job: str, jobs: Sequence[str]) -> None:
+    if not jobs:
+        raise ValueError("jobs = []: name every job, for example trainer and server")
+    for name in (job, *jobs):
+        if not re.fullmatch(r"[\w.+-]{1,64}", name):
+            raise ValueError(f"job = {name!r}: 1 to 64 letters, digits, . _ + -")
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

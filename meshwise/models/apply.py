@@ -12,7 +12,7 @@ The backward of a pipeline stage may be split into I (all but the weights' gradi
 FSDP2's hooks do not know this split: all weights are gathered before I, freed and reduced after W.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -92,60 +92,91 @@ def apply(
     one loop. ``cp_rank``: the busiest by default.
     """
     over = (layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
-    sharded, members, runs, received, retained = _parts(graph, split, *over)
-    data = DataParallel(layout, members, dtype, sharded, device)
-    several = {f"layers.{index}" for index in times or ()}
-    tasks, actions, loops = list[Task](), list[ActionSpan](), list[Loop]()
-
-    def loop(start: int, unit: str, following: str | None = None) -> None:
-        """Note that the tasks added since ``start`` belong to a layer that stands for several."""
-        if (layer := _layer_of(unit)) in several and start < len(tasks):
-            names = (data.gathered(layer), data.gathered(following or layer), layer)
-            _note(loops, Loop(start, len(tasks), 1, *names))
-
-    buffers: dict[str, Buffer] = {}
+    parts = _parts(graph, split, *over)
+    data = DataParallel(layout, parts.members, dtype, parts.sharded, device)
+    weave = _Weave(graph, parts, data, {f"layers.{index}" for index in times or ()})
     for microbatch in range(layout.num_microbatches):
-        last = microbatch + 1 == layout.num_microbatches
-        renamed = {name: f"{name}#{microbatch}" for name in sharded.buffers}
-        buffers |= {renamed[name]: buffer for name, buffer in sharded.buffers.items()}
-        for kind, groups in runs.items():
-            start = len(tasks)
-            data.begin(kind, microbatch)
-            for unit, _ in groups if kind == "I" or (kind == "W" and not runs["I"]) else ():
-                tasks += (gathers := data.before(unit, None))
-                loop(len(tasks) - len(gathers), unit)
-            each = kind == "B" and not data.rests(microbatch)
-            due = _due(groups, each=each) if kind in ("B", "W") else {}
-            for index, (unit, group) in enumerate(groups):
-                if index == 0 or _layer_of(groups[index - 1][0]) != _layer_of(unit):
-                    begin = len(tasks)
-                following = groups[index + 1][0] if index + 1 < len(groups) else None
-                if kind in ("F", "B"):
-                    tasks += data.before(unit, following)
-                weights = (*data.weights(unit), *data.unreleased)
-                tasks += [_of_microbatch(task, renamed, weights) for task in data.summed(group)]
-                ends = following is None or _layer_of(following) != _layer_of(unit)
-                if kind == "W" and ends:
-                    tasks[-1] = _reading(tasks[-1], renamed, retained.get(_layer_of(unit), ()))
-                for done in due.get(index, ()):
-                    at = len(tasks)
-                    gradients = {name: renamed[graph.gradients[name]] for name in members[done]}
-                    tasks += data.after(done, gradients, last)
-                    if _layer_of(done) != _layer_of(unit):
-                        loop(at, done)
-                if ends:
-                    loop(begin, unit, following)
-            if groups:
-                arrived = [renamed[name] for name in received[kind]]
-                tasks[start] = replace(tasks[start], writes=(*tasks[start].writes, *arrived))
-                tasks[-1] = _reading(tasks[-1], renamed, received[kind])
-            actions.append(ActionSpan(kind, microbatch, start, len(tasks)))
-    units = {unit: data.unit(unit) for unit in members}
-    optimizer = tuple(node for node in graph.nodes if node.phase == "optimizer")
-    buffers |= data.buffers
-    found = Program(tuple(tasks), buffers, {}, frozenset(data.kept), tuple(actions), tuple(loops))
-    found = found._replace(units=units, sum_over=data.sum_over, optimizer=optimizer)
+        for kind in parts.runs:
+            weave.action(kind, microbatch, last=microbatch + 1 == layout.num_microbatches)
+    found = Program(
+        tasks=tuple(weave.tasks),
+        buffers=weave.buffers | data.buffers,
+        resident_bytes={},
+        kept=frozenset(data.kept),
+        actions=tuple(weave.actions),
+        loops=tuple(weave.loops),
+        units={unit: data.unit(unit) for unit in parts.members},
+        sum_over=data.sum_over,
+        optimizer=tuple(node for node in graph.nodes if node.phase == "optimizer"),
+    )
     return repeated(found, times or {})
+
+
+class _Weave:
+    """A program under way: tasks of microbatches, with those of data parallelism between them.
+    ``several``: layers that stand for several."""
+
+    def __init__(
+        self, graph: Graph, parts: "_Parts", data: DataParallel, several: set[str]
+    ) -> None:
+        self.graph, self.parts, self.data, self.several = graph, parts, data, several
+        self.tasks, self.actions, self.loops = list[Task](), list[ActionSpan](), list[Loop]()
+        self.buffers: dict[str, Buffer] = {}
+        self.renamed: dict[str, str] = {}  # buffers of the microbatch
+        self.begin = 0  # where the layer's tasks begin
+
+    def action(self, kind: Kind, microbatch: int, *, last: bool) -> None:
+        """Append an action of a microbatch."""
+        tasks, data, runs = self.tasks, self.data, self.parts.runs
+        self.renamed = {name: f"{name}#{microbatch}" for name in self.parts.sharded.buffers}
+        if kind == "F":
+            made = self.parts.sharded.buffers.items()
+            self.buffers |= {self.renamed[name]: buffer for name, buffer in made}
+        groups, start = runs[kind], len(tasks)
+        data.begin(kind, microbatch)
+        for unit, _ in groups if kind == "I" or (kind == "W" and not runs["I"]) else ():
+            tasks += (gathers := data.before(unit, None))
+            self.loop(len(tasks) - len(gathers), unit)
+        each = kind == "B" and not data.rests(microbatch)
+        due = _due(groups, each=each) if kind in ("B", "W") else {}
+        for index in range(len(groups)):
+            self.run(kind, index, due.get(index, ()), last)
+        if groups:
+            received = self.parts.received[kind]
+            arrived = [self.renamed[name] for name in received]
+            tasks[start] = replace(tasks[start], writes=(*tasks[start].writes, *arrived))
+            tasks[-1] = _reading(tasks[-1], self.renamed, received)
+        self.actions.append(ActionSpan(kind, microbatch, start, len(tasks)))
+
+    def run(self, kind: Kind, index: int, due: Sequence[str], last: bool) -> None:
+        """Append a run of one unit's tasks, and the reductions that are ``due`` after it."""
+        tasks, data, groups = self.tasks, self.data, self.parts.runs[kind]
+        unit, group = groups[index]
+        layer = _layer_of(unit)
+        if index == 0 or _layer_of(groups[index - 1][0]) != layer:
+            self.begin = len(tasks)
+        following = groups[index + 1][0] if index + 1 < len(groups) else None
+        if kind in ("F", "B"):
+            tasks += data.before(unit, following)
+        weights = (*data.weights(unit), *data.unreleased)
+        tasks += [_of_microbatch(task, self.renamed, weights) for task in data.summed(group)]
+        ends = following is None or _layer_of(following) != layer
+        if kind == "W" and ends:
+            tasks[-1] = _reading(tasks[-1], self.renamed, self.parts.retained.get(layer, ()))
+        for done in due:
+            at, names = len(tasks), self.parts.members[done]
+            gradients = {name: self.renamed[self.graph.gradients[name]] for name in names}
+            tasks += data.after(done, gradients, last)
+            if _layer_of(done) != layer:
+                self.loop(at, done)
+        if ends:
+            self.loop(self.begin, unit, following)
+
+    def loop(self, start: int, unit: str, following: str | None = None) -> None:
+        """Note that the tasks added since ``start`` belong to a layer that stands for several."""
+        if (layer := _layer_of(unit)) in self.several and start < len(self.tasks):
+            names = (self.data.gathered(layer), self.data.gathered(following or layer), layer)
+            _note(self.loops, Loop(start, len(self.tasks), 1, *names))
 
 
 def repeated(program: Program, times: Mapping[int, int]) -> Program:
@@ -193,15 +224,22 @@ def _optimizer_task(node: Node, num_elements: int) -> Task:
     return Task(node.name, op, "compute", node.part, node.phase, (), ())
 
 
+class _Parts(NamedTuple):
+    """The parts that data parallelism does not change: parameters by unit (``members``), the
+    tasks of each action, and the tensors that actions receive and layers retain."""
+
+    sharded: Sharded
+    members: dict[str, list[str]]
+    runs: Actions
+    received: Names
+    retained: Names
+
+
 @lru_cache(maxsize=2048)
-def _parts(
-    graph: Graph, split: bool, *over: Any
-) -> tuple[Sharded, dict[str, list[str]], Actions, Names, Names]:
-    """Return what data parallelism does not change: shards, members, runs, received and retained
-    names."""
+def _parts(graph: Graph, split: bool, *over: Any) -> _Parts:
     sharded = shard(graph, *over)
     runs = _runs(graph, sharded, split)
-    return sharded, _members(sharded), runs, _received(runs), _retained(runs, sharded)
+    return _Parts(sharded, _members(sharded), runs, _received(runs), _retained(runs, sharded))
 
 
 def _members(sharded: Sharded) -> dict[str, list[str]]:

@@ -239,23 +239,31 @@ class _Backward:
             for name in node.inputs:
                 self.reduced(node, "view", [dy], name)
         elif node.kind == "mul":
-            held: tuple[str, ...] = ()
-            for name, other in (node.inputs, node.inputs[::-1]):
-                if self.tensors[name].role in ("activation", "parameter"):
-                    saved, at = self.saved(other, node), len(self.nodes)
-                    self.reduced(node, "mul", [dy, saved], name)
-                    self.nodes[at] = self.nodes[at]._replace(holds=held)
-                    held = (saved,)
+            self.factors(node, dy)
         elif node.kind == "cross_entropy":
             self.emit(node, "grad", node.kind, [dy, node.outputs[0]], [x])
         elif node.kind == "add":
-            for name in node.inputs:
-                dims, role = self.tensors[name].dims, self.tensors[name].role
-                if role == "parameter" or dims != self.tensors[node.outputs[0]].dims:
-                    # positions, or a number a channel: summed over the batch
-                    self.emit(node, f"grad.{name}", "add", [dy], [name])
-                else:
-                    self.accumulate(node, name, dy)
+            self.terms(node, dy)
         else:
             assert node.kind == "embedding", node.kind
             self.emit(node, "wgrad", node.kind, [dy, x], [node.inputs[1]])
+
+    def factors(self, node: Node, dy: str) -> None:
+        """Give each factor of an element-wise product its gradient."""
+        held: tuple[str, ...] = ()
+        for name, other in (node.inputs, node.inputs[::-1]):
+            if self.tensors[name].role in ("activation", "parameter"):
+                saved, at = self.saved(other, node), len(self.nodes)
+                self.reduced(node, "mul", [dy, saved], name)
+                self.nodes[at] = self.nodes[at]._replace(holds=held)
+                held = (saved,)
+
+    def terms(self, node: Node, dy: str) -> None:
+        """Give each term of a sum its gradient: for positions, or one value a channel, it is summed
+        over the batch."""
+        for name in node.inputs:
+            dims, role = self.tensors[name].dims, self.tensors[name].role
+            if role == "parameter" or dims != self.tensors[node.outputs[0]].dims:
+                self.emit(node, f"grad.{name}", "add", [dy], [name])
+            else:
+                self.accumulate(node, name, dy)

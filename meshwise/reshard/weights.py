@@ -105,14 +105,7 @@ class Refit:
         given = source_plan, destination_plan
 
         def planned() -> tuple[transfer.Transfer, list[Holdings]]:
-            plans = [
-                live.held(shared, as_source=side == 0) if plan is None else _holdings(plan)
-                for side, (shared, plan) in enumerate(zip(shares, given, strict=True))
-            ]
-            others = [[] if p is None else shared for shared, p in zip(shares, given, strict=True)]
-            checks.check_held(ranks, plans, models, others)
-            if destination_plan is None:
-                checks.check_tied(plans[0], shares[1], only)
+            plans = _plans(ranks, shares, given, models, only)
             found = transfer.plan(*plans, convert=convert, only=only, host_of=host_of)
             checks.check_memory(ranks, found.names, plans, models)
             return found, plans
@@ -130,11 +123,7 @@ class Refit:
             ranks, lambda: _job(ranks, self.transfer, buffers, shares, verify, delta)
         )
         self.method = _method(method, ranks)
-        self.transport: Direct | Staged
-        if self.method == "ipc":
-            self.transport = Direct(self.job, cap_bytes)
-        else:
-            self.transport = Staged(self.job, carriers.open(self.method, ranks), cap_bytes)
+        self.transport = _transport(self.job, self.method, ranks, cap_bytes)
         self.commit = _between(self.job, self.kept, models[1]) if atomic else None
         kept = sum(tensor.nbytes for tensor in self.kept.values())
         self.moved = Moved(0, 0.0, *_loads(self.job), self.transport.extra_bytes + kept)
@@ -324,6 +313,31 @@ def _holdings(plan: Plan | Holdings) -> Holdings:
             "by meshwise.reshard.holdings.holdings(model, layout)"
         )
     return plan
+
+
+def _plans(
+    ranks: Ranks,
+    shares: Sequence[live.Shares],
+    given: Sequence[Plan | Holdings | None],
+    models: Sequence[Mapping[str, Tensor]],
+    only: Sequence[str],
+) -> list[Holdings]:
+    """Return what every rank holds of both sides, as plans or the live tensors say, checked."""
+    plans = [
+        live.held(shared, as_source=side == 0) if plan is None else _holdings(plan)
+        for side, (shared, plan) in enumerate(zip(shares, given, strict=True))
+    ]
+    others = [[] if plan is None else held for held, plan in zip(shares, given, strict=True)]
+    checks.check_held(ranks, plans, models, others)
+    if given[1] is None:
+        checks.check_tied(plans[0], shares[1], only)
+    return plans
+
+
+def _transport(job: Job, method: str, ranks: Ranks, cap_bytes: int) -> Direct | Staged:
+    if method == "ipc":
+        return Direct(job, cap_bytes)
+    return Staged(job, carriers.open(method, ranks), cap_bytes)
 
 
 def _hosts(ranks: Ranks) -> Callable[[int], int]:

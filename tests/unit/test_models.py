@@ -164,6 +164,7 @@ def test_every_read_was_written_before():
         written |= set(task.writes)
 
 
+SP = {"tp": 2, "sequence_parallel": True}
 GOLDEN = {  # tasks, FLOPs, bytes moved, buffers, their bytes; taken before stages could be cut,
     # those of +sp and dp3 when their collectives became those of a real step (tests/dist);
     # gradients in fp32 add up where they are made
@@ -176,10 +177,10 @@ GOLDEN = {  # tasks, FLOPs, bytes moved, buffers, their bytes; taken before stag
     ("bf16", Layout(dp=2, zero=2, tp=2, num_microbatches=2)): (
         260, 1910784, 1409368, 308, 536264,
     ),
-    ("bf16", Layout(dp=2, zero=3, tp=2, sequence_parallel=True, num_microbatches=2)): (
+    ("bf16", Layout(dp=2, zero=3, num_microbatches=2, **SP, tp_sums="first")): (
         338, 1910784, 1672584, 356, 767688,
     ),
-    ("fp32", Layout(tp=4, sequence_parallel=True)): (158, 477696, 915092, 166, 241940),
+    ("fp32", Layout(**SP | {"tp": 4}, tp_sums="first")): (158, 477696, 915092, 166, 241940),
     ("fp32", Layout(dp=3, zero=3, tp=2)): (139, 955392, 1487084, 162, 637172),
 }  # fmt: skip
 
@@ -306,7 +307,8 @@ def test_a_backward_in_two_parts(counts, layout, word):
             edges = [a.start for a in program.actions] + [program.actions[-1].stop]
             assert [a.stop for a in program.actions] == edges[1:] and edges[0] == 0
             rest = program.tasks[edges[-1] :]
-            assert [t.name for t in rest] == ["grad_norm", "adamw"]
+            sums = [f"sums.{name}" for name in ("copy_in", "all_reduce", "copy_out")]
+            assert [t.name for t in rest] == [*sums * (layout.tp > 1), "grad_norm", "adamw"]
 
         def work(program):
             """All but gathers, which FSDP2 needs not do for W, nor in parts for I."""
