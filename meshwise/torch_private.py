@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from meshwise.parallel.mesh import share
-
 Postponed = list[dict[str, Any]]
 _ATEN = torch.ops.aten
 # Operators whose results selective recomputation keeps in compiled code. Most have no public name.
@@ -108,17 +106,23 @@ def exchanged(x: Tensor, group: str, size: int) -> Tensor:
     return call.wait_tensor(found)  # type: ignore[no-any-return]
 
 
+def symmetric_memory() -> Any:
+    """Return torch's module of symmetric memory, an alpha interface that has no public name."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory
+
+
 def summed_at_once(group: dist.ProcessGroup, like: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Return a sum over ranks of tensors as large as ``like``, each rank reading those of all from
     symmetric memory: a third of NCCL's time for some KiB. None where GPUs cannot.
 
-    Symmetric memory is public under its underscore only. No multicast is used.
+    No multicast is used.
     """
-    from torch.distributed import _symmetric_memory
-
+    memory = symmetric_memory()
     try:
-        buffer = _symmetric_memory.empty(like.numel(), dtype=like.dtype, device=like.device)
-        _symmetric_memory.rendezvous(buffer, group)
+        buffer = memory.empty(like.numel(), dtype=like.dtype, device=like.device)
+        memory.rendezvous(buffer, group)
     except RuntimeError:
         return None
     add, name = torch.ops.symm_mem.one_shot_all_reduce_copy, group.group_name
@@ -169,9 +173,9 @@ def backward_of_weights(weights: Iterable[nn.Parameter], postponed: Postponed) -
     _backward.stage_backward_weight(iter(weights), postponed)
 
 
-def part_of(tensor: DTensor) -> Tensor:
+def part_of(tensor: Tensor) -> Tensor:
     """Return this rank's part itself. The public ``to_local`` makes a view of it, in 2 us."""
-    return tensor._local_tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def placed_by(tensor: DTensor) -> Any:
@@ -223,8 +227,8 @@ def add_gradients(units: Iterable[Any]) -> None:
                 weight.accumulate_unsharded_grad_if_needed()
             else:
                 weight.unsharded_param.grad = None
-                sums.append(share(total))
-                parts.append(share(part))
+                sums.append(part_of(total))
+                parts.append(part_of(part))
     if sums:
         torch._foreach_add_(sums, parts)
 

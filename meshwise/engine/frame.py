@@ -20,10 +20,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from meshwise import store
+from meshwise import store, torch_private
 from meshwise.engine import kernels, memory
 from meshwise.options.run import Course, RunCounts
-from meshwise.parallel import mesh, torch_private
+from meshwise.parallel import mesh
 from meshwise.parallel.mesh import MeshPlace
 from meshwise.ranks import Ranks
 from meshwise.spec import Case, Plan, Record, Sample

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from meshwise import timing
+from meshwise import timing, torch_private
 from meshwise.models import placement
 from meshwise.nn import ModelStage
 from meshwise.nn.cache import Cache, Now
 from meshwise.nn.gpt import GPTLayer
 from meshwise.nn.llama import DecoderLayer, LatentAttention
-from meshwise.parallel import apply, local, torch_private
+from meshwise.parallel import apply, local
 from meshwise.parallel.local import Choice
 from meshwise.parallel.mesh import MeshPlace
 from meshwise.parallel.pipeline import activations

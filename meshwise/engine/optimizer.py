@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd
 
+from meshwise import torch_private
 from meshwise.engine.adafactor import Adafactor
-from meshwise.parallel import torch_private
 from meshwise.parallel.mesh import share
 from meshwise.spec import Recipe
 

@@ -33,10 +33,9 @@ import msgspec
 import numpy as np
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwise import store
+from meshwise import store, torch_private
 from meshwise.engine import step
 from meshwise.engine.frame import RankJob, no_pauses
-from meshwise.parallel import torch_private
 from meshwise.ranks import Ranks
 from meshwise.spec.phases import (
     ADDENDS,

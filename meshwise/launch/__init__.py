@@ -10,6 +10,7 @@ Ranks import this module before they watch for their parent's end, so it imports
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from meshwise.launch.failed import RanksFailed
 from meshwise.patience import USUAL, Patience
 
 if TYPE_CHECKING:
@@ -17,20 +18,6 @@ if TYPE_CHECKING:
     from meshwise.spec import Record
 
 __all__ = ["RanksFailed", "run", "start"]
-
-
-class RanksFailed(RuntimeError):
-    """A job ended because of ``rank``; ``details`` is that rank's traceback, if it wrote one."""
-
-    def __init__(self, message: str, rank: int | None = None, details: str = "") -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.details = details
-
-    @property
-    def hung(self) -> bool:
-        """Whether a rank stayed away, and none died or raised an error of its own."""
-        return any(words in str(self) for words in ("had not arrived", "had stopped"))
 
 
 def run(

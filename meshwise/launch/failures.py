@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from meshwise import files
-from meshwise.launch import RanksFailed
+from meshwise.launch.failed import RanksFailed
 from meshwise.spec import Record
 
 # what the survivors of another rank's death report

@@ -19,7 +19,8 @@ from typing import IO
 import msgspec
 
 from meshwise import files, signals
-from meshwise.launch import RanksFailed, cache, failures, keeper, scratch
+from meshwise.launch import cache, failures, keeper, scratch
+from meshwise.launch.failed import RanksFailed
 from meshwise.launch.order import WorkOrder
 from meshwise.patience import turns
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from meshwise.launch import RanksFailed, failures
+from meshwise.launch import failures
+from meshwise.launch.failed import RanksFailed
 from meshwise.launch.failures import Fate
 from meshwise.patience import USUAL, Patience
 from meshwise.spec import Record

@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from meshwise import torch_private
 from meshwise.nn import ModelStage
 from meshwise.nn.experts import MoE
 from meshwise.nn.initial import reset_buffers
 from meshwise.nn.stage import Layer, cross_entropy
-from meshwise.parallel import data, fp8, offload, recompute, tensor, torch_private
+from meshwise.parallel import data, fp8, offload, recompute, tensor
 from meshwise.parallel.mesh import MeshPlace, share
 from meshwise.parallel.sums import Sums
 from meshwise.spec import Layout, Recipe

@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
+from meshwise import torch_private
 from meshwise.nn.wide_resnet import BatchNorm, Bottleneck, PaddedConv2d, WideResNetModule
-from meshwise.parallel import torch_private
 from meshwise.parallel.mesh import MeshPlace, share
 
 DIMS = {"conv2": 0, "norm2": 0, "conv3": 1}  # the dim of a bottleneck's tensors that tp divides

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from meshwise import torch_private
 from meshwise.models.strategies import WHOLE, Strategy
-from meshwise.parallel import torch_private
 from meshwise.parallel.experts import AllToAll
 from meshwise.parallel.mesh import MeshPlace
 

@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwise import torch_private
 from meshwise.nn import ModelStage
 from meshwise.nn.experts import MoE
-from meshwise.parallel import torch_private
 from meshwise.parallel.mesh import MeshPlace
 from meshwise.spec import Layout, Recipe
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwise import torch_private
 from meshwise.nn import ModelStage
-from meshwise.parallel import apply, torch_private
+from meshwise.parallel import apply
 from meshwise.parallel.mesh import MeshPlace
 from meshwise.parallel.pipeline import Messages, Pipeline
 from meshwise.reshard.transports import p2p

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.parallel import torch_private
+from meshwise import torch_private
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # of both dims of a weight, demanded by the kernels

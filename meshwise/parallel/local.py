@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from meshwise import torch_private
 from meshwise.nn import ModelStage, build
 from meshwise.nn.cache import AttendOne
 from meshwise.nn.experts import MoE
 from meshwise.nn.initial import reset_buffers
 from meshwise.nn.llama import QKV, GateUp
-from meshwise.parallel import experts, tensor, torch_private
+from meshwise.parallel import experts, tensor
 from meshwise.parallel.mesh import MeshPlace
 from meshwise.reshard.regions import chunks
 from meshwise.spec import Decoder, Model

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwise import models, nn
-from meshwise.parallel import tied, torch_private
+from meshwise import models, nn, torch_private
+from meshwise.parallel import tied
 from meshwise.parallel.data import (
     after_rest,
     after_split_backward,

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from meshwise import torch_private
 from meshwise.nn.stage import Layer, Part
-from meshwise.parallel import torch_private
 from meshwise.spec import Recompute
 
 

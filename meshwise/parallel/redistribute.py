@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, contiguous_format
 from torch.autograd import Function
 
-from meshwise.parallel import torch_private
+from meshwise import torch_private
 
 Placement = int | Literal["whole", "partial"]
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from meshwise.parallel import torch_private
+from meshwise import torch_private
 from meshwise.probe import attention
 from meshwise.probe.work import (
     Call,

@@ -28,8 +28,7 @@ from typing import Any
 import msgspec
 import torch
 
-from meshwise import timing
-from meshwise.parallel import torch_private
+from meshwise import timing, torch_private
 from meshwise.probe import collectives, operators
 from meshwise.probe.work import Call, Work
 from meshwise.ranks import Ranks

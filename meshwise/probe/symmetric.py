@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwise import torch_private
 from meshwise.probe import pattern
 from meshwise.probe.work import Unavailable
 from meshwise.spec import Collective
@@ -32,8 +33,7 @@ class Heap:
         self, length: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
     ) -> tuple[torch.Tensor, Any]:
         """A flat buffer and the handle by which the group's ranks reach each other's."""
-        import torch.distributed._symmetric_memory as memory  # an alpha interface, here only
-
+        memory = torch_private.symmetric_memory()
         key = (group.group_name, length, dtype)
         if key not in self.buffers:
             if length * dtype.itemsize >= 2**28:

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from meshwise.parallel.torch_private import part_of, placed_by
 from meshwise.ranks import Ranks
 from meshwise.reshard import holdings as held_by
 from meshwise.reshard.holdings import Holdings
@@ -36,6 +35,7 @@ from meshwise.reshard.overlaps import is_folded
 from meshwise.reshard.regions import Box, Piece, chunks, whole
 from meshwise.reshard.tiles import Memory, TileBuffer, alignment_of
 from meshwise.reshard.transports.copies import DTYPES
+from meshwise.torch_private import part_of, placed_by
 
 Model = nn.Module | Mapping[str, Tensor] | None
 Runs = list[tuple[int, int]]  # index ranges [low, high) of one dim, in the order of the buffer

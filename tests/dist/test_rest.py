@@ -6,8 +6,9 @@ import msgspec
 import pytest
 import torch
 
+from meshwise import torch_private
 from meshwise.engine import data, step
-from meshwise.parallel import mesh, pipeline, torch_private
+from meshwise.parallel import mesh, pipeline
 from meshwise.spec import Layout, Workload
 from tests.dist.conftest import _plan
 from tests.dist.matrix import FAMILIES, _fits, workload

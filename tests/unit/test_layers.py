@@ -1,6 +1,7 @@
 """Imports go downwards only, and planning needs no torch: pyproject.toml has the contracts."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,13 @@ def test_the_command_line_starts_light(module: str) -> None:
 
 def test_the_loader_sees_what_is_heavy() -> None:
     assert "scipy" in loaded_by(["scipy"])
+
+
+def test_private_names_of_torch_stand_in_one_module() -> None:
+    names = (
+        r"torch\._[a-z]", r"distributed(\.\w+)*\._\w", r"from torch.* import _\w", r"\bdist\._\w",
+        r"\._local_tensor\b",
+    )  # fmt: skip
+    private = re.compile("|".join(names))
+    found = {path.name for path in PACKAGE.rglob("*.py") if private.search(path.read_text())}
+    assert found == {"torch_private.py"}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise import nccl
+from meshwise import nccl, torch_private
 from meshwise.ranks import Ranks
 from meshwise.reshard.transports.lanes import Launch
 from meshwise.reshard.transports.peers import Meeting, Peers
@@ -148,8 +148,7 @@ class Symmetric:
     blocks = False
 
     def __init__(self, ranks: Ranks) -> None:
-        import torch.distributed._symmetric_memory as memory  # an alpha interface
-
+        memory = torch_private.symmetric_memory()
         if not memory.is_nvshmem_available():
             raise ValueError("method = 'nvshmem': this torch has no NVSHMEM; use ipc or nccl")
         memory.set_backend("NVSHMEM")
