@@ -17,7 +17,7 @@ ROOMS = {
     "models": 4_697,
     "nn": 1_362,
     "options": 900,
-    "pages": 5_540,
+    "pages": 5_570,
     "parallel": 3_160,
     "prices": 838,
     "probe": 6_303,
