@@ -5,7 +5,7 @@ are words, the rest numbers.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 from meshwise.text import plain
@@ -114,8 +114,32 @@ def span(values: Iterable[float], show: Callable[[float], str]) -> str:
     return " – ".join(ends)
 
 
+def _parts(table: Table, width: int) -> Iterator[Table]:
+    """Yield the table with as many of its columns of numbers as fit beside the words, then with the
+    next ones."""
+    gap = 3
+    sizes = [
+        gap + max(len(line) for cell in cells for line in cell.split("\n"))
+        for cells in zip(table.columns, *table.rows, strict=True)
+    ]
+    words, room = range(table.left), width
+    if sum(sizes) > width:
+        room -= min(sum(sizes[: table.left]), width // 2)
+        sizes[: table.left] = [0] * table.left
+    parts: list[list[int]] = [[]]
+    for index in range(table.left, len(sizes)):
+        if parts[-1] and sum(sizes[at] for at in (*words, *parts[-1], index)) > room:
+            parts.append([])
+        parts[-1].append(index)
+    for part in parts:
+        kept = [*words, *part]
+        columns, *rows = [tuple(row[at] for at in kept) for row in (table.columns, *table.rows)]
+        yield table._replace(columns=columns, rows=tuple(rows))
+
+
 def write(tables: Iterable[Table], file: IO[str]) -> None:
-    """Print tables on a stream, in colour only on a terminal and without NO_COLOR."""
+    """Print tables on a stream, in colour only on a terminal and without NO_COLOR. On a terminal of
+    fewer than ``WIDTH`` columns a wide table goes on below, its words repeated."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -125,15 +149,21 @@ def write(tables: Iterable[Table], file: IO[str]) -> None:
     with console.capture() as captured:
         for table in tables:
             console.print(Text(plain(table.title), style="bold"))
-            drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-            drawn.show_header = any(table.columns)
-            for index, column in enumerate(table.columns):
-                justify: Literal["left", "right"] = "left" if index < table.left else "right"
-                drawn.add_column(Text(plain(column, keep="\n")), justify=justify, overflow="fold")
-            for row in table.rows:
-                drawn.add_row(*(Text(plain(cell)) for cell in row))
-            if table.rows:
-                console.print(drawn)
+            is_narrow = console.width < WIDTH
+            for part in _parts(table, console.width) if is_narrow else [table]:
+                drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+                drawn.show_header = any(table.columns)
+                for index, column in enumerate(part.columns):
+                    words = index < table.left
+                    justify: Literal["left", "right"] = "left" if words else "right"
+                    drawn.add_column(
+                        Text(plain(column, keep="\n")), justify=justify, overflow="fold",
+                        no_wrap=is_narrow and not words,
+                    )  # fmt: skip
+                for row in part.rows:
+                    drawn.add_row(*(Text(plain(cell)) for cell in row))
+                if table.rows:
+                    console.print(drawn)
             for line in table.legend:
                 console.print(Text(plain(line), style="dim"))
             console.print()

@@ -68,6 +68,29 @@ def test_a_table_is_as_recorded(name, golden):
     golden(f"{name}.txt", rendered(TABLES[name]()))
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_fit_a_terminal_of_80_columns(monkeypatch, name):
+    """Whole: every cell is there, in pieces where it is of words."""
+    for key, value in {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(key, value)
+    found = TABLES[name]()
+    for one in found:
+        terminal = Terminal()
+        table.write([one], terminal)
+        text = terminal.getvalue()
+        assert max(map(len, text.splitlines())) <= 80, text
+        for row in one.rows:
+            for cell in row[one.left :]:
+                assert cell in text
+            for word in " ".join(row[: one.left]).split():
+                assert word in text or len(word) > 12, word
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_fits_a_log_without_colour(name, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "")
