@@ -134,8 +134,7 @@ def where(info: RunInfo, key: Key) -> str:
 
 
 class HealthFinding(NamedTuple):
-    """A finding. ``where``: "GPU 2", "GPU 0 -> GPU 3", "GPU 0 <-> GPU 3". ``evidence``: figures
-    with units."""
+    """``where``: "GPU 2", "GPU 0 -> GPU 3", "GPU 0 <-> GPU 3". ``evidence``: numbers with units."""
 
     what: Literal[
         "slow gpu", "slow link", "asymmetric pair", "throttling", "below specification",
