@@ -1,7 +1,7 @@
 """Meshwise: measure a GPU cluster, price it, plan a model's layout, run it, compare.
 
-The nine verbs, ``apply`` and ``tokens`` for programs of your own, ``Refit`` and the records, each
-imported when first used: ``meshwise.plan(...)``.
+It offers the nine verbs, ``apply`` and ``tokens`` for your own programs, ``Refit`` and the records.
+Each is imported when first used: ``meshwise.plan(...)``.
 """
 
 import importlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshwise.verbs.tokens import tokens
 
 VERBS = ("detect", "measure", "calibrate", "plan", "run", "refit", "compare", "report", "show")
-FOR_PROGRAMS = ("apply", "tokens")  # verbs that the command line has not
+FOR_PROGRAMS = ("apply", "tokens")  # verbs that are not on the command line
 
 __all__ = [
     "VERBS",

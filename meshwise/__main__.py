@@ -1,10 +1,10 @@
-"""``python -m meshwise``, so that ``torchrun -m meshwise`` works; the command ``meshwise`` too."""
+"""The command ``meshwise``, also as ``python -m meshwise`` and so ``torchrun -m meshwise``."""
 
 from meshwise import signals
 
 
 def main() -> None:
-    """The program. Whatever signal ends it from here on, it says so in one line."""
+    """Run the program. From here on, any signal that ends it is reported in one line."""
     signals.quit_at_once()
     from meshwise.cli import app
 

@@ -1,10 +1,10 @@
-"""The one way to files: what others wrote is read within bounds, what we write is whole.
+"""The only way to read and write files: reads are bounded, writes are atomic.
 
-Reading takes regular files only and never waits: a FIFO, a device or a folder is refused. Bytes,
-unpacked bytes, depth and numbers are bounded, and no key stands twice. Writing goes through a new
-file beside the old one, synced to disk before it takes the old one's place: a reader sees one of
-the two, whole. Symbolic links are followed for reading and refused for writing: the linked file may
-be anywhere. Every failure is a ValueError that begins with the file's name.
+Only regular files are read, without waiting: a FIFO, a device or a folder is refused. Bytes,
+unpacked bytes, depth and numbers are bounded, and duplicate keys are refused. A write goes to a new
+file beside the old one, which is synced to disk before it replaces the old one. A reader sees one
+of the two, whole. Symbolic links are followed for reading and refused for writing: the linked file
+may be anywhere. Every failure is a ValueError that begins with the file's name.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST_BYTES = 2**24  # of a document: parsed, JSON of 16 MiB may take 800 MiB
-MOST_VALUES = 2**23  # of a longer document, and of lines: most of it is text, such as hashes
-MOST_LINES_BYTES = 2**27  # of what is read line by line: samples, steps, logs of other tools
+MOST_VALUES = 2**23  # of a longer document, and of lines: most of them is text, such as hashes
+MOST_LINES_BYTES = 2**27  # of files read line by line: samples, steps, logs of other tools
 DEEPEST = 64  # levels of lists and tables
 _MOST_TOML_BYTES = 2**18
-_MOST_WALKED = 2**22  # characters, in which the place of a refused value is looked for
+_MOST_WALKED = 2**22  # characters that are searched for the place of a refused value
 _LARGEST_INT = 2**63 - 1
 
 # tomllib needs quadratic time and memory for a key of many parts
@@ -43,7 +43,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def open_file(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading, without waiting for anyone."""
+    """Open a regular file for reading, without waiting."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def open_file(path: Path | str) -> BinaryIO:
 
 
 def read_bytes(path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
-    """Read a regular file of no more than ``at_most`` bytes."""
+    """Read a regular file of at most ``at_most`` bytes."""
     with open_file(path) as file:
         try:
             data = file.read(at_most + 1)
@@ -70,12 +70,12 @@ def read_bytes(path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path | str, *, at_most: int = MOST_BYTES) -> str:
-    """Read such a file as UTF-8."""
+    """Read a regular file of at most ``at_most`` bytes as UTF-8."""
     return _text(read_bytes(path, at_most=at_most), str(path))
 
 
 def unpack(data: bytes, path: Path | str, *, at_most: int = MOST_BYTES) -> bytes:
-    """Unpack ``gzip`` data to no more than ``at_most`` bytes; errors name ``path``."""
+    """Unpack ``gzip`` data to at most ``at_most`` bytes. Errors name ``path``."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             found = file.read(at_most + 1)
@@ -87,8 +87,8 @@ def unpack(data: bytes, path: Path | str, *, at_most: int = MOST_BYTES) -> bytes
 
 
 def parse_json(data: bytes | str, source: str, *, at_most: int = MOST_BYTES) -> Any:
-    """Parse JSON to plain data. Refused, with line and field: a key that stands twice, more than
-    ``DEEPEST`` levels, NaN and Infinity, integers of 2^63 and more, half characters."""
+    """Parse JSON to plain data. Errors name line and field. Refused: duplicate keys, more than
+    ``DEEPEST`` levels, NaN and Infinity, integers of 2^63 and more, lone surrogates."""
     if len(data) > at_most:
         raise ValueError(f"{source} is larger than {_mib(at_most)}; is it the right file?")
     text = _text(data, source) if isinstance(data, bytes) else data
@@ -144,9 +144,8 @@ def parse_toml(data: bytes | str, source: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(path: Path | str, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file in the same folder, which may be written by its ``name`` as well. It
-    takes the place of ``path`` when the body ends, and is removed when the body fails; with
-    ``sync`` it is on disk then."""
+    """Yield a new file in the same folder; it may also be written through its ``name``. When the
+    body ends, it replaces ``path``, with ``sync`` on disk. If the body fails, it is removed."""
     path = Path(path)
     with _errors_named(path):
         if not path.parent.exists():
@@ -179,7 +178,7 @@ def replacing(path: Path | str, *, sync: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path | str, data: bytes | str, *, sync: bool = True) -> Path:
-    """Write a file, whole or not at all; text as UTF-8. Return the path."""
+    """Write a file, whole or not at all, and return its path. Text is written as UTF-8."""
     content = data.encode() if isinstance(data, str) else data
     with replacing(path, sync=sync) as file:
         file.write(content)
@@ -187,8 +186,8 @@ def write_whole(path: Path | str, data: bytes | str, *, sync: bool = True) -> Pa
 
 
 def append_line(path: Path | str, data: bytes | str, *, sync: bool = True) -> None:
-    """Add a line, whole or not at all; with ``sync`` it is on disk when this returns. A torn
-    last line is closed, not overwritten. ``data`` has no line end of its own."""
+    """Append a line, whole or not at all; with ``sync`` it is on disk when this returns. A torn
+    last line is ended, not overwritten. ``data`` must have no line end."""
     path = Path(path)
     line = (data.encode() if isinstance(data, str) else data) + b"\n"
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -214,7 +213,7 @@ def append_line(path: Path | str, data: bytes | str, *, sync: bool = True) -> No
 
 
 def sync_folder(folder: Path | str) -> None:
-    """Put the names in a folder on disk."""
+    """Sync a folder's names to disk."""
     with _errors_named(Path(folder)):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -226,8 +225,8 @@ def sync_folder(folder: Path | str) -> None:
 def lock(path: Path | str, *, create: bool = True, mode: int = 0o666) -> tuple[int, bool]:
     """Open a file and lock it for this process, until its end or until the descriptor is closed.
 
-    Return the descriptor and whether it is locked: some file systems have no locks. BlockingIOError
-    if another process holds it, another OSError if the file cannot be opened.
+    Return the descriptor and whether it is locked: some file systems have no locks. Raises a
+    BlockingIOError if another process holds it, another OSError if it cannot be opened.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags | (os.O_CREAT if create else 0), mode)
@@ -242,7 +241,7 @@ def lock(path: Path | str, *, create: bool = True, mode: int = 0o666) -> tuple[i
 
 
 class _Refused(ValueError):
-    """A value that JSON allows and we do not; says why."""
+    """The error for a value that JSON allows and we do not. It gives the reason."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -263,14 +262,14 @@ _int, _float = functools.partial(_number, kind=int), functools.partial(_number, 
 
 
 def _out_of_range(value: int | float) -> str:
-    """Say what is wrong with a number; "" if nothing is."""
+    """Return why a number is refused, or "" if it is fine."""
     if isinstance(value, float):
         return "" if math.isfinite(value) else "is not a finite number"
     return "" if abs(value) <= _LARGEST_INT else "is not below 2^63"
 
 
 def _check_depth(data: Any) -> None:
-    """RecursionError if plain data has more than ``DEEPEST`` levels."""
+    """Raise a RecursionError if plain data has more than ``DEEPEST`` levels."""
     level = [data]
     for _ in range(DEEPEST + 1):
         held = [item for item in level if isinstance(item, dict | list)]
@@ -281,7 +280,7 @@ def _check_depth(data: Any) -> None:
 
 
 def _leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value that holds no others, with its field: ``tiers[0].num_devices``."""
+    """Yield every leaf value with its field: ``tiers[0].num_devices``."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield from _leaves(value, f"{field}.{key}" if field else key)
@@ -293,7 +292,7 @@ def _leaves(data: Any, field: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _refused(text: str) -> str | None:
-    """Find the first value of JSON text that ``parse_json`` refuses: line, field and reason."""
+    """Return line, field and reason of the first value of a JSON text that is refused."""
     at: list[str | int] = []  # the field in each object, the index in each list
     keys: list[set[str] | None] = []
 
@@ -354,8 +353,8 @@ def _kind(status: os.stat_result) -> str:
 
 
 def _mode_of(path: Path) -> int | None:
-    """Return the permissions of the file to be replaced, None if there is none; refuse anything
-    but a file. The right to run as its owner is dropped."""
+    """Return the permissions of the file to replace, or None if there is none. Refuse anything
+    else than a file. The set-user and set-group bits are dropped."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -370,8 +369,8 @@ def _mode_of(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _errors_named(path: Path, temporary: str | None = None) -> Iterator[None]:
-    """Name the file in a ValueError for an OSError. With ``temporary``, other files' errors
-    pass."""
+    """Turn an OSError into a ValueError that names the file. With ``temporary``, errors of other
+    files pass unchanged."""
     try:
         yield
     except OSError as error:

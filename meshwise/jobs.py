@@ -1,7 +1,7 @@
-"""Jobs that were launched apart, a trainer and a server say, as one; and a job joined elsewhere.
+"""Join jobs that were launched separately, such as a trainer and a server; or use a joined job.
 
-Out: a ``Ranks`` over all processes. Each job keeps its own default group. Who takes part knows the
-jobs' secret (``secret``); nobody else reads or writes a key (``meeting``).
+Out: a ``Ranks`` over all processes. Each job keeps its own default group. All participants know the
+jobs' secret (``secret``); nobody else can read or write a key (``meeting``).
 """
 
 import atexit
@@ -40,15 +40,15 @@ def join_at(
     timeout_s: float | None = None,
     setup_s: float | None = None,
 ) -> Ranks:
-    """Join jobs that were launched apart at ``address``, host:port: one ``Ranks`` over them all.
+    """Join separately launched jobs at ``address``, host:port. Return one ``Ranks`` over them all.
 
-    ``jobs`` names every job, alike in each, ``job`` this process's own; ranks are numbered job by
-    job. Rank 0 of the first holds the store, on the address's host, listening there or at
-    ``bind``. All give the same secret: in ``secret_file``, in the file of MESHWISE_SECRET_FILE, in
-    MESHWISE_SECRET, or in ~/.meshwise/secret, which is made at its first use. Default groups stay
-    as they are, and ``control`` is none that ``dist.isend`` would take: call ``control.send``
-    itself. Jobs may meet at one address again, also when others than the first were started anew.
-    ValueError in all jobs if they disagree, TimeoutError that names who did not come.
+    ``jobs``: the names of all jobs, the same in each. ``job``: this process's job. Ranks are
+    numbered job by job. Rank 0 of the first job holds the store, on the address's host, and listens
+    there or at ``bind``. All give the same secret: in ``secret_file``, in MESHWISE_SECRET_FILE's
+    file, in MESHWISE_SECRET, or in ~/.meshwise/secret, which is made at its first use. Default
+    groups stay as they are. ``dist.isend`` does not take ``control``: call ``control.send`` itself.
+    Jobs may meet at one address again, also if jobs other than the first were restarted.
+    If jobs disagree, all raise a ValueError. A TimeoutError names the ranks that did not arrive.
     """
     timeout_s, setup_s = Patience(timeout_s, setup_s).limits()
     limit = time.monotonic() + setup_s
@@ -107,7 +107,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _hold(host: str, port: int, word: bytes, address: str) -> None:
-    """Hold the store, unless another does: jobs that disagree about the first find out there."""
+    """Hold the store, unless another does: jobs that disagree about the first then notice."""
     try:
         meeting.hold(host, port, word)
     except ValueError as error:
@@ -122,10 +122,9 @@ def _hold(host: str, port: int, word: bytes, address: str) -> None:
 
 
 def _listens(host: str, store: meeting.MeetingStore) -> str:
-    """The address where gloo's sockets listen: the one from which this process reached the store.
-
-    Not where the user names an interface. Nor at a loopback address that only stands for the host's
-    own name, which other hosts know by another.
+    """Return the address where gloo's sockets listen: the one from which this process reached the
+    store. Return "" if the user named an interface, or if the address is a loopback one that only
+    stands for the host's own name: other hosts know it by another address.
     """
     own = str(store.connection.getsockname()[0])
     if os.environ.get("GLOO_SOCKET_IFNAME") or (
@@ -136,7 +135,8 @@ def _listens(host: str, store: meeting.MeetingStore) -> str:
 
 
 def _place_in_job() -> Environment:
-    """Ask the default group, else the launcher; a process with neither is a job of one."""
+    """Return this process's place, from the default group or else the launcher. A process with
+    neither is a job of one."""
     place = ranks.environment() or ranks.environment({"RANK": "0", "WORLD_SIZE": "1"})
     assert place is not None
     if dist.is_initialized():
@@ -155,9 +155,9 @@ def _meet_jobs(
     setup_s: float,
     limit: float,
 ) -> tuple[dist.Store, dict[str, int]] | Exception:
-    """The meeting's own keys and each job's size when all are there, else what to raise.
+    """Return the meeting's keys and each job's size when all are there, or the error to raise.
 
-    A meeting is open until all are there. One that was refused stays so until the next is opened.
+    A meeting is open until all ranks are there. A refused one stays refused until the next opens.
     """
     token = f"{socket.gethostname()} {os.getpid()}"
     if opens and store.compare_set("opener", "", token) == token.encode():
@@ -171,7 +171,7 @@ def _meet_jobs(
     met = dist.PrefixStore(f"meeting/{_told(store, 'open', Size)}", store)
     refusal = _enter(met, place, job, jobs)
     if not refusal and not _not_come(met, jobs):
-        store.delete_key("open")  # who comes now comes to the next meeting
+        store.delete_key("open")  # later ranks join the next meeting
         met.set("over", "")
     elif not refusal:
         with contextlib.suppress(dist.DistStoreError):
@@ -189,7 +189,7 @@ def _meet_jobs(
 
 
 def _told(store: dist.Store, key: str, kind: type[T], told: bytes | None = None) -> T:
-    """Read another process's value under ``key``; ValueError where it is of another kind."""
+    """Read another process's value under ``key``. Raises a ValueError if its type is wrong."""
     told = store.get(key) if told is None else told
     try:
         return msgspec.json.decode(told, type=kind)
@@ -198,7 +198,7 @@ def _told(store: dist.Store, key: str, kind: type[T], told: bytes | None = None)
 
 
 def _enter(met: dist.Store, place: Environment, job: str, jobs: list[str]) -> str:
-    """Tell the others that this rank is there; why the meeting cannot be, or nothing."""
+    """Tell the others that this rank is there. Return why the meeting is refused, or ""."""
     me, size = f"{job} rank {place['rank']}", place["world_size"]
     mine = msgspec.json.encode(jobs).decode()
     agreed = _told(met, "jobs", list[str], met.compare_set("jobs", "", mine))
@@ -218,7 +218,7 @@ def _enter(met: dist.Store, place: Environment, job: str, jobs: list[str]) -> st
 
 
 def _not_come(met: dist.Store, jobs: list[str]) -> list[str]:
-    """Ranks that are not there, the first few; of a job of unknown size the job."""
+    """Return the first few missing ranks; of a job of unknown size the job's name."""
     missing: list[str] = []
     for job in jobs:
         if not met.check([f"size/{job}"]):
@@ -230,9 +230,9 @@ def _not_come(met: dist.Store, jobs: list[str]) -> list[str]:
 
 
 def attached() -> Ranks:
-    """The job that this process joined by torch.distributed itself, its groups left as they are.
+    """Return the job that this process joined through torch.distributed. Its groups stay unchanged.
 
-    ValueError where it joined none, or where no launcher says how to reach the store.
+    Raises a ValueError if it joined none, or if no launcher says how to reach the store.
     """
     place = ranks.environment()
     if not dist.is_initialized() or place is None:
@@ -244,7 +244,7 @@ def attached() -> Ranks:
 
 @functools.cache
 def _attached(world: dist.ProcessGroup) -> Ranks:
-    """Made once for a group: its control group and its keys in the store stay."""
+    """Make a group's ``Ranks`` once: its control group and its keys in the store stay."""
     place = ranks.environment()
     assert place is not None
     timeout_s, setup_s = Patience().limits(place["world_size"] // place["num_hosts"])
@@ -267,6 +267,6 @@ def _attached(world: dist.ProcessGroup) -> Ranks:
 
 
 def _let_go(joined: Ranks) -> None:
-    """A group that lives until Python itself is taken down may end its process by SIGABRT."""
+    """Drop the group at exit: one that lives until Python shuts down may raise SIGABRT."""
     joined.control = joined.store = None
     _attached.cache_clear()

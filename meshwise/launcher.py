@@ -10,7 +10,7 @@ from typing import TypedDict
 
 
 class Environment(TypedDict):
-    """A process's place as its launcher tells it; ``host`` and ``port`` are the store's."""
+    """A process's place in a job, from its launcher. ``host`` and ``port``: the store's."""
 
     rank: int
     local_rank: int
@@ -21,10 +21,10 @@ class Environment(TypedDict):
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> Environment | None:
-    """Return this process's place in the job of torchrun or srun; None when neither started it.
+    """Return this process's place in the job of torchrun or srun; None if neither started it.
 
-    A Slurm step of one task (``srun --pty bash``) and a batch script are no launchers: a process
-    there starts its own ranks.
+    A Slurm step of one task (``srun --pty bash``) and a batch script are not launchers: a process
+    in them starts its own ranks.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
         world_size = int(variables["WORLD_SIZE"])
@@ -53,8 +53,8 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment | None
 
 
 def world_size(nproc: int | None = None) -> int | None:
-    """Return how many ranks a launcher started, or None; ValueError if ``nproc`` is another
-    number."""
+    """Return how many ranks a launcher started, or None. Raises a ValueError if ``nproc`` is a
+    different number."""
     place = environment()
     if nproc is not None and place is not None and nproc != place["world_size"]:
         raise ValueError(
@@ -65,7 +65,7 @@ def world_size(nproc: int | None = None) -> int | None:
 
 
 def on_one_host(place: Environment, variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether all ranks are on this host, wherever their store is; False where nothing says so."""
+    """Return whether all ranks are on this host, wherever their store is; False if unknown."""
     said = "RANK" not in variables or "LOCAL_WORLD_SIZE" in variables
     return is_loopback(place["host"]) or (said and place["num_hosts"] == 1)
 
@@ -77,5 +77,5 @@ def first_host(nodelist: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether all who meet there are on this host."""
+    """Return whether ``host`` is a loopback name, which only this host's processes reach."""
     return host == "localhost" or host.startswith("127.")

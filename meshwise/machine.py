@@ -1,10 +1,10 @@
-"""Look at this machine: devices, the links between them, and datasheet peaks where known.
+"""Detect this machine: devices, the links between them, and known datasheet peaks.
 
 In: torch, NVML (optional), /proc, the launcher's variables. Out: a ``Cluster``. Nothing is
-guessed: a peak or a rate that no source gives is absent, and a note says how to supply it. Peaks
-come from ``data/peaks.toml``, matched by the exact device name.
+guessed: a peak or a rate without a source is absent, and a note says how to supply it. Peaks come
+from ``data/peaks.toml``, matched by the exact device name.
 
-Tiers are named for the slowest link inside them: ``nvlink`` reaches the first devices that are
+Tiers are named after the slowest link inside them: ``nvlink`` reaches the first devices that are
 all linked to each other, ``pcie`` (or ``shared memory`` on a CPU) the host, ``network`` all hosts.
 """
 
@@ -36,11 +36,11 @@ def detect_cluster(
     name: str | None = None,
     at_least: int | None = None,
 ) -> Cluster:
-    """The cluster that this process would run on, with ``nproc`` devices a host if given.
+    """Return the cluster that this process would run on, with ``nproc`` devices per host if given.
 
-    Under torchrun or srun the job's ranks and hosts count. ``at_least``: whole hosts, whoever takes
-    part, with room for so many ranks in all. ``peaks`` (FLOP/s by dtype) overrides the datasheet;
-    an unknown dtype, or more ranks than GPUs, is a ValueError.
+    Under torchrun or srun the job's ranks and hosts count. ``at_least``: whole hosts with room for
+    so many ranks in all, whichever ranks take part. ``peaks`` (FLOP/s by dtype) override the
+    datasheet. An unknown dtype, or more ranks than GPUs, raises a ValueError.
     """
     import torch
 
@@ -76,7 +76,7 @@ def detect_cluster(
 
 
 def with_peaks(device: Device, peaks: Mapping[str, float] | None) -> Device:
-    """The device with datasheet peaks by its exact name, then those the user gives."""
+    """Return the device with the datasheet peaks of its exact name, overridden by the user's."""
     known = known_device(device.name) or {}
     flops, source = dict(known.get("peak_flops", {})), [known.get("source", "")]
     for dtype, peak in (peaks or {}).items():
@@ -101,12 +101,12 @@ def _known_devices() -> dict[str, dict[str, Any]]:
 
 
 def known_device(name: str) -> dict[str, Any] | None:
-    """The entry of ``peaks.toml`` for exactly this device; a similar one would be a guess."""
+    """Return the entry of ``peaks.toml`` for exactly this device, or None: no similar one."""
     return _known_devices().get(name)
 
 
 def shipped() -> dict[str, Traversable]:
-    """Cluster files that come with the package, by name: ``h100-hgx``, ``p4d.24xlarge``, ..."""
+    """Return the package's cluster files by name: ``h100-hgx``, ``p4d.24xlarge``, ..."""
     files = sorted((_DATA / "clusters").iterdir(), key=lambda file: file.name)
     return {file.name.removesuffix(".toml"): file for file in files}
 
@@ -121,7 +121,7 @@ Found = tuple[Device, tuple[Tier, ...], tuple[str, ...]]
 
 
 def _cpus(nproc: int | None) -> Found:
-    """Each rank is a device with an equal share of the host's memory."""
+    """Describe CPU ranks: each is a device with an equal share of the host's memory."""
     per_host = nproc or CPU_RANKS
     cores = len(os.sched_getaffinity(0))
     notes = [] if per_host <= cores else [f"{per_host} gloo ranks share {cores} cores"]
@@ -134,7 +134,7 @@ def _cpus(nproc: int | None) -> Found:
 
 
 def host_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory of the host, or of the container when its limit is lower."""
+    """Return the memory of the host, or of the container if its limit is lower."""
     total = re.search(r"^MemTotal:\s+(\d+) kB", _read(proc / "meminfo"), re.MULTILINE)
     amounts = [int(total[1]) * 1024] if total else []
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
@@ -153,7 +153,7 @@ def _read(path: Path | str) -> str:
 
 
 def _gpus(nproc: int | None) -> Found:
-    """The visible GPUs, equal ones, the first ``nproc`` of them."""
+    """Describe the first ``nproc`` visible GPUs, which must be equal."""
     import torch
 
     visible = torch.cuda.device_count()
@@ -188,7 +188,7 @@ def _all_peers(count: int) -> bool:
 
 
 def _tiers(handles: list[Any], name: str) -> tuple[tuple[Tier, ...], tuple[str, ...]]:
-    """NVLink among the first GPUs that are all linked, then PCIe for the rest of the host."""
+    """Return the tiers: NVLink over the first GPUs that are all linked, PCIe over the host."""
     count, tiers, notes = len(handles), [], []
     linked = 1
     while linked < count and all(_linked(handles[linked], other) for other in handles[:linked]):
@@ -211,7 +211,7 @@ def _linked(one: Any, other: Any) -> bool:
 
 
 def _nvlink(handle: Any, name: str, num_devices: int) -> Tier | None:
-    """Active links times the datasheet's rate of one link, else what NVML says of one link."""
+    """Return the NVLink tier: active links times the datasheet's rate of one, else NVML's."""
     nvml, ask = provenance.nvml(), provenance.ask
     states = [ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(_MAX_LINKS)]
     links = states.count(nvml.NVML_FEATURE_ENABLED)
@@ -231,7 +231,7 @@ def _nvlink(handle: Any, name: str, num_devices: int) -> Tier | None:
 
 
 def _pcie(handle: Any, num_devices: int) -> Tier:
-    """Lanes times the transfer rate of the generation, less the line code (PCI-SIG)."""
+    """Return the PCIe tier: lanes times the generation's rate, minus the line code (PCI-SIG)."""
     generation = provenance.ask("nvmlDeviceGetMaxPcieLinkGeneration", handle)
     width = provenance.ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
     if generation not in _PCIE_LANE_BITS_PER_S or not width:

@@ -1,17 +1,17 @@
-"""A store where jobs meet, open to those alone who prove that they know its secret.
+"""A store where jobs meet, open only to processes that prove that they know its secret.
 
 In: an address and a secret. Out: ``hold``, the store's server, in a thread of its holder's process,
-and ``connect``, its client, which torch takes for any store. On the wire, with sizes that nobody
-chooses until both have proved themselves:
+and ``connect``, its client, which torch accepts as a store. Messages have fixed sizes until both
+ends have proved themselves:
 
     client  MAGIC, 32 random bytes
     server  MAGIC, 32 random bytes
     client  HMAC-SHA256(secret, MAGIC + "client proves" + both random bytes)
     server  HMAC-SHA256(secret, MAGIC + "server proves" + both random bytes), or 32 zeros
 
-Then requests and replies in msgpack: 4 bytes of length, the message, and an HMAC over its number,
-length and content, by a key for each direction that is made like the proofs. So a message that is
-forged, repeated, left out or sent back ends the connection. Nothing is encrypted.
+Then requests and replies in msgpack follow: 4 bytes of length, the message, and an HMAC over its
+number, length and content. Each direction has its own key, derived like the proofs. So a message
+that is forged, repeated, left out or sent back ends the connection. Nothing is encrypted.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from meshwise.spec import Record
 MAGIC = b"meshwise meeting 1\n"
 NONCE, TAG, HEAD = 32, 32, 4  # bytes
 LARGEST = 2**22  # bytes of a message; gloo's addresses are some 100 bytes a pair of ranks
-STRANGERS = 256  # connections without proof; one more, and the oldest is closed
+STRANGERS = 256  # connections without proof; one more closes the oldest
 BACKLOG = 1024
 AT_ONCE = 16  # accepted before the oldest strangers are closed: each takes a file descriptor
 PROOF_S = 30.0  # for a proof
@@ -65,7 +65,7 @@ class Reply(Record):
 
 
 class Frames:
-    """The messages of one direction, counted."""
+    """The numbered messages of one direction."""
 
     def __init__(self, key: bytes) -> None:
         self.key, self.count = key, 0
@@ -76,7 +76,7 @@ class Frames:
 
     @staticmethod
     def rest(head: bytes) -> int:
-        """Bytes that follow a head."""
+        """Return the number of bytes after a head."""
         length = int.from_bytes(head, "big")
         if length > LARGEST:
             raise ConnectionError("a message is longer than a store takes")
@@ -93,20 +93,20 @@ class Frames:
 
 
 def derived(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
-    """A proof or a key. ``nonces``: the client's, then the server's; of fixed length, so that no
-    two purposes hash the same bytes."""
+    """Derive a proof or a key. ``nonces``: the client's, then the server's. Their length is fixed,
+    so that no two purposes hash the same bytes."""
     assert len(nonces) == 2 * NONCE
     return hmac.digest(secret, MAGIC + purpose + nonces, "sha256")
 
 
 def frames(secret: bytes, nonces: bytes) -> tuple[Frames, Frames]:
-    """The client's messages and the server's."""
+    """Return the frames of the client's messages and of the server's."""
     client = Frames(derived(secret, b"client sends", nonces))
     return client, Frames(derived(secret, b"server sends", nonces))
 
 
 class _Server:
-    """The table, and a task for each connection. Lives on its own thread's event loop."""
+    """The table, and a task for each connection. It runs in the event loop of its own thread."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
@@ -116,7 +116,7 @@ class _Server:
 
     async def serve(self, listening: list[socket.socket]) -> None:
         for one in listening:
-            # its backlog is also how many asyncio accepts at once
+            # asyncio also accepts this many connections at once
             await asyncio.start_server(self._attend, sock=one, backlog=AT_ONCE)
             one.listen(BACKLOG)
         await asyncio.Event().wait()  # for the life of the process
@@ -138,7 +138,7 @@ class _Server:
                 writer.write(said.sealed(reply))
                 await writer.drain()
         except (OSError, EOFError, msgspec.MsgspecError):
-            pass  # gone, or not to be trusted: whoever it is learns nothing more
+            pass  # gone, or not trusted: the other end learns nothing more
         finally:
             self.strangers.pop(writer, None)
             writer.close()
@@ -167,7 +167,7 @@ class _Server:
         return msgspec.msgpack.encode(reply)
 
     async def _done(self, request: Request) -> Reply:
-        """Do as asked; the answers of torch's TCPStore."""
+        """Carry out a request, with the answers of torch's TCPStore."""
         table, keys = self.table, request.keys
         match request.ask:
             case "wait" | "get":
@@ -209,10 +209,10 @@ class _Server:
 
 @functools.cache  # kept open for the life of the process
 def hold(host: str, port: int, secret: bytes) -> None:
-    """Hold a store at the addresses of ``host`` and at no others. OSError where a port is taken.
+    """Hold a store at the addresses of ``host`` and at no others.
 
-    ValueError where ``host`` is an address that this machine has not, or that only it can reach.
-    """
+    Raises an OSError if a port is taken, and a ValueError if this machine does not have the address
+    ``host`` or only this machine can reach it."""
     listening = []
     try:
         for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -243,14 +243,14 @@ def hold(host: str, port: int, secret: bytes) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host``, as it is written, can be reached from this host alone."""
+    """Return whether ``host``, as written, can be reached only from this host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     return host == "localhost"
 
 
 class MeetingStore(dist.Store):
-    """The client. One request at a time; after one that got no answer it is of no more use."""
+    """The client. It sends one request at a time; after one without an answer it is unusable."""
 
     def __init__(self, connection: socket.socket, said: Frames, heard: Frames, where: str) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class MeetingStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete_key", key).number)
 
-    deleteKey = delete_key  # by which name C++ calls it
+    deleteKey = delete_key  # C++ calls it by this name
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._ask("wait", *keys, timeout_s=self._seconds(timeout))
@@ -300,7 +300,7 @@ class MeetingStore(dist.Store):
             frame = head + _read(self.connection, self.heard.rest(head), limit)
             reply = msgspec.msgpack.decode(self.heard.opened(frame), type=Reply)
         except BaseException as error:
-            self.connection.close()  # nobody knows which message comes next
+            self.connection.close()  # it is unknown which message comes next
             if not isinstance(error, OSError | EOFError | msgspec.MsgspecError):
                 raise
             raise dist.DistNetworkError(f"{self.where} does not answer: {_reason(error)}") from None
@@ -319,9 +319,9 @@ _kept: list[MeetingStore] = []
 
 
 def connect(host: str, port: int, secret: bytes, setup_s: float, who: str) -> MeetingStore:
-    """The store that ``who`` holds at host:port, once both ends have proved themselves.
+    """Return the store that ``who`` holds at host:port, once both ends have proved themselves.
 
-    TimeoutError where nobody does in time, ValueError where the other end has another secret.
+    Raises a TimeoutError if nobody does in time, a ValueError if the other end's secret differs.
     """
     limit, where = time.monotonic() + setup_s, f"{host}:{port}"
     reason = "it says nothing"
@@ -339,7 +339,7 @@ def connect(host: str, port: int, secret: bytes, setup_s: float, who: str) -> Me
 
 
 def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A connection to the first of the host's addresses that takes one."""
+    """Return a connection to the first of the host's addresses that accepts one."""
 
     def addresses() -> list[str]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -359,7 +359,7 @@ def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def _proved(connection: socket.socket, secret: bytes, limit: float) -> tuple[Frames, Frames]:
-    """Prove both ends to each other: the client's two directions from now on, else closed."""
+    """Prove both ends to each other. Return the frames to send and receive; close on failure."""
     try:
         own = secrets.token_bytes(NONCE)
         connection.sendall(MAGIC + own)
@@ -380,7 +380,7 @@ def _proved(connection: socket.socket, secret: bytes, limit: float) -> tuple[Fra
 
 
 def _read(connection: socket.socket, count: int, limit: float) -> bytes:
-    """``count`` bytes until ``limit``, however slowly they trickle."""
+    """Read ``count`` bytes until ``limit``, however slowly they arrive."""
     parts = bytearray()
     while len(parts) < count:
         connection.settimeout(max(0.001, limit - time.monotonic()))

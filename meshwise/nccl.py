@@ -1,8 +1,8 @@
-"""NCCL called directly, on the current stream and with separate send and receive buffers.
+"""Call NCCL directly, on the current stream and with separate send and receive buffers.
 
-``torch.distributed`` runs a collective on a stream of its own and offers no all-reduce, reduce or
-broadcast out of place; nccl-tests calls the library as this module does. The library is the one
-that torch has loaded, through its C interface (nccl.h).
+``torch.distributed`` runs collectives on a separate stream and has no out-of-place all-reduce,
+reduce or broadcast. nccl-tests calls the library as this module does. The library is the one that
+torch has loaded; calls go through its C interface (nccl.h).
 """
 
 import ctypes
@@ -24,14 +24,14 @@ class _UniqueId(ctypes.Structure):
 
 
 class Message(NamedTuple):
-    """A part of a buffer, to or from a rank of the group."""
+    """A part of a buffer, sent to or received from a rank of the group."""
 
     peer: int
     tensor: torch.Tensor
 
 
 class Communicator:
-    """This rank's end of an NCCL communicator. All of a group's ranks make theirs together."""
+    """This rank's end of an NCCL communicator. All ranks of a group make theirs together."""
 
     def __init__(self, unique_id: Sequence[int], rank: int, size: int) -> None:
         self.handle = ctypes.c_void_p()
@@ -39,13 +39,13 @@ class Communicator:
         _call("ncclCommInitRank", ctypes.byref(self.handle), size, whole, rank)
 
     def close(self) -> None:
-        """Give the communicator back; a group's ranks do so together."""
+        """Destroy the communicator. All ranks of the group do so together."""
         _call("ncclCommDestroy", self.handle)
 
     def collective(
         self, kind: str, source: torch.Tensor, result: torch.Tensor
     ) -> Callable[[], object]:
-        """A call of one of NCCL's own collectives; the root of a rooted one is rank 0."""
+        """Return a function that calls one of NCCL's collectives. The root, if any, is rank 0."""
         name, has_op, has_root = {
             "all_reduce": ("ncclAllReduce", True, False),
             "all_gather": ("ncclAllGather", False, False),
@@ -66,7 +66,8 @@ class Communicator:
     def exchange(
         self, sent: Sequence[Message], received: Sequence[Message]
     ) -> Callable[[], object]:
-        """All messages at once, as one group, by peer: so NCCL's own all-to-all has them."""
+        """Return a function that sends and receives all messages as one group, sorted by peer, like
+        NCCL's own all-to-all."""
         ends = [("ncclSend", message) for message in sent if len(message.tensor)]
         ends += [("ncclRecv", message) for message in received if len(message.tensor)]
         ends.sort(key=lambda end: end[1].peer)
@@ -84,7 +85,7 @@ class Communicator:
 
 
 def unique_id() -> list[int]:
-    """Return the identifier that the first rank of a group tells the others."""
+    """Return the identifier that the first rank of a group sends to the others."""
     made = _UniqueId()
     _call("ncclGetUniqueId", ctypes.byref(made))
     return list(made.internal)
@@ -100,7 +101,7 @@ def _stream() -> ctypes.c_void_p:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """NCCL as torch loaded it; OSError where there is none."""
+    """Return the NCCL that torch loaded. Raises an OSError if there is none."""
     if not torch.cuda.is_available():
         raise OSError("NCCL needs GPUs")
     try:

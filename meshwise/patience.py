@@ -1,8 +1,8 @@
-"""Limits of how long ranks wait for each other before an error names who is missing.
+"""Limits of how long ranks wait for each other before an error names the missing ranks.
 
-Two limits, alike in all verbs. ``timeout``: of what ranks do in step, a collective or a barrier.
-``setup_timeout``: of what each does at its own speed, the start, compiling, loading and saving.
-A limit that is not given grows where processes take turns on a core.
+All verbs have the same two limits. ``timeout``: for work that ranks do together, a collective or a
+barrier. ``setup_timeout``: for work at each rank's own speed: the start, compiling, loading and
+saving. A limit that is not given grows if processes share a core.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from meshwise.units import some_seconds
 
-STEADY_S, SETUP_S = 30.0, 600.0  # where every rank has a core
+STEADY_S, SETUP_S = 30.0, 600.0  # if every rank has a core
 MOST_TURNS = 20.0
 _CPU = "/sys/fs/cgroup/cpu"
 _QUOTAS = (f"{_CPU}.max",), (f"{_CPU}/cpu.cfs_quota_us", f"{_CPU}/cpu.cfs_period_us")
@@ -21,13 +21,13 @@ Limit = str | float | None
 
 
 class Patience(NamedTuple):
-    """Two limits in seconds; None is what suits the machine."""
+    """Two limits in seconds. None: a limit that suits the machine."""
 
     timeout_s: float | None = None
     setup_s: float | None = None
 
     def limits(self, ranks_here: int = 1) -> tuple[float, float]:
-        """Both limits in seconds, for ``ranks_here`` ranks on this host."""
+        """Return both limits in seconds, for ``ranks_here`` ranks on this host."""
         factor = turns(ranks_here)
         return (
             STEADY_S * factor if self.timeout_s is None else self.timeout_s,
@@ -39,7 +39,7 @@ USUAL = Patience()
 
 
 def parsed(timeout: Limit, setup_timeout: Limit) -> Patience:
-    """The limits that a user wrote, as ``30s``; ValueError names one that is no time above 0."""
+    """Parse a user's limits, such as ``30s``. A limit that is no time above 0 is a ValueError."""
     return Patience(
         None if timeout is None else some_seconds("timeout", timeout),
         None if setup_timeout is None else some_seconds("setup_timeout", setup_timeout),
@@ -47,11 +47,11 @@ def parsed(timeout: Limit, setup_timeout: Limit) -> Patience:
 
 
 def turns(ranks_here: int = 1) -> float:
-    """Count the processes that share a core of this host, ``ranks_here`` busy ones among them: 1
-    where all have their own, at most 20. What the kernel does not tell does not count.
+    """Return how many processes share a core of this host, at most 20, with ``ranks_here`` busy
+    ones among them; 1 if all have their own. Figures that the kernel does not give are left out.
 
-    Not by load averages: they count what waits for a disk or NFS too, and are wrong for minutes
-    after a virtual machine was paused.
+    Load averages are not used: they also count processes that wait for a disk or NFS, and are wrong
+    for minutes after a virtual machine was paused.
     """
     busy = [ranks_here / min(len(os.sched_getaffinity(0)), _quota())]
     with contextlib.suppress(OSError, ValueError, IndexError):  # now
@@ -64,7 +64,7 @@ def turns(ranks_here: int = 1) -> float:
 
 
 def _quota() -> float:
-    """Cores whose time a container may use: its cgroup's, of version 2 or 1."""
+    """Return the cores whose time a container may use, from its cgroup (version 2 or 1)."""
     for files in _QUOTAS:
         with contextlib.suppress(OSError, ValueError):
             quota, period = " ".join(Path(file).read_text() for file in files).split()

@@ -1,8 +1,8 @@
-"""Provenance of numbers: versions, devices, code and settings, and a device's state right now.
+"""Provenance of measurements: versions, devices, code, settings, and a device's current state.
 
-Out: plain data for ``run.json``. No host names, user names or paths: settings are stored by a list
-of their names, a value that looks like a path is left out, and a GPU is known by a short hash of
-its UUID.
+Out: plain data for ``run.json``, without host names, user names or paths. Settings are stored if
+their name is on a list, a value that looks like a path is left out, and a GPU is identified by a
+short hash of its UUID.
 """
 
 import functools
@@ -37,9 +37,9 @@ _THROTTLE = {
 
 
 def collect(*, nproc: int | None = None) -> dict[str, Any]:
-    """Everything that may explain a number later; works without torch and without a GPU.
+    """Collect everything that may explain a measurement later. Works without torch and a GPU.
 
-    ``nproc`` ranks are about to be started on this host: says how many threads each will get.
+    ``nproc``: ranks that will be started on this host; it sets the number of threads of each.
     """
     return {
         "time_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -56,13 +56,13 @@ def collect(*, nproc: int | None = None) -> dict[str, Any]:
 
 
 def threads_per_rank(nproc: int) -> int:
-    """OMP_NUM_THREADS if it is set, else an equal share of this process's cores."""
+    """Return OMP_NUM_THREADS if it is set, else an equal share of this process's cores."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return int(threads) if threads.isdigit() else max(1, len(os.sched_getaffinity(0)) // nproc)
 
 
 def settings(variables: dict[str, str]) -> dict[str, str]:
-    """The variables that change speed, without those that tell who or where, or open a door."""
+    """Return variables that change speed. Unlisted values and paths are hidden, secrets dropped."""
     families: dict[str, str] = files.own_data("settings.toml")
     stored = {family + name for family, names in families.items() for name in names.split()}
     return {
@@ -77,14 +77,14 @@ def _setting(value: str) -> str:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The model name as Linux tells it, else the architecture."""
+    """Return the CPU's model name from Linux, else the architecture."""
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found[1].strip() if found else platform.machine()
 
 
 def device_state(ranks: "Ranks") -> DeviceState:
-    """Clocks, power, temperature and throttling of this rank's device; None where unknown."""
+    """Return clocks, power, temperature and throttling of this rank's device; None if unknown."""
     handle = _handle(ranks.device) if ranks.device.type == "cuda" else None
     if handle is None:
         return DeviceState(rank=ranks.rank)
@@ -102,7 +102,7 @@ def device_state(ranks: "Ranks") -> DeviceState:
 
 @functools.cache
 def nvml() -> Any:
-    """The started NVML binding, or None where there is no binding or no driver."""
+    """Return the initialised NVML binding, or None without a binding or a driver."""
     try:
         binding = importlib.import_module("pynvml")
         binding.nvmlInit()
@@ -112,7 +112,7 @@ def nvml() -> Any:
 
 
 def ask(question: str, *arguments: Any) -> Any:
-    """NVML's answer as text, number or handle; None where this device or driver has none."""
+    """Return NVML's answer as text, number or handle; None if this device or driver has none."""
     binding = nvml()
     if binding is None:
         return None
@@ -124,7 +124,7 @@ def ask(question: str, *arguments: Any) -> Any:
 
 
 def nvml_handle(uuid: str) -> Any:
-    """NVML's handle of the GPU that torch calls by this UUID: indices differ between the two."""
+    """Return NVML's handle of the GPU with torch's UUID; indices differ between the two."""
     uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
     return ask("nvmlDeviceGetHandleByUUID", uuid)
 
@@ -158,7 +158,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _code() -> dict[str, Any]:
-    """Meshwise's version and, when it runs from its own checkout, commit and dirty flag."""
+    """Return Meshwise's version and, if it runs from its own checkout, commit and dirty flag."""
     try:
         version = importlib.metadata.version("meshwise")
     except importlib.metadata.PackageNotFoundError:

@@ -1,11 +1,11 @@
-"""One rank of a job: who it is, how it meets the others, who is missing when they do not come.
+"""One rank of a job: its place, how it meets the other ranks, and which of them are missing.
 
 In: the variables that torchrun or srun set. Out: a ``Ranks`` with one process group ("cpu:gloo,
-cuda:nccl" on GPUs, else gloo) and a gloo group for agreement, ``control``. Two limits
+cuda:nccl" on GPUs, else gloo) and a gloo group for agreement, ``control``. There are two limits
 (``patience``): set-up (``arrive``, a barrier on the store) and steady state (every collective).
-Past either, the error names the ranks that had not arrived and the case each was in: every rank
-keeps its progress in the store, and one that is behind is missing. ``jobs.join_at`` makes one
-``Ranks`` of jobs that were launched apart, such as a trainer and a server.
+After either, the error names the ranks that had not arrived, each with its case. Every rank keeps
+its progress in the store; a rank that is behind is missing. ``jobs.join_at`` makes one ``Ranks`` of
+separately launched jobs, such as a trainer and a server.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from meshwise.patience import Patience
 from meshwise.text import one_line
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # for ranks of one host
-START_S = 1e-3  # more than ranks take to learn when they start together
-GRACE_S = 2.0  # ranks of one collective fail this close to each other where each has a core
+START_S = 1e-3  # longer than ranks take to learn their common start
+GRACE_S = 2.0  # ranks of one collective fail this close to each other if each has a core
 ABSENT, BEFORE = "had not arrived", "before its first case"
 _LOST = r"timed out|timeout|closed by peer|reset by peer|broken pipe"
 joins = itertools.count()
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass
 class Ranks:
-    """One joined process. ``leave`` it at the end; after an error just let the process end."""
+    """One joined process. Call ``leave`` at the end; after an error just let the process end."""
 
     rank: int
     local_rank: int
@@ -55,10 +55,10 @@ class Ranks:
     control: dist.ProcessGroup | None = None
     timeout_s: float = patience.STEADY_S
     setup_s: float = patience.SETUP_S
-    note: Callable[[str], None] | None = None  # told of every case, for whoever outlives us
+    note: Callable[[str], None] | None = None  # called with every case, for whoever outlives us
     case: str = ""
-    names: tuple[str, ...] = ()  # in errors, of the ranks of several jobs
-    listens: str = ""  # the address at which ``group`` does; "" leaves it to gloo
+    names: tuple[str, ...] = ()  # names in errors, for ranks of several jobs
+    listens: str = ""  # the address at which ``group`` listens; "" leaves it to gloo
     _progress: tuple[int, int] = (0, 0)  # meetings so far, and waits since the last
 
     @property
@@ -66,7 +66,7 @@ class Ranks:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def at(self, name: str) -> None:
-        """Tell all that this rank works on case ``name`` from now on; errors will name it."""
+        """Tell all ranks that this one works on case ``name`` from now on; errors name it."""
         self.case = name
         if self.store is not None:
             self.store.set(f"case/{self.rank}", name)
@@ -74,8 +74,8 @@ class Ranks:
             self.note(name)
 
     def arrive(self, name: str, timeout_s: float | None = None) -> None:
-        """Wait for all at a set-up barrier on the store; TimeoutError names the missing, their
-        cases."""
+        """Wait for all ranks at a set-up barrier on the store. A TimeoutError names the missing
+        ranks and their cases."""
         if self.store is None:
             return
         store, started = self.store, time.monotonic()
@@ -93,14 +93,14 @@ class Ranks:
             raise TimeoutError(self._absence(name, min(timeout_s, waited_s)))
 
     def barrier(self, what: str = "a barrier") -> None:
-        """Wait for all at a steady-state barrier on the control group."""
+        """Wait for all ranks at a steady-state barrier on the control group."""
         if self.control is not None:
             with self._meeting(what):
                 # dist.all_reduce loses the error of a group that is not registered: join_at's
                 self.control.allreduce([torch.zeros(1)]).wait()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order, on every rank. Values travel as JSON."""
+        """Return every rank's value, in rank order, on every rank. Values are sent as JSON."""
         payload = msgspec.json.encode(value)
         if self.control is None:
             return [msgspec.json.decode(payload)]
@@ -109,7 +109,7 @@ class Ranks:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
             self.control.allgather([sizes], [torch.tensor([len(payload)])]).wait()
             largest = max(int(size) for size in sizes)
-            if largest > MOST_BYTES:  # on all ranks alike, before there is memory for it
+            if largest > MOST_BYTES:  # raised on all ranks, before memory is allocated
                 told = self.name(sizes.index(max(sizes)))
                 raise ValueError(
                     f"{told} gathers {largest} bytes, of at most {MOST_BYTES}; give less"
@@ -123,11 +123,11 @@ class Ranks:
     def together(
         self, work: Callable[[], T], told: Callable[[Exception], Any], waits: str = ""
     ) -> tuple[T, list[Any]]:
-        """Return this rank's result of ``work`` and each rank's failure, or None.
+        """Return this rank's result of ``work``, and each rank's failure or None.
 
-        ``told`` makes of an error what all ranks learn; if it returns None, the error is raised
-        here. ``waits`` names work that takes ranks very different times: they meet at the set-up
-        barrier.
+        ``told`` turns an error into the value that all ranks get; if it returns None, the error is
+        raised here. ``waits``: name of work that takes ranks very different times; they then meet
+        at the set-up barrier.
         """
         result, failure = None, None
         try:
@@ -141,8 +141,8 @@ class Ranks:
         return cast(T, result), self.gather(failure)
 
     def start_together(self) -> None:
-        """Wait at a barrier that the ranks of one host leave within microseconds, by their
-        common clock; those of several hosts leave as far apart as a message takes."""
+        """Wait at a barrier that the ranks of one host leave within microseconds, by their common
+        clock. Ranks of several hosts leave it up to a message's time apart."""
         told = self.gather((socket.gethostname(), time.monotonic()))
         if len({host for host, _ in told}) > 1:
             return
@@ -157,9 +157,9 @@ class Ranks:
         *,
         poll_s: float = 5e-5,
     ) -> None:
-        """Wait for the device, or for an event; name the missing before NCCL's watchdog ends us.
+        """Wait for the device, or for an event. Name missing ranks before NCCL's watchdog acts.
 
-        It looks every ``poll_s``; 0 looks without a pause, which costs a core and no time.
+        It polls every ``poll_s``; 0 polls without a pause, which uses a core but adds no delay.
         """
         if self.device.type != "cuda":
             return
@@ -175,7 +175,7 @@ class Ranks:
             time.sleep(poll_s)
 
     def explain(self, error: Exception) -> Exception:
-        """Return the error or, when a collective failed, one that names who does not answer."""
+        """Return the error, or if a collective failed, one that names ranks that do not answer."""
         text = str(error)
         if self.store is None or ABSENT in text or not re.search(_LOST, text, re.IGNORECASE):
             return error
@@ -205,12 +205,11 @@ class Ranks:
             self.control = self.store = None
 
     def _unheard(self) -> list[int]:
-        """Tell the others that this rank waits in a collective; return who neither waits nor went
-        on.
+        """Tell the others that this rank waits in a collective. Return the ranks that neither wait
+        there nor have gone past it.
 
-        Ranks that wait in the same collective give up within ``grace_s()`` of each other; one that
-        is dead, stopped or busy elsewhere stays behind.
-        """
+        Ranks that wait in the same collective give up within ``grace_s()`` of each other. A rank
+        that is dead, stopped or busy elsewhere stays behind."""
         self._tell(self._progress[0], self._progress[1] + 1)
         limit = time.monotonic() + grace_s()
         while self._missing() and time.monotonic() < limit:
@@ -218,14 +217,14 @@ class Ranks:
         return self._missing()
 
     def _tell(self, meeting: int, wait: int) -> int:
-        """Tell the others how far this rank is: its meetings, and its waits since the last."""
+        """Tell the others how far this rank is: its meetings, and its waits since the last one."""
         assert self.store is not None
         self._progress = (meeting, wait)
         self.store.set(f"progress/{self.rank}", f"{meeting} {wait}")
         return meeting
 
     def _missing(self) -> list[int]:
-        """Return the ranks that are not as far as this one."""
+        """Return the ranks that are behind this one."""
         told = [self._read(f"progress/{r}") or "0 0" for r in range(self.world_size)]
         return [r for r, text in enumerate(told) if tuple(map(int, text.split())) < self._progress]
 
@@ -237,7 +236,7 @@ class Ranks:
         except RuntimeError as error:
             if not _timed_out(error):
                 raise self.explain(error) from None
-            asked(self._unheard)  # a rank that stopped once it was here will not say that it waits
+            asked(self._unheard)  # a rank that stopped after arriving does not say that it waits
             raise TimeoutError(self._absence(what, self.timeout_s)) from None
 
     def _absence(self, what: str, waited_s: float | None = None) -> str:
@@ -274,7 +273,7 @@ def join(
     device = device_of(place)
     here = place["world_size"] // place["num_hosts"]
     timeout_s, setup_s = Patience(timeout_s, setup_s).limits(here)
-    # a verb may join more than once in one process: each time with fresh keys
+    # a verb may join more than once in one process, each time with new keys
     earlier = next(joins)
     store = dist.PrefixStore(f"meshwise/{earlier}", _store(place, setup_s))
     ranks = Ranks(
@@ -322,7 +321,7 @@ def _store(place: Environment, setup_s: float) -> dist.TCPStore:
 
 
 def hold_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """Hold a store that listens at ``host`` alone. Given an address, TCPStore listens on all
+    """Hold a store that listens only at ``host``. Given an address, TCPStore would listen on all
     interfaces."""
     listening = socket.create_server((host, port), backlog=1024)
     return dist.TCPStore(
@@ -338,8 +337,8 @@ _held_store = functools.cache(hold_store)  # kept open for the life of the proce
 
 
 def grace_s() -> float:
-    """Return how many seconds apart ranks may fail in one collective, at this machine's pace
-    now; well below the 30 s after which launchers kill those that have not ended."""
+    """Return how many seconds apart ranks may fail in one collective, at this machine's current
+    load. It is well below the 30 s after which launchers kill ranks that have not ended."""
     return min(10.0, GRACE_S * patience.turns())
 
 
@@ -358,7 +357,7 @@ def connect(host: str, port: int, master: bool, setup_s: float, who: str) -> dis
         )
     except dist.DistError as error:
         reason = plain(str(error).partition("\n")[0])
-    except TimeoutError:  # the constructor waits without end for a first answer
+    except TimeoutError:  # the constructor waits forever for a first answer
         reason = "what listens there says nothing"
     raise TimeoutError(f"{who} {ABSENT}: their store at {host}:{port} does not answer: {reason}")
 
@@ -367,15 +366,15 @@ open_store = functools.cache(connect)  # kept open for the life of the process
 
 
 def asked(ask: Callable[[], T], waits_s: float = 0.0) -> T | None:
-    """Ask the store; None if it does not answer. Its client cannot be interrupted, and waits
-    without end for a store whose process has stopped."""
+    """Ask the store; return None if it does not answer. Its client cannot be interrupted, and waits
+    forever for a store whose process has stopped."""
     with contextlib.suppress(dist.DistError, TimeoutError):
         return within(ask, waits_s + 2 * grace_s())
     return None
 
 
 def within(call: Callable[[], T], limit_s: float) -> T:
-    """Call in a thread; TimeoutError where that takes longer. The thread is left to itself then,
+    """Call in a thread. Raises a TimeoutError if that takes longer; the thread is then abandoned,
     and does not keep the process alive."""
     future: Future[T] = Future()
 
@@ -390,12 +389,12 @@ def within(call: Callable[[], T], limit_s: float) -> T:
 
 
 def plain(told: str | bytes) -> str:
-    """Make another process's text fit for a line of an error: printable, 300 characters at most."""
+    """Return another process's text for a line of an error: printable, at most 300 characters."""
     return one_line(told.decode(errors="replace") if isinstance(told, bytes) else told)
 
 
 def device_of(place: Environment) -> torch.device:
-    """Return the GPU of this rank, or the CPU when no GPU is visible."""
+    """Return the GPU of this rank, or the CPU if no GPU is visible."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return torch.device("cpu")

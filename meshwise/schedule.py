@@ -1,37 +1,37 @@
 """Pipeline schedules as action tables: the engine executes them, the search simulates them.
 
-In: a schedule's name, the pipeline ranks ``pp``, the stages on each, the microbatches. Out: one row
-of actions for each rank, in the order in which the rank does them.
+In: a schedule's name, the number of pipeline ranks ``pp``, of stages on each, of microbatches. Out:
+one row of actions for each rank, in the order in which the rank runs them.
 
     F  forward of one microbatch through one stage      B  its whole backward
     I  backward to the stage's input only               W  backward to its weights only
-After I the stage before can go on; W can wait and fill a bubble. Schedules in ``SPLIT`` use the
-pair (and B where there is no bubble to fill), the others B alone.
+After I the previous stage can continue; W can wait and fill a bubble. Schedules in ``SPLIT`` use
+I and W (and B if there is no bubble to fill), the others only B.
 
     none                     one stage: F and B of each microbatch in turn
     gpipe                    all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)
-    1f1b                     rank p is pp - 1 - p forwards ahead, then does F and B in turn: no more
-                             than pp - p microbatches are alive (PipeDream-flush, Narayanan et al.
-                             2020, arXiv:2006.09503)
-    interleaved_1f1b         several stages on a rank and microbatches in rounds, each round through
-                             all stages before the next round (Megatron-LM, Narayanan et al. 2021,
-                             arXiv:2104.04473)
-    looped_bfs               several stages on a rank, all microbatches through one before the next
-                             (Breadth-First Pipeline Parallelism, Lamy-Poirier 2022,
+    1f1b                     rank p runs pp - 1 - p forwards first, then F and B in turn: at most
+                             pp - p microbatches are alive (PipeDream-flush, Narayanan et al. 2020,
+                             arXiv:2006.09503)
+    interleaved_1f1b         several stages on a rank; microbatches form rounds, and each round
+                             passes all stages before the next round (Megatron-LM, Narayanan et al.
+                             2021, arXiv:2104.04473)
+    looped_bfs               several stages on a rank; all microbatches pass one stage before the
+                             next (Breadth-First Pipeline Parallelism, Lamy-Poirier 2022,
                              arXiv:2211.05953)
-    interleaved_zero_bubble  as interleaved_1f1b with fewer forwards ahead, and each W on rank p
+    interleaved_zero_bubble  like interleaved_1f1b with fewer forwards ahead; each W on rank p
                              comes p backwards late (Zero Bubble, Qi et al. 2023, arXiv:2401.10241)
     zbv                      two stages on a rank, placed as a V: rank 0 has the first and the last
                              (Zero Bubble's section 6)
-    dualpipev                the same V, with F of one stage beside B of the other so that one's
-                             communication hides behind the other's work (DualPipe, DeepSeek-V3
-                             2024, arXiv:2412.19437, cut in half by Qi et al. 2025). In a table the
-                             two follow each other.
-Orders are those of torch.distributed.pipelining. When a rank's share of the model takes 1 forward
-and 2 backward, in equal stages, m microbatches take
+    dualpipev                the same V, with F of one stage beside B of the other, so that each
+                             hides the other's communication (DualPipe, DeepSeek-V3 2024,
+                             arXiv:2412.19437, cut in half by Qi et al. 2025). In a table the two
+                             follow each other.
+Orders are those of torch.distributed.pipelining. If a rank's share of the model takes time 1 in
+forward and 2 in backward, in equal stages, m microbatches take
     3 m + (pp - 1) (1 if SPLIT else 3) / stages_per_rank
-if m >= pp (zbv: 2 pp - 1), so for 4 ranks, 8 microbatches and, where there may be several, 2 stages
-on a rank: 33 (gpipe, 1f1b), 28.5 (interleaved_1f1b, looped_bfs) and 25.5 (all in ``SPLIT``).
+if m >= pp (zbv: 2 pp - 1). For 4 ranks, 8 microbatches and 2 stages per rank (if there may be
+several): 33 (gpipe, 1f1b), 28.5 (interleaved_1f1b, looped_bfs) and 25.5 (all in ``SPLIT``).
 """
 
 from collections import Counter
@@ -65,16 +65,16 @@ class Span(NamedTuple):
     end_s: float
 
 
-MOST_ACTIONS = 2**18  # forwards of all stages, which are listed and simulated one by one
+MOST_ACTIONS = 2**18  # forwards over all stages; they are listed and simulated one by one
 
 Table = tuple[tuple[Action, ...], ...]
-_Key = tuple[Kind, int, int]  # equals its Action, and is made much faster
-_Phases = list[tuple[int, str]]  # as _in_phases reads them
+_Key = tuple[Kind, int, int]  # equals its Action, and is created much faster
+_Phases = list[tuple[int, str]]  # see _in_phases
 
 
 @lru_cache(maxsize=128)
 def table(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> Table:
-    """Return a row of actions for each pipeline rank; ValueError with the reason of ``check``."""
+    """Return a row of actions per pipeline rank. Raises a ValueError with ``check``'s reason."""
     if reason := check(name, pp, stages_per_rank, num_microbatches):
         raise ValueError(reason)
     return tuple(row(name, pp, rank, stages_per_rank, num_microbatches) for rank in range(pp))
@@ -89,13 +89,13 @@ def row(
 
 
 def enough(name: Name, pp: int, num_microbatches: int) -> int:
-    """Return how many microbatches show all states of a rank that ``num_microbatches`` do (what
-    is alive of which stage, whose gradients there are): more repeat them in between."""
+    """Return how many microbatches show all states of a rank that ``num_microbatches`` show; more
+    only repeat states. A state: each stage's live microbatches, and whether it has gradients."""
     return num_microbatches if name in ("gpipe", "looped_bfs") else min(num_microbatches, 4 * pp)
 
 
 def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> str | None:
-    """Say why the schedule cannot take these numbers, with the fix; None when it can."""
+    """Return why the schedule cannot take these numbers, with the fix; None if it can."""
     if name not in get_args(Name):
         return f"schedule must be one of {', '.join(get_args(Name))}, not {name}"
     if min(pp, stages_per_rank, num_microbatches) < 1:
@@ -132,7 +132,7 @@ def check(name: Name, pp: int, stages_per_rank: int, num_microbatches: int) -> s
 
 
 def stages_of(name: Name, rank: int, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Return the stages of a pipeline rank, ascending."""
+    """Return the stages of a pipeline rank in ascending order."""
     return tuple(s for s in range(pp * stages_per_rank) if rank_of(name, s, pp) == rank)
 
 
@@ -153,7 +153,7 @@ def _row(name: Name, pp: int, rank: int, stages: tuple[int, ...], m: int) -> lis
         case "interleaved_zero_bubble":
             return _in_rounds(pp, stages, m, ahead=hops, late=rank)
         case "zbv":
-            # The phases need 2 * pp - 1 microbatches: those beyond m are left out again.
+            # The phases need 2 * pp - 1 microbatches: those beyond m are removed again.
             row = _in_phases(_zbv(hops, rank, max(m, 2 * pp - 1) - pp), stages)
             return [action for action in row if action.microbatch < m]
         case "dualpipev":
@@ -163,10 +163,10 @@ def _row(name: Name, pp: int, rank: int, stages: tuple[int, ...], m: int) -> lis
 def _in_rounds(
     pp: int, stages: tuple[int, ...], num_microbatches: int, *, ahead: int, late: int | None
 ) -> list[Action]:
-    """List the actions of rounds of about pp microbatches; each goes through all stages in turn.
+    """List the actions of rounds of about pp microbatches. Each round passes all stages in turn.
 
-    The rank does ``ahead`` more forwards than the last rank before it begins to do a forward and a
-    backward in turn. Backwards are whole, or I with each W ``late`` turns after its I.
+    The rank runs ``ahead`` more forwards than the last rank before it alternates forward and
+    backward. Backwards are whole, or I with each W ``late`` turns after its I.
     """
     size = num_microbatches // _num_rounds(pp, num_microbatches)
     rounds = [range(first, first + size) for first in range(0, num_microbatches, size)]
@@ -221,10 +221,10 @@ def _dualpipev(hops: int, rank: int, surplus: int) -> _Phases:
 
 
 def _in_phases(phases: _Phases, stages: tuple[int, ...]) -> list[Action]:
-    """Write out phases: each is a number of times and letters, "F1" is F on the second stage.
+    """Write out phases. Each is a number of repeats and letters; "F1" is F on the second stage.
 
-    F takes the next microbatch of its stage, B and I the next to go back. W follows the oldest I
-    that has none yet, "W1" the oldest of the second stage.
+    F takes the next microbatch of its stage, B and I the next one without a backward. W belongs to
+    the oldest I that has no W yet, "W1" to the oldest of the second stage.
     """
     row: list[Action] = []
     unpaired: list[Action] = []  # I without W
@@ -252,13 +252,13 @@ def simulate(
     duration: Callable[[Action], float],
     transfer: Callable[[int], float] = lambda stage: 0.0,
 ) -> list[list[Span]]:
-    """Return start and end of each action when ranks do their rows in order; linear in the actions.
+    """Return start and end of each action if ranks run their rows in order; linear in the actions.
 
-    ``duration`` gives an action's seconds; ``transfer(s)`` the seconds of a tensor between stages s
-    and s + 1, either way: they delay the receiver and keep no rank busy, and are not paid between
-    stages of one rank. F needs the F of the stage before; B and I need their own F and the B or I
-    of the stage after; W needs its own I. A row that waits for ever is a ValueError that names the
-    action waited for.
+    ``duration``: an action's seconds. ``transfer(s)``: seconds to send a tensor between stages s
+    and s + 1, either way. They delay the receiver, keep no rank busy, and are 0 between stages of
+    one rank. F needs the F of the stage before. B and I need their own F, and the B or I of the
+    stage after. W needs its own I. If a row waits forever, a ValueError names the action that it
+    waits for.
     """
     place = {action.stage: rank for rank, row in enumerate(table) for action in row}
     last = max(place)
@@ -266,7 +266,7 @@ def simulate(
     backwards = {(a.stage, a.microbatch): a.kind for row in table for a in row if a.kind in "BI"}
 
     def needs(action: Action) -> list[tuple[_Key, float]]:
-        """List the actions that must have ended, each with the time its tensor is on the way."""
+        """List the actions that must have ended, each with the time to send its tensor."""
         kind, stage, m = action
         if kind == "F":
             return [(("F", stage - 1, m), hops_s[stage - 1])] if stage else []

@@ -1,6 +1,6 @@
 """The secret of jobs that meet: from a file that only its owner can read, or from a variable.
 
-Its text is never an argument, is in no error and in no provenance.
+Its text is never an argument, and never in an error or in provenance.
 """
 
 import contextlib
@@ -10,14 +10,14 @@ import stat
 from pathlib import Path
 
 FILE, VALUE = "MESHWISE_SECRET_FILE", "MESHWISE_SECRET"
-SHORTEST, LONGEST = 32, 4096  # bytes; who sees a proof may guess at it for as long as he likes
+SHORTEST, LONGEST = 32, 4096  # bytes; anyone who sees a proof can guess at it offline
 OWN = "~/.meshwise/secret"
 _MAKE = "openssl rand -hex 32"
 
 
 def read(file: Path | str | None = None) -> bytes:
-    """The secret in ``file``, else in MESHWISE_SECRET_FILE's, else MESHWISE_SECRET, else this
-    user's own, which is made at its first use. ValueError where others could read it."""
+    """Return the secret in ``file``, else in MESHWISE_SECRET_FILE's file, else MESHWISE_SECRET,
+    else the user's own, made at its first use. Raises a ValueError if others could read it."""
     named, value = os.environ.get(FILE), os.environ.get(VALUE)
     if not file and named and value:
         raise ValueError(f"{FILE} and {VALUE} are both set: give one")
@@ -37,9 +37,9 @@ def _checked(text: bytes, source: str) -> bytes:
 
 
 def _contents(path: Path, flags: int = 0) -> bytes:
-    """The start of a regular file of this user's that nobody else can open."""
+    """Return the start of this user's regular file, which nobody else may be able to open."""
     try:
-        # without O_NONBLOCK a pipe would wait for its writer; looked at when open, not before
+        # without O_NONBLOCK a pipe would wait for its writer; checked after opening, not before
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     except OSError as error:
         raise ValueError(f"the secret's file {path} cannot be read: {error.strerror}") from None
@@ -57,7 +57,7 @@ def _contents(path: Path, flags: int = 0) -> bytes:
 
 
 def _own() -> bytes:
-    """The secret of this user's jobs, on every host that has this home."""
+    """Return the secret of this user's jobs, the same on all hosts with this home folder."""
     path = Path(os.path.expanduser(OWN))
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -77,7 +77,7 @@ def _own() -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Write the file whole, unless another process is first: a link replaces nothing."""
+    """Write the file atomically, unless another process is first: a link never replaces a file."""
     mine = path.with_name(f".{secrets.token_hex(8)}")
     opened = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -1,10 +1,10 @@
-"""Signals that end a program: Ctrl-C, SIGTERM, SIGHUP. A raised signal may come amid anything.
+"""Signals that end a program: Ctrl-C, SIGTERM, SIGHUP. A signal can arrive at any point.
 
-``held`` puts them off while processes are started and ended. ``raised`` makes SIGTERM and SIGHUP
-the exception ``Ended``, as Ctrl-C is ``KeyboardInterrupt``. ``quit_at_once`` is for the program:
-where nothing is to be put in order it ends by one line, not by an exception, which torch's import
-may swallow or print. Handlers change on the main thread alone; a signal that the user ignores
-(nohup) stays ignored. Imports nothing heavy, since it comes first.
+``held`` defers them while processes are started and ended. ``raised`` turns SIGTERM and SIGHUP into
+the exception ``Ended``, as Ctrl-C is ``KeyboardInterrupt``. ``quit_at_once`` is for the program: if
+nothing must be cleaned up, it ends with one line, not with an exception, which torch's import may
+swallow or print. Handlers are changed only on the main thread. A signal that the user ignores
+(nohup) stays ignored. This module imports nothing heavy, since it is imported first.
 """
 
 import atexit
@@ -20,11 +20,11 @@ from typing import Any
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-last_acts: list[Callable[[str], None]] = []  # told why, before the program quits
+last_acts: list[Callable[[str], None]] = []  # called with the reason before the program quits
 
 
 class Ended(SystemExit):
-    """A signal told this process to end with code 128 + ``number``; ``kept`` names what is left."""
+    """The exception of a signal: exit with code 128 + ``number``. ``kept`` names what is left."""
 
     def __init__(self, number: int, kept: str = "") -> None:
         super().__init__(128 + number)
@@ -42,7 +42,7 @@ def describe(number: int) -> str:
 
 
 class HeldSignals:
-    """Remembers the first signal that came while signals were held, as ``number``."""
+    """Remembers, as ``number``, the first signal that came while signals were held."""
 
     number: int | None = None
 
@@ -52,7 +52,7 @@ class HeldSignals:
 
 @contextlib.contextmanager
 def held() -> Iterator[HeldSignals]:
-    """Put signals off until the body has ended; the body may look at ``number`` and end early."""
+    """Defer signals until the body has ended. The body may check ``number`` and end early."""
     came = HeldSignals()
     before = _handled()
     for number in before:
@@ -64,7 +64,7 @@ def held() -> Iterator[HeldSignals]:
             signal.signal(number, handler)
         if came.number is not None:
             handler = before[came.number]
-            if callable(handler):  # called by hand, it raises here and not a few lines on
+            if callable(handler):  # called directly, it raises here and not a few lines later
                 handler(came.number, sys._getframe())
             else:
                 signal.raise_signal(came.number)
@@ -72,8 +72,8 @@ def held() -> Iterator[HeldSignals]:
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Keep signals from a process that the body starts, until that process unblocks them: Python
-    would answer Ctrl-C with a traceback while it starts."""
+    """Block signals in processes that the body starts, until they unblock them. Otherwise Python
+    would print a traceback on Ctrl-C while it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
@@ -83,13 +83,13 @@ def blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised(*, unless_failing: bool = False) -> Iterator[None]:
-    """Raise ``Ended`` on SIGTERM and SIGHUP, and KeyboardInterrupt on Ctrl-C also in a program
-    that quits at once. ``unless_failing``: not while an error is on its way that says more."""
+    """Raise ``Ended`` on SIGTERM and SIGHUP, and KeyboardInterrupt on Ctrl-C even in a program
+    that quits at once. ``unless_failing``: not while an error is raised, which says more."""
     failing = sys.exception()
 
     def end(number: int, _: FrameType | None) -> None:
         if unless_failing and sys.exception() is not failing:
-            _put_in_order(number)  # whoever sent it may not wait for the error
+            _put_in_order(number)  # the sender may not wait for the error
             return
         raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
 
@@ -106,7 +106,7 @@ def raised(*, unless_failing: bool = False) -> Iterator[None]:
 def quit_at_once() -> None:
     """End the program on these signals from now on: ``last_acts``, one line, exit code 128 + n.
 
-    At its very end they are too late: Python takes its handlers away before it is gone.
+    At exit they are blocked: Python removes its handlers before the process is gone.
     """
     for number in _handled():
         signal.signal(number, _quit)

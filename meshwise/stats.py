@@ -1,16 +1,16 @@
-"""Statistics of repeated timings: intervals without assuming a distribution, four-valued verdicts.
+"""Statistics of repeated timings: intervals without an assumed distribution, four verdicts.
 
 No outlier is removed. The median's interval comes from order statistics (Hahn & Meeker,
 Statistical Intervals, 5.2): the k-th smallest and k-th largest value, with k the largest number
 for which Binomial(n, 1/2) leaves at most 2.5 % below it. It treats all times as independent.
 
 A comparison does not, since a step takes about as long as the one before. The lag-1 autocorrelation
-r of the ranks, without its bias (Kendall 1954: r = rho - (1 + 4 rho)/n), says how many independent
-times n of them are worth: m = n (1 - rho)/(1 + rho). The median's standard error comes from a
-stationary bootstrap (Politis & Romano 1994) with blocks of the length that Politis & White (2004)
-find best for an AR(1) series, (2 rho/(1 - rho^2))^(2/3) n^(1/3). The ends of blocks cut off some
-correlation; the share that an AR(1) series loses this way is added again. The interval of the
-logarithm of the ratio is that error times t with m - 1 degrees of freedom, at least 1.
+r of the ranks, with its bias removed (Kendall 1954: r = rho - (1 + 4 rho)/n), gives the number of
+independent times that n times are worth: m = n (1 - rho)/(1 + rho). The median's standard error
+comes from a stationary bootstrap (Politis & Romano 1994). Its block length is the best one for an
+AR(1) series (Politis & White 2004): (2 rho/(1 - rho^2))^(2/3) n^(1/3). Block ends cut off some
+correlation; the share that an AR(1) series loses this way is added back. The interval of the
+ratio's logarithm is that error times t with m - 1 degrees of freedom, at least 1.
 """
 
 import math
@@ -27,8 +27,8 @@ Verdict = Literal["same", "faster", "slower", "unclear"]
 
 
 class MedianRatio(NamedTuple):
-    """``ratio`` = median(b)/median(a); below 1 means b is faster. ``low`` to ``high`` is its 95 %
-    interval or, for fewer than 6 values, the range of ratios of single values."""
+    """A comparison. ``ratio`` = median(b)/median(a); below 1, b is faster. ``low`` to ``high``: its
+    95 % interval or, for fewer than 6 values, the range of ratios of single values."""
 
     ratio: float
     low: float
@@ -38,8 +38,8 @@ class MedianRatio(NamedTuple):
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median and its 95 % interval if values are independent; of fewer than 6 the
-    range."""
+    """Return the median and its 95 % interval, for independent values. Fewer than 6 values give
+    their range."""
     ordered = sorted(values)
     n = len(ordered)
     if n == 0:
@@ -57,9 +57,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def compare(a: Sequence[float], b: Sequence[float], *, tolerance: float = TOLERANCE) -> MedianRatio:
     """Tell whether ``b`` is faster than ``a`` by more than ``tolerance``.
 
-    Values are in the order of measurement.
+    Values must be in the order of measurement.
 
-    ``same``: the interval lies within the tolerance of 1; ``faster``, ``slower``: beyond it. Fewer
+    ``same``: the interval is within the tolerance of 1. ``faster``, ``slower``: it is beyond. Fewer
     than 6 values are never faster or slower.
     """
     sides = [np.asarray(values, float) for values in (a, b)]
@@ -86,7 +86,7 @@ def _interval(ratio: float, *sides: np.ndarray) -> tuple[float, float]:
 
 
 def _autocorrelation(values: np.ndarray) -> float:
-    """Return rho of the AR(1) series whose ranks are correlated like these; 0 if they are equal."""
+    """Return rho of the AR(1) series with the same rank correlation; 0 if all values are equal."""
     n = len(values)
     if values.min() == values.max():
         return 0.0
@@ -99,7 +99,7 @@ def _autocorrelation(values: np.ndarray) -> float:
 
 def _variance(values: np.ndarray, rho: float) -> float:
     """Return the variance of the median's logarithm, by a stationary bootstrap. Its seed is fixed,
-    so that a comparison repeats."""
+    so a comparison is reproducible."""
     n, rng, medians = len(values), np.random.default_rng(0), list[float]()
     block = min(max((2 * rho / (1 - rho**2)) ** (2 / 3) * n ** (1 / 3), 1.0), n / 3)
     shape = max(1, min(_RESAMPLES, 2**20 // n)), n

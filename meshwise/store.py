@@ -1,8 +1,8 @@
 """Files between stages: records in JSON or TOML, and append-only run directories.
 
-``runs/<UTC>-<verb>-<slug>/run.json`` is written before the first sample; ``samples.jsonl`` gains
-one line per case as it is measured, flushed to disk, so a killed run keeps what it finished.
-``steps.jsonl`` has the steps of a training as they end.
+``runs/<UTC>-<verb>-<slug>/run.json`` is written before the first sample. ``samples.jsonl`` gets one
+line per case as soon as it is measured, flushed to disk, so a killed run keeps its finished cases.
+``steps.jsonl`` gets one line per step of a training as it ends.
 """
 
 import io
@@ -33,7 +33,7 @@ from meshwise.text import one_line
 T = TypeVar("T")
 
 MOST_DAMAGED = 1000  # lines of a file of samples
-# Fields by which a file of one kind is known when it is given for another.
+# Fields that identify a file's kind when it is given for another kind.
 _MARKS: dict[type, set[str]] = {
     Plan: {"layout", "stages"}, Costs: {"curves", "surfaces"}, Cluster: {"device", "tiers"},
 }  # fmt: skip
@@ -48,7 +48,7 @@ def now() -> str:
 
 
 def read(path: Path | str, kind: type[T]) -> T:
-    """Read one record from a .json or .toml file; errors name the file, the field and its value."""
+    """Read one record from a .json or .toml file. Errors name the file, the field and its value."""
     path = Path(path)
     parse = files.parse_toml if path.suffix == ".toml" else files.parse_json
     data = parse(files.read_bytes(path), str(path))
@@ -56,12 +56,12 @@ def read(path: Path | str, kind: type[T]) -> T:
 
 
 def parse(text: str, kind: type[T], name: str) -> T:
-    """Read one record from JSON text, which errors call ``name``."""
+    """Read one record from JSON text. Errors call the text ``name``."""
     return convert(files.parse_json(text, name), kind, name)
 
 
 def convert(data: Any, kind: type[T], source: str) -> T:
-    """Make a record from plain data; a field that does not fit is named with its value."""
+    """Make a record from plain data. An error names the field that does not fit and its value."""
     for other, marks in _MARKS.items() if kind in _MARKS and isinstance(data, dict) else ():
         if other is not kind and marks <= data.keys():
             told = f"holds a {other.__name__.lower()}, not {kind.__name__.lower()}"
@@ -98,7 +98,7 @@ def convert(data: Any, kind: type[T], source: str) -> T:
 
 
 def _allowed(kind: Any, field: str) -> str:
-    """Name the words that a field may have; without a field, the fields of the record."""
+    """Return the words that a field may have, or without a field the fields of the record."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return ""
     if not field:
@@ -109,7 +109,7 @@ def _allowed(kind: Any, field: str) -> str:
 
 
 def _upgraded(data: Any, source: str) -> Any:
-    """Upgrade plans of versions 1 and 2, alone or in a run: their stages said less."""
+    """Upgrade plans of versions 1 and 2, alone or in a run: their stages had fewer fields."""
     if not isinstance(data, dict):
         return data
     if isinstance(data.get("plan"), dict):
@@ -142,7 +142,7 @@ def _lookup(data: Any, field: str) -> Any:
 
 
 def write(path: Path | str, record: msgspec.Struct) -> Path:
-    """Write one record by the suffix of its path, whole or not at all."""
+    """Write one record, whole or not at all; the path's suffix sets the format."""
     path = Path(path)
     if path.suffix == ".toml":
         import tomli_w
@@ -201,17 +201,17 @@ def create(
 
 
 def append(run_dir: Path | str, sample: Sample) -> None:
-    """Add one line, on disk when this returns. A torn last line is closed off, not overwritten."""
+    """Append one line, on disk when this returns. A torn last line is ended, not overwritten."""
     files.append_line(Path(run_dir) / "samples.jsonl", msgspec.json.encode(sample))
 
 
 def append_step(run_dir: Path | str, line: StepLine) -> None:
-    """Add one line to ``steps.jsonl``."""
+    """Append one line to ``steps.jsonl``."""
     files.append_line(Path(run_dir) / "steps.jsonl", msgspec.json.encode(line), sync=False)
 
 
 def steps(run_dir: Path | str) -> list[StepLine]:
-    """Return the steps of a training that ended before the run did, or broke off."""
+    """Return the finished steps of a training, also of one that was interrupted."""
     path = Path(run_dir) / "steps.jsonl"
     return [
         convert(files.parse_json(line, where), StepLine, where)
@@ -229,7 +229,7 @@ def finish(run_dir: Path | str, status: str, reason: str = "") -> None:
 
 
 def load(run_dir: Path | str) -> tuple[RunInfo, list[Sample], list[str]]:
-    """Return a run, its samples (a case's last one wins), and a warning for each damaged line."""
+    """Return a run, its samples (the last one per case), and a warning per damaged line."""
     run_dir = Path(run_dir)
     info = read(run_dir / "run.json", RunInfo)
     samples: dict[str, Sample] = {}
@@ -254,14 +254,14 @@ def _sample(line: bytes, where: str) -> Sample:
     except ValueError as error:
         raise ValueError(f"{where} is truncated or damaged and was skipped ({error})") from None
     case_id = sample.case.id
-    # older lines name the case with all the fields that it had then
+    # older lines have the digest of the case with the fields of their version
     if sample.case_id not in (case_id, digest(entry["case"])):
         raise ValueError(f"{where} was skipped: case_id {sample.case_id} is not its case's")
     return msgspec.structs.replace(sample, case_id=case_id)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines of a file, or of its ``gzip`` in an archive, each with its place."""
+    """Yield the lines of a file, or of its ``gzip`` file, each with its place."""
     packed, most = path.with_name(path.name + ".gz"), files.MOST_LINES_BYTES
     data = b""
     if packed.exists():
@@ -277,7 +277,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def runs_of(runs: Path | str, verb: str | None = None) -> list[Path]:
-    """List run directories, oldest first; of a verb, or of a kind of it (``measure-profile``)."""
+    """List run directories, oldest first; ``verb`` may include a kind (``measure-profile``)."""
     found = sorted(path.parent for path in Path(runs).glob("*/run.json"))
     return [path for path in found if verb is None or f"-{verb}-" in path.name]
 

@@ -1,8 +1,8 @@
-"""Make foreign text fit to show: no control characters, no credentials, one line.
+"""Make foreign text safe to show: no control characters, no credentials, one line.
 
 Names in files, error messages of libraries and words of a command line reach terminals, logs and
-run.json. A control character in them could move the cursor, recolour, forge a line or reverse the
-reading direction. It is shown as its JSON escape.
+run.json. A control character in them could move the cursor, change colours, forge a line or reverse
+the reading direction. It is shown as its JSON escape.
 """
 
 import re
@@ -17,8 +17,8 @@ _CONTROL = re.compile(
     "\ud800-\udfff]"
 )
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
-# the user of a URL, also after a path normalised "//" to "/"; user:password@ before a host
-# without a scheme
+# the user of a URL, even if "//" was normalised to "/"; user:password@ before a host without a
+# scheme
 _USER = re.compile(
     r"(?:(?<=://)|(?<=:/))[^\s/?#'\"]+@|(?<![^\s=,;'\"(])[^\s/@:=,;'\"]+:[^\s/@,;'\"]+@(?=[\w\[])"
 )
@@ -29,7 +29,7 @@ _DOOR = re.compile("token|secret|passw|pwd|key|auth|cred", re.IGNORECASE)
 
 
 def plain(text: str, keep: str = "") -> str:
-    """Escape control characters; those in ``keep`` stay."""
+    """Escape control characters except those in ``keep``."""
 
     def escape(found: re.Match[str]) -> str:
         one = found[0]
@@ -44,7 +44,7 @@ def one_line(text: str, most: int = MOST) -> str:
 
 
 def _shortened(line: str, most: int) -> str:
-    """Cut a line in the middle, as its end has the remedy."""
+    """Cut a line in the middle: its end has the fix."""
     if len(line) <= most:
         return line
     tail = most // 3
@@ -52,7 +52,7 @@ def _shortened(line: str, most: int) -> str:
 
 
 def names_a_secret(name: str) -> bool:
-    """Tell whether a variable of this name may hold a credential."""
+    """Return whether a variable of this name may hold a credential."""
     return _DOOR.search(name) is not None
 
 

@@ -1,12 +1,12 @@
-"""A step's timeline, measured or predicted, as a trace that Perfetto and chrome://tracing open.
+"""A step's timeline, measured or predicted, as a trace for Perfetto and chrome://tracing.
 
 In: the spans of a measured step (``phases.json``) or of batches of inference, or a plan with its
-prediction. Out: JSON of the Trace Event Format, the same for both: a process for each pipeline
+prediction. Out: JSON in the Trace Event Format, the same for both: a process for each pipeline
 rank, a thread for each stream of its ranks, times in microseconds. An action is named by kind,
-stage and microbatch, ``F 0.3``, in inference with the batch: ``F 0.3 of batch 2``.
+stage and microbatch: ``F 0.3``. In inference the name includes the batch: ``F 0.3 of batch 2``.
 
 A prediction shows one rank of each pipeline rank. Every action takes its stage's predicted time,
-transfers are left out, and the rest of the predicted step follows the last action in one piece.
+and transfers are left out. The rest of the predicted step follows the last action as one slice.
 """
 
 import itertools
@@ -31,9 +31,9 @@ def write(path: Path, layout: Layout, spans: Iterable[PhaseSpan]) -> Path:
 
 
 def predicted(plan: Plan) -> list[PhaseSpan]:
-    """Return the timeline that a plan predicts; ValueError if it was not priced.
+    """Return the timeline that a plan predicts. Raises a ValueError if it was not priced.
 
-    Without stage times, the parts of the predicted step follow each other.
+    Without stage times, the parts of the predicted step follow one another.
     """
     told, layout = plan.prediction, plan.layout
     if told is None:
@@ -68,8 +68,8 @@ def predicted(plan: Plan) -> list[PhaseSpan]:
 
 
 def trace(layout: Layout, spans: Iterable[PhaseSpan]) -> dict[str, Any]:
-    """Return the trace as a JSON object. Slices of a thread must not overlap, so a stream that does
-    several things at once gets a thread for each."""
+    """Return the trace as a JSON object. Slices of a thread must not overlap, so a stream with
+    overlapping spans gets several threads."""
     threads: dict[tuple[int, str, int], int] = {}
     ends: dict[tuple[int, str], list[float]] = {}  # when each thread of a stream is free
     slices = []

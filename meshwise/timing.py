@@ -1,21 +1,20 @@
-"""The timing loop, the only one: how long does a piece of work take, and how sure is that?
+"""The only timing loop: how long does a piece of work take, and how certain is that?
 
 In: callables that do the same work on rotated buffers. Out: ``Timed``, every iteration's time:
-``times_s[i]`` is the largest over ranks (a synchronous job runs at its slowest rank),
-``rank_times_s[r][i]`` each rank's own. On a GPU a pair of events brackets each iteration and the
-host waits once per chunk; on a CPU ``perf_counter`` does.
+``times_s[i]`` is the largest over ranks (a synchronous job runs at its slowest rank's speed),
+``rank_times_s[r][i]`` each rank's own. On a GPU a pair of events brackets each iteration, and the
+host waits once per chunk. On a CPU ``perf_counter`` brackets each iteration.
 
-Regimes: ``warm`` repeats ``calls[0]`` on the same buffers; ``cold`` rotates through ``calls`` and
-before each overwrites a buffer larger than the cache; ``graph`` replays a CUDA graph of ``batch``
-calls of ``calls[0]`` and ``pipelined`` makes as many in a row, each then counting its share of the
-time; ``blocking`` waits on the host after each call, on the host's clock; ``sustained`` calls for
-seconds without a pause and times a tenth of a second at once, noting clocks and power. In the warm
-regime a kernel shorter than its launch takes as long as its launch, which is what eager code pays.
-
-After each chunk of iterations every rank's times are gathered on all, so that all ranks decide
-alike when to stop: when the interval of the median (``stats.median_interval``) is narrow
-enough, or at a cap. The gather is also the barrier at the start of the next chunk, and one
-untimed iteration there brings the ranks into step.
+Regimes: ``warm`` repeats ``calls[0]`` on the same buffers. ``cold`` rotates through ``calls`` and
+before each call overwrites a buffer larger than the cache. ``graph`` replays a CUDA graph of
+``batch`` calls of ``calls[0]``; ``pipelined`` makes as many calls in a row; in both, a time is one
+call's share. ``blocking`` waits on the host after each call and uses the host's clock.
+``sustained`` calls for seconds without a pause, times a tenth of a second at once, and records
+clocks and power. In the warm regime a kernel shorter than its launch takes as long as its launch:
+eager code pays the same. After each chunk of iterations all ranks gather all times, so that they
+decide together when to stop: when the median's interval (``stats.median_interval``) is narrow
+enough, or at a cap. The gather is also the barrier before the next chunk, whose first, untimed
+iteration brings the ranks into step.
 """
 
 import functools
@@ -39,9 +38,9 @@ from meshwise.stats import median_interval
 METHOD_VERSION = 1
 
 _CHUNK = 10
-_BUSY_S = 0.1  # a chunk this long hides the pause after it from the power cap's average
+_BUSY_S = 0.1  # after a chunk this long, the pause does not show in the power cap's average
 REGIMES: tuple[Regime, ...] = typing.get_args(Regime)
-IN_A_ROW = ("graph", "pipelined")  # several calls are one iteration
+IN_A_ROW = ("graph", "pipelined")  # an iteration is several calls
 _CUDA_FLUSH_BYTES = 256 * 2**20
 _CPU_FLUSH_BYTES = 64 * 2**20  # twice the last-level cache of usual hosts
 
@@ -57,7 +56,7 @@ class Timed(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """When to stop. ``relative_interval`` is the width of the median's interval over the median."""
+    """When to stop. ``relative_interval``: the width of the median's interval over the median."""
 
     max_iterations: int
     max_seconds: float
@@ -65,7 +64,7 @@ class Stop(NamedTuple):
     min_iterations: int = 1
 
     def next_chunk(self, times_s: Sequence[float], elapsed_s: float, first: int = 2) -> int:
-        """Count the iterations to time next, ``first`` at the start; 0 when it is enough."""
+        """Return how many iterations to time next: ``first`` at the start, 0 if they suffice."""
         done = len(times_s)
         if done == 0:
             return min(first, self.max_iterations)
@@ -96,15 +95,15 @@ def measure(
     min_iterations: int = 1,
     then: Callable[[Callable[[], object]], None] | None = None,
 ) -> Timed:
-    """Time ``calls``, with ``prepare`` untimed before each; every rank must call this together.
+    """Time ``calls``, with ``prepare`` untimed before each. All ranks must call this together.
 
-    ``distributed`` says that the calls communicate, so that ranks must start each together.
-    ``settle_s`` of untimed calls come first: a device under its power cap slows down within half
-    a second, to the clocks at which a long job runs. ``batch``: calls in a graph, or in a row.
-    ``min_iterations`` are timed however narrow the interval is before. ``then`` gets what was timed
-    (the replay of the graph, the calls in a row), to see whether it did its work. A sustained one
-    lasts ``max_seconds``; its metrics are, over time, the lowest clock and the highest power of
-    the ranks. Raises ``torch.OutOfMemoryError`` on all ranks when one of them ran out of memory.
+    ``distributed``: the calls communicate, so ranks must start each together. ``settle_s``: seconds
+    of untimed calls first, since a device under its power cap slows down within half a second, to
+    the clocks of a long job. ``batch``: calls in a graph, or in a row. ``min_iterations`` are timed
+    even if the interval is narrow before. ``then`` is called with the timed function (the graph's
+    replay, the calls in a row), to check that it did its work. A sustained measurement takes
+    ``max_seconds``; its metrics are the ranks' lowest clock and highest power over time. If one
+    rank runs out of memory, all raise ``torch.OutOfMemoryError``.
     """
     if regime not in REGIMES:
         raise ValueError(f"regime = {regime!r}: must be one of {', '.join(REGIMES)}")
@@ -139,7 +138,7 @@ def measure(
 def _settle(
     chunk: Callable[[int], list[float]], ranks: Ranks, settle_s: float, max_iterations: int
 ) -> int:
-    """Run untimed for ``settle_s``; the size of chunk that kept the device busy without pauses."""
+    """Run untimed for ``settle_s``. Return the chunk size that kept the device busy throughout."""
     size, elapsed_s, started = min(_CHUNK, max_iterations), 0.0, time.perf_counter()
     while elapsed_s < settle_s:
         _agree(ranks, functools.partial(chunk, size))
@@ -152,14 +151,14 @@ def _settle(
 def randn(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, seed: int = 0
 ) -> torch.Tensor:
-    """Normal numbers from a fixed seed. Zeros would draw less power and so run faster."""
+    """Return normal values from a fixed seed. Zeros would draw less power and so run faster."""
     generator = torch.Generator(device).manual_seed(seed)
     drawn = torch.float32 if dtype.itemsize == 1 else dtype  # fp8 cannot be drawn directly
     return torch.randn(*shape, dtype=drawn, device=device, generator=generator).to(dtype)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch, its libraries or Python says that memory ran out."""
+    """Return whether an error of torch, its libraries or Python says that memory ran out."""
     words = r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED"
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and re.search(words, str(error)) is not None
@@ -167,24 +166,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free(device: torch.device) -> None:
-    """Give what dropped tensors held back to the device. Call it where no error holds on to frames
-    and their tensors."""
+    """Return the memory of dropped tensors to the device. Call it when no error holds frames and
+    their tensors."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """(mark, elapsed_s): the time between two marks. On a GPU wait for the device in between."""
+    """Return (mark, elapsed_s) for the time between marks. On a GPU, wait before ``elapsed_s``."""
     if device.type == "cuda":
         return _event, lambda start, end: float(start.elapsed_time(end)) / 1e3
     return time.perf_counter, lambda start, end: float(end - start)
 
 
 def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
-    """This rank's result of ``work``; memory that ran out on one rank is raised on all.
+    """Return this rank's result of ``work``. If one rank runs out of memory, all raise the error.
 
-    The exchange is also what brings the ranks together before the next chunk.
+    This exchange also brings the ranks together before the next chunk.
     """
 
     def told(error: Exception) -> str | None:
@@ -201,7 +200,7 @@ def _agree(ranks: Ranks, work: Callable[[], T]) -> T:
 def _timed(
     calls: Sequence[Callable[[], object]], ranks: Ranks, regime: str, batch: int
 ) -> Sequence[Callable[[], object]]:
-    """The calls that iterations make, in turn."""
+    """Return the functions that iterations call in turn."""
     if regime == "cold":
         return calls
     if regime == "graph":
@@ -222,11 +221,11 @@ def _chunk(
     prepare: Callable[[], None] | None,
     together: int,
 ) -> Callable[[int], list[float]]:
-    """A function that runs one untimed and ``size`` timed iterations; it has run one already.
-    ``together``: calls in an iteration."""
+    """Return a function that runs one untimed and ``size`` timed iterations. One untimed iteration
+    has run already. ``together``: calls in an iteration."""
     on_cuda = ranks.device.type == "cuda"
     flush = _cache_sized(ranks.device) if regime == "cold" else None
-    # on a CPU the untimed part takes each rank its own time; on a GPU it only fills the queue
+    # on a CPU the untimed part takes ranks different times; on a GPU it only fills the queue
     meet = distributed and not on_cuda and (flush is not None or prepare is not None)
     mark, elapsed_s = clock(torch.device("cpu") if regime == "blocking" else ranks.device)
 
@@ -271,7 +270,7 @@ def _wait_for(call: Callable[[], object], ranks: Ranks) -> None:
 
 
 def _sustained(call: Callable[[], object], ranks: Ranks, seconds: float) -> Timed:
-    """Chunks of calls in a row without a pause; the mean time of a call in each chunk."""
+    """Time chunks of calls in a row without a pause: the mean time of a call in each chunk."""
     mark, elapsed_s = clock(ranks.device)
     before = device_states(ranks)
     started = mark()
@@ -300,7 +299,7 @@ def _sustained(call: Callable[[], object], ranks: Ranks, seconds: float) -> Time
 
 
 def _extremes(states: list[Any]) -> dict[str, float | tuple[float, ...]]:
-    """The lowest clock and the highest power of all ranks, over time, where they are known."""
+    """Return the lowest clock and the highest power of all ranks, over time, if known."""
     found: dict[str, float | tuple[float, ...]] = {}
     for name, choose in (("sm_clock_mhz", min), ("power_w", max)):
         values = [[state[name] for state in chunk] for chunk in zip(*states, strict=True)]
@@ -312,8 +311,8 @@ def _extremes(states: list[Any]) -> dict[str, float | tuple[float, ...]]:
 def captured(
     work: Callable[[], T], call: Callable[[], object], times: int
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """``work`` as a CUDA graph, with the result that a replay fills; after eager runs of ``call``
-    on a side stream, so many times, as capture requires."""
+    """Return ``work`` as a CUDA graph, and the result that a replay fills. First run ``call``
+    eagerly ``times`` times on a side stream, as capture requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -327,7 +326,7 @@ def captured(
 
 
 def _cache_sized(device: torch.device) -> torch.Tensor:
-    """A buffer whose overwriting leaves nothing of the operands in the last-level cache."""
+    """Return a buffer; overwriting it evicts all operands from the last-level cache."""
     size_bytes = _CPU_FLUSH_BYTES
     if device.type == "cuda":
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -342,6 +341,6 @@ def _event() -> torch.cuda.Event:
 
 
 def device_states(ranks: Ranks) -> tuple[DeviceState, ...]:
-    """Every rank's device state, in rank order."""
+    """Return every rank's device state, in rank order."""
     replies = ranks.gather(provenance.device_state(ranks))
     return tuple(msgspec.convert(reply, DeviceState) for reply in replies)

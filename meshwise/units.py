@@ -1,4 +1,4 @@
-"""Numbers with units: parse what users write, print what they read.
+"""Values with units: parse what users write, format what they read.
 
 GB = 1e9 bytes, GiB = 2**30 bytes. Times are seconds, sizes bytes, rates per second; a variable's
 name ends in its unit (``_s``, ``_bytes``, ``_flops``).
@@ -54,7 +54,7 @@ def _parsed(
 
 
 def some_seconds(name: str, given: str | float) -> float:
-    """Read a time above 0 for the option ``name``; ValueError for none at all or an endless one."""
+    """Read a time above 0 for the option ``name``. Zero or an endless time raises a ValueError."""
     found = parse_seconds(str(given), name)
     if not 0 < found < 1e9:
         raise ValueError(f"{name} = {given!r}: must be some time, as 60s")
@@ -73,7 +73,7 @@ def format_bytes(size_bytes: float) -> str:
 
 def format_seconds(time_s: float) -> str:
     """Show three digits in the unit that fits: ``18.2 us``, ``298 ms``, ``2.45 s``, ``62.0 min``,
-    ``7.60 h``, ``93.0 days``. From 100 of a unit on the next is used."""
+    ``7.60 h``, ``93.0 days``. From 100 s, 100 min and 100 h on, the next unit is used."""
     return _three_digits(time_s, _SECONDS)
 
 
@@ -88,7 +88,7 @@ def format_count(number: float) -> str:
 
 
 def _rounded(value: float) -> float:
-    """Return the magnitude as printed: 999.9 us must become 1.00 ms, not 1000 us."""
+    """Return the magnitude as printed, so that 999.9 us becomes 1.00 ms, not 1000 us."""
     return float(f"{abs(value):.3g}")
 
 

@@ -1,1 +1,1 @@
-"""Executes a plan: training steps, their time and memory, and the check against one device."""
+"""Execute a plan: training steps, their time and memory, and the check against one device."""

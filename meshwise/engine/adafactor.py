@@ -1,15 +1,15 @@
 """Adafactor on whole parameters or on shards (Shazeer and Stern 2018), as torch.optim.Adafactor.
 
-torch's own fails on DTensors. Here every rank works on its share. With t steps, r = t^-0.8 and a
+torch's own fails on DTensors; here every rank updates its share. With t steps, r = t^-0.8 and a
 gradient G of m rows and n columns (the last two dims):
 
     R = (1 - r) R + r mean over columns of G^2        C = (1 - r) C + r mean over rows of G^2
     V = R C / max(mean(R), eps1)                      U = G / sqrt(max(V, eps1^2))
     W = (1 - lr decay) W - max(eps2, rms(W)) min(lr, 1/sqrt(t)) U / max(1, rms(U) / d)
 
-with d = 1; rms(W) before the decay. A vector keeps V itself. A mean over a dim that an axis of the
-mesh cuts is a sum here, added up over that axis and divided by the whole size. The host waits for
-nothing.
+with d = 1; rms(W) is taken before the decay. A vector keeps V itself. If an axis of the mesh cuts a
+dim, the mean over it is this rank's sum, all-reduced over that axis and divided by the whole size.
+The host never waits for the device.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,7 +45,7 @@ class Adafactor(torch.optim.Optimizer):
         if not state:
             state |= _new(parameter)
         state["step"] += 1
-        step = float(state["step"])  # a tensor of the host
+        step = float(state["step"])  # a tensor on the host
         weight, gradient = share(parameter), share(parameter.grad)
         everything = tuple(range(parameter.ndim))
         size = _rms(parameter, weight, everything).clamp(min=EPS2)
@@ -60,7 +60,7 @@ class Adafactor(torch.optim.Optimizer):
 def _variance(
     parameter: nn.Parameter, gradient: Tensor, state: dict[str, Any], rate: float
 ) -> Tensor:
-    """Return this rank's share of V, a tensor of its own."""
+    """Return this rank's share of V as a new tensor."""
     squares = gradient.square()
     if parameter.ndim < 2:
         return share(state["variance"]).lerp_(squares, rate).clone()
@@ -73,7 +73,7 @@ def _variance(
 
 
 def _mean(parameter: Tensor, part: Tensor, dim: int) -> Tensor:
-    """Take the mean over all of a dim; ``part`` is this rank's."""
+    """Return the mean over a whole dim. ``part``: this rank's share of the tensor."""
     total = part.sum(dim, keepdim=True)
     return _sum(parameter, total, (dim,)) / parameter.shape[dim]
 
@@ -84,7 +84,7 @@ def _rms(parameter: Tensor, part: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _sum(parameter: Tensor, part: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Add up over the axes of the mesh that cut one of these dims of the parameter."""
+    """All-reduce ``part`` over the mesh axes that cut one of these dims of the parameter."""
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
             if not placement.is_replicate() and placement.dim in dims:  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def _new(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def _zeros_without(parameter: nn.Parameter, dim: int) -> Tensor:
-    """Make zeros that are cut as the parameter is, but of size 1 in ``dim``."""
+    """Return zeros that are cut like the parameter, but of size 1 in ``dim``."""
     part = share(parameter)
     local_shape, shape = list(part.shape), list(parameter.shape)
     local_shape[dim] = shape[dim] = 1

@@ -1,9 +1,9 @@
-"""Data files of a checkpoint: hash them, and compare with the hashes what is read.
+"""Hash the data files of a checkpoint, and verify bytes when they are read.
 
-In: a safetensors file and its ``Stored``. Out: its hashes; or where each tensor lies, and bytes,
-whose blocks are hashed before any of them is returned; or all that is damaged. The header is a
-block, and so is each 4 MiB after it. A block's hash is that of its tiles' hashes, in their order
-(``reshard.tiles``). It shows damage, not forgery: whoever can write the files can write the hashes.
+In: a safetensors file and its ``Stored``. Out: its hashes; or the offsets of its tensors, and bytes
+whose blocks were verified first; or all damage. The header is one block, and so is each 4 MiB after
+it. A block's hash is the hash of its tiles' hashes, in order (``reshard.tiles``). Hashes show
+damage, not forgery: whoever can write the files can also write the hashes.
 """
 
 import itertools
@@ -30,7 +30,7 @@ BLOCK = 4 * 2**20
 OFFSETS = "DCP_SHARDING_INFO"  # {name: {"saved_offsets": [...]}}, where torch's reader looks
 FIX = "copy it again, or resume from the folder of an earlier checkpoint"
 _MOST_HEADER = 10**8  # bytes: safetensors' own bound
-_AT_ONCE = 4 * TILE  # stays in a core's cache while it is hashed
+_AT_ONCE = 4 * TILE  # fits in a core's cache while it is hashed
 _DIGITS = 16  # of a hash
 
 Bytes = npt.NDArray[np.uint8]
@@ -38,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 
 class StoredPart(NamedTuple):
     """A tensor's part in a file: bytes [first, last) after the header, the shape of its box, and
-    where the box begins in the whole tensor."""
+    the box's first index in the whole tensor."""
 
     first: int
     last: int
@@ -59,8 +59,8 @@ class StoredPart(NamedTuple):
 
 
 class DataFile:
-    """A file mapped into memory. ``parts``: where each tensor lies. ValueError where it is not
-    the file that was saved."""
+    """A data file, mapped into memory. ``parts``: the place of each tensor. Raises a ValueError if
+    it is not the file that was saved."""
 
     def __init__(self, path: Path, stored: Stored) -> None:
         self.path = path
@@ -78,14 +78,14 @@ class DataFile:
             raise ValueError(f"{path} has a damaged header ({error}); {FIX}") from None
 
     def read(self, first: int, last: int) -> Bytes:
-        """Return bytes after the header, once their blocks are found to be as they were saved."""
+        """Return bytes after the header. Verify the hashes of their blocks first."""
         for number in range(first // BLOCK, -(-last // BLOCK)):
             self._verify(number + 1)
         start = self._blocks[0].stop
         return self._content[start + first : start + last]
 
     def damage(self) -> Iterator[Damage]:
-        """Yield every block that is not as it was saved."""
+        """Yield every block that differs from what was saved."""
         for number, block in enumerate(self._blocks):
             if not self._is_right(number):
                 yield Damage(
@@ -120,16 +120,16 @@ class DataFile:
 
 
 def stored(path: Path) -> Stored:
-    """Return the record of a file as it is now."""
+    """Return the record of a file's current content."""
     content, blocks = _map(path)
     return Stored(bytes=len(content), hashes="".join(_hash(content[block]) for block in blocks))
 
 
 def damage(folder: Path, record: Checkpoint, told: Callable[[int], None]) -> tuple[Damage, ...]:
-    """Return all that is not as it was saved, file by file; ``told`` gets each file's bytes when it
-    is done.
+    """Return all damage, file by file. ``told`` is called with each file's bytes when the file is
+    done.
 
-    Without hashes it is checked only that the files are there, have their bytes and a header.
+    Without hashes, only the files' presence, sizes and headers are checked.
     """
 
     def look(name: str) -> list[Damage]:
@@ -147,11 +147,11 @@ def damage(folder: Path, record: Checkpoint, told: Callable[[int], None]) -> tup
 
 
 def _map(path: Path) -> tuple[Bytes, list[slice]]:
-    """Map a file's bytes; return them and where its blocks are."""
+    """Map a file's bytes; return them and the slices of its blocks."""
     with files.open_file(path) as file:
         if os.fstat(file.fileno()).st_size < 8:
             raise ValueError(f"{path} is cut off; {FIX}")
-        # copied on write: torch wants memory that it may write to
+        # copy on write: torch wants writable memory
         content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
     start = 8 + int(content[:8].view("<u8")[0])
     if start > min(len(content), _MOST_HEADER):

@@ -1,12 +1,12 @@
 """Compare three steps of a plan in fp32 with the same steps on one device.
 
 In: a rank's job and its data. Out: the largest relative difference of the losses. Both sides start
-from the same weights and see the same tokens; one device takes the whole global batch in
-microbatches. On a CPU sums differ by rounding only; GPU kernels add in other orders.
+from the same weights and see the same tokens. The one device runs the whole global batch in
+microbatches. On a CPU sums differ by rounding only; GPU kernels add in different orders.
 
-Images are compared in float64: now and then one of the many inputs of ReLU and pooling is within
-float32's rounding of where its gradient jumps; another order of sums then changes gradients by
-1e-2, and AdamW's first steps with them.
+Images are compared in float64. Sometimes an input of ReLU or pooling is within float32's rounding
+of a point where the gradient jumps. A different order of sums then changes gradients by 1e-2, and
+with them AdamW's first steps.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from meshwise.engine.frame import RankJob
 from meshwise.spec import WideResNet
 
 NUM_STEPS = 3
-TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # the largest relative difference that is rounding
+TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}  # the largest relative difference due to rounding
 
 
 def loss_error(job: RankJob, batches: Callable[[int, Rows], Batches]) -> float:
     """Return max |loss / loss on one device - 1| over three steps, the same on every rank.
 
-    ``batches(steps, rows)`` are those of the run. Rank 0 needs the memory for the whole model in
-    fp32 (images: fp64); ``torch.OutOfMemoryError`` is raised on all ranks when it has not.
+    ``batches(steps, rows)`` returns the run's batches. Rank 0 needs memory for the whole model in
+    fp32 (images: fp64). If it lacks it, all ranks raise ``torch.OutOfMemoryError``.
     """
     ranks, plan, seed = job.ranks, job.plan, job.request.asked.seed
 
@@ -62,7 +62,7 @@ def loss_error(job: RankJob, batches: Callable[[int, Rows], Batches]) -> float:
 
 
 def in_float64(training: step.TrainingState) -> step.TrainingState:
-    """Turn a training of images, as ``step.prepare`` makes it in fp32, into float64."""
+    """Turn a training of images, made in fp32 by ``step.prepare``, into float64."""
     for stage in training.pipeline.stages.values():
         stage.module.double()  # in place, so that the optimizer has the same parameters
     return replace(
@@ -74,6 +74,6 @@ def in_float64(training: step.TrainingState) -> step.TrainingState:
 
 
 def _losses(training: step.TrainingState) -> list[float]:
-    """Return the loss of every step, where the last stage is; elsewhere none."""
+    """Return the loss of every step on ranks with the last stage, [] on others."""
     losses = [float(step.run(training, index)) for index in range(NUM_STEPS)]
     return losses if training.reports else []

@@ -1,22 +1,22 @@
-"""Save a training, and load it under any layout; under the same one it goes on bit for bit.
+"""Save a training, and load it under any layout. Under the same layout it resumes bit for bit.
 
 In: on all ranks a ``TrainingState`` and a folder that all of them see. Out: in the folder
 ``checkpoint.json`` (a ``Checkpoint``) and, in the subfolder it names, safetensors files. Each
 parameter, persistent buffer and tensor of optimizer state (``optimizer.<state>.<parameter>``) is
-there once, by its name in the whole model, cut as the ranks hold it. Ranks that hold the same part
-share the writing. A tensor without dims (a counter) is a number in the JSON. The tied copy of a
-weight is left out: loaded, it is its original again, from which it may have been rounded apart
-where the ends of a pipeline are cut unequally.
+stored once, under its name in the whole model, cut as the ranks hold it. Ranks that hold the same
+part share the writing. A tensor without dims (a counter) is a number in the JSON. The tied copy of
+a weight is not stored: after loading it equals its original again. Before, it may differ from it by
+rounding, if the ends of a pipeline are cut unequally.
 
-A new subfolder becomes the checkpoint when its JSON takes the place of the old one, by one rename
-after all ranks have written and synced; until then the old one stands. Each rank compares the
-hashes of the blocks that it reads (``engine.blocks``); one run at a time saves into a folder
-(``engine.folder``). Tokens are a function of (seed, step), so the step is enough to go on with the
+A new subfolder becomes the checkpoint when its JSON replaces the old one, by one rename after all
+ranks have written and synced. Until then the old checkpoint stays. Each rank verifies the hashes of
+the blocks that it reads (``engine.blocks``). One run at a time saves into a folder
+(``engine.folder``). Tokens are a function of (seed, step), so the step is enough to resume the
 data.
 
-The files are those of torch.distributed.checkpoint's sharded Hugging Face storage; its reader reads
-them too. Its writer is not used: it asks DTensor where a share begins, and DTensor does not know
-where FSDP2 cuts an uneven part of tp (50257 rows over tp 2, dp 4), so that it refuses to save.
+The files have the format of torch.distributed.checkpoint's sharded Hugging Face storage; its reader
+reads them, too. Its writer is not used: it asks DTensor where a share begins, and DTensor does not
+know where FSDP2 cuts an uneven part of tp (50257 rows over tp 2, dp 4), so it refuses to save.
 """
 
 import contextlib
@@ -48,15 +48,15 @@ from meshwise.reshard.regions import Box, chunk_of, whole
 from meshwise.spec import AnyModel, Plan, Record
 from meshwise.spec.checkpoint import Checkpoint, Stored, Whole
 
-SAME_NORM = 1e-4  # relative: sums in another order
-FILE_BYTES = 2**30  # a rank copies so much to the host at once, or one larger tensor
+SAME_NORM = 1e-4  # relative tolerance: sums in a different order
+FILE_BYTES = 2**30  # the most that a rank copies to the host at once, or one larger tensor
 
 T = TypeVar("T")
-Targets = dict[str, list[tuple[Box, Tensor]]]  # by name, what this rank holds of each tensor
+Targets = dict[str, list[tuple[Box, Tensor]]]  # by name, this rank's parts of each tensor
 
 
 class TensorShare(NamedTuple):
-    """A rank's part of a tensor; ``norm`` of this part, None if it is not finite."""
+    """A rank's part of a tensor. ``norm``: of this part; None if it is not finite."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,11 +70,11 @@ Save = Callable[..., None]  # (training, plan, step=, seed=): all ranks call it 
 
 @contextlib.contextmanager
 def saving(ranks: Ranks, folder: Path | str) -> Iterator[Save]:
-    """Hold ``folder`` for the saves of this run. Each replaces what is there by the training as it
-    is before step ``step``.
+    """Hold ``folder`` for the saves of this run. Each save replaces the checkpoint there by the
+    training as it is before step ``step``.
 
-    ValueError on all ranks, and what is there stays, if another run holds the folder or has written
-    into it since, or if one rank cannot write.
+    Raises a ValueError on all ranks if another run holds the folder or has written into it since,
+    or if one rank cannot write. The old checkpoint then stays.
     """
     folder = Path(folder)
     held: folders.HeldFolder | None = None
@@ -137,7 +137,7 @@ def _save(
 
 
 def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = None) -> Checkpoint:
-    """Read the folder's checkpoint; ValueError if it is not whole, or of another model,
+    """Read the folder's checkpoint. Raises a ValueError if it is incomplete, or of another model,
     workload, ``optimizer`` (by default the plan's) or seed."""
     folder = Path(folder)
     record = folders.read(folder / folders.JSON)
@@ -149,7 +149,7 @@ def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = N
         ("seed", record.seed, seed),
     ]
     for name, saved, given in pairs:
-        if saved != given:  # it would not go on where the saved training stopped
+        if saved != given:  # it would not continue the saved training
             raise ValueError(f"{name} = {given!r}: the checkpoint has {saved!r}; resume with that")
     folders.check_files(folder, record)
     return record
@@ -158,10 +158,10 @@ def checked(folder: Path | str, plan: Plan, seed: int, optimizer: str | None = N
 def load(
     ranks: Ranks, training: TrainingState, folder: Path | str, plan: Plan, *, seed: int
 ) -> int:
-    """Fill a newly made training from ``folder``; return the next step.
+    """Fill a new training from ``folder``; return the next step.
 
-    All ranks call it together; ValueError on all of them if the checkpoint is damaged, or of
-    another model, workload, optimizer or seed. The optimizer's settings stay those of the training.
+    All ranks call it together. All raise a ValueError if the checkpoint is damaged, or of another
+    model, workload, optimizer or seed. The optimizer keeps the settings of the training.
     """
     folder = Path(folder)
     found: list[Checkpoint] = []
@@ -187,13 +187,13 @@ def load(
 
 
 def _tensors(training: TrainingState) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield this rank's tensors by their names in the whole model, and whether it is a tied
+    """Yield this rank's tensors with their names in the whole model, and whether each is a tied
     copy."""
     for stage in training.pipeline.stages.values():
         module = stage.module
         for unit in module.modules():
             if isinstance(unit, FSDPModule):
-                unit.reshard()  # else the module has gathered parameters, soon out of date
+                unit.reshard()  # otherwise it holds gathered parameters, soon out of date
         for name, parameter in module.named_parameters():
             origin = module.origin(name)
             yield origin, parameter, origin != name
@@ -216,10 +216,10 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _box(tensor: Tensor) -> Box:
-    """Return the indices that this rank holds; every cut is torch.chunk's.
+    """Return the indices that this rank holds. Every cut is torch.chunk's.
 
-    ``_StridedShard`` says that an axis cut what axes to its right had cut already (FSDP2's after
-    tp's). DTensor itself cuts in another order and mends it, which fails for uneven parts.
+    ``_StridedShard`` marks an axis that cuts after axes to its right (FSDP2's after tp's). DTensor
+    itself cuts in another order and corrects the result, which fails for uneven parts.
     """
     box = whole(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -250,8 +250,8 @@ def _shares(tensors: Mapping[str, Tensor]) -> list[TensorShare]:
 
 
 def _check_shares(everyone: Sequence[Sequence[TensorShare]]) -> None:
-    """Check that all is finite, and that ranks with the same part of a tensor have the same
-    numbers: else their parts only look alike. Rounding changes a norm less than the tolerance."""
+    """Check that all tensors are finite, and that ranks with the same part of a tensor hold the
+    same values: otherwise the parts only look alike. Rounding changes norms less than 1e-3."""
     whole_of: dict[str, TensorShare] = {}
     part_of: dict[tuple[str, Box], TensorShare] = {}
     for rank, shares in enumerate(everyone):
@@ -269,7 +269,7 @@ def _check_shares(everyone: Sequence[Sequence[TensorShare]]) -> None:
 
 
 def _norms(everyone: Sequence[Sequence[TensorShare]]) -> dict[str, float]:
-    """Return the norms of whole tensors, however they are cut; NaN for one that is not finite."""
+    """Return the norms of whole tensors, for any cut. A tensor that is not finite has NaN."""
     parts = {(share.name, share.box): share.norm for shares in everyone for share in shares}
     squares: dict[str, float] = defaultdict(float)
     for (name, _), norm in parts.items():
@@ -278,7 +278,7 @@ def _norms(everyone: Sequence[Sequence[TensorShare]]) -> dict[str, float]:
 
 
 def _share_writing(everyone: Sequence[Sequence[TensorShare]]) -> list[list[str]]:
-    """Share the writing: the least loaded of the ranks that hold a part writes it."""
+    """Return the names that each rank writes: the least loaded rank that holds a part writes it."""
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     lacking: dict[str, int] = {}
     for rank, shares in enumerate(everyone):
@@ -297,7 +297,7 @@ def _share_writing(everyone: Sequence[Sequence[TensorShare]]) -> list[list[str]]
 
 
 def _on_all_ranks(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
-    """Return the results of ``work`` on all ranks; ValueError on all if it fails on one."""
+    """Return the results of ``work`` on all ranks. If it fails on one, all raise a ValueError."""
     from safetensors import SafetensorError
 
     def told(error: Exception) -> str | None:
@@ -313,7 +313,7 @@ def _on_all_ranks(ranks: Ranks, phase: str, work: Callable[[], T]) -> list[T]:
 
 
 def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """Write this rank's parts into files, each on disk when this returns."""
+    """Write this rank's parts into files. They are synced to disk when this returns."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -333,7 +333,7 @@ def _write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, 
                 save_file(parts, file.name, about)
             except SafetensorError as error:
                 raise ValueError(f"{path} cannot be written: {error}") from None
-            with open(file.name, "rb") as again:  # safetensors makes another file of that name
+            with open(file.name, "rb") as again:  # safetensors replaces the file of that name
                 os.fsync(again.fileno())
             written[path.name] = blocks.stored(Path(file.name))
     return written
@@ -352,7 +352,7 @@ def _fields(name: str, saved: Record, given: Record) -> list[tuple[str, object, 
 
 
 def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer allocate its states by a step, whose effects are all loaded over."""
+    """Make the optimizer allocate its states by a step. Loading overwrites all its effects."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -361,7 +361,7 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _read(folder: Path, record: Checkpoint, training: TrainingState) -> None:
-    """Fill this rank's tensors from all files that have parts of them."""
+    """Fill this rank's tensors from all files that hold parts of them."""
     wanted: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor, _ in _tensors(training):
         wanted[name].append(tensor)
@@ -386,7 +386,7 @@ def _read(folder: Path, record: Checkpoint, training: TrainingState) -> None:
 
 
 def _copy_part(file: blocks.DataFile, targets: Targets, name: str) -> int:
-    """Copy a file's part of a tensor into the boxes that this rank holds; count the elements."""
+    """Copy a file's part of a tensor into this rank's boxes. Return the number of elements."""
     part, count = file.parts[name], 0
     for _, local in targets[name]:
         saved_bytes = part.last - part.first
@@ -404,7 +404,7 @@ def _copy_part(file: blocks.DataFile, targets: Targets, name: str) -> int:
 
 
 def _slices(part: Box, of: Box) -> tuple[slice, ...]:
-    """Return where ``part`` lies in a tensor that holds ``of``."""
+    """Return the slices of ``part`` in a tensor that holds the box ``of``."""
     return tuple(map(slice, *part.shifted([-low for low in of.low])))
 
 

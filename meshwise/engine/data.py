@@ -2,8 +2,8 @@
 
 In: a model, a workload, a seed and, if the user has one, a token file. Out: for every step inputs
 and targets of some rows of the global batch. In a window of seq + 1 tokens the inputs are all but
-the last, the targets all but the first. Without a file tokens are uniform over the vocabulary; with
-one they are windows at random places. Images are normal numbers, their labels uniform.
+the last token, the targets all but the first. Without a file, tokens are uniform over the
+vocabulary. With a file, windows start at random places. Images are normal, their labels uniform.
 
 Token files: ``.npy`` (one-dimensional, any integer type), ``.uint32.bin``, or ``.bin`` (raw uint16,
 as nanoGPT writes them). They are mapped, not read.
@@ -24,8 +24,8 @@ EVERY = slice(None)
 
 
 class Batches(NamedTuple):
-    """``inputs`` [steps, rows, seq] of int64 or [steps, rows, 3, height, width] of float32,
-    ``targets`` [steps, rows, seq] or [steps, rows] of int64."""
+    """Batches of some steps. ``inputs``: [steps, rows, seq] of int64 or [steps, rows, 3, height,
+    width] of float32. ``targets``: [steps, rows, seq] or [steps, rows] of int64."""
 
     inputs: npt.NDArray[Any]
     targets: npt.NDArray[np.int64]
@@ -45,9 +45,9 @@ def batches(
     rows: Rows,
     first: int = 0,
 ) -> Batches:
-    """Make rows ``rows`` of the global batches of ``steps`` steps, from step ``first`` on.
+    """Make ``rows`` of the global batches of ``steps`` steps, from step ``first`` on.
 
-    A file that is missing, too short or holds a token outside the vocabulary is a ValueError.
+    Raises a ValueError if the file is missing, too short or holds a token outside the vocabulary.
     """
     if isinstance(model, WideResNet):
         if file is not None:
@@ -67,7 +67,7 @@ def batches(
 
 
 def _images(model: WideResNet, workload: Workload, steps: range, seed: int, rows: Rows) -> Batches:
-    """Make each image by a generator of its own, so that a rank makes only its rows."""
+    """Make each image with its own generator, so that a rank makes only its rows."""
     numbers = np.arange(workload.global_batch_size)[rows]
     shape = (3, model.image_size, model.image_size)
     inputs = np.empty((len(steps), len(numbers), *shape), dtype=np.float32)

@@ -1,13 +1,13 @@
-"""Decode greedily, token by token, with keys and values kept, under tensor and pipeline
+"""Decode greedily, token by token, with a cache of keys and values, under tensor and pipeline
 parallelism.
 
 In: a ``frame.RunRequest`` whose plan's ``seq_len`` is the prompt's. Out: one Sample of op ``step``,
-mode ``decode``: ``times_s`` between tokens of a sequence (the largest over the ranks that choose
-them), metrics ``time_to_first_token_s`` (from the common start until all sequences have theirs),
-``tokens_per_s`` (of all sequences, at the median time), ``weight_bytes``, ``cache_bytes`` and on
+mode ``decode``. ``times_s``: between tokens of a sequence (the largest over the ranks that choose
+them). Metrics: ``time_to_first_token_s`` (from the common start until all sequences have one),
+``tokens_per_s`` (over all sequences, at the median time), ``weight_bytes``, ``cache_bytes`` and on
 GPUs ``peak_bytes`` (largest over ranks), ``num_parameters``.
 
-The rows of a pipeline are cut into groups that take turns, as many as it has stages if they can be.
+A pipeline's rows are cut into equal groups that take turns, one per stage if the rows allow it.
 """
 
 import functools
@@ -29,7 +29,7 @@ from meshwise.timing import clock, device_states
 
 
 def plan_for(request: RunRequest) -> Plan:
-    """Return the plan with its batch cut for decoding: each group of rows is a microbatch."""
+    """Return the plan with its batch cut for decoding. Each group of rows is a microbatch."""
     plan, new_tokens = request.plan, request.counts.new_tokens
     model, layout, batch = plan.model, plan.layout, plan.workload.global_batch_size
     if isinstance(model, WideResNet):
@@ -81,7 +81,7 @@ def prompts_of(plan: Plan, rank: int, seed: int) -> Tensor:
 
 
 def _measured(job: RankJob) -> dict[str, Any]:
-    """Decode once untimed, which captures and compiles, and once timed."""
+    """Decode once untimed, to capture and compile, and once timed."""
     ranks, request, plan = job.ranks, job.request, job.plan
     seed, new_tokens = request.asked.seed, request.counts.new_tokens
     job.say("building the model")

@@ -1,12 +1,12 @@
-"""The folder of a checkpoint: read ``checkpoint.json``, and see to it that one run replaces it.
+"""The folder of a checkpoint: read ``checkpoint.json``, and let only one run replace it.
 
-In: a folder that all hosts see. Out: its ``Checkpoint``, if it is as it was saved; or the folder
-held by one run, which replaces the checkpoint. A run that ends in any way holds nothing any more.
+In: a folder that all hosts see. Out: its ``Checkpoint``, if it is undamaged; or the folder, held by
+one run that replaces the checkpoint. A run that ends in any way releases the folder.
 
-A lock keeps a second run out from the start. File systems of clusters may grant a lock twice, or
-have none. So whoever replaces the checkpoint first creates a file that may not exist, which is
-exclusive everywhere, and then checks that ``checkpoint.json`` is still the one that it wrote last
-or found when it began. While that file exists, nobody else can be about to commit a subfolder, so
+A lock keeps a second run out from the start. Cluster file systems may grant a lock twice, or have
+none. So a run that replaces the checkpoint first creates a file that must not exist, which is
+exclusive on every file system. Then it checks that ``checkpoint.json`` is still the one that it
+wrote last or found at its start. While that file exists, no other run can commit a subfolder, so
 the other subfolders can be removed.
 """
 
@@ -33,7 +33,7 @@ _OURS = re.compile(r"step-\d+-[0-9a-f]{8}")  # the only subfolders that are ever
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a ``checkpoint.json`` and verify it; ValueError where it is not as saved."""
+    """Read a ``checkpoint.json`` and verify it. Raises a ValueError if it is damaged."""
     data = files.parse_json(
         files.read_bytes(path, at_most=_MOST_JSON), str(path), at_most=_MOST_JSON
     )
@@ -49,7 +49,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
-    """Upgrade version 1, which knew only the bytes of each file."""
+    """Upgrade version 1, which stored only the size of each file."""
     sizes = data.get("files")
     if not isinstance(sizes, dict):
         return data
@@ -58,7 +58,7 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_files(folder: Path, record: Checkpoint) -> None:
-    """Check that all files are there with as many bytes as were written."""
+    """Check that all files exist and have their written sizes."""
     for name, stored in record.files.items():
         path = folder / record.data / name
         if not path.is_file():
@@ -75,15 +75,15 @@ class HeldFolder:
         self.folder = folder
         self._lock = _locked(folder)
         try:
-            (folder / _COMMIT).unlink(missing_ok=True)  # of a run that was killed meanwhile
+            (folder / _COMMIT).unlink(missing_ok=True)  # left by a killed run
             self._standing = _content(folder)
         except BaseException:
             self.close()
             raise
 
     def replace(self, record: Checkpoint) -> None:
-        """Make this the folder's checkpoint and remove the one before. If another run has
-        replaced it since, that one stays and ``record.data`` is removed: ValueError."""
+        """Make ``record`` the folder's checkpoint and remove the one before. If another run has
+        replaced it since, keep that one, remove ``record.data`` and raise a ValueError."""
         path = self.folder / JSON
         written = msgspec.json.format(msgspec.json.encode(record.sealed()), indent=1) + b"\n"
         try:
@@ -134,11 +134,11 @@ def _digest(content: bytes) -> str:
 
 
 def _locked(folder: Path) -> int:
-    """Open and lock the folder's lock file; ValueError if another run holds it. Where there are no
-    locks the commit looks for itself."""
+    """Open and lock the folder's lock file. Raises a ValueError if another run holds it. If the
+    file system has no locks, the check at the commit is enough."""
     path = folder / _LOCK
     try:
-        lock, is_held = files.lock(path, mode=0o660)  # whoever can open it can hold it
+        lock, is_held = files.lock(path, mode=0o660)  # who can open it can hold it
     except BlockingIOError:
         who = path.read_bytes()[:100].decode(errors="replace")
         said = f" ({who})" if who and who.isprintable() else ""

@@ -1,8 +1,8 @@
 """The frame of training, inference and decoding: a run of a plan on the joined ranks.
 
 In: a ``RunRequest``; the module named by its mode measures the plan. Out: one Sample of op
-``step``, which rank 0 writes into the run directory. Memory that ran out on one rank ends the run
-on all of them with status ``oom``.
+``step``, which rank 0 writes into the run directory. If one rank runs out of memory, the run ends
+on all ranks with status ``oom``.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from meshwise.timing import METHOD_VERSION, is_out_of_memory
 
 Metrics = dict[str, float | tuple[float, ...]]
 T = TypeVar("T")
-_phases = itertools.count()  # every rank counts the same ones
+_phases = itertools.count()  # all ranks count the same phases
 
 
 class RunRequest(Record, kw_only=True):
-    """A plan, what is ``asked`` of it, and where the sample goes."""
+    """A plan, the options of its run (``asked``), and the directory for the sample."""
 
     plan: Plan
     run_dir: str
@@ -48,7 +48,7 @@ class RunRequest(Record, kw_only=True):
 
 
 def run_ranks(ranks: Ranks, request: bytes) -> None:
-    """Measure what the JSON of a ``RunRequest`` asks for. Every rank calls it with the same."""
+    """Measure what a ``RunRequest`` in JSON asks for. All ranks call it with the same request."""
     ordered = msgspec.json.decode(request, type=RunRequest)
     measured = importlib.import_module(f"meshwise.engine.{ordered.asked.mode}").measure
     sample = measured(ranks, ordered)
@@ -58,7 +58,7 @@ def run_ranks(ranks: Ranks, request: bytes) -> None:
 
 @dataclass(frozen=True)
 class RankJob:
-    """One rank's part of a run. ``plan``: the request's, or the one made of it. ``spent``: the
+    """One rank's part of a run. ``plan``: the request's, or a plan derived from it. ``spent``: the
     seconds of its phases, by name."""
 
     ranks: Ranks
@@ -86,8 +86,8 @@ class RankJob:
         return together(self.ranks, self.place, phase, work, compiling=compiling)
 
     def peak(self, what: str, work: Callable[[], object], held: Iterable[Tensor]) -> dict[str, int]:
-        """Return this rank's peak memory: of the timed work on a GPU, of a traced ``work`` on a
-        CPU."""
+        """Return this rank's peak memory: on a GPU during the timed work, on a CPU during a traced
+        ``work``."""
         if self.on_gpu:
             return memory.cuda_peak()
         self.ranks.at(what)
@@ -97,12 +97,12 @@ class RankJob:
 def together(
     ranks: Ranks, place: MeshPlace, phase: str, work: Callable[[], T], *, compiling: bool = False
 ) -> T:
-    """Return this rank's result of ``work`` once all ranks and this one's device are done.
+    """Return this rank's result of ``work`` once all ranks and this rank's device are done.
 
-    Memory that ran out on one rank raises ``torch.OutOfMemoryError`` on all, which names the rank,
-    the phase and the case. Ranks that wait in a collective for it time out first and learn why
-    here. Any other error is raised where it is. ``compiling`` lets collectives wait as long as
-    set-up may take: ranks compile at different speeds and meet in the first steps.
+    If one rank runs out of memory, all raise ``torch.OutOfMemoryError`` with the rank, the phase
+    and the case. Ranks that wait for it in a collective time out first and learn the reason here.
+    Any other error is raised on its own rank. ``compiling``: collectives may wait as long as set-up
+    takes, because ranks compile at different speeds and meet in the first steps.
     """
     assert ranks.store is not None
     store, key = ranks.store, f"out of memory/{next(_phases)}"
@@ -132,8 +132,8 @@ def sample(
 ) -> Sample:
     """Do ``work`` and make a sample of it, the same on every rank.
 
-    ``work`` returns fields of the sample; a ``reason`` among them is a failure. Its ``spent`` has
-    the seconds of set-up already, as ``setup_s``.
+    ``work`` returns fields of the sample; a ``reason`` among them means failure. The job's
+    ``spent`` already has the seconds of set-up, as ``setup_s``.
     """
     filled = functools.partial(Sample, case_id=case.id, case=case, method_version=METHOD_VERSION)
     ranks.at("set-up")
@@ -155,7 +155,7 @@ def slowest(rank_times_s: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 @contextlib.contextmanager
 def timed(spent: dict[str, float], name: str) -> Iterator[None]:
-    """Enter into ``spent`` how many seconds the body took on the host's clock."""
+    """Store in ``spent`` the seconds that the body took on the host's clock."""
     started = time.perf_counter()
     yield
     spent[name] = time.perf_counter() - started
@@ -163,7 +163,7 @@ def timed(spent: dict[str, float], name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_pauses() -> Iterator[None]:
-    """Keep Python's garbage collector out of what is timed."""
+    """Keep Python's garbage collector from running during timed work."""
     gc.collect()
     gc.disable()
     try:

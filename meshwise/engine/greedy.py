@@ -1,13 +1,13 @@
-"""Decode greedily in this rank's stage: the likeliest token after all before it, again and again.
+"""Decode greedily in this rank's stage: choose the likeliest next token, again and again.
 
-In: a plan whose microbatches are groups of rows, a ``MeshPlace``, prompts. Out: the tokens, where
-the last stage is. Keys and values are kept (``nn.cache``), weights are plain tensors
+In: a plan whose microbatches are groups of rows, a ``MeshPlace``, prompts. Out: the tokens, on
+ranks with the last stage. Keys and values are cached (``nn.cache``); weights are plain tensors
 (``parallel.local``).
 
-Groups take turns: a stage works on one while the others are elsewhere. The last stage chooses the
-tokens and sends them to the first. The host never waits for a token; positions are tensors that it
-fills. On a GPU a stage's step is a CUDA graph for each length that the cache is read to, doubling
-from ``SHORTEST``; messages between stages stay outside.
+Groups take turns: a stage works on one group while other stages work on the others. The last stage
+chooses the tokens and sends them to the first. The host never waits for a token; it fills tensors
+of positions. On a GPU a stage's step is a CUDA graph, one for each length of cache that is read;
+lengths double from ``SHORTEST``. Messages between stages are outside the graphs.
 """
 
 import functools
@@ -34,16 +34,16 @@ from meshwise.parallel.pipeline import activations
 from meshwise.reshard.transports import p2p
 from meshwise.spec import Decoder, Layout, Model, Plan, WideResNet
 
-SHORTEST = 256  # tokens of the cache that a step reads at least
+SHORTEST = 256  # the fewest tokens of the cache that a step reads
 
 
 class Routes(NamedTuple):
-    """This rank's messages of one kind: to the next stage and from the one before. The last stage's
-    tokens go to the first. None where this rank has none."""
+    """This rank's messages of one kind: to the next stage (``out``) and from the one before
+    (``back``). The last stage sends tokens to the first. None: this rank has no such message."""
 
     out: p2p.Route | None
     back: p2p.Route | None
-    shape: tuple[int, ...]  # of what comes back
+    shape: tuple[int, ...]  # of the received tensor
 
 
 class CapturedStep(NamedTuple):
@@ -62,23 +62,23 @@ class Decoding:
     choose: Choice
     now: Now
     prompts: Routes
-    tokens: Routes  # one activation a row
+    tokens: Routes  # one activation per row
     chosen: Routes  # from the last stage to the first
     layout: Layout
     prompt_at: Tensor  # positions of the prompt
-    token_at: Tensor  # position of the incoming token; graphs hold it, so it is filled anew
+    token_at: Tensor  # position of the incoming token; refilled in place: graphs hold it
     new_tokens: int
     shortest: int
     dtype: torch.dtype
     device: torch.device
     caches: list[Cache]
-    is_static: bool  # no step asks the device, so a graph may hold it
+    is_static: bool  # no step waits for the device, so a graph can capture it
     graphs: dict[tuple[int, int], CapturedStep] = field(default_factory=dict)
 
 
 class Generated(NamedTuple):
-    """``tokens`` [groups, rows, new_tokens], where the last stage is; a mark at the start and
-    after each token of all groups."""
+    """Generated ``tokens`` [groups, rows, new_tokens], on ranks with the last stage. ``marks``: one
+    at the start and one after each token of all groups."""
 
     tokens: Tensor | None
     marks: list[Any]
@@ -93,7 +93,7 @@ def prepare(
     seed: int,
     shortest: int = SHORTEST,
 ) -> Decoding:
-    """Build a rank's stage of a ``decode.plan_for`` a request, with room for keys and values."""
+    """Build a rank's stage of a plan from ``decode.plan_for``, with room for keys and values."""
     model, layout, workload = plan.model, plan.layout, plan.workload
     assert not isinstance(model, WideResNet)
     _check(plan, place)
@@ -139,7 +139,7 @@ def prepare(
 
 
 def _check(plan: Plan, place: MeshPlace) -> None:
-    """Refuse dtypes that decoding does not know, and layouts that cannot be."""
+    """Refuse dtypes that decoding does not support, and illegal layouts."""
     if plan.dtype not in ("fp32", "bf16"):
         raise ValueError(
             f"dtype = {plan.dtype!r}: decoding runs in fp32 or bf16; plan for one of them"
@@ -166,7 +166,7 @@ def _cached(
 
 
 def _length(tokens: int, shortest: int) -> int:
-    """Round the cache's length to read up: few lengths, since each is a graph of its own."""
+    """Round up the length of cache to read. Few lengths are used, since each is its own graph."""
     return shortest << max(0, math.ceil(math.log2(tokens / shortest)))
 
 
@@ -186,7 +186,7 @@ def _routes(
     around: bool = False,
 ) -> Routes:
     """Route tensors of this shape from every stage to the next, or ``around`` from the last to
-    the first. All ranks make them in one order: see ``p2p.connected``."""
+    the first. All ranks make routes in the same order: see ``p2p.connected``."""
     out = back = None
     for number, link in sorted(place.links.items()):
         if (number < 0) != around:
@@ -209,7 +209,7 @@ def generate(
 ) -> Generated:
     """Decode ``prompts`` [groups, rows, prompt_len].
 
-    ``wait(mark)`` keeps the host from running more than a token ahead.
+    ``wait(mark)`` keeps the host at most one token ahead.
     """
     stage, groups = decoding.stage, decoding.layout.num_microbatches
     sending: list[p2p.Sending | None] = [None] * groups
@@ -221,7 +221,7 @@ def generate(
         for group in range(groups):
             x = _receive(decoding, index, latest[group])
             previous = sending[group]
-            if previous is not None:  # it has arrived: the input was made of it
+            if previous is not None:  # it was received: the input depends on it
                 previous.wait()
             y = _step(decoding, x, group, index)
             sending[group] = _send(decoding, index, y)
@@ -239,7 +239,7 @@ def generate(
 
 
 def _turn_to(decoding: Decoding, index: int) -> None:
-    """Point the stage at the tokens whose successors have number ``index``."""
+    """Set the stage's positions to the tokens before new token ``index``."""
     now, at = decoding.now, len(decoding.prompt_at) + index - 1
     decoding.token_at.fill_(at)
     if index < 2:
@@ -281,7 +281,7 @@ def _step(decoding: Decoding, x: Tensor, group: int, index: int) -> Tensor:
             cache.turn_to(group)
         if not index or not decoding.is_static:
             return _forward(decoding, x)
-        # the eager runs before the capture write to the cache what the graph writes again
+        # eager runs before the capture write the same cache entries that the graph writes again
         work = functools.partial(_forward, decoding, x.clone())
         graph, y = timing.captured(work, work, times=2)
         found = decoding.graphs[key] = CapturedStep(graph, work.args[1], y)

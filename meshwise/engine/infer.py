@@ -1,18 +1,18 @@
-"""Run a plan forward only: how long a batch takes, how many a second go through.
+"""Run a plan forward only: time a batch, and measure the throughput of many.
 
 In: a ``frame.RunRequest``. Out: one Sample of op ``step``, mode ``infer``, in the run directory,
 beside a trace of the streamed batches (``trace-<case>.json``). Two loops:
 
-- one batch at a time, all ranks starting together: ``times_s`` are from the start on the first
+- one batch at a time, with all ranks starting together: ``times_s`` run from the start on the first
   stage to the end on the last (the largest over ranks);
-- streamed: batches follow each other without a barrier, a stage at most ``in_flight`` of them ahead
-  of what the next has taken. ``streamed_s`` is rank 0's time from the first start to the last end,
-  over the number of batches. With ``driver_time`` this is the only loop and gives ``times_s``.
+- streamed: batches follow each other without a barrier. A stage is at most ``in_flight`` batches
+  ahead of the batches that the next has received. ``streamed_s``: rank 0's time from the first
+  start to the last end, per batch. With ``driver_time`` this loop alone runs and gives ``times_s``.
 
 Metrics: ``streamed_s``, ``samples_per_s``, ``tokens_per_s``; for each stage ``stage_s`` (its own
 work on a batch: median over batches, the slowest of its ranks), ``stage_weight_bytes`` and
 ``stage_peak_bytes`` (of the ranks that hold it); ``peak_bytes``, ``num_parameters``; the seconds of
-the phases, as ``engine.train`` names them.
+the phases, named as in ``engine.train``.
 """
 
 import functools
@@ -38,7 +38,7 @@ from meshwise.ranks import Ranks
 from meshwise.spec import Plan, Sample, case_of, phases
 from meshwise.timing import clock, device_states
 
-NUM_BATCHES = 2  # different ones, used in turn
+NUM_BATCHES = 2  # different batches, used in turn
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class InferenceState:
     inputs: Tensor  # [batches, rows, seq], or images [batches, rows, channels, height, width]
 
     def tensors(self) -> list[Tensor]:
-        """Return everything on the device between two batches."""
+        """Return all tensors on the device between two batches."""
         modules = [stage.module for stage in self.pipeline.stages.values()]
         held = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         return [*held, self.inputs]
@@ -64,7 +64,7 @@ def prepare(
     dtype: str,
     seed: int,
 ) -> InferenceState:
-    """Build a rank's share of the plan's model, in the compute dtype, for its rows of batches."""
+    """Build a rank's share of the plan's model, in dtype ``dtype``, for its rows of batches."""
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: inference runs in fp32 or bf16; plan for one of them")
     numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -77,8 +77,8 @@ def prepare(
 
 
 def run(inference: InferenceState, index: int) -> list[Tensor]:
-    """Run batch ``index``, modulo their number. Return this rank's part of each microbatch's
-    logits, where the last stage is."""
+    """Run batch ``index``, modulo the number of batches. Return this rank's part of each
+    microbatch's logits, on ranks with the last stage."""
     done = start(inference, index, finish=lambda logits: logits)
     done.wait()
     return done.results
@@ -91,14 +91,14 @@ def start(
     finish: Callable[[Tensor], Tensor],
     mark: Callable[[], Any] = lambda: None,
 ) -> forward.Pass:
-    """Run batch ``index``, with messages perhaps still under way. Keep ``finish(logits)``."""
+    """Start batch ``index``; messages may be pending on return. Keep ``finish(logits)``."""
     built = inference.pipeline
     inputs = inference.inputs[index % len(inference.inputs)].split(built.layout.microbatch_size)
     return forward.run(built, inputs, finish=finish, mark=mark)
 
 
 def _forget(_: Tensor) -> Tensor:
-    """Keep no logits: those of all microbatches at once may be more than the model."""
+    """Drop logits: those of all microbatches may need more memory than the model."""
     return torch.empty(0)
 
 
@@ -153,7 +153,7 @@ class RankTimes(NamedTuple):
 
 
 def _measured(job: RankJob) -> tuple[Any, RankTimes, Any]:
-    """Build, warm up, time and measure memory; return the times between the devices' states."""
+    """Build, warm up, time and measure memory; return device states before, times, states after."""
     ranks, plan, spent = job.ranks, job.plan, job.spent
     asked, counts = job.request.asked, job.request.counts
     rows = step.rows(plan.layout, ranks.rank)
@@ -232,7 +232,7 @@ def _streamed(job: RankJob, inference: InferenceState) -> tuple[float, list[Batc
     def await_oldest() -> None:
         done, end = under_way.popleft()
         done.wait()
-        if job.on_gpu:  # the host must not run ahead without end
+        if job.on_gpu:  # the host must not run ahead without limit
             ranks.synchronize("a batch under way", end)
 
     with no_pauses():
@@ -277,7 +277,7 @@ def _stage_times(spans: list[BatchSpan]) -> dict[str, list[float]]:
 
 
 def _fields(request: RunRequest, replies: list[RankTimes]) -> dict[str, Any]:
-    """Make times and metrics of the sample from every rank's reply."""
+    """Make the sample's times and metrics from every rank's reply."""
     workload = request.plan.workload
     streamed_s = replies[0].loop_s / request.counts.steps  # rank 0 is the driver
     rank_times_s = tuple(tuple(reply.times_s) for reply in replies)

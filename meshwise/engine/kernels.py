@@ -1,6 +1,6 @@
-"""Choose kernels: which of torch's scaled dot product attentions, and how fp32 is multiplied.
+"""Choose kernels: one of torch's scaled dot product attentions, and the precision of fp32 products.
 
-In: a recipe and a device. Out: a context to train in. ``auto`` on a GPU takes the first possible
+In: a recipe and a device. Out: a context to train in. On a GPU ``auto`` takes the first possible
 one of cuDNN, flash, efficient and math; on a CPU it is torch's own choice.
 """
 
@@ -23,9 +23,9 @@ BACKENDS = {
 
 
 def choose(recipe: Recipe, device: torch.device, dtype: str) -> AbstractContextManager[None]:
-    """Hold all work to the recipe's kernel, also that of other threads (backward).
+    """Use the recipe's kernel for all work, including that of other threads (backward).
 
-    A kernel that the build or the device lacks, or that does not take the dtype, is a ValueError.
+    Raises a ValueError if the build or the device lacks the kernel, or it does not take the dtype.
     """
     if reason := _lacking(recipe.attention, device, dtype):
         raise ValueError(f"Recipe.attention = {recipe.attention!r}: {reason}; use auto")
@@ -38,10 +38,10 @@ def choose(recipe: Recipe, device: torch.device, dtype: str) -> AbstractContextM
 
 @contextmanager
 def fp32_precision(wanted: Precision) -> Iterator[None]:
-    """Hold products and convolutions of fp32 tensors on GPUs to IEEE fp32 or to TF32.
+    """Run products and convolutions of fp32 tensors on GPUs in IEEE fp32 or in TF32.
 
-    Torch itself takes TF32 for convolutions and fp32 for products. Its older settings are set:
-    compiled code reads them, which raises where the newer ones say something else.
+    torch's defaults are TF32 for convolutions and fp32 for products. This sets torch's older
+    settings: compiled code reads them, and raises if the newer ones differ.
     """
     products: Any = torch.backends.cuda.matmul
     convolutions: Any = torch.backends.cudnn

@@ -1,9 +1,9 @@
 """Measure a step's peak memory: by the CUDA allocator or, on a CPU, by tracing tensor bytes.
 
 A CPU has no such counter, so the step is traced: torch's profiler records every allocation, free
-and resize of a tensor's storage. The high-water mark is the bytes held before (each storage once)
-plus the largest running sum of the trace. Memory that libraries take by themselves is not seen,
-neither on the GPU (NCCL's buffers, the CUDA context) nor on the CPU (gloo, BLAS).
+and resize of a tensor's storage. The peak is the bytes held before (each storage once) plus the
+largest running sum of the trace. Memory that libraries allocate themselves is not counted, neither
+on the GPU (NCCL's buffers, the CUDA context) nor on the CPU (gloo, BLAS).
 """
 
 import json
@@ -23,7 +23,7 @@ NUM_TRACES = 4
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of the storages behind tensors, each once; of a DTensor, this rank's."""
+    """Count the bytes of the tensors' storages, each once; for a DTensor, this rank's part."""
     storages = {}
     for tensor in tensors:
         storage = share(tensor).detach().untyped_storage()
@@ -32,18 +32,18 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def peak_tensor_bytes(work: Callable[[], object], held: Iterable[Tensor]) -> int:
-    """Return the high-water mark of CPU tensor bytes while ``work`` runs; ``held`` exist before it.
+    """Return the peak of CPU tensor bytes while ``work`` runs. ``held``: tensors that exist before.
 
-    ``work`` runs four times, alike each time, and must leave nothing behind. The profiler does not
-    see the free of a block whose last holder is one of gloo's threads. Which blocks that hits is
-    chance, so a free that any trace has seen counts for all.
+    ``work`` runs four times, the same each time, and must leave nothing behind. The profiler misses
+    the free of a block whose last holder is one of gloo's threads. It misses blocks at random, so a
+    free that any trace has seen counts for all.
     """
     before_bytes = storage_bytes(held)
     first, *others = [_trace(work) for _ in range(NUM_TRACES)]
     sizes = [size for size, _ in first]
     alike = [first, *(blocks for blocks in others if [size for size, _ in blocks] == sizes)]
     ends = [min(end for _, end in same) for same in zip(*alike, strict=True)]
-    changes = [*sizes, 0]  # of the sum, when block i appears and blocks that ended before are gone
+    changes = [*sizes, 0]  # of the sum when block i appears, after earlier frees
     for size, end in zip(sizes, ends, strict=True):
         changes[end] -= size
     return before_bytes + max(accumulate(changes, initial=0))
@@ -72,8 +72,8 @@ def _trace(work: Callable[[], object]) -> list[tuple[int, int]]:
 
 
 def cuda_peak() -> dict[str, int]:
-    """Return the bytes in tensors, and the bytes the allocator took from the device, at their
-    highest since ``torch.cuda.reset_peak_memory_stats``."""
+    """Return the peak bytes of tensors, and of memory that the allocator took from the device,
+    since ``torch.cuda.reset_peak_memory_stats``."""
     return {
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),

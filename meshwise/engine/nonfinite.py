@@ -1,12 +1,12 @@
-"""Find the module that first makes a number that is not finite.
+"""Find the module that first computes a value that is not finite.
 
-In: a rank's training as it was before the step in question, and the number of its batch. Out: one
-line on every rank. The parameters are looked at first: the update before may have spoiled them.
-Then forward and backward run once more, in eager mode, with a look at every module's output and its
-gradient; then at the gradients of the parameters. The optimizer does not run.
+In: a rank's training as it was before the step in question, and the index of its batch. Out: one
+line on every rank. The parameters are checked first: the update before may have spoiled them. Then
+forward and backward run once more, in eager mode. Every module's output and its gradient are
+checked, then the gradients of the parameters. The optimizer does not run.
 
-A step with a loss that is not finite spoils all weights, so prepare the training anew and run it up
-to that step first.
+A step whose loss is not finite spoils all weights. So prepare the training anew and run it up to
+that step first.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ VALUE, OUTPUT, GRADIENT, OF_PARAMETER = range(len(KINDS))
 
 
 class NonfiniteValue(NamedTuple):
-    """A value that is not finite. Sorted in the order in which the ranks together come to them:
-    by microbatch and stage in a forward; in a backward the last stage is the first."""
+    """A value that is not finite. Values sort in the order in which the ranks reach them: in a
+    forward by microbatch and stage, in a backward with the last stage first."""
 
     kind: int  # of KINDS
     microbatch: int
@@ -45,7 +45,7 @@ class NonfiniteValue(NamedTuple):
 
 
 class _Watch:
-    """One forward and backward under observation; ``found``: this rank's first of each kind."""
+    """Watches one forward and backward. ``found``: this rank's first value of each kind."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.found = rank, dict[int, NonfiniteValue]()
@@ -56,7 +56,7 @@ class _Watch:
             self.found[kind] = NonfiniteValue(kind, microbatch, order, self.rank, name)
 
     def over(self, stage: LinkedStage, hold: ExitStack) -> None:
-        """Look at every module of a stage, but not again at what backward recomputes."""
+        """Check every module of a stage, but not the recomputation in backward."""
         microbatch, running = -1, False
 
         def begin(*_: Any) -> None:
@@ -93,7 +93,7 @@ def first_module(ranks: Ranks, training: TrainingState, index: int) -> str | Non
     """Return ``the output of layers.3.mlp.up (stage 1, microbatch 0, rank 2)``; None if all is
     finite.
 
-    Every rank calls it with its own ``training`` and gets the same. Gradients come back to zero.
+    All ranks call it with their own ``training`` and get the same. It zeroes the gradients.
     """
     built, watch = training.pipeline, _Watch(ranks.rank)
     size = built.layout.microbatch_size

@@ -1,9 +1,9 @@
 """Optimizers and gradient clipping, on whole parameters or shards, without waiting for the device.
 
-The global norm is sqrt(sum over parameters of |gradient|^2). A rank adds the squares of what it
-holds, divided by the number of ranks that hold the same; one all-reduce of one number adds the
-ranks. That covers every mix of shards and replicas, which torch's own norm of DTensors reduces
-one parameter at a time.
+The global norm is sqrt(sum over parameters of |gradient|^2). A rank sums the squares of its
+elements, each divided by the number of ranks that hold the same; an all-reduce of one value sums
+over ranks. This covers every mix of shards and replicas. torch's own norm of DTensors reduces one
+parameter at a time.
 """
 
 from collections import defaultdict
@@ -28,9 +28,9 @@ _OF_SGD = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize"
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW, on this rank's own shares. Each element has its own update, but torch
-    first asks how sharded tensors would have to be moved, for 20 s at the first step of experts
-    on a mesh of four axes. States stay as sharded as the parameters."""
+    """torch's fused AdamW, on this rank's own shares. Updates are elementwise, but torch first
+    works out how to redistribute sharded tensors, which took 20 s in the first step for experts on
+    a mesh of four axes. States are sharded like the parameters."""
 
     def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> Any:
         is_complex = super()._init_group(group, *tensors)  # type: ignore[no-untyped-call]
@@ -40,8 +40,8 @@ class AdamW(torch.optim.AdamW):
 
 
 class SGD(torch.optim.SGD):
-    """torch's SGD with momentum, on this rank's own shares, for the same reason: experts on a
-    mesh of four axes took minutes."""
+    """torch's SGD with momentum, on this rank's own shares, for the same reason as ``AdamW``:
+    experts on a mesh of four axes took minutes."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -61,8 +61,8 @@ class SGD(torch.optim.SGD):
 
 
 def build(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build the recipe's optimizer: AdamW, SGD with Nesterov's momentum, or Adafactor. Only the
-    first has a fused kernel for shards."""
+    """Build the recipe's optimizer: AdamW, SGD with Nesterov's momentum, or Adafactor. Only AdamW
+    has a fused kernel for shards."""
     rate, decay = recipe.learning_rate, recipe.weight_decay
     if recipe.optimizer == "adamw":
         return AdamW(parameters, lr=rate, betas=BETAS, weight_decay=decay, fused=True)
@@ -79,13 +79,13 @@ def clip_gradients(
     copy: nn.Parameter | None = None,
     loss: Tensor | None = None,
 ) -> Tensor:
-    """Scale all gradients by min(1, max_norm / norm); return the norm before, on the device.
+    """Scale all gradients by min(1, max_norm / norm); return the norm before it, on the device.
 
-    ``alone``: this rank holds them all. ``copy`` is scaled too, but counted where its original is.
-    The norm is nan on all ranks if the ``loss`` of any is not finite. It works on the ranks' own
-    shares: torch's clipping of many DTensors takes the host longer than the device.
+    ``alone``: this rank holds all gradients. ``copy``: a tied copy; it is scaled, too, but only its
+    original counts. The norm is nan on all ranks if the ``loss`` of any rank is not finite. This
+    works on the ranks' own shares: torch's clipping of many DTensors makes the host the bottleneck.
     """
-    alike: dict[int, list[Tensor]] = defaultdict(list)  # by the number of ranks that hold the same
+    alike: dict[int, list[Tensor]] = defaultdict(list)  # by the number of ranks that hold a copy
     uncounted: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -105,12 +105,12 @@ def clip_gradients(
 
 
 def nothing(loss: Tensor) -> Tensor:
-    """Return 0, or nan for a loss that is not finite: in a sum over ranks it tells all of them."""
+    """Return 0, or nan if the loss is not finite. A sum over ranks passes the nan on to all."""
     return 0 * loss.detach()
 
 
 def _num_replicas(gradient: Tensor) -> int:
-    """Count the ranks that hold the same numbers as this one."""
+    """Count the ranks that hold the same elements as this one."""
     count = 1
     if isinstance(gradient, DTensor):
         for axis, placement in enumerate(gradient.placements):

@@ -1,23 +1,23 @@
 """Divide the time of a step: forward, backward, optimizer, exposed communication, bubble.
 
-In: a rank's training. Out: a ``Phases`` of all ranks. Two steps: one with marks on the compute
-stream (on a CPU: on the clock) between everything a rank does, one with the same marks under
-torch's profiler, which sees when kernels and collectives run. Times of the second are carried over
-to the first piecewise linearly, mark by mark, because the profiler slows a step.
+In: a rank's training. Out: a ``Phases`` of all ranks. Two steps run. The first has marks on the
+compute stream (on a CPU: on the clock) between all actions of a rank. The second has the same marks
+under torch's profiler, which records when kernels and collectives run. The profiler slows a step,
+so the second step's times are mapped to the first's, piecewise linearly, mark by mark.
 
     exposed = moments when a collective runs and no computation of this rank does
-    forward = its stretches between two marks, less what is exposed in them; so for backward and
-              optimizer (clipping and update)
-    bubble  = stretches that wait for a neighbour's message, messages on their way included; in a
-              pipeline also waiting for ranks that come to the exchange of the tied weight's
-              gradients, to the clipping or to the end later
+    forward = its stretches between two marks, minus exposed time in them; likewise for backward
+              and optimizer (clipping and update)
+    bubble  = stretches that wait for a neighbour's message, including the time to send it; in a
+              pipeline also waiting for ranks that reach the exchange of the tied weight's
+              gradients, the clipping or the end later
     other   = the rest: before the first action and, without a pipeline, after the last
     forward + backward + optimizer + exposed + bubble + other = step
 
 Clocks: all ranks start together, within microseconds on one host, and count from there.
 
-On a CPU a collective runs from its call until gloo's thread is done, and computation is torch's
-operators on the main thread, so that Python's own time beside a collective counts as exposed.
+On a CPU a collective runs from its call until gloo's thread is done. Computation is torch's
+operators on the main thread, so Python's own time during a collective counts as exposed.
 """
 
 import functools
@@ -64,7 +64,7 @@ class NamedSpan(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The profiler's findings, in its own seconds; ``messages`` are those between stages."""
+    """The profiler's findings, on its own clock. ``messages``: between stages."""
 
     marks: list[float]
     compute: list[Interval]
@@ -84,7 +84,7 @@ class Marked(NamedTuple):
 
 
 def record(job: RankJob, training: step.TrainingState, run_dir: Path) -> dict[str, float]:
-    """Measure on the last batch; rank 0 writes all into ``run_dir``. Return the metrics."""
+    """Measure on the last batch; return the metrics. Rank 0 writes ``phases.json``."""
     job.say("two steps to see where the time goes")
     work = functools.partial(measure, job.ranks, training, len(training.inputs) - 1)
     measured = job.together("profiled steps", work)
@@ -94,7 +94,7 @@ def record(job: RankJob, training: step.TrainingState, run_dir: Path) -> dict[st
 
 
 def measure(ranks: Ranks, training: step.TrainingState, index: int) -> Phases:
-    """Run two steps on batch ``index``, which train like any other; all ranks return the same."""
+    """Run two steps on batch ``index``; they train the model, too. All ranks return the same."""
     modules = [stage.module for stage in training.pipeline.stages.values()]
     piped = not all(module.first and module.last for module in modules)
     ranks.at("a step with marks")
@@ -131,8 +131,8 @@ def _marked(ranks: Ranks, training: step.TrainingState, index: int) -> Marked:
 
 
 def _profiled(ranks: Ranks, training: step.TrainingState, index: int) -> list[dict[str, Any]]:
-    """Return the events of one step. A mark on a GPU is a kernel of no length: annotations of
-    the host do not cover what backward's threads launch."""
+    """Return the events of one step. A mark on a GPU is an empty kernel: the host's annotations do
+    not cover kernels that backward's threads launch."""
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if ranks.device.type == "cuda" else []
 
@@ -155,10 +155,10 @@ def _profiled(ranks: Ranks, training: step.TrainingState, index: int) -> list[di
 
 
 def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> Trace:
-    """Sort the events of torch's trace; its times are microseconds."""
+    """Sort the events of torch's trace by kind. Its times are microseconds."""
     kind_of = _gpu_kind if device_type == "cuda" else _cpu_kind
     whole = [event for event in events if event.get("ph") == "X"]
-    if device_type == "cpu":  # gloo's threads add numbers too, by torch's operators
+    if device_type == "cpu":  # gloo's threads call torch's operators, too
         main = next(event["tid"] for event in whole if event["name"] == MARK)
         whole = [e for e in whole if e["tid"] == main or e["name"].startswith("gloo:")]
     found: dict[str, list[NamedSpan]] = {
@@ -183,8 +183,8 @@ def read(events: Iterable[dict[str, Any]], device_type: str, *, piped: bool) -> 
 
 
 def _gpu_kind(event: dict[str, Any]) -> tuple[str, str]:
-    """Return (kind, name) of an event on the device. NCCL's all-to-all and its messages are
-    kernels of one name; their purpose is an argument of the event."""
+    """Return (kind, name) of an event on the device. NCCL's all-to-all and its messages have the
+    same kernel name; an argument of the event tells them apart."""
     name, category = event["name"], event.get("cat")
     if category == "kernel" and "spin_kernel" in name:
         return "mark", ""
@@ -208,7 +208,7 @@ def _cpu_kind(event: dict[str, Any]) -> tuple[str, str]:
 
 
 def _rescaled(seen: Trace, marked: Marked) -> Trace:
-    """Return the trace in the seconds of the step that was not profiled."""
+    """Return the trace on the clock of the step that was not profiled."""
 
     def moved(times: list[float]) -> list[float]:
         return [float(t) for t in np.interp(times, seen.marks, marked.starts)]
@@ -236,7 +236,7 @@ def attributed(
     latest: Mapping[str, float],
     piped: bool,
 ) -> RankPhases:
-    """Divide one rank's seconds. ``latest``: when the last rank comes to each of ``MEETINGS``."""
+    """Divide one rank's seconds. ``latest``: when the last rank reaches each of ``MEETINGS``."""
     times = dict.fromkeys(ADDENDS, 0.0)
     communicates = union((start, end) for _, start, end in trace.communication)
     alone = without(communicates, trace.compute)

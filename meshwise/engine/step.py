@@ -1,9 +1,9 @@
-"""Run one training step of a laid-out model: microbatches, clipping, optimizer. Nothing waits for
-the device.
+"""Run one training step of a laid-out model: microbatches, clipping, optimizer. The host never
+waits for the device.
 
-Microbatch m of a step is rows m * microbatch_rows on of the global batch, cut evenly over dp, and
-each sequence over cp. The loss of each is divided by their number, so gradients are means over the
-global batch and do not depend on the layout.
+Microbatch m of a step starts at row m * microbatch_rows of the global batch. Its rows are cut
+evenly over dp, and each sequence over cp. Each microbatch's loss is divided by the number of
+microbatches, so gradients are means over the global batch and do not depend on the layout.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class TrainingState:
 
     @property
     def reports(self) -> bool:
-        """Whether the loss is known here."""
+        """Whether this rank computes the loss."""
         return any(stage.module.last for stage in self.pipeline.stages.values())
 
     def parameters(self) -> list[nn.Parameter]:
@@ -54,15 +54,15 @@ class TrainingState:
         return [parameter for stage in stages for parameter in stage.module.parameters()]
 
     def tensors(self) -> list[Tensor]:
-        """Return everything on the device between two steps."""
+        """Return all tensors on the device between two steps."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         kept = [value for value in states if isinstance(value, Tensor)]
         return [*self.parameters(), *kept, self.inputs, self.targets]
 
 
 def rows(layout: Layout, rank: int) -> npt.NDArray[np.int64]:
-    """Return the rows of the global batch that a rank computes, microbatch by microbatch; the
-    ranks of a tp and of a cp group share them."""
+    """Return the rows of the global batch that a rank computes, microbatch by microbatch. Ranks of
+    one tp group, and of one cp group, have the same rows."""
     pipeline_rank = layout.pipeline_rank_of(rank)
     inside, first = layout.of_rank(pipeline_rank), layout.devices_of(pipeline_rank).start
     share = (rank - first) // (inside.tp * inside.cp) * inside.microbatch_size
@@ -143,8 +143,8 @@ def prepare_alone(
 
 
 def positions(plan: Plan, place: MeshPlace) -> npt.NDArray[np.int64] | None:
-    """Return the positions of this rank's tokens in their sequences, if ranks share those. The
-    first and the last chunk together make causal work equal."""
+    """Return the positions of this rank's tokens in their sequences, or None if ranks share no
+    sequences. A rank's two chunks, one early and one late, make causal work equal."""
     if place.context is None:
         return None
     return shards.positions(_shards(plan), torch.distributed.get_rank(place.context))
@@ -155,13 +155,13 @@ def _shards(plan: Plan) -> shards.Shards:
 
 
 def attention(plan: Plan, place: MeshPlace) -> Attend:
-    """Return causal attention, over sequences that the ranks of a context group share, if any."""
+    """Return causal attention; if there is a context group, over the sequences that it shares."""
     if place.context is None:
         return causal
     attend = partial(ring_attention, group=place.context, causal=True, shards=_shards(plan))
 
     def alike(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        """Latent attention has narrower values; ring attention wants all alike."""
+        """Pad narrower values (latent attention): ring attention needs equal widths."""
         width = v.shape[-1]
         out: Tensor = attend(q, k, F.pad(v, (0, q.shape[-1] - width)), window=window)
         return out[..., :width]
@@ -170,7 +170,7 @@ def attention(plan: Plan, place: MeshPlace) -> Attend:
 
 
 def on_meta(model: AnyModel, layers: range | None, recipe: Recipe, attend: Attend) -> ModelStage:
-    """Build the module of a model, or of a stage of it, without memory."""
+    """Build the module of a model, or of one of its stages, without memory."""
     with torch.device("meta"):
         return build(model, layers, attend=attend, routing=recipe.routing)
 
@@ -208,12 +208,12 @@ def _on(device: torch.device, values: npt.NDArray[np.generic]) -> Tensor:
 
 
 def run(training: TrainingState, index: int, mark: pipeline.Mark = pipeline.unmarked) -> Tensor:
-    """Run one optimizer step on batch ``index``; return this rank's mean loss, on the device (0
-    where the last stage is not). ``mark`` is told what begins, as ``pipeline.run`` says, then
-    ``clip``, ``optimizer`` and ``end``.
+    """Run one optimizer step on batch ``index``; return this rank's mean loss, on the device (0 on
+    ranks without the last stage). ``mark`` is called with the name of each part as it begins: those
+    of ``pipeline.run``, then ``clip``, ``optimizer`` and ``end``.
 
-    ``training.norm`` is nan on all ranks if the loss of any is not finite. It goes with the sum of
-    the gradients' squares; without clipping it is summed while the optimizer works.
+    ``training.norm`` becomes nan on all ranks if the loss of any rank is not finite. The sum of the
+    gradients' squares carries it; without clipping a separate sum runs beside the optimizer.
     """
     built = training.pipeline
     size = built.layout.microbatch_size

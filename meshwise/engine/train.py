@@ -1,17 +1,17 @@
 """Run a plan on the joined ranks: training steps timed one by one, their losses and peak memory.
 
-In: a ``frame.RunRequest``. Out: one Sample of op ``step`` in the run directory, written by rank 0:
-``times_s`` per step (the largest over ranks), metrics ``losses`` (every step since the first,
+In: a ``frame.RunRequest``. Out: one Sample of op ``step`` in the run directory, written by rank 0.
+``times_s``: per step (the largest over ranks). Metrics: ``losses`` (every step since the first,
 mean over the global batch), ``peak_bytes`` and on GPUs ``reserved_bytes`` (largest over ranks),
 ``tokens_per_s`` (at the median step), ``num_parameters``, ``check_loss_error``; and the seconds of
 the phases (largest over ranks): ``setup_s`` (meshes and communicators), ``data_s``, ``build_s``
-(model and optimizer), ``compile_s`` (the warm-up steps, the first of which compile), ``timed_s``.
-With ``profile`` two more steps say where the time goes: ``phases.json``, metrics of
+(model and optimizer), ``compile_s`` (warm-up steps; the first ones compile), ``timed_s``. With
+``profile`` two more steps show where the time goes: ``phases.json``, metrics of
 ``Phases.metrics``. With ``find_nonfinite``, if a loss is not finite, the run trains up to that step
 again and names the module where it begins.
 
-Steps are timed back to back: on a GPU the host waits for nothing within a step and stays at most
-one step ahead. Memory that ran out on one rank ends the run on all of them with status ``oom``.
+Steps are timed back to back. On a GPU the host never waits within a step and stays at most one
+step ahead. If one rank runs out of memory, the run ends on all ranks with status ``oom``.
 """
 
 import functools
@@ -69,9 +69,9 @@ class _StepLoop:
     """The steps of a training, one after the other, and their losses, still on the device.
     ``first``: the number of the first step.
 
-    The host is at most one step ahead of a GPU, so it knows how a step went once it has launched
-    the next. After a loss that is not finite all ranks stop at the same step, or some would wait in
-    a step that others leave out.
+    The host is at most one step ahead of a GPU, so it knows a step's result once it has launched
+    the next. After a loss that is not finite, all ranks must stop at the same step. Otherwise some
+    would wait in a step that others skip.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class _StepLoop:
         self.job, self.training, self.first, self.save = job, training, first, save
         self.mark, self.elapsed_s = clock(job.ranks.device)
         self.ends, self.losses = list[Any](), list[Tensor]()
-        # pinned, so that the device writes into it while the host goes on
+        # pinned, so that the device writes into it while the host continues
         self.norms = torch.zeros(len(training.inputs), pin_memory=job.on_gpu)
 
     def step(self, index: int, what: str = "") -> bool:
-        """Run step ``index``; False if there is nothing left to train."""
+        """Run step ``index``. Return False without running it if an earlier loss was not finite."""
         ranks, number = self.job.ranks, self.first + index
         ranks.at(f"step {number}{what}")
         if len(self.ends) > 1:
@@ -97,16 +97,16 @@ class _StepLoop:
         return True
 
     def is_lost(self, count: int | None = None) -> bool:
-        """Whether the loss of any of the first ``count`` steps was not finite, on any rank."""
+        """Return whether any of the first ``count`` losses was not finite, on any rank."""
         return bool(self.norms[:count].isnan().any())
 
     def save_after(self, index: int) -> bool:
-        """Save after the last step and where it is due; return whether that was done."""
+        """Save after the last step and when a save is due; return whether it saved."""
         asked, number = self.job.request.asked, self.first + index + 1
         is_due = asked.save_every is not None and number % asked.save_every == 0
         if self.save is None or not (is_due or index + 1 == len(self.training.inputs)):
             return False
-        if self.training.norm.isnan():  # the checkpoint before is worth more
+        if self.training.norm.isnan():  # keep the checkpoint before
             return False
         self.job.ranks.at(f"saving before step {number}")
         self.save(self.training, self.job.plan, step=number, seed=asked.seed)
@@ -139,12 +139,12 @@ class _StepLoop:
 
 
 class _StepReporter:
-    """Reports rank 0's timed steps that are known to have ended: into ``steps.jsonl``, so that a
-    run which breaks off keeps them, and on CPUs, where steps are long, to the terminal."""
+    """Reports rank 0's timed steps that have ended: into ``steps.jsonl``, so that an interrupted
+    run keeps them, and on CPUs, where steps are long, to the terminal."""
 
     def __init__(self, loop: _StepLoop) -> None:
         self.loop, self.job, self.count = loop, loop.job, 0
-        # its own stream: reading a loss would wait for the steps behind it
+        # a separate stream: reading a loss would otherwise wait for later steps
         self.stream = torch.cuda.Stream() if self.job.on_gpu else None
 
     def report(self, count: int, spans: list[tuple[Any, Any]]) -> None:
@@ -201,7 +201,7 @@ def _trained(job: RankJob, save: checkpoint.Save | None) -> dict[str, Any]:
 
 
 def _first_nonfinite(job: RankJob, index: int) -> str:
-    """Name the module where the loss of the run's step ``index`` begins not to be finite."""
+    """Name the module that first computes a value that is not finite, in step ``index``."""
     ranks = job.ranks
     job.say("training up to that step again, to find where it begins")
 
@@ -216,7 +216,7 @@ def _first_nonfinite(job: RankJob, index: int) -> str:
 
 
 def _prepared(job: RankJob, save: checkpoint.Save | None) -> _StepLoop:
-    """Make the data and the model, from the seed or from a checkpoint."""
+    """Make the data and the model, the model from the seed or from a checkpoint."""
     ranks, plan, asked = job.ranks, job.plan, job.request.asked
     first, folder, note = 0, asked.resume_from, ""
     if folder is not None:
@@ -240,7 +240,7 @@ def _prepared(job: RankJob, save: checkpoint.Save | None) -> _StepLoop:
 def _fields(
     request: RunRequest, first: int, replies: list[dict[str, Any]], *, lost: bool
 ) -> dict[str, Any]:
-    """Make the fields of the sample from every rank's reply; ``reason`` among them is a failure."""
+    """Make the sample's fields from every rank's reply. A ``reason`` among them means failure."""
     plan = request.plan
     rank_times_s = tuple(tuple(reply["times_s"]) for reply in replies)
     times_s = frame.slowest(rank_times_s)
@@ -264,14 +264,14 @@ def _fields(
 
 
 def _mean_losses(of_ranks: list[list[float | None]]) -> tuple[float, ...]:
-    """Return each step's mean loss over the ranks that know it. JSON has null for inf and nan."""
+    """Return each step's mean loss over the ranks that have it. JSON has null for inf and nan."""
     steps = zip(*filter(None, of_ranks), strict=True)
     return tuple(statistics.fmean(math.nan if x is None else x for x in losses) for losses in steps)
 
 
 def _without_guards(training: step.TrainingState, lowering: str) -> AbstractContextManager[None]:
-    """Run compiled code without checking whether it still fits, if each layer is one graph: then
-    steps are like those of the warm-up. The check is 5 % of a step that the host bounds."""
+    """Run compiled code without guard checks if each layer is one graph: steps are then the same as
+    in the warm-up. The checks take 5 % of a host-bound step."""
     built = training.pipeline
     layers = [layer for stage in built.stages.values() for layer in stage.module.layers.values()]
     if lowering != "compiled" or not all(apply.is_one_graph(x, built.layout) for x in layers):
@@ -286,13 +286,13 @@ def _peak(job: RankJob, training: step.TrainingState) -> dict[str, int]:
 
 
 def _check(job: RankJob, metrics: Metrics) -> dict[str, Any]:
-    """Compare with one device; a difference beyond the tolerance makes the sample an error."""
+    """Compare with one device. A difference beyond the tolerance makes the sample an error."""
     try:
         error = check.loss_error(job, functools.partial(_batches, job.request))
     except torch.OutOfMemoryError as lacking:
         return {"reason": f"the check could not run: {lacking}"}
     tolerance = check.TOLERANCE[job.ranks.device.type]
-    if math.isfinite(error):  # else JSON has null, which is no metric
+    if math.isfinite(error):  # otherwise JSON would have null, which is no metric
         metrics["check_loss_error"] = error
     if error <= tolerance:
         return {}

@@ -1,4 +1,4 @@
-"""Fit prices to samples, each with the error it makes on points left out of its fit."""
+"""Fit prices to samples. Each price comes with its error on points left out of its fit."""
 
 from meshwise.fit.calibrate import calibrate
 

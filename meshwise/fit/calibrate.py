@@ -1,7 +1,7 @@
-"""Samples of one or more runs in, costs.json out: curves, surfaces, then block factors.
+"""Fit costs.json to the samples of one or more runs: curves, surfaces, then block factors.
 
-Samples of one category (``prices.key``) make one price: never of two regimes, dtypes or lowerings.
-"""
+Samples of one category (``prices.key``) make one price. It never mixes regimes, dtypes or
+lowerings."""
 
 from collections import Counter
 from statistics import mean, median
@@ -33,7 +33,7 @@ Timed = list[tuple[Sample, float]]
 
 
 def calibrate(runs: list[tuple[RunInfo, list[Sample]]]) -> Costs:
-    """Prices from the ok samples of ``runs``, which must be of one cluster."""
+    """Return the costs fitted to the ok samples of ``runs``, which must be of one cluster."""
     if len({digest(info.cluster) for info, _ in runs}) > 1:
         raise ValueError("the runs are of different clusters; calibrate each cluster by itself")
     info = runs[0][0]
@@ -84,10 +84,10 @@ def _has_price(op: object) -> bool:
 
 
 def expected_s(sample: Sample) -> float:
-    """Return what one more such operation adds to a long sum: the mean, at the slowest rank.
+    """Return the seconds that one more such operation adds to a long sum: the slowest rank's mean.
 
-    Ranks that communicate wait for each other each time, so there it is the mean of the largest;
-    ranks that do not wait only at the end, so there it is the largest of the means.
+    Ranks that communicate wait for each other in every iteration: take the mean of the largest
+    times. Ranks that do not communicate wait only at the end: take the largest of the means.
     """
     op = sample.case.op
     waits = isinstance(op, Collective) or (isinstance(op, Block) and op.tp > 1)
@@ -101,7 +101,7 @@ def _most_common(values: list[Word], default: Word) -> Word:
 
 
 class _Grouped(NamedTuple):
-    """Samples of one category, medians by coordinates, and what their price says of itself."""
+    """Samples of one category, medians by coordinates, and fields of their price (``about``)."""
 
     timed: Timed
     dims: tuple[str, ...]
@@ -110,7 +110,7 @@ class _Grouped(NamedTuple):
 
 
 def _groups(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> list[_Grouped]:
-    """Group samples by category, in the order of their names."""
+    """Group samples by category, in the order of the categories' names."""
     members: dict[Category, list[tuple[Key, Sample, float]]] = {}
     for sample, time_s in timed:
         key = op_key(sample.case.op, how(sample.case), info.cluster)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def _groups(info: RunInfo, timed: Timed, runs: tuple[str, ...]) -> list[_Grouped
 
 
 def _surface(of: _Grouped, copies: list[Curve]) -> Surface:
-    """Its floor and its rate of memory are those of copies that ran so, if there are any."""
+    """Fit a surface. Floor and memory rate are those of copies, of its regime if there are any."""
     alike = [copy for copy in copies if copy.regime == of.about["regime"]] or copies
     return fit_surface(
         of.dims,

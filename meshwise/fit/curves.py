@@ -1,10 +1,10 @@
-"""Time against bytes: two laws, and the one that predicts left-out points better.
+"""Fit time against bytes by two laws, and choose the one that predicts left-out points better.
 
     log-log     straight lines between measured points in log-log space
-    alpha-beta  t = alpha + beta * bytes, both >= 0, least relative error (Hockney), times what the
-                points on both sides differ from it
+    alpha-beta  t = alpha + beta * bytes, both >= 0, least relative error (Hockney), times the ratio
+                of the points on both sides to this line
 
-Each inner point is left out once; the law with the smaller median error is used.
+Each inner point is left out once. The law with the smaller median error is used.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from meshwise.spec import Curve, HeldOut
 
 
 def held_out(predicted: Sequence[float], measured: Sequence[float]) -> HeldOut:
-    """Relative errors |predicted/measured - 1| summed up; no points give an error of zero of 0."""
+    """Return median and p90 of |predicted/measured - 1|. Without points both are 0."""
     if not measured:
         return HeldOut(median=0.0, p90=0.0, num_points=0)
     errors = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
@@ -29,7 +29,7 @@ def held_out(predicted: Sequence[float], measured: Sequence[float]) -> HeldOut:
 
 
 def alpha_beta(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
-    """Non-negative least squares of (alpha + beta x)/t = 1."""
+    """Return alpha and beta, by non-negative least squares of (alpha + beta x)/t = 1."""
     from scipy.optimize import nnls
 
     scale = x.max()
@@ -38,7 +38,7 @@ def alpha_beta(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
 
 
 def fit_curve(points: dict[int, float], about: dict[str, Any]) -> Curve:
-    """A curve through ``points`` (bytes -> seconds); ``about``: the fields of its ``Price``."""
+    """Fit a curve through ``points`` (bytes -> seconds). ``about``: the fields of its ``Price``."""
     x, t = (np.asarray(column, float) for column in zip(*sorted(points.items()), strict=True))
     laws: dict[str, Callable[[np.ndarray, np.ndarray, float], float]] = {
         "loglog": lambda x, t, at: interpolate_loglog(at, x, t),

@@ -1,9 +1,9 @@
 """Block factors: measured blocks against the sum of their operations' prices.
 
-A layer in the clock is not the sum of its kernels: eager mode adds host gaps, compilation fuses
+A layer's measured time is not the sum of its kernels: eager mode adds host gaps, compilation fuses
 elementwise work away, small kernels overlap. The ratio measured / composed, by part, direction,
-tensor-parallel degree and size, carries all of that into a plan. The same with the bytes that
-the block saved for backward, since a compiler's partitioner chooses its own.
+tensor-parallel degree and size, carries all of that into a plan. A second ratio does the same for
+the bytes that the block saves for backward: a compiler's partitioner makes its own choice.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from meshwise.spec import Block, Factor, Sample
 def fit_factor(
     samples: list[tuple[Sample, float]], prices: Prices, about: dict[str, Any]
 ) -> Factor:
-    """The factor of ``samples`` of blocks (each with its expected time); ``about``: the fields of
-    its ``Price``."""
+    """Fit the factor of ``samples`` of blocks, each with its expected time. ``about``: the fields
+    of its ``Price``."""
     sizes: dict[float, list[tuple[float, float]]] = {}
     for sample, time_s in samples:
         block, device = sample.case.op, device_of(prices.costs.cluster, sample.case.lowering)

@@ -1,9 +1,9 @@
 """GEMM, attention and convolution: utilisation of a roofline at every measured shape.
 
-The roofline's rates are the best that any shape of the surface reached, its floor the shortest
-time of any single-rank operation (the launch). Each shape is left out once and predicted from
-its neighbours; rectangular tiles and wave quantisation stay in the residual, which is the
-honest error of a shape that was not measured.
+The roofline's rates are the best that any shape of the surface reached. Its floor is the shortest
+time of any single-rank operation (the launch). Each shape is left out once and predicted from its
+neighbours. The effects of rectangular tiles and wave quantisation stay in the residual, which is
+the error of a shape that was not measured.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ def fit_surface(
     floor_s: float,
     copy_bytes_per_s: float,
 ) -> Surface:
-    """A surface through ``points`` (extents of ``dims`` -> seconds); ``about``: the fields of its
-    ``Price``."""
+    """Fit a surface through ``points`` (extents of ``dims`` -> seconds). ``about``: the fields of
+    its ``Price``."""
     shapes = sorted(points)
     measured = [points[shape] for shape in shapes]
     like: Shaped = about["like"]

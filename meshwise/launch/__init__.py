@@ -1,8 +1,8 @@
 """Start a job: call a target function on every rank.
 
-``run("meshwise.probe.sweep:measure_ranks", request, nproc=4)`` starts the ranks itself or, in a
-process that torchrun or srun started, joins the others. Each rank calls ``target(ranks, request)``
-with the request as JSON. Results are files; nothing comes back but ``RanksFailed``.
+``run("meshwise.probe.sweep:measure_ranks", request, nproc=4)`` starts the ranks itself. In a
+process that torchrun or srun started, it joins the others. Each rank calls ``target(ranks,
+request)`` with the request as JSON. Results are files; the only return is a ``RanksFailed`` error.
 
 Ranks import this module before they watch for their parent's end, so it imports nothing heavy.
 """
@@ -29,13 +29,12 @@ def run(
     patience: Patience = USUAL,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Call ``target`` on ``nproc`` ranks; RanksFailed says which rank died of what, in which case.
+    """Call ``target`` on ``nproc`` ranks. RanksFailed names the rank that died, the reason and the
+    case.
 
-    ``threads`` is each rank's OMP_NUM_THREADS, by default what the environment says, else an
-    equal share of the cores. ``patience`` is how long ranks wait for each other. ``environment`` is
-    set in each rank, with its number for ``{rank}``. Where a launcher started the ranks, it must be
-    empty.
-    """
+    ``threads``: each rank's OMP_NUM_THREADS, by default the environment's, else an equal share of
+    the cores. ``patience``: how long ranks wait for each other. ``environment``: variables for each
+    rank, with its number for ``{rank}``; it must be empty if a launcher started the ranks."""
     import msgspec
 
     from meshwise import launcher, provenance
@@ -54,7 +53,7 @@ def run(
 
 
 def start(order: "WorkOrder", nproc: int) -> None:
-    """Carry out the order on all ranks, to its end: here, or as one of a launcher's ranks."""
+    """Carry out the order to its end: start all ranks here, or run as one of a launcher's ranks."""
     from meshwise import launcher
 
     place = launcher.environment()

@@ -1,7 +1,7 @@
-"""The folder, of this user alone, where torch.compile and Triton keep compiled code.
+"""The private folder in which torch.compile and Triton keep compiled code.
 
-Both run what they find there, and Inductor's usual place, /tmp/torchinductor_USER, can be made by
-somebody else first. Ours is XDG_CACHE_HOME/meshwise (~/.cache/meshwise) with mode 0700.
+Both run the code that they find there, and another user can create Inductor's default folder,
+/tmp/torchinductor_USER, first. Ours is XDG_CACHE_HOME/meshwise (~/.cache/meshwise), mode 0700.
 """
 
 import atexit
@@ -21,16 +21,16 @@ log = logging.getLogger("meshwise")
 
 @functools.cache
 def use() -> None:
-    """Make this process keep its compiled code there, from now to its end."""
+    """Make this process keep its compiled code in that folder, from now to its end."""
     held = contextlib.ExitStack()
     atexit.register(held.close)
     os.environ.update(variables(held.enter_context(scratch.folder())))
 
 
 def variables(spare: Path) -> dict[str, str]:
-    """Return environment variables for a process that compiles. Folders that the user named
-    stay, if nobody can write into them but the user and perhaps a group of the user's choice.
-    ``spare`` is used where a home cannot be written."""
+    """Return environment variables for a process that compiles. A folder that the user named is
+    used if only the user, and perhaps a group of the user's choice, can write into it. ``spare``
+    is used if the home cannot be written."""
     return {
         name: _folder(name, own, spare)
         for name, own in ((INDUCTOR, "inductor"), (TRITON, "triton"))
@@ -56,11 +56,11 @@ def _folder(name: str, own: str, spare: Path) -> str:
 
 
 def _check(folder: Path, others: int) -> None:
-    """Refuse a folder that others own, have one of the rights ``others`` to, or may replace."""
+    """Refuse a folder that others own, may replace, or have any of the rights ``others`` to."""
     _refuse(folder, folder.lstat(), {os.geteuid()}, others)
     for parent in folder.resolve().parents:
         status = parent.stat()
-        # in a sticky folder, /tmp say, only the owner of a name may replace it
+        # in a sticky folder, such as /tmp, only the owner of a file may replace it
         writable = 0 if status.st_mode & stat.S_ISVTX else stat.S_IWOTH
         _refuse(parent, status, {os.geteuid(), 0}, writable)
 

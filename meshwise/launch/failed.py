@@ -2,7 +2,7 @@
 
 
 class RanksFailed(RuntimeError):
-    """A job ended because of ``rank``; ``details`` is that rank's traceback, if it wrote one."""
+    """The error of a job that ended because of ``rank``. ``details``: its traceback, if any."""
 
     def __init__(self, message: str, rank: int | None = None, details: str = "") -> None:
         super().__init__(message)
@@ -11,5 +11,5 @@ class RanksFailed(RuntimeError):
 
     @property
     def hung(self) -> bool:
-        """Whether a rank stayed away, and none died or raised an error of its own."""
+        """Whether a rank did not arrive, and none died or raised an error of its own."""
         return any(words in str(self) for words in ("had not arrived", "had stopped"))

@@ -1,7 +1,7 @@
-"""Keep how each rank ended: a small file per rank while it lives, one sentence when it died.
+"""Record how each rank ended: a small file per rank while it lives, one sentence if it dies.
 
 A rank writes its ``Fate`` beside its order: its case, and the error that ended it. The file
-outlives the rank, so the launcher can say what a killed rank was doing.
+outlives the rank, so the launcher can say in which case a rank was killed.
 """
 
 import re
@@ -16,7 +16,7 @@ from meshwise import files
 from meshwise.launch.failed import RanksFailed
 from meshwise.spec import Record
 
-# what the survivors of another rank's death report
+# errors that ranks report because another rank died
 _COLLATERAL = r"had not arrived|timed out|timeout|closed by peer|reset by peer|broken pipe|refused"
 
 
@@ -36,32 +36,31 @@ class Fate(Record, kw_only=True):
 
 
 def write(folder: Path, fate: Fate) -> None:
-    """Replace the rank's file whole, so that a reader never sees half of one."""
+    """Replace the rank's file atomically, so that a reader never sees half of it."""
     path = folder / f"rank-{fate.rank}.json"
     files.write_whole(path, msgspec.json.encode(fate), sync=False)  # it goes with its job
 
 
 def read(folder: Path) -> dict[int, Fate]:
-    """Return the fates of all ranks that got as far as writing one."""
+    """Return the fates of all ranks that wrote one."""
     paths = folder.glob("rank-*.json")
     fates = [msgspec.json.decode(path.read_bytes(), type=Fate) for path in paths]
     return {fate.rank: fate for fate in sorted(fates, key=lambda fate: fate.rank)}
 
 
 def finished(fates: Mapping[int, Fate]) -> set[int]:
-    """Return the ranks whose work is done; each only has to end."""
+    """Return the ranks whose work is done; they only have to exit."""
     return {rank for rank, fate in fates.items() if fate.state == "done"}
 
 
 def explain(
     fates: Mapping[int, Fate], codes: Mapping[int, int], killed: Collection[int]
 ) -> RanksFailed:
-    """Say who died of what: an own error, else a death, else the survivors' error, else a stop.
+    """Return the error that names the rank to blame: the first with an error of its own, else one
+    that died, else one with a survivor's error, else one that stopped.
 
-    ``codes`` as subprocess gives them (-9 is SIGKILL), in the order in which ranks ended, without
-    those that the launcher told to end. ``killed``: ranks that it killed because they did not
-    answer.
-    """
+    ``codes``: subprocess's exit codes (-9 is SIGKILL), in the order in which ranks ended, without
+    ranks that the launcher told to end. ``killed``: ranks it killed because they did not answer."""
     failed = sorted((f for f in fates.values() if f.state == "failed"), key=lambda f: f.time_s)
     own = [fate for fate in failed if not fate.collateral]
     silent = {fate.rank for fate in failed} | set(killed)

@@ -1,9 +1,9 @@
-"""Kill the compilers and whatever else ranks started when the process that started the ranks is
-killed.
+"""Kill the compilers and other children of ranks if the process that started the ranks is killed.
 
-The kernel kills the ranks themselves (``worker``), but nobody else of their process groups. This
-file runs as a program of its own, apart from the package: it reads process groups from standard
-input, a line each, and kills them when that ends. A parent that ends in order ends this one first.
+The kernel kills the ranks themselves (``worker``), but not the rest of their process groups. This
+file runs as a separate program, without the package. It reads process groups from standard input,
+one per line, and kills them when the input ends. A parent that ends normally ends this program
+first.
 """
 
 import contextlib

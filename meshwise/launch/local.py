@@ -1,7 +1,7 @@
 """Ranks on this host: start them, watch them, end them all.
 
 In: an order and a number of ranks. Out: nothing, or ``RanksFailed``. Only this host's users can
-reach what ranks listen on: the store, which this process holds, gloo and NCCL use the loopback
+reach the ranks' sockets: the store, which this process holds, gloo and NCCL use the loopback
 interface. The thread that starts ranks waits for them, since the kernel kills them when it ends.
 """
 
@@ -26,20 +26,19 @@ from meshwise.patience import turns
 
 log = logging.getLogger("meshwise")
 
-_ENDING_S = 3.0  # for a rank with a core of its own to end when it is told to
-_DYING_S = 60.0  # for the kernel to end one: a driver may take long to give its memory back
+_ENDING_S = 3.0  # for a rank with a core of its own to end after SIGTERM
+_DYING_S = 60.0  # for the kernel to end one: a driver may take long to free its memory
 _POLL_S = 0.05
 _WORKER = ("-m", "meshwise.launch.worker")
 _ENDED = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
 
 
 def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
-    """Carry out the order on ``nproc`` ranks. Signals end the ranks and act as usual afterwards.
+    """Carry out the order on ``nproc`` ranks. Signals end the ranks, then act as usual.
 
-    ``worker`` are the arguments to Python that start one rank, before the order's path and our
-    process id.
+    ``worker``: arguments to Python that start one rank, before the order's path and our process id.
     """
-    from meshwise import ranks  # torch, which takes seconds: signals are not held up by it
+    from meshwise import ranks  # imports torch, which takes seconds: before signals are held
 
     if elsewhere := [n for n in ranks.LOOPBACK if os.environ.get(n, "lo").lstrip("=") != "lo"]:
         said = ", ".join(f"{name}={os.environ[name]}" for name in elsewhere)
@@ -48,12 +47,12 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
     with signals.held() as held, scratch.folder() as folder, _keeper() as groups:
         path = folder / "order.json"
         files.write_whole(path, msgspec.json.encode(order), sync=False)
-        # torch's symmetric memory opens sockets in it, by names that others can tell beforehand
+        # torch's symmetric memory opens sockets in TMPDIR, with names that others can predict
         store, kept = ranks.hold_store(), cache.variables(folder) | {"TMPDIR": str(folder)}
         command = [sys.executable, *(worker or _worker()), str(path), str(os.getpid())]
         try:
             for rank in range(nproc):
-                with signals.blocked():  # the worker lets them in when they end it at once
+                with signals.blocked():  # the worker unblocks them once they end it at once
                     started = subprocess.Popen(
                         command,
                         env=os.environ | kept | variables(order, rank, nproc, store.port),
@@ -73,13 +72,13 @@ def start(order: WorkOrder, nproc: int, *, worker: Sequence[str] = ()) -> None:
 
 
 def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, str]:
-    """Return a rank's environment beyond ours. The user may have set the variables in ``usual``."""
+    """Return a rank's variables beyond ours. The user's values of those in ``usual`` win."""
     from meshwise import ranks
 
     usual = {
         **ranks.LOOPBACK,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # end a process whose collective failed
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the store warns of every timeout that we report ourselves
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the store also warns of timeouts that we report ourselves
         "KINETO_LOG_LEVEL": "99",  # the profiler tells of every start and stop
     }
     place = {
@@ -100,14 +99,14 @@ def variables(order: WorkOrder, rank: int, nproc: int, port: int) -> dict[str, s
 
 
 def _worker() -> tuple[str, ...]:
-    """Return the arguments that start a rank. It imports from the working directory, which may
-    be shared, only if we do."""
+    """Return the arguments that start a rank. It imports from the working directory, which others
+    may share, only if this process does."""
     return _WORKER if {"", os.getcwd()} & {*sys.path} else ("-P", *_WORKER)
 
 
 @contextlib.contextmanager
 def _keeper() -> Iterator[IO[bytes]]:
-    """Start the keeper; yield the file for process groups that shall not outlive this process."""
+    """Start the keeper. Yield the file for process groups that must not outlive this process."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", keeper.__file__],
         stdin=subprocess.PIPE,
@@ -126,8 +125,8 @@ def _keeper() -> Iterator[IO[bytes]]:
 
 
 class _Processes:
-    """The ranks' processes. ``codes``: how ranks ended that were not told to, first to last, as
-    subprocess gives them (-9 is SIGKILL). ``killed``: those that did not answer."""
+    """The ranks' processes. ``codes``: exit codes from subprocess (-9 is SIGKILL) of ranks that
+    ended without being told to, first to last. ``killed``: ranks that did not answer."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -135,11 +134,11 @@ class _Processes:
         self.killed: set[int] = set()
 
     def wait(self, folder: Path, timeout_s: float, held: signals.HeldSignals) -> bool:
-        """Wait until all are done, or a signal came; True as soon as one has ended otherwise.
+        """Wait until all are done, or a signal came. Return True as soon as one ended otherwise.
 
         A rank that stays stopped is killed: others notice it in most collectives, but NCCL waits
-        for it without end while it sets up a connection. A rank that is done and does not end is
-        killed too.
+        for it forever while it sets up a connection. A rank that is done but does not end is
+        killed, too.
         """
         seen_s = dict.fromkeys(range(len(self.processes)), time.monotonic())
         while held.number is None and len(self.codes) < len(self.processes):
@@ -159,7 +158,7 @@ class _Processes:
         return False
 
     def end(self) -> None:
-        """End the ranks that run, kindly for a while, and all that they started."""
+        """End the running ranks and all their children: SIGTERM first, SIGKILL after a while."""
         running = self._running()
         limit = time.monotonic() + _ENDING_S * turns(len(running))
         for process in running.values():
@@ -184,7 +183,7 @@ class _Processes:
 
 
 def _state(process: subprocess.Popen[bytes]) -> int | None:
-    """Return one of ``_ENDED``, or stopped; None while it runs. It stays to be reaped."""
+    """Return one of ``_ENDED``, or stopped; None while it runs. This does not reap it."""
     asked = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
     try:
         found = os.waitid(os.P_PID, process.pid, asked)
@@ -194,7 +193,7 @@ def _state(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _reaped(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code. End the rest of its group too, while nobody can have its number."""
+    """Return the exit code. First kill the rest of its group, while its number is still taken."""
     _signal(process, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(_DYING_S)

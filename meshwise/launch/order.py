@@ -1,4 +1,4 @@
-"""The order that every rank gets, and carrying it out: join, call the target, leave."""
+"""The order that every rank gets, and how a rank carries it out: join, call the target, leave."""
 
 import importlib
 import os
@@ -23,7 +23,7 @@ Target = Callable[["Ranks", bytes], None]
 
 
 class WorkOrder(Record, kw_only=True):
-    """The function ``module:name``, its request as JSON, and the options of ``launch.run``."""
+    """An order: the function ``module:name``, its request as JSON, options of ``launch.run``."""
 
     target: str
     request: msgspec.Raw
@@ -33,7 +33,7 @@ class WorkOrder(Record, kw_only=True):
 
 
 def find(target: str, package: str = "meshwise") -> Target:
-    """Return the function ``module:name`` of ``package``. An order cannot name any other."""
+    """Return the function ``module:name`` of ``package``. An order cannot name other functions."""
     module, _, name = target.partition(":")
     if module.split(".")[0] != package or not name.isidentifier():
         raise ValueError(f"target = {target!r}: must be {package}.<module>:<function>")
@@ -47,7 +47,7 @@ def serve(
     """Join, call the target with rank 0's request, leave. Any error becomes a RanksFailed that
     names this rank and its case.
 
-    After an error the process should just end: leaving would wait for ranks that do not come.
+    After an error the process should just end: leaving would wait for ranks that never arrive.
     """
     from meshwise import launcher, ranks
 
@@ -56,7 +56,7 @@ def serve(
     joined = None
     try:
         joined = ranks.join(patience.timeout_s, setup_s=patience.setup_s, note=note)
-        # under torchrun every rank makes a request; one must count, or they would disagree
+        # under torchrun every rank makes a request: use rank 0's, or they might disagree
         agreed = joined.gather(msgspec.Raw(request) if joined.rank == 0 else None)[0]
         target(joined, msgspec.json.encode(agreed))
         joined.leave()
@@ -69,8 +69,8 @@ def serve(
 
 
 def run(path: Path, package: str = "meshwise") -> None:
-    """Carry out the order in the file ``path`` as the rank that the environment names, and keep the
-    rank's fate beside it. Any error ends this process with exit code 1."""
+    """Carry out the order in the file ``path`` as the rank that the environment names, and write
+    the rank's fate beside it. Any error ends this process with exit code 1."""
     order = msgspec.json.decode(path.read_bytes(), type=WorkOrder)
     fate = Fate(rank=int(os.environ["RANK"]))
 

@@ -1,7 +1,7 @@
 """Temporary folders that do not outlive their process.
 
-Each holds a locked file. The kernel releases the lock when the process ends, however it ends, so a
-folder whose lock is free belongs to nobody: whoever makes the next one removes it.
+Each holds a locked file. The kernel releases the lock when the process ends, however it ends. So a
+folder whose lock is free has no owner, and whoever makes the next folder removes it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ PREFIX, LOCK = "meshwise-", "in-use"
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Make a folder of mode 0700, empty but for its lock; it is gone when the body ends."""
+    """Make a folder of mode 0700, empty except for its lock. It is removed when the body ends."""
     sweep()
     made, lock = _made()
     try:
@@ -31,8 +31,8 @@ def folder() -> Iterator[Path]:
 
 def sweep() -> None:
     """Remove this user's folders whose processes have ended. A folder without a lock file is being
-    made, or its maker died amid that: it goes if it is empty, and a maker that lives makes another.
-    Folders that the user made have another mode."""
+    made, or its maker died meanwhile. It is removed if empty; a live maker then makes another.
+    Folders that the user made have a different mode."""
     for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = found.lstat()
@@ -50,7 +50,7 @@ def sweep() -> None:
 
 
 def _made() -> tuple[Path, int]:
-    """Make a folder and its lock, which the file system may grant or not have."""
+    """Make a folder and its lock. The file system may have no locks."""
     while True:
         made = Path(tempfile.mkdtemp(prefix=PREFIX))
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # swept before it was locked

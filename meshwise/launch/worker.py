@@ -1,8 +1,8 @@
 """One rank's process: ``python -m meshwise.launch.worker ORDER.json PARENT``.
 
-The kernel kills it when the thread that started it ends: that is asked for before anything heavy is
-imported. A parent that died earlier is no longer the parent. Standard output belongs to the
-parent's documents, so a rank's goes to standard error.
+The kernel kills it when the thread that started it ends; this is set up before any heavy import. If
+the parent died before that, the process has another parent and exits. Standard output is for the
+parent's documents, so a rank's output goes to standard error.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(request: str, parent: str, package: str = "meshwise") -> None:
-    """Carry out the order, if the process ``parent`` still waits for it."""
+    """Carry out the order, if the process ``parent`` still exists."""
     end_with(int(parent))
     os.dup2(2, 1)
     from meshwise.launch import order
@@ -24,8 +24,8 @@ def main(request: str, parent: str, package: str = "meshwise") -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process when its parent ends, now if it has. Ctrl-C and SIGTERM end it at once,
-    also in the middle of a collective."""
+    """End this process when its parent ends, or now if it has ended. Ctrl-C and SIGTERM end this
+    process at once, also in the middle of a collective."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":

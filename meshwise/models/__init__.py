@@ -1,4 +1,4 @@
-"""Operation graphs of models, what each rank does of them, and counts. No torch."""
+"""Operation graphs of models, each rank's share of them, and counts. No torch."""
 
 from collections import Counter
 from functools import lru_cache
@@ -55,12 +55,12 @@ def graph(
     recompute: tuple[Recompute, ...] = (),
     device: Device = "cuda",
 ) -> Graph:
-    """Build the forward, backward and optimizer of ``batch`` sequences of ``seq`` tokens, or
-    images.
+    """Build the graph of a training step (forward, backward and optimizer) on ``batch`` sequences
+    of ``seq`` tokens, or on ``batch`` images.
 
-    It covers the whole model, or a pipeline stage of ``layers`` of these kinds
-    (``families.forward``). ``recompute``: one word per layer; () is none. ``device``: whose eager
-    kernels.
+    The graph covers the whole model, or a pipeline stage with ``layers`` of these kinds
+    (``families.forward``). ``recompute``: one word per layer; () recomputes nothing. ``device``:
+    the device whose eager kernels run.
     """
     if isinstance(model, Decoder):
         model.check_computed()
@@ -70,15 +70,15 @@ def graph(
 
 Piece = tuple[str, str]  # part and form of a block
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-ENTRY = ("layers.0.in", "layers.0.in.grad")  # of a stage of images, not of the layer behind it
+ENTRY = ("layers.0.in", "layers.0.in.grad")  # a Wide-ResNet stage's copies, not its layer's
 
 
 def blocks_of(
     model: AnyModel, seq_len: int, layout: Layout, dtype: Dtype
 ) -> dict[tuple[Piece, str], Block]:
-    """Return the blocks of a layout, by piece and direction, with as many tokens or images as a
-    rank has. Images have one block for each kind of layer, the most frequent first, and none for
-    the head."""
+    """Return the blocks of a layout by piece and direction. Each holds as many tokens or images as
+    one rank has. Image models have one block per kind of layer, the most frequent first, and no
+    block for the head."""
     pieces: list[tuple[Literal["layer", "head"], str]] = [("layer", ""), ("head", "")]
     few: AnyModel
     if isinstance(model, WideResNet):
@@ -86,7 +86,7 @@ def blocks_of(
         pieces = [("layer", form) for form, _ in forms.most_common()]
         few = replace(model, name="", blocks=tuple(min(count, 2) for count in model.blocks))
     else:
-        moe = model.experts and replace(model.experts, load="mean")  # blocks are measured so
+        moe = model.experts and replace(model.experts, load="mean")  # blocks are measured with it
         few = replace(model, name="", layers=1, experts=moe)
     return {
         ((part, form), direction): Block(
@@ -106,8 +106,8 @@ def blocks_of(
 
 
 def piece_of(task: Task, layers: tuple[LayerKind, ...]) -> Piece:
-    """Return the part and form of the block that holds a task; ``layers`` are the stage's, of
-    images."""
+    """Return the part and form of the block that holds a task. ``layers``: the stage's layers;
+    they are read only for images."""
     if task.part != "layer":
         return task.part, ""
     return task.part, layers[int(task.name.split(".")[1])].form
@@ -140,8 +140,8 @@ def block_ops(block: Block, device: Device = "cuda") -> tuple[Op, ...]:
 
 
 def saved_block_bytes(block: Block, device: Device = "cuda") -> int:
-    """Return the bytes of the forward pass that a block's backward reads on one rank, input
-    included."""
+    """Return the bytes that the forward pass saves for a block's backward on one rank, the
+    block's input included."""
     program = _block_program(block, device)
     written = {name for t in program.tasks if t.phase == "forward" for name in t.writes}
     mine = block_tasks(replace(block, direction="backward"), device)

@@ -1,15 +1,15 @@
 """Turn a graph and a layout into one rank's program: tasks with streams and dependencies.
 
-``shard`` cuts the graph over tp and cp. This module repeats it for each microbatch and weaves in
-data parallelism, unit by unit as FSDP2 does. A unit is a layer, or the root (embedding, final norm,
-head). Its weights are gathered ahead of their use and its gradients reduced behind it, on a stream
-of their own. Experts that ranks divide are units of their own, over the ranks that hold the same
-ones. ZeRO-3 gathers for each forward and backward, ZeRO-1 and 2 once a step. ZeRO-0 and 1 reduce on
-the last microbatch only, ZeRO-2 and 3 on each; ZeRO-0 all-reduces. With replicas (HSDP) shards are
-gathered and reduced within one replica, then all-reduced over the replicas.
-
-The backward of a pipeline stage may be split into I (all but the weights' gradients) and W (these).
-FSDP2's hooks do not know this split: all weights are gathered before I, freed and reduced after W.
+``shard`` cuts the graph over tp and cp. This module repeats it for each microbatch and adds data
+parallelism, unit by unit as FSDP2 does. A unit is a layer, or the root (embedding, final norm,
+head). Its weights are gathered before its tasks and its gradients are reduced after them, both on a
+separate stream. If ranks hold different experts, a layer's experts are a separate unit, shared by
+the ranks that hold the same ones. ZeRO-3 gathers for each forward and each backward, ZeRO-1 and 2
+once a step. ZeRO-0 and 1 reduce after the last microbatch, ZeRO-2 and 3 after each; ZeRO-0
+all-reduces. With replicas (HSDP), shards are gathered and reduced within one replica, and gradients
+are then all-reduced over the replicas.
+A pipeline stage's backward may be split into I (all but the weights' gradients) and W (these).
+FSDP2's hooks ignore this split: all weights are gathered before I, and freed and reduced after W.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,9 +42,9 @@ class ActionSpan(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A layer, or a few in a row, that stands for ``times`` as many: ``tasks[start:stop]``. A
-    turn finds the gathered weights under the name ``here``; the turn before left them under
-    ``there``. ``layer``: the first of them."""
+    """The tasks ``tasks[start:stop]`` of a layer, or of a few in a row; they run ``times`` times.
+    Each turn reads its gathered weights from buffer ``here``; the turn before left them in buffer
+    ``there``. ``layer``: the name of the first layer."""
 
     start: int
     stop: int
@@ -57,10 +57,10 @@ class Loop(NamedTuple):
 class Program(NamedTuple):
     """A rank's training step, in the order in which the host issues it.
 
-    ``resident_bytes``: what lives through the whole step (parameters, optimizer state).
+    ``resident_bytes``: memory held through the whole step (parameters, optimizer state).
     ``gathered``: elements of all weights that this rank gathers. A buffer lives from its first
-    writer to its last reader; ``kept`` buffers live to the end of the step. ``sum_over``:
-    how many ranks sum the gradients that are ``due`` at the end of the step.
+    writer to its last reader; ``kept`` buffers live to the end of the step. ``sum_over``: ranks
+    in the two sums of gradients at the end of the step (``UnitElements.due``).
     """
 
     tasks: tuple[Task, ...]
@@ -87,9 +87,9 @@ def apply(
 ) -> Program:
     """Build the program of one rank; ``graph`` is one microbatch of one dp rank, with backward.
 
-    ``layout``: within the stage's pipeline rank. ``actions`` cover all tasks but the optimizer's;
-    ``split`` halves backwards. ``times``: layers, by index, that stand for several; neighbours form
-    one loop. ``cp_rank``: the busiest by default.
+    ``layout``: the layout within a pipeline rank. The program's ``actions`` cover all tasks but the
+    optimizer's. ``split``: each backward is an I and a W. ``times``: how many layers each of these
+    layers stands for, by index; neighbours form one loop. ``cp_rank``: by default the busiest.
     """
     over = (layout.tp, layout.placed, layout.ep, layout.cp, cp_rank, device)
     parts = _parts(graph, split, *over)
@@ -253,7 +253,7 @@ def _members(sharded: Sharded) -> dict[str, list[str]]:
 
 
 def _runs(graph: Graph, sharded: Sharded, split: bool) -> Actions:
-    """Return each action's tasks. In a first stage no gradient is sent on, so all of backward is
+    """Return each action's tasks. A first stage sends no gradient, so its whole backward is
     W."""
     if not split:
         return {kind: _runs_of_units(graph, sharded, kind) for kind in ("F", "B")}
@@ -290,11 +290,11 @@ def _belongs(graph: Graph, node: Node, kind: Kind) -> bool:
 
 
 def _received(runs: Actions) -> Names:
-    """Return, for each action, the tensors that it reads and no task writes: they arrive from
+    """Return, for each action, the tensors that it reads and no task writes. They arrive from
     outside.
 
-    The action's first task is said to write them and its last to read them, so that they live
-    through the action: the caller of backward holds the gradient that long.
+    ``apply`` lets the action's first task write them and its last task read them. So they live
+    through the whole action, as they do in PyTorch: the caller of backward holds the gradient.
     """
     groups = {kind: [task for _, group in runs[kind] for task in group] for kind in runs}
     known = {name for group in groups.values() for task in group for name in task.writes}
@@ -307,9 +307,9 @@ def _received(runs: Actions) -> Names:
 
 
 def _retained(runs: Actions, sharded: Sharded) -> Names:
-    """Return, by layer, what autograd keeps from I until the end of W because it keeps the
-    graph: all that I reads of the forward pass, and a norm's gradients, which its weights need
-    again."""
+    """Return the tensors that autograd keeps from I until the end of W, by layer. It keeps the
+    graph, and so every forward tensor that I reads. It also keeps all that a norm's backward
+    reads, because the norm's weights need it again."""
     of_forward = {
         name for _, group in runs["F"] for task in group for name in (*task.reads, *task.writes)
     }
@@ -323,8 +323,8 @@ def _retained(runs: Actions, sharded: Sharded) -> Names:
 
 
 def _due(runs: Runs, *, each: bool) -> dict[int, list[str]]:
-    """Return after which run each unit's gradients are reduced: ``each`` at its last run, or all
-    at the end."""
+    """Return the units to reduce after each run, by the run's index. With ``each``, a unit is
+    reduced after its own last run; otherwise all are reduced after the last run."""
     due: dict[int, list[str]] = {}
     for unit, index in {unit: index for index, (unit, _) in enumerate(runs)}.items():
         due.setdefault(index if each else len(runs) - 1, []).append(unit)

@@ -1,4 +1,4 @@
-"""Extend a forward graph to a training step: reverse-mode differentiation of the graph itself.
+"""Extend a forward graph to a training step by reverse-mode differentiation of the graph.
 
 Rules, for a result's gradient dy:
     gemm y = x w + b    dx = dy w (dgrad);  dw = dy^T x (wgrad);  db = sum of dy (bgrad)
@@ -9,30 +9,31 @@ Rules, for a result's gradient dy:
     convolution         dx from dy and w (dgrad), dw from dy and x (wgrad)
     gelu, silu, clamp, square   dx from dy and x
     softmax, sigmoid, relu, rsqrt   dx from dy and y
-    max_pool            dx from dy, x and which was picked
-    var_mean            dx = (x - mean) dvar, each image's share of dmean added to it
+    max_pool            dx from dy, x and the indices of the maxima
+    var_mean            dx = (x - mean) dvar + each image's share of dmean
     normalize y = x/s   dx from dy, x and s
     cast, copy, mean    dx from dy
-    mul z = x y         dx from dz and y, dy from dz and x, summed where it was repeated; of a
-                        constant nothing
+    mul z = x y         dx from dz and y, dy from dz and x, summed over repeated dims; a constant
+                        gets no gradient
     add                 both gradients are dy: no operation
     sum                 dy is the gradient of each part
-    gather, move        dy back to where it was picked, copies of one row added up
-    exchange, average   dy the way back
+    gather, move        dx puts dy back where the rows came from and adds up copies of one row
+    exchange, average   dx is dy, sent the opposite way
     balance             the gradient of the mean scores is the experts' loads
     view                dx joins the gradients of the parts that x was split into
     concat              views of dy, summed over the heads that an input lacks
     embedding           dw scatters dy into a dense table
     loss                d log_p from the targets, then dlogits from d log_p and log_p
-A tensor read twice gets its gradients added. What a rule reads of the forward pass is what eager
-autograd saves. A stage that ends without a loss is given the gradient of its last result.
+If a tensor is read twice, its gradients are added. The forward tensors that a rule reads are those
+that eager autograd saves. A stage without a loss is given the gradient of its last result.
 
 Recomputation (Chen et al. 2016, arXiv:1604.06174; selective: in the spirit of Korthikanti et al.
-2022, arXiv:2205.05198): what a recomputed layer's backward reads is not kept but computed again,
-``<tensor>.again``, from what is kept, just before its first reader. That is how
-``torch.utils.checkpoint`` runs, stopping early: what backward does not read is not redone.
-    full                the layer's input is kept
-    selective           results of cheap nodes are redone, all others that backward reads kept
+2022, arXiv:2205.05198): tensors that a recomputed layer's backward reads are not kept. They are
+computed again as ``<tensor>.again``, just before their first reader. ``torch.utils.checkpoint``
+with early stop does the same: it does not recompute tensors that backward does not read.
+    full                only the layer's input is kept
+    selective           results of cheap nodes are recomputed; other tensors that backward reads
+                        are kept
 """
 
 from meshwise.models.graph import Graph, Node, Tensor
@@ -42,10 +43,8 @@ REPEATED = ("heads", "top_k")
 
 
 def training_step(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Graph:
-    """Append the backward nodes and the optimizer's to a forward graph.
-
-    ``recompute``: one word per layer; () is none.
-    """
+    """Append the backward and optimizer nodes to a forward graph. ``recompute``: one word per
+    layer; () recomputes nothing."""
     step = _Backward(graph, recompute)
     for node in reversed(graph.nodes):
         step.differentiate(node)
@@ -58,7 +57,7 @@ def training_step(graph: Graph, recompute: tuple[Recompute, ...] = ()) -> Graph:
     return Graph(graph.sizes, step.tensors, (*step.nodes, *optimizer), gradients)
 
 
-# What the gradient of one input reads of the forward pass: which inputs, and which results.
+# Forward tensors that an input's gradient reads: indices of the node's inputs, and of its outputs.
 _READS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     **dict.fromkeys(("gelu", "silu", "clamp", "square"), ((0,), ())),
     **dict.fromkeys(("softmax", "sigmoid", "relu", "rsqrt"), ((), (0,))),
@@ -70,8 +69,8 @@ _READS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 class _Backward:
-    """The nodes and tensors so far, and where gradients and forward results are found among
-    them."""
+    """The nodes and tensors so far, with the name of each gradient and the producer of each
+    forward result."""
 
     def __init__(self, graph: Graph, recompute: tuple[Recompute, ...]) -> None:
         self.tensors = dict(graph.tensors)
@@ -116,8 +115,8 @@ class _Backward:
             self.gradient_of[name] = total
 
     def saved(self, name: str, reader: Node) -> str:
-        """Return what ``reader``, forward or backward, finds of a forward result: the tensor if
-        it is kept, or a copy that is recomputed here and now."""
+        """Return the name under which ``reader`` (forward or backward) reads a forward result:
+        the tensor if it is kept, or a copy whose recomputation is appended here."""
         producer = self.producers.get(name)
         if producer is None or not self.is_redone(producer, reader):
             return name
@@ -145,13 +144,13 @@ class _Backward:
         return word == "full" or (word == "selective" and producer.cheap)
 
     def reduced(self, node: Node, kind: str, inputs: list[str], to: str) -> None:
-        """Append a node that computes the gradient of ``to``, and one that sums it where the
-        forward node repeated ``to``: over all heads, over the copies of a token, or along any
-        dim of a factor. A factor narrower than the product gets its gradient by a cast."""
+        """Append a node that computes the gradient of ``to``. If the forward node repeated
+        ``to`` (over all heads, over the copies of a token, or along any dim of a factor), append
+        another that sums it. If a factor is narrower than the product, cast its gradient."""
         source, result = self.tensors[to], self.tensors[node.outputs[0]]
         more = [dim for dim in result.dims if dim not in source.dims]
         if kind == "move" and "room" in more and "top_k" not in source.dims:
-            more = ["top_k"]  # rows of the room are the copies of a token
+            more = ["top_k"]  # the room's rows are copies of tokens
         if kind != "mul":
             more = [dim for dim in more if dim in REPEATED and "room" not in source.dims]
         narrow = kind == "mul" and source.dtype != result.dtype
@@ -167,7 +166,7 @@ class _Backward:
         """Differentiate a product or convolution by its input, its weight and its bias."""
         x = node.inputs[0]
         weight, *others = node.inputs[1:]
-        saved = self.saved(x, node)  # one operator in torch: it is redone before either product
+        saved = self.saved(x, node)  # one operator in torch: x is recomputed before both products
         roles = {name: self.tensors[name].role for name in node.inputs}
         ends = [self.saved(name, node) for name in others if roles[name] == "constant"]
         kept = self.saved(weight, node)  # a parameter, or one cast
@@ -222,7 +221,7 @@ class _Backward:
             read = [self.saved(node.inputs[i], node) for i in of_inputs]
             read += [self.saved(node.outputs[i], node) for i in of_results]
             self.emit(node, "grad", node.kind, [dy, *read], [x])
-            if x == "stage.in" and not read:  # whoever calls backward holds it
+            if x == "stage.in" and not read:  # the caller of backward holds it
                 self.nodes[-1] = self.nodes[-1]._replace(holds=(x,))
         elif node.kind == "var_mean":
             self.moments(node)
@@ -259,8 +258,8 @@ class _Backward:
                 held = (saved,)
 
     def terms(self, node: Node, dy: str) -> None:
-        """Give each term of a sum its gradient: for positions, or one value a channel, it is summed
-        over the batch."""
+        """Give each term of a sum its gradient. Those of positions, and of one value per channel,
+        are summed over the batch."""
         for name in node.inputs:
             dims, role = self.tensors[name].dims, self.tensors[name].role
             if role == "parameter" or dims != self.tensors[node.outputs[0]].dims:

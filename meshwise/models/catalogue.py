@@ -1,16 +1,16 @@
-"""Models by name, and what to train when the user does not say.
+"""Models by name, and the default model and workload.
 
 Sizes of the GPT family from gpt-125m on: Alpa's table (OSDI'22, table 5; benchmark/alpa
 suite_manual_gpt.py), sequence 1024, vocabulary 51200. Parameters here include biases, norms and
-positions, which Alpa's formula leaves out. gpt-30m is for machines without an accelerator. The
-moe family is the same table's (suite_manual_moe.py; vocabulary 32000), as the suites run it: layers
-0, 2, 4 and so on have experts, two for each token. So are the Wide-ResNets (suite_wresnet.py).
-
+positions, which Alpa's formula leaves out. gpt-30m is for machines without an accelerator. The moe
+family comes from the same table (suite_manual_moe.py; vocabulary 32000), as the suites run it:
+layers 0, 2, 4 and so on have experts, and each token goes to two. The Wide-ResNets come from it,
+too (suite_wresnet.py).
 Sizes of the decoders: their published config.json files (meta-llama, mistralai, deepseek-ai, Qwen,
-openai on Hugging Face); DeepSeek-V3 without its head that predicts a second token. gpt-oss-120b and
-llama-4-maverick are listed, not computed: ``_LISTED`` says why. Their sizes are those that
-transformers 5.23 has for their types; Maverick's 128 experts, in every second layer (here counted
-from the first), and its positions were not compared with its file.
+openai on Hugging Face). DeepSeek-V3 comes without the head that predicts a second token.
+gpt-oss-120b and llama-4-maverick are listed, not computed: ``_LISTED`` says why. Their sizes are
+the defaults of transformers 5.23. Three of Maverick's were not compared with its file: its 128
+experts, their place in every second layer (counted here from the first), and its positions.
 """
 
 import difflib
@@ -83,7 +83,7 @@ _EXPERTS = {  # num_experts, top_k, ffn, shared_ffn, first_dense, routed_scale, 
     "gpt-oss-120b": (128, 4, 2880, 0, 0, 1.0, 1, 1),
     "llama-4-maverick": (128, 1, 8192, 8192, 0, 1.0, 1, 1),
 }
-_SHAPES: dict[str, dict[str, Any]] = {  # what differs from the other decoders
+_SHAPES: dict[str, dict[str, Any]] = {  # fields that differ from the other decoders
     "qwen3-235b-a22b": {"head_dim": 128, "qk_norm": True},
     "gpt-oss-120b": {
         "head_dim": 64, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "window": 128,
@@ -91,7 +91,7 @@ _SHAPES: dict[str, dict[str, Any]] = {  # what differs from the other decoders
         "more_weights": (("sinks", 64), ("router.logit_bias", 128)),
     },
 }  # fmt: skip
-_LISTED = {  # what nn/ does not compute
+_LISTED = {  # models that nn/ does not compute, and why
     "gpt-oss-120b": "its attention has sinks, its experts a clamped SwiGLU, its router biases",
     "llama-4-maverick": "it attends in chunks of 8,192 tokens, some layers have no positions, and "
     "scores multiply what experts read",
@@ -100,14 +100,14 @@ _LLAMA_3_1 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=8192)
 
 
 def _yarn(mscale: float) -> RopeScaling:
-    """DeepSeek's YaRN, from 4096 to 163,840 tokens."""
+    """Return DeepSeek's YaRN scaling, from 4096 to 163,840 tokens."""
     scale = hugging_face.grown(40.0, mscale) ** 2
     return RopeScaling(
         kind="yarn", factor=40.0, original_max_seq_len=4096, fast=32.0, softmax_scale=scale
     )
 
 
-_NUMBERS = {  # the first that a name begins with: rope_theta, norm_eps, rope_scaling
+_NUMBERS = {  # by the first prefix that matches a name: rope_theta, norm_eps, rope_scaling
     "llama-2": (1e4, 1e-5, None),
     "llama-3.1": (5e5, 1e-5, _LLAMA_3_1),
     "llama-3": (5e5, 1e-5, None),
@@ -181,7 +181,7 @@ def find_any(text: AnyModel | str) -> AnyModel:
 
 
 def _record(fields: dict[str, Any], source: str) -> AnyModel:
-    """Read a record of ours, written as JSON."""
+    """Read one of our model records from its JSON fields."""
     every: tuple[type[AnyModel], ...] = (Model, Decoder, WideResNet)
     kinds = {str(kind.__struct_config__.tag): kind for kind in every}
     family = fields.get("family")
@@ -250,7 +250,7 @@ def _decoder(name: str) -> Decoder:
 
 
 def get(name: str) -> Model:
-    """Return the model called ``name``; an unknown name is a ValueError that suggests the
+    """Return the GPT called ``name``. An unknown name raises a ValueError that suggests the
     nearest."""
     if name not in _GPT:
         near = difflib.get_close_matches(name, _GPT, n=1)
@@ -261,8 +261,8 @@ def get(name: str) -> Model:
 
 
 def default_model(cluster: Cluster) -> Model:
-    """Return a GPT that fills the cluster. On GPUs it is the largest that trains replicated (18
-    bytes a parameter) in half of one device, so that every degree of sharding is a real choice."""
+    """Return a GPT that fills the cluster. On GPUs it is the largest that trains without sharding
+    (18 bytes a parameter) in half of one device's memory. So every degree of sharding fits."""
     if cluster.device.kind == "cpu":
         return get("gpt-30m")
     fitting = [m for m in map(get, _GPT) if 18 * _approximate(m) <= cluster.device.memory_bytes / 2]

@@ -1,9 +1,9 @@
-"""Attention over sequences that cp ranks share, as steps of one of these ranks.
+"""Steps of one rank in an attention over sequences that cp ranks share.
 
-``attention`` executes it. Its plans need no torch, so they decide here, too: the way (heads,
-ring_heads, ring), the rows and heads of a rank, the pieces it attends at each step of a ring, and
-what it sends and receives. Messages are a stream of their own: the next keys arrive while a rank
-attends the keys it has, and gradients follow one step behind.
+``meshwise.attention`` runs this attention. Its plans need no torch, so this module uses the same
+plans: the way (heads, ring_heads, ring), the rows and heads of a rank, the pieces it attends at
+each step of a ring, and the messages it sends and receives. Messages run on a separate stream. The
+next keys arrive while a rank attends the current keys; gradients follow one step later.
 
 A piece is one kernel, which needs one key head per query head. Sums over several pieces are wide:
 fp64 for the softmax, fp32 for gradients.
@@ -36,8 +36,8 @@ class ContextStep(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The steps of one attention. ``sizes``: bytes of each buffer besides inputs and results.
-    ``sent``: the buffers of messages. ``saved``: what backward needs, per slice of heads: q, k
+    """The steps of one attention. ``sizes``: bytes of each buffer except inputs and results.
+    ``sent``: message buffers. ``saved``: tensors that backward needs, per slice of heads: q, k
     and v, out, lse."""
 
     steps: tuple[ContextStep, ...]
@@ -47,7 +47,7 @@ class Steps(NamedTuple):
 
 
 class AttentionShare(NamedTuple):
-    """One rank's share of ``op``. The ranks that share it are ``stride`` apart. Values are
+    """One rank's share of ``op``. The ranks of its group are ``stride`` apart. Values are
     ``value_dim`` wide and padded to the width of keys."""
 
     op: LongAttention
@@ -84,9 +84,9 @@ class AttentionShare(NamedTuple):
 def share(
     op: Attention, ranks: int, stride: int, rank: int | None = None, device: Device = "cuda"
 ) -> AttentionShare:
-    """Return a rank's share of an attention over ``ranks`` ranks. ``op``: one rank's queries and
-    as many keys. ``rank``: by default the one with most work, among equals the one that receives
-    most."""
+    """Return a rank's share of an attention over ``ranks`` ranks. ``op``: one rank's queries, and
+    as many keys. ``rank``: by default the rank with the most work; of equals, the one that
+    receives the most bytes."""
     width = max(op.head_dim, op.value_dim)
     whole = LongAttention(
         batch=op.batch, seq_len=op.q_len * ranks, heads=op.heads, kv_heads=op.kv_heads,
@@ -117,7 +117,7 @@ def _share(
 
 
 def forward(own: AttentionShare, at: str, inputs: Names, outputs: Names) -> Steps:
-    """Return the forward steps. ``inputs``: buffers of q, k and v, or one of all three;
+    """Return the forward steps. ``inputs``: buffers of q, k and v, or one buffer with all three.
     ``outputs``: out and lse."""
     steps, saved = _Writer(own, at, "forward"), []
     out, lse = outputs
@@ -137,13 +137,13 @@ def forward(own: AttentionShare, at: str, inputs: Names, outputs: Names) -> Step
 def backward(
     own: AttentionShare, at: str, saved: tuple[Names, ...], grad: str, outputs: Names
 ) -> Steps:
-    """Return the backward steps. ``saved``: by the forward; ``outputs``: the gradients of its
-    inputs."""
+    """Return the backward steps. ``saved``: ``Steps.saved`` of the forward. ``outputs``: the
+    gradients of its inputs."""
     steps = _Writer(own, at, "backward")
     if steps.pads:
         grad = steps.copy("pad", own.op.heads, (grad,), "grad")
     rows, made = (own.op.heads + 2 * own.op.kv_heads) * steps.own_rows, outputs
-    if len(outputs) == 1:  # autograd makes one of the three
+    if len(outputs) == 1:  # autograd stacks the three gradients
         made = (steps.buffer("grads", rows * steps.row),)
     if own.degree == 1:
         steps.attend_backward("", (grad, *saved[0]), made, own.op.heads, own.op.kv_heads)
@@ -160,7 +160,7 @@ def _forward_by_heads(steps: "_Writer", inputs: Names, out: str) -> list[Names]:
     for i, each in enumerate(heads):
         at, h, k = f".{i}", each.mine[0], each.mine[1]
         held: Names = (steps.copy(f"unpack{at}", h + 2 * k, coming[i], "heads", steps.all_rows),)
-        if each.uneven:  # key heads once for each of unequally many query heads
+        if each.uneven:  # one key head per query head: counts differ
             held = (*held, steps.copy(f"repeat{at}", 2 * h, held, "keys", steps.all_rows))
             k = h
         result = steps.rows(f"out{at}", h, steps.all_rows)
@@ -187,12 +187,13 @@ def _backward_by_heads(
             made = (steps.copy(f"sum{at}", h + 2 * k, made, "summed", steps.all_rows),)
         back += steps.to_rows(at, made, each, keys=2, into=() if i else outputs)
     rows = (op.heads + 2 * op.kv_heads) * steps.own_rows
-    held = [name for kept in saved for name in kept]  # by who called, as is the gradient
+    held = [name for kept in saved for name in kept]  # the caller holds these and grad
     steps.moves("unpack.rows", rows, (*back, *held, grad), outputs)
 
 
 class _Heads(NamedTuple):
-    """Query and key heads of each neighbour in one exchange, and of this rank."""
+    """Query and key heads of each neighbour in one exchange (``counts``) and of this rank
+    (``mine``). ``uneven``: its key heads serve different numbers of query heads."""
 
     counts: tuple[tuple[int, int], ...]
     mine: tuple[int, int]
@@ -200,7 +201,7 @@ class _Heads(NamedTuple):
 
 
 class _Writer:
-    """Writes the steps of one attention."""
+    """Builds the steps of one attention."""
 
     def __init__(self, own: AttentionShare, at: str, direction: Direction) -> None:
         self.own, self.at, self.direction = own, at, direction
@@ -208,7 +209,7 @@ class _Writer:
         self.sizes: dict[str, int] = {}
         self.sent: set[str] = set()
         op, width = own.op, BYTES[own.op.dtype]
-        self.row = op.batch * op.head_dim * width  # bytes of a row of one head
+        self.row = op.batch * op.head_dim * width  # bytes of one row of one head
         self.wide_row = op.batch * op.head_dim * max(4, width)
         self.lse_row = op.batch * max(4, width)
         self.own_rows = own.shards.lengths[own.rank]
@@ -278,8 +279,8 @@ class _Writer:
         return found
 
     def to_heads(self, at: str, held: Names, heads: _Heads, keys: int) -> Names:
-        """Exchange own rows of all heads for all rows of own heads: of queries, and of ``keys``
-        tensors of keys. What is sent lives as long as what arrives."""
+        """Exchange own rows of all heads for all rows of own heads. The rows are those of the
+        queries and of ``keys`` tensors of keys. The sent buffer lives as long as the received."""
         here = sum(q + keys * k for q, k in heads.counts)
         mine = heads.mine[0] + keys * heads.mine[1]
         packed = self.copy(f"pack{at}", here, held, "sent")
@@ -287,8 +288,8 @@ class _Writer:
         return self._exchange(f"to_heads{at}", here * self.own_rows, mine * self.all_rows, packed)
 
     def to_rows(self, at: str, held: Names, heads: _Heads, keys: int, into: Names = ()) -> Names:
-        """Exchange all rows of own heads for own rows of all heads; they go ``into`` these
-        buffers."""
+        """Exchange all rows of own heads for own rows of all heads. Packing also writes the
+        buffers ``into``."""
         here = heads.mine[0] + keys * heads.mine[1]
         every = sum(q + keys * k for q, k in heads.counts)
         packed = self.rows(f"pack_rows{at}.sent", here, self.all_rows)
@@ -301,8 +302,8 @@ class _Writer:
         return self.sends(name, "all_to_all", *sizes, self.own.degree, (packed,)), packed
 
     def _hop(self, at: str, step: int, heads: int, held: Names) -> str | None:
-        """Add the message that brings the next keys, and return its buffer; None if nobody
-        attends any."""
+        """Add the message that brings the next keys and return its buffer, or None if no rank
+        attends keys at this step."""
         hops = self.own.hops
         if step > max(hops.last):
             return None
@@ -313,7 +314,7 @@ class _Writer:
         )
 
     def _hop_back(self, at: str, step: int, heads: int, made: Names) -> str:
-        """Add the message that sends the gradients of the held shard on, or home."""
+        """Add the message that sends the gradients of the held keys to the next rank or home."""
         hops, row = self.own.hops, 2 * heads * self.wide_row
         come = sum(hops.expected(self.me, step).values())
         sizes = _len(hops.made(self.me, step)) * row, come * row
@@ -322,7 +323,7 @@ class _Writer:
     # ---- rounds
 
     def attend(self, at: str, held: Names, results: Names, heads: int, keys: int) -> None:
-        """Add the forward of these heads. ``held``: q, k and v with all rows; ``results``: out
+        """Add the forward of these heads. ``held``: q, k and v with all rows. ``results``: out
         and lse."""
         queries, rounds, rows = held, len(self.own.ring.intervals), self.all_rows
         pieces, accumulated = self.own.pieces(0), None
@@ -350,14 +351,14 @@ class _Writer:
                 self.adds(f"merge{name}", read + wide, wide, (part, accumulated), writes)
             if following is None:
                 break
-            held = (following, *held[:1])  # that was sent on lasts until the next is
+            held = (following, *held[:1])  # a sent buffer lives until the next is sent
         if accumulated is not None:
             size = heads * rows * self.row
             op = elementwise("cast", self.sizes[accumulated], size, self.direction)
             self.step(f"result{at}", op, (accumulated,), results)
 
     def attend_backward(self, at: str, read: Names, results: Names, heads: int, keys: int) -> None:
-        """Add the backward. ``read``: the gradient, and what was saved; ``results``: dq, dk and
+        """Add the backward. ``read``: the gradient and the saved tensors. ``results``: dq, dk and
         dv."""
         rounds, rows = len(self.own.ring.intervals), self.all_rows
         pieces = self.own.pieces(0)
@@ -401,7 +402,7 @@ class _Writer:
         self.step(f"result{at}", op, (dq, own, *read), results)
 
     def _passing(self, name: str, rows: int, width: int) -> Names:
-        """Return buffers in which CPUs widen rows before they add them; GPUs add in one pass."""
+        """Return the buffers in which CPUs widen rows before adding; GPUs add in one pass."""
         if self.own.device == "cuda":
             return ()
         return (
@@ -431,8 +432,8 @@ class _Writer:
         heads: int,
         keys: int,
     ) -> None:
-        """Add the kernel of pieces of one shape; keys are repeated before it, gradients summed
-        after it."""
+        """Add the kernel for a batch of pieces of one shape. Keys are repeated before it, and
+        their gradients summed after it."""
         p, op = batch[0], self.own.op
         q_len, kv_len, count = p.q_stop - p.q_start, p.k_stop - p.k_start, len(batch)
         if p.kind == "anti":

@@ -33,12 +33,12 @@ def num_parameters(model: AnyModel) -> int:
 def step_flops(model: AnyModel, workload: Workload, convention: Convention = "torchtitan") -> float:
     """Return the FLOPs of one training step (forward and backward), as each project counts them.
 
-    torchtitan: tokens * (6 (N - lookups) + 12 L h s). Attention is not halved; s is the window
-    where a layer has a shorter one; of the experts only those of a token count; a tied head is a
-    product and stays in N, tables of embeddings and positions are lookups and leave it. megatron:
-    the same with causal attention halved. alpa: 72 B s h^2 L (1 + s/6h) + 6 B s h V (Alpa's
-    util.py; no biases, no norms, a feed-forward of 4h). Images: three times the forward products
-    under any convention; this includes the gradient of the images, which nobody needs.
+    torchtitan: tokens * (6 (N - lookups) + 12 L h s). Attention is not halved. s is the window if a
+    layer has a shorter one. Only the experts that a token uses count. A tied head is a product, so
+    N includes it; tables of embeddings and positions are lookups. megatron: the same with causal
+    attention halved. alpa: 72 B s h^2 L (1 + s/6h) + 6 B s h V (Alpa's util.py; no biases, no
+    norms, a feed-forward of 4h). Images: three times the forward products under any convention;
+    this includes the gradient of the images, which is never needed.
     """
     if isinstance(model, WideResNet):
         return 3.0 * forward_flops(model, workload.global_batch_size)
@@ -53,7 +53,7 @@ def step_flops(model: AnyModel, workload: Workload, convention: Convention = "to
 
 
 def forward_flops(model: WideResNet, images: int) -> int:
-    """Count FLOPs of convolutions and head; a multiply-add is two."""
+    """Count the FLOPs of convolutions and head; a multiply-add counts as two."""
     graph, flops = families.forward(model, 1, 1, "fp32"), 0
     for node in graph.nodes:
         read, written = ([graph.tensors[x] for x in of] for of in (node.inputs, node.outputs))
@@ -69,7 +69,7 @@ def attention_width(model: LanguageModel) -> int:
 
 
 def active_parameters(model: LanguageModel) -> int:
-    """Count the parameters that multiply one token: its own experts only, and no lookups."""
+    """Count the parameters that one token is multiplied with: only its own experts, no lookups."""
     total, sizes = 0, families.forward(model, 1, 1, "fp32", layers=()).sizes
     for weight in decoder.weights(model):
         if weight.name == "positions.weight" or weight.name.endswith(ROUTER_BIAS):
@@ -91,7 +91,7 @@ def saved_activation_bytes(
     recompute: tuple[Recompute, ...] = (),
     device: Device = "cuda",
 ) -> dict[str, int]:
-    """Return the bytes of the forward pass, by part, that backward reads or recomputes from, in
+    """Return the bytes, by part, that the forward pass saves for backward and recomputation in
     eager mode on one ``device``. ``recompute``: one word per layer."""
     forward = families.forward(model, batch, seq, dtype)
     graph = training_step(on_cpu(forward) if device == "cpu" else forward, recompute)

@@ -1,12 +1,12 @@
-"""Weave data parallelism into a rank's program as FSDP2 does: gathers, casts, reductions of units.
+"""Add data parallelism to a rank's program as FSDP2 does: gather, cast and reduce each unit.
 
 In: the layout within a pipeline rank, and the parameters of each unit. Out: the tasks before and
-after a unit's own, and the buffers they need. Rules: ``apply``.
+after a unit's own tasks, and the buffers they need. ``apply`` states the rules.
 
-Gradients of weights that tp repeats are sums over tp, too (``Layout.tp_sums``). Summed first, each
-is reduced before its unit's; summed last, or together with the sum over data ranks, they wait for
-the end of the step. Weights whose sums go together are not FSDP2's: each microbatch casts them, and
-their gradients add up whole.
+Weights that every tp rank holds whole have gradients that must also be summed over tp
+(``Layout.tp_sums``). "first": each is all-reduced before its unit is reduced. "last" and
+"together": they wait for the end of the step. With "together" one sum covers tp and the data ranks,
+and FSDP2 does not manage these weights: each microbatch casts them, and gradients add up unsharded.
 """
 
 from collections.abc import Iterator
@@ -19,18 +19,18 @@ from meshwise.models.graph import BYTES, Device, elementwise
 from meshwise.models.shard import OVER_DATA, Buffer, Sharded, Task
 from meshwise.spec import Collective, Layout, Op
 
-EXPERTS = ".experts"  # of a layer's unit, where ranks hold different ones
+EXPERTS = ".experts"  # suffix of a layer's unit of experts, if ranks hold different ones
 
 
 def padded_shard(shape: tuple[int, ...], ranks: int) -> int:
-    """Return the elements of a parameter that each of ``ranks`` ranks holds: FSDP2 cuts its
+    """Return the elements of a parameter that each of ``ranks`` ranks holds. FSDP2 cuts its
     first dim and pads it to a multiple of the ranks."""
     return -(-shape[0] // ranks) * prod(shape[1:])
 
 
 class _Groups(NamedTuple):
-    """The ranks over which a unit's weights are cut, and their copies, with the stride of each
-    group."""
+    """The number of ranks that shard a unit's weights and the number of copies, each with the
+    stride of its group."""
 
     shards: int
     stride: int
@@ -50,8 +50,8 @@ def _groups(layout: Layout, unit: str) -> _Groups:
 
 
 class UnitElements(NamedTuple):
-    """Elements of a unit that this rank ``keeps`` and ``gathers``, and of gradients ``due`` at the
-    end of the step: to be summed over tp, and over tp and the data ranks."""
+    """Elements of a unit that this rank ``keeps`` and ``gathers``. ``due``: elements of gradients
+    to sum at the end of the step, over tp, and over tp and the data ranks."""
 
     keeps: int
     gathers: int
@@ -59,8 +59,8 @@ class UnitElements(NamedTuple):
 
 
 def summed(elements: int, ranks: int) -> list[Task]:
-    """Return the tasks that sum gradients over neighbouring ranks, in one all-reduce, at the end of
-    a step."""
+    """Return the tasks that sum gradients over neighbouring ranks in one all-reduce at the end of a
+    step."""
     size = 4 * elements
     copy = elementwise("copy", size, size, "backward")
     op = Collective(
@@ -108,12 +108,12 @@ class DataParallel:
         self.last_elements = shards(last)
         self.buffers: dict[str, Buffer] = {}
         self.kept: set[str] = set()
-        self.sums: dict[str, tuple[str, ...]] = {}  # unit -> buffers that its gradients add up in
+        self.sums: dict[str, tuple[str, ...]] = {}  # unit -> buffers that hold its summed gradients
         self.current: dict[str, str] = {}  # unit -> buffer of its gathered weights
-        self.unreleased: tuple[str, ...] = ()  # what the last unit reduced: until the next reduces
+        self.unreleased: tuple[str, ...] = ()  # the last reduction's input; the next frees it
         self.era, self.microbatch = "", 0
         self.sharded = layout.zero > 0
-        # FSDP2 computes on a copy of its own, unless one device trains in fp32 without it.
+        # FSDP2 computes on its own copy. One device that trains in fp32 runs without FSDP2.
         self.copies = layout.num_devices > 1 or dtype != "fp32"
 
     @property
@@ -134,8 +134,8 @@ class DataParallel:
             self.current = {unit: name for unit, name in stays if unit == "root"}
 
     def summed(self, tasks: list[Task]) -> Iterator[Task]:
-        """Yield the tasks with their sums over data ranks filled in (loads of experts,
-        statistics of norms), one per group."""
+        """Yield the tasks. A sum over data ranks (loads of experts, statistics of norms) becomes
+        one all-reduce per group of ranks."""
         whole = _groups(self.layout, "")
         sums = ((whole.copies, whole.copy_stride), (whole.shards, whole.stride))
         for task in tasks:
@@ -148,9 +148,9 @@ class DataParallel:
                     yield replace(task, op=op)
 
     def rests(self, microbatch: int) -> bool:
-        """Return whether FSDP2 sees nothing of a microbatch, so that gradients wait for the end
-        of its backward (``parallel.data.may_rest``). With other data ranks it sees the first and
-        the last."""
+        """Return whether a microbatch runs without FSDP2's hooks, so that gradients wait for the
+        end of its backward (``parallel.data.may_rest``). With several data ranks, the first and
+        the last microbatch run with them."""
         layout, last = self.layout, self.layout.num_microbatches - 1
         may = self.copies and layout.zero < 2 and layout.expert_ranks == 1 and last > 0
         return may and (layout.data_ranks == 1 or microbatch not in (0, last))
@@ -161,11 +161,11 @@ class DataParallel:
         return (*found, own) if own in self.buffers else found
 
     def _cast(self, unit: str) -> str:
-        """Return the name of a microbatch's copy of the weights that FSDP2 does not see."""
+        """Return the name of a microbatch's copy of the weights that FSDP2 does not manage."""
         return f"cast.{unit}.{self.microbatch}"
 
     def before(self, unit: str, following: str | None) -> list[Task]:
-        """Return the tasks that make a unit's weights ready, and start the gather of the
+        """Return the tasks that make a unit's weights ready and start the gather of the
         following unit."""
         tasks = self._gather(unit) + self._unpack(unit)
         wide, own = 4 * self.unseen_elements[unit], self._cast(unit)
@@ -179,7 +179,7 @@ class DataParallel:
         return tasks
 
     def _gather(self, unit: str, after: tuple[str, ...] = ()) -> list[Task]:
-        """Start the all-gather of a unit, unless its weights are there or on their way."""
+        """Start the all-gather of a unit, unless its weights are there or already being sent."""
         flat = self.gathered(unit)
         known = unit in self.current or flat in self.buffers
         if not self.sharded or known or not self.elements[unit]:
@@ -193,7 +193,7 @@ class DataParallel:
         return [Task(f"{unit}.all_gather", gather, "dp", "dp", self.era, after, writes)]
 
     def padded(self, unit: str) -> int:
-        """Return the elements of a unit as its ranks send them, padded."""
+        """Return the elements of a unit's all-gather, padding included."""
         return self.shard_elements[unit] * self.groups[unit].shards
 
     def gathered(self, unit: str) -> str:
@@ -201,7 +201,7 @@ class DataParallel:
         return f"gathered.{unit}.{self.era}"
 
     def _unpack(self, unit: str) -> list[Task]:
-        """Copy a gathered unit into its weights; without sharding, cast the local ones."""
+        """Copy a gathered unit into its weights. Without sharding, cast the local weights."""
         if unit in self.current or not self.copies or not self.elements[unit]:
             return []
         size, full = self.padded(unit) * BYTES[self.dtype], f"weights.{unit}.{self.era}"
@@ -215,8 +215,8 @@ class DataParallel:
         return [Task(f"{unit}.unpack", op, "compute", "dp", self.era, reads, (full,))]
 
     def after(self, unit: str, made: dict[str, str], last: bool) -> list[Task]:
-        """Reduce a unit's gradients (``made`` by parameter) after its backward, or add them to
-        earlier ones."""
+        """Reduce a unit's gradients (``made``: buffer by parameter) after its backward, or add
+        them to those of earlier microbatches."""
         zero, groups = self.layout.zero, self.groups[unit]
         tasks, gradients = list[Task](), tuple(of for n, of in made.items() if n not in self.unseen)
         if own := tuple(of for name, of in made.items() if name in self.unseen):
@@ -244,9 +244,9 @@ class DataParallel:
         self.buffers[flat] = Buffer(wide, "communication")
         share = wide // groups.shards
         passing: tuple[str, ...] = ()
-        if self.device == "cpu" and groups.shards > 1:  # gloo reduces all of a copy
+        if self.device == "cpu" and groups.shards > 1:  # gloo reduces a full copy
             passing = (self._passing("copied", unit, wide),)
-        if done in self.buffers:  # it is added to what earlier microbatches left
+        if done in self.buffers:  # the result is added to earlier microbatches'
             passing = (*passing, self._passing("reduced", unit, share))
         self.buffers[done] = Buffer(share, "gradient")
         self.kept.add(done)
@@ -279,7 +279,7 @@ class DataParallel:
             self.buffers[total] = Buffer(wide, "gradient")
             self.sums[unit] = (total,)
         passing: tuple[str, ...] = ()
-        if before and gradients and self.device == "cpu":  # its sum of two dtypes casts first
+        if before and gradients and self.device == "cpu":  # CPUs cast before adding two dtypes
             largest = max(prod(self.over_tp.shapes[name]) for name in made)
             passing = (self._passing("wide", unit, 4 * largest),)
         if before or gradients:
@@ -289,13 +289,13 @@ class DataParallel:
         return self.sums[unit]
 
     def _passing(self, name: str, unit: str, size: int) -> str:
-        """Add a buffer that one task needs and nobody reads."""
+        """Add a scratch buffer of one task; no other task reads it."""
         full = f"{name}.{unit}.{self.era}"
         self.buffers[full] = Buffer(size, "communication")
         return full
 
     def _over_tp(self, name: str) -> Collective:
-        """Return the sum of a gradient over tp, in fp32 if it was accumulated before."""
+        """Return the all-reduce of a gradient over tp, in fp32 if it was accumulated before."""
         wide = self.layout.num_microbatches > 1 and self.layout.zero < 2
         dtype = "fp32" if wide else self.dtype
         return Collective(
@@ -307,8 +307,8 @@ class DataParallel:
         )
 
     def _collective(self, unit: str, kind: str, size_bytes: int, dtype: str) -> Collective:
-        """Return a collective over a unit's shards, or over their copies (with ZeRO-0 one on
-        each rank)."""
+        """Return a collective over a unit's shards; an all-reduce runs over their copies (with
+        ZeRO-0 each rank has one)."""
         groups = self.groups[unit]
         over_copies = kind == "all_reduce"
         return Collective(

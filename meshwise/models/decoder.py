@@ -1,8 +1,8 @@
 """Read weights, matrix products, attention and messages of a model off its graph.
 
-In: a model and the microbatch. Out: the operation records that are measured, and the messages of
-its tasks on one rank. A weight W[n,k] multiplies m = microbatch_size * seq_len rows: 2mnk FLOPs.
-Experts are one grouped product over all m * top_k rows.
+In: a model and the microbatch. Out: the operation records that are measured, and the messages that
+one rank sends. A weight W[n,k] multiplies m = microbatch_size * seq_len rows: 2mnk FLOPs. Experts
+are one grouped product over all m * top_k rows.
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ from meshwise.spec import (
 )
 from meshwise.spec.op import Direction, Dtype
 
-# No gradient reaches it (training nudges it from the load of the experts), so it is state beside
-# the parameters to FSDP2 and a buffer to transformers; published counts include it.
+# It gets no gradient: training adjusts it by the load of the experts. FSDP2 sees it as state beside
+# the parameters, transformers as a buffer. Published parameter counts include it.
 ROUTER_BIAS = "router.bias"
-BEGIN = ("embed.", "positions.", "stem")  # what weights before the layers are called
+BEGIN = ("embed.", "positions.", "stem")  # prefixes of weights before the layers
 _AXES = ("tp", "sp", "pp", "ep")
 
 
 class Weight(NamedTuple):
-    """A parameter or a state. ``unit``: its FSDP2 unit, ``layers.3`` or ``root``."""
+    """A parameter or a state. ``unit``: its FSDP2 unit, such as ``layers.3`` or ``root``."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,8 +52,8 @@ class Weight(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A forward product of one rank. ``count``: how often it runs in one pass through the model.
-    ``part``: layer or head."""
+    """A forward product of one rank. ``count``: how often it runs in one forward pass. ``part``:
+    layer or head."""
 
     name: str
     part: str
@@ -67,8 +67,8 @@ class Exchange(NamedTuple):
 
 
 def weights(model: AnyModel) -> list[Weight]:
-    """Return every weight in module order, a tied one once. Experts are stacked: [experts, n,
-    k]."""
+    """Return every weight in module order; a tied weight comes once. Experts are stacked:
+    [experts, n, k]."""
     graph, kinds = _one_of_each(model)
     units: dict[LayerKind, list[tuple[str, tuple[int, ...]]]] = {kind: [] for kind in kinds}
     found, layers = [], ((index, kind) for index, kind in enumerate(layer_kinds(model, 1)))
@@ -89,8 +89,8 @@ def weights(model: AnyModel) -> list[Weight]:
 
 
 def stage_weights(model: AnyModel, layers: range) -> list[Weight]:
-    """Return the weights of the pipeline stage of these layers, including the ends of the model
-    it has."""
+    """Return the weights of a pipeline stage with these layers. The first stage also has the
+    weights before all layers, the last stage those after them."""
 
     def is_in(weight: Weight) -> bool:
         if weight.unit != "root":
@@ -107,8 +107,8 @@ def num_parameters(model: LanguageModel) -> int:
 
 
 def stream_shape(model: AnyModel, rows: int, seq_len: int, layer: int) -> tuple[int, ...]:
-    """Return the shape of what enters layer ``layer``, or leaves the last, for ``rows`` sequences
-    or images."""
+    """Return the shape of the input of layer ``layer``, or of the last layer's output if it equals
+    the number of layers, for ``rows`` sequences or images."""
     graph = _alone(model, min(layer, model.layers - 1))
     name = "stage.in" if layer < model.layers else graph.nodes[-1].outputs[0]
     sizes = {**graph.sizes, "batch": rows, "seq": seq_len}
@@ -123,8 +123,8 @@ def _alone(model: AnyModel, layer: int) -> Graph:
 
 @lru_cache(maxsize=256)
 def _one_of_each(model: AnyModel, *, between: bool = False) -> tuple[Graph, tuple[LayerKind, ...]]:
-    """Return the graph of one layer of each kind that the model has, for one token, and these
-    kinds. It has both ends of the model, or lies ``between`` other stages."""
+    """Return a graph with one layer of each kind in the model, for one token, and these kinds. The
+    graph has embedding and head, unless it lies ``between`` other stages."""
     kinds, ends = tuple(sorted(set(layer_kinds(model, 1)))), not between
     return families.forward(model, 1, 1, "fp32", layers=kinds, first=ends, last=ends), kinds
 
@@ -136,7 +136,7 @@ def _sizes(graph: Graph, batch: int, seq: int) -> dict[str, int]:
 
 
 def _tokens(microbatch_size: int, seq_len: int) -> int:
-    """Count a microbatch's tokens; a size below 1 is a ValueError that names it."""
+    """Count a microbatch's tokens. A size below 1 raises a ValueError that names it."""
     for name, value in {"microbatch_size": microbatch_size, "seq_len": seq_len}.items():
         if value < 1:
             raise ValueError(f"{name} = {value}: must be >= 1")
@@ -146,8 +146,8 @@ def _tokens(microbatch_size: int, seq_len: int) -> int:
 def products(
     model: LanguageModel, microbatch_size: int, seq_len: int, *, dtype: Dtype = "bf16"
 ) -> list[Product]:
-    """Return the forward products of one device; those of equal name and shape come once, with a
-    count. Weights that multiply the same input are one product. fp8 is scaled by tensor."""
+    """Return the forward products of one device. Products of equal name and shape come once, with
+    a count. Weights fused on one input (qkv, gate_up) are one product. fp8 is scaled per tensor."""
     tokens, (graph, kinds) = _tokens(microbatch_size, seq_len), _one_of_each(model)
     layers, sizes = Counter(layer_kinds(model, 1)), _sizes(graph, microbatch_size, seq_len)
     if "top_k" in sizes and "capacity" not in sizes:
@@ -172,7 +172,7 @@ def products(
 
 
 def _called(node: Node, graph: Graph) -> str:
-    """Name a product: q, k and v share one name, and so do gate and up."""
+    """Name a product. q, k and v share one name; gate and up share one."""
     own = ".".join(node.name.split(".")[2:]) or "vocab"
     if own in ("q", "k", "v") and "layers.0.k.weight" in graph.tensors:
         return "qkv"
@@ -183,9 +183,9 @@ def _called(node: Node, graph: Graph) -> str:
 
 
 def passes(forward: Gemm) -> tuple[Gemm, Gemm, Gemm]:
-    """Return forward y = x W^T, weight gradient dW = dy^T x and input gradient dx = dy W:
-    (m,n,k), (n,k,m), (m,k,n), in Primus' order. A grouped weight gradient divides its k, the
-    rows, by group."""
+    """Return the products of a forward y = x W^T, in Primus' order: forward (m,n,k), weight
+    gradient dW = dy^T x (n,k,m), input gradient dx = dy W (m,k,n). In a grouped weight gradient
+    the groups divide k, the rows."""
     m, n, k = forward.m, forward.n, forward.k
     wgrad = replace(forward, m=n, n=k, k=m, trans_a=True, trans_b=False)
     return forward, wgrad, replace(forward, m=m, n=k, k=n, trans_b=False)
@@ -200,7 +200,7 @@ def attention(
     direction: Direction = "forward",
 ) -> Attention:
     """Return the causal attention of one layer on one device. MLA trains with as many k and v
-    heads as q heads, and k is wider than v."""
+    heads as q heads; its k is wider than its v."""
     _tokens(microbatch_size, seq_len)
     graph, _ = _one_of_each(model)
     node = next(node for node in graph.nodes if node.kind == "attention")
@@ -228,11 +228,11 @@ def exchanges(
     ep: int = 1,
     dtype: Dtype = "bf16",
 ) -> list[Exchange]:
-    """Return the messages of one microbatch, the largest of each kind: of tensor parallelism
-    (with sequence parallelism an all-gather and a reduce-scatter replace the all-reduce), to the
-    next pipeline stage, and to the experts. A degree of 1 sends nothing, nor does ep in a model
-    without experts."""
-    listed = model  # messages are known of models that no module computes
+    """Return the largest message of each kind in one microbatch: of tensor parallelism (with
+    sequence parallelism an all-gather and a reduce-scatter replace the all-reduce), to the next
+    pipeline stage, and to the experts. A degree of 1 sends no messages, and ep sends none in a
+    model without experts."""
+    listed = model  # messages are known even for models that no module computes
     if isinstance(model, Decoder):
         listed = replace(model, not_computed="", more_weights=())
     ep, _ = ep if model.experts else 1, _tokens(microbatch_size, seq_len)
@@ -246,7 +246,7 @@ def exchanges(
         placement.check(listed, workload, layout)
         for _, tasks in shard(graph, tp, layout.placed, ep).tasks:
             for task in tasks:
-                if isinstance(op := task.op, Collective) and task.writes:  # not counts of rows
+                if isinstance(op := task.op, Collective) and task.writes:  # no counts of rows
                     name = f"{'ep' if op.kind == 'all_to_all' else axis}.{op.kind}"
                     size = op.size_bytes // DTYPE_BYTES[op.dtype]
                     elements[name] = max(elements.get(name, (0, 0)), (size, op.group_size))
@@ -254,7 +254,7 @@ def exchanges(
     for name in sorted(elements, key=lambda name: (_AXES.index(name[:2]), name)):
         kind: Any = name[3:]
         each, ranks = elements[name]
-        row = graph.sizes["hidden"] * (ranks if kind == "all_to_all" else 1)  # whole rows to each
+        row = graph.sizes["hidden"] * (ranks if kind == "all_to_all" else 1)  # whole rows per rank
         size_bytes = -(-each // row) * row * DTYPE_BYTES[dtype]
         op = Collective(kind=kind, size_bytes=size_bytes, group_size=ranks, dtype=dtype)
         found.append(Exchange(name, op))

@@ -1,8 +1,8 @@
 """Rewrite a graph for eager PyTorch on CPUs: a graph of CUDA's kernels in, of the CPU's out.
 
-An RMSNorm is one kernel on CUDA; on CPUs it is several, and autograd keeps what each of them reads:
+An RMSNorm is one kernel on CUDA. On CPUs it is several, and autograd keeps each kernel's inputs:
 x in fp32, and x / rms(x) before it is multiplied by the weight (ATen, rms_norm_composite). A
-LayerNorm keeps mean and rstd in x's dtype, where CUDA has them in fp32.
+LayerNorm keeps mean and rstd in x's dtype; CUDA keeps them in fp32.
 """
 
 from dataclasses import replace
@@ -13,12 +13,12 @@ from meshwise.spec import Cluster
 
 
 def device_of(cluster: Cluster, lowering: Literal["eager", "compiled"]) -> Device:
-    """Name the device whose kernels a step runs; compiled code fuses its own on either."""
+    """Return the device whose kernels a step runs. Compiled code fuses its own: it is "cuda"."""
     return "cpu" if cluster.device.kind == "cpu" and lowering == "eager" else "cuda"
 
 
 def on_cpu(graph: Graph) -> Graph:
-    """The same operations as eager PyTorch runs them on a CPU."""
+    """Return the graph with the kernels that eager PyTorch runs on a CPU."""
     tensors, nodes = dict(graph.tensors), list[Node]()
     for node in graph.nodes:
         if node.kind == "rms_norm":
@@ -32,7 +32,7 @@ def on_cpu(graph: Graph) -> Graph:
 
 
 def _of_operators(node: Node, tensors: dict[str, Tensor]) -> list[Node]:
-    """y = x * rstd * weight, in fp32."""
+    """Return the nodes of y = x * rstd * weight, in fp32."""
     (x, weight), (y, rstd) = node.inputs, node.outputs
     _, dims, dtype, _ = tensors[x]
 

@@ -1,8 +1,8 @@
 """List FSDP2's units and the collectives of one training step, exactly.
 
-A unit is a layer, or the root with all that is in no layer (``parallel/data.py``). Its weights
-travel as one message. Each weight is cut by its first dim, padded to a multiple of the ranks, so a
-rank holds sum(ceil(dim0 / ranks) * rest) elements (torch/distributed/fsdp/_fully_shard:
+A unit is a layer, or the root with all weights outside layers (``parallel/data.py``). Its weights
+are sent as one message. Each weight is cut by its first dim, padded to a multiple of the ranks, so
+a rank holds sum(ceil(dim0 / ranks) * rest) elements (torch/distributed/fsdp/_fully_shard:
 _chunk_with_empty, _get_dim0_padded_size). NCCL's traces show that number as the ``count`` of
 AllGather and ReduceScatter.
 """
@@ -26,9 +26,9 @@ class Unit(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A collective that each rank issues ``count`` times in a step. ``elements_per_rank``: what
-    the rank sends to a gather, keeps of a scatter, or all-reduces. ``phase``: forward or
-    backward."""
+    """A collective that each rank issues ``count`` times in a step. ``elements_per_rank``:
+    elements that the rank sends to an all-gather, keeps of a reduce-scatter, or all-reduces.
+    ``phase``: forward or backward."""
 
     unit: str
     phase: str
@@ -38,8 +38,8 @@ class Planned(NamedTuple):
 
 
 def units(model: AnyModel) -> list[Unit]:
-    """Return the units: the layers, then the root. A router's score bias is left out: here it is
-    state."""
+    """Return the units: the layers, then the root. They leave out a router's score bias, which is
+    state here."""
     members: dict[str, list[Weight]] = {}
     for weight in weights(model):
         if not weight.name.endswith(ROUTER_BIAS):
@@ -71,10 +71,10 @@ def planned(
 ) -> list[Planned]:
     """Return the collectives of one step over ``replicas`` groups of ``shard`` ranks each.
 
-    ``reshard`` (ZeRO-3): layers are gathered for each forward and again for each backward; the root
-    stays from its forward to its backward. Without it (ZeRO-2) each unit is gathered once a step.
-    Gradients are scattered, and with replicas all-reduced, in each microbatch. ZeRO-1, and ZeRO-0
-    (replicas of one shard), do so once a step: plan these as one microbatch.
+    With ``reshard`` (ZeRO-3), layers are gathered for each forward and again for each backward; the
+    root stays gathered in between. Without it (ZeRO-2) each unit is gathered once a step.
+    Gradients are reduce-scattered, and with replicas also all-reduced, in each microbatch. ZeRO-1
+    and ZeRO-0 (replicas of one shard) do this once a step: plan them as one microbatch.
     """
     for name, value in {"shard": shard, "replicas": replicas, "microbatches": microbatches}.items():
         if value < 1:
@@ -88,7 +88,7 @@ def planned(
             num_microbatches=min(2, microbatches),
         )
     kinds = layer_kinds(model, 1)
-    different = tuple(dict.fromkeys(kinds))  # there may be thousands of layers
+    different = tuple(dict.fromkeys(kinds))  # plan one layer of each kind: there may be thousands
     alike: dict[str, list[str]] = {"root": ["root"]}
     for index, kind in enumerate(kinds):
         alike.setdefault(f"layers.{different.index(kind)}", []).append(f"layers.{index}")
@@ -115,7 +115,7 @@ def planned(
     ]
 
 
-_TESTS = {"all_to_all": "alltoall", "send_recv": "sendrecv"}  # the others are called as here
+_TESTS = {"all_to_all": "alltoall", "send_recv": "sendrecv"}  # the other names are the same
 _DTYPES = {
     "fp64": "double", "fp32": "float", "tf32": "float", "bf16": "bfloat16", "fp16": "half",
     "fp8": "f8e4m3",
@@ -123,8 +123,8 @@ _DTYPES = {
 
 
 def nccl_tests_command(collective: Collective) -> str:
-    """Return the nccl-tests (or rccl-tests) command of the same size. Its ``-b`` is the total
-    over ranks; nccl-tests rounds a rank's part of a gather or scatter down to 16 bytes."""
+    """Return the nccl-tests (or rccl-tests) command for the same size. Its ``-b`` is the total
+    over ranks. nccl-tests rounds a rank's part of a gather or scatter down to 16 bytes."""
     kind, size = collective.kind, collective.size_bytes
     if kind in ("send", "all_to_all_v"):
         raise ValueError(f"Collective.kind = {kind!r}: nccl-tests has no test of it")

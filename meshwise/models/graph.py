@@ -3,10 +3,10 @@
 A graph is written once for the whole, unsharded problem. ``sizes`` gives every logical dim
 (batch, seq, hidden, heads, head_dim, ffn, vocab, ...) its extent. Sharding divides extents, so
 the operations of one rank follow from the same nodes: ``operation`` below builds the record that
-is measured and priced. A matrix product is an einsum of named tensors: dims that only the left
-operand has are its rows m, dims that only the right has are n, dims that both have and the result
-lacks are contracted, k. A convolution has images [batch, channels, height, width] and a weight
-[out, in, kernel, kernel].
+is measured and priced. A matrix product is an einsum of named tensors. Dims that only the left
+operand has are its rows m. Dims that only the right operand has are n. Dims that both have and the
+result lacks are contracted: k. A convolution has images [batch, channels, height, width] and a
+weight [out, in, kernel, kernel].
 """
 
 import functools
@@ -36,13 +36,13 @@ class Tensor(NamedTuple):
 
 class Node(NamedTuple):
     """One operation. ``kind``: gemm, attention, convolution, an elementwise kind, or one that is
-    priced as a copy (softmax, sort, move, relu). ``part``: embed, layer, head or optimizer;
-    ``layer``: its index there. Three kinds launch no kernel: a ``view``, whose outputs lie in
-    its input's memory; an ``exchange`` where no other ranks hold experts; the ``average`` of one
-    data rank. ``cheap``: selective recomputation redoes it. ``room``: the part of the model
-    whose dims tp divides in one way (convolutions, or a field of ``Cuts``). ``holds``: tensors
-    that another kernel of the same autograd node read and that are freed only at this node's
-    end. ``window``: of an attention."""
+    priced as a copy (softmax, sort, move, relu). ``part``: embed, layer, head or optimizer.
+    ``layer``: index of the layer. Three kinds launch no kernel: a ``view``, whose outputs share
+    its input's memory; an ``exchange`` if no other rank holds experts; an ``average`` over one
+    data rank. ``cheap``: selective recomputation recomputes it. ``room``: the part of the model
+    that it belongs to when tp divides dims (convolutions, or a field of ``Cuts``). ``holds``:
+    tensors read by another kernel of the same autograd node, freed only when this node ends.
+    ``window``: an attention's window."""
 
     name: str
     kind: str
@@ -71,7 +71,7 @@ class Graph:
 
     @functools.cached_property
     def bases(self) -> Mapping[str, str]:
-        """Name, for each view, the tensor in whose memory it lies."""
+        """Return, for each view, the tensor whose memory it shares."""
         found: dict[str, str] = {}
         for node in self.nodes:
             if node.kind in ("view", "exchange", "average"):
@@ -104,8 +104,8 @@ FUSED = frozenset(
 
 
 def module_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return a parameter's shape in the module, where neighbours of heads, q|k|v and head_dim
-    are one dim."""
+    """Return a parameter's shape in the module. Neighbouring dims of ``FUSED`` (heads, q|k|v,
+    head_dim ...) are one dim there."""
     runs = itertools.groupby(tensor.dims, key=lambda dim: "" if dim in FUSED else dim)
     return tuple(prod(sizes[dim] for dim in dims) for _, dims in runs)
 
@@ -145,7 +145,7 @@ def operation(
     if node.kind == "gemm":
         left, right, result = inputs[0], inputs[1], outputs[0]
         shared = set(left.dims) & set(right.dims)
-        # one weight for each expert, each with some of the rows
+        # one weight per expert; each expert multiplies some of the rows
         grouped = sum("experts" in each.dims for each in (left, right, result)) == 1
         apart = shared | {"experts"} if grouped else shared
         m = prod(sizes[dim] for dim in left.dims if dim not in apart)
@@ -164,7 +164,7 @@ def operation(
         read, written = (per_element * elements for per_element in OPTIMIZER_BYTES[node.kind])
         return elementwise(node.kind, read, written, "forward")
     direction = "backward" if node.phase == "backward" else "forward"
-    if node.kind == "move":  # a second kernel sets the rows that come from nowhere to zero
+    if node.kind == "move":  # a second kernel sets padding rows to zero
         pads = "room" in outputs[0].dims and "room" not in inputs[0].dims
         moved = num_bytes(outputs[0], sizes) * (2 if pads or "capacity" in sizes else 1)
         return elementwise("copy", moved, moved, direction)

@@ -1,11 +1,11 @@
 """Models from Hugging Face: a ``config.json`` becomes a Decoder or, for GPT-2, a Model.
 
-What a key is called, what it defaults to when absent and which parameters follow from it is read
-off transformers 4.57.1 and 5.23 (models/*/configuration_*.py, modeling_*.py); a size whose default
-there is one model's and not derived from others must be given. No network, no transformers.
-
-Weights are theirs but for Gemma's norms, which multiply by 1 + w: here w counts from 0. Phi 3's
-qkv_proj and gate_up_proj are q, k, v and gate, up one below the other. Dropout is not read.
+The names of keys, their defaults and the parameters that follow from them are those of transformers
+4.57.1 and 5.23 (models/*/configuration_*.py, modeling_*.py). If the default of a size there fits
+only one model and is not derived from other sizes, the file must give it. Needs neither network nor
+transformers.
+Weights are Hugging Face's, except Gemma's norms, which multiply by 1 + w: here w counts from 0. Phi
+3's qkv_proj and gate_up_proj stack q, k, v and gate, up. Dropout is not read.
 """
 
 import math
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 def read_config(path: Path | str) -> Decoder | Model:
-    """Read a config.json, or a folder with one. What does not fit is a ValueError with file and
-    key."""
+    """Read a config.json, or a folder with one. A key or value that is not supported raises a
+    ValueError with file and key."""
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
@@ -34,7 +34,7 @@ def read_config(path: Path | str) -> Decoder | Model:
 
 
 def decoder(data: Mapping[str, Any], name: str, source: str) -> Decoder:
-    """Return the Decoder of a config whose ``model_type`` is one of those below. Errors name
+    """Return the Decoder of a config whose ``model_type`` is in ``_KINDS``. Errors name
     ``source``."""
     config, kind = _ConfigKeys(data, source), data.get("model_type")
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -88,7 +88,7 @@ class _ConfigKeys:
         return ValueError(f"{self.source}: {found}: {fix}")
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Read a whole number; absent or null is the default, if there is one."""
+        """Read a whole number. Absent or null means the default, if there is one."""
         self.read.add(key)
         value = self.data.get(key)
         if value is None and default is not None:
@@ -98,7 +98,7 @@ class _ConfigKeys:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Read a number above 0; absent or null is the default."""
+        """Read a number above 0. Absent or null means the default."""
         self.read.add(key)
         value = self.data.get(key)
         if value is None:
@@ -114,7 +114,7 @@ class _ConfigKeys:
         return value
 
     def only(self, key: str, *known: Any) -> None:
-        """Refuse a value that would change the computation; absent or null is the default."""
+        """Refuse a value that would change the computation. Absent or null means the default."""
         if self.data.get(key) not in (None, *known):
             raise self.error(key, f"must be {' or '.join(map(repr, known))}")
 
@@ -126,7 +126,7 @@ class _ConfigKeys:
                 raise self.error(key, f"is not known for model_type {self.kind!r}; leave it out")
 
     def build(self, record: Callable[..., T], keys: Mapping[str, str], **fields: Any) -> T:
-        """Build a record; its own complaints name the file and, for its fields, the file's
+        """Build a record. Its errors name the file and, instead of its fields, the file's
         ``keys``."""
         try:
             return record(**fields)
@@ -137,7 +137,7 @@ class _ConfigKeys:
             raise ValueError(f"{self.source}: {told}") from None
 
     def experts(self, num_key: str, **fields: Any) -> Experts:
-        """Read the experts. ``num_key``: what this type calls their number."""
+        """Read the experts. ``num_key``: the key that holds their number in this type."""
         return self.build(
             Experts,
             {"num_experts": num_key, "top_k": "num_experts_per_tok"},
@@ -173,8 +173,8 @@ def _gpt2(config: _ConfigKeys, name: str) -> Model:
 
 
 def _kv_heads(config: _ConfigKeys, heads: int) -> int:
-    """Read the number of key heads. Null, and for some types an absent key, means one per query
-    head; other types have a size as default."""
+    """Read the number of key heads. Null means one per query head, and so does an absent key for
+    some types. Other types default to one model's size, so they must give the key."""
     derived = config.kind in _HEADS_DERIVED or "num_key_value_heads" in config.data
     kv_heads = config.size("num_key_value_heads", heads if derived else None)
     if heads % kv_heads:
@@ -202,7 +202,7 @@ def _biases(config: _ConfigKeys) -> dict[str, bool]:
         return {"qkv_bias": True}
     if kind == "qwen2_moe":
         return {"qkv_bias": config.flag("qkv_bias", True)}
-    if kind == "deepseek_v2":  # of which experts have biases, versions of transformers disagree
+    if kind == "deepseek_v2":  # versions of transformers disagree on which experts have biases
         config.only("mlp_bias", False)
     bias = config.flag("attention_bias", False)
     mlp_bias = kind in ("llama", "granite") and config.flag("mlp_bias", False)
@@ -227,7 +227,7 @@ def _windows(config: _ConfigKeys) -> dict[str, Any]:
         used = config.flag("use_sliding_window", False) if is_qwen else True
         if used and config.data.get("sliding_window", usual) is not None:
             window = config.size("sliding_window", usual)
-    if slides is None:  # all layers, whatever their types
+    if slides is None:  # all layers have the window, whatever their types
         sliding = [window is not None for _ in layers]
     elif types:
         sliding = [each == "sliding_attention" for each in types]
@@ -274,7 +274,7 @@ def _gemma(config: _ConfigKeys) -> dict[str, Any]:
 
 
 def _rotary(config: _ConfigKeys) -> dict[str, Any]:
-    """Read the rotary positions. transformers 5 keeps all of it in ``rope_parameters``."""
+    """Read the rotary positions. transformers 5 keeps all their keys in ``rope_parameters``."""
     theta = config.number("rope_theta", 1e6 if config.kind in ("mixtral", "gemma3_text") else 1e4)
     old, new = (config.data.get(key) for key in ("rope_scaling", "rope_parameters"))
     key = "rope_parameters" if new else "rope_scaling"
@@ -286,8 +286,8 @@ def _rotary(config: _ConfigKeys) -> dict[str, Any]:
 
 
 def _rotary_of_types(config: _ConfigKeys, key: str, types: Any, theta: float) -> dict[str, Any]:
-    """Read Gemma 3's rotary positions: layers with a window have their own, which are not
-    stretched."""
+    """Read Gemma 3's rotary positions. Layers with a window have their own, which are not
+    scaled."""
     if not isinstance(types, dict) or types.keys() - {"full_attention", "sliding_attention"}:
         raise config.error(key, "must be an object of full_attention and sliding_attention")
     full, sliding = (types.get(each) or {} for each in ("full_attention", "sliding_attention"))
@@ -301,7 +301,7 @@ def _rotary_of_types(config: _ConfigKeys, key: str, types: Any, theta: float) ->
 
 
 def _turned(config: _ConfigKeys, key: str, given: Any, theta: float) -> dict[str, Any]:
-    """Read one set of rotary positions, which stands under ``key``."""
+    """Read one set of rotary positions from under ``key``."""
     if not isinstance(given, dict) or any(isinstance(each, dict) for each in given.values()):
         raise config.error(key, "must be an object of numbers, the same for all layers, or null")
     rope = _ConfigKeys(given, f"{config.source}: {key}")
@@ -401,11 +401,11 @@ def _deepseek(config: _ConfigKeys) -> Experts:
     width, is_v3 = config.size("moe_intermediate_size"), config.kind == "deepseek_v3"
     config.only("scoring_func", "sigmoid" if is_v3 else "softmax")
     config.only("topk_method", *(["noaux_tc"] if is_v3 else ["greedy", "group_limited_greedy"]))
-    if not is_v3:  # transformers passes over it, DeepSeek's own model does not
+    if not is_v3:  # transformers ignores it, DeepSeek's own model does not
         config.only("norm_topk_prob", False)
     is_greedy = not is_v3 and config.data.get("topk_method") in (None, "greedy")
     groups = 1 if is_greedy else config.size("n_group", 1)
-    config.only("moe_layer_freq", 1)  # transformers passes over it
+    config.only("moe_layer_freq", 1)  # transformers ignores it
     if "n_shared_experts" not in config.data:
         raise config.error("n_shared_experts", "give it; null is none")
     return config.experts(
@@ -432,8 +432,8 @@ _SHAPES: dict[str, dict[str, str]] = {
     "olmoe": {"qk_norm_over": "projection"},
     "gemma": {"activation": "gelu"}, "gemma2": _BOTH, "gemma3_text": _BOTH,
 }  # fmt: skip
-# The window where the config does not name one, and whether a layer has it where layer_types does
-# not say; None: all have it. Qwen's ask use_sliding_window first.
+# The default window, and a function that says whether a layer has it if there are no layer_types
+# (None: all layers have it). Qwen's types ask use_sliding_window first.
 _WINDOWS: dict[str, tuple[int | None, Callable[[_ConfigKeys, int], bool] | None]] = {
     "mistral": (4096, None), "mixtral": (None, None), "phi3": (None, None),
     "qwen3_moe": (4096, None),
@@ -444,7 +444,7 @@ _WINDOWS: dict[str, tuple[int | None, Callable[[_ConfigKeys, int], bool] | None]
     "gemma2": (4096, lambda c, i: i % 2 == 0),
     "gemma3_text": (4096, lambda c, i: (i + 1) % c.size("sliding_window_pattern", 6) > 0),
 }  # fmt: skip
-# Types whose weights no module here has: the key to name, if the config has it, and why.
+# Types that no module here computes: the keys that an error names, and the reason.
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "gpt_oss": (("swiglu_limit",), "attention sinks and a clamped SwiGLU are not computed; "
                 "measure lists the operations of gpt-oss-120b"),

@@ -1,15 +1,15 @@
-"""Decide where tensors lie on the tp ranks of a stage, and which layouts are legal.
+"""Decide how tensors are placed on the tp ranks of a stage, and which layouts are legal.
 
 Each part of a model (a field of ``Cuts``) names the dim that its operations divide over tp. A
-tensor that has the dim is cut by it; others are ``whole``, or ``partial``: a sum over ranks that is
-still due. Where a producer left a tensor and where a consumer needs it decide the collective:
+tensor with this dim is cut by it. Other tensors are ``whole``, or ``partial``: still to be summed
+over ranks. The placement that a producer left and the one a consumer needs decide the collective:
 
     partial -> whole   all_reduce           partial -> cut   reduce_scatter
     cut     -> whole   all_gather           whole   -> cut   nothing (a view)
     cut by one dim -> by another            all_to_all
 
-With fewer key and value heads than ranks, each rank computes the head that its queries read, from a
-weight that is whole on all ranks, and the weight's gradients are summed.
+If there are fewer key and value heads than ranks, every rank holds their whole weight. Each rank
+computes only the head that its queries read, and the weight's gradients are summed over ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ from meshwise.spec.vision import MOST_RESOLUTIONS
 
 WHOLE, PARTIAL = "whole", "partial"
 ROWS = ("batch", "seq")
-DIMS = {  # what a part of the model divides: the first that a tensor has
+DIMS = {  # the dims that a part of the model may divide: the first that a tensor has
     "heads": ("heads", "kv_heads"),
     "ffn": ("ffn", "expert_ffn", "shared_ffn"),
     "vocab": ("vocab",),
@@ -53,11 +53,11 @@ class Cut:
         if "experts" in self.sizes:
             self.sizes["experts"] //= self.expert_ranks
             self.sizes["room"] = experts.room(self.sizes)
-        self.copies = max(1, tp // self.sizes.get("kv_heads", tp))  # ranks of one kv head
+        self.copies = max(1, tp // self.sizes.get("kv_heads", tp))  # ranks per kv head
         self._local: dict[str, Mapping[str, int]] = {}
 
     def of(self, room: str) -> str:
-        """Return the word for what a part of the model divides."""
+        """Return the word in ``Cuts`` for the dim that a part of the model divides."""
         if self.tp == 1:
             return WHOLE
         return CHANNELS if room == "convolutions" else self.cuts.of(room)
@@ -78,7 +78,7 @@ class Cut:
         return self.copies > 1 and dim == "kv_heads" and "queries" not in tensor.dims
 
     def local(self, dim: str) -> Mapping[str, int]:
-        """Return the extents where ``dim`` is divided; the first ranks have the larger shares."""
+        """Return the extents on the first rank if ``dim`` is divided: its share is the largest."""
         if dim in (WHOLE, PARTIAL):
             return self.sizes
         if dim not in self._local:
@@ -99,8 +99,8 @@ def has(tensor: Tensor, dim: str) -> bool:
 
 
 def collective(have: str, wanted: str) -> CollectiveKind | None:
-    """Return the collective that brings a tensor from where it lies to where it is needed, or
-    None."""
+    """Return the collective that turns placement ``have`` into ``wanted``, or None if none is
+    needed."""
     if have in (WHOLE, wanted):
         return None
     if have == PARTIAL:
@@ -109,7 +109,8 @@ def collective(have: str, wanted: str) -> CollectiveKind | None:
 
 
 def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
-    """Refuse an illegal layout within a pipeline rank, naming field, degree and size."""
+    """Raise a ValueError with field, degree and size if a layout within a pipeline rank is
+    illegal."""
     if reason := obstacle(model, workload.seq_len, layout):
         raise ValueError(f"Layout.{reason}")
 
@@ -189,8 +190,7 @@ def _language(model: LanguageModel, seq_len: int, layout: Layout) -> Iterator[st
 
 
 def _groups(moe: Experts, seq_len: int, layout: Layout) -> Iterator[str]:
-    """Check that each rank's runs of tokens are whole groups: a group of tokens lies on one
-    rank."""
+    """Check that each rank's runs of tokens are whole groups: one rank holds a whole group."""
     word, cp = layout.placed.of("experts") if layout.tp > 1 else WHOLE, layout.cp
     parts = cp * lcm(2 if cp > 1 else 1, layout.tp if word == "seq" else 1)  # cp has two chunks
     run, rest = divmod(seq_len, parts)

@@ -1,8 +1,8 @@
-"""Read the two configuration files of Primus' operator benchmarks unchanged; its lists of models.
+"""Read the two configuration files of Primus' operator benchmarks as they are; list its models.
 
 benchmark/kernel/gemm/model_configs.json lists models in Hugging Face's terms without the number of
-layers; benchmark/kernel/attention/attention_shapes.json lists attention shapes. Its scripts
-(benchmark/kernel/rccl) say which models' messages its collectives send, and for how many tokens.
+layers; benchmark/kernel/attention/attention_shapes.json lists attention shapes. The scripts in
+benchmark/kernel/rccl name the models whose messages are sent, and the tokens of a sequence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from meshwise import store
 from meshwise.models import hugging_face
 from meshwise.spec import Decoder
 
-# Models of the catalogue with the tokens of a sequence: for tensor and pipeline parallelism, then
-# for messages to experts.
+# Models of the catalogue, each with the tokens of a sequence. COLLECTIVES: messages of tensor and
+# pipeline parallelism. ALL_TO_ALL: messages to experts.
 COLLECTIVES = (
     ("llama-2-7b", 4096), ("llama-2-70b", 4096), ("llama-3-8b", 8192), ("llama-3-70b", 8192),
     ("deepseek-v2-lite", 4096), ("deepseek-v2", 4096), ("deepseek-v3", 8192),
@@ -46,7 +46,7 @@ class AttentionShape(NamedTuple):
 
 def read_models(path: Path | str) -> dict[str, tuple[Decoder, int]]:
     """Return one layer of each model and its sequence length, by name. An entry with
-    ``kv_lora_rank`` is a DeepSeek with experts; all others are dense, the Mixtrals too, as in the
+    ``kv_lora_rank`` is a DeepSeek with experts. All others are dense, even the Mixtrals, as in the
     file."""
     found: dict[str, tuple[Decoder, int]] = {}
     for name, entry, source in _entries(path):
@@ -79,7 +79,7 @@ def read_attention_shapes(path: Path | str) -> list[AttentionShape]:
 
 
 def _entries(path: Path | str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (name, entry, how errors name it) for each object of a list."""
+    """Yield (name, entry, its name in error messages) for each object of a list."""
     entries: list[Any] = store.read(path, list)
     if not entries:
         raise ValueError(f"{path}: the list is empty; name at least one model")
@@ -95,7 +95,7 @@ def _entries(path: Path | str) -> Iterator[tuple[str, dict[str, Any], str]]:
 def _check(
     entry: dict[str, Any], keys: Sequence[str], positive: Sequence[str], source: str
 ) -> None:
-    """Refuse an entry that lacks one of ``keys``, or whose ``positive`` are not whole and >= 1."""
+    """Refuse an entry that lacks one of ``keys``, or whose ``positive`` are no integers >= 1."""
     if missing := [key for key in keys if key not in entry]:
         raise ValueError(f"{source}: {', '.join(missing)} missing; see Primus' file for its keys")
     for key in positive:

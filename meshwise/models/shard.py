@@ -1,17 +1,17 @@
-"""Shard a graph over tp ranks, read off the logical dims.
+"""Shard a graph over tp ranks by its logical dims.
 
 Each part of a model divides one dim (``placement``). A node divides that dim if any of its tensors
 has it (a column- or row-parallel product, a vocabulary-parallel lookup or loss); otherwise every
-rank computes it whole. A result is partial if it lacks the divided dim of its inputs. What a
-producer left and what a consumer needs decide the collective, so Megatron's f, g and their
-conjugates follow, forward and backward, from one rule. A stage's input and the gradient of its
-result arrive as the residual stream lies.
+rank computes it whole. A result is partial if it lacks the divided dim of its inputs. The placement
+that a producer left and the one that a consumer needs decide the collective. Megatron's f, g and
+their conjugates follow from this one rule, forward and backward. A stage's input and the gradient
+of its result are placed like the residual stream.
 
 Ranks of an ep group hold different experts. An ``exchange`` sends rows to them, or back, by an
 all-to-all, and sorts the rows on the experts' side. A rank receives as many rows as it sends.
 
-Ranks that share sequences (cp) have some rows of everything, and whole weights. ``context`` plans
-what their attention sends to whom; tp divides what cp leaves.
+Ranks that share sequences (cp) have a part of the rows of every tensor, and whole weights.
+``context`` plans the messages of their attention. tp divides each cp rank's part.
 """
 
 from collections import defaultdict
@@ -41,18 +41,18 @@ from meshwise.spec import Attention, Collective, Cuts, Op
 
 OVER_DATA = "over_data"  # an all-reduce over data ranks, which are not known here
 
-# One kernel on one device; split by vocabulary, they leave a result between two kernels.
+# One kernel on one device. Split by vocabulary it becomes two, with a result in between.
 SPLIT_LOSS = {"loss.softmax": "shifted", "loss.softmax.grad": "exp"}
 
 
 class Task(Struct, frozen=True, gc=False):
-    """One operation of a rank. It starts when its stream is free and everything it reads is
+    """One operation of a rank. It starts when its stream is free and all buffers that it reads are
     written."""
 
     name: str
     op: Op
     stream: str  # compute, dp or cp
-    part: str  # embed, layer, head, optimizer, or dp for the traffic of data parallelism
+    part: str  # embed, layer, head, optimizer, or dp for data-parallel traffic
     phase: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -66,9 +66,9 @@ class Buffer(Struct, frozen=True, gc=False):
 class Sharded(NamedTuple):
     """The tasks of each node on one tp rank (its collectives, then itself), and their buffers.
 
-    ``shapes``: of this rank's part of each parameter, as in the module. ``partial``: parameters
-    whose gradients are partial sums over tp; data parallelism sums them when it reduces them.
-    ``apart``: the experts' parameters, if ranks hold different ones.
+    ``shapes``: shape of this rank's part of each parameter, as in the module. ``partial``:
+    parameters whose gradients are partial sums over tp; ``DataParallel`` completes the sums.
+    ``apart``: the experts' parameters, if ranks hold different experts.
     """
 
     tasks: tuple[tuple[Node, tuple[Task, ...]], ...]
@@ -88,8 +88,8 @@ def shard(
     cp_rank: int | None = None,
     device: Device = "cuda",
 ) -> Sharded:
-    """Return the share of ``graph`` of one rank among ``tp`` ranks, in a group of ``ep``. Among
-    ``cp`` ranks that share sequences it is number ``cp_rank``, the busiest by default."""
+    """Return one rank's share of ``graph``. The rank is one of ``tp`` ranks, in a group of ``ep``,
+    and number ``cp_rank`` (by default the busiest) of ``cp`` ranks that share sequences."""
     walk = _Walk(graph, tp, cuts, ep, cp, cp_rank, device)
     nodes = [node for node in graph.nodes if node.phase != "optimizer"]
     tasks = tuple((node, tuple(walk.tasks(node))) for node in nodes)
@@ -108,7 +108,7 @@ def shard(
 
 
 class _Walk:
-    """Walks the nodes in order and knows where every tensor lies on the tp ranks."""
+    """Walks the nodes in order and tracks each tensor's placement on the tp ranks."""
 
     def __init__(
         self,
@@ -123,10 +123,10 @@ class _Walk:
         self.device: Device = device
         self.graph, self.tp, self.ep, self.cp, self.cp_rank = graph, tp, ep, cp, cp_rank
         self.cut = Cut(graph, tp, cuts, ep, cp)
-        self.saved: dict[str, tuple[tuple[str, ...], ...]] = {}  # by the lse of an attention
+        self.saved: dict[str, tuple[tuple[str, ...], ...]] = {}  # keyed by an attention's lse
         self.sizes = self.cut.sizes
         self.placement: dict[str, str] = {}
-        self.parameters: dict[str, str] = {}  # the dim that cuts each
+        self.parameters: dict[str, str] = {}  # the dim that each is cut by
         self.buffers: dict[str, Buffer] = {}
         self.version: dict[str, dict[str, str]] = defaultdict(dict)  # tensor: placement: buffer
         produced = {name for node in graph.nodes for name in node.outputs}
@@ -165,26 +165,26 @@ class _Walk:
                 yield from self._redistribute(node, tensor.name, WHOLE)
 
     def _wanted(self, tensor: Tensor, dim: str) -> str:
-        """Return where a node that divides ``dim`` needs an input."""
+        """Return the placement in which a node that divides ``dim`` needs an input."""
         lies = self.placement[tensor.name]
         is_local = tensor.role == "constant" and lies in ROWS  # counts of a rank's own tokens
         return dim if has(tensor, dim) or dim == PARTIAL == lies else lies if is_local else WHOLE
 
     def _lies(self, node: Node, tensor: Tensor, inputs: list[Tensor], dim: str) -> str:
-        """Return where a node that divides ``dim`` leaves its result."""
+        """Return the placement of a result of a node that divides ``dim``."""
         if has(tensor, dim):
             return dim
         if not any(has(read, dim) for read in inputs):
             return PARTIAL if dim == PARTIAL else WHOLE
         if dim in ROWS and (tensor.role == "constant" or node.kind == "mean"):
-            return dim if tensor.role == "constant" else WHOLE  # of each rank's own tokens
+            return dim if tensor.role == "constant" else WHOLE  # each rank's own tokens
         own = "experts" in tensor.dims and self.cut.expert_ranks > self.ep
         return WHOLE if own else PARTIAL  # rows of other ranks came here
 
     def _computed(
         self, node: Node, inputs: list[Tensor], outputs: list[Tensor], dim: str, reads: list[str]
     ) -> Iterator[Task]:
-        """Yield the tasks of a node whose inputs are where it needs them."""
+        """Yield the tasks of a node whose inputs have the placement that it needs."""
         sizes, writes = self.cut.local(dim), tuple(tensor.name for tensor in outputs)
 
         def task(name: str, op: Op, written: tuple[str, ...]) -> Task:
@@ -206,7 +206,7 @@ class _Walk:
         if node.kind == "balance" and node.phase != "backward":
             yield from self._loads(node, inputs[0], reads[0])
         yield task(node.name, operation(node, inputs, outputs, sizes), writes)
-        for tensor in outputs:  # rows of a weight that other ranks have, too: the others' are 0
+        for tensor in outputs:  # other ranks have this weight, too; rows not used here get 0
             if tensor.role == "gradient" and self.cut.repeats(tensor, dim):
                 size = num_bytes(tensor, self.sizes)
                 yield task(f"{node.name}.pad", elementwise("copy", size, size, direction), writes)
@@ -230,7 +230,7 @@ class _Walk:
             yield Task(name, of, stream, node.part, node.phase, read, written)
 
     def _loads(self, node: Node, counts: Tensor, read: str) -> Iterator[Task]:
-        """Sum the rows of each expert over all ranks with other tokens."""
+        """Sum each expert's number of rows over all ranks with other tokens."""
         size, at = num_bytes(counts, self.sizes), f"{node.name}.{OVER_DATA}"
         loads = Collective(
             kind="all_reduce", size_bytes=size, group_size=1, dtype="fp64", in_place=True
@@ -255,7 +255,7 @@ class _Walk:
         yield Task(f"{node.name}.{OVER_DATA}", op, "compute", node.part, node.phase, read, ())
 
     def _view(self, node: Node) -> Iterator[Task]:
-        """Place the outputs of a view where its input lies, in the same buffers."""
+        """Give the outputs of a view the placement and the buffers of its input."""
         x = node.inputs[0]
         if self.placement[x] != PARTIAL or node.room == "stream":
             tensors = [self.graph.tensors[name] for name in (x, *node.outputs)]
@@ -274,13 +274,13 @@ class _Walk:
         reads: list[str],
         writes: tuple[str, ...],
     ) -> Iterator[Task]:
-        """Send rows to the ranks of their experts, or back. They are sorted on the experts'
-        side."""
+        """Send rows to the ranks of their experts, or back. The experts' ranks sort them by
+        expert."""
         returns = node.name.removesuffix(".again").endswith(".combine")
         sorts_first = returns != (node.phase == "backward")
         rows, *counts = inputs
         size, between = num_bytes(rows, sizes), f"{node.name}.between"
-        if "top_k" in rows.dims:  # of the rank that gets most
+        if "top_k" in rows.dims:  # plan for the rank that gets the most rows
             size = size * arriving(sizes) // (sizes["batch"] * sizes["seq"] * sizes["top_k"])
             for name in writes if not sorts_first else ():
                 self.buffers[name] = replace(self.buffers[name], num_bytes=size)
@@ -312,10 +312,10 @@ class _Walk:
         )
 
     def _is_part(self, node: Node, tensors: list[Tensor]) -> bool:
-        """Return whether the result is a partial sum because the node is linear in a partial
-        input: all terms of an addition, a factor, rows that are moved, and in backward the
-        gradients it reads. Where weights are cut, each rank weighs the experts' balance with its
-        own share."""
+        """Return whether the result is a partial sum. It is if the node is linear in inputs that
+        are partial: all terms of an addition, one factor, rows that are moved, and in backward the
+        gradients that it reads. The backward of the experts' balance is also partial if weights
+        are cut: each rank uses its own share."""
         if self.tp == 1:
             return False
         word, backward = self.cut.of(node.room), node.phase == "backward"
@@ -350,7 +350,7 @@ class _Walk:
         self.placement[tensor.name] = placement
 
     def _moved_again(self, node: Node, name: str) -> Iterator[Task]:
-        """Redistribute a recomputed result as forward did: that product is not recomputed."""
+        """Redistribute a recomputed result as forward did: the collective's result was not kept."""
         for wanted in list(self.version[name.removesuffix(".again")]):
             yield from self._redistribute(node, name, wanted)
 
@@ -360,7 +360,7 @@ class _Walk:
             return
         tensor, have = self.graph.tensors[name], self.placement[name]
         kind = collective(have, wanted)
-        if kind is None:  # a slice of what is there already
+        if kind is None:  # a slice of the tensor that is there already
             versions[wanted] = versions[have]
             return
         source, result = versions[have], f"{name}@{wanted}"

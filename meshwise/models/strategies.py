@@ -3,18 +3,18 @@
 In: a map of patterns to strategies, and the names of a module's parameters. Out: each parameter's
 strategy, and the patterns that matched nothing. A pattern is a dotted name in which ``*`` stands
 for any part of one component: ``model.layers.*.self_attn.q_proj``. It names a module or a parameter
-and covers all beneath it; of several patterns the one with most components counts.
+and covers everything below it. If several patterns match, the one with the most components wins.
 
 Strategies of a weight over the tp ranks:
 
 - ``col``: cut by outputs; ``col/3``: each of 3 equal parts by its outputs, for a fused [q|k|v];
 - ``row``: cut by inputs, which a ``col`` before it has split; results are summed;
-- ``vocab``: rows of the vocabulary, of an embedding or of a head, whose logits are gathered;
-- ``expert``: stacked experts, by expert over the ep ranks and by ffn over the tp ranks;
-- ``channel_col``, ``channel_row``: ``col`` and ``row`` of a convolution;
+- ``vocab``: cut by rows of the vocabulary: an embedding, or a head whose logits are gathered;
+- ``expert``: stacked experts, cut by expert over the ep ranks and by ffn over the tp ranks;
+- ``channel_col``, ``channel_row``: ``col`` and ``row`` for a convolution;
 - ``replicated``: whole on every rank, applied to whole activations;
-- ``summed``: whole on every rank, applied to split activations (the norm of each head, say), so
-  that its gradient is summed over ranks.
+- ``summed``: whole on every rank, applied to split activations (the norm of each head, for
+  example); its gradient is summed over ranks.
 """
 
 import re
@@ -31,8 +31,8 @@ WHOLE: tuple[Strategy, ...] = ("replicated", "summed")
 
 
 class Known(NamedTuple):
-    """A class of models. ``units``: the modules that are sharded, recomputed and compiled each
-    by itself. ``divided``: attributes that count heads or features, which each rank divides."""
+    """A known class of models. ``units``: modules that are sharded, recomputed and compiled one
+    by one. ``divided``: attributes that count heads or features; each rank divides them."""
 
     strategies: StrategyMap
     units: tuple[str, ...]
@@ -40,8 +40,8 @@ class Known(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """``strategies`` by parameter, None where no pattern matches; ``idle``: patterns without
-    effect."""
+    """The strategies of a module. ``strategies``: by parameter, None if no pattern matches.
+    ``idle``: patterns that match no parameter."""
 
     strategies: dict[str, str | None]
     idle: tuple[str, ...]
@@ -89,7 +89,7 @@ def assign(strategies: StrategyMap, names: Iterable[str]) -> Assigned:
 
 
 def known(class_names: Iterable[str]) -> Known | None:
-    """Return what is known of the first known class; give a module's class and its base classes."""
+    """Return the entry of the first known class. Pass a module's class and its base classes."""
     return next((KNOWN[name] for name in class_names if name in KNOWN), None)
 
 
@@ -140,7 +140,7 @@ _GPT2 = Known(
     units=("transformer.h.*",),
     divided=("transformer.h.*.attn.split_size",),
 )
-# Names as transformers 4.57 and 5 have them; experts are stacked since 5.
+# Names as in transformers 4.57 and 5. Experts are stacked from version 5 on.
 KNOWN: dict[str, Known] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,

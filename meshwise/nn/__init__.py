@@ -1,4 +1,4 @@
-"""Plain torch models: single-device mathematics only."""
+"""Plain torch models: only the mathematics of one device."""
 
 from meshwise.nn.gpt import GPT
 from meshwise.nn.llama import Llama
@@ -17,9 +17,9 @@ def build(
     attend: Attend = causal,
     routing: Routing = "learned",
 ) -> ModelStage:
-    """Build the module of a model, or of a stage of it, under ``torch.device("meta")``.
+    """Build the module of a model, or of one of its stages, under ``torch.device("meta")``.
 
-    ``attend``: how heads attend, ``routing``: how experts are chosen, where there are any.
+    ``attend``: the attention of heads. ``routing``: how experts, if any, are chosen.
     """
     if isinstance(model, Model):
         return GPT(model, layers, attend=attend, routing=routing)

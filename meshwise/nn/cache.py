@@ -1,14 +1,14 @@
-"""Attention of new tokens over all tokens so far, whose keys and values are kept.
+"""Attention of new tokens over all tokens so far, with cached keys and values.
 
-In: q [b,s,heads,dim], k and v [b,s,kv_heads,dim] of the new tokens, whose positions are in ``Now``.
-Out: like q: softmax(q k^T / sqrt(dim)) v over the tokens at the same or earlier positions; a
-``window`` leaves the last of them. A ``Cache`` stands where a model has ``causal``
+In: q [b,s,heads,dim], k and v [b,s,kv_heads,dim] of the new tokens; ``Now`` has their positions.
+Out: like q: softmax(q k^T / sqrt(dim)) v over the tokens at the same or earlier positions; with a
+``window`` only over the last of these. A ``Cache`` replaces ``causal`` in a model
 (``stage.Attend``).
 
-Shapes are the same for every token, so that a CUDA graph or compiled code can hold a step: the
-cache is read up to a length that the host chose, and keys after the position are masked by
-comparing with a tensor. Query heads that share a key head are rows of one product, so keys and
-values are read once, and not copied for every query head.
+Shapes are the same for every token, so a CUDA graph or compiled code can hold a step. The cache is
+read up to a length that the host chose, and keys after the position are masked by comparing with a
+tensor. Query heads that share a key head are rows of one product, so keys and values are read once
+and not copied for every query head.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from meshwise.nn.stage import causal
 
 @dataclass
 class Now:
-    """The tokens of the coming forward pass; the layers of a stage share it.
+    """The tokens of the next forward pass. The layers of a stage share it.
 
-    ``at`` [s]: their positions, on the device. ``length``: larger than all of them. ``fresh``: no
-    token came before them.
+    ``at`` [s]: their positions, on the device. ``length``: larger than all positions. ``fresh``: no
+    tokens came before them.
     """
 
     at: Tensor
@@ -39,9 +39,9 @@ AttendOne = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Cache:
-    """Attends in one layer. ``k`` and ``v``: [groups, b, most tokens, kv_heads, dim], of batches
-    that take turns. ``one``: a better kernel for one token, if there is one. All tokens are
-    kept, also those that a ``window`` has left behind."""
+    """The cache and the attention of one layer. ``k`` and ``v``: [groups, b, most tokens,
+    kv_heads, dim], of batches that take turns. ``one``: a faster kernel for one token, if there is
+    one. All tokens are kept, even those outside of a ``window``."""
 
     def __init__(
         self, now: Now, k: Tensor, v: Tensor, one: AttendOne | None = None,
@@ -52,7 +52,7 @@ class Cache:
         self.turn_to(0)
 
     def turn_to(self, group: int) -> None:
-        """Attend for a batch from now on, set as tensors: code is compiled once, not per number."""
+        """Attend for this batch from now on. It is set as tensors, so code compiles only once."""
         self.keys, self.values = self.k[group], self.v[group]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Cache:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, window: int | None = None) -> Tensor:
-    """Attend with queries at positions ``at`` [s] to the last ``window`` keys up to each."""
+    """Attend with queries at positions ``at`` [s], each to the last ``window`` keys up to it."""
     kv_heads, sharing = k.shape[2], q.shape[2] // k.shape[2]
     split: Tensor = q.unflatten(2, (kv_heads, sharing))
     rows = split.permute(0, 2, 3, 1, 4).flatten(2, 3)

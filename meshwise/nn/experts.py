@@ -1,23 +1,23 @@
 """A mixture of experts in place of a feed-forward: every token goes to ``top_k`` of them.
 
-In: x[b,s,hidden]. Out: the sum of the chosen experts' results, each times its score, and of the
-shared expert's. Scores are a softmax over the experts (Shazeer et al. 2017; GShard; Mixtral;
-DeepSeek-V2) or a sigmoid of each, whose bias counts in the choice only (DeepSeek-V3).
+In: x[b,s,hidden]. Out: the sum of the chosen experts' results, each times its score, plus the
+shared expert's result. Scores are a softmax over the experts (Shazeer et al. 2017; GShard; Mixtral;
+DeepSeek-V2) or a sigmoid of each, with a bias that affects only the choice (DeepSeek-V3).
 
-Rows are sorted by expert and go through one grouped product a weight. Each group starts at a
-multiple of 8 rows, as grouped products on GPUs demand, and none is empty, whose gradient Blackwell
-leaves unwritten (pytorch/pytorch#172439). The rows between groups are zero, and the rest of the
-buffer belongs to the last group, so every shape is known without asking the device. No row is
-dropped.
+Rows are sorted by expert and go through one grouped product per weight. Each group starts at a
+multiple of 8 rows, as grouped products on GPUs require. No group is empty, since Blackwell does not
+write an empty group's gradient (pytorch/pytorch#172439). The rows between groups are zero, and the
+rest of the buffer belongs to the last group, so every shape is known without asking the device. No
+row is dropped.
 
-With a capacity, an expert has equally many places for each group of tokens: rows lie in a buffer
-[experts,places,hidden] and go through one batched product a weight. A token that finds no place
-gets nothing from that expert; the weights of the others are those that are made to add up (GShard:
-Lepikhin et al. 2021, algorithm 1, as Alpa's ``top2_gating`` has it).
+With a capacity, an expert has equally many places for each group of tokens. Rows are in a buffer
+[experts,places,hidden] and go through one batched product per weight. If an expert has no place
+left, a token gets nothing from it; only the weights of its other experts are normalized to add up
+(GShard: Lepikhin et al. 2021, algorithm 1, as in Alpa's ``top2_gating``).
 
 The load balancing loss of a layer (Fedus et al. 2022, eq. 4) is n * sum over experts of its share
-of the choices times its mean score. It is no result: ``Balance`` adds its gradient in backward. The
-shares are those of the whole global microbatch, ``count`` adds them up.
+of the choices times its mean score. It is not returned: ``Balance`` adds its gradient in backward.
+The shares are those of the whole global microbatch; ``count`` sums them over ranks.
 """
 
 from collections.abc import Callable
@@ -38,11 +38,11 @@ class TokenExchange(Protocol):
     """Moves rows, sorted by expert, to the ranks that hold the experts, and back."""
 
     def out(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Send rows [n,hidden] of all experts with ``counts`` [experts]; return the rows of this
-        rank's experts, sorted, their counts, and what ``back`` needs."""
+        """Send rows [n,hidden] of all experts, with ``counts`` [experts]. Return the rows of this
+        rank's experts, sorted, their counts, and a ticket for ``back``."""
 
     def back(self, rows: Tensor, ticket: Any) -> Tensor:
-        """Send the experts' results back, in the order of the rows that were given."""
+        """Send the experts' results back, in the order of the rows given to ``out``."""
 
     def out_equal(self, rows: Tensor) -> Tensor:
         """Send rows [experts,places,hidden]; return [own experts,places of all ranks,hidden]."""
@@ -52,7 +52,7 @@ class TokenExchange(Protocol):
 
 
 class Here:
-    """Leaves all rows where they are: all experts are on this rank."""
+    """An exchange that moves nothing: all experts are on this rank."""
 
     def out(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Any]:
         return rows, counts, None
@@ -68,9 +68,9 @@ class Here:
 
 
 class Routed(NamedTuple):
-    """The router's choice: ``experts`` [tokens,top_k] and ``weights`` of the same shape;
-    ``mean`` [experts]: the mean score of each. ``places``: those of ``placed``, where experts
-    have a capacity."""
+    """The router's choice: ``experts`` [tokens,top_k] and ``weights`` of the same shape.
+    ``mean`` [experts]: the mean score of each expert. ``places``: the result of ``placed``, if
+    experts have a capacity."""
 
     experts: Tensor
     weights: Tensor
@@ -79,7 +79,7 @@ class Routed(NamedTuple):
 
 
 class Balance(torch.autograd.Function):
-    """Passes x on; in backward the loss, which is computed aside, gets the gradient ``scale``."""
+    """Returns x. In backward, the loss, which is computed separately, gets gradient ``scale``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -93,7 +93,7 @@ class Balance(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Scores every token for every expert, in fp32 at least, and chooses."""
+    """Scores every token for every expert, in fp32 at least, and chooses experts."""
 
     starts = {"weight": WEIGHT}
 
@@ -129,7 +129,7 @@ class Router(nn.Module):
         return Routed(experts, weights * sizes.routed_scale, shares.mean(0), places)
 
     def in_groups(self, ranking: Tensor) -> Tensor:
-        """Return the ranking [tokens,experts], -inf outside of the best groups."""
+        """Return the ranking [tokens,experts] with -inf outside of the best groups."""
         sizes = self.sizes
         if sizes.top_groups == sizes.groups:
             return ranking
@@ -142,29 +142,28 @@ class Router(nn.Module):
 
 
 def forced(tokens: int, sizes: Sizes, routing: Routing, device: torch.device) -> Tensor:
-    """Choose [tokens,top_k] experts whatever the scores: in turn, or expert e as 1 / (e + 1)."""
+    """Choose [tokens,top_k] experts without scores: in turn, or expert e with share 1 / (e + 1)."""
     n, total = sizes.num_experts, tokens * sizes.top_k
     turn = torch.arange(total, device=device).view(tokens, sizes.top_k)
     if routing == "balanced":
         return turn % n
     edges = (1 / torch.arange(1, n + 1, device=device, dtype=torch.float32)).cumsum(0)
-    golden = (turn * 0.6180339887498949) % 1.0  # equidistributed, and the same everywhere
+    golden = (turn * 0.6180339887498949) % 1.0  # equidistributed, and the same on all devices
     return torch.searchsorted(edges / edges[-1], golden.float()).clamp(max=n - 1)
 
 
 def placed(experts: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Place the copies of tokens. Return where each copy lies among the places
-    [experts,groups,capacity], -1 where none is left, and which copy lies at each place, -1: none.
-    First choices come before second ones.
+    """Place the copies of tokens. Return the place of each copy in [experts,groups,capacity], or -1
+    if none is left, and the copy at each place, or -1. First choices come before second ones.
 
-    ``experts`` [tokens,top_k]; copies are numbered as its elements are.
+    ``experts`` [tokens,top_k]: copies have the numbers of its elements.
     """
     tokens, top_k = experts.shape
     if tokens % (size := sizes.group_size or 1):
         sizes.fail("group_size", f"must divide the {tokens} tokens of a rank's microbatch")
     groups, capacity, device = tokens // size, sizes.capacity, experts.device
     copies = torch.arange(experts.numel(), device=device)
-    queue = experts.flatten() * groups + copies // (size * top_k)  # one for each expert and group
+    queue = experts.flatten() * groups + copies // (size * top_k)  # one queue per expert and group
     by_choice = copies.view(groups, size, top_k).transpose(1, 2).flatten()
     order = by_choice[queue[by_choice].argsort(stable=True)]
     counts = torch.zeros(sizes.num_experts * groups, dtype=torch.int64, device=device)
@@ -178,12 +177,12 @@ def placed(experts: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 
 class FeedForwards(nn.Module):
-    """The experts' weights, stacked: ``first`` [experts,1,ffn,hidden], or with a gate
-    [experts,2,ffn,hidden], gate before up; ``down`` [experts,hidden,ffn]; biases where the model
-    has them.
+    """The experts' weights, stacked. ``first``: [experts,1,ffn,hidden], or with a gate
+    [experts,2,ffn,hidden], gate before up. ``down``: [experts,hidden,ffn]. Biases if the model has
+    them.
 
-    ``local``: a weight -> the part of it to compute with; ``added``: the last bias -> this rank's
-    addend of it, where parts of a sum are added up.
+    ``local``: maps a weight to the part to compute with. ``added``: maps the last bias to this
+    rank's addend, if ranks compute partial sums.
     """
 
     starts = {"first": WEIGHT, "down": WEIGHT, "first_bias": ZEROS, "down_bias": ZEROS}
@@ -200,8 +199,8 @@ class FeedForwards(nn.Module):
         self.added: Callable[[Tensor], Tensor] = identity
 
     def forward(self, rows: Tensor, counts: Tensor | None) -> Tensor:
-        """Turn rows [n,hidden], sorted by expert, ``counts`` [experts] of them, into [n,hidden];
-        without counts [experts,places,hidden] into the same."""
+        """Turn rows [n,hidden], sorted by expert with ``counts`` [experts], into [n,hidden].
+        Without counts, turn [experts,places,hidden] into the same shape."""
         first, down = self.local(self.first).flatten(1, 2), self.local(self.down)
         first_bias = down_bias = None
         if self.first_bias is not None and self.down_bias is not None:
@@ -218,7 +217,8 @@ class FeedForwards(nn.Module):
 
 
 class MoveRows(torch.autograd.Function):
-    """Picks rows, forward and backward: scattered writes are many times slower on GPUs."""
+    """Moves rows by reading at indices, forward and backward. Scattered writes are many times
+    slower on GPUs."""
 
     @staticmethod
     def forward(
@@ -238,24 +238,24 @@ class MoveRows(torch.autograd.Function):
 
 
 def move(x: Tensor, there: Tensor, back: Tensor, copies: int = 1, *, lossy: bool = False) -> Tensor:
-    """Move row ``there[i]`` of x to row i of the result, 0 where that is -1. ``back``: where
-    each row of x went, ``copies`` places in a row. ``lossy``: some rows of x go nowhere."""
+    """Move row ``there[i]`` of x to row i of the result; -1 gives a row of 0. ``back``: the places
+    of each row of x, ``copies`` in a row. ``lossy``: some rows of x are dropped."""
     return MoveRows.apply(x, there, back, copies, lossy)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _rows(x: Tensor, index: Tensor, some_absent: bool) -> Tensor:
-    """Pick rows of x, 0 where the index is -1."""
+    """Pick rows of x; index -1 gives a row of 0."""
     if not some_absent:
         return x.index_select(0, index)
-    if not len(x):  # all experts of a rank without a token
+    if not len(x):  # no expert of this rank has a token
         return x.new_zeros(len(index), x.shape[1])
     found = x.index_select(0, index.clamp(min=0))
     return found.masked_fill((index < 0).unsqueeze(1), 0)
 
 
 def padded(counts: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each of n sorted rows goes in a buffer with room for any such groups, which
-    row each of the buffer's is (-1: none), and where each expert's group ends there."""
+    """Return the place of each of n sorted rows in a buffer with room for any sizes of groups, the
+    row at each of the buffer's places (-1: none), and the end of each expert's group there."""
     room = n + ALIGNMENT * len(counts)
     padded_counts = (counts.clamp(min=1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     ends, padded_ends = counts.cumsum(0), padded_counts.cumsum(0)
@@ -274,11 +274,11 @@ def _activated(x: Tensor, gated: bool) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [n,k] by weight [groups,out,k] -> [n,out]; rows of group g end at ``offsets``
-    [g]."""
+    """Multiply x [n,k] by weight [groups,out,k] -> [n,out]. Rows of group g end at
+    ``offsets[g]``."""
     in_fp32 = (
         x.device.type == "cpu" and not torch.compiler.is_compiling()
-    )  # there it knows bf16 only
+    )  # compiled code knows bf16 only
     dtypes = (torch.bfloat16, *([torch.float32] if in_fp32 else []))
     aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
     if x.dtype in dtypes and aligned:
@@ -291,13 +291,13 @@ def product(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> 
         return y
     group = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
     one_hot = group.unsqueeze(1) == torch.arange(len(bias), device=x.device)
-    return torch.addmm(y, one_hot.to(y.dtype), bias)  # the bias' gradient is a product too
+    return torch.addmm(y, one_hot.to(y.dtype), bias)  # so the bias' gradient is a product, too
 
 
 class Batched(torch.autograd.Function):
     """x [experts,n,k], weight [experts,out,k], bias [experts,out] -> [experts,n,out].
 
-    The weight's gradient is laid out as the weight is; that of ``torch.bmm`` would be copied.
+    The weight's gradient has the weight's memory layout; that of ``torch.bmm`` would be copied.
     """
 
     @staticmethod
@@ -319,9 +319,9 @@ def batched(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class SharedExpert(nn.Module):
-    """A feed-forward for every token, with a score where the model has one (Qwen).
+    """A feed-forward for every token, times a score if the model has one (Qwen).
 
-    ``added`` as in ``FeedForwards``.
+    ``added``: as in ``FeedForwards``.
     """
 
     def __init__(self, hidden: int, sizes: Sizes, *, gated: bool, bias: bool) -> None:
@@ -344,11 +344,11 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """The whole part of a layer: router, experts, shared expert.
+    """The experts' part of a layer: router, experts, shared expert.
 
-    Set where ranks share the work: ``exchange``; ``count`` ([experts] of this rank's choices -> of
-    the global microbatch's); ``local`` as in ``FeedForwards``. ``balance_scale`` is the weight of
-    the load balancing loss in this rank's loss; 0 leaves it out.
+    Set these if ranks share the work: ``exchange``; ``count``, which maps this rank's counts of
+    choices [experts] to the global microbatch's; ``local``, as in ``FeedForwards``.
+    ``balance_scale``: weight of the load balancing loss in this rank's loss; 0 leaves it out.
     """
 
     def __init__(

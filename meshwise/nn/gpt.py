@@ -1,14 +1,14 @@
-"""A GPT-2 style decoder in plain torch: the computation of one device, and nothing about devices.
+"""A GPT-2 style decoder in plain torch: the computation of one device, without any parallelism.
 
 In: tokens [batch, seq] of int64. Out: logits [batch, seq, vocab]. Pre-norm blocks after Radford et
 al. 2019 (GPT-2): x + attention(norm(x)), then x + mlp(norm(x)); learned positions, biases
-everywhere but in the tied head, GELU in its tanh form.
+everywhere except in the tied head, GELU in its tanh form.
 
-The rows of the fused qkv weight are ordered [heads, 3, head_dim], so that a split of them by tp
-leaves whole heads, each with its q, k and v, and ``SelfAttention`` runs unchanged on its share.
+The rows of the fused qkv weight are ordered [heads, 3, head_dim]. A split over tp then leaves whole
+heads, each with its q, k and v, and ``SelfAttention`` runs unchanged on its share.
 
-A sequence may be shared by several ranks, each with some of its tokens: ``attend`` says how heads
-attend, ``GPT.at`` where this rank's tokens stand.
+Several ranks may share a sequence, each with some of its tokens. ``attend`` is then their common
+attention, and ``GPT.at`` sets the positions of this rank's tokens.
 
 Parameters: layers*(12*hidden^2 + 13*hidden) for ffn = 4*hidden, + vocab*hidden + max_seq_len*hidden
 + 2*hidden.
@@ -26,7 +26,7 @@ from meshwise.spec.recipe import Routing
 
 
 class SelfAttention(nn.Module):
-    """Attention of all heads that ``qkv`` yields, between its two projections."""
+    """Attention of all heads in ``qkv``'s result, between its two projections."""
 
     def __init__(self, model: Model, attend: Attend = causal) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(model.hidden, model.hidden)
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """[b,s,heads*3*head_dim] -> [b,s,heads*head_dim]"""
+        """Attend: [b,s,heads*3*head_dim] -> [b,s,heads*head_dim]."""
         qkv = qkv.unflatten(-1, (-1, 3, self.head_dim))  # [b, s, heads, 3, head_dim]
         return self.heads(*qkv.unbind(-2)).flatten(-2)
 
 
 class MLP(nn.Module):
-    """hidden -> ffn -> hidden."""
+    """A feed-forward: hidden -> ffn -> hidden."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class MLP(nn.Module):
 
 
 class GPTLayer(Layer):
-    """One transformer layer: x[b,s,hidden] -> [b,s,hidden]; with experts in place of the MLP where
-    the model has them."""
+    """One transformer layer: x[b,s,hidden] -> [b,s,hidden]. It has experts in place of the MLP if
+    the model does."""
 
     def __init__(
         self, model: Model, index: int, attend: Attend = causal, routing: Routing = "learned"
@@ -98,11 +98,11 @@ class Positions(nn.Module):
 
 
 class GPT(ModelStage):
-    """The whole model, or a pipeline stage of it: the layers in ``layers``, with the embedding if
-    they are the first and the head if they are the last.
+    """The whole model, or a pipeline stage with the layers ``layers``. The first stage has the
+    embedding, the last one the head.
 
     A head without the embedding has a copy of its weight. ``attend``: q, k, v -> out, each
-    [b,s,heads,head_dim], in every layer; by default causal and of one rank.
+    [b,s,heads,head_dim], in every layer; by default causal, on one rank.
     """
 
     is_tied = True
@@ -126,7 +126,7 @@ class GPT(ModelStage):
         self.tie()
 
     def at(self, positions: Tensor) -> None:
-        """Place tokens at ``positions``; a stage without the embedding needs none."""
+        """Set the tokens' positions. A stage without the embedding needs none."""
         if not self.first:
             return
         most, rows = int(positions.max()) if len(positions) else 0, len(self.positions.weight)

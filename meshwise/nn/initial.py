@@ -1,7 +1,7 @@
-"""Initial values of every parameter: drawn by its kind and by its name.
+"""Initial values of every parameter, drawn by its kind and its name.
 
-A module says in ``starts`` what its own parameters begin with; ``TORCH`` says it for torch's
-modules. A parameter that nobody speaks for is an error, never a guess from its shape.
+A module gives the distributions of its own parameters in ``starts``; ``TORCH`` gives those of
+torch's modules. A parameter without one is an error, never a guess from its shape.
 """
 
 import zlib
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Start(NamedTuple):
-    """Normal numbers of this mean and standard deviation; constant where ``std`` is 0."""
+    """A normal distribution with this mean and standard deviation; constant if ``std`` is 0."""
 
     mean: float
     std: float
@@ -22,7 +22,7 @@ class Start(NamedTuple):
 
 Starts = Mapping[str, Start]
 ZEROS, ONES = Start(0.0, 0.0), Start(1.0, 0.0)
-# Products, each expert's too, routers, and tables of tokens and positions (Radford et al. 2019).
+# Products (also each expert's), routers, and tables of tokens and positions (Radford et al. 2019).
 WEIGHT = Start(0.0, 0.02)
 TORCH: Mapping[type[nn.Module], Starts] = {
     nn.Linear: {"weight": WEIGHT, "bias": ZEROS},
@@ -33,7 +33,7 @@ TORCH: Mapping[type[nn.Module], Starts] = {
 
 
 def convolution(outputs: int, kernel: int) -> Start:
-    """Return normal(0, sqrt(2 / fan_out)) (He et al. 2015, eq. 14)."""
+    """Return a convolution's start: normal(0, sqrt(2 / fan_out)) (He et al. 2015, eq. 14)."""
     return Start(0.0, sqrt(2 / (outputs * kernel**2)))
 
 
@@ -48,8 +48,8 @@ def start(module: nn.Module, name: str) -> Start:
 def draw(start: Start, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
     """Draw the whole fp32 parameter ``name`` (as in ``ModelStage.named_parameters``).
 
-    The numbers depend on (seed, name) only, so every layout can cut its share out of the same model
-    without ever holding more than one parameter.
+    The values depend only on (seed, name). So every layout can cut its share out of the same model
+    without ever holding more than one whole parameter.
     """
     if not start.std:
         return torch.full(shape, start.mean, device=device)

@@ -2,16 +2,16 @@
 SwiGLU or experts. Mistral, Mixtral, Phi, Qwen, OLMo, Granite, Gemma and DeepSeek are sizes of it.
 
 In: tokens [batch, seq] of int64. Out: logits [batch, seq, vocab]. Pre-norm: x + attention(norm(x)),
-then x + feed_forward(norm(x)); OLMo 2 norms what is added instead, Gemma 2 both. Rotary positions
-turn the halves of a head against each other, as Hugging Face does (Su et al. 2021): pair i at
-position p by p * theta^(-2i / head_dim).
-Angles are computed in fp32; ``RopeScaling`` says how they are stretched for long contexts.
+then x + feed_forward(norm(x)). OLMo 2 norms the added term instead, Gemma 2 both. Rotary positions
+rotate the two halves of a head as pairs, as in Hugging Face (Su et al. 2021): pair i at position p
+by the angle p * theta^(-2i / head_dim).
+Angles are computed in fp32; ``RopeScaling`` says how they are scaled for long contexts.
 
-Latent attention (DeepSeek-V2): k and v come from a latent row of ``kv_lora_rank``; a head of q and
-k has a part without positions and a turned part, whose k all heads share.
+Latent attention (DeepSeek-V2): k and v come from a latent row of ``kv_lora_rank``. A head of q and
+k has a part without positions and a rotary part; all heads share the rotary part of k.
 
-Where a product's result is split by heads or by ffn, what reads the same input is one module
-(``qkv``, ``gate_up``), so that its input is fetched from other ranks once.
+Products that read the same input and are cut by heads or by ffn are one module (``qkv``,
+``gate_up``), so their input is gathered from other ranks only once.
 """
 
 import math
@@ -28,8 +28,8 @@ from meshwise.spec.recipe import Routing
 
 
 class Rotary(nn.Module):
-    """Turns q and k [b,s,heads,dim] by their positions; ``at`` [s], by default the first s. All
-    layers share one, which holds the cosines and sines of all positions in fp32; layers with a
+    """Rotates q and k [b,s,heads,dim] by their positions ``at`` [s], by default the first s. All
+    layers share one module with the cosines and sines of all positions in fp32. Layers with a
     window may share another, ``local``."""
 
     cos: Tensor
@@ -56,14 +56,14 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin() * scale)
 
     def kept(self, scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-        """Return how much of each frequency [dim / 2] stays as it is, from 0 to 1."""
+        """Return the share of each frequency [dim / 2] that is kept unscaled, from 0 to 1."""
         length, ends = scaling.original_max_seq_len, (scaling.slow, scaling.fast)
         if scaling.kind == "linear":
             return torch.zeros_like(frequencies)
         if scaling.kind == "llama3":
             turns = length / (2 * math.pi) * frequencies
             return ((turns - ends[0]) / (ends[1] - ends[0])).clamp(0, 1)
-        # the indices, of dim, that turn so often
+        # the indices of dim whose frequencies turn this often
         last, first = (
             self.dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
             for turns in ends
@@ -76,14 +76,14 @@ class Rotary(nn.Module):
         rows = slice(x.shape[1]) if self.at is None else self.at
         cos, sin = self.cos[rows], self.sin[rows]
         halves = wide(x).unflatten(-1, (2, -1))  # [b, s, heads, 2, dim / 2]
-        # The compiler makes an index of the flip, but a branch of two joined halves.
+        # The compiler turns a flip into an index, but two joined halves into a branch.
         signed = torch.stack((-sin, sin), 1)[:, None]
         turned: Tensor = halves * cos[:, None, None] + halves.flip(-2) * signed
         return turned.flatten(-2).to(x.dtype)
 
 
 class QKV(nn.Module):
-    """x -> q, k, v of this rank's heads."""
+    """Products x -> q, k, v of this rank's heads."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class QKV(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """[b,s,heads*head_dim] and k, v of as many or fewer heads -> [b,s,heads*head_dim]."""
+    """q [b,s,heads*head_dim], k and v with as many or fewer heads -> [b,s,heads*head_dim]."""
 
     def __init__(
         self, model: Decoder, attend: Attend, rotary: Rotary, window: int | None = None
@@ -127,12 +127,12 @@ class RotaryAttention(nn.Module):
         return self.heads(q, self.rotary(k), v).flatten(-2)
 
 
-LATENT_EPS = 1e-6  # of DeepSeek's latent norms, whatever a config says of the others
+LATENT_EPS = 1e-6  # of DeepSeek's latent norms; a config sets only that of other norms
 
 
 class LatentQKV(nn.Module):
-    """x -> q [b,s,heads*(nope+rope)], k and v of the same heads up from the latent, the turned part
-    of k [b,s,rope]; the projections down are whole on every rank."""
+    """Products x -> q [b,s,heads*(nope+rope)], k and v of the same heads from the latent row, and
+    the rotary part of k [b,s,rope]. The projections down are whole on every rank."""
 
     def __init__(self, model: Decoder, mla: Mla) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class LatentQKV(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention of q over k and v that are made from the latent row."""
+    """Attention of q over k and v from the latent row."""
 
     def __init__(self, model: Decoder, mla: Mla, attend: Attend, rotary: Rotary) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class LatentAttention(nn.Module):
 
 
 class GateUp(nn.Module):
-    """x -> act(gate) * up, before the activation: (gate, up), or (up,) without a gate."""
+    """The products of act(gate) * up: x -> (gate, up), or (up,) without a gate."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__()
@@ -191,8 +191,8 @@ class GateUp(nn.Module):
 
 
 class DecoderLayer(Layer):
-    """x[b,s,hidden] -> [b,s,hidden]; with experts in place of the feed-forward where it is not
-    ``dense``."""
+    """One layer: x[b,s,hidden] -> [b,s,hidden]. If it is not ``dense``, it has experts in place of
+    the feed-forward."""
 
     def __init__(
         self, model: Decoder, index: int, attend: Attend, rotary: Rotary, routing: Routing
@@ -227,7 +227,7 @@ class DecoderLayer(Layer):
         self.post2 = norm("after", "both")
 
     def compute(self, x: Tensor) -> Tensor:
-        # a product without a norm before it has nothing cheap to redo
+        # a product without a norm before it has nothing cheap to recompute
         part = call if isinstance(self.norm1, nn.Identity) else self.part
         projected: Any = part(lambda x: self.qkv(self.norm1(x)), x)
         x = self.add(x, self.post1(self.out(self.attention(projected))))
@@ -244,8 +244,8 @@ class DecoderLayer(Layer):
 
 
 class Llama(ModelStage):
-    """The whole model or a stage of it. ``attend``: q, k, v -> out, each [b,s,heads,dim], k and
-    v perhaps with fewer heads; by default causal and of one rank."""
+    """The whole model or one of its stages. ``attend``: q, k, v -> out, each [b,s,heads,dim]; k and
+    v may have fewer heads. By default it is causal, on one rank."""
 
     def __init__(
         self,

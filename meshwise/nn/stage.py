@@ -1,8 +1,8 @@
-"""The parts that all models share: layers where a pipeline can be cut, pieces to compute again.
+"""The parts that all models share: layers between which a pipeline is cut, pieces to recompute.
 
-A model is cut into units: ``begin`` (tokens to a stream of activations), layers, ``end`` (the
-stream to a result). A pipeline stage is the same module with fewer of them; its parameters are
-named as in the whole model.
+A model has three kinds of units: ``begin`` (tokens to a stream of activations), layers, ``end``
+(the stream to a result). A pipeline stage is the same module with fewer units. Its parameters have
+the same names as in the whole model.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from meshwise.nn import initial
 
 Part = Callable[[Tensor], Any]
 Run = Callable[[Part, Tensor], Any]
-Attend = Callable[..., Tensor]  # q, k, v and, where a layer has one, ``window`` -> like q
+Attend = Callable[..., Tensor]  # q, k, v and, if a layer has one, ``window`` -> like q
 EMBEDDING, PROJECTION = "embed.weight", "head.projection.weight"  # of every language model
 
 
@@ -41,8 +41,8 @@ def activate(x: tuple[Tensor, ...], activation: str = "silu") -> Tensor:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Causal attention: [b,s,heads,head_dim] each, k and v perhaps with fewer heads; the result
-    is like q. ``window``: a query sees at most so many keys, its own included."""
+    """Return causal attention. q, k and v are [b,s,heads,head_dim]; k and v may have fewer heads;
+    the result is like q. ``window``: the most keys that a query sees, its own included."""
     if window is not None and window < q.shape[1]:
         return windowed(q, k, v, window)
     grouped = q.shape[2] != k.shape[2]
@@ -55,8 +55,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor
 class Layer(nn.Module):
     """One layer: x -> x, by ``compute``.
 
-    ``whole`` runs the layer and ``part`` each piece that is cheap to compute but dear to keep: a
-    norm or an activation function, with the product that reads it. Recomputation replaces the two.
+    ``whole`` runs the layer. ``part`` runs each piece that is cheap to compute but large to keep: a
+    norm or an activation function, with the product that reads it. Recomputation replaces both.
     """
 
     whole: Run = staticmethod(call)
@@ -70,11 +70,11 @@ class Layer(nn.Module):
 
 
 class ModelStage(nn.Module):
-    """A model, or a pipeline stage of it: the layers in ``layers`` of ``count``, with the beginning
-    if they are the first and the end if they are the last.
+    """A model, or a pipeline stage with ``layers`` of its ``count`` layers. The first stage has
+    ``begin``, the last one ``end``.
 
-    Build it under ``torch.device("meta")`` and call ``init_weights`` later. Where ranks share the
-    work, ``sum_gradients`` does what is left to do for gradients at the end of a step.
+    Build it under ``torch.device("meta")`` and call ``init_weights`` later. If ranks share the
+    work, ``sum_gradients`` completes the sums of gradients at the end of a step.
     """
 
     layers: nn.ModuleDict
@@ -93,27 +93,27 @@ class ModelStage(nn.Module):
 
     @property
     def tied(self) -> nn.Parameter | None:
-        """The weight that embedding and head share, where the model has one and this stage has
-        an end of the model; a stage with one end has a copy of its own."""
+        """The weight that embedding and head share, or None if the model has none or this stage
+        has neither. A stage with only one of the two has its own copy."""
         if not self.is_tied or not (self.first or self.last):
             return None
         return self.get_parameter(EMBEDDING if self.first else PROJECTION)
 
     def tie(self) -> None:
-        """Make embedding and projection one parameter (again, after anything replaced either)."""
+        """Make embedding and projection one parameter. Call it again after either was replaced."""
         if self.is_tied and self.first and self.last:
             self.get_submodule("head.projection").weight = self.get_parameter(EMBEDDING)
 
     def origin(self, name: str) -> str:
-        """Return the parameter whose initial value ``name`` has: for a tied copy the original."""
+        """Return the name of a tied copy's original; for other parameters ``name`` itself."""
         return EMBEDDING if self.is_tied and name == PROJECTION else name
 
     def at(self, positions: Tensor) -> None:
-        """Place tokens at ``positions`` [s] from now on, on the device of the weights; by
-        default they are the first s."""
+        """Set the tokens' positions [s] from now on, on the device of the weights. By default they
+        are the first s."""
 
     def initial_value(self, name: str, seed: int, device: torch.device) -> Tensor:
-        """Return the whole fp32 parameter at the start, the same in every stage and layout."""
+        """Return the initial value of a whole parameter in fp32, the same in all layouts."""
         owner, _, own = name.rpartition(".")
         start = initial.start(self.get_submodule(owner), own)
         shape = self.get_parameter(name).shape
@@ -126,7 +126,7 @@ class ModelStage(nn.Module):
         initial.reset_buffers(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take tokens, or the stream of the stage before; return a result, or the stream so far."""
+        """Turn tokens, or the stream of the stage before, into a result, or the stream so far."""
         if self.first:
             x = self.begin(x)
         for layer in self.layers.values():
@@ -144,15 +144,15 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
-        x = x if self.scale == 1 else x * self.scale  # far fewer numbers than the logits
+        x = x if self.scale == 1 else x * self.scale  # far fewer elements than the logits
         return self.projection(x)  # type: ignore[no-any-return]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean, in fp32 at least, over logits [..., classes] for targets [...]."""
+    """Return the mean loss, in fp32 at least, of logits [..., classes] for targets [...]."""
     return F.cross_entropy(wide(logits.flatten(0, -2)), targets.flatten())
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in fp32, or in fp64 where it is."""
+    """Return x in fp32, or in fp64 if it is in fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

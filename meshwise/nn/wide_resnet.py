@@ -1,9 +1,9 @@
-"""A Wide-ResNet in plain torch: the computation of one device, and nothing about devices.
+"""A Wide-ResNet in plain torch: the computation of one device, without any parallelism.
 
 In: images [batch, 3, height, width]. Out: logits [batch, num_classes]. Bottlenecks after He et al.
 2016 with a wider middle (Zagoruyko and Komodakis 2016), as Alpa measures them (alpa/model/
 wide_resnet.py): the stride is in the 3x3 convolution, no convolution has a bias. Padding is torch's
-(k - 1) / 2 on both sides; flax's "SAME" pads one side of an even image, at equal shapes.
+(k - 1) / 2 on both sides; flax's "SAME" pads one side of an even image, with the same shapes.
 
 Operations and tensors: ``models/families/wide_resnet.py``.
 """
@@ -28,17 +28,17 @@ MOMENTUM = 0.9  # of the running statistics, as flax defines it; torch's is 1 - 
 class BatchNorm(nn.Module):
     """x[b,c,h,w] -> (x - mean) / sqrt(variance + 1e-5) * weight + bias for every channel c.
 
-    In training mean and variance are of the batch (in fp32, at least), and the running ones move a
-    tenth of the way to them; in ``eval`` the running ones are used. The running variance is of the
-    batch as it is, as in flax: torch has it n / (n - 1) times larger.
+    Training uses mean and variance of the batch (in fp32, at least) and moves the running ones a
+    tenth of the way to them; ``eval`` uses the running ones. The running variance is that of the
+    batch without correction, as in flax: torch's is n / (n - 1) times larger.
 
-    ``mean_over_ranks`` makes the batch one of several ranks with equal shares: it gets [3, c], each
+    ``mean_over_ranks`` spreads the batch over several ranks with equal shares. It gets [3, c], this
     rank's mean, variance and squared mean, and returns their means over the ranks; gradients must
-    flow through it. The variance of all is the mean of variances and the variance of means.
-    ``local``: a weight or running statistic -> the part of it to compute with.
+    flow through it. The total variance is the mean of variances plus the variance of means.
+    ``local``: maps a weight or running statistic to the part to compute with.
 
-    ``forward`` is three steps, which a layer takes one by one if it computes things twice:
-    ``statistics`` once, ``normalise`` as often as it likes, ``keep`` once.
+    ``forward`` has three steps. A layer that recomputes calls them one by one: ``statistics`` once,
+    ``normalise`` any number of times, ``keep`` once.
     """
 
     mean_over_ranks: Callable[[Tensor], Tensor] = staticmethod(identity)
@@ -59,27 +59,27 @@ class BatchNorm(nn.Module):
         self.running_var.fill_(1)
 
     def statistics(self, x: Tensor) -> Tensor:
-        """Return [2, c]: mean and variance to normalise x by."""
+        """Return [2, c]: the mean and variance that normalise x."""
         if not self.training:
             return torch.stack([self.local(self.running_mean), self.local(self.running_var)])
         variance, mean = torch.var_mean(wide(x), (0, 2, 3), correction=0)
         mean, variance, squared = self.mean_over_ranks(
             torch.stack([mean, variance, mean.square()])
         ).unbind()
-        # One rank's last two terms cancel exactly; those of several may fall below 0 by rounding.
+        # On one rank the last two terms cancel exactly; on several, rounding may give less than 0.
         return torch.stack([mean, (variance + (squared - mean.square())).clamp(min=0)])
 
     def normalise(self, x: Tensor, statistics: Tensor) -> Tensor:
         mean, variance = statistics
         scale = self.local(self.weight) * torch.rsqrt(variance + EPSILON)
         shift = self.local(self.bias) - mean * scale
-        # As one product and one sum, so that backward keeps x, which it has anyway, and no more.
+        # One product and one sum: backward then keeps only x, which is kept anyway.
         y: Tensor = x * scale[:, None, None] + shift[:, None, None]
         return y.to(x.dtype)
 
     @torch.no_grad()
     def keep(self, statistics: Tensor) -> None:
-        """Move the running statistics; in ``eval`` they stay."""
+        """Update the running statistics; in ``eval`` they stay."""
         if self.training:
             self.local(self.running_mean).lerp_(statistics[0], 1 - MOMENTUM)
             self.local(self.running_var).lerp_(statistics[1], 1 - MOMENTUM)
@@ -93,8 +93,8 @@ class BatchNorm(nn.Module):
 class PaddedConv2d(nn.Conv2d):
     """x[b,inputs,h,w] -> [b,outputs,h/stride,w/stride], padded by (kernel - 1) / 2.
 
-    Ranks that each have some of the channels set ``local`` as in ``BatchNorm``, and what they do to
-    the input, ``enter``, and to the result, ``leave``.
+    Ranks that each have some of the channels set ``local``, as in ``BatchNorm``, and two functions:
+    ``enter``, applied to the input, and ``leave``, applied to the result.
     """
 
     local: Callable[[Tensor], Tensor] = staticmethod(identity)
@@ -111,10 +111,10 @@ class PaddedConv2d(nn.Conv2d):
 
 
 class Bottleneck(Layer):
-    """x[b,c,h,w] -> relu(x + conv3(relu(conv2(relu(conv1(x)))))), a norm behind each convolution.
+    """x[b,c,h,w] -> relu(x + conv3(relu(conv2(relu(conv1(x)))))), a norm after each convolution.
 
-    x passes a convolution of its own where the shapes differ. For tensor parallelism conv2 can be
-    cut by output and conv3 by input channels: norm2 between them then sees its channels only.
+    If the shapes differ, x passes through a convolution of its own. For tensor parallelism conv2
+    can be cut by output and conv3 by input channels: norm2 between them then has only its channels.
     """
 
     def __init__(self, inputs: int, filters: int, width_factor: int, stride: int) -> None:
@@ -132,8 +132,8 @@ class Bottleneck(Layer):
             self.shortcut_norm = BatchNorm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Statistics come out of ``compute``, which may run again: they must be kept once, and a
-        # compiled recomputation may not write to what is outside of it.
+        # ``compute`` returns the statistics, since it may run twice: they must be kept once, and
+        # compiled recomputation must not write to tensors outside of it.
         out, *statistics = self.whole(self.compute, x)
         norms = [module for module in self.children() if isinstance(module, BatchNorm)]
         for norm, seen in zip(norms, statistics, strict=True):
@@ -160,8 +160,8 @@ class Bottleneck(Layer):
 
 
 class WideResNetModule(ModelStage):
-    """The whole model, or a pipeline stage of it: the bottlenecks in ``layers``, with the stem if
-    they are the first and the head if they are the last."""
+    """The whole model, or a pipeline stage with the bottlenecks ``layers``. The first stage has the
+    stem, the last one the head."""
 
     def __init__(self, model: Model, layers: range | None = None) -> None:
         layers = layers or range(model.layers)

@@ -1,6 +1,6 @@
-"""Charts: plain numbers in, ``svg.Figure`` out.
+"""Draw charts. In: plain values. Out: ``svg.Figure``.
 
-Curves over sizes, a roofline, groups of bars, and a matrix of rates between ranks.
+The charts are curves over sizes, a roofline, groups of bars, and a matrix of rates between ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ _MOST_GROUPS = 12  # of bars, in one figure
 
 
 class PlotLine(NamedTuple):
-    """``y`` over ``x``. ``look``: matplotlib's code for marks and dashes. A line without a ``name``
-    is not in the legend."""
+    """A line of ``y`` over ``x``. ``look``: matplotlib's code for marks and dashes. Without a
+    ``name`` it is not in the legend."""
 
     name: str
     x: Sequence[float]
@@ -58,7 +58,7 @@ def _ends(values: Iterable[float]) -> Point:
 
 
 def _widened(values: Iterable[float]) -> Point:
-    """Return the ends of values, at least a factor of 4 apart so that two ticks of 1-2-5 fit."""
+    """Return the least and largest value, at least a factor of 4 apart: two 1-2-5 ticks fit."""
     low, high = _ends(values)
     factor = max(1.0, (4 * low / high) ** 0.5)
     return low / factor, high * factor
@@ -70,8 +70,8 @@ def roofline(
     roofs: Mapping[str, float],
     bytes_per_s: float | None,
 ) -> svg.Figure:
-    """Draw FLOP/s over FLOPs per byte; the best point of each series is ringed. ``roofs``: peaks in
-    FLOP/s by name; where memory is slower, its rate is the roof."""
+    """Draw FLOP/s over FLOPs per byte. The best point of each series is ringed. ``roofs``: peaks in
+    FLOP/s by name; below the ridge, the memory rate is the roof."""
     points = [point for same in series.values() for point in same]
     x_low, x_high = _widened(x for x, _ in points)
     y_low, y_high = _widened([*(y for _, y in points), *roofs.values()])
@@ -103,7 +103,7 @@ def bars(
     show: Callable[[float], str],
     mark: float | None = None,
 ) -> svg.Figure:
-    """Draw ``values[group][series]`` as horizontal bars, with their values behind them."""
+    """Draw ``values[group][series]`` as horizontal bars, with the value at each bar's end."""
     shown = dict(list(values.items())[:_MOST_GROUPS])
     names = list(dict.fromkeys(name for group in shown.values() for name in group))
     thick = 0.8 / len(names)

@@ -1,8 +1,8 @@
 """Tables of measured collectives: nccl-tests' columns, where the time goes, pairs, FSDP's units.
 
-``time``, ``algbw``, ``busbw``, ``count``, ``type``, ``redop`` and ``root`` are those of nccl-tests
-(doc/PERFORMANCE.md). ``time`` is the mean over iterations of the largest time over ranks; in an
-imported file it is what that file calls time.
+``time``, ``algbw``, ``busbw``, ``count``, ``type``, ``redop`` and ``root`` have nccl-tests'
+meanings (doc/PERFORMANCE.md). ``time`` is the mean over iterations of the largest time over ranks;
+in an imported file it is the time that the file gives.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,7 +43,7 @@ _NCCL_TYPES = {
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 _PER_RANK = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _FSDP = ("all_gather", "reduce_scatter", "all_reduce")  # in this order
-_FLOOR_BYTES = 64 * 2**10  # a larger smallest message has no launch floor to speak of
+_FLOOR_BYTES = 64 * 2**10  # if the smallest message is larger, it does not show the launch floor
 
 
 class Series(NamedTuple):
@@ -72,8 +72,8 @@ class Series(NamedTuple):
 
 
 def series(samples: Iterable[Sample]) -> list[Series]:
-    """Return the measured collectives by kind, group, mode and dtype. A group of one rank moves
-    nothing, so it is left out."""
+    """Return the measured collectives by kind, group, mode and dtype. Groups of one rank are left
+    out: they move nothing."""
 
     def alike(one: Reading) -> tuple[Any, ...]:
         op, case = one.op, one.case
@@ -87,13 +87,13 @@ def series(samples: Iterable[Sample]) -> list[Series]:
 
 
 def are_fsdp_units(info: RunInfo) -> bool:
-    """Tell whether a run's collectives are FSDP's units; only the run's name says so."""
+    """Return whether a run's collectives are FSDP's units. Only the run's name tells."""
     return "-measure-fsdp" in info.run_id
 
 
 def tables(samples: Sequence[Sample], info: RunInfo | None = None) -> list[Table]:
-    """Make every table of the collectives among ``samples``. ``info`` says what the times of an
-    imported run are."""
+    """Make every table of the collectives among ``samples``. ``info``: of an imported run it says
+    what the times mean."""
     found = series(samples)
     others = [one for one in found if not one.is_pair]
     shown = [_nccl_tests(one) for one in others]
@@ -172,7 +172,7 @@ def _legend(found: Sequence[Series], info: RunInfo | None) -> tuple[str, ...]:
 
 
 def _parts(found: Sequence[Series]) -> Table:
-    """Show launch floor, transfer and waiting of every series with the times of single ranks."""
+    """Show launch floor, transfer and waiting of every series that has each rank's times."""
     rows = []
     for one in found:
         parts = [(s.op, times) for s in one.readings if (times := split(s.sample)) is not None]
@@ -209,7 +209,7 @@ def _parts(found: Sequence[Series]) -> Table:
 
 
 def pair_rates(found: Sequence[Series]) -> dict[tuple[str, int], dict[tuple[int, int], float]]:
-    """Return bytes per second by the median time: (mode, size) -> (from, to) -> rate."""
+    """Return bytes per second at the median time: (mode, size) -> (from, to) -> rate."""
     rates: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for one in filter(lambda one: one.is_pair, found):
         for each in one.readings:
@@ -219,7 +219,7 @@ def pair_rates(found: Sequence[Series]) -> dict[tuple[str, int], dict[tuple[int,
 
 
 def pair_matrices(found: Sequence[Series]) -> list[Table]:
-    """Show rates from each rank to each other, one pair at a time: a table for a size and mode."""
+    """Show rates between pairs of ranks, one pair at a time; a table for each size and mode."""
     tables = []
     for (mode, size_bytes), rates in pair_rates(found).items():
         ranks = sorted({rank for pair in rates for rank in pair})
@@ -236,8 +236,8 @@ def pair_matrices(found: Sequence[Series]) -> list[Table]:
 class UnitMessage(NamedTuple):
     """A message of FSDP units of equal size.
 
-    ``arrangement``: model, ranks that share a unit (the replicas of a part are that far apart),
-    ranks. ``status`` is the sample's; ``read`` has its figures, if it has times.
+    ``arrangement``: model, number of ranks that share a unit (also the stride of a part's
+    replicas), number of ranks. ``status``: the sample's. ``read``: its figures, if it has times.
     """
 
     arrangement: tuple[str, int, int]
@@ -262,13 +262,13 @@ def _unit_message(model: str, units: str, case: Case, sample: Sample | None) -> 
 
 
 def fsdp_tables(rows: Iterable[Derived], samples: Sequence[Sample]) -> list[Table]:
-    """Make two tables for each model of ``measure fsdp``: its units' messages, and the commands of
-    nccl-tests that send the same.
+    """Make two tables for each model of ``measure fsdp``: its units' messages, and the nccl-tests
+    commands that send the same.
 
-    ``rows`` say which units each case stands for, which a run directory does not keep; without
-    them the units have no names. A group of one rank moves nothing, so it is left out.
-    ``elements a rank`` is the count that NCCL prints in its traces, ``total`` what nccl-tests calls
-    size: of all ranks of a group together, of one message for all_reduce.
+    ``rows``: the units that each case stands for. A run directory does not keep them; without them
+    the units have no names. Groups of one rank are left out: they move nothing. ``elements a
+    rank``: the count in NCCL's traces. ``total``: nccl-tests' size, over all ranks of a group, or
+    of one message for all_reduce.
     """
     known = {sample.case_id: sample for sample in samples}
     named = [(row.model, row.name, row.case) for row in rows]

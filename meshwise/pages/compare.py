@@ -1,8 +1,8 @@
-"""Two runs' samples in; the ratio of every case they share, its interval and verdict out.
+"""Compare two runs. In: their samples. Out: ratio, interval and verdict of each shared case.
 
-ratio = median(b) / median(a), below 1 if b is faster; the geometric mean sums them up. If two runs
-share no case, steps that differ only in their layout are compared. Each side is one launch, and a
-verdict (``stats.compare``) is about these two: launches of the same code differ, too.
+ratio = median(b) / median(a), below 1 if b is faster; a geometric mean summarises all ratios. If
+two runs share no case, steps that differ only in their layout are compared. Each side is one
+launch, and a verdict (``stats.compare``) holds for these two: launches of the same code differ.
 """
 
 import re
@@ -21,8 +21,8 @@ from meshwise.units import format_seconds
 
 
 class Compared(Record, kw_only=True):
-    """One case: ``ratio`` with its 95 % interval or, for too few times, the range of ratios of
-    single times. ``case`` is b's; ``a_layout`` is a's layout if that differs."""
+    """One compared case. ``ratio`` has its 95 % interval or, with too few times, the range of
+    ratios of single times. ``case``: b's. ``a_layout``: a's layout if it differs."""
 
     case: Case
     a_layout: Layout | None = None
@@ -36,8 +36,8 @@ class Compared(Record, kw_only=True):
 
 
 class Comparison(Record, kw_only=True):
-    """``missing`` counts cases that only one side finished; ``failed`` are the ids of cases that
-    ``fail_if`` caught."""
+    """A comparison of two runs. ``missing``: number of cases that only one side finished.
+    ``failed``: ids of the cases that ``fail_if`` caught."""
 
     a: str
     b: str
@@ -49,7 +49,7 @@ class Comparison(Record, kw_only=True):
 
 
 class Gate(NamedTuple):
-    """``slower>5%`` catches each case whose verdict is slower and whose ratio exceeds 1.05."""
+    """A limit: ``slower>5%`` catches cases with verdict slower and a ratio above 1.05."""
 
     verdict: str
     limit: float
@@ -77,9 +77,9 @@ def compare(
 ) -> Comparison:
     """Compare two named sets of samples, case by case.
 
-    Nothing in common, other timing methods or other regimes are a ValueError. ``force`` compares
-    across methods and regimes. ``layouts``, for runs on one cluster, compares steps of two layouts.
-    A gate also catches a case that a finished and b failed.
+    Raises a ValueError if the sets share no case or differ in timing method or regime. ``force``
+    compares across methods and regimes. ``layouts``, for runs on one cluster, compares steps of two
+    layouts. A gate also catches a case that a finished and b failed.
     """
     gate = None if fail_if is None else parse_gate(fail_if)
     every = [{_key(s, force): s for s in side} for _, side in (a, b)]
@@ -115,7 +115,7 @@ def compare(
 
 
 def _key(sample: Sample, any_regime: bool, any_layout: bool = False) -> str:
-    """Return the id of a sample's case, the same for all regimes or layouts if asked."""
+    """Return the id of a sample's case; with ``any_regime`` or ``any_layout``, without these."""
     case = sample.case
     if any_regime:
         case = msgspec.structs.replace(case, regime="warm")
@@ -156,7 +156,7 @@ def _compared(a: Sample, b: Sample) -> Compared:
 
 
 def table(comparison: Comparison) -> Table:
-    """Show every shared case; a case that the gate caught is marked."""
+    """Show every shared case. Cases that the gate caught are marked."""
     caught, cases = set(comparison.failed), comparison.cases
     mean = f"Geometric mean of {len(cases)} ratios" if len(cases) > 1 else "The one ratio"
     outcome = f"caught {len(caught)} of {len(cases)} cases" if caught else "holds"

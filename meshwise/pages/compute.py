@@ -1,6 +1,6 @@
 """Tables of measured products, convolutions and attention, alone and beside a collective.
 
-Samples in, tables out. Rates are FLOPs of the operation (``spec.op``) over the median time.
+In: samples. Out: tables. Rates are FLOPs of the operation (``spec.op``) over the median time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +50,7 @@ CONVENTION = {
 
 
 def mode(case: Case, *, backend: bool = True) -> str:
-    """Name what sets rows of one shape apart: ``cold``, or ``warm, compiled, triton``."""
+    """Return the words that tell rows of one shape apart: ``cold``, ``warm, compiled, triton``."""
     compiled = "compiled" if case.lowering == "compiled" else ""
     return ", ".join(filter(None, (case.regime, compiled, case.backend if backend else "")))
 
@@ -58,7 +58,7 @@ def mode(case: Case, *, backend: bool = True) -> str:
 def products(
     samples: Iterable[Sample], cluster: Cluster, kind: type[Product] = Gemm
 ) -> list[Table]:
-    """Make a table for each mode, in the order measured; its legend names each dtype's best."""
+    """Make a table for each mode, in the order measured. Its legend names each dtype's best."""
     by_mode = grouped(readings(samples, kind), lambda one: mode(one.case))
     return [_products(name, found, cluster) for name, found in by_mode.items()]
 
@@ -119,7 +119,7 @@ def _over_time(metric: str, end: Callable[..., float]) -> Callable[[Reading], st
 class Contest(NamedTuple):
     """One shape of attention in one mode: ``readings[back end][direction]``.
 
-    ``exact`` counts the FLOPs of the pairs that the mask leaves.
+    ``exact``: count only the FLOPs of pairs that the mask keeps.
     """
 
     op: Attention
@@ -132,7 +132,7 @@ class Contest(NamedTuple):
         return one and (one.op.exact_flops if self.exact else one.op.flops) / one.median_s
 
     def won(self, backend: str) -> str:
-        """Name the directions in which a back end is the fastest of several asked for by name."""
+        """Name the directions in which a back end is the fastest of several named ones."""
         won = []
         for direction in ("forward", "backward"):
             rates = {name: self.rate(name, direction) for name in self.readings if name}
@@ -143,7 +143,7 @@ class Contest(NamedTuple):
 
 
 def contests(samples: Iterable[Sample], *, exact: bool = False) -> list[Contest]:
-    """Return every shape and mode with the back ends that were measured on it."""
+    """Return every shape and mode with the back ends that were measured for it."""
     found: dict[tuple[Attention, str], Contest] = {}
     for one in readings(samples, Attention):
         of_shape = msgspec.structs.replace(one.op, direction="forward")
@@ -154,7 +154,7 @@ def contests(samples: Iterable[Sample], *, exact: bool = False) -> list[Contest]
 
 
 def attention(samples: Iterable[Sample], *, exact: bool = False) -> list[Table]:
-    """Make a table for each mode: the back ends of a shape under each other, the fastest named."""
+    """Make a table for each mode: one row per shape and back end, with the fastest named."""
 
     def cells(direction: str) -> tuple[Column, Column]:
         time = f"readings.{direction}.median_s"
@@ -183,7 +183,7 @@ def attention(samples: Iterable[Sample], *, exact: bool = False) -> list[Table]:
 
 
 class OverlapSide(NamedTuple):
-    """A side of an overlap: median seconds alone and beside the other; None if not measured."""
+    """One side of an overlap: median seconds alone and beside the other; None: not measured."""
 
     alone_s: float | None
     beside_s: float | None
@@ -194,7 +194,7 @@ class OverlapSide(NamedTuple):
 
 
 def sides(one: Reading) -> tuple[OverlapSide, OverlapSide]:
-    """Return the compute and the collective of an ``Overlap``, whose times are the compute's."""
+    """Return the compute and the collective side of an ``Overlap``; its times are the compute's."""
     names = ("compute_alone_s", "collective_alone_s", "collective_beside_s")
     metrics = (each(one.sample.metrics, name) for name in names)
     compute_s, alone_s, beside_s = (median(values) if values else None for values in metrics)

@@ -1,18 +1,18 @@
-"""Find what is wrong with a machine, and where. A health run in, findings out.
+"""Find faults of a machine and their places. In: a health run. Out: findings.
 
 A GPU or a link is slow if all quarters of its times exceed those of its peers by more than a
-limit: the larger of six robust sigma of the peers' quarters (``pages.outliers``) and a floor:
+limit. The limit is the larger of six robust sigma of the peers' quarters (``pages.outliers``) and
+a floor:
 
-    8 %   products and copies in memory: chips of one host differ by 5 % (a lottery, sigma 2 %)
-    15 %  messages between pairs, and the two directions of one pair: healthy pairs of H200 lie
-          between 366 and 394 GB/s, a pair that goes through the host between 20 and 50
+    8 %   products and copies in memory: chips of one host differ by 5 % (by chance, sigma 2 %)
+    15 %  messages between pairs, and the two directions of one pair: healthy pairs of H200 reach
+          366 to 394 GB/s, a pair that goes through the host 20 to 50
     60 %  copies from and to the host: far sockets are slower, half the lanes take twice as long
-
-Worse than a baseline means 3 % more time, or more if noise asks for it; 8 % between pairs. It is
-25 % below 50 us, where launches differ between processes, and for copies from and to the host,
-whose pinned memory may lie on either socket. Nothing reaches the specification, see ``_LEAST``.
-A GPU at its power cap works as intended; any other reason to lower its clock is a fault. Ranks on
-CPUs share cores and memory: they have no links to judge, and only twice a baseline's time is worse.
+A case is worse than a baseline if it takes 3 % more time (pairs: 8 %), or more if noise is larger.
+The limit is 25 % below 50 us, where launches differ between processes, and for copies from and to
+the host, whose pinned memory may be on either socket. No device reaches the full specification, see
+``_LEAST``. A GPU at its power cap works as intended; any other reason to lower its clock is a
+fault. CPU ranks share cores and memory: there are no links to judge, and worse means 2 x the time.
 """
 
 from collections import Counter
@@ -43,9 +43,9 @@ Kind = Literal["gpu", "host", "link", "group"]
 Key = tuple[int, ...]  # (rank,), (from, to), or () for all ranks together
 _SMALL_BYTES = 2**16  # smaller messages are shown as times, not rates
 _FLOOR: dict[Kind, float] = {"gpu": 0.08, "host": 0.60, "link": 0.15}
-# Shares of the specification. Sustained products reach 0.5 to 0.8, copies 0.85, links through a
-# switch 0.7 to 0.9 (in a mesh of n a pair has only 1/(n-1) of a GPU's links), collectives on PCIe
-# half.
+# Shares of the specification below which a rate is a fault. Sustained products reach 0.5 to 0.8,
+# copies 0.85, links through a switch 0.7 to 0.9 (in a mesh of n GPUs a pair has only 1/(n-1) of a
+# GPU's links), collectives on PCIe half.
 _LEAST: dict[Kind, float] = {"gpu": 0.4, "link": 0.5, "group": 0.33}
 _PAST_FLOOR: dict[Kind, float] = {"gpu": 0.03, "host": 0.25, "link": 0.08, "group": 0.03}
 _LAUNCH_PAST_FLOOR, _CPU_PAST_FLOOR = 0.25, 1.0
@@ -54,9 +54,9 @@ _MOST_NAMES = 3
 
 
 class HealthCase(NamedTuple):
-    """One operation: on every GPU, from every rank to others by one tier, or of all together.
+    """One operation: on every GPU, between pairs of ranks over one tier, or of all ranks together.
 
-    ``spec`` is its rate on the datasheet, ``reach`` the number of devices that its links connect.
+    ``spec``: its rate on the datasheet. ``reach``: number of devices that its links connect.
     """
 
     name: str
@@ -73,12 +73,12 @@ class HealthCase(NamedTuple):
         return {key: median(series) for key, series in self.times_s.items()}
 
     def rate(self, time_s: float) -> float | None:
-        """Return FLOP/s, bytes/s, or a collective's busbw; None where only the launch counts."""
+        """Return FLOP/s, bytes/s, or a collective's busbw; None if only the launch counts."""
         op = self.op
         if isinstance(op, Collective) and op.size_bytes < _SMALL_BYTES:
             return None
         if isinstance(op, Elementwise) and op.kind != "copy":
-            return op.read_bytes / time_s  # what crosses the host's link, once
+            return op.read_bytes / time_s  # bytes over the host's link, once
         return (op.flops or op.bytes) / time_s
 
     def show(self, time_s: float) -> str:
@@ -154,9 +154,9 @@ def verdict(found: Iterable[HealthFinding]) -> str:
 def findings(
     info: RunInfo, samples: Sequence[Sample], baseline: Sequence[Sample] | None = None
 ) -> list[HealthFinding]:
-    """Find what is wrong, faults first. ``baseline``: the samples of one or several earlier runs.
+    """Return the findings, faults first. ``baseline``: the samples of one or several earlier runs.
 
-    Raises ValueError if the baseline shares no case with this run.
+    Raises a ValueError if the baseline shares no case with this run.
     """
     on_gpus = info.cluster.device.kind == "cuda"
     ours = [one for one in measured(info, samples) if on_gpus or one.kind == "gpu"]
@@ -167,7 +167,7 @@ def findings(
             alike = one.kind != "host"  # there are near and far sockets
             slow = outliers.than_peers(one.times_s, _FLOOR[one.kind], alike=alike)
             found += (_links if one.kind == "link" else _devices)(info, one, slow)
-            # among more than two, the peers have named the culprit: once is enough
+            # with more than two, the peers have shown which is slow: report it once
             accused |= {(one.kind, key) for key in slow if len(one.times_s) > 2}
     past = [measured(info, run) for run in runs(samples, baseline)] if baseline else []
     for one in ours:
@@ -217,7 +217,7 @@ def _throttling(info: RunInfo, samples: Sequence[Sample]) -> list[HealthFinding]
 
 
 def _devices(info: RunInfo, one: HealthCase, slow: Mapping[Key, Slow]) -> list[HealthFinding]:
-    """Find slow devices; of two, either may be the slow one."""
+    """Find slow devices. With only two, either may be the slow one."""
     found = []
     clocks = {(s.rank,): s.sm_clock_mhz for s in one.states if s.sm_clock_mhz}
     for key, by in slow.items():
@@ -265,13 +265,13 @@ def _links(info: RunInfo, one: HealthCase, slow: Mapping[Key, Slow]) -> list[Hea
 
 
 def _below(info: RunInfo, one: HealthCase, keys: Iterable[Key]) -> list[HealthFinding]:
-    """Find what is far below the specification."""
+    """Find devices and links far below the specification."""
     if one.spec is None or one.kind not in _LEAST:
         return []
     rates = {key: one.rate(time_s) or 0.0 for key, time_s in one.medians_s.items()}
     least = _LEAST[one.kind]
     if one.kind == "link" and max(rates.values()) < least * one.spec:
-        least /= max(one.reach - 1, 1)  # no pair shows that there is a switch: a mesh, then
+        least /= max(one.reach - 1, 1)  # all pairs are slow: assume a mesh without a switch
     bad = sorted((rates[key], key) for key in keys if rates[key] < least * one.spec)
     if not bad:
         return []
@@ -290,7 +290,7 @@ def _worse(
     times: Mapping[Key, Sequence[float]],
     past: list[list[HealthCase]],
 ) -> list[HealthFinding]:
-    """Find what is slower than in the baseline."""
+    """Find devices and links slower than in the baseline."""
     same = [earlier for run in past for earlier in run if earlier.name == one.name]
     if not same or not times:
         return []
@@ -308,7 +308,7 @@ def _worse(
 
 
 def _above(info: RunInfo, one: HealthCase) -> list[HealthFinding]:
-    """Explain a busbw above the link's rate: it counts a ring's traffic.
+    """Explain a busbw above the link's rate: busbw assumes a ring's traffic.
 
     If the switch reduces (NVLS), a GPU sends (n+1)/n of the message. Over k hosts, by a tree or in
     levels, a network card carries (k-1)/(n-1) of busbw.
@@ -343,7 +343,7 @@ def _against(one: HealthCase, key: Key, slow: Slow, what: str) -> str:
 
 
 def _places(info: RunInfo, keys: Sequence[Key], one: HealthCase) -> str:
-    """Name places, the worst first; count them if they are many."""
+    """Name places, the worst first; if there are many, count them."""
     if len(keys) <= _MOST_NAMES:
         return ", ".join(where(info, key) for key in keys)
     things = "pairs" if one.kind == "link" else f"{device(info)}s"
@@ -351,7 +351,7 @@ def _places(info: RunInfo, keys: Sequence[Key], one: HealthCase) -> str:
 
 
 def runs(samples: Sequence[Sample], baseline: Iterable[Sample]) -> list[list[Sample]]:
-    """Split the baseline's samples by run: in one run a case comes once."""
+    """Split the baseline's samples by run. In one run each case comes once."""
     methods = {s.case_id: s.method_version for s in samples if s.status == "ok"}
     runs: list[list[Sample]] = []
     count = Counter[str]()

@@ -1,4 +1,4 @@
-"""The figures of the report: records in, ``svg.Figure`` out."""
+"""Draw the figures of the report. In: records. Out: ``svg.Figure``."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -60,7 +60,7 @@ def against(results: Sequence[StepResult], quantity: Quantity) -> svg.Figure | N
 def breakdown(
     plan: Plan | None, results: Sequence[StepResult], quantity: Quantity
 ) -> svg.Figure | None:
-    """Draw the predicted parts of each run as a bar, with a mark where the measurement ended.
+    """Draw the predicted parts of each run as a bar, with a mark at the measured value.
 
     If no run has a prediction, draw the plan's best five layouts.
     """
@@ -103,7 +103,7 @@ def breakdown(
 
 
 def pipeline(plan: Plan | None) -> svg.Figure | None:
-    """Draw when each pipeline rank works, for as many microbatches as show the rhythm."""
+    """Draw when each pipeline rank works, for enough microbatches to show the pattern."""
     if plan is None or plan.prediction is None or not plan.prediction.stage_times:
         return None
     layout, times = plan.layout, plan.prediction.stage_times
@@ -168,7 +168,7 @@ def memory_bound(costs: Costs) -> svg.Figure | None:
 
 
 def _rates(costs: Costs, curve: Curve, index: int) -> list[PlotLine]:
-    """Return points as measured and a line as fitted; for a collective busbw and, dotted, algbw."""
+    """Return measured points and the fitted line; for a collective busbw and, dotted, algbw."""
     like, colour, name = curve.like, svg.colour(index), name_of(curve, costs.cluster)
     x, times_s = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
     fine = np.geomspace(x[0], x[-1], 60)

@@ -83,7 +83,7 @@ def _devices(info: RunInfo, ours: Sequence[HealthCase]) -> Table:
 
 
 def _specification(info: RunInfo, ours: Sequence[HealthCase], past: Sequence[HealthCase]) -> Table:
-    """Compare rates; if no specification is known its columns are left out."""
+    """Compare rates. Without a known specification its columns are left out."""
     rows = []
     for one in ours:
         if one.times_s:

@@ -1,7 +1,7 @@
-"""The report: runs, prices and a plan in, one self-contained page out.
+"""Make the report. In: runs, prices and a plan. Out: one self-contained page.
 
 The page has no script and no address, only tables, inline SVG and one style sheet. Names from files
-are escaped. For what is missing a sentence names the verb to run.
+are escaped. If a part is missing, a sentence names the verb to run.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SOURCES = "Where the numbers come from"
 
 
 class Contents(NamedTuple):
-    """``results``: runs of the plan's model; ``runs``: all runs whose numbers the page shows."""
+    """The content of a page. ``results``: runs of the plan's model. ``runs``: all runs shown."""
 
     plan: Plan | None
     costs: Costs | None
@@ -28,7 +28,7 @@ class Contents(NamedTuple):
 
 
 class PageSection(NamedTuple):
-    """Sentences, then figures, then tables; ``folded`` tables are shown on demand."""
+    """A section: sentences, figures, tables. ``folded`` tables are shown on demand."""
 
     title: str
     sentences: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ def render(
 
 
 def _is_priced(contents: Contents) -> bool:
-    """Tell whether prices say anything of a whole step."""
+    """Return whether there are prices, or a plan with a predicted step."""
     plans = [contents.plan, *(result.plan for result in contents.results)]
     return contents.costs is not None or any(p is not None and p.prediction for p in plans)
 
@@ -115,7 +115,7 @@ def _title(contents: Contents) -> str:
 
 
 def _subtitle(contents: Contents) -> str:
-    """Say what the page holds, in the order of the verbs."""
+    """Return a line that says how far the page goes: measured, priced, planned, run."""
     if contents.results:
         return "predicted beside measured" if _is_priced(contents) else "what was run"
     if contents.plan is not None:
@@ -124,7 +124,7 @@ def _subtitle(contents: Contents) -> str:
 
 
 def _headlines(contents: Contents) -> list[Headline]:
-    """Name the plan, and what its last run, or the only run, measured."""
+    """Show the plan, and the measurements of its last run, or of the only run."""
     runs = contents.results
     plan = contents.plan or (runs[0].plan if len(runs) == 1 else None)
     if plan is None:
@@ -158,7 +158,7 @@ def _error(outcome: steps.MeasuredQuantity) -> str:
 
 
 def _story(contents: Contents) -> list[PageSection]:
-    """Make the sections from prices to outcome, if there is anything for one of them."""
+    """Make the sections outcome, plan and prices, if there is content for any of them."""
     if contents.plan is None and contents.costs is None and not contents.results:
         return []
     sections = [_outcome(contents), _plan(contents)]
@@ -206,7 +206,7 @@ def _prices(contents: Contents) -> PageSection:
 
 
 def _measured(contents: Contents) -> list[PageSection]:
-    """Make a section of operators for each measure run that no price rests on."""
+    """Make a section of operators for each measure run that no price comes from."""
     priced = contents.costs.runs if contents.costs is not None else ()
     sections = []
     for info, measured in contents.runs:

@@ -1,6 +1,6 @@
-"""The figures of a measure run, operator by operator: samples in, named ``svg.Figure`` out.
+"""Draw the figures of a measure run, operator by operator. In: samples. Out: named ``svg.Figure``.
 
-Names are fit for files (``collectives-all_reduce-4-busbw``). Operators without times have no
+Names can be file names (``collectives-all_reduce-4-busbw``). Operators without times have no
 figure. Times are medians over iterations of the largest over ranks.
 """
 
@@ -26,7 +26,7 @@ def figures(
     reference_name: str = "reference",
     exact: bool = False,
 ) -> list[Named]:
-    """Draw every figure that the samples give.
+    """Draw all figures of the samples.
 
     ``reference``: samples of another run, such as imported logs of nccl-tests. Its collectives are
     drawn beside those of the same kind and group.
@@ -76,7 +76,7 @@ def _ranks(one: Series) -> tuple[object, ...]:
 
 
 def _points(one: Series) -> list[tuple[float, float, float]]:
-    """Return sizes, median times and bus bandwidths. No bytes have no place on a log axis."""
+    """Return sizes, median times and bus bandwidths. Size 0 is dropped: axes are logarithmic."""
     sized = [(each.op.size_bytes, each.op.bus_factor, each.median_s) for each in one.readings]
     return [(size, time_s, size * factor / time_s) for size, factor, time_s in sized if size]
 
@@ -103,7 +103,7 @@ def _products(
 
 
 def _attention(samples: Sequence[Sample], exact: bool) -> Iterable[Named]:
-    """Draw a figure for each mode and direction: a group of bars a shape, a bar a back end."""
+    """Draw a figure for each mode and direction: a group of bars per shape, a bar per back end."""
     contests = compute.contests(samples, exact=exact)
     for mode, found in grouped(contests, lambda contest: contest.mode).items():
         for direction in ("forward", "backward"):
@@ -149,7 +149,7 @@ def _fsdp(found: Sequence[Series]) -> Iterable[Named]:
 
 
 def _pairs(found: Sequence[Series]) -> Iterable[Named]:
-    """Draw every pair's rate, the darker the faster."""
+    """Draw every pair's rate; darker is faster."""
     for (mode, size_bytes), rates in collectives.pair_rates(found).items():
         name = f"pairs-{format_bytes(size_bytes).replace(' ', '_')}-{mode.replace(', ', '-')}"
         what = f"Sends of {format_bytes(size_bytes)}, {mode}"

@@ -1,9 +1,9 @@
-"""Find what is slower than its peers, or than it was. Repeated times by key in, ``Slow`` out.
+"""Find keys that are slower than their peers, or than before. In: times by key. Out: ``Slow``.
 
 Every series is cut into quarters, in the order of measurement, and each quarter has its median. A
-key is slow if all of its quarters exceed the reference by more than a limit: the larger of a floor
-and some robust sigma (1.4826 MAD) of the quarters that it is compared with. So the limit grows with
-the machine's noise, including drift within a measurement.
+key is slow if all of its quarters exceed the reference by more than a limit. The limit is the
+larger of a floor and a multiple of the robust sigma (1.4826 MAD) of the reference's quarters. So it
+grows with the machine's noise, including drift within a measurement.
 """
 
 import itertools
@@ -17,11 +17,11 @@ K = TypeVar("K", bound=Hashable)
 QUARTERS = 4
 PEER_SIGMAS = 6.0
 PAST_SIGMAS = 3.0
-_ENOUGH = 4  # keys whose changes have a scatter
+_ENOUGH = 4  # the fewest keys whose changes have a meaningful scatter
 
 
 class Slow(NamedTuple):
-    """``excess``: time over ``reference_s``, less 1; ``limit``: what was allowed."""
+    """A slow key. ``excess``: time over ``reference_s``, minus 1. ``limit``: the allowed excess."""
 
     excess: float
     limit: float
@@ -31,8 +31,8 @@ class Slow(NamedTuple):
 def than_peers(
     times_s: Mapping[K, Sequence[float]], floor: float, *, alike: bool = True
 ) -> dict[K, Slow]:
-    """Find the keys that are slower than the median of the others. Of two keys the slower is found,
-    though either may be at fault. ``alike``: differences between the others count as noise."""
+    """Find the keys that are slower than the median of the others. With two keys the slower one is
+    found, though either may be at fault. ``alike``: differences between the others are noise."""
     cut = np.array([quarters(series) for series in times_s.values()])
     found = {}
     for place, (key, series) in enumerate(times_s.items()):
@@ -49,8 +49,8 @@ def than_peers(
 def than_before(
     times_s: Mapping[K, Sequence[float]], runs: Sequence[Mapping[K, Sequence[float]]], floor: float
 ) -> dict[K, Slow]:
-    """Find the keys that are slower than the median of earlier runs. The limit counts three times
-    the spread of several runs and, for four keys or more, how differently they changed."""
+    """Find the keys that are slower than the median of earlier runs. The limit is at least three
+    times the spread of these runs and, with four keys or more, three sigma of the keys' changes."""
     past = {key: [run[key] for run in runs if key in run] for key in times_s}
     past = {key: series for key, series in past.items() if series}
     medians = {key: [median(series) for series in past[key]] for key in past}
@@ -68,7 +68,7 @@ def than_before(
 
 
 def quarters(times_s: Sequence[float]) -> list[float]:
-    """Return the medians of four consecutive parts; fewer than four times serve several parts."""
+    """Return the medians of four consecutive parts; parts share values if there are under four."""
     n = len(times_s)
     starts = [part * n // QUARTERS for part in range(QUARTERS + 1)]
     parts = itertools.pairwise(starts)
@@ -76,9 +76,9 @@ def quarters(times_s: Sequence[float]) -> list[float]:
 
 
 def scatter(cut: np.ndarray, *, alike: bool = True) -> float:
-    """Return the robust relative sigma of quarters [key, quarter]. Several keys scatter about their
-    common middle, which removes what slows all of them together; one key, or keys that are not
-    alike, about the median of each."""
+    """Return the robust relative sigma of quarters [key, quarter]. Several keys are compared with
+    their common median of each quarter, which removes drift that they share. One key, or keys that
+    are not alike, are compared with their own median."""
     about_own = len(cut) == 1 or not alike
     return _robust_sigma(cut / np.median(cut, axis=1 if about_own else 0, keepdims=True))
 

@@ -1,10 +1,10 @@
-"""A pattern of attention: what it covers, costs and makes ranks exchange; and who attends whom.
+"""A pattern of attention: its coverage, its cost, what ranks exchange, and who attends whom.
 
-In: a ``Cover``. Out: tables; MB = 1e6 bytes, of memory too. And of the operation a figure: the
-whole sequence in blocks, and a few heads token by token. A query's row, a key's column. Colour: the
-shortest segment whose branch joins the two. Strength: in the blocks the mean multiplicity over
-heads (its root, so that sparse branches show), in the tokens the number of branches. Lines: borders
-of ranks, whose numbers stand below.
+In: a ``Cover``. Out: tables (MB = 1e6 bytes, also for memory). For the operation also a figure: the
+whole sequence in blocks, and a few heads token by token. Rows are queries, columns are keys. The
+colour is the shortest segment whose branch joins the two. The strength is, in blocks, the root of
+the mean multiplicity over heads (so that sparse branches show), and in tokens the number of
+branches. Lines are borders of ranks; their numbers are below.
 """
 
 import functools
@@ -27,7 +27,7 @@ from meshwise.units import format_rate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_RANKS = 16  # of the table of ranks
+MOST_RANKS = 16  # in the table of ranks
 FLOPS = "FLOPs: two products of every attended pair with its multiplicity, a multiply-add is 2."
 BYTES = (
     "Bytes reach a rank in the forward, of the rank with most. Gather, or a ring: K and V that its "
@@ -41,11 +41,11 @@ BOUND = (
 MOST_BLOCKS = 64
 MOST_TOKENS = 48
 MOST_HEADS = 3
-MOST_DRAWN_RANKS = 32  # whose borders are drawn
+MOST_DRAWN_RANKS = 32  # with more ranks, borders are not drawn
 
 
 def of(found: Cover) -> list[Table]:
-    """Everything, warnings after the summary."""
+    """Make all tables; warnings come after the summary."""
     alone = len(found.lengths) == 1
     return [
         summary(found),
@@ -57,7 +57,7 @@ def of(found: Cover) -> list[Table]:
 
 
 def title(op: LongAttention) -> str:
-    """``dilated, 2048/1 4096/2, offsets mod: 1 x 65,536 tokens, 12 heads x 64, bf16, causal``."""
+    """Return ``dilated 2048/1 4096/2, offsets mod: 1 x 65,536 tokens, 12 heads x 64, bf16``."""
     heads = f"{op.heads} heads" if op.heads == op.kv_heads else f"{op.heads}/{op.kv_heads} heads"
     kind = "dense"
     if op.dilation:
@@ -128,7 +128,7 @@ def _path(found: Cover) -> str:
 
 
 def warnings(found: Cover) -> list[str]:
-    """Warn in words of what a user may not have meant."""
+    """Return warnings about properties that a user may not have intended."""
     op, path = found.op, found.path
     told = []
     if found.rows.first_dead:
@@ -240,8 +240,8 @@ def _ranks(found: Cover) -> Table:
 
 
 class Panel(NamedTuple):
-    """``branch`` [n, n]: the one that gives the colour, -1 for none; ``strength`` 0 to 1.
-    ``tokens``: how many the panel shows."""
+    """A panel. ``branch`` [n, n]: the branch that gives the colour, -1 for none. ``strength``: 0 to
+    1. ``tokens``: number of tokens shown."""
 
     name: str
     branch: npt.NDArray[np.int64]
@@ -250,14 +250,14 @@ class Panel(NamedTuple):
 
 
 def panels(op: LongAttention) -> list[Panel]:
-    """The whole sequence in blocks if it has too many tokens, then a head of each kind."""
+    """Return a panel of the whole sequence in blocks, if it is long, then one head of each kind."""
     shown = list(classes(op).values())[:MOST_HEADS]
     found = [_heads(op, min(op.seq_len, MOST_TOKENS), heads) for heads in shown]
     return [_blocks(op), *found] if op.seq_len > MOST_TOKENS else found
 
 
 def figure(op: LongAttention, shards: Shards) -> svg.Figure:
-    """Panels side by side, with a legend below the first."""
+    """Draw the panels side by side, then a legend."""
     drawn, num_ranks = panels(op), len(shards.intervals)
     where = f"on {num_ranks} ranks" if num_ranks > 1 else "on one rank"
     where += ", zigzag" if op.order == "zigzag" and num_ranks > 1 else ""
@@ -268,7 +268,7 @@ def figure(op: LongAttention, shards: Shards) -> svg.Figure:
 
 
 def _blocks(op: LongAttention) -> Panel:
-    """All heads, the sequence in ``MOST_BLOCKS`` blocks: sum over segments of the rows of both."""
+    """Return all heads in blocks. A cell sums, over segments, the product of both blocks' rows."""
     n = min(op.seq_len, MOST_BLOCKS)
     blocks = contiguous(op.seq_len, n)
     lengths = np.array(blocks.lengths, dtype=float)
@@ -296,7 +296,7 @@ def _blocks(op: LongAttention) -> Panel:
 
 
 def _heads(op: LongAttention, n: int, heads: list[int]) -> Panel:
-    """The first ``n`` tokens of a head, exact."""
+    """Return the first ``n`` tokens of a head, exactly."""
     count, first, at = np.zeros((n, n)), np.full((n, n), -1), np.arange(n)
     for index, branch in _shortest_last(op):
         kept = at % branch.width % branch.rate == branch.offsets[heads[0]]
@@ -314,7 +314,7 @@ def _shortest_last(op: LongAttention) -> list[tuple[int, Branch]]:
 
 
 def _masked(op: LongAttention, n: int, unit: float, far: float) -> npt.NDArray[np.bool_]:
-    """The cells of ``unit`` tokens that no query sees: later keys, and those ``far`` behind."""
+    """Return the cells of ``unit`` tokens that no query sees: later keys, or over ``far`` back."""
     behind = np.subtract.outer(np.arange(n), np.arange(n))
     unseen = np.zeros((n, n), dtype=bool) if not op.causal else behind < 0
     return unseen if op.window is None else unseen | (behind * unit > far)

@@ -1,9 +1,9 @@
-"""Samples as the CSV files of Primus' operator benchmarks, under their names and columns.
+"""Write samples as the CSV files of Primus' operator benchmarks, with their names and columns.
 
-Source: Primus, benchmark/kernel/{gemm,attention,rccl}. In: rows that say which model each case was
-derived from, in the order of the file, and the samples by case id. ``Time(s)`` is the median;
-``Bandwidth(GB/s)`` of a collective is its bus bandwidth (1e9 bytes). No column takes a reason: a
-case without a time has empty cells, never zeros, and its reason stays in our records.
+Source: Primus, benchmark/kernel/{gemm,attention,rccl}. In: rows with the model that each case was
+derived from, in the order of the file, and the samples by case id. ``Time(s)`` is the median.
+``Bandwidth(GB/s)`` of a collective is its bus bandwidth (1e9 bytes). There is no column for a
+reason: a case without a time has empty cells, never zeros; our records keep the reason.
 """
 
 import csv
@@ -91,7 +91,7 @@ def gemm(rows: Iterable[Derived], samples: Samples, folder: Path | str) -> list[
 
 
 def attention(rows: Iterable[Derived], samples: Samples, path: Path | str) -> Path:
-    """Write one file; forward and backward of a shape and back end share a row."""
+    """Write one file. Forward and backward of a shape and back end share a row."""
     found: dict[tuple[str, int, Case], Cells] = {}
     for row in _rows(rows, samples, Attention):
         op, case = row.op, row.of.case
@@ -119,7 +119,7 @@ def collectives(rows: Iterable[Derived], samples: Samples, folder: Path | str) -
 
 def _message(row: _Row) -> Cells:
     of, op = row.of, row.op
-    # a send has two ranks by definition; an all_to_all has those of the experts
+    # a send always has two ranks; an all_to_all has the experts' ranks
     ranks: Cells = {} if op.kind in ("send", "send_recv") else {"WorldSize": op.group_size}
     if op.kind == "all_to_all":
         ranks = {"EP-Size": op.group_size, "TopK": of.top_k}

@@ -1,6 +1,6 @@
-"""Show a ``refit``: what would move, what was measured, which way is best; lines and a figure.
+"""Show a ``refit``: the forecast, the measurements and the best method, as tables, lines, a figure.
 
-Decimal units for what crosses links (GB = 1e9, as their rates), binary ones for memory.
+Bytes sent over links have decimal units (GB = 1e9, like rates), memory has binary units.
 
     of bound   = bound / median time, the product of
     plan       = bound / predicted time of the plan's busiest link, and
@@ -22,11 +22,11 @@ from meshwise.spec.label import label
 from meshwise.spec.refit import Forecast, Scenario
 from meshwise.units import format_bytes, format_rate, format_seconds
 
-MOST_RANKS = 16  # of a figure
+MOST_RANKS = 16  # in a figure
 CLOSE = 1.05
-_MB = 2**20  # what Megatron's suite prints as MB
+_MB = 2**20  # Megatron's suite prints this as MB
 BOUND_NAMES = ("ingress", "relayed", "hosts", "memory")  # egress binds only if nobody passes on
-PHASES = ("copy_within", "pack", "move", "unpack", "hash", "compare", "meet")  # as they follow
+PHASES = ("copy_within", "pack", "move", "unpack", "hash", "compare", "meet")  # in order
 LEGEND = (
     "Time: median over the refits of the slowest rank. Extra memory: of the rank with most. Moved: "
     "between ranks, all together."
@@ -43,7 +43,7 @@ _WHY = {
 
 
 def arrangement(layout: WeightLayout) -> str:
-    """``TP2 DP2 PP2 megatron, ranks 0-7``."""
+    """Return ``TP2 DP2 PP2 megatron, ranks 0-7``."""
     degrees = {
         "TP": layout.tp, "DP": layout.dp, "PP": layout.pp, "EP": layout.ep, "FSDP": layout.fsdp,
         "ETP": layout.etp if layout.ep > 1 else 1,
@@ -55,12 +55,12 @@ def arrangement(layout: WeightLayout) -> str:
 
 
 def command(scenario: Scenario) -> str:
-    """The command that runs a scenario."""
+    """Return the command that runs a scenario."""
     return f"meshwise refit --scenario {scenario.name}"
 
 
 def listing(scenarios: Sequence[tuple[Scenario, int, str]]) -> list[Table]:
-    """Scenarios with the ranks they take and their number in the menu, by where they come from."""
+    """List scenarios by source, with their number of ranks and their number in the menu."""
     run = (
         "Run one: meshwise refit --scenario NAME, or a menu number: 8 is tp2-tp1 by nccl and "
         "nvshmem, 10 is 1 to 7. --refit-mode all measures both modes, --refit-method all all ways."
@@ -89,7 +89,7 @@ def _weight_bytes(one: Scenario) -> int:
 
 
 def forecasts(found: Sequence[Forecast], step_s: float | None = None) -> list[Table]:
-    """The tables of a dry run; ``step_s``: of a training step."""
+    """Make the tables of a dry run. ``step_s``: seconds of a training step."""
     tables = []
     for one in found:
         tables += [_summary(one, step_s), _bounds(one), *([_matrix(one)] if one.loads else [])]
@@ -142,7 +142,7 @@ def _summary(one: Forecast, step_s: float | None) -> Table:
 
 
 def _placed(op: Resharding) -> str:
-    """``inference rank 1 on 2, 2 on 1``: those that change."""
+    """Return the ranks that change: ``inference rank 1 on 2, 2 on 1``."""
     moved = [f"{rank} on {other}" for rank, other in enumerate(op.placement) if other != rank]
     more = f" and {len(moved) - 8} more, see op.placement of --json" if len(moved) > 8 else ""
     return f"inference rank {', '.join(moved[:8])}{more}" if moved else "as numbered"
@@ -168,7 +168,7 @@ def _few(ranks: Sequence[int]) -> str:
 
 
 def _cells(one: Forecast) -> tuple[str, Callable[[float], str]]:
-    """The heading of the bytes between ranks, and how it shows a number of them."""
+    """Return the heading of the bytes between ranks, and a function that shows bytes."""
     unit, factor = ("GB", 1e9) if max(map(max, one.loads)) >= 1e10 else ("MB", 1e6)
 
     def cell(num_bytes: float) -> str:
@@ -186,13 +186,13 @@ def _matrix(one: Forecast) -> Table:
 
 
 def figures_of(sample: Sample) -> dict[str, float | str]:
-    """The figures of a sample's table row in SI units; unknown ones are left out."""
+    """Return the figures of a sample's table row in SI units, without unknown ones."""
     found: dict[str, float | str] = {}
     extra = [*each(sample.metrics, "extra_bytes"), *each(sample.metrics, "allocated_bytes")]
     if extra:
         found["extra_bytes"] = max(extra)
     bound_s, predicted_s = number(sample.metrics, "bound_s"), number(sample.metrics, "predicted_s")
-    whole = _op(sample).changed is None  # of what changed nobody knows a bound before
+    whole = _op(sample).changed is None  # changes have no known bound
     if bound_s is not None and predicted_s is not None and whole:
         bounds = {name: number(sample.metrics, f"bound_{name}_s") or 0.0 for name in BOUND_NAMES}
         found |= {"bound_s": bound_s, "binding": max(bounds, key=lambda name: bounds[name])}
@@ -205,7 +205,7 @@ def figures_of(sample: Sample) -> dict[str, float | str]:
 
 
 def recommended(samples: Sequence[Sample]) -> Sample | None:
-    """The fastest, within 5 % of it the one with the least extra memory."""
+    """Return the sample with the least extra memory among those within 5 % of the fastest."""
     done = [(median(s.times_s), s) for s in samples if s.status == "ok"]
     if not done:
         return None
@@ -215,7 +215,7 @@ def recommended(samples: Sequence[Sample]) -> Sample | None:
 
 
 def tables(samples: Sequence[Sample], step_s: float | None = None) -> list[Table]:
-    """A table for each scenario: a row for each mode and method, failures too; then the phases."""
+    """Make a table for each scenario, with a row per mode and method, failures too; then phases."""
     chosen = [sample for sample in samples if isinstance(sample.case.op, Resharding)]
     found = []
     for _, group in groupby(chosen, key=_scenario):
@@ -269,7 +269,7 @@ def _moved_bytes(sample: Sample) -> float | None:
 
 
 def _extra(sample: Sample) -> str | None:
-    """``12.3 MiB``; with the second copy of an atomic refit ``12.3 + 307.2 MiB``."""
+    """Return ``12.3 MiB``, or with the second copy of an atomic refit ``12.3 + 307.2 MiB``."""
     extra = figures_of(sample).get("extra_bytes")
     if extra is None:
         return None
@@ -281,7 +281,7 @@ def _extra(sample: Sample) -> str | None:
 
 
 def _manner(op: Resharding) -> str:
-    """Name what is not as usual: ``, verify full, placed``."""
+    """Name the options that differ from the defaults: ``, verify full, placed``."""
     chosen = {
         f"verify {op.verify}": op.verify != "hash",
         "atomic": op.atomic,
@@ -292,7 +292,7 @@ def _manner(op: Resharding) -> str:
 
 
 def _against(samples: Sequence[Sample]) -> list[Table]:
-    """Compare each with what is possible, where the rates of the links are known."""
+    """Compare each sample with its bound, if the rates of the links are known."""
     rate = next((r for s in samples if (r := number(s.metrics, "rate_bytes_per_s"))), None)
     at = f" at {format_rate(rate, 'B/s')} into and out of a rank" if rate else ""
     legend = (
@@ -319,14 +319,14 @@ def _against(samples: Sequence[Sample]) -> list[Table]:
 
 
 def _method(sample: Sample) -> str:
-    """``nccl``, ``auto (ipc)``."""
+    """Return ``nccl``, or ``auto (ipc)``."""
     if sample.status == "ok" and sample.reason.startswith("auto chose "):
         return f"{sample.case.backend} ({sample.reason.rpartition(' ')[2]})"
     return sample.case.backend
 
 
 def _phases(samples: Sequence[Sample]) -> list[Table]:
-    """Show the slowest rank's time in each phase, as far as methods tell."""
+    """Show the slowest rank's time in each phase, for methods that report phases."""
     found = {
         name.removeprefix("phase_").removesuffix("_s")
         for sample in samples
@@ -349,14 +349,14 @@ def _phases(samples: Sequence[Sample]) -> list[Table]:
 
 
 def outcome(sample: Sample) -> str:
-    """``12.3 ms``, ``oom: rank 0: ...``."""
+    """Return ``12.3 ms``, or ``oom: rank 0: ...``."""
     if sample.status == "ok":
         return format_seconds(median(sample.times_s))
     return f"{sample.status}: {sample.reason}"
 
 
 def log_lines(sample: Sample) -> list[str]:
-    """The lines that Megatron's suite prints and greps for, in both its wordings; MB is 2^20."""
+    """Return the lines that Megatron's suite prints and greps for, in both wordings; MB is 2^20."""
     op, times_ms = _op(sample), [time_s * 1e3 for time_s in sample.times_s]
     lines = [
         f"=== {label(sample.case)} ===",
@@ -382,7 +382,7 @@ def log_lines(sample: Sample) -> list[str]:
 
 
 def figure(one: Forecast) -> svg.Figure:
-    """The bytes from each rank to each, the darker the more."""
+    """Draw the bytes from each rank to each other; darker is more."""
     if not one.loads:
         raise ValueError(f"figure: draws at most {MOST_RANKS} ranks, and here are {one.num_ranks}")
     title, cell = _cells(one)

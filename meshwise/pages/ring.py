@@ -1,20 +1,20 @@
 """The JSON document of ``measure ring``, and the check list of --verify.
 
 In: a run directory's info and samples. Out: the document that ``report --scaling`` reads, one
-``RingRow`` a length and ring size. t(P) is the median over iterations of the slowest rank of rings
-of P ranks, N the length:
+``RingRow`` per length and ring size. t(P) is the time of rings of P ranks: the slowest rank's,
+median over iterations. N is the length:
 
     throughput_tokens_per_sec   batch N / t(P), of one ring
     strong_efficiency           t(1) / (P t(P)) at one N
     weak_efficiency             t(1) at N/P / t(P) at N
     distributed_overhead_ms     t(P) - t(1) / P
     exposed_comm_ms             t(P) - t(P) of the same computation without its transfers
-    overlap_fraction            1 - exposed / communication_time_ms, the transfers by themselves
-    comm_efficiency             comm_lower_bound_bytes / bytes_received, 1 as planned
+    overlap_fraction            1 - exposed / communication_time_ms, the transfers alone
+    comm_efficiency             comm_lower_bound_bytes / bytes_received; 1 is as planned
     load_imbalance              most / mean of the pairs that a rank computes
 
-time_* and forward_*: over all ranks' own times of all iterations. GB = 1e9. What could not be
-measured, or has no baseline among the rows, is null.
+time_* and forward_* are taken over all ranks' own times of all iterations. GB = 1e9. A figure that
+could not be measured, or has no baseline among the rows, is null.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ _SOURCE_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp6
 
 
 def document(run_dir: str, info: RunInfo, samples: Sequence[Sample]) -> dict[str, Any]:
-    """The JSON of a run; its settings stand in the run's provenance."""
+    """Return the JSON of a run. The run's provenance has its settings."""
     config = dict(info.provenance["ring"])
     dtype = config.pop("dtype")
     config["dtype"] = _SOURCE_DTYPES[dtype]
@@ -89,7 +89,7 @@ def _times(sample: Sample) -> dict[str, Any]:
     forward_s = median([max(forward_all[i::count]) for i in range(count)])
     all_times = [time_s for own in sample.rank_times_s for time_s in own]
     backward = op.direction == "backward"
-    noisy = backward and forward_s >= total_s  # then their difference says nothing
+    noisy = backward and forward_s >= total_s  # then their difference has no meaning
     return {
         "reason": NOISY if noisy else "",
         "forward_time_ms": 1e3 * forward_s,
@@ -167,13 +167,13 @@ def _total_s(sample: Sample) -> float:
 
 
 def ways(strategy: str) -> str:
-    """``local local gather`` of the branches as ``local x2, gather``."""
+    """Return the branches' ``local local gather`` as ``local x2, gather``."""
     each = ((way, len(list(same))) for way, same in groupby(strategy.split()))
     return ", ".join(way if count == 1 else f"{way} x{count}" for way, count in each)
 
 
 def checks(found: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> list[Table]:
-    """The check list of ``--verify``."""
+    """Return the check list of ``--verify``."""
     words = {True: "passed", False: "FAILED", None: "not done"}
     rows = tuple((str(c["ring_size"]), c["name"], words[c["passed"]], c["found"]) for c in found)
     failed = sum(one["passed"] is False for one in found)

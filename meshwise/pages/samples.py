@@ -1,4 +1,4 @@
-"""The tables of a measure run: its state, what it measured kind by kind, what failed and why."""
+"""The tables of a measure run: its state, its results kind by kind, its failures and reasons."""
 
 import shlex
 from collections import Counter
@@ -45,7 +45,7 @@ def listing(cases: Sequence[tuple[Case, float]]) -> Table:
 
 
 def document(run_dir: Path, info: RunInfo, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return a measure run for programs: how it ended, each case with its median and interval."""
+    """Return a measure run for programs: its status, and each case with median and interval."""
     results = [
         {"id": sample.case_id, "case": sample.case, "status": sample.status}
         | (_figures(read) if (read := reading(sample)) else {})
@@ -82,10 +82,10 @@ def _figures(one: Reading) -> dict[str, Any]:
 def run(
     info: RunInfo, samples: Sequence[Sample], *, exact: bool = False, rows: Sequence[Derived] = ()
 ) -> list[Table]:
-    """Show the state of a measure run, then what it measured, kind by kind, then what failed.
+    """Show the state of a measure run, then its results, kind by kind, then its failures.
 
-    ``exact`` counts attention's FLOPs by the pairs that its mask leaves; ``rows`` say which FSDP
-    units each case stands for.
+    ``exact``: count attention's FLOPs only over pairs that its mask keeps. ``rows``: the FSDP units
+    that each case stands for.
     """
     if "ring" in info.provenance:
         document = ring.document(info.run_id, info, samples)
@@ -107,7 +107,7 @@ def run(
 
 
 def state(info: RunInfo, samples: Sequence[Sample]) -> Table:
-    """One fact a row: who measured what, and how it ended."""
+    """Show the facts of a run, one per row: who measured what, and how it ended."""
     counts = Counter(sample.status for sample in samples)
     outcome = ", ".join(f"{count} {status}" for status, count in counts.most_common())
     slowed = _throttled(samples)
@@ -124,7 +124,7 @@ def state(info: RunInfo, samples: Sequence[Sample]) -> Table:
 
 
 def _facts(info: RunInfo) -> list[tuple[str, str]]:
-    """Versions and devices in a run's provenance, where they are known."""
+    """Return the known versions and devices in a run's provenance."""
     known = info.provenance
     names = ("meshwise", "torch", "cuda", "nccl", "driver", "python")
     versions = [f"{name} {known[name]}" for name in names if known.get(name)]
@@ -147,7 +147,7 @@ def _facts(info: RunInfo) -> list[tuple[str, str]]:
 
 
 def imported(run_dirs: Sequence[Path]) -> list[Table]:
-    """Count the samples of each imported file, and list what looked suspicious in it."""
+    """Count the samples of each imported file, and list its suspicious points."""
     loaded = [store.load(run_dir)[:2] for run_dir in run_dirs]
     sources = [(info.provenance["imported"], samples) for info, samples in loaded]
     rows = tuple((told["file"], told["tool"], str(len(samples))) for told, samples in sources)
@@ -162,7 +162,7 @@ def imported(run_dirs: Sequence[Path]) -> list[Table]:
 
 
 def _throttled(samples: Sequence[Sample]) -> str:
-    """Count the cases in which a device slowed itself down, and name the reasons."""
+    """Count the cases in which a device throttled, and name the reasons."""
     reasons = [
         {reason for device in (*sample.before, *sample.after) for reason in device.throttle}
         for sample in samples

@@ -1,4 +1,4 @@
-"""Read what ``measure ring`` wrote, as tables: how time and memory change with the ring's size.
+"""Read the files of ``measure ring`` and show how time and memory change with the ring's size.
 
 In: a folder of ``ring_v2_collective_benchmark_*.json``. Out: one ``ScalingRow`` for each sequence
 length and ring size. With t(P, N) the time of a ring of P ranks over N tokens, the slowest rank's
@@ -6,12 +6,12 @@ median:
 
     speedup            t(1, N) / t(P, N)
     strong efficiency  speedup / P
-    weak efficiency    t(1, N / P) / t(P, N): work a rank is constant where segments are fixed
-    exposed share      time of the step that goes when nothing is sent / t(P, N)
+    weak efficiency    t(1, N / P) / t(P, N): with fixed segments the work per rank is constant
+    exposed share      time that the step saves if nothing is sent / t(P, N)
     memory share       peak of a rank in a ring of P / peak of one rank alone, same N; ideal 1 / P
 
-They are made here, not read, because each ring size may come from a run of its own. Sentences are
-made of the same rows: what falls short and why.
+They are computed here, not read, because each ring size may come from a different run. Sentences
+say which rows fall short, and why.
 """
 
 import io
@@ -33,7 +33,7 @@ from meshwise.units import format_rate, format_seconds
 
 TITLE = "Ring attention: scaling"
 SCHEMA_VERSION = 1
-FAIR = 0.95  # of linear; a row below it is explained
+FAIR = 0.95  # share of linear scaling below which a row is explained
 PATTERN, LATEST = "ring_v2_collective_benchmark_*.json", "latest.json"
 
 NONE = RingRow(seq_length=0, ring_size=1, world_size=1, status="skipped")
@@ -63,7 +63,7 @@ class _RingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _RingRun(msgspec.Struct, frozen=True, kw_only=True):
-    """``told``: the configuration as it was written, with what is only shown."""
+    """A run's file. ``told``: the configuration as written, with keys that are only shown."""
 
     schema_version: int = SCHEMA_VERSION
     config: _RingConfig
@@ -75,7 +75,7 @@ class _RingRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingRow(NamedTuple):
-    """A result beside one rank's at the same length; None where that is not there."""
+    """A result, compared with one rank at the same length; None if that was not measured."""
 
     result: RingRow
     speedup: float | None
@@ -87,7 +87,7 @@ class ScalingRow(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """``left_out``: files of another configuration or older, with the reason."""
+    """All rows. ``left_out``: older files, or of another configuration, with the reason."""
 
     config: dict[str, Any]
     device: str
@@ -118,9 +118,9 @@ class Scaling(NamedTuple):
 
 
 def read(folder: Path | str) -> Scaling:
-    """The newest run of each world size, of the newest run's configuration and device. Of two rows
-    of one length and ring size the newer counts, but a skipped one only where there is no other.
-    ValueError where there is nothing to show."""
+    """Read the newest run of each world size that has the newest run's configuration and device. Of
+    two rows with the same length and ring size the newer counts; a skipped row counts only if there
+    is no other. Raises a ValueError if there is no result."""
     folder = Path(folder)
     paths = sorted(folder.glob(PATTERN)) or [p for p in (folder / LATEST,) if p.exists()]
     runs = [(_load(path), path.name) for path in paths]
@@ -134,7 +134,7 @@ def read(folder: Path | str) -> Scaling:
 
 
 def _together(runs: Sequence[tuple[_RingRun, str]]) -> Scaling:
-    """Make one row for each length and ring size; the newest run comes first."""
+    """Make one row for each length and ring size. ``runs``: the newest first."""
     newest, kept, left_out = runs[0][0], dict[int, tuple[_RingRun, str]](), []
     for run, name in runs:
         if other := _differs(run, newest):
@@ -174,7 +174,7 @@ def _load(path: Path) -> _RingRun:
 
 
 def _differs(run: _RingRun, newest: _RingRun) -> str | None:
-    """The first thing in which two runs are not comparable."""
+    """Return the first field in which two runs differ, or None if they are comparable."""
     if run.device != newest.device:
         return "device"
     names = _RingConfig.__struct_fields__
@@ -232,7 +232,7 @@ _KEY += columns(str, {"ring": "result.ring_size"})
 
 
 def tables(scaling: Scaling) -> list[Table]:
-    """All that the report shows, in its order; the last two only where they have rows."""
+    """Return all tables of the report, in order, without those that have no rows."""
     failures = listed(
         FAILED,
         [row for row in scaling.rows if row.result.time_ms is None],
@@ -312,7 +312,7 @@ def _memory(scaling: Scaling) -> Table:
 
 
 def of_run(document: Mapping[str, Any]) -> list[Table]:
-    """The same tables of a document of ``measure ring`` as it was made."""
+    """Return the same tables for a document that ``measure ring`` has just made."""
     found = _together([(_run(document, "results"), "this run")])
     first, *others = tables(found)
     name = f"{subject(found.config)}, {found.device}, {document['world_size']} ranks"
@@ -320,7 +320,7 @@ def of_run(document: Mapping[str, Any]) -> list[Table]:
 
 
 def _best(scaling: Scaling) -> Table:
-    """Return each length's fastest row, and the largest ring that is nearly linear."""
+    """Show each length's fastest ring, and the largest ring with nearly linear scaling."""
 
     def of(tokens: int) -> tuple[int, ScalingRow | None, int | None]:
         rows = [row for row in scaling.measured if row.result.seq_length == tokens]
@@ -342,7 +342,7 @@ def _best(scaling: Scaling) -> Table:
 
 
 def dry_run(config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """The rows of ``measure ring --dry-run``: their figures, or why they would be skipped."""
+    """Show the rows of ``measure ring --dry-run``: their figures, or why they would be skipped."""
 
     def by(row: Mapping[str, Any]) -> str:
         return f"skipped: {row['reason']}" if row["reason"] else ways(row["strategy"])
@@ -370,12 +370,12 @@ def ms(time_ms: float | None) -> str:
 
 
 def rate(per: float) -> str:
-    """``1.50 M``."""
+    """Show ``1.50 M``."""
     return format_rate(per, "").strip()
 
 
 def conclusions(scaling: Scaling) -> list[str]:
-    """Say what the numbers mean, good and bad, one sentence each."""
+    """Return what the figures mean, good and bad, one sentence each."""
     said = [*_scales(scaling), *_reaches(scaling), *_falls_short(scaling)]
     lost = [row.result.status for row in scaling.rows if row.result.time_ms is None]
     if lost:
@@ -407,7 +407,7 @@ def _scales(scaling: Scaling) -> Iterable[str]:
 
 
 def _reaches(scaling: Scaling) -> Iterable[str]:
-    """Lengths that need more than one rank."""
+    """Name the lengths that need more than one rank."""
     for tokens in scaling.lengths:
         alone = scaling.at(tokens, 1)
         rings = [r.result.ring_size for r in scaling.measured if r.result.seq_length == tokens]
@@ -431,8 +431,8 @@ def _falls_short(scaling: Scaling) -> Iterable[str]:
 
 
 def _lost(row: ScalingRow) -> str:
-    """Explain the time beyond t(1) / P, as far as it was measured; its parts are what is lost.
-    Waiting is at most what the transfers take alone: what else is exposed is noise."""
+    """Explain the lost time, beyond t(1) / P, by its measured parts. Waiting is at most the time of
+    the transfers alone: any other exposed time is noise."""
     one, strong, time_ms = row.result, row.strong or 0, row.result.time_ms or 0
     lost_ms = time_ms - strong * time_ms
     waiting_ms = min(one.exposed_comm_ms or 0, lost_ms)
@@ -452,7 +452,7 @@ def _lost(row: ScalingRow) -> str:
 
 
 def text(scaling: Scaling) -> str:
-    """The whole report as a text file."""
+    """Return the whole report as text."""
     out = io.StringIO()
     out.write(f"{TITLE}\n{textwrap.fill(subtitle(scaling), table.WIDTH)}\n\n")
     table.write([configuration(scaling), *tables(scaling)], out)
@@ -464,7 +464,7 @@ def text(scaling: Scaling) -> str:
 
 
 def subtitle(scaling: Scaling) -> str:
-    """Name what was measured, in which rings, and how they exchanged."""
+    """Name the measured work, the rings, and how their ranks exchanged keys."""
     config = scaling.config
     rings = ", ".join(map(str, scaling.measured_rings or scaling.ring_sizes))
     used = [row.result.strategy for row in scaling.measured if row.result.ring_size > 1]

@@ -1,7 +1,7 @@
-"""A scaling benchmark as pictures: three files of panels, and a page with the same panels.
+"""Draw a scaling benchmark: three files of panels, and a page with the same panels.
 
-A panel paints one set of axes. Cells without a time are hatched and say why; what was not measured
-is a sentence in place of a plot, never a zero.
+A panel paints one set of axes; its docstring is its caption on the page. Cells without a time are
+hatched and give the reason. If nothing was measured, a sentence replaces the plot, never a zero.
 """
 
 import math
@@ -22,8 +22,8 @@ _MOST_BARS = 12  # above, numbers over bars would hide each other
 
 
 def lines(axes: "Axes", found: Scaling, value: Value, *, over_lengths: bool = False) -> bool:
-    """Draw a line for each length over the ring sizes, or for each ring size over the lengths;
-    whether there is one."""
+    """Draw a line for each length over the ring sizes, or for each ring size over the lengths.
+    Return whether there is a line."""
     for index, one in enumerate(found.ring_sizes if over_lengths else found.lengths):
         points = []
         for row in found.measured:
@@ -51,8 +51,8 @@ def map_(
     axes: "Axes", found: Scaling, value: Value, show: Callable[[float], str], *,
     logarithmic: bool = False, most: float | None = None, less_is_better: bool = False,
 ) -> None:  # fmt: skip
-    """Cells of length and ring size: numbers on colour, bright ones better; or hatched with the
-    reason."""
+    """Draw a cell for each length and ring size: a value on colour, where bright is better, or
+    hatched with the reason."""
     import matplotlib as mpl
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.patches import Rectangle
@@ -84,7 +84,7 @@ def map_(
 
 
 def _why(row: ScalingRow | None) -> str:
-    """The text of a cell without a number."""
+    """Return the text of a cell without a value."""
     if row is None:
         return "not run"
     return row.result.status if row.result.time_ms is None else "no ring 1"
@@ -97,7 +97,7 @@ def say(axes: "Axes", sentence: str) -> None:
 
 
 def log_limits(axes: "Axes") -> tuple[float, float]:
-    """A logarithmic height that has room around what is drawn, and for a round number."""
+    """Make the height logarithmic, with room around the lines and for a round tick."""
     low, high = axes.dataLim.intervaly
     around = max(1.15, (2.6 * low / high) ** 0.5)
     axes.set_yscale("log", base=10)
@@ -261,7 +261,7 @@ def png(name: str, found: Scaling) -> bytes:
 
 
 def figure(panel: Panel, found: Scaling) -> svg.Figure:
-    """A panel for the page; its docstring is the caption."""
+    """Draw a panel for the page, with its docstring as the caption."""
     return svg.draw((panel.__doc__ or "").strip(), _of(panel, found))
 
 
@@ -270,7 +270,7 @@ def _of(panel: Panel, found: Scaling) -> svg.Paint:
 
 
 def page(found: Scaling) -> str:
-    """Words, pictures and numbers as one self-contained page."""
+    """Return words, figures and tables as one self-contained page."""
     time, best, *others = scaling.tables(found)
     failures = tuple(each for each in others if each.title == FAILED)
     rest = [each for each in others if each not in failures]

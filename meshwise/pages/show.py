@@ -1,4 +1,4 @@
-"""Tables of any record that Meshwise writes."""
+"""Make tables of any record that Meshwise writes."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -63,7 +63,7 @@ def phases(found: Phases) -> Table:
 
 
 def checkpoint(found: Verified) -> list[Table]:
-    """Describe a checkpoint; then list what is damaged, if anything is."""
+    """Describe a checkpoint; then list damage, if there is any."""
     saved = found.checkpoint
     weights = {n: whole for n, whole in saved.tensors.items() if not n.startswith("optimizer.")}
     elements = sum(prod(whole.shape) for whole in weights.values())

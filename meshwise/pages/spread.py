@@ -1,4 +1,4 @@
-"""Read one sample: its figures and metrics; which rank is slowest, and who waits for whom."""
+"""Read one sample: its figures, its metrics, its slowest rank, and waiting between ranks."""
 
 from collections.abc import Iterable, Mapping
 from statistics import mean, median
@@ -13,19 +13,19 @@ Metrics = Mapping[str, float | tuple[float, ...]]
 
 
 def each(metrics: Metrics, name: str) -> tuple[float, ...]:
-    """Return all values of a metric, none if it is missing."""
+    """Return all values of a metric; () if it is missing."""
     value = metrics.get(name, ())
     return value if isinstance(value, tuple) else (value,)
 
 
 def number(metrics: Metrics, name: str) -> float | None:
-    """Return the first value of a metric, None if it is missing."""
+    """Return the first value of a metric; None if it is missing."""
     return next(iter(each(metrics, name)), None)
 
 
 class Reading(NamedTuple):
-    """A sample that has times, with the figures that its tables show. Rates are taken over the
-    median time; those of collectives over the mean, as in nccl-tests."""
+    """A sample that has times, with the figures that its tables show. Rates use the median time;
+    those of collectives use the mean, as in nccl-tests."""
 
     sample: Sample
     op: Any
@@ -88,10 +88,10 @@ def readings(samples: Iterable[Sample], kind: type) -> list[Reading]:
 class Split(NamedTuple):
     """Parts of the median over iterations of the largest time over ranks, which add up to it.
 
-    The rank that comes last waits for nobody: its time, the smallest, is the transfer. The others
-    take longer by their waiting. If several groups work at once, the transfer is the fastest
-    group's, the waiting is the slowest group's, and the rest is how much longer the slowest group
-    took to transfer.
+    The last rank to start waits for no other: its time, the smallest, is the transfer. The others
+    take longer because they wait. If several groups work at once, the transfer is the fastest
+    group's and the waiting is the slowest group's. The rest is how much longer the slowest group's
+    transfer took.
     """
 
     transfer_s: float
@@ -130,8 +130,8 @@ def split(sample: Sample) -> Split | None:
 
 
 def slowest(sample: Sample) -> str:
-    """Name the rank with the largest median, and by how much it exceeds the fastest of its group;
-    of all ranks if each works by itself."""
+    """Name the rank with the largest median, and by how much it exceeds the fastest rank of its
+    group, or of all ranks if each works alone."""
     groups = members(sample.case)
     if all(len(group) == 1 for group in groups):
         groups = [tuple(rank for group in groups for rank in group)]

@@ -1,12 +1,12 @@
-"""Predicted beside measured: a ``run`` directory in, both numbers and their error out.
-Plans without a prediction, and inference, have measured numbers alone.
+"""Compare predictions with measurements. In: a ``run`` directory. Out: both, and the error.
+Plans without a prediction, and inference, have measurements only.
 
     error = predicted / measured - 1, for step time (median) and peak memory
-    FLOP/s per device = step FLOPs (as torchtitan counts them) / median / devices; of a forward
-        pass a third of a step's
-    MFU = FLOP/s per device / datasheet peak; absent when the peak is not known
+    FLOP/s per device = step FLOPs (torchtitan's count) / median / devices; a forward pass has
+        a third of a step's
+    MFU = FLOP/s per device / datasheet peak; absent if the peak is not known
 
-A measurement lies "within" a prediction if the prediction's interval holds it.
+A measurement is "within" a prediction if the prediction's interval contains it.
 """
 
 import functools
@@ -95,11 +95,11 @@ def _beside(measured: float, predicted: float, low: float, high: float) -> Measu
 
 
 class StepResult(Record, kw_only=True):
-    """One run of a plan. What a failed run did not measure is None, and ``reason`` says why.
+    """One run of a plan. Fields that a failed run did not measure are None; ``reason`` says why.
 
-    Times are seconds of a training step, a batch or a token, by ``mode``. ``time`` holds the
-    median, ``measured_low_s`` and ``measured_high_s`` its 95 % interval, or the range of fewer than
-    6 steps. ``memory`` is in bytes, as ``memory_kind`` counts them. ``metrics`` are the sample's.
+    Times are seconds of a training step, a batch or a token, by ``mode``. ``time``: the median.
+    ``measured_low_s``, ``measured_high_s``: its 95 % interval, or the range of fewer than 6 steps.
+    ``memory``: bytes, counted as ``memory_kind`` says. ``metrics``: the sample's.
     """
 
     run_id: str
@@ -178,7 +178,7 @@ def result(info: RunInfo, samples: list[Sample]) -> StepResult:
 
 
 def _flops(op: Step) -> float:
-    """Return the FLOPs of what was timed: a step, a forward pass, or one token of each sequence."""
+    """Return the FLOPs of the timed work: a step, a forward pass, or one token per sequence."""
     if op.mode == "train":
         return step_flops(op.model, op.workload)
     one = Workload(global_batch_size=op.workload.global_batch_size, seq_len=1)
@@ -186,7 +186,7 @@ def _flops(op: Step) -> float:
 
 
 def tables(results: Sequence[StepResult]) -> list[Table]:
-    """Show each mode's runs, those of one model and batch in one table; then what failed."""
+    """Show each mode's runs, with one table per model and batch; then failures."""
     done = [result for result in results if result.time is not None]
     shown = []
     for mode, of_mode in (("train", _training), ("infer", _inference), ("decode", _decoding)):
@@ -197,7 +197,7 @@ def tables(results: Sequence[StepResult]) -> list[Table]:
 
 
 def _training(title: str, done: Sequence[StepResult]) -> list[Table]:
-    """Show time and memory, predicted beside measured; then how fast that is."""
+    """Show time and memory, predicted beside measured; then rates."""
     kinds = " and ".join(sorted({result.memory_kind for result in done}))
     priced = any(result.plan.prediction is not None for result in done)
     beside = "predicted beside measured" if priced else "measured"
@@ -221,7 +221,7 @@ def _training(title: str, done: Sequence[StepResult]) -> list[Table]:
 
 
 def _quantity(name: str, show: Show, priced: bool) -> tuple[Column, ...]:
-    """Columns of a quantity: predicted, its interval, measured, error; unpriced the third alone."""
+    """Return columns of a quantity: predicted, interval, measured, error; unpriced: measured."""
 
     def told(one: MeasuredQuantity) -> str:
         if one.low is None or one.high is None:
@@ -347,7 +347,7 @@ def _inference(title: str, done: Sequence[StepResult]) -> list[Table]:
 
 
 def _is_one_loop(done: Sequence[StepResult]) -> bool:
-    """Tell whether only the streamed loop was timed, by the driver's clock."""
+    """Return whether only the streamed loop was timed, by the driver's clock."""
     return all(r.time is not None and r.time.measured == r.metrics["streamed_s"] for r in done)
 
 
@@ -369,7 +369,7 @@ def _decoding(title: str, done: Sequence[StepResult]) -> list[Table]:
 
 
 def failures(results: Sequence[StepResult]) -> list[Table]:
-    """List runs without a measured step, and what ended them."""
+    """List runs without a measured step, and why they ended."""
     lost = [result for result in results if result.time is None]
     facts = columns(str, "status reason") + columns(str, {"run": "run_id"})
     return filled(listed("Not measured", lost, _LAYOUT, *facts, left=4))

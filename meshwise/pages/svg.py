@@ -1,7 +1,7 @@
-"""Draw a figure: sets of axes in, an inline SVG element or a PNG file out.
+"""Draw a figure. In: functions that paint axes. Out: an inline SVG element or a PNG file.
 
-An SVG has no script, no fonts and no addresses, and its text stays text. The page's CSS variables
-replace its colours, so that one figure suits light and dark pages.
+An SVG has no script, no fonts and no addresses, and its text stays text. CSS variables of the page
+replace its colours, so one figure suits light and dark pages.
 """
 
 import html
@@ -58,7 +58,7 @@ DASHED: dict[str, Any] = {"color": MUTED, "linestyle": (0, (4, 3)), "linewidth":
 
 
 class Figure(NamedTuple):
-    """An SVG element with a caption of one sentence; a ``wide`` one takes a row of the page."""
+    """An SVG element with a caption of one sentence. A ``wide`` one takes a row of the page."""
 
     svg: str
     caption: str
@@ -123,7 +123,7 @@ def standalone(figure: Figure) -> str:
 
 
 def write(path: Path | str, figure: Figure) -> None:
-    """Write the figure to a file; ValueError if its name says another format."""
+    """Write the figure to a file. Raises a ValueError if its name ends in another format."""
     if Path(path).suffix != ".svg":
         raise ValueError(f"figure = {str(path)!r}: is written as SVG; let its name end in .svg")
     write_whole(path, standalone(figure))
@@ -147,8 +147,8 @@ def rate_ticks(axis: Any, low: float, high: float, unit: str) -> None:
 
 
 def decades(low: float, high: float, factors: tuple[int, ...] = ()) -> list[float]:
-    """Return powers of ten times ``factors`` around [low, high]; by default 1, or 1-2-5 if the
-    powers are few."""
+    """Return powers of ten times ``factors`` around [low, high]. By default the factor is 1, or
+    1-2-5 if there are few powers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = factors or ((1, 2, 5) if len(powers) < 4 else (1,))
     return [factor * 10.0**power for power in powers for factor in factors]

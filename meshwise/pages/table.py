@@ -1,7 +1,7 @@
-"""Tables as plain data, which the terminal and the page show alike.
+"""Tables as plain data, which the terminal and the page show in the same way.
 
-A table is a list of columns over a list of items. Its cells are text; the first ``left`` columns
-are words, the rest numbers.
+A table is a list of columns over a list of items. Its cells are text. The first ``left`` columns
+are words, the others numbers.
 """
 
 import re
@@ -16,12 +16,12 @@ K = TypeVar("K")
 Show = Callable[[Any], str]
 Where = str | Callable[[Any], Any]
 Column = tuple[str, Where] | tuple[str, Where, Show]
-WIDTH = 120  # where the output is no terminal, so that logs and golden files do not change
+WIDTH = 120  # if the output is no terminal, so that logs and golden files do not change
 ABSENT = "–"
 
 
 class Table(NamedTuple):
-    """``legend``: lines under the table that say what its columns mean."""
+    """A table. ``legend``: lines under it that say what its columns mean."""
 
     title: str
     columns: tuple[str, ...]
@@ -35,9 +35,9 @@ def listed(
 ) -> Table:
     """Build a table with a row for each item.
 
-    A column is its head, where an item has the value, and how to show it (``str`` unless given).
-    Where: a function, or a path of attributes and keys (``metrics.peak_bytes``), which takes the
-    first of several values. None is shown as ``ABSENT``.
+    A column is a head, the place of the value in an item, and a function that shows it (by default
+    ``str``). The place is a function, or a path of attributes and keys (``metrics.peak_bytes``); of
+    several values it takes the first. None is shown as ``ABSENT``.
     """
     rows = tuple(tuple(_cell(item, column) for column in columns) for item in items)
     return Table(title, tuple(column[0] for column in columns), rows, legend, left)
@@ -55,7 +55,7 @@ def _cell(item: Any, column: Column) -> str:
 
 
 def columns(show: Show, fields: str | Mapping[str, Where]) -> tuple[Column, ...]:
-    """Make columns of one format: ``fields`` are heads with where the value is, or names that are
+    """Make columns of one format. ``fields``: heads with the place of the value, or names that are
     both."""
     named = {name: name for name in fields.split()} if isinstance(fields, str) else fields
     return tuple((head, where, show) for head, where in named.items())
@@ -84,7 +84,7 @@ def percent(value: float | None, sign: bool = False) -> str:
 
 
 def share(value: float | None) -> str:
-    """Show a share in three digits, however small: ``0.0123 %``."""
+    """Show a share with three significant digits: ``0.0123 %``."""
     return shown(value, lambda part: f"{100 * part:.3g} %")
 
 
@@ -94,12 +94,12 @@ def size(num_bytes: float | None) -> str:
 
 
 def flops(per_s: float | None) -> str:
-    """``794 TFLOP/s``."""
+    """Show ``794 TFLOP/s``."""
     return shown(per_s, lambda rate: format_rate(rate, "FLOP/s"))
 
 
 def interval(low: float, high: float, show: Callable[[float], str] = format_seconds) -> str:
-    """Show ``1.20 – 1.31 ms``: the unit once if both ends share it, one number if they agree."""
+    """Show ``1.20 – 1.31 ms``: the unit once if both ends share it, one value if they agree."""
     first, last = show(low), show(high)
     if first == last:
         return last
@@ -108,7 +108,7 @@ def interval(low: float, high: float, show: Callable[[float], str] = format_seco
 
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:
-    """Show the least and the largest value, or one number if they agree."""
+    """Show the least and the largest value, or one value if they agree."""
     each = list(values)
     ends = dict.fromkeys(show(end(each)) for end in (min, max)) if each else (ABSENT,)
     return " – ".join(ends)

@@ -53,7 +53,7 @@ _TIERS = {
 
 
 def cluster(described: Cluster) -> list[Table]:
-    """Describe the machine, its links, and what is not known of it."""
+    """Describe the machine, its links, and what is unknown about it."""
     device = described.device
     peaks = ", ".join(f"{dtype} {flops(rate)}" for dtype, rate in device.peak_flops.items())
     memory_rate = device.peak_memory_bytes_per_s
@@ -80,7 +80,7 @@ def cluster(described: Cluster) -> list[Table]:
 
 
 def costs(prices: Costs) -> list[Table]:
-    """Show every price with its error on points that were left out of the fit."""
+    """Show every price with its error on points left out of the fit."""
 
     def name(price: Any) -> str:
         return name_of(price, prices.cluster)
@@ -138,8 +138,8 @@ def _errors(held_out: Callable[[Any], HeldOut]) -> tuple[Column, ...]:
 
 
 def plan(chosen: Plan) -> list[Table]:
-    """Show the best layouts, what the constraints removed, and the nearest that does not fit; of a
-    plan without a prediction the layout alone."""
+    """Show the best layouts, how many the constraints removed, and the nearest that does not fit.
+    For a plan without a prediction show only the layout."""
     told = chosen.prediction
     if told is None:
         alone = (chosen.layout.name, str(chosen.layout.num_devices), chosen.recipe.optimizer)
@@ -162,7 +162,7 @@ def plan(chosen: Plan) -> list[Table]:
 
 
 def _tight(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """Name the rows that may not fit after all: the interval of their memory ends above it."""
+    """Name the rows that may not fit: the interval of their memory ends above the limit."""
     limit = chosen.cluster.usable_bytes
     rows = [
         str(row)
@@ -175,7 +175,7 @@ def _tight(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:
 
 
 def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """Explain a pipeline ranked behind other layouts: how long it waits."""
+    """Explain a pipeline that ranks last after other layouts: how long it waits."""
     *others, last = candidates
     if last.layout.pp == 1 or not others or any(c.layout.pp > 1 for c in others):
         return ()
@@ -186,7 +186,7 @@ def _last_row(candidates: Sequence[Candidate]) -> tuple[str, ...]:
 
 
 def warnings(notes: Sequence[str]) -> list[Table]:
-    """List what the prediction extrapolates; for each price only the size farthest out."""
+    """List the prediction's warnings; of extrapolated sizes only each price's farthest."""
     farthest: dict[str, tuple[float, str]] = {}
     for note in notes:
         if not note.startswith(PEAK_NOTE):
@@ -201,7 +201,7 @@ def warnings(notes: Sequence[str]) -> list[Table]:
 
 
 def dry_run(plans: Sequence[Plan]) -> list[Table]:
-    """Show what plans predict, if they were priced, and the step of each."""
+    """Show the plans' predictions, if they were priced, and the step of each."""
     title, model = headline(plans[0]), plans[0].model
     priced = [
         Candidate(layout=plan.layout, prediction=plan.prediction)
@@ -284,7 +284,7 @@ def rate_unit(model: AnyModel) -> str:
 
 
 def flop_legend(model: AnyModel, mode: str = "train") -> str:
-    """Say what FLOP/s count."""
+    """Return the legend that says how FLOP/s are counted."""
     if isinstance(model, WideResNet):
         return IMAGES_LEGEND
     return MFU_LEGEND if mode == "train" else FORWARD_LEGEND
@@ -326,13 +326,13 @@ def _removed(chosen: Plan) -> Table:
 
 
 def _why(constraint: str) -> str:
-    """Name the constraint; duplicates break none, so the row says first that they are some."""
+    """Name the constraint. Duplicates break no constraint, so the row says first what they are."""
     duplicate = constraint.startswith("zero 1 is zero 2")
     return f"same program as another layout: {constraint}" if duplicate else constraint
 
 
 def _stages(chosen: Plan) -> list[Table]:
-    """Show the layers of each pipeline stage, and how long a microbatch takes there."""
+    """Show the layers of each pipeline stage, and the time of a microbatch in it."""
     times = chosen.prediction.stage_times if chosen.prediction else ()
     if not times:
         return []

@@ -1,6 +1,6 @@
-"""Prices of operations: their ``key``, measured prices, below them data sheets (``datasheet``).
+"""Prices of operations: their ``key``, measured prices, and data sheets as a fallback.
 
-An operation in, its time with an interval and the tier it comes from out.
+In: an operation. Out: its time, with an interval and the tier of its source.
 """
 
 from meshwise.prices.datasheet import Datasheet, on_hosts, unmeasured

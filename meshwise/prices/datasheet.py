@@ -5,19 +5,19 @@
     elementwise           launch + bytes / (share * memory rate)
     collective            min over protocols of  base + steps * hop + bytes / (share * rate)
 
-Peaks and rates are the cluster's; shares, launches and hops are those of ``data/attainable.toml``,
-which names a source for each. Attention of n tokens reaches n / (n + half_len) of its share, and
-sqrt(head_dim / 128) of that where heads are narrower.
+Peaks and rates are the cluster's. Shares, launches and hops come from ``data/attainable.toml``,
+which names a source for each. Attention over n tokens reaches n / (n + half_len) of its share, and
+sqrt(head_dim / 128) of that if heads are narrower than 128.
 
 Collectives are rings; all-reduces between hosts may be trees. With n ranks, r of them on each of k
-hosts, a ring takes n - 1 steps, k - 1 of them through the network, and an all-reduce twice as many.
-Each of its r ranks on a host sends through its own share of the host's network, so that a rank's
+hosts, a ring takes n - 1 steps, k - 1 of them through the network. An all-reduce takes twice as
+many. Each of the r ranks on a host sends through its own share of the host's network, so a rank's
 ``Collective.bytes`` flow at
 
     rate = min(share * links, r * share * network)
 
-A rank's all-to-all leaves the host by its own share alone: (n - r) / n of its bytes. A tree takes
-2 (r - 1) steps inside and 2 log2(k) between hosts.
+In an all-to-all a rank sends (n - r) / n of its bytes to other hosts, through its own share alone.
+A tree takes 2 (r - 1) steps inside a host and 2 log2(k) between hosts.
 """
 
 import math
@@ -42,12 +42,12 @@ from meshwise.spec.op import Dtype
 from meshwise.spec.record import NonNegative, NonNegativeFloat, PositiveFloat
 
 _FILE = "attainable.toml"
-_WIDE = 128  # heads as wide as those that were measured
+_WIDE = 128  # head_dim of the measurements
 
 
 class PeakShare(Record, kw_only=True):
-    """The share of a peak that work reaches, on ``devices`` by name or elsewhere; at ``half_len``
-    tokens half of it. ``error`` is relative."""
+    """The share of a peak that work reaches. ``devices``: shares of devices by name; others reach
+    ``share``. At ``half_len`` tokens half of it is reached. ``error`` is relative."""
 
     share: PositiveFloat
     devices: dict[str, PositiveFloat] = {}
@@ -60,7 +60,7 @@ class PeakShare(Record, kw_only=True):
 
 
 class Protocol(Record, kw_only=True):
-    """Seconds before the first byte and a step, and the share of the links' rate that is left."""
+    """Seconds before the first byte and of each step, and the share of the links' rate reached."""
 
     name: str
     base_s: PositiveFloat
@@ -76,21 +76,21 @@ class Launch(Record, kw_only=True):
 
 
 class Together(Record, kw_only=True):
-    """Time of a block over the sum of its operations'."""
+    """Time of a block over the sum of its operations' times."""
 
     ratio: PositiveFloat
     source: str
 
 
 class Overhead(Record, kw_only=True):
-    """Memory that the device holds beside the allocator's."""
+    """Memory that is used on a device outside the allocator."""
 
     num_bytes: NonNegative
     source: str
 
 
 class Attainable(Record, kw_only=True):
-    """``data/attainable.toml``."""
+    """The content of ``data/attainable.toml``."""
 
     launch: Launch
     gemm: PeakShare
@@ -107,18 +107,18 @@ class Attainable(Record, kw_only=True):
 
 @cache
 def attainable() -> Attainable:
-    """The figures that come with Meshwise."""
+    """Return the figures that come with Meshwise."""
     return store.convert(files.own_data(_FILE), Attainable, _FILE)
 
 
 class Datasheet:
-    """Rooflines of a cluster's operations; what it does not say is a ValueError that names it."""
+    """Rooflines of a cluster's operations. A missing field raises a ValueError that names it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.known = cluster, attainable()
 
     def time_s(self, op: Op) -> tuple[float, float]:
-        """Seconds of an operation on one rank, and their relative error."""
+        """Return the seconds of an operation on one rank, and their relative error."""
         if isinstance(op, Collective):
             return self._collective_s(op)
         if isinstance(op, Elementwise):
@@ -177,7 +177,7 @@ class Datasheet:
     def _fastest(
         self, op: Collective, inside: int, hosts: int, rate: float, wire_bytes: float
     ) -> tuple[float, float]:
-        """Price by the fastest protocol: ``inside`` ranks on each host, bytes of a rank."""
+        """Price by the fastest protocol. ``inside``: ranks per host. ``wire_bytes``: of a rank."""
         there_and_back = 2 if op.kind == "all_reduce" else 1
         times = []
         for of in self.known.protocols:
@@ -192,7 +192,7 @@ class Datasheet:
 
 
 def unmeasured(cluster: Cluster) -> Costs:
-    """The costs of a cluster of which nothing was measured, in its 16-bit dtype."""
+    """Return the costs of a cluster without measurements, in its 16-bit dtype."""
     dtypes: tuple[Dtype, ...] = ("bf16", "fp16")
     known = [dtype for dtype in dtypes if dtype in cluster.device.peak_flops]
     if not known:
@@ -213,7 +213,7 @@ def unmeasured(cluster: Cluster) -> Costs:
 
 
 def on_hosts(cluster: Cluster, num_hosts: int, like: Cluster | None = None) -> Cluster:
-    """So many hosts of ``cluster``; what lies between them is its own or that of ``like``."""
+    """Return ``num_hosts`` hosts of ``cluster``, linked as in ``like`` or by default as before."""
     if num_hosts < 1:
         raise ValueError(f"hosts = {num_hosts}: must be >= 1")
     host, size = cluster.num_devices_per_host, num_hosts * cluster.num_devices_per_host

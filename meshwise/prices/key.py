@@ -1,13 +1,13 @@
 """Price keys: each field of an operation is category, coordinate or derived.
 
-Operations of one *category* share a price, and two categories are never mixed. *Coordinates* are
-what a price is interpolated over. A *derived* field counts for nothing by itself, for a reason. How
-the work ran (cold or warm, one call or many in a row, eager or compiled, by whose code) belongs to
-the category.
+Operations of one *category* share a price, and categories are never mixed. A price is interpolated
+over *coordinates*. A *derived* field does not count by itself; its mark gives the reason. How the
+work ran (cold or warm, one call or many in a row, eager or compiled, by whose code) belongs to the
+category.
 
-A group of ranks is known by its links: how many of its ranks lie within each tier, and how many
-groups share a link into that tier, since all groups work at once. With hosts of 8, one rank on each
-of 8 hosts is ``8 by network (8 a link)``.
+A group of ranks is identified by its links: how many of its ranks are within each tier, and how
+many groups share a link into that tier, since all groups work at once. With hosts of 8, one rank on
+each of 8 hosts is ``8 by network (8 a link)``.
 """
 
 from collections import Counter
@@ -40,10 +40,10 @@ from meshwise.spec.label import storage
 from meshwise.spec.op import REDUCING, Lowering, Regime
 
 Category = tuple[tuple[str, str], ...]
-Mark = tuple[Literal["category", "coordinate", "derived"], str, Any]  # its name; value or reason
+Mark = tuple[Literal["category", "coordinate", "derived"], str, Any]  # name, and value or reason
 Role = Callable[[Any, str, Cluster], tuple[Mark, ...]]
 
-NO_SIZES: dict[str, Any] = {"name": "", "layers": 1, "max_seq_len": 2**20}  # of a layer
+NO_SIZES: dict[str, Any] = {"name": "", "layers": 1, "max_seq_len": 2**20}  # not a layer's sizes
 ONE_KERNEL = ("copy", "add", "mul", "cast", "adamw", "grad_norm", "h2d", "d2h")
 
 
@@ -56,20 +56,20 @@ class How(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Names and words of the category, names and values of the coordinates."""
+    """The key of a price: names and words of the category, names and values of the coordinates."""
 
     category: Category
     coordinates: dict[str, int]
 
     @property
     def name(self) -> str:
-        """``gemm bf16 nt cold``, ``all_reduce fp32 in place 4 by nvlink``; warm, eager: unsaid."""
+        """``gemm bf16 nt cold``, ``all_reduce fp32 in place 4 by nvlink``; no warm, no eager."""
         usual = ("warm", "eager", "")
         return " ".join(word for _, word in self.category if word not in usual)
 
 
 def op_key(op: Op, how: How, cluster: Cluster) -> Key:
-    """The key of an operation run so; a group that the cluster cannot hold is a ValueError."""
+    """Return the key of an operation. A group too large for the cluster raises a ValueError."""
     category, coordinates = dict[str, str](), dict[str, int]()
     for kind, name, value in marks(op, cluster):
         if kind != "derived":
@@ -78,7 +78,7 @@ def op_key(op: Op, how: How, cluster: Cluster) -> Key:
 
 
 def marks(op: Op, cluster: Cluster) -> list[Mark]:
-    """Say what each field of ``op`` is, in the order of ``FIELDS``."""
+    """Return the marks of each field of ``op``, in the order of ``FIELDS``."""
     found: list[Mark] = [("category", "op", type(op).__struct_config__.tag)]
     return found + [m for f, role in FIELDS[type(op)].items() for m in role(op, f, cluster)]
 
@@ -88,21 +88,21 @@ def how(of: Case | Price) -> How:
 
 
 def name_of(price: Curve | Surface | Factor, cluster: Cluster) -> str:
-    """Name what a price is of."""
+    """Return the name of a price's category."""
     return op_key(price.like, how(price), cluster).name
 
 
 def in_step(op: Op, cluster: Cluster, lowering: Lowering) -> How:
-    """Say how a training step runs an operation; ``measure profile`` times it so.
+    """Return how a training step runs an operation; ``measure profile`` times it the same way.
 
     On a GPU products, attention and element-wise work are cold: weights were read a microbatch ago,
-    and activations of tens of MB leave L2 as the next kernel writes as many. Collectives are warm:
-    kernels wrote what they send just before, into buffers that stay where they are. So are blocks,
-    whose kernels leave to each other what they would in a step. On a CPU all is warm: there is no
-    flush to rely on, and rotated buffers alone time page faults.
+    and activations of tens of MB leave L2 when the next kernel writes as many. Collectives are
+    warm: kernels wrote their input just before, into buffers that are reused. Blocks are warm, too:
+    their kernels share the cache as in a step. On a CPU all work is warm: there is no reliable
+    flush, and rotated buffers alone would time page faults.
 
     Single operations are eager: compiled code calls the same kernels for products, attention and
-    collectives, and what it makes of element-wise work is in the factors of its blocks.
+    collectives. The factors of its blocks cover its fused element-wise work.
     """
     if isinstance(op, Block):
         return How("warm", lowering)
@@ -111,7 +111,7 @@ def in_step(op: Op, cluster: Cluster, lowering: Lowering) -> How:
 
 
 def size(op: Op, dim: str) -> int:
-    """A coordinate of any operation of its kind: what is absent is as in a plain one."""
+    """Return a coordinate of an operation. An absent field has the value of a plain operation."""
     value = getattr(op, dim)
     if value is None:
         value = getattr(op, {"head_dim_v": "head_dim", "window": "kv_len"}[dim])
@@ -119,9 +119,9 @@ def size(op: Op, dim: str) -> int:
 
 
 def links(op: Collective, cluster: Cluster) -> str:
-    """``2 by nvlink, 8 by network (4 a link)``: ranks in each tier, groups that share a link."""
+    """Return ranks in each tier, groups per link: ``2 by nvlink, 8 by network (4 a link)``."""
     if not op.ranks and op.group_size > 1:
-        cluster.tier_of(op.group_size, op.group_stride)  # raises where there is none
+        cluster.tier_of(op.group_size, op.group_stride)  # raises if there is none
     words, within, reach = [], 1, 1
     for tier in cluster.tiers:
         inside = min(op.group_size, -(-tier.num_devices // op.group_stride))
@@ -147,12 +147,12 @@ def _word(of: Callable[[Any], str], name: str = "") -> Role:
 
 
 def _coordinate(name: str = "") -> Role:
-    """A field, or what several fields make."""
+    """Return the role of a coordinate: a field, or the property ``name`` of several fields."""
     return lambda op, field, _: (("coordinate", name or field, getattr(op, name or field)),)
 
 
 def _unlike(plain: Callable[[Any], Any], word: str) -> Role:
-    """A category and a coordinate of its own where it is not as in a plain operation."""
+    """Return the role of a field that is category and coordinate if it differs from ``plain``."""
 
     def role(op: Any, field: str, _: Cluster) -> tuple[Mark, ...]:
         value = getattr(op, field)
@@ -213,7 +213,7 @@ def _all(role: Role, fields: str) -> dict[str, Role]:
     return dict.fromkeys(fields.split(), role)
 
 
-# A record's fields, the words of its name in this order. A new record is a line here.
+# The fields of each record; their order is that of the words in a name. A new record needs a line.
 FIELDS: dict[type, dict[str, Role]] = {
     Gemm: {
         **_all(_category, "dtype"), **_all(_word(storage, "storage"), "trans_a trans_b"),

@@ -1,4 +1,4 @@
-"""Evaluate fitted prices: an operation in, its time with an interval and its tier out.
+"""Evaluate fitted prices. In: an operation. Out: its time, with an interval and its tier.
 
     elementwise   the curve of its kind over bytes read plus written
     gemm,         nearest measured utilisations times a roofline (``spec.costs.Surface``)
@@ -6,13 +6,12 @@
     convolution
     collective    the curve of its kind and links over nccl-tests' size
 
-The price is that of the operation's category (``key``), at its coordinates. A measured shape
-returns its measured time. Between points the fitted law; beyond them the alpha-beta line through
-the last knot, said so and with a wider interval. Where a category was not measured, a near one
-stands in: that is said, adds to the error, and is never called measured. Element-wise kinds without
-a price of their own are copies of as many bytes. What nothing stands in for is priced by the data
-sheet where ``Prices`` may do so, else it is an error that names the command to measure it; what has
-no roofline is an error always.
+The price of the operation's category (``key``) is evaluated at its coordinates. A measured shape
+returns its measured time. Between points the fitted law holds. Beyond them the alpha-beta line
+through the last knot continues, with a note and a wider interval. If a category was not measured, a
+near one stands in, with a note and a larger error; it is never called measured. Element-wise kinds
+without a price count as copies of as many bytes. If nothing stands in, the data sheet prices the
+operation if ``Prices`` may use it. Otherwise, or if it has no roofline, an error names the command.
 """
 
 import math
@@ -42,29 +41,29 @@ from meshwise.spec import (
 MEASURE = "measure it: meshwise measure profile --resume && meshwise calibrate"
 AS_COPIES = "element-wise work that was not measured itself is priced as copies of as many bytes"
 NEIGHBOURS = 4
-FAR = 4.0  # each such factor beyond the measured range adds the held-out error once more
+FAR = 4.0  # each such factor beyond the measured range adds the held-out error again
 
-# The relative error that a difference between a category and its stand-in adds. Storage, scaling,
-# dtype and direction cover 9 of 10 pairs of cases on 4 H200 (those stored under
-# benchmarks/2026-11-21-operators-4xh200); the rest are guesses.
+# The relative error that each difference between a category and its stand-in adds. The values of
+# storage, scaling, dtype and direction cover 9 of 10 pairs of cases on 4 H200 (stored under
+# benchmarks/2026-11-21-operators-4xh200). The others are guesses.
 APART = {
     "storage": 0.1, "scaling": 0.1, "dtype": 0.25, "direction": 0.3, "backend": 1.0, "regime": 1.0,
     "in_place": 0.25, "lowering": 0.3, "op": 0.5, "causal": 0.5, "head_dim_v": 0.5, "kv_heads": 0.5,
     "groups": 1.0, "batched": 0.5, "window": 1.0, "group": 1.0, "product": 0.3, "kernel": 0.5,
     "stride": 0.5,
 }  # fmt: skip
-# besides tp; of these the order alone counts
+# differences of blocks, besides tp; only their order matters
 BLOCKS_APART = {"form": 0.3, "sequence_parallel": 0.4, "dtype": 0.5, "sizes": 1.5}
-# Where no block was measured, compiled layers take the sum of eager kernels, or one ratio stands in
-# for others of which nothing is known: a guess.
+# The error, a guess, of compiled layers priced as a sum of eager kernels (no block was measured),
+# or of blocks for which the only known ratio stands in.
 UNTRIED = HeldOut(median=APART["lowering"], p90=APART["lowering"], num_points=0)
 
 Fitted = Curve | Surface | Factor
 
 
 class Estimate(NamedTuple):
-    """``error`` is relative (held-out p90 of a fitted price); ``source`` is its tier, and ``note``
-    what a user should know of it, remarks with a semicolon between them."""
+    """A price. ``error``: relative (held-out p90 of a fitted price). ``source``: its tier.
+    ``note``: remarks for the user, separated by semicolons."""
 
     time_s: float
     error: float
@@ -73,21 +72,21 @@ class Estimate(NamedTuple):
 
 
 def roofline_s(op: Shaped, surface: Surface, peaks: float = 1.0) -> float:
-    """floor + max(FLOPs / rate, bytes / rate): a lower bound up to measurement noise. ``peaks``:
-    how much faster the operation's dtype is than the surface's."""
+    """Return floor + max(FLOPs / rate, bytes / rate), a lower bound up to measurement noise.
+    ``peaks``: the peak of the operation's dtype over that of the surface's."""
     rate = surface.flops_per_s * peaks
     return surface.floor_s + max(op.flops / rate, op.bytes / surface.bytes_per_s)
 
 
 def shape_op(surface: Surface, shape: tuple[int, ...]) -> Shaped:
-    """The operation of a measured shape."""
+    """Return the operation of a measured shape."""
     return msgspec.structs.replace(surface.like, **dict(zip(surface.dims, shape, strict=True)))
 
 
 def interpolate_utilisation(
     dims: tuple[int, ...], shapes: np.ndarray, log_utilisation: np.ndarray
 ) -> float:
-    """exp of the mean log utilisation of the nearest shapes, weighted by 1/distance^2."""
+    """Return exp of the nearest shapes' mean log utilisation, weighted by 1/distance^2."""
     distance = np.sqrt(((np.log(shapes) - np.log(np.asarray(dims))) ** 2).sum(axis=1))
     nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
     weights = 1 / np.maximum(distance[nearest], 1e-9) ** 2
@@ -95,7 +94,7 @@ def interpolate_utilisation(
 
 
 def interpolate_loglog(x: float, knots_x: np.ndarray, knots_t: np.ndarray) -> float:
-    """Piecewise-linear in log-log between knots; constant before the first."""
+    """Interpolate between knots, linearly in log-log; constant before the first knot."""
     at = math.log(max(x, float(knots_x[0])))
     return math.exp(float(np.interp(at, np.log(knots_x), np.log(knots_t))))
 
@@ -103,13 +102,13 @@ def interpolate_loglog(x: float, knots_x: np.ndarray, knots_t: np.ndarray) -> fl
 def around_line(
     x: float, knots_x: np.ndarray, knots_t: np.ndarray, line: tuple[float, float]
 ) -> float:
-    """alpha + beta x, times what the knots on both sides differ from it."""
+    """Return alpha + beta x, times the ratio of the knots on both sides to this line."""
     alpha, beta = line
     return (alpha + beta * x) * interpolate_loglog(x, knots_x, knots_t / (alpha + beta * knots_x))
 
 
 def curve_s(curve: Curve, x: float) -> float:
-    """Seconds up to the last knot; at a knot what was measured."""
+    """Return the seconds at ``x``, up to the last knot. At a knot it is the measured time."""
     knots = np.asarray(curve.x_bytes), np.asarray(curve.time_s)
     if curve.law == "loglog":
         return interpolate_loglog(x, *knots)
@@ -117,8 +116,8 @@ def curve_s(curve: Curve, x: float) -> float:
 
 
 class Prices:
-    """Costs indexed for evaluation; with ``datasheet`` what they lack comes from the cluster's data
-    sheet. ``notes`` gathers what to know of the prices asked for since ``begin``."""
+    """Costs, indexed for evaluation. With ``datasheet``, missing prices come from the cluster's
+    data sheet. ``notes``: the remarks on prices asked for since ``begin``."""
 
     def __init__(self, costs: Costs, *, datasheet: bool = False) -> None:
         self.costs = costs
@@ -128,7 +127,7 @@ class Prices:
         for price in fitted:
             try:
                 self.known[op_key(price.like, how(price), costs.cluster).category] = price
-            except ValueError:  # of a group that this cluster, of fewer hosts, does not have
+            except ValueError:  # a group too large for this cluster, which has fewer hosts
                 continue
         self.notes: dict[str, int] = {}
         self._sources = set[PriceTier]()
@@ -142,7 +141,7 @@ class Prices:
 
     @property
     def tier(self) -> PriceTier:
-        """The lowest of the prices asked for since ``begin``."""
+        """The lowest tier of the prices asked for since ``begin``."""
         return max(self._sources, key=TIERS.index, default=TIERS[0])
 
     def begin(self) -> None:
@@ -151,7 +150,7 @@ class Prices:
         self._sources.clear()
 
     def estimate(self, op: Op, run: How | None = None) -> Estimate:
-        """Time of one operation on one rank, in seconds, run as in a training step unless said."""
+        """Return the price of an operation on one rank, by default run as in a training step."""
         found = self._cache.get((op, run))
         if found is None:
             found = self._cache[op, run] = self._estimate(op, run)
@@ -187,7 +186,7 @@ class Prices:
         return op_key(op, run or in_step(op, cluster, self.costs.lowering), cluster)
 
     def _unmeasured(self, name: str, op: Op) -> Estimate:
-        """Price by the data sheet, or raise that the price is missing."""
+        """Price by the data sheet, or raise a ValueError: the price is missing."""
         if self.datasheet is None:
             raise ValueError(f"no price for {name}; {MEASURE}")
         try:
@@ -198,7 +197,7 @@ class Prices:
         return Estimate(time_s, error, "datasheet", note)
 
     def _nearest(self, op: Op, category: Category) -> tuple[Category, float] | None:
-        """Return the category that may stand in and differs least, and the error that this adds."""
+        """Return the nearest category that may stand in, and the error that this adds."""
         mine, least, found = dict(category), math.inf, category
         for other in self.known:
             theirs = dict(other)
@@ -210,7 +209,7 @@ class Prices:
         return None if least == math.inf else (found, least)
 
     def _apart(self, op: Op, name: str, mine: str, theirs: str) -> float:
-        """Return how far apart two words of a category are; infinite where one cannot stand in."""
+        """Return the distance of two words of a category; infinite if one cannot stand in."""
         if isinstance(op, Block):
             if name == "tp":
                 return abs(math.log2(int(mine[2:]) / int(theirs[2:])))
@@ -226,14 +225,14 @@ class Prices:
         return APART.get(name, math.inf)
 
     def _peaks(self, dtype: str, other: str) -> float | None:
-        """Peak FLOP/s in a dtype over those in another, by the data sheet."""
+        """Return the data sheet's peak FLOP/s in a dtype over those in another, or None."""
         known = self.costs.cluster.device.peak_flops
         if dtype == other or {dtype, other} == {"bf16", "fp16"}:
             return 1.0
         return known[dtype] / known[other] if dtype in known and other in known else None
 
     def _at(self, price: Fitted, op: Op, key: Key, *, own: bool) -> Estimate:
-        """Evaluate the price of the operation's ``own`` category, or of one that stands in."""
+        """Evaluate a price: of the operation's ``own`` category, or of one that stands in."""
         if isinstance(price, Curve):
             (x,) = key.coordinates.values()
             return _from_curve(price, key.name, float(x))
@@ -269,8 +268,8 @@ class Prices:
         self.notes[text] = self.notes.get(text, 0) + 1
 
     def factor(self, block: Block) -> tuple[float, HeldOut | None]:
-        """Measured over composed time of a block like this one; 1 when none was measured, and what
-        layers of language models took elsewhere when nothing was."""
+        """Return measured over composed time for a block like this one; 1 if none was measured. If
+        nothing at all was, return the ratio of language models' layers elsewhere (images: 1)."""
         if self.datasheet is not None and self.nothing_measured:
             return (1.0 if block.form else self.datasheet.known.block.ratio), None
         key = self._key(block)
@@ -288,7 +287,7 @@ class Prices:
         return _at_size(found, found.ratio, block), self._spread(near[0])
 
     def _spread(self, category: Category) -> HeldOut:
-        """Return how much ratios of a part and direction differ: the error of a stand-in."""
+        """Return how much ratios of this part, model and direction differ: a stand-in's error."""
 
         def kind(of: Category) -> list[str]:
             return [word for name, word in of if name in ("op", "model", "direction")]
@@ -301,7 +300,7 @@ class Prices:
         return HeldOut(median=half, p90=half, num_points=len(ratios))
 
     def saved_ratio(self, block: Block) -> float:
-        """Measured over counted bytes that a block saves for backward; 1 when not measured."""
+        """Return measured over counted bytes that a block saves for backward; 1 if not measured."""
         found = self.known.get(self._key(block).category)
         if not isinstance(found, Factor) or not found.saved_ratio:
             return 1.0
@@ -323,7 +322,7 @@ def _from_curve(curve: Curve, name: str, x: float) -> Estimate:
 
 
 def _untested_as_unknown(held_out: HeldOut) -> float:
-    """The error of a price; one that could not be tested may be wrong by as much as it is."""
+    """Return the error of a price: 100 % if it could not be tested on left-out points."""
     return held_out.p90 if held_out.num_points else 1.0
 
 

@@ -1,10 +1,10 @@
 """Deal layers to pipeline stages so that the slowest stage is as fast as possible.
 
-Every microbatch passes every stage, so the slowest sets the pace. A stage's time is that of its
-layers plus the embedding or the head at the ends of the model. At pace T each stage can take a
-certain number of layers. The least T that places all layers is found by raising T to the next load
-that one more layer would make. Ties go to equal counts, and what is left over goes to late stages,
-which hold fewer microbatches.
+Every microbatch passes every stage, so the slowest stage sets the pace. A stage's time is that of
+its layers, plus the embedding in the first and the head in the last stage. At pace T each stage can
+take a certain number of layers. To find the least T that places all layers, raise T to the next
+load that adds one more layer to some stage. Ties go to equal counts. Leftover layers go to late
+stages, which hold fewer microbatches.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,12 +18,12 @@ from meshwise.search.space import equal_counts
 from meshwise.spec import AnyModel, Layout, layer_kinds
 from meshwise.spec.layout import Recompute
 
-_SAME = 1 + 1e-9  # loads that differ by less are equal: sums of the same layers, rounded
+_SAME = 1 + 1e-9  # loads that differ by less are equal: rounded sums of the same layers
 
 
 def counts(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> tuple[int, ...]:
     """Return the layer count of each stage of ``layout`` that makes the slowest stage fastest."""
-    # so many recomputed layers in every stage change no difference between stages
+    # as many recomputed layers in every stage add the same time to each
     word = "none" if layout.recompute_layers else layout.recompute
     return _counts(model, seq_len, cut_of(layout), layout.num_stages, word, prices)
 
@@ -42,9 +42,9 @@ def _counts(
 def balanced(
     layers_s: Sequence[float], num_stages: int, first_s: float, last_s: float
 ) -> tuple[int, ...]:
-    """Return counts of consecutive layers, at least one a stage, that minimise the slowest stage.
-    ``first_s`` and ``last_s`` are added to the first and the last stage. Equal counts are returned
-    when they are no slower."""
+    """Return counts of consecutive layers, at least one per stage, that minimise the slowest
+    stage's time. ``first_s`` and ``last_s`` are added to the first and the last stage. Equal counts
+    are returned if they are no slower."""
     ends = [0.0, *accumulate(layers_s)]
     ends = [0.0, *[end + first_s for end in ends[1:-1]], ends[-1] + first_s + last_s]
     pace_s = max(ends[-1] / num_stages, *[stop - start for start, stop in pairwise(ends)])
@@ -65,8 +65,8 @@ def balanced(
 
 
 def _reach(ends: Sequence[float], num_stages: int, pace_s: float) -> list[int]:
-    """Return how many layers this many stages can take with none slower than ``pace_s``; each stage
-    leaves one layer for every stage behind it."""
+    """Return how many layers the first 0, 1, ... stages can take with none slower than ``pace_s``.
+    Each stage leaves one layer for every stage after it."""
     reach = [0]
     for behind in range(num_stages - 1, -1, -1):
         most = bisect_right(ends, ends[reach[-1]] + pace_s) - 1

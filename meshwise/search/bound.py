@@ -8,12 +8,12 @@ stages before its first stage, and ends before their backwards:
 
     T >= sum over stages s < p of (F_s + B_s) + microbatches * (F + B of rank p)
 
-A split backward drops B_s, since a W may come last. Traffic of the first rank: no schedule hides
-the root's gather, which comes first, or its reduction, which comes last; and a queue of messages
-takes at least their sum.
+With a split backward B_s is dropped, since a W may come last. Traffic of the first rank: no
+schedule hides the root's gather, which comes first, or its reduction, which comes last. Queued
+messages take at least the sum of their times.
 
-Memory of the first rank, which holds most microbatches: parameters, optimizer state, gathered
-copies, and what the microbatches in flight have saved. ``room`` bounds it more closely.
+Memory of the first rank, which holds the most microbatches: parameters, optimizer state, gathered
+copies, and the saved tensors of the microbatches in flight. ``room`` gives a closer bound.
 """
 
 import math
@@ -65,14 +65,14 @@ class End(Record):
 
 
 NOTHING: Recompute = "none"
-Again = tuple[Recompute, int | None]  # what backward computes again, in how many layers
+Again = tuple[Recompute, int | None]  # what backward recomputes, in how many layers
 
 
 class RankWork(NamedTuple):
-    """Work per rank. ``first``: the first rank's, with the ends of the model. ``least``: the
-    minimum over its stages, field by field, without the ends. ``times``: for each rank, seconds
-    before and after its work, and seconds of its work on one microbatch; ranks that another rank
-    exceeds in both are left out."""
+    """Work per rank. ``first``: the first rank's work, with embedding and head. ``least``: the
+    minimum over its stages, field by field, without embedding and head. ``times``: for each rank,
+    seconds before and after its work, and seconds of its work on one microbatch. A rank is left out
+    if another one has more of both."""
 
     first: LayerWork
     least: LayerWork
@@ -80,13 +80,13 @@ class RankWork(NamedTuple):
 
 
 def mathematics_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
-    """Return a lower bound of the step time: compute alone."""
+    """Return a lower bound of the step time from compute alone."""
     ranks, count = _ranks(model, seq_len, layout, prices), layout.num_microbatches
     return max([around_s + count * both_s for around_s, both_s in ranks.times])
 
 
 def traffic_s(model: AnyModel, seq_len: int, layout: Layout, prices: Prices) -> float:
-    """Return a lower bound of the step time: compute and traffic over dp of the first rank."""
+    """Return a lower bound of the step time from the first rank's compute and dp traffic."""
     inside = msgspec.structs.replace(layout.of_rank(0), num_microbatches=1)
     stages = stages_of(model, seq_len, layout.num_stages, layout.layers)
     mine = [
@@ -121,7 +121,7 @@ def memory_bytes(
     model: AnyModel, seq_len: int, layout: Layout, prices: Prices, others: Sequence[Layout] = ()
 ) -> float:
     """Return a lower bound of the peak memory of ``layout`` and of ``others``, which differ from it
-    in what they recompute."""
+    only in recomputation."""
     ranks = _ranks(model, seq_len, layout, prices, others)
     state = 3 * ranks.first.parameter_bytes / layout.shards
     copies = ranks.first.copy_bytes if layout.zero < 3 else 0.0
@@ -137,7 +137,7 @@ def memory_bytes(
 def stages_of(
     model: AnyModel, seq_len: int, count: int, layers: tuple[int, ...]
 ) -> tuple[End, ...]:
-    """Return ``count`` stages of equal size, or of these ``layers``."""
+    """Return ``count`` stages of equal size, or with these numbers of ``layers``."""
     ends = [*accumulate(layers or (model.layers // count,) * count, initial=0)]
     kinds = layer_kinds(model, seq_len)
     return tuple(
@@ -147,7 +147,7 @@ def stages_of(
 
 
 def layers_of(kinds: tuple[LayerKind, ...], again: Again) -> tuple[Layer, ...]:
-    """Return a stage's layers with what each recomputes, as ``Layout.recomputed`` has it."""
+    """Return a stage's layers, each with its recomputation, as ``Layout.recomputed`` does."""
     word, some = again
     count = min(len(kinds), some or len(kinds))
     return tuple((kind, word if layer < count else "none") for layer, kind in enumerate(kinds))
@@ -189,7 +189,7 @@ def _ranks(
 
 @lru_cache(maxsize=65536)
 def _leanest(*about: Any) -> RankWork:
-    """Return, of several ways to recompute, the work of the ranks that save least."""
+    """Return the work per rank under the way to recompute that saves the fewest bytes."""
     *of, words = about
     return min([_ranks_of(*of, word) for word in words], key=lambda ranks: ranks.least.saved_bytes)
 
@@ -211,7 +211,7 @@ def _ranks_of(
     """Add up the work of each rank. ``kind``: number of ranks, whether they form a V, whether the
     backward is split."""
     pp, v_shaped, split = kind
-    schedule: Name = "zbv" if v_shaped else "1f1b"  # any in a V, or in loops
+    schedule: Name = "zbv" if v_shaped else "1f1b"  # stands for any V-shaped, or any other
     works = {end: _stage_work(model, seq_len, cut, prices, again, end) for end in {*stages}}
     bare, whole = ({end: work[at] for end, work in works.items()} for at in (0, 1))
     ranks = [LayerWork()] * pp
@@ -220,7 +220,7 @@ def _ranks_of(
         ranks[rank] = ranks[rank].plus(whole[end])
     around_s, times = 0.0, list[tuple[float, float]]()
     for rank, work in enumerate(ranks):
-        times = [time for time in times if time[1] > work.both_s]  # what comes later begins later
+        times = [time for time in times if time[1] > work.both_s]  # later ranks also begin later
         times.append((around_s, work.both_s))
         around_s += whole[stages[rank]].forward_s if split else whole[stages[rank]].both_s
     mine = {end for stage, end in enumerate(stages) if rank_of(schedule, stage, pp) == 0}
@@ -232,12 +232,12 @@ def _ranks_of(
 def _stage_work(
     model: AnyModel, seq_len: int, cut: Layout, prices: Prices, again: Again, end: End
 ) -> tuple[LayerWork, LayerWork]:
-    """Return the work of a stage's layers, without and with the ends of the model."""
+    """Return the work of a stage's layers, without and with embedding and head."""
     about, bare = (model, seq_len, cut, prices), LayerWork()
     for of, number in Counter(layers_of(end.kinds, again)).items():
         bare = bare.plus(layer_work(*about, of), number)
     whole, first, last = bare, end.kinds[0], end.kinds[-1]
-    if end.first and end.last and is_tied(model):  # both ends hold one weight
+    if end.first and end.last and is_tied(model):  # embedding and head are one weight
         return bare, whole.plus(end_work(*about, first, first=True, last=True))
     whole = whole.plus(end_work(*about, first, first=True)) if end.first else whole
     return bare, whole.plus(end_work(*about, last, last=True)) if end.last else whole
@@ -252,7 +252,7 @@ def layer_work(
     first: bool = False,
     last: bool = False,
 ) -> LayerWork:
-    """Return the work of one layer, with these ends of the model."""
+    """Return the work of one layer, with the embedding (``first``) and the head (``last``)."""
     kind, word = of
     return _work(StageKind(model, seq_len, (kind,), first, last, (word,), cut, False), prices)
 
@@ -267,17 +267,16 @@ def end_work(
     first: bool = False,
     last: bool = False,
 ) -> LayerWork:
-    """Return the work of the embedding, the head, or both, when they stand beside a layer of this
-    kind."""
+    """Return the work of the embedding, the head, or both, next to a layer of this kind."""
     about, layer = (model, seq_len, cut, prices), (kind, NOTHING)
     return layer_work(*about, layer, first, last).plus(layer_work(*about, layer), -1)
 
 
 @lru_cache(maxsize=4096)
 def _work(kind: StageKind, prices: Prices) -> LayerWork:
-    """Price a stage of one layer on one device or its tp group, without data parallelism. A saved
-    result is the next layer's saved input, so it is not counted here: alone, the stage would count
-    it twice, as its input arrives and as a copy."""
+    """Price a stage of one layer on one device or its tp group, without data parallelism. If its
+    result is saved, the next layer counts it as its saved input. So it is subtracted here, twice:
+    a stage alone counts it twice, as the input that it receives and as a copy."""
     cost = stage_cost(kind, prices)
     (forward, kept), (backward, _) = cost.actions["F"][0], cost.actions["B"][0]
     whole = graph_of(kind, prices.costs)
@@ -301,8 +300,8 @@ def _work(kind: StageKind, prices: Prices) -> LayerWork:
 def _traffic(
     model: AnyModel, seq_len: int, kind: LayerKind, inside: Layout, last: bool, prices: Prices
 ) -> tuple[float, float, float, float]:
-    """Return the seconds of a layer's gathers and reductions for one microbatch, then those of the
-    root."""
+    """Return the seconds of a layer's gathers and of its reductions for one microbatch, then those
+    of the root."""
     stage = StageKind(model, seq_len, (kind,), True, last, (), inside, False)
     seconds: dict[tuple[bool, bool], float] = defaultdict(float)
     for task in apply(graph_of(stage, prices.costs), inside, prices.costs.dtype).tasks:
@@ -318,11 +317,11 @@ def _traffic(
 def _moments(
     name: Name, pp: int, stages_per_rank: int, num_microbatches: int
 ) -> frozenset[tuple[int, int]]:
-    """Return pairs for the first rank, right after each forward: the most microbatches alive, and
-    how many of its stages already hold gradients."""
+    """Return pairs (most microbatches alive, stages that already hold gradients) of the first rank,
+    taken right after its forwards."""
     alive, reduced, found = 0, set[int](), dict[int, int]()
     for kind, stage, _ in schedule.row(name, pp, 0, stages_per_rank, num_microbatches):
-        alive += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]  # I may free part, so count none
+        alive += {"F": 1, "B": -1, "I": -1, "W": 0}[kind]  # I may free some: count as freed
         if kind in "BW":
             reduced.add(stage)
         elif kind == "F":

@@ -1,8 +1,7 @@
-"""Follow one operation from the model to the plan: what it is, what it costs, where the price is
-from.
+"""Follow one operation from the model to the plan: its tasks, their prices, the prices' sources.
 
-A node of the model's graph (``layers.0.up``) lies in one stage. It becomes tasks on every rank of
-the stage: forward, backward and recomputed. Each task is an operation record with a price, the
+A node of the model's graph (``layers.0.up``) is in one stage. It becomes tasks on every rank of
+the stage: forward, backward and recomputed. Each task is an operation record with a price. The
 factor of its block corrects the price, and the plan adds it up once per microbatch.
 """
 
@@ -30,8 +29,8 @@ class Explained(Record, kw_only=True):
 
 
 def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
-    """Return the tasks of ``node`` in a step of ``plan``. An unknown node is a ValueError that
-    lists some."""
+    """Return the tasks of ``node`` in a step of ``plan``. An unknown node raises a ValueError that
+    lists some nodes."""
     kind, local = _find(plan, node)
     prices = Prices(costs, datasheet=True)
     factors, pieces = factors_of(kind, prices, plan.dtype), pieces_of(kind)
@@ -53,7 +52,7 @@ def explain(plan: Plan, costs: Costs, node: str) -> tuple[Explained, ...]:
 
 
 def _find(plan: Plan, node: str) -> tuple[StageKind, str]:
-    """Find the stage that holds ``node``, and its name there: stages number their layers from 0."""
+    """Find the stage that holds ``node``, and the node's name there: stages count layers from 0."""
     examples: list[str] = []
     kinds = kinds_of(plan.model, plan.workload.seq_len, plan.layout)
     for kind, stage in zip(kinds, plan.stages, strict=True):

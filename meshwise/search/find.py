@@ -1,10 +1,10 @@
 """Search for the fastest layout that fits, its runners-up, and why the others lose.
 
-Best first: layouts wait in order of a lower bound on their step time (``bound``). The bound of the
-first is sharpened, then the layout is priced, until no waiting layout can be among the best. A
-layout that does not fit waits again with more recomputation. More recomputation is not tried on one
-that fits: it would only cost time. Gradients of weights that tp repeats are summed over tp last; of
-the layouts that are kept, the other orders are priced, too.
+The search is best first: layouts wait in order of a lower bound on their step time (``bound``). The
+first one gets a sharper bound, then a price, until no waiting layout can be among the best. A
+layout that does not fit waits again with more recomputation. A layout that fits is not tried with
+more: that would only cost time. The search sums gradients over tp last (``tp_sums``); for the
+layouts that it keeps, it also prices the other orders.
 """
 
 import gc
@@ -43,7 +43,7 @@ log = logging.getLogger("meshwise")
 
 
 class _Progress:
-    """Logs a line where a search has been silent for five seconds."""
+    """Logs a line when a search has been silent for five seconds."""
 
     def __init__(self) -> None:
         self.last_s = monotonic()
@@ -56,8 +56,8 @@ class _Progress:
 
 @contextmanager
 def _searching() -> Iterator[None]:
-    """Pause the garbage collector during a search, and drop its programs afterwards. A search makes
-    millions of tuples and no cycle; looking for cycles took a fifth of its time."""
+    """Pause the garbage collector during a search and drop the search's programs afterwards. A
+    search makes millions of tuples and no cycles; looking for cycles took a fifth of its time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -78,9 +78,9 @@ def find(
     top: int = 10,
     measured_only: bool = False,
 ) -> Plan:
-    """Search the ``top`` fastest layouts that fit on ``num_devices``, plus the fastest pipeline if
-    none of them is one, since users compare with it. Operations that were not measured are priced
-    by the data sheet; with ``measured_only`` they are an error."""
+    """Find the ``top`` fastest layouts that fit on ``num_devices``. If none of them is a pipeline,
+    add the fastest pipeline, since users compare with it. Operations that were not measured are
+    priced by the data sheet; with ``measured_only`` they are an error."""
     cluster = costs.cluster
     if num_devices > cluster.num_devices:
         hosts = -(-num_devices // cluster.num_devices_per_host)
@@ -161,8 +161,8 @@ def _plan(model: AnyModel, workload: Workload, costs: Costs, chosen: Candidate) 
 def _ladders(
     layout: Layout, model: AnyModel, seq_len: int, prices: Prices
 ) -> Iterator[tuple[Layout, ...]]:
-    """Yield ladders of ``layout``: with equal stages, and with stages balanced by time. A ladder
-    holds the same layout with more and more recomputation, fastest first."""
+    """Yield the ladders of ``layout``: one with equal stages, one with stages balanced by time. A
+    ladder is a layout with more and more recomputation, fastest first."""
     ladder = _ladder(layout, model)
     yield ladder
     if layout.pp == 1:
@@ -176,7 +176,7 @@ def _ladders(
 
 def _ladder(layout: Layout, model: AnyModel) -> tuple[Layout, ...]:
     """Return ``layout`` with more and more recomputation, fastest first. A split backward has one
-    rung: there torch would recompute a layer once for each of its weights."""
+    rung: torch would recompute a layer once for each of its weights."""
     if layout.schedule in SPLIT:
         return (layout,)
     half = model.layers // layout.num_stages // 2
@@ -196,8 +196,8 @@ def _best_first(
     limit: float,
     top: int,
 ) -> tuple[list[Candidate], Counter[str]]:
-    """Return the candidates that fit, fastest first, and how many layouts were passed over for
-    which reason."""
+    """Return the candidates that fit, fastest first, and the number of layouts passed over for
+    each reason."""
     ranked: list[Candidate] = []
     tell = _Progress()
     passed_over, too_large = Counter[str](), f"memory: more than {format_bytes(limit)} a device"
@@ -243,7 +243,7 @@ def _best_first(
 def _in_best_order(
     model: AnyModel, workload: Workload, prices: Prices, best: Candidate, limit: float
 ) -> Candidate:
-    """Return the candidate with its sums over tp in the fastest order that fits."""
+    """Return the candidate with the fastest order of its sums over tp that fits."""
     layout = best.layout
     orders = ["first"] if layout.zero or layout.data_ranks == 1 else ["first", "together"]
     if not any(part.name == SUMS for part in best.prediction.time_parts):
@@ -258,7 +258,7 @@ def _in_best_order(
 
 
 def _unmeasured(model: AnyModel, workload: Workload, layout: Layout, prices: Prices) -> str | None:
-    """Name what must be measured before this pipeline can be priced, or return None."""
+    """Return the error that names the measurement this pipeline's price lacks, or None."""
     try:
         for op in moved(model, workload, layout, prices.costs):
             if op:
@@ -280,9 +280,9 @@ def _nearest(
     ladders: Sequence[tuple[Layout, ...]],
     limit: float,
 ) -> Infeasible | None:
-    """Return the layout that needs least memory among those that do not fit. Layouts wait in order
-    of a lower bound: first one entry for all that differ only in recomputation, then each alone,
-    then with the sharper bound of ``room``; last, the layout itself is evaluated."""
+    """Return the layout that needs the least memory among those that do not fit. Layouts wait in
+    order of a lower bound. First, all that differ only in recomputation share one entry. Then each
+    has its own, then one with the sharper bound of ``room``. Last, the layout is evaluated."""
     about = (model, workload.seq_len)
     layouts, together = list[Layout](), dict[int, tuple[Layout, ...]]()
     for ladder in ladders:

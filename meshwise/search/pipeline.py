@@ -1,14 +1,14 @@
-"""Add up a training step from the costs of its stages: how long it takes, how much memory it needs.
+"""Add up a training step from the costs of its stages: its time and its memory.
 
 In: the action table of a schedule, and the cost of each action (``stage``). Without a pipeline the
-table has one row, so all layouts are priced by the same sums.
+table has one row, so the same sums price all layouts.
 
-Time: the table is run on paper (``schedule.simulate``). A rank's optimizer starts when its actions
-and their data-parallel traffic have ended and, if the rank holds one end of a tied embedding, when
-the gradient of the other end has arrived. The rank that ends last sets the step.
+Time: ``schedule.simulate`` runs the table. A rank's optimizer starts when its actions and their
+data-parallel traffic have ended. If the rank holds one end of a tied embedding, it also waits for
+the gradient of the other end. The rank that ends last sets the step time.
 
-Memory of a rank: what is resident, plus what the actions of its row leave alive and what they add
-while they run.
+Memory of a rank: resident bytes, plus the bytes that the actions of its row leave alive, plus the
+bytes that the current action adds while it runs.
 """
 
 from collections import Counter
@@ -40,8 +40,8 @@ _UNKNOWN = Live({}, {})
 
 
 class Element(NamedTuple):
-    """An action, as far as costs differ: ``place`` is 0, 1 or 2 for a stage's first, middle or last
-    microbatch (fewer when there are fewer)."""
+    """Actions of equal cost. ``place``: 0, 1 or 2 for a stage's first, middle or last microbatch;
+    with fewer microbatches there are fewer places."""
 
     stage: int
     kind: Kind
@@ -51,9 +51,9 @@ class Element(NamedTuple):
 class Timetable(NamedTuple):
     """A schedule's table, prepared for summing. ``held``: the stages of each rank. ``of_action``:
     indices into ``elements``; a split B has two, I and W. ``rows``: the elements of each rank in
-    order. ``before``: the previous element of the same stage, else -1. ``sent`` and ``coming``, per
-    element and once after the last: how many results were sent before it, and whether the next
-    action's input is on its way."""
+    order. ``before``: the previous element of the same stage, else -1. ``sent`` and ``coming`` have
+    a value per element and one after the last: the number of results sent before the element, and
+    whether the next action's input is being received."""
 
     table: Table
     held: tuple[tuple[int, ...], ...]
@@ -66,7 +66,7 @@ class Timetable(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """The rank that ends last: its step time, whose ``parts`` add up to ``time_s``, and the
+    """The step time of the rank that ends last. ``parts`` add up to ``time_s``. ``errors``: the
     possible errors by group of prices."""
 
     time_s: float
@@ -129,9 +129,9 @@ def step_time(
     hops: Sequence[Charge | None],
     exchange: Charge | None,
 ) -> StepTime:
-    """Return the step's seconds. ``hops[s]`` moves a tensor between stages s and s + 1; it is None
-    when both are on one rank, and for the last stage. ``exchange`` moves the gradients of a tied
-    embedding between the first and the last stage."""
+    """Return the step's seconds. ``hops[s]``: the price of sending a tensor between stages s and
+    s + 1; None if both are on one rank, and for the last stage. ``exchange``: the price of sending
+    the gradients of a tied embedding between the first and the last stage."""
     spent = [stages[stage].actions[kind][place][0] for stage, kind, place in times.elements]
     duration = {
         action: sum([spent[number].time_s for number in numbers])
@@ -167,7 +167,7 @@ def step_time(
 
 
 def _traffic_ends(row: Sequence[Span], times: Timetable, spent: Sequence[Spent]) -> float:
-    """Return when a rank's actions and their data-parallel traffic, which queues, have ended."""
+    """Return when a rank's actions and their queued data-parallel traffic have ended."""
     traffic_ends = 0.0
     for action, clock, _ in row:
         for number in times.of_action[action]:
@@ -178,7 +178,7 @@ def _traffic_ends(row: Sequence[Span], times: Timetable, spent: Sequence[Spent])
 
 
 def _wait(idle_s: float, came: Charge | None, parts: Amounts, errors: Amounts) -> None:
-    """Book idle time: the transfer's own time first, the rest as pipeline bubble."""
+    """Book idle time: as transfer up to the transfer's own time, the rest as pipeline bubble."""
     if idle_s > 0:
         assert came is not None, "a rank waits only for others"
         on_its_way = min(idle_s, came.time_s)
@@ -194,11 +194,11 @@ def peak_memory(
     exchange_bytes: float,
     most_sent: int = 1,
 ) -> tuple[int, Peak]:
-    """Return the rank with the largest peak and that peak, among the ranks whose ``stages`` are
-    given.
+    """Return the rank with the largest peak, and the peak. Ranks with a stage that is None are
+    skipped.
 
-    ``moving_bytes``: a tensor on its way between stages. ``most_sent``: how many sent results are
-    held at most. ``exchange_bytes``: the other gradient of a tied embedding, after all actions.
+    ``moving_bytes``: a tensor sent between stages. ``most_sent``: the most sent results that a rank
+    holds. ``exchange_bytes``: a tied embedding's second gradient, held after all actions.
     """
     lives = [
         cost.actions[kind][place][1] if (cost := stages[stage]) else _UNKNOWN
@@ -216,7 +216,7 @@ def peak_memory(
         mine = [cost for stage in times.held[rank] if (cost := stages[stage])]
         if len(mine) < len(times.held[rank]):
             continue
-        # What actions leave adds up, but a stage's gathered weights replace those it had.
+        # Bytes that actions leave add up. A stage's gathered weights replace its earlier ones.
         after = np.cumsum(left[row] + weights[row] - weights[before])
         during = np.append(0.0, after[:-1]) - weights[before] + rise[row]
         everything = np.append(during, after[-1] + exchange_bytes)
@@ -235,8 +235,8 @@ def peak_memory(
 def _parts_at(
     stages: Sequence[StageCost | None], times: Timetable, lives: list[Live], rank: int, at: int
 ) -> Amounts:
-    """Return bytes by role at the worst moment of the ``at``-th element of a row, or after the
-    last."""
+    """Return bytes by role at the peak of the ``at``-th element of a row, or after the last
+    element."""
     row = times.rows[rank].tolist()
     stage_of = {number: times.elements[number].stage for number in row}
     weights = {stage_of[number]: lives[number].left.get(WEIGHTS, 0.0) for number in row[:at]}

@@ -1,13 +1,13 @@
 """Predict a step of one layout: time and peak memory by part, with intervals.
 
-``stage`` prices the stages action by action, and ``pipeline`` runs their schedule on paper. This
-module prices what moves between stages: the activation of a microbatch or its gradient, sent to the
-rank with the same slice of the next stage, and once a step the gradients of a tied embedding whose
-two ends lie on different ranks.
+``stage`` prices the stages action by action, and ``pipeline`` simulates their schedule. This module
+prices the messages between stages. A microbatch's activation or gradient is sent to the rank with
+the same slice of the next stage. Once a step, the gradients of a tied embedding are sent if its two
+ends are on different ranks.
 
 Interval of the time: each group of prices contributes its held-out error (p90) times its share.
 Errors are fully correlated within a group and independent between groups. Interval of the memory:
-one unit's gathered weights and float32 gradients more or less, since the host may run ahead of or
+plus or minus one unit's gathered weights and float32 gradients, since the host may run ahead of or
 behind the order assumed here.
 """
 
@@ -87,7 +87,7 @@ def predict(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
 
 
 def _of_microbatch(stage: StageCost) -> StageTimes:
-    """Return the stage's times for a middle microbatch, or the last if there is none."""
+    """Return the stage's times for a middle microbatch, or for the last if there is no middle."""
     seconds = {
         kind: of_kind[min(1, len(of_kind) - 1)][0].time_s for kind, of_kind in stage.actions.items()
     }
@@ -106,8 +106,8 @@ def memory_of(
     of_stage: Callable[[StageKind, Prices], StageCost] = stage_memory,
     among: Collection[int] | None = None,
 ) -> tuple[int, Peak]:
-    """Return the rank that needs most memory (the first of its pipeline rank) and its peak.
-    ``among``: the pipeline ranks to look at."""
+    """Return the rank that needs the most memory (the first of its pipeline rank) and its peak.
+    ``among``: the pipeline ranks to consider; None: all."""
     costs = prices.costs
     kinds = zip(kinds_of(model, workload.seq_len, layout), _ranks(layout), strict=True)
     stages = [
@@ -126,8 +126,8 @@ def memory_of(
 
 
 def images_bytes(model: AnyModel, workload: Workload, layout: Layout) -> int:
-    """Return the bytes of a rank's images of a step, which stay from its beginning to its end.
-    Tokens are too few to count."""
+    """Return the bytes of a rank's images in a step; they stay in memory through the whole step.
+    Tokens are too small to count."""
     if not isinstance(model, WideResNet):
         return 0
     fewest = min((dp for dp, _ in layout.meshes), default=layout.dp)
@@ -143,16 +143,16 @@ def _image_bytes(model: AnyModel) -> int:
 def in_transit(
     model: AnyModel, workload: Workload, layout: Layout, costs: Costs
 ) -> tuple[float, float]:
-    """Return the bytes that stages do not count: of a tensor on its way between ranks, and of the
-    other gradient of a tied embedding at the end of the step."""
+    """Return the bytes that stages do not count: of a tensor being sent between ranks, and of a
+    tied embedding's second gradient at the end of the step."""
     sizes, ends = _stream_bytes(model, workload, layout, costs), pairwise(_ranks(layout))
     moving = [size for size, (here, there) in zip(sizes, ends, strict=True) if here != there]
     return max(moving, default=0), _exchanged_bytes(model, layout)
 
 
 def most_sent(layout: Layout, costs: Costs) -> int:
-    """Return how many sent results a rank holds. With gloo it holds all until the step ends, since
-    gloo does not tell when they arrived."""
+    """Return how many sent results a rank holds. With gloo it holds all of them until the step
+    ends, since gloo does not tell when they arrived."""
     by_gloo = costs.cluster.device.kind == "cpu"
     return 2 * layout.stages_per_rank * layout.num_microbatches if by_gloo else 1
 
@@ -160,7 +160,7 @@ def most_sent(layout: Layout, costs: Costs) -> int:
 def moved(
     model: AnyModel, workload: Workload, layout: Layout, costs: Costs
 ) -> list[Collective | None]:
-    """Return what moves from each stage to the next: None within a rank and behind the last."""
+    """Return each stage's message to the next: None within a rank and after the last stage."""
     sizes, ends = _stream_bytes(model, workload, layout, costs), pairwise(_ranks(layout))
     ops = [
         _between(layout, costs, here, there, size)
@@ -175,7 +175,7 @@ def _ranks(layout: Layout) -> list[int]:
 
 
 def _stream_bytes(model: AnyModel, workload: Workload, layout: Layout, costs: Costs) -> list[int]:
-    """Return the bytes of a microbatch's activations at each stage boundary, on a device of the
+    """Return the bytes of a microbatch's activations at each stage boundary, per device of the
     side that holds more."""
     inside, layers = views(layout), layout.stage_layers(model.layers)
     shares = {
@@ -197,8 +197,8 @@ def _stream_elements(model: AnyModel, rows: int, seq_len: int, behind: int) -> i
 
 
 def _exchanged(model: AnyModel, layout: Layout, costs: Costs) -> Collective | None:
-    """Return the message with the float32 gradient of a tied embedding, between the first and the
-    last stage."""
+    """Return the message between the first and the last stage that carries the float32 gradient of
+    a tied embedding, or None."""
     size_bytes = _exchanged_bytes(model, layout)
     here, there = (rank_of(layout.schedule, end, layout.pp) for end in (0, layout.num_stages - 1))
     return _between(layout, costs, here, there, size_bytes) if size_bytes else None
@@ -240,8 +240,7 @@ def _between(
 
 def _stride(cluster: Cluster, low: int, high: int) -> int:
     """Return a stride for which rank 0 and its partner share the same tier of links as these two
-    devices do. That is at least their distance, and more when a border of a tier lies between them.
-    """
+    devices. It is at least their distance, and more if a tier's boundary lies between them."""
     within = 0
     for tier in cluster.tiers:
         if low // tier.num_devices == high // tier.num_devices:
@@ -272,8 +271,8 @@ def _parts(parts: Amounts, relative: float) -> tuple[Part, ...]:
 
 
 def _for_run(costs: Costs, layout: Layout) -> tuple[str, ...]:
-    """Note what ``run`` will meet: there is no trainer in fp16, and on a CPU prices hold only for
-    as many ranks as were measured, since ranks share the cores."""
+    """Return notes about ``run``: it cannot train in fp16, and on a CPU prices hold only for as
+    many ranks as were measured, since ranks share the cores."""
     if costs.dtype not in ("fp32", "bf16"):
         return (f"`meshwise run` refuses this plan: it trains in fp32 or bf16, not {costs.dtype}",)
     if costs.cluster.device.kind != "cpu" or layout.num_devices == costs.world_size:

@@ -1,9 +1,9 @@
 """Bound a layout's memory from below and above, so that ``find`` evaluates few in full.
 
-The peak of a stage is what lasts, plus what the microbatches in flight hold, plus how far one layer
-rises above what it holds. Memory grows or shrinks by equal steps from layer to layer, so the peak
-lies before or after an action. What a stage holds without data parallelism and what data
-parallelism adds are looked up separately: few stages make many layouts.
+A stage's peak is the sum of three: bytes that last through the step, bytes that the microbatches in
+flight hold, and one layer's peak above what it holds. Memory changes by equal steps from layer to
+layer, so the peak is before or after an action. The bytes of a stage without data parallelism and
+those that data parallelism adds are cached separately, because many layouts share few stages.
 """
 
 import math
@@ -31,11 +31,11 @@ State = tuple[int, ...]
 
 
 class Activity(NamedTuple):
-    """Bytes of a stage without data parallelism: ``parameters`` in float32; what it holds of a
-    microbatch from forward to backward (``held`` at most, ``held_least``, and ``single`` for one
-    layer with the stage's ends); what an ``action`` adds at most; what a ``backward`` adds at
-    least, and what its ``second`` layer adds once the first is freed (minus infinity if there is
-    one layer)."""
+    """Bytes of a stage without data parallelism. ``parameters``: in float32. ``held``,
+    ``held_least``: the most and the least that a microbatch holds from forward to backward;
+    ``single``: the same for one layer with the stage's ends. ``action``: the most that an action
+    adds. ``backward``: the least that a backward adds. ``second``: the least that its second layer
+    adds once the first is freed; minus infinity with one layer."""
 
     parameters: float
     held: float
@@ -64,8 +64,8 @@ def fullest(model: AnyModel, workload: Workload, layout: Layout, prices: Prices)
 def all_fit(
     model: AnyModel, workload: Workload, ladder: tuple[Layout, ...], prices: Prices, limit: float
 ) -> bool:
-    """Return whether these layouts, which differ only in what they recompute, all fit by the upper
-    bound. It takes the largest of each quantity over all of them."""
+    """Return whether all layouts of a ladder fit by the upper bound. They differ only in
+    recomputation; the bound takes the largest of each quantity over all of them."""
     return max(high for _, _, high in _of_ranks(model, workload, ladder, prices)) <= limit
 
 
@@ -73,8 +73,8 @@ def all_fit(
 def _of_ranks(
     model: AnyModel, workload: Workload, ladder: tuple[Layout, ...], prices: Prices
 ) -> list[tuple[tuple[int, ...], float, float]]:
-    """Return groups of ranks with the same stages, each with a lower and an upper bound. For
-    several rungs of a ladder only the upper one holds."""
+    """Return groups of ranks with the same stages, each with a lower and an upper bound. If the
+    ladder has several rungs, only the upper bound holds."""
     layout, seq_len, cut = ladder[0], workload.seq_len, cut_of(ladder[0])
     words = [again_of(rung) for rung in ladder]
     split = layout.schedule in SPLIT
@@ -107,10 +107,10 @@ def _of_ranks(
 def _holding(
     model: AnyModel, layout: Layout, end: End, of: Activity, dtype: Dtype
 ) -> tuple[float, ...]:
-    """Return the bytes of a stage: what lasts through the step, gradients, then what upper and
-    lower bounds need. Upper: held per microbatch, held by one layer, added by an action, gradients
-    that wait for the end of a backward. Lower: held, added by a backward, waiting. FSDP2 gathers
-    one unit ahead of its use."""
+    """Return the bytes of a stage: lasting through the step, gradients, then the terms of the upper
+    and of the lower bound. Upper: held per microbatch, held by one layer, added by an action,
+    gradients that wait for the end of a backward. Lower: held per microbatch, added by a backward,
+    gradients that wait. FSDP2 gathers one unit ahead of its use."""
     shards = layout.shards if layout.zero else 0
     of_units = _units(model, end, layout.tp, layout.ep, layout.cuts, shards)
     here, gathered, widest, least, root = of_units
@@ -121,9 +121,9 @@ def _holding(
     added = 0.0 if layout.zero < 3 else gathered if layout.schedule in SPLIT else widest
     unit, rounding = max(widest, root), _ROUNDING * len(end.kinds)
     waits = adds_up * wide * of.parameters
-    even = len(set(end.kinds)) == 1  # each layer holds as much as any, and as much waits of it
+    even = len(set(end.kinds)) == 1  # all layers hold as much, and as many gradients wait
     backward = of.backward
-    if layout.zero == 3 and layout.expert_ranks == 1:  # weights here and on their way; reduced ones
+    if layout.zero == 3 and layout.expert_ranks == 1:  # gathered, being gathered, reduced
         ahead, count = copied * least, len(end.kinds)
         first, second = 1 + (count > 1 and not end.last), 1 + (count > 2)
         backward = max(backward + first * ahead, of.second + least + second * ahead)
@@ -135,7 +135,7 @@ def _holding(
         of.single,
         of.action
         + copied * (added + (unit if layout.zero else 0))
-        + unit  # what the unit before it reduced
+        + unit  # the previous unit's reduced gradients
         + bare * unit
         + (0.0 if even else waits),
         waits if even else 0.0,
@@ -152,8 +152,8 @@ def _activity(
     layers = layers_of(end.kinds, again)
 
     def some(of: tuple[Layer, ...], first: bool, last: bool) -> tuple[float, ...]:
-        """Return the parameters of these layers with these ends, what they hold, the most that an
-        action adds, and the least that a backward adds."""
+        """Return the bytes of these layers with these ends: parameters, held per microbatch, the
+        most that an action adds, and the least that a backward adds."""
         kinds, words = zip(*of, strict=True)
         stage = StageKind(model, seq_len, kinds, first, last, words, cut, split)
         cost = stage_memory(stage, prices)
@@ -173,7 +173,7 @@ def _activity(
     start, *others = layers
     further = {two: held - single[two[0]][1] for two, held in pairs.items()}
     held = whole[start][1] + sum(further[two] for two in pairwise(layers))
-    # the first microbatch has its input in full, the others as much as is saved of it
+    # the first microbatch holds its input whole, the others only the part that is saved
     unsaved = further[start, start] - single[start][1]
     most_single = max(of[1] for of in whole.values())
     return Activity(
@@ -182,7 +182,7 @@ def _activity(
         held_least=held + min(0.0, unsaved),
         single=most_single,
         action=max(of[2] for of in whole.values()),
-        backward=some(layers[-1:], False, end.last)[3],  # its first has all others' beside it
+        backward=some(layers[-1:], False, end.last)[3],  # its first layer: all others' are held
         second=single[layers[-2]][3] - most_single if others else -math.inf,
     )
 
@@ -191,8 +191,8 @@ def _activity(
 def _units(
     model: AnyModel, end: End, tp: int, ep: int, cuts: Cuts, shards: int
 ) -> tuple[float, ...]:
-    """Return the bytes of a stage's float32 parameters on one rank, then of those it gathers: all,
-    the largest layer, the smallest, and the root."""
+    """Return the bytes of a stage's float32 parameters that one rank keeps, then of those that it
+    gathers: all, the largest layer, the smallest layer, and the root."""
 
     def weights(first: bool, last: bool, *kinds: LayerKind) -> np.ndarray:
         return _weights(model, kinds, first, last, tp, ep, cuts, shards)
@@ -215,8 +215,8 @@ def _weights(
     cuts: Cuts,
     shards: int,
 ) -> np.ndarray:
-    """Return the bytes of a stage's float32 parameters on one rank, and of those it gathers, padded
-    as FSDP2 pads them. With 0 shards each rank keeps its own."""
+    """Return the bytes of a stage's float32 parameters that one rank keeps and that it gathers,
+    padded as FSDP2 pads them. With 0 shards nothing is sharded."""
     if len(kinds) > 1:
         found = _weights(model, kinds[:1], first, last, tp, ep, cuts, shards)
         for kind, count in Counter(kinds[1:]).items():
@@ -232,7 +232,7 @@ def _weights(
 def _alike(
     name: Name, pp: int, stages: tuple[End, ...]
 ) -> tuple[tuple[tuple[End, ...], tuple[int, ...]], ...]:
-    """Return the distinct stage lists of ranks, and which ranks have each."""
+    """Return the distinct lists of stages that ranks hold, and the ranks that hold each."""
     found: dict[tuple[End, ...], tuple[int, ...]] = {}
     for rank in range(pp):
         ends = tuple(end for stage, end in enumerate(stages) if rank_of(name, stage, pp) == rank)
@@ -244,11 +244,11 @@ def _alike(
 def _states(
     name: Name, pp: int, stages_per_rank: int, num_microbatches: int, ranks: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the states of these ranks before and after each action, one row a state. Columns per
+    """Return the states of these ranks before and after each action, one row per state. Columns per
     stage: has gradients, microbatches alive, one more layer alive, acts now, gradients of one
-    microbatch wait for the end of its backward. The second array lacks the column for the layer. It
-    holds the states before backwards up to the first of the last microbatch, after which gradients
-    shrink, and those after backwards between the first and the last microbatch."""
+    microbatch wait for the end of its backward. The second array, for the lower bound, lacks the
+    column for the layer. It holds the states before backwards, up to the last microbatch's first
+    one, since gradients shrink after it, and after backwards between first and last microbatch."""
     states, early = set[State](), set[State]()
     nothing, ones = (0,) * stages_per_rank, np.eye(stages_per_rank, dtype=int).tolist()
     for rank in ranks:
@@ -259,7 +259,7 @@ def _states(
             kind, stage, microbatch = action
             at, ends = place[stage], behind is None or behind[:2] != action[:2]
             alive[at] += kind == "F"
-            # of equal ones in a row the last forward has most alive, of backwards the second
+            # in a run of equal actions the last forward or the second backward has the peak
             shown = ends if kind == "F" else repeats < 2
             repeats = 0 if ends else repeats + 1
             if shown:

@@ -1,15 +1,15 @@
-"""Run a rank's program on paper, action by action: seconds, and bytes alive at each moment.
+"""Simulate a rank's program action by action: seconds, and bytes alive at each moment.
 
-Time: a task starts when its stream is free and everything it reads is written. An action lasts as
-long as it keeps the compute stream; what it leaves on the data-parallel stream is noted, so that a
-schedule can add it up. The stream of context parallelism is empty at the end of each attention. On
-CPUs communication uses the same cores as compute, so all streams are one.
+Time: a task starts when its stream is free and all buffers that it reads are written. An action
+lasts as long as it uses the compute stream. Its traffic on the data-parallel stream is noted, so
+that a schedule can add it up. The stream of context parallelism is empty at the end of each
+attention. On CPUs communication uses the same cores as compute, so there is one stream.
 
-Memory: a buffer lives from its first writer to its last reader, in issue order, on top of what is
-resident. For each role of buffer an action leaves two numbers: how far it rises above what lived
-before it, and what it leaves alive or frees. Actions of other microbatches add what they left to
-both, so a schedule can be walked without its tasks. Microbatches share one copy of gathered
-weights, so these count in full, not as a difference.
+Memory: a buffer lives from its first writer to its last reader, in issue order, on top of resident
+bytes. For each role of buffer an action has two figures: its peak above the bytes alive before it,
+and the bytes that it leaves alive (or, if negative, frees). Bytes left by other microbatches'
+actions add to both, so a schedule can be summed without its tasks. Microbatches share one copy of
+gathered weights, so these count in full, not as a difference.
 """
 
 import math
@@ -34,8 +34,8 @@ ROLES = {
 
 
 class Charge(NamedTuple):
-    """The price of a task: its seconds, the part of the step they are spent on, the group its price
-    belongs to, and by how many seconds that may err."""
+    """The price of a task: its seconds, the part of the step they count as, the group of prices it
+    belongs to, and its possible error in seconds."""
 
     time_s: float
     part: str
@@ -44,11 +44,11 @@ class Charge(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Seconds of the compute stream by part, which add up to ``time_s``; idle time is exposed
-    traffic. ``errors``: seconds by group of prices, of all streams.
+    """Seconds of an action. ``parts``: of the compute stream; they add up to ``time_s``, and idle
+    time counts as exposed traffic. ``errors``: of all streams, by group of prices.
 
     ``traffic_s``: seconds of the data-parallel stream. It ends ``lag_s`` after the compute stream,
-    or later when traffic of earlier actions delays it.
+    or later if traffic of earlier actions delays it.
     """
 
     time_s: float
@@ -64,8 +64,8 @@ class Peak(NamedTuple):
 
 
 class Live(NamedTuple):
-    """Bytes by role above what lived before the action: at its worst moment, and after it. Gathered
-    weights count in full."""
+    """Bytes by role above the bytes alive before an action: at its peak (``rise``) and after it
+    (``left``). Gathered weights count in full."""
 
     rise: Amounts
     left: Amounts
@@ -84,14 +84,14 @@ def add_all(amounts: Amounts, more: Amounts, count: int = 1) -> None:
 def run_program(
     program: Program, charge: Callable[[Task], Charge], one_stream: bool
 ) -> tuple[list[Spent], Spent]:
-    """Return the seconds of each action, and of the optimizer, when the tasks run in order."""
+    """Return the seconds of each action and of the optimizer. The tasks run in order."""
     clocks = _Clocks(program, charge, one_stream)
     spent = [clocks.run(span.start, span.stop) for span in program.actions]
     return spent, clocks.run(program.actions[-1].stop, len(program.tasks))
 
 
 class _Clocks:
-    """When each stream is free and each buffer is written, while a program runs on paper."""
+    """The clocks of a simulation: when each stream is free and when each buffer is written."""
 
     def __init__(
         self, program: Program, charge: Callable[[Task], Charge], one_stream: bool
@@ -100,9 +100,9 @@ class _Clocks:
         self.loops = {loop.start: loop for loop in program.loops}
         self.free = {"compute": 0.0, "dp": 0.0, "cp": 0.0}
         self.written = dict[str, float]()
-        self.shared = set[str]()  # buffers that cp's messages brought
+        self.shared = set[str]()  # buffers that received cp's messages
         self.brought = {x for t in program.tasks if t.stream != "compute" for x in t.writes}
-        self.traffic_s = self.own_traffic_ends = 0.0  # of the action that runs
+        self.traffic_s = self.own_traffic_ends = 0.0  # of the current action
 
     def run(self, start: int, stop: int) -> Spent:
         """Run an action: ``tasks[start:stop]``."""
@@ -143,8 +143,8 @@ class _Clocks:
             written[name] = free[stream]
 
     def _repeat(self, loop: Loop, parts: Amounts, errors: Amounts) -> None:
-        """Run turns until one leaves the clocks as the turn before did; then add all remaining
-        turns at once."""
+        """Run turns of a loop until the clocks repeat, relative to the compute stream. Then add all
+        remaining turns at once."""
         tasks, free, written = self.tasks[loop.start : loop.stop], self.free, self.written
         sends = not self.one_stream and any(task.stream == "dp" for task in tasks)
         left = loop.times
@@ -177,9 +177,9 @@ class _Clocks:
 
 
 class Changes(NamedTuple):
-    """Changes of memory in a span of tasks, in order: which ``buffer`` is born (``sign`` 1) or
-    freed (-1), its ``role``, and the ``loop`` whose middle turns repeat the change (-1: none).
-    ``whole``: after how many changes a task's buffers have all been born."""
+    """Changes of memory in a span of tasks, in order. Each allocates (``sign`` 1) or frees (-1) a
+    ``buffer`` with this ``role``. ``loop``: the loop whose middle turns repeat the change (-1:
+    none). ``whole``: the numbers of changes after which all buffers of a task are allocated."""
 
     buffer: np.ndarray
     role: np.ndarray
@@ -196,7 +196,7 @@ class Moments(NamedTuple):
 
 
 def moments(program: Program, spans: Sequence[tuple[int, int]]) -> Moments:
-    """Return how each span changes memory, for any buffer sizes and any number of loop turns.
+    """Return the memory changes of each span, for any buffer sizes and any number of loop turns.
     Buffers are numbered in the program's order."""
     number = {name: at for at, name in enumerate(program.buffers)}
     first, last = dict[str, int](), dict[str, int]()
@@ -217,11 +217,11 @@ def moments(program: Program, spans: Sequence[tuple[int, int]]) -> Moments:
     roles: dict[str, int] = {}
 
     def changes(start: int, stop: int) -> Changes:
-        order, turns = list[int](), list[int]()  # tasks, and in which loop's turns between
+        order, turns = list[int](), list[int]()  # tasks, and the loop if in a middle turn
         at = start
         while at < stop:
-            # of a loop its first turn, those between, and its last: what lives grows or shrinks
-            # alike in each, so that it is most in one of these
+            # a loop's first turn, its middle turns at once, and its last: memory changes by equal
+            # steps from turn to turn, so the peak is in one of these
             end = program.loops[loops[at]].stop if at in loops else at + 1
             inside = range(at, end)
             for turn in (-1, loops[at], -1) if at in loops else (-1,):
@@ -245,7 +245,7 @@ def moments(program: Program, spans: Sequence[tuple[int, int]]) -> Moments:
 
 
 def memory(of: Moments, sizes: np.ndarray, times: Sequence[int]) -> tuple[Live, ...]:
-    """Return how each span changes memory, given the buffers' sizes and the turns of each loop."""
+    """Return the memory of each span, given the buffers' sizes and the turns of each loop."""
     between = np.asarray([*times, 3]) - 2
     shared = np.asarray([role == WEIGHTS for role in of.roles])
     live = np.zeros(len(of.roles))

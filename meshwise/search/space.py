@@ -1,17 +1,16 @@
 """List every legal layout of a model on N devices with like stages, and why the others are not
 legal.
 
-pp * dp * cp * tp = N, with the pipeline outermost. Every schedule; 1F1B also interleaved by each
-divisor of a rank's layers; cp only where each rank keeps 8,192 tokens of a sequence or more; ZeRO 0
-to 3 over dp * cp, with replicas too when there are several hosts; experts over any share of the
-ranks that hold one copy; sequence parallelism over tp, there also with different experts on each tp
-rank; the batch of a dp rank in equal microbatches of every size that divides it. Listing is cheap,
-since ``find`` prices only what can be among the best. Stages get equal layer counts or one more;
-``balance`` deals them by price. A layout that runs the same program as another, or gains nothing
-over it, is dropped by name.
-
-Recomputation is not a dimension of this space. It costs time to save memory, so ``find`` asks for
-it only where a layout does not fit without.
+pp * dp * cp * tp = N, with the pipeline outermost. The space holds every schedule; 1F1B is also
+interleaved by each divisor of a rank's layers. cp is used only if each rank keeps 8,192 tokens of a
+sequence or more. ZeRO is 0 to 3 over dp * cp, also with replicas if there are several hosts.
+Experts are divided over any share of the ranks that hold one copy. Sequence parallelism runs over
+tp, also with different experts on each tp rank. A dp rank's batch is cut into equal microbatches of
+every size that divides it. Listing is cheap, since ``find`` prices only layouts that can be among
+the best. Stages get equal layer counts or one more; ``balance`` deals them by price. A layout that
+runs the same program as another, or gains nothing over it, is dropped with its reason.
+Recomputation is no dimension of this space. It costs time and saves memory, so ``find`` adds it
+only if a layout does not fit without it.
 """
 
 import copy
@@ -28,11 +27,11 @@ from meshwise.spec import AnyModel, Cluster, Costs, Cuts, Layout, Removal, Workl
 from meshwise.spec.layout import SPLIT, ScheduleName
 
 Reasons = Counter[str]
-FEWEST_TOKENS = 8192  # of a sequence on each rank, where the search shares sequences over cp
+FEWEST_TOKENS = 8192  # of a sequence on each rank, if the search shares sequences over cp
 
-MOST_STAGES = 8  # of a rank, beyond which a stage is a few kernels
+MOST_STAGES = 8  # per rank; with more, a stage is only a few kernels
 
-# What a pipeline can run, with its stages on a rank; ``_pipelines`` has more of interleaved 1F1B.
+# Schedules with their stages per rank. ``_pipelines`` adds more stages to interleaved 1F1B.
 PIPELINES: tuple[tuple[ScheduleName, int], ...] = (
     ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 2),
     ("looped_bfs", 4), ("interleaved_zero_bubble", 2), ("zbv", 2), ("dualpipev", 2),
@@ -47,7 +46,7 @@ def divisors(n: int) -> list[int]:
 def legal_layouts(
     model: AnyModel, workload: Workload, costs: Costs, num_devices: int
 ) -> tuple[list[Layout], list[Removal]]:
-    """Return legal layouts in a fixed order, and how many candidates each constraint removed."""
+    """Return the legal layouts in a fixed order, and how many layouts each constraint removed."""
     removed = Reasons()
     layouts = []
     for layout in _candidates(model, workload, costs.cluster, num_devices, removed):
@@ -74,7 +73,8 @@ def equal_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
-    """Refuse, by field, a layout that this model and batch cannot be cut into; it may be uneven."""
+    """Raise a ValueError with the field if model and batch cannot be cut into this layout. The
+    layout may be uneven."""
     layout.stage_layers(model.layers)
     reason = schedule.check(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
@@ -86,8 +86,8 @@ def check(model: AnyModel, workload: Workload, layout: Layout) -> None:
 
 
 def unchecked(layout: Layout, **changes: Any) -> Layout:
-    """Return ``layout`` with other values that are known to be legal. There are too many layouts to
-    check each again."""
+    """Return ``layout`` with other values that are known to be legal, without checking it: there
+    are too many layouts to check each again."""
     other = copy.copy(layout)
     for field, value in changes.items():
         force_setattr(other, field, value)
@@ -97,7 +97,7 @@ def unchecked(layout: Layout, **changes: Any) -> Layout:
 def _candidates(
     model: AnyModel, workload: Workload, cluster: Cluster, num_devices: int, removed: Reasons
 ) -> Iterator[Layout]:
-    """Yield every cut of devices and batch. An impossible cut of the devices is counted once."""
+    """Yield every cut of devices and batch. Count an impossible cut of the devices once."""
     batch, host = workload.global_batch_size, cluster.num_devices_per_host
     for pp in divisors(num_devices):
         inside = num_devices // pp

@@ -1,14 +1,14 @@
-"""Costs of a pipeline stage's actions: seconds and bytes of each, read off its program on paper.
+"""Costs of a pipeline stage's actions: seconds and bytes of each, from simulating its program.
 
-A kind of stage (which layers, with or without embedding and head, its layout within a pipeline
-rank, what it recomputes) is run once, alone, for up to three microbatches: the first gathers
-weights, the last reduces gradients, all between are alike. (With ZeRO-3 and more traffic than
-mathematics, waits settle later: up to 2 % in random trials; elsewhere it is exact.) Every layout
-with such a stage shares the result, whatever its schedule. Without a pipeline there is one stage:
-the model.
+A kind of stage is its layers, with or without embedding and head, its layout within a pipeline rank
+and its recomputation. Each kind is simulated once, alone, for up to three microbatches: the first
+gathers weights, the last reduces gradients, and all in between are alike. (With ZeRO-3 and more
+traffic than compute, waits settle later: up to 2 % off in random trials. Elsewhere it is exact.)
+All layouts with such a stage share the result, whatever their schedule. Without a pipeline there
+is one stage: the model.
 
-Tasks of a measured block cost their price times the block's factor; what is computed again costs
-what it did in forward.
+Tasks of a measured block cost their price times the block's factor. Recomputed operations cost the
+same as in the forward pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +73,7 @@ Factors = Mapping[tuple[Piece, str], tuple[float, HeldOut | None]]  # by piece a
 
 
 class StageKind(NamedTuple):
-    """``layout``: within the pipeline rank, for as many microbatches as have to be told apart."""
+    """A kind of stage. ``layout``: within the pipeline rank, with at most three microbatches."""
 
     model: AnyModel
     seq_len: int
@@ -87,8 +87,8 @@ class StageKind(NamedTuple):
 
 class StageCost(NamedTuple):
     """The cost of a stage. ``actions``: by kind, for the first, a middle and the last microbatch,
-    or as many as there are. ``unit_bytes``: gathered weights and gradients on their way, of the
-    largest unit. ``tier``: the lowest tier of its prices."""
+    or fewer if there are fewer. ``unit_bytes``: gathered weights and gradients being reduced, of
+    the largest unit. ``tier``: the lowest tier of its prices."""
 
     actions: dict[Kind, tuple[tuple[Spent, Live], ...]]
     optimizer: Spent
@@ -129,7 +129,7 @@ def kinds_of(model: AnyModel, seq_len: int, layout: Layout) -> list[StageKind]:
 
 
 def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
-    """Return the operations of such a stage for one microbatch."""
+    """Return the graph of such a stage for one microbatch."""
     return graph(
         kind.model,
         kind.layout.microbatch_size,
@@ -144,13 +144,13 @@ def graph_of(kind: StageKind, by: Costs | Plan) -> Graph:
 
 
 class StageForm(NamedTuple):
-    """The part shared by stages that differ only in microbatch size and in how many equal layers,
-    or turns of a pattern, follow one another. ``program``: a stage in which one layer stands for
-    several. ``pieces``: the block that holds each task. ``moments``: how its actions change memory.
-    ``corrected``: for each buffer an index into the measured ratios of ``saved``, then 1 and 0,
-    which multiply its counted size. ``passing``: buffers of gathered weights, and of messages.
-    ``ops`` and ``sizes``: each task's operation and each buffer's bytes at up to two microbatch
-    sizes; at other sizes they follow linearly."""
+    """The part shared by stages that differ only in microbatch size and in the number of equal
+    layers, or turns of a pattern, in a row. ``program``: a stage in which one layer stands for
+    several. ``pieces``: the block that holds each task. ``moments``: the memory changes of its
+    actions. ``corrected``: for each buffer the index of the ratio that multiplies its counted size:
+    the measured ratios of ``saved``, then 1 and 0. ``passing``: buffers of gathered weights, and of
+    messages. ``ops`` and ``sizes``: each task's operation and each buffer's bytes at up to two
+    microbatch sizes; other sizes follow linearly."""
 
     program: Program
     pieces: Pieces
@@ -167,7 +167,7 @@ _priced: dict[tuple[StageKind, Prices], StageCost] = {}
 
 @lru_cache(maxsize=_MOST)
 def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
-    """Seconds and bytes of the actions of a stage."""
+    """Return the seconds and bytes of a stage's actions."""
     prices.begin()
     form, stands_for = _form(kind, prices)
     one_stream = prices.costs.cluster.device.kind == "cpu"
@@ -182,7 +182,7 @@ def stage_cost(kind: StageKind, prices: Prices) -> StageCost:
 
 @lru_cache(maxsize=_MOST)
 def stage_memory(kind: StageKind, prices: Prices) -> StageCost:
-    """Return the same costs, without seconds if the stage was never priced. No operation needs a
+    """Return the stage's costs, without seconds if it was never priced. No operation needs a
     price."""
     return _priced.get((kind, prices)) or _cost(kind, prices)
 
@@ -196,8 +196,8 @@ def pieces_of(kind: StageKind) -> Pieces:
 
 def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
     """Return the form of a stage, known at its microbatch size or at two others, and how many
-    layers each of its layers stands for. Of equal layers, or turns of a pattern, a form has at most
-    three: the second stands for all between the first and the last."""
+    layers each of its layers stands for. A form keeps at most three equal layers, or turns of a
+    pattern, in a row: the second stands for all between the first and the last."""
     none: Recompute = "none"
     words = kind.recompute or (none,) * len(kind.layers)
     short, stands_for = _shortened(tuple(zip(kind.layers, words, strict=True)))
@@ -205,7 +205,7 @@ def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
     shorter = kind._replace(layers=kinds, recompute=words if kind.recompute else ())
     size, several = kind.layout.microbatch_size, tuple(stands_for)
     moe = getattr(kind.model, "experts", None)
-    linear = moe is None or moe.load == "mean"  # a percentile is not
+    linear = moe is None or moe.load == "mean"  # a percentile is not linear
     of_any = _of_any_size(kind.layout) if linear else kind.layout
     known = forms(shorter._replace(layout=of_any), several, prices)
     if not known or (size not in known[0].ops and len(known[0].ops) < 2):
@@ -236,15 +236,15 @@ def _form(kind: StageKind, prices: Prices) -> tuple[StageForm, dict[int, int]]:
 
 @lru_cache(maxsize=1024)
 def forms(kind: StageKind, several: tuple[int, ...], prices: Prices) -> list[StageForm]:
-    """Return the list that keeps the form of stages like this one, in which these layers stand for
-    several. Programs are large: a caller that asked for many clears this cache."""
+    """Return the list that caches the form of stages like this one; ``several``: the layers that
+    stand for more than one. Programs are large, so a search clears this cache at its end."""
     return []
 
 
 @lru_cache(maxsize=_MOST)
 def _of_any_size(layout: Layout) -> Layout:
-    """Return the layout with microbatches of one sequence. It stays as it is where tp divides the
-    batch, or where messages of attention over cp differ by size."""
+    """Return the layout with microbatches of one sequence. Return it unchanged if tp divides the
+    batch, or if cp > 1, since attention's messages over cp depend on the size."""
     cuts = layout.cuts
     if layout.cp > 1 or any(getattr(cuts, room) == "batch" for room in cuts.__struct_fields__):
         return layout
@@ -269,8 +269,8 @@ def _sized(form: StageForm, size: int) -> Program:
 
 @lru_cache(maxsize=65536)
 def _grown(op: Op, other: Op, by: int, of: int) -> Op:
-    """Extrapolate an operation: ``other`` is ``of`` sequences away from ``op``, the result ``by``
-    sequences."""
+    """Extrapolate an operation. ``other`` has ``of`` sequences more than ``op``; the result has
+    ``by`` more."""
     fields = {name: (getattr(op, name), getattr(other, name)) for name in op.__struct_fields__}
     grown = {name: a + (b - a) * by // of for name, (a, b) in fields.items() if a != b}
     return msgspec.structs.replace(op, **grown)
@@ -287,7 +287,7 @@ def _bytes(form: StageForm, size: int) -> np.ndarray:
 
 @lru_cache(maxsize=_MOST)
 def _shortened(layers: tuple[Layer, ...]) -> tuple[list[Layer], dict[int, int]]:
-    """Return the layers that remain, and how many layers some of them stand for."""
+    """Return the shortened list of layers, and how many layers some of them stand for."""
     short, times, at = list[Layer](), dict[int, int](), 0
 
     def repeats(size: int) -> int:
@@ -318,7 +318,7 @@ def _cost(
     blocks = blocks_of(kind.model, kind.seq_len, kind.layout, costs.dtype)
     measured = [
         blocks.get((piece, "backward")) for piece in form.saved
-    ]  # the head of images is not
+    ]  # an image model's head is not
     saved = [1.0 if block is None else prices.saved_ratio(block) for block in measured]
     if "selective" in kind.recompute:
         saved = [
@@ -351,7 +351,7 @@ def factors_of(kind: StageKind, prices: Prices, dtype: Dtype) -> Factors:
 
 
 def direction_of(phase: str) -> str:
-    """Return the direction whose factor a task takes: a recomputed task runs as in forward."""
+    """Return the direction whose factor applies: recomputed tasks run as in the forward pass."""
     return "forward" if phase == "recompute" else phase
 
 
@@ -399,9 +399,9 @@ def _spent_on(task: Task) -> str:
 def _of_selective(ratio: float, kind: StageKind, dtype: Dtype) -> float:
     """Return the ratio of measured to counted bytes for a layer under selective recomputation.
 
-    Compiled code keeps less than counted because it recomputes what selective recomputation does
-    not keep either. Both together save that once. Layers of images differ from each other, so their
-    counted bytes stand.
+    Compiled code keeps less than counted, because it recomputes the same tensors as selective
+    recomputation. Used together, they save these bytes once. Image layers differ from each other,
+    so their counted bytes stay.
     """
     if ratio >= 1:
         return ratio
@@ -421,9 +421,9 @@ def _corrected(
     """Return the blocks with a measured ratio, and for each buffer an index: into these blocks, or
     -2 for a factor of 1, or -1 for 0.
 
-    A block's forward results that backward reads take the measured ratio. In compiled code, what
-    one elementwise operation passes to the next is never written: 0. What all microbatches share
-    belongs to data parallelism and counts as it is.
+    A block's forward results that backward reads take the measured ratio. Compiled code never
+    writes the result that one elementwise operation passes to the next: its factor is 0. Buffers
+    that all microbatches share belong to data parallelism: their factor is 1.
     """
     stop = max([span.stop for span in program.actions if span.microbatch == 0])
     writers, readers = dict[str, Task](), dict[str, list[Task]]()

@@ -1,4 +1,4 @@
-"""A training that was saved (``checkpoint.json``), and what is found damaged of it."""
+"""The record of a saved training (``checkpoint.json``) and of damage found in it."""
 
 import msgspec
 
@@ -10,23 +10,23 @@ SCHEMA_VERSION = 2
 
 
 class Whole(Record, kw_only=True):
-    """A tensor before it was cut; ``dtype`` as torch names it."""
+    """A whole tensor, before it was cut. ``dtype``: torch's name."""
 
     shape: tuple[NonNegative, ...]
     dtype: str
 
 
 class Stored(Record, kw_only=True):
-    """A data file. ``hashes``: sixteen hex digits of its header, then of each 4 MiB behind it;
-    empty where version 1 saved it."""
+    """A data file. ``hashes``: sixteen hex digits for its header, then for each 4 MiB after it;
+    empty if version 1 saved it."""
 
     bytes: NonNegative
     hashes: str
 
 
 class Checkpoint(Record, kw_only=True):
-    """``step``: the next one. ``digest``: of all that follows. ``files`` lie in the subfolder
-    ``data``. ``norms``: of whole tensors."""
+    """A checkpoint. ``step``: the next step. ``digest``: of all other fields. ``files`` are in the
+    subfolder ``data``. ``norms``: of whole tensors."""
 
     schema_version: Positive = SCHEMA_VERSION
     digest: str = ""
@@ -48,21 +48,21 @@ class Checkpoint(Record, kw_only=True):
                 self.fail(field, "must be names without a folder")
 
     def sealed(self) -> "Checkpoint":
-        """The same with the digest of its content."""
+        """Return the same checkpoint with the digest of its content."""
         bare = msgspec.structs.replace(self, digest="")
         return msgspec.structs.replace(bare, digest=digest(bare))
 
     @property
     def note(self) -> str:
-        """A remark for whoever uses the checkpoint; mostly empty."""
+        """A warning for users of the checkpoint; usually empty."""
         if all(stored.hashes for stored in self.files.values()):
             return ""
         return "saved by an earlier version, without hashes: damage is not seen; save it anew"
 
 
 class Damage(Record, kw_only=True):
-    """A file, or ``bytes`` of it from ``offset`` on, that is not as it was saved; the ``tensors``
-    that have a part there."""
+    """A damaged file, or ``bytes`` damaged bytes of it from ``offset`` on. ``tensors``: those with
+    a part there."""
 
     file: str
     reason: str
@@ -72,8 +72,8 @@ class Damage(Record, kw_only=True):
 
 
 class Verified(Record, kw_only=True):
-    """A checkpoint, and how much of its data was compared with the hashes: ``verified_bytes`` is 0
-    where there are none, or where only ``checkpoint.json`` was looked at."""
+    """A checkpoint that was checked. ``verified_bytes``: data compared with the hashes; 0 if there
+    are no hashes, or if only ``checkpoint.json`` was read."""
 
     checkpoint: Checkpoint
     verified_bytes: NonNegative

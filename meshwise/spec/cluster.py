@@ -9,7 +9,7 @@ SCHEMA_VERSION = 1
 
 
 class Device(Record, kw_only=True):
-    """One accelerator, or one CPU rank. A peak that is not known is absent, never invented."""
+    """One accelerator, or one CPU rank. An unknown peak is absent, never invented."""
 
     name: str
     kind: Literal["cuda", "cpu"]
@@ -20,14 +20,14 @@ class Device(Record, kw_only=True):
 
     @property
     def lowering(self) -> Lowering:
-        """The lowering of models here unless something else is said."""
+        """The default lowering of models on this device."""
         return "compiled" if self.kind == "cuda" else "eager"
 
 
 class Tier(Record, kw_only=True):
-    """Links by which ``num_devices`` neighbouring devices reach each other, innermost first.
+    """Links that connect ``num_devices`` neighbouring devices. Tiers are listed innermost first.
 
-    ``bytes_per_s`` is the datasheet rate of one device in one direction; None when unknown.
+    ``bytes_per_s``: the datasheet rate of one device in one direction; None if unknown.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Cluster(Record, kw_only=True):
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of a device that a program can use."""
+        """Memory of one device that a program can use."""
         return self.device.memory_bytes - self.reserved_bytes
 
     @property
@@ -74,7 +74,7 @@ class Cluster(Record, kw_only=True):
             self.fail("tiers", f"the last tier must reach all {self.num_devices} devices")
 
     def tier_of(self, group_size: int, group_stride: int) -> Tier:
-        """The innermost tier that a group of ranks 0, stride, 2*stride, ... lies within."""
+        """Return the innermost tier that connects ranks 0, stride, 2*stride, ... of a group."""
         span = (group_size - 1) * group_stride + 1
         for tier in self.tiers:
             if span <= tier.num_devices:

@@ -6,16 +6,16 @@ from meshwise.spec.cluster import Cluster
 from meshwise.spec.op import Block, Dtype, Lowering, Regime, Shaped, Sized
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 
-SCHEMA_VERSION = 2  # 1 did not say how its samples ran, nor of how many keys attention was
+SCHEMA_VERSION = 2  # 1 lacked how its samples ran and attention's number of keys
 
-# Where a price comes from, the best first. A transferred one is that of another category (dtype,
-# regime, mask ...); a datasheet's rests on no measurement of this cluster.
+# Sources of a price, the best first. A transferred price is another category's (dtype, regime,
+# mask ...). A datasheet price uses no measurement of this cluster.
 PriceTier = Literal["measured", "interpolated", "extrapolated", "transferred", "datasheet"]
 TIERS: tuple[PriceTier, ...] = get_args(PriceTier)
 
 
 class HeldOut(Record, kw_only=True):
-    """Relative error |predicted/measured - 1| on points left out of the fit, one at a time."""
+    """Relative error |predicted/measured - 1| at points left out of the fit one by one."""
 
     median: NonNegativeFloat
     p90: NonNegativeFloat
@@ -30,10 +30,10 @@ def _check_times(record: "Curve | Surface", points: tuple[object, ...]) -> None:
 
 
 class Price(Record, kw_only=True):
-    """A price: of which work, run how, from which runs.
+    """The price of some work: how the work ran, and the measurement runs it comes from.
 
-    ``like`` is one of the operations that share it; ``prices.key`` says in what others may differ.
-    ``noise`` of a usual sample: half the median's interval over the median.
+    ``like``: one of the operations that share the price; ``prices.key`` says how others may differ.
+    ``noise``: of a typical sample, half the median's interval over the median.
     """
 
     regime: Regime = "warm"
@@ -44,11 +44,11 @@ class Price(Record, kw_only=True):
 
 
 class Curve(Price, kw_only=True):
-    """Time against bytes: measured knots, which are honoured, and a law between and beyond them.
+    """Time against bytes: exact at the measured knots, and a law between and beyond them.
 
-    loglog draws straight lines in log-log; alpha_beta is t = alpha_s + x * beta_s_per_byte, times
-    what the knots on both sides differ from it. ``law`` is the one with the smaller held-out error;
-    beyond ``x_bytes[-1]``, beta continues from the last knot.
+    loglog: straight lines in log-log. alpha_beta: t = alpha_s + x * beta_s_per_byte, times the
+    ratio to it of the knots on both sides. ``law``: the one with the smaller held-out error. Beyond
+    ``x_bytes[-1]``, the last knot is continued with slope beta.
     """
 
     like: Sized
@@ -70,11 +70,11 @@ class Curve(Price, kw_only=True):
 
 
 class Surface(Price, kw_only=True):
-    """Times of many-dimensional operations: nearest measured utilisation times a roofline.
+    """Times of operations with several dims: a roofline over the nearest measured utilisation.
 
     roofline = floor_s + max(FLOPs / flops_per_s, bytes / bytes_per_s); utilisation =
     roofline / measured, averaged over the nearest shapes in log space (weights 1/distance^2).
-    ``dims`` are fields of ``like``.
+    ``dims``: fields of ``like``.
     """
 
     like: Shaped
@@ -97,10 +97,8 @@ class Surface(Price, kw_only=True):
 
 
 class Factor(Price, kw_only=True):
-    """Measured time of a block over the sum of its operations' prices, and saved bytes likewise.
-
-    Both ratios against ``Block.activation_elements``.
-    """
+    """Measured time of a block over the sum of its operations' prices (``ratio``), and measured
+    over counted saved bytes (``saved_ratio``), both by ``Block.activation_elements``."""
 
     like: Block
     activation_elements: tuple[float, ...]
@@ -121,17 +119,16 @@ class Factor(Price, kw_only=True):
 
 
 class Costs(Record, kw_only=True):
-    """Everything ``plan`` needs to know about a cluster's speed.
+    """Everything that ``plan`` needs to know about a cluster's speed.
 
-    Prices are of any dtype and lowering. ``dtype`` and ``lowering`` are those that plans are made
-    in unless something else is asked for.
+    Prices may be of any dtype and lowering. ``dtype`` and ``lowering``: the defaults of plans.
     """
 
     schema_version: Positive = SCHEMA_VERSION
     cluster: Cluster
     dtype: Dtype
     lowering: Lowering
-    world_size: Positive = 1  # ranks that worked at once while this was measured
+    world_size: Positive = 1  # ranks that worked at once during the measurement
     curves: tuple[Curve, ...]
     surfaces: tuple[Surface, ...]
     factors: tuple[Factor, ...] = ()

@@ -1,7 +1,7 @@
-"""A case in words short enough for a progress line, a table's first column or a figure's legend.
+"""Short labels of cases, for progress lines, a table's first column or a figure's legend.
 
-The size of memory-bound work is its bytes read and written; of a copy from or to the host, which
-reads on one side and writes on the other, the bytes that cross.
+The size of memory-bound work is its bytes read and written. The size of a copy from or to the host
+is the bytes that it copies, counted once.
 """
 
 from meshwise.spec.long_attention import LongAttention
@@ -23,9 +23,9 @@ from meshwise.units import format_bytes
 
 
 def label(case: Case) -> str:
-    """``gemm 8192x2560x2560 bf16``, ``all_gather 16.0 MiB x4``, ``layer gpt h2560 mb8 tp2+sp
-    backward``. The regime is named unless it is warm or cold, which a device implies; the back
-    end where it is not torch's choice, the size of a ring of ranks."""
+    """Return a label: ``gemm 8192x2560x2560 bf16``, ``all_gather 16.0 MiB x4``, ``layer gpt h2560
+    mb8 tp2+sp backward``. It names the regime unless warm or cold, which the device implies; the
+    backend if it is not torch's choice; and the number of ranks of a ring."""
     usual = case.regime in ("cold", "warm") or isinstance(case.op, Resharding)
     regime = "" if usual else case.regime
     ring = f"x{case.world_size}" if isinstance(case.op, LongAttention) else ""
@@ -33,8 +33,8 @@ def label(case: Case) -> str:
 
 
 def shape(op: Shaped) -> str:
-    """``4096x1024x2048``, ``4096x1024x2048 8 groups`` or ``8 batches``, ``b1 s4096 h32/8x128
-    causal``, ``b8 256x56x56 -> 512 1x1``, and ``/2`` behind it for a stride of 2."""
+    """Return a shape: ``4096x1024x2048``, ``4096x1024x2048 8 groups`` (or ``8 batches``), ``b1
+    s4096 h32/8x128 causal``, ``b8 256x56x56 -> 512 1x1``, with ``/2`` at its end for stride 2."""
     if isinstance(op, Gemm):
         parts = f" {op.groups} {'batches' if op.batched else 'groups'}"
         return f"{op.m}x{op.n}x{op.k}" + parts * (op.groups > 1)
@@ -50,24 +50,25 @@ def shape(op: Shaped) -> str:
 
 
 def storage(op: Gemm) -> str:
-    """Say how the operands lie in memory, as BLAS does: ``nt`` is A as it is, B transposed."""
+    """Return the storage of the operands in BLAS's letters: ``nt`` is A as it is, B transposed."""
     return ("t" if op.trans_a else "n") + ("t" if op.trans_b else "n")
 
 
 def variant(op: Gemm | Convolution) -> str:
-    """Tell products of one shape apart: ``nt`` (``storage``), ``wgrad``."""
+    """Return the word that tells products of one shape apart: ``nt`` (``storage``), ``wgrad``."""
     return storage(op) if isinstance(op, Gemm) else op.product
 
 
 def number_format(op: Gemm | Convolution) -> str:
-    """``bf16``, ``fp8 row``."""
+    """Return dtype and scaling: ``bf16``, ``fp8 row``."""
     scaling = op.scaling if isinstance(op, Gemm) else "none"
     return op.dtype + ("" if scaling == "none" else f" {scaling}")
 
 
 def uneven(op: Collective) -> str:
-    """``sent 1000-3000``: the least and the most bytes that a rank of all_to_all_v sends, itself
-    included; ``received 500-1500`` where all send as much, "" for other kinds."""
+    """Return ``sent 1000-3000``: the least and the most bytes that a rank of all_to_all_v sends,
+    its own part included. If all ranks send equally many, return ``received 500-1500``. Return ""
+    for other kinds."""
     for what, parts in (("sent", op.splits), ("received", zip(*op.splits, strict=True))):
         sizes = [sum(of_rank) for of_rank in parts]
         if len(set(sizes)) > 1 or (sizes and what == "received"):
@@ -109,7 +110,7 @@ def _of_op(op: Op | Step | Resharding | LongAttention) -> str:
 
 
 def _of_long_attention(op: LongAttention) -> str:
-    """``ring attention b2 n16384 h12x64 fp16 w2048/4096 r1/2 backward``; dense: its way."""
+    """Return ``ring attention b2 n16384 h12x64 fp16 w2048/4096 r1/2 backward``; dense: the way."""
     heads = f"{op.heads}" + ("" if op.heads == op.kv_heads else f"/{op.kv_heads}")
     if op.dilation is None:
         kind = " ".join((op.way, *(["zigzag"] if op.order == "zigzag" else [])))
@@ -123,7 +124,7 @@ def _of_long_attention(op: LongAttention) -> str:
 
 
 def _choices(op: Resharding) -> str:
-    """List what is not as usual."""
+    """Return the options that differ from the defaults."""
     chosen = {
         f"verify {op.verify}": op.verify != "hash",
         "atomic": op.atomic,

@@ -1,8 +1,8 @@
 """Layouts: the degree of every mesh axis, and how model and batch are cut.
 
 Ranks are numbered with tp innermost, then cp, then the shards of a dp group, its replicas, and the
-pipeline outermost: every pipeline rank is a range of neighbouring ranks. Its pp=1 view,
-``Layout.of_rank``, is all that data and tensor parallelism within it need to know.
+pipeline outermost: every pipeline rank is a range of neighbouring ranks. ``Layout.of_rank`` is the
+view with pp=1; data and tensor parallelism within a pipeline rank need nothing else.
 """
 
 from itertools import accumulate, groupby, pairwise
@@ -28,23 +28,22 @@ ScheduleName = Literal[
 
 
 V_SHAPED: frozenset[ScheduleName] = frozenset({"zbv", "dualpipev"})
-# Each backward is done in two parts: of the stage's input, and later of its weights.
+# Each backward runs in two parts: first the input's gradient, later the weights' gradients.
 SPLIT: frozenset[ScheduleName] = V_SHAPED | {"interleaved_zero_bubble"}
 
 
 class Cuts(Record, kw_only=True):
     """The dim of each part of a model that the tp ranks divide.
 
-    Of ``heads``, ``ffn`` and ``vocab`` each rank has its part of the weights. Of ``seq`` or
-    ``batch`` it has its part of the tokens and all weights, whose gradients are added up. Of
-    ``whole`` every rank computes all. ``stream`` is what layers read and write, with its norms;
-    ``seq`` there is sequence parallelism. ``attention`` goes from q, k, v to the projection of the
-    result, ``experts`` from the router to the sum of what was chosen, shared experts included.
-
-    ``experts`` cut by ``experts``: tp ranks hold different whole experts, tp inside ep, so that
-    ep * tp ranks exchange rows (Megatron's etp = 1). A word of its own, not a larger ``ep``: ep
-    divides ranks whose gradients are a mean, tp those whose gradients are a sum. Tokens lie as in
-    the stream, so nothing is gathered; a stream that is whole has no rank's own tokens: refused.
+    Cut by ``heads``, ``ffn`` or ``vocab``, each rank holds a part of the weights. Cut by ``seq`` or
+    ``batch``, it holds a part of the tokens and all weights, whose gradients are summed. ``whole``:
+    every rank computes everything. ``stream``: the activations between layers, with their norms;
+    ``seq`` is sequence parallelism there. ``attention`` covers q, k, v to the output projection.
+    ``experts`` covers the router to the sum of the chosen experts, shared experts included.
+    ``experts`` cut by ``experts``: tp ranks hold different whole experts, tp inside ep, so
+    ep * tp ranks exchange rows (Megatron's etp = 1). This is not a larger ``ep``: gradients are a
+    mean over the ranks that ep divides, and a sum over tp's. Tokens are placed as in the stream, so
+    nothing is gathered. With a whole stream, ranks have no tokens of their own: it is refused.
     """
 
     stream: Literal["whole", "seq", "batch"] = "whole"
@@ -55,17 +54,18 @@ class Cuts(Record, kw_only=True):
     head: Literal["vocab", "whole", "seq", "batch"] = "vocab"
 
     def of(self, part: str) -> str:
-        """Name what a part divides: of different experts on each rank, the stream's tokens."""
+        """Return the dim that a part divides. For ``experts`` cut by ``experts`` it is the
+        stream's."""
         word: str = getattr(self, part)
         return self.stream if word == "experts" else word
 
     def expert_ranks(self, ep: int, tp: int) -> int:
-        """Ranks that hold different experts and exchange rows."""
+        """Return the number of ranks that hold different experts and exchange rows."""
         return ep * tp if self.experts == "experts" else ep
 
     @property
     def name(self) -> str:
-        """Name what differs from the default: ``attention:batch,head:whole``."""
+        """The cuts that differ from the default: ``attention:batch,head:whole``."""
         fields = self.__struct_fields__
         return ",".join(
             f"{of}:{getattr(self, of)}" for of in fields if getattr(self, of) != getattr(_CUTS, of)
@@ -76,7 +76,7 @@ _CUTS = Cuts()
 
 
 def _in_words(counts: tuple[int, ...]) -> str:
-    """``7,8x14,7``: four or more of a number in a row by how many."""
+    """Return ``7,8x14,7``: four or more equal counts in a row are written ``count x times``."""
     runs = [(count, len(list(run))) for count, run in groupby(counts)]
     return ",".join(
         f"{n}x{times}" if times > 3 else ",".join([str(n)] * times) for n, times in runs
@@ -84,7 +84,7 @@ def _in_words(counts: tuple[int, ...]) -> str:
 
 
 class Way(Record, kw_only=True):
-    """One stage's own way to run; None: as the layout says."""
+    """One stage's own settings. None: the layout's."""
 
     zero: Annotated[int, Meta(ge=0, le=3)] | None = None
     replicas: Count | None = None
@@ -112,7 +112,8 @@ class Way(Record, kw_only=True):
 
 
 def rank_of(schedule: ScheduleName, stage: int, pp: int) -> int:
-    """The pipeline rank of a stage: round and round, or down and up again in a V."""
+    """Return the pipeline rank of a stage. Stages go round and round over the ranks, or down and up
+    again in a V."""
     turn, place = divmod(stage, pp)
     return pp - 1 - place if schedule in V_SHAPED and turn % 2 else place
 
@@ -132,21 +133,20 @@ class Layout(Record, kw_only=True):
     """Degrees of the mesh axes and the cut of the batch.
 
     ``cp``: ranks that share each sequence. The dp * cp data ranks hold copies of the model, or
-    shards of one. ``zero``: 0 replicates the model over them, 1 shards optimizer state, 2 gradients
-    too, 3 parameters too; ``replicas`` groups of ranks repeat the shards (HSDP). ``ep``: over how
-    many of the ranks that would share an expert's copies the experts themselves are divided.
-    ``cuts``: which dim of each part of the model tp divides; ``sequence_parallel`` is short for a
-    stream divided by ``seq``. ``tp_sums``: when gradients of weights that tp repeats are summed
-    over it: first (before the sum over the data ranks), last (after it, once a step), or together
-    with it, in one all-reduce a step, where ``zero`` is 0.
-    ``schedule``: of the pipeline, see ``meshwise.schedule``; ``stages_per_rank`` stages each.
-    ``recompute``: what backward computes again: nothing, the norms and activation functions
-    (selective) or whole layers (full); in the first ``recompute_layers`` layers of each stage,
-    by default in all. The batch of a step is ``dp * microbatch_size * num_microbatches``.
-
-    Pipelines may be uneven: ``layers`` of each stage, (dp, tp) ``meshes`` of each pipeline rank,
-    and ``ways`` of each stage; stages of one rank differ in what they recompute at most. With
-    ``meshes`` dp and tp are 1 and ``microbatch_size`` is that of the whole pipeline.
+    shards of one. ``zero``: 0 replicates the model over them, 1 shards optimizer state, 2 also
+    gradients, 3 also parameters. ``replicas``: groups of ranks that repeat the shards (HSDP).
+    ``ep``: data ranks over which the experts are divided; it divides dp * cp / replicas.
+    ``cuts``: the dim of each part of the model that tp divides. ``sequence_parallel``: short for a
+    stream cut by ``seq``. ``tp_sums``: when gradients of weights that all tp ranks hold are summed
+    over tp: first (before the sum over the data ranks), last (after it, once a step), or together
+    with it (in one all-reduce a step; needs ``zero`` 0). ``schedule``: the pipeline's, see
+    ``meshwise.schedule``. ``stages_per_rank``: stages on each pipeline rank. ``recompute``: what
+    backward recomputes: nothing, norms and activation functions (selective) or whole layers (full),
+    in the first ``recompute_layers`` layers of each stage, by default in all. The batch of a step
+    is ``dp * microbatch_size * num_microbatches``.
+    Pipelines may be uneven. ``layers``: number of layers of each stage. ``meshes``: (dp, tp) of
+    each pipeline rank; ``dp`` and ``tp`` are then 1, and ``microbatch_size`` counts the whole
+    pipeline. ``ways``: settings of each stage; stages of one rank may differ in recomputation only.
     """
 
     dp: Count = 1
@@ -235,17 +235,17 @@ class Layout(Record, kw_only=True):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks of a tp rank that see different tokens: dp * cp."""
+        """Number of ranks that see different tokens, for one tp rank: dp * cp."""
         return self.dp * self.cp
 
     @property
     def shards(self) -> int:
-        """Over how many ranks one copy of the state is cut."""
+        """Number of ranks that one copy of the state is cut over."""
         return self.data_ranks // self.replicas if self.zero else 1
 
     @property
     def placed(self) -> Cuts:
-        """``cuts``, with that of the stream."""
+        """``cuts``, with the stream cut by ``seq`` if ``sequence_parallel``."""
         if not self.sequence_parallel:
             return self.cuts
         return msgspec.structs.replace(self.cuts, stream="seq")
@@ -256,21 +256,21 @@ class Layout(Record, kw_only=True):
 
     @property
     def microbatch_rows(self) -> int:
-        """Sequences of one microbatch over all dp ranks."""
+        """Sequences in one microbatch over all dp ranks."""
         return self.dp * self.microbatch_size
 
     @property
     def batch_size(self) -> int:
-        """Sequences of a step."""
+        """Sequences in one step."""
         return self.microbatch_rows * self.num_microbatches
 
     def of_rank(self, pipeline_rank: int) -> "Layout":
-        """The layout within one pipeline rank: no pipeline, its own degrees; of its stages, which
-        may recompute differently, that of the first."""
+        """Return the layout within one pipeline rank: no pipeline, its own degrees, and the
+        recomputation of its first stage."""
         return self.of_stage(pipeline_rank)
 
     def of_stage(self, stage: int) -> "Layout":
-        """The layout within the pipeline rank of a stage, as the stage is run."""
+        """Return the layout within a stage's pipeline rank, with the stage's own settings."""
         rank = rank_of(self.schedule, stage, self.pp)
         dp, tp = self.meshes[rank] if self.meshes else (self.dp, self.tp)
         own = self.ways[stage].given if self.ways else {}
@@ -304,7 +304,7 @@ class Layout(Record, kw_only=True):
         return "last" if is_alone else self.tp_sums
 
     def devices_of(self, pipeline_rank: int) -> range:
-        """The ranks of one pipeline rank."""
+        """Return the ranks of one pipeline rank."""
         meshes = self.meshes or ((self.data_ranks, self.tp),) * self.pp
         edges = list(accumulate((dp * tp for dp, tp in meshes), initial=0))
         return range(edges[pipeline_rank], edges[pipeline_rank + 1])
@@ -314,7 +314,7 @@ class Layout(Record, kw_only=True):
         return next(p for p in range(self.pp) if rank in self.devices_of(p))
 
     def stage_layers(self, num_layers: int) -> tuple[range, ...]:
-        """The layers of each stage; equal shares unless ``layers`` says otherwise."""
+        """Return the layers of each stage; equal shares unless ``layers`` is given."""
         stages = self.num_stages
         if not self.layers and num_layers % stages:
             raise ValueError(
@@ -327,14 +327,14 @@ class Layout(Record, kw_only=True):
         return tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
 
     def recomputed(self, num_layers: int) -> tuple[Recompute, ...]:
-        """Return what is recomputed in each layer of a stage of ``num_layers``."""
+        """Return the recomputation of each layer in a stage of ``num_layers`` layers."""
         count = min(num_layers, self.recompute_layers or num_layers)
         return tuple(self.recompute if i < count else "none" for i in range(num_layers))
 
     @property
     def name(self) -> str:
-        """``dp4 zero3 mb8x1``, ``pp2x2 interleaved_1f1b dp2 tp2+sp zero1 mb4x8 full``:
-        microbatch size x count."""
+        """The layout in short: ``dp4 zero3 mb8x1``, ``pp2x2 interleaved_1f1b dp2 tp2+sp zero1 mb4x8
+        full``. mb is microbatch size x count."""
         parts = []
         if self.pp > 1:
             looped = f"x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""

@@ -1,9 +1,9 @@
-"""Attention of sequences that several ranks share: dense, or dilated as LongNet defines it.
+"""Attention over sequences that several ranks share: dense, or dilated as in LongNet.
 
 Dilated attention (Ding et al. 2023, arXiv 2307.02486): branch i cuts the sequence into segments of
-w_i tokens and keeps every r_i-th row of each, at an offset s of the head's. A query attends the
-keys of its own segment and phase, in every branch that keeps it, and the branches are mixed by
-their softmax denominators. That is one softmax over the multiset of all those keys:
+w_i tokens and keeps every r_i-th row of each segment, from an offset s that depends on the head. In
+every branch that keeps it, a query attends the kept keys of its own segment. The branches are mixed
+by their softmax denominators. That equals one softmax over the multiset of all these keys:
 
     head h is kept at p by branch i  iff  (p mod w_i) mod r_i = s_i(h)
     M[h,p,x] = number of branches that keep h at p and at x, in one segment (x <= p if causal)
@@ -24,11 +24,11 @@ WAYS: tuple[Way, ...] = ("auto", "ring", "gather", "heads", "ring_heads")
 class Dilation(Exact, kw_only=True):
     """The rows that each head keeps, in each branch.
 
-    ``offsets``: ``mod``, s = h mod r (the paper's); ``block``, s = h // ceil(heads / r)
-    (torchscale's); ``group``: the heads are divided among the branches, the last get one more
-    where they do not divide, and s = branch mod r (fkodom's). ``offset_heads``: h counts query
-    heads, or key-value heads, so that query heads that share keys also share rows.
-    ``mixture``: ``exact`` differentiates through the mix; ``detached`` holds the weights of the
+    ``offsets``: ``mod``: s = h mod r (the paper's). ``block``: s = h // ceil(heads / r)
+    (torchscale's). ``group``: the heads are divided among the branches and s = branch mod r
+    (fkodom's); if they do not divide evenly, the last branches get one more. ``offset_heads``: h
+    counts query heads, or key-value heads; then query heads that share keys also share rows.
+    ``mixture``: ``exact`` differentiates through the mix; ``detached`` keeps the weights of the
     branches constant in the backward (torchscale's).
     """
 
@@ -54,11 +54,11 @@ class Dilation(Exact, kw_only=True):
 class LongAttention(Exact, kw_only=True, tag_field="op", tag="long_attention"):
     """One attention over ``seq_len`` tokens in all, shared by the ranks of a case.
 
-    ``window``: a query sees that many keys at most, its own included; causal only.
-    ``direction`` backward means a forward and its backward. ``way`` says how ranks exchange what
-    they need: ``ring`` passes K and V round, ``gather`` collects them, ``heads`` exchanges tokens
-    for heads (Ulysses), ``ring_heads`` does so in groups of ranks and passes round among them.
-    ``order``: which tokens a rank holds; zigzag gives rank r chunks r and 2n-1-r of 2n.
+    ``window``: the most keys that a query sees, its own included; causal only. ``direction``:
+    backward means a forward and its backward. ``way``: how ranks exchange keys. ``ring`` passes K
+    and V round, ``gather`` all-gathers them, ``heads`` exchanges tokens for heads (Ulysses), and
+    ``ring_heads`` does so in groups of ranks and passes K and V round among the groups. ``order``:
+    the tokens that a rank holds; zigzag gives rank r chunks r and 2n-1-r of 2n.
     """
 
     batch: Count
@@ -86,29 +86,29 @@ class LongAttention(Exact, kw_only=True, tag_field="op", tag="long_attention"):
 
     @property
     def flops(self) -> int:
-        """Two products over all pairs that are attended, with their multiplicity, 2 FLOPs a
-        multiply-add; a backward adds 2.5 times that."""
+        """FLOPs of two products over all attended pairs, with their multiplicity, 2 FLOPs per
+        multiply-add. A backward adds 2.5 times as many."""
         forward = 4 * self.batch * self.pairs * self.head_dim
         return forward if self.direction == "forward" else forward * 7 // 2
 
     @property
     def row_bytes(self) -> int:
-        """One token of one head, in all sequences."""
+        """Bytes of one token of one head, in all sequences."""
         return self.batch * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def wide_row_bytes(self) -> int:
-        """The same as gradients are summed, in fp32 at least."""
+        """Bytes of such a row in the dtype in which gradients are summed, at least fp32."""
         return self.batch * self.head_dim * max(4, DTYPE_BYTES[self.dtype])
 
     @property
     def lse_bytes(self) -> int:
-        """The log-sum-exp of such a row."""
+        """Bytes of the log-sum-exp of such a row."""
         return self.batch * max(4, DTYPE_BYTES[self.dtype])
 
     @property
     def pairs(self) -> int:
-        """Pairs of query and key over all heads, of one sequence; exact."""
+        """Exact number of attended pairs of query and key in one sequence, over all heads."""
         if self.dilation:
             return dilated_pairs(
                 self.dilation, self.heads, self.kv_heads, self.seq_len, self.causal
@@ -121,14 +121,15 @@ class LongAttention(Exact, kw_only=True, tag_field="op", tag="long_attention"):
 
     @property
     def bytes(self) -> int:
-        """q, k, v read and out written once; a backward reads and writes as much again."""
+        """Bytes to read q, k and v and to write out, once each. A backward counts three times
+        as many."""
         rows = 2 * self.heads + 2 * self.kv_heads
         passes = 1 if self.direction == "forward" else 3
         return passes * self.seq_len * rows * self.row_bytes
 
 
 def offsets(dilation: Dilation, branch: int, heads: int, kv_heads: int) -> list[int | None]:
-    """s of every query head in a branch; None where the head has no part in it."""
+    """Return s of every query head in a branch; None if the branch does not use the head."""
     rate = dilation.dilation_rates[branch]
     counted = heads if dilation.offset_heads == "query" else kv_heads
     if dilation.offsets == "group":
@@ -142,7 +143,8 @@ def offsets(dilation: Dilation, branch: int, heads: int, kv_heads: int) -> list[
 
 
 def group(dilation: Dilation, branch: int, heads: int) -> tuple[int, int]:
-    """The heads of a branch in group mode, [first, last); the last branches get the odd ones."""
+    """Return the heads [first, last) of a branch in group mode. The last branches get one more if
+    heads are left over."""
     each, odd = divmod(heads, dilation.num_branches)
     short = dilation.num_branches - odd  # branches without an odd head
     first = each * branch + max(0, branch - short)
@@ -150,7 +152,7 @@ def group(dilation: Dilation, branch: int, heads: int) -> tuple[int, int]:
 
 
 def dilated_pairs(dilation: Dilation, heads: int, kv_heads: int, seq_len: int, causal: bool) -> int:
-    """Attended pairs of query and key over all heads, with multiplicity."""
+    """Count attended pairs of query and key over all heads, with multiplicity."""
     total = 0
     for branch, (width, rate) in enumerate(
         zip(dilation.segment_lengths, dilation.dilation_rates, strict=True)

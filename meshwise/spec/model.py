@@ -1,4 +1,4 @@
-"""Models: sizes only. ``models/`` turns it into operations, ``nn/`` into a module."""
+"""Models: sizes only. ``models/`` turns them into operations, ``nn/`` into modules."""
 
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
@@ -12,9 +12,9 @@ EXPERT_ALIGNMENT = 8  # each expert's rows begin at a multiple of this, as group
 
 
 class LayerKind(NamedTuple):
-    """The fields in which layers of a model differ. ``form``: dense or experts, by the
-    feed-forward; of images ``WideResNet.kind_of``. ``window``: how many keys a query sees at most;
-    None: all before it."""
+    """The fields in which layers of a model differ. ``form``: dense or experts, the kind of
+    feed-forward; for images ``WideResNet.kind_of``. ``window``: the most keys that a query sees;
+    None: all keys before it."""
 
     form: str = "dense"
     window: int | None = None
@@ -26,7 +26,7 @@ class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
     Shapes: embedding [vocab, hidden], positions [max_seq_len, hidden]; per layer qkv
     [3*heads*head_dim, hidden], out [hidden, heads*head_dim], up [ffn, hidden], down
     [hidden, ffn], each with a bias, and two norms of 2*hidden. Layers with ``experts`` have a
-    router and theirs in place of up and down.
+    router and the experts' weights in place of up and down.
     """
 
     name: str = ""
@@ -52,8 +52,9 @@ class Model(Record, kw_only=True, tag_field="family", tag="gpt"):
 
 
 class Mla(Record, kw_only=True):
-    """Multi-head latent attention (DeepSeek-V2): q through ``q_lora_rank`` unless it is None, k and
-    v through ``kv_lora_rank``; a head of q and k is ``nope_head_dim + rope_head_dim`` wide."""
+    """Multi-head latent attention (DeepSeek-V2). q is projected through ``q_lora_rank`` unless it
+    is None, k and v through ``kv_lora_rank``. A head of q and k is ``nope_head_dim +
+    rope_head_dim`` wide."""
 
     q_lora_rank: Length | None = None
     kv_lora_rank: Length
@@ -63,15 +64,14 @@ class Mla(Record, kw_only=True):
 
 
 class RopeScaling(Record, kw_only=True):
-    """Rotary positions for contexts longer than ``original_max_seq_len``: frequencies are divided
-    by ``factor``, or by less.
+    """Rotary positions for contexts longer than ``original_max_seq_len``. Frequencies are divided
+    by up to ``factor``.
 
-    ``kind``: ``linear`` divides all alike; ``llama3`` (Llama 3.1) and ``yarn`` (Peng et al. 2023)
-    leave those that turn more than ``fast`` times in the original length, divide those that turn
-    less than ``slow`` times, and go from one to the other with the number of turns, or yarn with
+    ``kind``: ``linear`` divides all frequencies. ``llama3`` (Llama 3.1) and ``yarn`` (Peng et al.
+    2023) keep those that turn more than ``fast`` times in the original length and divide those that
+    turn less than ``slow`` times. In between, llama3 interpolates by the number of turns, yarn by
     the index of the frequency. ``rotary_scale`` multiplies cosines and sines, ``softmax_scale`` the
-    logits of latent attention.
-    """
+    logits of latent attention."""
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: PositiveFloat
@@ -89,23 +89,22 @@ class RopeScaling(Record, kw_only=True):
 
 
 class Experts(Record, kw_only=True):
-    """A mixture of experts of width ``ffn``: ``top_k`` of ``num_experts`` for each token, beside
-    them a shared one of width ``shared_ffn`` (0: none) for every token.
+    """A mixture of experts of width ``ffn``. Each token goes to ``top_k`` of ``num_experts``, and
+    to a shared expert of width ``shared_ffn`` (0: none).
 
-    The first ``first_dense`` layers keep the dense feed-forward; of the others those whose index
-    ``every`` divides have experts. ``shared_gate``: the shared expert has a gate of
-    [1, hidden]. ``router_bias``: a number an expert, added to its score, which then is a sigmoid,
-    else a softmax. ``normalized``: the scores of the chosen are made to add up to
-    ``routed_scale``, else only multiplied by it. Of ``groups`` of experts in a row a token looks at
-    the best ``top_groups`` only: by the largest score of each, or with ``router_bias`` by the sum
-    of the two largest (DeepSeek-V2 and V3).
+    The first ``first_dense`` layers keep the dense feed-forward. Of the others, those whose index
+    ``every`` divides have experts. ``shared_gate``: the shared expert has a gate of [1, hidden].
+    ``router_bias``: one value per expert, added to its score; scores are then sigmoids, otherwise a
+    softmax. ``normalized``: the chosen scores are scaled to add up to ``routed_scale``; otherwise
+    they are only multiplied by it. ``groups``: experts form groups of neighbours, and a token uses
+    only the best ``top_groups``, ranked by their largest score, or with ``router_bias`` by the sum
+    of their two largest (DeepSeek-V2 and V3).
+    ``group_size``: tokens are dispatched in groups of so many neighbours. An expert takes at most
+    ``capacity`` tokens of each group; ``capacity_factor`` 1 is an equal share (GShard). Tokens
+    beyond it are dropped, second choices before first ones. Without it all tokens are taken.
 
-    With ``group_size`` tokens are dispatched in groups of so many in a row, and of each group an
-    expert takes at most ``capacity``; ``capacity_factor`` 1 is its equal share (GShard). What is
-    beyond it, second choices before first ones, is dropped. Without, all tokens are taken.
-
-    ``load``: rows of a rank's experts that plans count with. ``mean``: an equal share; ``p95``: the
-    95th percentile when every choice falls at random. With a capacity all ranks have as many.
+    ``load``: rows of a rank's experts that plans assume. ``mean``: an equal share. ``p95``: the
+    95th percentile of random choices. With a capacity all ranks have equally many.
     """
 
     num_experts: Count
@@ -142,13 +141,13 @@ class Experts(Record, kw_only=True):
 
     @property
     def capacity(self) -> int:
-        """Return how many tokens of a group an expert takes at most, as Alpa rounds it."""
+        """Return the most tokens of a group that an expert takes, rounded as in Alpa."""
         assert self.capacity_factor is not None and self.group_size is not None
         share = self.top_k * self.group_size / self.num_experts
         return max(1, int(min(self.capacity_factor * share, self.group_size)))
 
     def check_layers(self, layers: int) -> None:
-        """ValueError where none of so many layers has experts."""
+        """Raise a ValueError if none of ``layers`` layers has experts."""
         if not any(map(self.are_in, range(layers))):
             self.fail("first_dense", f"leaves none of {layers} layers with experts")
 
@@ -161,18 +160,18 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
 
     Shapes: embedding and, unless ``tied``, head [vocab, hidden]; per layer q [heads*head_dim,
     hidden], k and v [kv_heads*head_dim, hidden], out [hidden, heads*head_dim], gate and up [ffn,
-    hidden], down [hidden, ffn], two norms of hidden; a last norm. With ``qk_norm`` two more norms
-    of head_dim, or with ``qk_norm_over`` projection of all of q's and k's heads. ``ffn`` is the
-    dense feed-forward's width, also where some layers have experts. Without ``gated`` all
-    feed-forwards, experts' too, are up and down only, with GELU; ``activation``: of the gate.
-
-    ``norms`` stand before attention and feed-forward, after them (OLMo 2) or at both places
-    (Gemma 2). ``embed_scale`` multiplies what the embedding gives, ``residual_scale`` what a layer
+    hidden], down [hidden, ffn], two norms of hidden; a last norm. ``qk_norm``: two more norms of
+    head_dim, or, if ``qk_norm_over`` is projection, of all of q's and of k's heads. ``ffn``: width
+    of the dense feed-forward, even if some layers have experts. Without ``gated`` all
+    feed-forwards, the experts' too, are up and down with GELU. ``activation``: the gate's.
+    ``norms``: before attention and feed-forward, after them (OLMo 2) or both (Gemma 2).
+    ``embed_scale`` multiplies the embedding's output, ``residual_scale`` the terms that a layer
     adds, ``logits_scale`` the logits, ``softmax_scale`` the products of q and k (by default
-    head_dim^-1/2). With ``window`` a query sees so many keys at most, its own included, but in
-    ``full_layers``, from 0; ``local_rope_theta`` is that of layers with a window. ``not_computed``:
-    what of the model no module here computes; its operations are listed, to plan or run it is
-    refused with these words. ``more_weights``: of each layer then, by name, so many elements.
+    head_dim^-1/2). ``window``: the most keys that a query sees, its own included, except in
+    ``full_layers`` (counted from 0). ``local_rope_theta``: of layers with a window.
+    ``not_computed``: the part of the model that no module here computes. Its operations are listed,
+    but planning or running it raises an error with these words. ``more_weights``: names and
+    elements of further weights of each layer of such a model.
     """
 
     name: str = ""
@@ -220,17 +219,17 @@ class Decoder(Record, kw_only=True, tag_field="family", tag="decoder"):
             self.fail("more_weights", "no module here has them; say so in not_computed")
 
     def check_computed(self) -> None:
-        """ValueError where no module here computes the model."""
+        """Raise a ValueError if no module here computes the model."""
         if self.not_computed:
             told = f"{self.name or 'the model'} is not computed here: {self.not_computed}"
             raise ValueError(f"{told}; measure gemm, attention and collectives list its operations")
 
     def window_of(self, layer: int) -> int | None:
-        """Return how many keys a query of layer ``layer`` sees at most; None: all before it."""
+        """Return the most keys that a query of layer ``layer`` sees; None: all keys before it."""
         return None if layer in self.full_layers else self.window
 
     def check_rotary(self) -> None:
-        """ValueError where rotary positions, which turn pairs, cannot turn a head."""
+        """Raise a ValueError if a head's width is odd: rotary positions turn pairs."""
         owner, field = (self, "head_dim") if self.mla is None else (self.mla, "rope_head_dim")
         if getattr(owner, field) % 2:
             owner.fail(field, "must be even: rotary positions turn pairs")
@@ -248,8 +247,8 @@ AnyModel = LanguageModel | WideResNet
 def layer_kinds(
     model: AnyModel, seq_len: int, layers: range | None = None
 ) -> tuple[LayerKind, ...]:
-    """Return the kind of each of ``layers``, by default of all, for so many tokens: a window that
-    holds them all is none."""
+    """Return the kind of each of ``layers`` (by default all) for sequences of ``seq_len`` tokens. A
+    window of ``seq_len`` or more counts as none."""
 
     def kind(layer: int) -> LayerKind:
         if isinstance(model, WideResNet):

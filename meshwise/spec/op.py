@@ -1,6 +1,6 @@
-"""The vocabulary: every operation is described here, once.
+"""The operations: every kind is described here, once.
 
-An operation is a small frozen record that knows its FLOPs (matrix products only, a
+An operation is a small frozen record that knows its FLOPs (matrix products only; a
 multiply-add is 2) and the bytes it must move (each input read once, each output written once).
 ``probe`` times these records, ``fit`` and ``prices`` price them, ``models.apply`` emits them,
 ``search`` adds them up. Sizes are those of one rank.
@@ -33,12 +33,12 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")  # the group's first rank 
 
 
 class Gemm(Record, kw_only=True, tag_field="op", tag="gemm"):
-    """C[m,n] = A[m,k] B[k,n]; ``trans_a``, ``trans_b`` say which operand is stored transposed.
+    """C[m,n] = A[m,k] B[k,n]. ``trans_a``, ``trans_b``: this operand is stored transposed.
 
-    ``groups`` > 1 is a grouped product, as experts do it: the rows m are divided among the groups,
-    each with its own B; with ``trans_a`` (a weight gradient) k is divided, each with its own C.
-    ``batched``: all groups have as many rows, and the product is one of stacked matrices.
-    fp8 operands give a bf16 result, scaled by one number a tensor or one a row (``scaling``).
+    ``groups`` > 1: a grouped product, as in experts. The rows m are divided among the groups, each
+    with its own B; with ``trans_a`` (a weight gradient) k is divided, and each group has its own C.
+    ``batched``: all groups have equally many rows; the matrices are stacked. ``scaling``: fp8
+    operands have one scale per tensor or per row; their product is bf16.
     """
 
     m: Length
@@ -73,12 +73,12 @@ class Gemm(Record, kw_only=True, tag_field="op", tag="gemm"):
 class Attention(Record, kw_only=True, tag_field="op", tag="attention"):
     """softmax(Q K^T) V over ``heads`` query heads; ``kv_heads`` may be fewer (GQA).
 
-    ``head_dim`` is that of Q and K, ``head_dim_v`` that of V where it differs (MLA). ``window``:
-    a query sees that many keys at most, its own position included; causal only.
+    ``head_dim``: of Q and K. ``head_dim_v``: of V if it differs (MLA). ``window``: the most keys
+    that a query sees, its own position included; causal only.
 
-    Forward is two products over all pairs of query and key, 2*B*H*Sq*Skv*(d + d_v), halved when
-    causal; backward is 2.5 times that, as flash-attention counts it. ``exact_flops`` counts the
-    pairs that the mask leaves: (S+1)/2S of them when causal. A window is always counted exactly.
+    Forward is two products over all pairs of query and key, 2*B*H*Sq*Skv*(d + d_v), halved if
+    causal. Backward is 2.5 times that, as in flash-attention. ``exact_flops`` counts only pairs
+    that the mask keeps: (S+1)/2S of them if causal. A window is always counted exactly.
     """
 
     batch: Count
@@ -105,7 +105,7 @@ class Attention(Record, kw_only=True, tag_field="op", tag="attention"):
 
     @property
     def pairs(self) -> int:
-        """Pairs of query and key that the mask leaves in one head, the last query seeing all."""
+        """Pairs of query and key that the mask keeps in one head; the last query sees all keys."""
         if not self.causal:
             return self.q_len * self.kv_len
         before = max(0, self.kv_len - self.q_len)  # keys that every query sees
@@ -139,11 +139,11 @@ class Attention(Record, kw_only=True, tag_field="op", tag="attention"):
 
 
 class Convolution(Record, kw_only=True, tag_field="op", tag="convolution"):
-    """One product of a convolution, channels last, by a square kernel, padded by kernel // 2.
+    """One product of a convolution: channels last, a square kernel, padding kernel // 2.
 
     x[batch, in_channels, height, width] gives y[batch, out_channels, ceil(height / stride),
-    ceil(width / stride)]. ``product``: y of x and w (forward), dx of dy and w (dgrad), or dw of dy
-    and x (wgrad); all three have the same FLOPs.
+    ceil(width / stride)]. ``product``: y from x and w (forward), dx from dy and w (dgrad), or dw
+    from dy and x (wgrad). All three have the same FLOPs.
     """
 
     batch: Count
@@ -180,7 +180,7 @@ class Convolution(Record, kw_only=True, tag_field="op", tag="convolution"):
 
 
 class Elementwise(Record, kw_only=True, tag_field="op", tag="elementwise"):
-    """Memory-bound work: norms, activations, copies, the optimizer. Its price is its bytes."""
+    """Memory-bound work: norms, activations, copies, the optimizer. Its bytes set its price."""
 
     kind: ElementwiseKind
     read_bytes: NonNegative
@@ -197,14 +197,14 @@ class Elementwise(Record, kw_only=True, tag_field="op", tag="elementwise"):
 
 
 class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
-    """A collective of ``group_size`` ranks spaced ``group_stride`` apart, all groups at once; with
-    ``ranks`` of that one group alone, in this order, while the others wait.
+    """A collective of ``group_size`` ranks, ``group_stride`` apart. All such groups run at once.
+    With ``ranks``, only the group of these ranks runs, in this order, while other ranks wait.
 
-    ``size_bytes`` is nccl-tests' ``size``: the larger of a rank's send and receive buffer, that
-    is the gathered tensor for all_gather and the unreduced one for reduce_scatter.
+    ``size_bytes`` is nccl-tests' ``size``: the larger of a rank's send and receive buffer. It is
+    the gathered tensor for all_gather and the unreduced one for reduce_scatter.
     algbw = size/t; busbw = algbw * factor (nccl-tests, doc/PERFORMANCE.md).
 
-    send_recv is a ring shift, send one message from the first rank of the group to the last.
+    send_recv is a ring shift. send is one message from the first rank of the group to the last.
     all_to_all_v sends ``splits[i][j]`` bytes from the group's rank i to its rank j.
     """
 
@@ -236,8 +236,8 @@ class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
 
     @property
     def bytes(self) -> int:
-        """Bytes each rank puts on the wire, rounded up: ``size_bytes`` times the busbw factor."""
-        if self.splits:  # the rank that sends or receives most to or from others sets the time
+        """Bytes each rank sends to others: ``size_bytes`` times the busbw factor, rounded up."""
+        if self.splits:  # the rank that exchanges the most bytes with others sets the time
             return max(self._loads(keep_own=False))
         return -(-self.size_bytes * self._parts_sent // self.group_size)
 
@@ -249,14 +249,14 @@ class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
 
     @property
     def _parts_sent(self) -> int:
-        """Return how many ``group_size``-ths of ``size_bytes`` each rank puts on the wire."""
+        """Return how many ``group_size``-ths of ``size_bytes`` each rank sends to others."""
         n = self.group_size
         if self.kind in ("broadcast", "reduce", "send_recv", "send"):
             return n if n > 1 else 0
         return 2 * (n - 1) if self.kind == "all_reduce" else n - 1
 
     def _loads(self, *, keep_own: bool) -> list[int]:
-        """Return what each rank sends, then what each receives, with or without its own part."""
+        """Return the bytes each rank sends, then those each receives, with or without its own."""
         n = len(self.splits)
         kept = [[self.splits[i][j] * (keep_own or i != j) for j in range(n)] for i in range(n)]
         return [*map(sum, kept), *map(sum, zip(*kept, strict=True))]
@@ -265,8 +265,8 @@ class Collective(Record, kw_only=True, tag_field="op", tag="collective"):
 class Overlap(Record, kw_only=True, tag_field="op", tag="overlap"):
     """Compute on one stream while a collective runs on another, again and again.
 
-    Its time is that of one ``compute`` while collectives run. The baselines are measured in turns
-    with it and stand in the sample's metrics.
+    Its time is the time of one ``compute`` while collectives run. The baselines are measured
+    alternately with it and stored in the sample's metrics.
     """
 
     compute: Gemm | Attention
@@ -282,12 +282,12 @@ class Overlap(Record, kw_only=True, tag_field="op", tag="overlap"):
 
 
 class Block(Record, kw_only=True, tag_field="op", tag="block"):
-    """One measured piece of a model: a layer, or of a language model the head with its loss.
+    """One measured piece of a model: a layer, or the head of a language model with its loss.
 
-    The sum of its operations' prices is compared with the clock once, and the ratio corrects
-    every plan that contains the block (``fit.factors``). ``model`` has no more layers than it takes
-    to have this one, and an empty name, so that equal pieces of different models are one key.
-    ``form``: of a layer of images, whose shapes differ, ``LayerKind.form``; of others it is "".
+    The block's measured time over the sum of its operations' prices is a ratio that corrects every
+    plan that contains the block (``fit.factors``). ``model`` has only as many layers as the block
+    needs, and an empty name, so that equal pieces of different models share one key. ``form``:
+    ``LayerKind.form`` for image models, whose layers differ in shape; otherwise "".
     """
 
     part: Literal["layer", "head"]

@@ -20,8 +20,8 @@ ADDENDS = (
 
 
 class PhaseSpan(Record, kw_only=True):
-    """Something that ``rank`` did; seconds since all ranks started. ``messages`` are those between
-    pipeline stages, ``communication`` everything else between ranks."""
+    """A span of one rank's work; seconds since all ranks started. ``messages``: between pipeline
+    stages. ``communication``: everything else between ranks."""
 
     rank: NonNegative
     stream: Stream
@@ -33,10 +33,10 @@ class PhaseSpan(Record, kw_only=True):
 class RankPhases(Record, kw_only=True):
     """Seconds of one rank; all but ``communication_s`` add up to the step.
 
-    ``forward_s``, ``backward_s`` and ``optimizer_s`` (with clipping) are without the time in which
-    the rank communicates and computes nothing, which is ``exposed_communication_s``; what it
-    communicates beside computation too is in ``communication_s``. ``bubble_s``: waiting for a
-    neighbour's message in a pipeline, and for ranks that end later.
+    ``exposed_communication_s``: the rank communicates and computes nothing. ``forward_s``,
+    ``backward_s`` and ``optimizer_s`` (with clipping) exclude this time. ``communication_s``: all
+    communication, also beside computation. ``bubble_s``: waiting for a neighbour's message in a
+    pipeline, and for ranks that end later.
     """
 
     rank: NonNegative
@@ -50,8 +50,8 @@ class RankPhases(Record, kw_only=True):
 
 
 class Phases(Record, kw_only=True):
-    """One step, from the start of all ranks to the end of the last. ``profiled_step_s``: the same
-    under the profiler, which is where communication was seen."""
+    """One step, from the common start to the end of the last rank. ``profiled_step_s``: the same
+    under the profiler, which recorded the communication."""
 
     schema_version: Positive = SCHEMA_VERSION
     step_s: PositiveFloat
@@ -61,8 +61,8 @@ class Phases(Record, kw_only=True):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return a sample's metrics: of every phase the mean over ranks (``forward_s``; they add
-        up) and the largest (``largest_forward_s``)."""
+        """Return a sample's metrics. Each phase has its mean over ranks (``forward_s``; the means
+        add up to the step) and its largest value (``largest_forward_s``)."""
         found: dict[str, float] = {}
         for name in (*ADDENDS, "communication_s"):
             values = [float(getattr(rank, name)) for rank in self.ranks]
@@ -74,7 +74,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint intervals, ascending, that cover the same moments."""
+    """Return disjoint, ascending intervals that cover the same moments."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -85,7 +85,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """Remove ``others`` from intervals; both are disjoint and ascending."""
+    """Remove ``others`` from ``intervals``. Both are disjoint and ascending."""
     found, cuts, at = [], list(others), 0
     for start, end in intervals:
         while at < len(cuts) and cuts[at][1] <= start:
@@ -102,5 +102,5 @@ def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[I
 
 
 def within_s(intervals: Iterable[Interval], start: float, end: float) -> float:
-    """Seconds of disjoint intervals between two moments."""
+    """Return the seconds of disjoint intervals between two moments."""
     return sum(max(0.0, min(b, end) - max(a, start)) for a, b in intervals)

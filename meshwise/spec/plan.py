@@ -1,4 +1,4 @@
-"""A plan: which layout, on which devices, what it should cost, and what else was considered."""
+"""A plan: a layout, its devices, its predicted cost, and the alternatives considered."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ from meshwise.spec.recipe import Recipe
 from meshwise.spec.record import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Record
 from meshwise.spec.vision import WideResNet
 
-SCHEMA_VERSION = 3  # 1 had no pipelines, 2 did not say where operations lie
+SCHEMA_VERSION = 3  # 1 had no pipelines, 2 no placements of operations
 
-MOST_GRAPHS = 64  # that one rank compiles
-CHANNELS = "channels"  # what tp divides of convolutions
+MOST_GRAPHS = 64  # that one rank may compile
+CHANNELS = "channels"  # the dim of convolutions that tp divides
 
 
 class Part(Record, kw_only=True):
@@ -31,16 +31,16 @@ class Part(Record, kw_only=True):
 
 
 class StageTimes(Record, kw_only=True):
-    """Seconds of one microbatch in a stage. Where backward is split, ``backward_s`` is that of the
-    input and ``weights_s`` that of the weights; else the whole and 0."""
+    """Seconds of one microbatch in a stage. If backward is split, ``backward_s`` is its input part
+    and ``weights_s`` its weight part. Otherwise they are the whole backward and 0."""
 
     forward_s: NonNegativeFloat
     backward_s: NonNegativeFloat
     weights_s: NonNegativeFloat
 
     def of_action(self, kind: str) -> float:
-        """Return an action's seconds: F, B (the whole backward), I (of the input), W (of
-        weights)."""
+        """Return the seconds of an action: F, B (whole backward), I (input part) or W (weight
+        part)."""
         whole_s = self.backward_s + self.weights_s
         return {"F": self.forward_s, "B": whole_s, "I": self.backward_s, "W": self.weights_s}[kind]
 
@@ -50,9 +50,9 @@ class Prediction(Record, kw_only=True):
 
     ``mfu`` counts FLOPs as torchtitan does (6 per parameter and token without the embedding
     lookup, plus 12*layers*hidden*seq per token, attention not halved) against the datasheet
-    peak; None when the device has no known peak. ``time_parts`` are of the rank that ends last,
-    ``stage_times`` of every stage of a pipeline. ``tier`` is the lowest of the prices it rests on;
-    None in files that did not say.
+    peak; None if the device's peak is unknown. ``time_parts``: of the rank that ends last.
+    ``stage_times``: one for every stage of a pipeline. ``tier``: the lowest tier of the prices
+    used; None in older files.
     """
 
     step_time_s: PositiveFloat
@@ -84,7 +84,7 @@ class Removal(Record, kw_only=True):
 
 
 class Infeasible(Record, kw_only=True):
-    """The layout that came nearest to fitting, and what it lacked."""
+    """The layout that came nearest to fitting, and the bytes that it lacks."""
 
     layout: Layout
     missing_bytes: float
@@ -98,10 +98,10 @@ Placement = dict[str, tuple[Axis, ...]]
 class Stage(Record, kw_only=True):
     """Layers ``first_layer`` to ``last_layer`` (exclusive) on one pipeline rank.
 
-    ``devices`` in rank order hold the axes dp, cp and tp (innermost). ``placements``: of each part
-    of the model (a field of ``Cuts``) the mesh axes that divide each dim of its operations, the
-    major axis first; what has no dim of an axis is whole on its ranks, or a sum over them.
-    ``recompute``: one word a layer.
+    ``devices``: in rank order, over the axes dp, cp and tp (innermost). ``placements``: for each
+    part of the model (a field of ``Cuts``), the mesh axes that divide each dim of its operations,
+    the major axis first. A tensor without a dim of an axis is whole on the axis's ranks, or a sum
+    over them. ``recompute``: one word per layer.
     """
 
     first_layer: NonNegative
@@ -119,7 +119,7 @@ class Stage(Record, kw_only=True):
 
 
 def placements_of(inside: Layout, parts: Iterable[str]) -> dict[str, Placement]:
-    """Return where the operations of these parts of a model lie within a pipeline rank."""
+    """Return the placements of operations of these parts of a model within a pipeline rank."""
     found = {}
     for part in parts:
         axes: dict[str, list[Axis]] = {"batch": ["dp"], "seq": ["cp"]}
@@ -135,7 +135,7 @@ def placements_of(inside: Layout, parts: Iterable[str]) -> dict[str, Placement]:
 
 
 def parts_of(model: AnyModel) -> tuple[str, ...]:
-    """The parts of a model whose operations are placed each in their own way."""
+    """Return the parts of a model that have placements of their own."""
     if isinstance(model, WideResNet):
         return ("stream", "convolutions")
     dense = not all(map(model.has_experts, range(model.layers)))
@@ -144,7 +144,7 @@ def parts_of(model: AnyModel) -> tuple[str, ...]:
 
 
 def stages_of(layout: Layout, model: AnyModel) -> tuple[Stage, ...]:
-    """The stages of a layout."""
+    """Return the stages of a layout."""
     stages, parts = [], parts_of(model)
     for number, layers in enumerate(layout.stage_layers(model.layers)):
         rank, inside = rank_of(layout.schedule, number, layout.pp), layout.of_stage(number)
@@ -168,7 +168,7 @@ def stages_of(layout: Layout, model: AnyModel) -> tuple[Stage, ...]:
 
 
 def layout_of(stages: tuple[Stage, ...], layout: Layout) -> Layout:
-    """The layout, with the ways of stages that differ from what it makes of them."""
+    """Return the layout with ``ways`` for stages that differ from the layout's own settings."""
     ways = []
     for number, stage in enumerate(stages):
         inside, words = layout.of_stage(number), Counter(stage.recompute)
@@ -198,13 +198,13 @@ def layout_of(stages: tuple[Stage, ...], layout: Layout) -> Layout:
 
 
 def _cut(placed: Placement) -> str:
-    """The dim of a part that tp divides; where that is two, the experts."""
+    """Return the dim of a part that tp divides. If it divides two, return ``experts``."""
     return next((dim for dim, axes in reversed(placed.items()) if "tp" in axes), "whole")
 
 
 class Plan(Record, kw_only=True):
-    """Enough to run the chosen layout elsewhere. Without a ``prediction`` it was not priced. The
-    workload of images has sequences of length 1."""
+    """All that is needed to run the chosen layout elsewhere. ``prediction``: None if it was not
+    priced. Image workloads have sequences of length 1."""
 
     schema_version: Positive = SCHEMA_VERSION
     model: AnyModel
@@ -255,7 +255,7 @@ class Plan(Record, kw_only=True):
 
     @property
     def graphs(self) -> int:
-        """Number of different layers a rank compiles at most, by kind and recomputation."""
+        """The most layers of different kind or recomputation that one rank compiles."""
         found = defaultdict[int, set[tuple[LayerKind, Recompute]]](set)
         for stage in self.stages if self.lowering == "compiled" else ():
             layers = range(stage.first_layer, stage.last_layer)
@@ -264,7 +264,8 @@ class Plan(Record, kw_only=True):
         return max(map(len, found.values()), default=0)
 
     def _check_stages(self) -> None:
-        """The stages are the truth: what they do in ways of their own is added to the layout."""
+        """Check the stages. Stages take precedence: settings of their own become the layout's
+        ``ways``."""
         due = stages_of(self.layout, self.model)
         if self.stages == due:
             return

@@ -1,4 +1,4 @@
-"""Recipes: how a model is trained, beside its layout: numbers, optimizer, kernels, trade-offs."""
+"""Recipes: how a model is trained, apart from its layout: dtypes, optimizer, kernels."""
 
 from typing import Literal
 
@@ -13,15 +13,14 @@ Routing = Literal["learned", "balanced", "skewed"]
 class Recipe(Record, kw_only=True):
     """The recipe of a training; the defaults are torchtitan's.
 
-    ``weights``: of masters and the optimizer's moments. ``reduce``: in what gradients are added
-    over ranks. ``max_grad_norm``: 0 does not clip. ``prefetch``: units gathered ahead of the one
-    that computes (ZeRO-3). ``attention``: the kernel. ``aux_loss``: weight of the experts' load
-    balancing loss. ``routing``: by the router, or to experts of equal or, as 1/n, of unequal load,
-    for benchmarks. ``fp8``: the layers' products by scaled fp8. ``offload``: activations wait in
-    host memory for their backward. ``async_tp``: compiled, tp's gathers and reductions run
-    beside products of the backward that do not need them. ``fp32_precision``: how GPUs take fp32
-    tensors in products and convolutions.
-    """
+    ``weights``: dtype of master weights and the optimizer's moments. ``reduce``: dtype in which
+    gradients are summed over ranks. ``max_grad_norm``: 0 does not clip. ``prefetch``: units
+    gathered ahead of the one that computes (ZeRO-3). ``attention``: the kernel. ``aux_loss``:
+    weight of the experts' load balancing loss. ``routing``: learned by the router; for benchmarks,
+    balanced over experts, or skewed as 1/n. ``fp8``: the layers' products use scaled fp8.
+    ``offload``: activations wait in host memory for their backward. ``async_tp``: in compiled code,
+    tp's gathers and reductions overlap products of the backward that do not need them.
+    ``fp32_precision``: how GPUs multiply fp32 tensors, also in convolutions."""
 
     optimizer: Optimizer = "adamw"
     learning_rate: PositiveFloat = 3e-4

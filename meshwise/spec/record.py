@@ -1,8 +1,8 @@
 """The base of every record: frozen, keyword-only, strict about names and ranges.
 
-A field's range is declared once, in its annotation (``Annotated[int, Meta(ge=1)]``), and checked
-both when a record is built in Python and when it is read from a file. A wrong value is one line
-that names the record, the field, the value and what is allowed.
+A field's range is declared once, in its annotation (``Annotated[int, Meta(ge=1)]``). It is checked
+when a record is built in Python and when it is read from a file. The error for a wrong value is one
+line that names the record, the field, the value and the allowed range.
 """
 
 import functools
@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=1, le=2**20)]  # of what is gone through one by one: ranks, experts
-Length = Annotated[int, Meta(ge=1, le=2**40)]  # products of three are counted exactly
+Count = Annotated[int, Meta(ge=1, le=2**20)]  # for things that code loops over: ranks, experts
+Length = Annotated[int, Meta(ge=1, le=2**40)]  # the product of three is still exact
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e300)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e300)]
@@ -32,7 +32,7 @@ _BOUNDS = (
 )
 
 
-_Constraint = tuple[str, bool, tuple[Any, ...], tuple[Any, ...]]  # as _constraints has them
+_Constraint = tuple[str, bool, tuple[Any, ...], tuple[Any, ...]]  # see _constraints
 
 
 @typing.dataclass_transform(  # mypy does not see that msgspec inherits frozen
@@ -68,7 +68,7 @@ class Record(
                         self.fail(field, f"{each}must be {sign} {bound}")
 
     def check(self) -> None:
-        """Rules across fields; call ``self.fail(field, fix)`` when one is broken."""
+        """Check rules across fields; call ``self.fail(field, fix)`` if one is broken."""
 
     def fail(self, field: str, fix: str) -> typing.NoReturn:
         """Raise the one-line error that names this record, the field, its value and the fix."""
@@ -79,7 +79,7 @@ class Record(
 
 
 class Exact(Record, kw_only=True):
-    """A record that programs build: fields are of their type exactly, but a list may be a tuple."""
+    """A record that programs build. Fields must have their exact type; lists become tuples."""
 
     def __post_init__(self) -> None:
         given = {field: getattr(self, field) for field in type(self).__struct_fields__}
@@ -93,7 +93,7 @@ class Exact(Record, kw_only=True):
 
 @functools.cache
 def _kinds(cls: type) -> Any:
-    """Types of fields; ranges and choices are ``Record``'s."""
+    """Return a TypedDict of the fields' types. ``Record`` checks ranges and choices."""
     hints = {
         field: str if typing.get_origin(hint) is typing.Literal else hint
         for field, hint in typing.get_type_hints(cls).items()
@@ -103,11 +103,11 @@ def _kinds(cls: type) -> Any:
 
 
 def mistyped(given: dict[str, Any], kinds: Any) -> tuple[str, str] | None:
-    """The first value that is not what ``kinds``, a TypedDict, says, by name, and what it says.
+    """Return the name of the first value that does not match ``kinds``, a TypedDict, and the error.
 
-    Nothing is converted: True is no int, 1.0 neither, a list no tuple, a tuple no NamedTuple.
+    Nothing is converted: True and 1.0 are no int, a list is no tuple, a tuple is no NamedTuple.
     """
-    apart = {  # what is a NamedTuple already would pass unseen
+    apart = {  # as plain tuples: NamedTuples would pass unchecked
         name: tuple(value) if isinstance(value, tuple) else value for name, value in given.items()
     }
     try:
@@ -124,8 +124,9 @@ def mistyped(given: dict[str, Any], kinds: Any) -> tuple[str, str] | None:
 
 @functools.cache
 def _in_range(cls: type) -> tuple[Callable[[Any], Any], tuple[Any, ...], tuple[_Constraint, ...]]:
-    """Split a class's constraints: a getter of the fields that one comparison checks, with their
-    choices and ends, and the other constraints. Searches build records by the ten thousand."""
+    """Split a class's constraints: a getter of the fields that one comparison checks, their choices
+    and bounds, and the other constraints. Fast, since searches build tens of thousands of
+    records."""
     quick, others = dict[str, tuple[Any, float, float]](), list[_Constraint]()
     for field, is_tuple, choices, bounds in _constraints(cls):
         limits = {sign: bound for _, bound, sign in bounds}
@@ -134,14 +135,14 @@ def _in_range(cls: type) -> tuple[Callable[[Any], Any], tuple[Any, ...], tuple[_
         else:
             ends = limits.get(">=", -math.inf), limits.get("<=", math.inf)
             quick[field] = (choices, *ends)
-    if len(quick) < 2:  # of one, attrgetter has no tuple
+    if len(quick) < 2:  # with one field attrgetter returns no tuple
         return lambda record: (), (), _constraints(cls)
     return operator.attrgetter(*quick), tuple(quick.values()), tuple(others)
 
 
 @functools.cache
 def _constraints(cls: type) -> tuple[_Constraint, ...]:
-    """Fields with a range or choices, and whether these are of each element of a tuple."""
+    """Return the fields with a range or choices, and whether these apply to a tuple's elements."""
     found = []
     for field, hint in typing.get_type_hints(cls, include_extras=True).items():
         if field not in cls.__struct_fields__:  # type: ignore[attr-defined]
@@ -160,23 +161,23 @@ def _read_hint(hint: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         if isinstance(inner, Meta):
             limits = ((holds, getattr(inner, name), sign) for name, holds, sign in _BOUNDS)
             return (), tuple(limit for limit in limits if limit[1] is not None)
-    if type(None) in typing.get_args(hint):  # Optional: the range of what it may hold
+    if type(None) in typing.get_args(hint):  # Optional: the range of the inner type
         (some,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
         return _read_hint(some)
     return (), ()
 
 
 def digest(record: Any) -> str:
-    """Twelve hex digits that name a record's content: the same on every machine.
+    """Return twelve hex digits that name a record's content, the same on every machine.
 
-    Fields that have their default value do not count, so that a record keeps its digest when a
-    field with a default is added.
+    Fields with their default value do not count, so a record keeps its digest when a new field with
+    a default is added.
     """
     return hashlib.sha256(msgspec.json.encode(_told(record), order="sorted")).hexdigest()[:12]
 
 
 def _told(value: Any) -> Any:
-    """Plain data without the fields that say what the default says."""
+    """Return plain data without the fields that have their default value."""
     if isinstance(value, tuple | list):
         return [_told(item) for item in value]
     if not isinstance(value, msgspec.Struct):
@@ -191,4 +192,4 @@ def _told(value: Any) -> Any:
     return told
 
 
-_fields = functools.cache(msgspec.structs.fields)  # which reads annotations each time
+_fields = functools.cache(msgspec.structs.fields)  # cached: it reads annotations each time

@@ -1,4 +1,4 @@
-"""Records of ``refit``: the weights of a model go from one layout to another."""
+"""Records of ``refit``, which moves a model's weights from one layout to another."""
 
 from math import lcm
 from typing import Literal
@@ -14,12 +14,12 @@ Order = Literal["plain", "megatron", "engine"]
 
 
 class Resharding(Record, kw_only=True, tag_field="op", tag="resharding"):
-    """All weights of ``model`` from ``source`` to ``destination``, once.
+    """One move of all weights of ``model`` from ``source`` to ``destination``.
 
-    Whose code moves them (nccl, ipc, ...) is the case's ``backend``. ``cap_bytes``: extra memory
-    that a rank may use. ``changed``: the share of the weights that changes between two refits where
-    only changes are sent; None sends all. ``placement``: destination rank i of the layout is rank
-    ``placement[i]``; empty: as numbered. ``scenario``: the name under which it was asked for.
+    The case's ``backend`` says whose code moves them (nccl, ipc, ...). ``cap_bytes``: extra memory
+    that a rank may use. ``changed``: the share of the weights that changes between two refits, if
+    only changes are sent; None sends all. ``placement``: the layout's destination rank i is rank
+    ``placement[i]``; empty keeps the numbers. ``scenario``: the name that the user asked for.
     """
 
     model: Model | Decoder
@@ -34,7 +34,7 @@ class Resharding(Record, kw_only=True, tag_field="op", tag="resharding"):
 
     @property
     def mode(self) -> Mode:
-        """Collocated when a rank may hold both models."""
+        """Collocated if a rank may hold both models."""
         source, destination = self.source, self.destination
         apart = (
             source.first_rank + source.num_ranks <= destination.first_rank
@@ -44,10 +44,10 @@ class Resharding(Record, kw_only=True, tag_field="op", tag="resharding"):
 
 
 class Side(Record, kw_only=True):
-    """The degrees of a training or an inference model, and how many replicas of all that.
+    """The degrees of a training or an inference model, and the number of its replicas.
 
     ``etp``: tensor parallelism within an expert; None is ``tp``, as in Megatron. As in Megatron's
-    refit benchmark ``ep`` multiplies the ranks: they hold ep copies of what is no expert.
+    refit benchmark, ``ep`` multiplies the ranks: they hold ep copies of all other weights.
     """
 
     tp: Count = 1
@@ -70,7 +70,7 @@ class Side(Record, kw_only=True):
 
 
 class Scenario(Record, kw_only=True):
-    """A benchmark by name: ``train`` to ``infer``. ``about``: where it comes from."""
+    """A named benchmark: weights move from ``train`` to ``infer``. ``about``: its source."""
 
     name: str
     about: str
@@ -82,8 +82,9 @@ class Scenario(Record, kw_only=True):
 
 
 class Bound(Record, kw_only=True):
-    """No transfer is faster than ``seconds``, at ``bytes_per_s`` (None: not known, so no bound) of
-    what ``rate`` names. ``ranks``: who sets the one that binds; of ``hosts`` they are hosts."""
+    """A bound: no transfer is faster than ``seconds``. ``bytes_per_s``: value of the rate ``rate``
+    (None: unknown, so no bound). ``ranks``: those that set the bound that binds; in the bound
+    ``hosts`` they are hosts."""
 
     name: str
     seconds: float
@@ -95,16 +96,15 @@ class Bound(Record, kw_only=True):
 class Forecast(Record, kw_only=True):
     """The forecast of a refit, before anything runs.
 
-    ``source_bytes``, ``destination_bytes``: of the first rank of each. ``wire_bytes``: of all
-    ranks; ``local_bytes``: copied within ranks; ``max_in_bytes``, ``max_out_bytes``: of the busiest
-    rank. ``num_slices``: boxes that travel between ranks; ``num_messages``: pairs of ranks that
-    exchange any, packed, in ``num_stages`` steps. ``staging_bytes``: extra memory of a rank, at
-    most; ``atomic_bytes``: the second copy of its destination. ``bound_s``: of ``bounds`` the one
-    that binds whatever the plan (egress does so only where nobody passes bytes on).
-    ``predicted_s``: for which the plan keeps its busiest link busy. ``placed_wire_bytes``: what
-    would travel if destination ranks were renumbered; None: not worked out. ``loads[s][d]``: bytes
-    from rank s to d, own copies on the diagonal; empty above 16 ranks.
-    """
+    ``source_bytes``, ``destination_bytes``: held by the first rank of each. ``wire_bytes``: sent
+    between ranks, over all ranks. ``local_bytes``: copied within ranks. ``max_in_bytes``,
+    ``max_out_bytes``: received and sent by the busiest rank. ``num_slices``: boxes sent between
+    ranks. ``num_messages``: packed messages between pairs of ranks, in ``num_stages`` steps.
+    ``staging_bytes``: the most extra memory of a rank. ``atomic_bytes``: the second copy of its
+    destination. ``bound_s``: the bound in ``bounds`` that binds any plan (egress binds only if no
+    rank forwards bytes). ``predicted_s``: how long the plan keeps its busiest link busy.
+    ``placed_wire_bytes``: bytes sent if destination ranks were renumbered; None if not computed.
+    ``loads[s][d]``: bytes from rank s to d, own copies on the diagonal; empty above 16 ranks."""
 
     op: Resharding
     num_ranks: Positive
@@ -129,5 +129,5 @@ class Forecast(Record, kw_only=True):
 
     @property
     def plan_efficiency(self) -> float:
-        """1 where nothing moves."""
+        """The bound over the predicted time; 1 if nothing moves."""
         return self.bound_s / self.predicted_s if self.predicted_s else 1.0

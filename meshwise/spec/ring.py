@@ -1,7 +1,7 @@
 """A row of ``measure ring``'s JSON, which ``report --scaling`` reads: a length and a ring size.
 
-The names are those of the benchmark of RingDilatedAttentionV2Collective, and ours.
-``pages.ring`` has the formulas. None where a figure does not apply or could not be had.
+The names are ours and those of the benchmark of RingDilatedAttentionV2Collective. ``pages.ring``
+has the formulas. A figure is None if it does not apply or could not be measured.
 """
 
 from typing import Annotated, Literal
@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-# what figures and quotients can bear
+# ranges in which figures and quotients stay finite
 Whole = Annotated[int, Meta(ge=1, le=2**53)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Positive = Annotated[float, Meta(ge=1e-9, le=1e18)]
 
 
 class RingRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row; GB = 1e9. Unknown fields are ignored: other versions may have written it."""
+    """One row; GB = 1e9. Unknown fields are ignored: another version may have written them."""
 
     seq_length: Whole
     ring_size: Whole
@@ -66,7 +66,7 @@ class RingRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the forward alone took as long as forward and backward."""
+        """Whether noise hides the backward: forward alone took as long as both."""
         return self.backward_time_ms == 0 or (self.reason or "").startswith("noisy")
 
     @property

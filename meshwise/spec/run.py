@@ -21,8 +21,8 @@ SCHEMA_VERSION = 1
 
 
 class Step(Record, kw_only=True, tag_field="op", tag="step"):
-    """One whole training step under a layout, one forward pass, or the decoding of ``new_tokens``
-    behind the workload's sequences: what ``run`` measures."""
+    """The work that ``run`` measures: a whole training step under a layout, a forward pass, or the
+    decoding of ``new_tokens`` after the workload's sequences."""
 
     model: AnyModel
     workload: Workload
@@ -34,19 +34,19 @@ class Step(Record, kw_only=True, tag_field="op", tag="step"):
 
     @property
     def tokens(self) -> int:
-        """Tokens, or images, of what is timed; of decoding one of each sequence."""
+        """Tokens or images in the timed work. Decoding times one token per sequence."""
         return self.workload.global_batch_size if self.mode == "decode" else self.workload.tokens
 
 
 class Case(Record, kw_only=True):
-    """A case: what is timed, and how. Two cases with different regimes are never one number.
+    """A case: what is timed, and how. Cases with different regimes are never averaged into one.
 
     ``regime``: cold (L2 flushed, buffers rotated), warm (same buffers), graph (CUDA graph
     replay), blocking (the host waits for each call), pipelined (many calls in a row, one time for
-    all), sustained (for seconds without a pause, at the clocks that the power cap leaves).
-    ``lowering``: eager or compiled code. ``backend``: whose code, where it is not what torch picks
-    by itself: a kernel of attention, a library of collectives, a way of moving weights.
-    ``world_size``: ranks that worked at once.
+    all), sustained (for seconds without a pause, at the clocks that the power cap allows).
+    ``lowering``: eager or compiled code. ``backend``: whose code, if it is not torch's own choice:
+    an attention kernel, a library of collectives, a way of moving weights. ``world_size``: ranks
+    that worked at once.
     """
 
     op: Op | Step | Resharding | LongAttention
@@ -61,7 +61,7 @@ class Case(Record, kw_only=True):
 
 
 def case_of(plan: Plan, mode: Literal["train", "infer", "decode"], *, new_tokens: int = 0) -> Case:
-    """Return the case that ``run`` measures of a plan."""
+    """Return the case that ``run`` measures for a plan."""
     op = Step(
         model=plan.model,
         workload=plan.workload,
@@ -75,8 +75,9 @@ def case_of(plan: Plan, mode: Literal["train", "infer", "decode"], *, new_tokens
 
 
 class StepLine(Record, kw_only=True):
-    """A line of ``steps.jsonl``: a timed step of training as soon as it is known, on rank 0's
-    clock; ``loss`` of rank 0's rows, None where another stage knows it or it is not finite."""
+    """A line of ``steps.jsonl``: a timed training step, written as soon as its time is known.
+    ``time_s``: on rank 0's clock. ``loss``: of rank 0's rows; None if another stage computes it or
+    it is not finite."""
 
     step: NonNegative
     time_s: float
@@ -84,7 +85,7 @@ class StepLine(Record, kw_only=True):
 
 
 class Derived(NamedTuple):
-    """A case and what it was derived from; ``name``: of the product or exchange (``qkv``)."""
+    """A case and its origin. ``name``: name of the product or exchange (``qkv``)."""
 
     model: str
     microbatch_size: int
@@ -96,7 +97,7 @@ class Derived(NamedTuple):
 
 
 class DeviceState(Record, kw_only=True):
-    """Clocks and health of one device at one moment; a field the device lacks is None."""
+    """Clocks and health of one device at one moment. A field that the device lacks is None."""
 
     rank: NonNegative = 0
     sm_clock_mhz: int | None = None
@@ -111,7 +112,7 @@ class Sample(Record, kw_only=True):
     a zero.
 
     ``times_s``: per iteration, the largest over ranks. ``rank_times_s[rank][iteration]``: each
-    rank's own. ``metrics``: other measured numbers by name (``saved_bytes``, ``peak_bytes``).
+    rank's own. ``metrics``: other measured values by name (``saved_bytes``, ``peak_bytes``).
     """
 
     case_id: str
@@ -127,7 +128,7 @@ class Sample(Record, kw_only=True):
 
     @property
     def num_wrong(self) -> float:
-        """Elements of a collective's result that were wrong, by whatever check there was."""
+        """Wrong elements in a collective's result, summed over the checks that ran."""
         found = [self.metrics.get(name, 0.0) for name in ("wrong", "wrong_as_timed")]
         return sum(sum(value) if isinstance(value, tuple) else value for value in found)
 
@@ -168,7 +169,7 @@ class _Ring(msgspec.Struct):
 
 
 class _Known(msgspec.Struct):
-    """The part of a provenance that is read; the rest is only stored."""
+    """The part of a provenance that code reads; the rest is only stored."""
 
     gpus: tuple[_Gpu, ...] | None = None
     settings: dict[str, str] | None = None
@@ -177,11 +178,11 @@ class _Known(msgspec.Struct):
     cases: str | None = None
 
 
-FAILED = ("oom", "error", "hung")  # what is skipped is not for this machine
+FAILED = ("oom", "error", "hung")  # skipped is no failure: the case does not apply here
 
 
 def ending(samples: Sequence[Sample]) -> tuple[Literal["complete", "partial"], str]:
-    """Return how a run ended that did all its cases, and why it is not complete: some failed."""
+    """Return the status of a run that tried all its cases, and the reason if some failed."""
     failed = Counter(sample.status for sample in samples if sample.status in FAILED)
     if not failed:
         return "complete", ""
@@ -190,10 +191,10 @@ def ending(samples: Sequence[Sample]) -> tuple[Literal["complete", "partial"], s
 
 
 class RunInfo(Record, kw_only=True):
-    """A run: who measured what where; written before the first sample so that a failure keeps it.
+    """A run: who measured what, where. Written before the first sample, so that a failure keeps it.
 
-    ``status``: complete, every case was measured but those that are not for this machine; partial,
-    some failed or the budget was spent; interrupted from outside; failed, the ranks or the verb.
+    ``status``: complete (every case that applies to this machine was measured), partial (some
+    failed or the budget was spent), interrupted (from outside) or failed (the ranks or the verb).
     """
 
     schema_version: Positive = SCHEMA_VERSION

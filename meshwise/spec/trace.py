@@ -1,4 +1,4 @@
-"""Plan against trace (``nccl_check.json``): the collectives that a step should issue, and did."""
+"""Plan against trace (``nccl_check.json``): collectives that a step should and does issue."""
 
 from typing import Literal
 
@@ -12,22 +12,22 @@ Verdict = Literal[
 
 
 class TraceLine(Record, kw_only=True):
-    """Calls of one kind and size. ``elements``: of a rank for gather and scatter, else of the
-    message. ``planned``: how often a step. ``traced``: how often each rank in all, in rank order.
+    """Calls of one kind and size. ``elements``: of one rank's part for gather and scatter, else of
+    the message. ``planned``: calls per step. ``traced``: calls of each rank, in rank order, in all.
     """
 
     units: str
     kind: str
     elements: NonNegative
     dtype: str
-    num_ranks: NonNegative  # of the communicator, 0 where the log does not say
+    num_ranks: NonNegative  # of the communicator; 0 if the log does not say
     planned: NonNegative
     traced: tuple[NonNegative, ...]
     verdict: Verdict
 
 
 class TraceCheck(Record, kw_only=True):
-    """``agrees`` is None where the plan does not say what to expect; ``notes`` say why."""
+    """The whole comparison. ``agrees``: None if the plan predicts no calls; ``notes`` say why."""
 
     schema_version: Positive = SCHEMA_VERSION
     steps: Positive

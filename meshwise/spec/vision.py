@@ -1,4 +1,4 @@
-"""Image classifiers: sizes only, as ``spec/model.py`` has them for language models."""
+"""Image classifiers: sizes only, like language models in ``spec/model.py``."""
 
 from bisect import bisect
 from itertools import accumulate
@@ -6,7 +6,7 @@ from itertools import accumulate
 from meshwise.spec.record import Count, Length, Record
 
 MOST_RESOLUTIONS = 8
-EXPANSION = 4  # channels of a bottleneck's output to its filters
+EXPANSION = 4  # channels of a bottleneck's output over its filters
 
 
 class WideResNet(Record, kw_only=True, tag_field="family", tag="wide_resnet"):
@@ -14,11 +14,11 @@ class WideResNet(Record, kw_only=True, tag_field="family", tag="wide_resnet"):
     (He et al. 2016; Zagoruyko and Komodakis 2016).
 
     ``blocks``: bottlenecks of each resolution, (3, 4, 6, 3) for depth 50. Resolution i has
-    f = channels * 2^i filters; a bottleneck of input n has convolutions [f, n, 1, 1],
-    [width_factor*f, f, 3, 3] and [4f, width_factor*f, 1, 1], a norm behind each, and where its
-    input and output differ a shortcut [4f, n, 1, 1] with a norm. The first bottleneck of every
-    resolution but the first halves height and width. Before them a stem [channels, 3, 7, 7] and a
-    max pooling, each halving both; behind them the mean over the image and a linear head with bias.
+    f = channels * 2^i filters. A bottleneck with n input channels has convolutions [f, n, 1, 1],
+    [width_factor*f, f, 3, 3] and [4f, width_factor*f, 1, 1], each followed by a norm. If its input
+    and output differ, it has a shortcut [4f, n, 1, 1] with a norm. The first bottleneck of every
+    resolution but the first halves height and width. A stem [channels, 3, 7, 7] and a max pooling
+    come before; each halves both. The mean over the image and a linear head with bias come after.
     """
 
     name: str = ""
@@ -34,17 +34,17 @@ class WideResNet(Record, kw_only=True, tag_field="family", tag="wide_resnet"):
 
     @property
     def layers(self) -> int:
-        """Residual blocks: where a pipeline may cut."""
+        """Number of residual blocks; a pipeline may cut between them."""
         return sum(self.blocks)
 
     def kind_of(self, layer: int) -> str:
-        """Name the layers that are alike: those of a resolution (``0.rest``) but its first, which
-        changes the shape (``0.first``)."""
+        """Return the kind of a layer: ``0.first`` for the first of a resolution, which changes the
+        shape, ``0.rest`` for the others, which are alike."""
         starts = list(accumulate(self.blocks, initial=0))
         resolution = bisect(starts, layer) - 1
         return f"{resolution}.{'first' if layer == starts[resolution] else 'rest'}"
 
     @property
     def depth(self) -> int:
-        """Convolutions on the longest path and the head: 50 for (3, 4, 6, 3)."""
+        """Number of convolutions on the longest path, plus the head: 50 for (3, 4, 6, 3)."""
         return 3 * self.layers + 2

@@ -1,4 +1,4 @@
-"""Layouts of a model's weights on ranks, as training and inference engines lay them out."""
+"""Layouts of a model's weights on ranks, as in training and inference engines."""
 
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -11,17 +11,16 @@ class WeightLayout(Record, kw_only=True):
     """Degrees of the axes and the order within fused tensors.
 
     Ranks are ``first_rank`` to ``first_rank + num_ranks - 1``, numbered with tp innermost, then
-    dp, then pp (Megatron's tp-dp-pp). Within a pipeline rank the experts see the same ranks as
-    etp innermost, then ep, then their replicas; ep * etp must divide dp * tp.
+    dp, then pp (Megatron's tp-dp-pp). For experts, the ranks of a pipeline rank are numbered with
+    etp innermost, then ep, then the experts' replicas; ep * etp must divide dp * tp.
 
-    ``fsdp``: over how many of the dp ranks, neighbours in dp, dim 0 of each tensor is cut after
-    all else, as FSDP2 does (torch.chunk); experts over fsdp * tp / (ep * etp) ranks, their
+    ``fsdp``: number of neighbouring dp ranks over which dim 0 of each tensor is cut, after all
+    other cuts, as FSDP2 does (torch.chunk). Experts are cut over fsdp * tp / (ep * etp) ranks, the
     replicas among the same fsdp * tp neighbours. ``stages_per_rank`` > 1: stage s is on pipeline
-    rank s % pp (interleaved). ``layers``: of each stage, where uneven. ``vocab_multiple``: the
-    rows of embedding and head are padded to a multiple of it, before they are cut by tp.
-    ``tied``: None as the model says; true holds one tensor for embedding and head (two where the
-    first and last stage are on different ranks), false two. ``order``: names and fusion, see
-    ``reshard.orders``.
+    rank s % pp (interleaved). ``layers``: number in each stage, if uneven. ``vocab_multiple``: rows
+    of embedding and head are padded to a multiple of it before tp cuts them. ``tied``: None follows
+    the model; true holds one tensor for embedding and head (two if the first and last stage are on
+    different ranks), false two. ``order``: names and fusion, see ``reshard.orders``.
     """
 
     tp: Count = 1
@@ -52,7 +51,7 @@ class WeightLayout(Record, kw_only=True):
             self.fail("layers", f"must be one number for each of {self.num_stages} stages")
 
     def stage_layers(self, num_layers: int) -> tuple[range, ...]:
-        """The layers of each stage; equal shares unless ``layers`` says otherwise."""
+        """Return the layers of each stage; equal shares unless ``layers`` is given."""
         if not self.layers and num_layers % self.num_stages:
             stages = f"{self.num_stages} stages do not divide the model's {num_layers} layers"
             self.fail("pp", f"{stages}; give layers, one number a stage")

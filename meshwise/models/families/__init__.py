@@ -1,7 +1,7 @@
-"""Forward graphs: one module for each family of models, which holds nothing else.
+"""Forward graphs: one module for each family of models, with nothing else in it.
 
-Everything that is asked of a model (weights, products, FLOPs, saved bytes, exchanges) is read off
-its graph.
+All other facts about a model (weights, products, FLOPs, saved bytes, exchanges) are read off its
+graph.
 """
 
 from meshwise.models.families import gpt, llama, wide_resnet
@@ -22,11 +22,11 @@ def forward(
 ) -> Graph:
     """Return the graph of one forward pass over ``batch`` sequences of ``seq`` tokens, or images.
 
-    Of a pipeline stage of ``layers`` of these kinds (all by default), with the embedding if it is
-    the ``first`` and the head if it is the ``last``. Its layers are numbered from 0 wherever they
-    are in the model, so that equal stages are one graph. Any other stage begins with ``stage.in``,
-    which no node writes, and ends with the residual stream. A last stage that is not the first has
-    its own copy of a tied weight. Of a model that no module computes, the graph lists what it has.
+    The graph covers a pipeline stage with ``layers`` of these kinds (by default all), with the
+    embedding if it is the ``first`` and the head if it is the ``last``. A stage numbers its layers
+    from 0, so equal stages share one graph. Other stages begin with ``stage.in``, which no node
+    writes, and end with the residual stream. A last stage that is not the first has its own copy of
+    a tied weight. For a model that no module computes, the graph lists its operations.
     """
     kinds = layer_kinds(model, seq) if layers is None else layers
     if isinstance(model, WideResNet):

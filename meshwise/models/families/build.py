@@ -12,8 +12,8 @@ STREAM = (*TOKEN, "hidden")
 
 
 class Build:
-    """Writes nodes and tensors. Each method appends a node and returns its result. ``part`` and
-    ``layer`` are those of the nodes that follow."""
+    """Builds a graph. Each method appends a node and returns its result. ``part`` and ``layer``
+    apply to the nodes that follow."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -37,15 +37,15 @@ class Build:
     def node(
         self, name: str, kind: str, inputs: tuple[str, ...], *outputs: str, cheap: bool = False
     ) -> str:
-        """Append a node. ``cheap``: selective recomputation redoes it rather than keep its
-        result."""
+        """Append a node. ``cheap``: selective recomputation recomputes its result instead of
+        keeping it."""
         self.nodes.append(
             Node(name, kind, inputs, outputs, self.part, self.layer, "forward", cheap, self.room)
         )
         return outputs[0]
 
     def split(self, x: str, **parts: str) -> tuple[str, ...]:
-        """Return views of x by name, each with another last dim."""
+        """Return views of x: one per name, with the given last dim."""
         rows, dtype = self.tensors[x].dims[:-1], self.tensors[x].dtype
         at = x.removesuffix(".y")
         views = [self.tensor(f"{at}.{name}", (*rows, dim), dtype) for name, dim in parts.items()]
@@ -53,14 +53,14 @@ class Build:
         return tuple(views)
 
     def concat(self, name: str, x: str, *others: str, dim: str) -> str:
-        """Concatenate x [batch, seq, heads, ..] and others; some of these may lack the heads."""
+        """Concatenate x [batch, seq, heads, ..] and ``others``, which may lack the heads."""
         dims = (*self.tensors[x].dims[:-1], dim)
         return self.node(name, "concat", (x, *others), self.tensor(f"{name}.y", dims))
 
     @contextmanager
     def within(self, room: str) -> Iterator[None]:
-        """Assign the nodes in this block to a part of the model whose dims tp divides in one
-        way."""
+        """Assign the nodes in this block to ``room``, a part of the model whose dims tp divides
+        in one way."""
         self.room = room
         yield
         self.room = "stream"
@@ -74,7 +74,7 @@ class Build:
         return self.node(name, kind, inputs, result, cheap=cheap)
 
     def move(self, name: str, x: str, indices: tuple[str, str], dims: tuple[str, ...]) -> str:
-        """Pick rows of x by the first index; backward picks them back by the second."""
+        """Pick rows of x by the first index. Backward picks gradient rows by the second."""
         y = self.tensor(f"{name}.y", dims, self.tensors[x].dtype)
         return self.node(name, "move", (x, *indices), y)
 
@@ -110,8 +110,8 @@ class Build:
     def attention(
         self, name: str, inputs: tuple[str, ...], heads: tuple[str, ...], dim: str = "head_dim"
     ) -> str:
-        """Append an attention. ``inputs``: q, k and v, or one tensor of the three; ``heads``:
-        the dims of q's heads; ``dim``: of each head of v."""
+        """Append an attention. ``inputs``: q, k and v, or one tensor of the three. ``heads``:
+        the dims of q's heads. ``dim``: the dim of one head of v."""
         y = self.tensor(f"{name}.y", (*TOKEN, *heads, dim))
         lse = self.tensor(f"{name}.lse", ("batch", *heads, "seq"), "fp32")
         self.node(name, "attention", inputs, y, lse)
@@ -133,7 +133,7 @@ class Build:
             self.loss(self.node("head", "gemm", (x, table), y))
 
     def loss(self, logits: str) -> None:
-        """Return the mean cross entropy of logits, whose last dim is the classes."""
+        """Append the mean cross entropy of logits; their last dim is the classes."""
         dims = self.tensors[logits].dims
         if self.dtype != "fp32":
             wide = self.tensor("loss.logits", dims, "fp32")

@@ -3,14 +3,14 @@
     scores = softmax(x router^T) in fp32;  the best top_k of each token
     y = sum over these of score * down(act(first(x)));  and shared(x) beside it
 
-Rows are copies of tokens, sorted by expert. They are moved into a buffer of ``room`` rows, in which
-each expert's group is aligned, pass through one grouped product per weight, and are moved back.
-``nn/experts.py`` is the same mathematics as a torch module. Where ranks hold different experts,
-``dispatch`` sends rows to them and ``combine`` brings them back. Here every expert gets the same
-number of rows: what a router chooses is a named load, not a size.
+Rows are copies of tokens, sorted by expert. They are moved into a buffer of ``room`` rows, where
+each expert's group is aligned. They pass through one grouped product per weight and are moved back.
+``nn/experts.py`` is the same mathematics as a torch module. If ranks hold different experts,
+``dispatch`` sends rows to them and ``combine`` brings them back. In this graph every expert gets
+the same number of rows: the router's choice is a named load, not a size.
 
 Experts with a capacity have a ``room`` of [experts,groups,capacity] instead: copies are moved there
-at once, ``combine`` gives 0 for dropped ones, and products are batched.
+directly, ``combine`` gives 0 for dropped copies, and products are batched.
 """
 
 import math
@@ -26,8 +26,8 @@ ROOM, CHOICES = ("room",), ("choices",)
 
 
 def sizes(model: LanguageModel, batch: int, seq: int) -> dict[str, int]:
-    """Return the extents of the dims that experts add. ``choices``: experts that a router
-    scores; ``experts``: those that a rank holds."""
+    """Return the extents of the dims that experts add. ``choices``: experts that the router
+    scores. ``experts``: experts that a rank holds."""
     moe = model.experts
     if moe is None:
         return {}
@@ -43,16 +43,16 @@ def sizes(model: LanguageModel, batch: int, seq: int) -> dict[str, int]:
 
 
 def room(sizes: Mapping[str, int]) -> int:
-    """Return the rows of the buffer that a rank's products read."""
+    """Return the number of rows in the buffer that a rank's products read."""
     tokens = sizes["batch"] * sizes["seq"]
-    if "capacity" in sizes:  # it gets as many of other ranks as it sends
+    if "capacity" in sizes:  # it receives as many rows as it sends
         return max(1, tokens // sizes["group"]) * sizes["capacity"] * sizes["choices"]
     return arriving(sizes) + EXPERT_ALIGNMENT * sizes["experts"]
 
 
 def arriving(sizes: Mapping[str, int]) -> int:
-    """Return the rows that reach a rank's experts. Every rank sends as many. ``p95`` is their 95th
-    percentile when each falls on an expert at random: a binomial, taken as normal."""
+    """Return the rows that a rank's experts receive: by default as many as a rank sends. ``p95``:
+    the 95th percentile if rows choose experts at random (a binomial, approximated as normal)."""
     rows = sizes["batch"] * sizes["seq"] * sizes["top_k"]
     if "p95" not in sizes:
         return rows
@@ -74,8 +74,8 @@ def experts(build: Build, model: LanguageModel, x: str, at: str) -> str:
 
 
 class _Routes(NamedTuple):
-    """Each token's experts, their weights, and the mean score of each expert. With a capacity,
-    ``places``: where each copy lies in the buffer, and which copy lies at each place."""
+    """Each token's experts, their weights, and the mean score of each expert. ``places``, with a
+    capacity: the place of each copy in the buffer, and the copy at each place."""
 
     chosen: str
     weights: str
@@ -165,8 +165,8 @@ def _products(
     build: Build, rows: str, at: str, ends: str | None, *, gated: bool, bias: bool
 ) -> str:
     def product(x: str, name: str, out: tuple[str, ...], into: tuple[str, ...]) -> str:
-        """Multiply by one weight per expert; its rows are ``ends``, or as many as another's. The
-        bias is picked by a second product and added, or added by the first."""
+        """Multiply by one weight per expert. ``ends`` delimits the experts' rows; None: all have
+        equally many. With ``ends`` a second product picks the bias, else the first adds it."""
         weight = build.parameter(f"{at}.{name}.weight", "experts", *out, *into)
         added = [build.parameter(f"{at}.{name}.bias", "experts", *out)] if bias else []
         y = build.tensor(f"{at}.{name}.y", (*ROOM, *out))

@@ -4,8 +4,8 @@
     layer:  x = x + out(attention(qkv(norm1(x))));  x = x + down(gelu(up(norm2(x)))), or experts
     head:   logits = norm(x) embed^T;  loss = mean(nll(log_softmax(float(logits)), targets))
 
-``nn/gpt.py`` is the same mathematics as a torch module; tests hold the two to the same parameter
-count, FLOPs and, in eager mode, the same bytes saved for backward.
+``nn/gpt.py`` is the same mathematics as a torch module. Tests compare the two: parameter count,
+FLOPs and, in eager mode, bytes saved for backward must be equal.
 """
 
 from meshwise.models.families import experts
@@ -17,7 +17,7 @@ from meshwise.spec import Model
 def forward(
     model: Model, batch: int, seq: int, dtype: str, layers: Layers, *, first: bool, last: bool
 ) -> Graph:
-    """``families.forward`` of a GPT."""
+    """Return the forward graph of a GPT, as ``families.forward`` does."""
     build = Build(dtype)
     x = _embedding(build) if first else build.tensor("stage.in", STREAM)
     for i, kind in enumerate(layers):

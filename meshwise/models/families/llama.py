@@ -5,12 +5,12 @@
             x = x + down(silu(gate(norm2(x))) * up(norm2(x))), or experts
     head:   logits = norm(x) head^T;  loss = mean(nll(log_softmax(float(logits)), targets))
 
-q and k may be normed by head (Qwen3) or over all heads (OLMo 2), products may have biases (Qwen2),
-and without a gate the feed-forward is down(gelu(up(norm2(x)))). What is added to x may be normed
-(OLMo 2, Gemma 2) or scaled (Granite), q, the embedding and the logits scaled, too. Latent
-attention (DeepSeek-V2) makes k and v, and q where it has a rank, from a narrow normed row; the
-turned part of k is one for all heads. Query heads are written as ``kv_heads`` times the ``queries``
-that share one (GQA). ``nn/llama.py`` is the same mathematics as a torch module.
+q and k may be normed by head (Qwen3) or over all heads (OLMo 2). Products may have biases (Qwen2).
+Without a gate the feed-forward is down(gelu(up(norm2(x)))). The terms added to x may be normed
+(OLMo 2, Gemma 2) or scaled (Granite). q, the embedding and the logits may be scaled, too. Latent
+attention (DeepSeek-V2) computes k and v, and q if it has a rank, from a narrow normed row; all
+heads share the rotary part of k. Query heads have two dims (GQA): ``kv_heads``, and the ``queries``
+that share one. ``nn/llama.py`` is the same mathematics as a torch module.
 """
 
 from meshwise.models.families import experts
@@ -25,7 +25,7 @@ HEADS = ("kv_heads", "queries", "head_dim")
 def forward(
     model: Decoder, batch: int, seq: int, dtype: str, layers: Layers, *, first: bool, last: bool
 ) -> Graph:
-    """``families.forward`` of a decoder."""
+    """Return the forward graph of a decoder, as ``families.forward`` does."""
     build, mla = Build(dtype), model.mla
     x = build.embedding() if first else build.tensor("stage.in", STREAM)
     if first and model.embed_scale != 1:
@@ -80,21 +80,21 @@ def _layer(build: Build, model: Decoder, x: str, i: int, *, has_experts: bool) -
         feed_forward = experts.experts if has_experts else _feed_forward
         y = feed_forward(build, model, normed, at)
     x = _add(build, model, x, y, at, 2)
-    for name, _ in model.more_weights:  # wherever they belong, of a model that is only listed
+    for name, _ in model.more_weights:  # of a model that is only listed: any place will do
         x = build.elementwise(f"{at}.{name}", "add", x, build.parameter(f"{at}.{name}", name))
     return x
 
 
 def _before(build: Build, model: Decoder, x: str, name: str, *, cheap: bool = True) -> str:
-    """Return the input of the first product. Without a norm it is x under another name, so that
-    the gradients of its readers are summed before they join the stream's."""
+    """Return the input of the first product. Without a norm it is a view of x, so that the
+    gradients of its readers are summed before the stream's gradient is added."""
     if model.norms != "after":
         return build.rms_norm(x, name, cheap=cheap)
     return build.node(f"{name}.in", "view", (x,), build.tensor(f"{name}.x", STREAM))
 
 
 def _add(build: Build, model: Decoder, x: str, y: str, at: str, place: int) -> str:
-    """Return x + y; y is normed and scaled first where the model does so."""
+    """Return x + y; y is normed and scaled first if the model does so."""
     if model.norms != "before":
         y = build.rms_norm(y, f"{at}.post{place}", cheap=False)
     if model.residual_scale != 1:

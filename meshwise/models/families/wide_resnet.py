@@ -4,9 +4,9 @@
     layer:  x = relu(norm3(conv3(relu(norm2(conv2(relu(norm1(conv1(x)))))))) + shortcut(x))
     head:   logits = head(mean of x over the image);  loss = mean(nll(log_softmax(float(logits))))
 
-The shortcut is x, or where the shape changes a convolution of it with a norm. A norm takes mean and
-variance of all data ranks' images, in fp32: ``average`` makes one tensor of three numbers a channel
-theirs. Tensors are [batch, channels, height, width]; the dims of a resolution carry its number.
+The shortcut is x. If the shape changes, it is a convolution of x with a norm. A norm takes mean and
+variance of all data ranks' images, in fp32: ``average`` averages three values per channel over data
+ranks. Tensors are [batch, channels, height, width]; the dims of a resolution carry its number.
 ``nn/wide_resnet.py`` is the same mathematics as a torch module.
 """
 
@@ -18,12 +18,12 @@ from meshwise.spec.vision import EXPANSION, WideResNet
 def forward(
     model: WideResNet, batch: int, dtype: str, layers: Layers, *, first: bool, last: bool
 ) -> Graph:
-    """``families.forward`` of a Wide-ResNet; a layer's dims are those of its kind."""
+    """Return the forward graph of a Wide-ResNet (``families.forward``). A kind sets its dims."""
     build = Build(dtype)
     x = _stem(build) if first else build.tensor("stage.in", _into(layers[0].form))
     for i, kind in enumerate(layers):
         build.part, build.layer = "layer", i
-        if x == "stage.in":  # it arrives with channels first
+        if x == "stage.in":  # it is received channels first
             x = build.elementwise("layers.0.in", "copy", x)
         x = _bottleneck(build, x, f"layers.{i}", kind.form)
     if last:
@@ -52,7 +52,7 @@ def _image(channels: str, resolution: int | str) -> tuple[str, ...]:
 
 
 def _into(kind: str) -> tuple[str, ...]:
-    """Return the dims of the input of a layer of this kind."""
+    """Return the dims of the input of a layer of this ``kind``."""
     resolution, where = int(kind[0]), kind[2:]
     if where == "rest":
         return _image(f"features.{resolution}", resolution)
@@ -94,7 +94,7 @@ def _bottleneck(build: Build, x: str, at: str, kind: str) -> str:
 
 
 def _convolution(build: Build, x: str, name: str, out: tuple[str, ...], kernel: int) -> str:
-    """Append a product by a square kernel; its stride follows from the extents of x and the
+    """Append a convolution with a square kernel. Its stride follows from the extents of x and the
     result."""
     square = (f"kernel.height{kernel}", f"kernel.width{kernel}")
     weight = build.parameter(f"{name}.weight", out[1], build.tensors[x].dims[1], *square)
