@@ -101,8 +101,8 @@ def stage_weights(model: AnyModel, layers: range) -> list[Weight]:
     return list(filter(is_in, weights(model)))
 
 
-def num_parameters(model: LanguageModel) -> int:
-    """Count parameters as published: the routers' score biases included."""
+def published_parameters(model: LanguageModel) -> int:
+    """Count parameters as they are published: the routers' score biases included."""
     return sum(weight.num_elements for weight in weights(model))
 
 

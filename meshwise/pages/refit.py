@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from statistics import median
 
-from meshwise.models.decoder import num_parameters
+from meshwise.models.decoder import published_parameters
 from meshwise.pages import charts, svg
 from meshwise.pages.spread import each, number, reading
 from meshwise.pages.table import Column, Table, columns, filled, listed, share, size
@@ -85,7 +85,7 @@ def listing(scenarios: Sequence[tuple[Scenario, int, str]]) -> list[Table]:
 
 
 def _weight_bytes(one: Scenario) -> int:
-    return num_parameters(one.model) * DTYPE_BYTES[one.dtype]
+    return published_parameters(one.model) * DTYPE_BYTES[one.dtype]
 
 
 def forecasts(found: Sequence[Forecast], step_s: float | None = None) -> list[Table]:

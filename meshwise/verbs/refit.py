@@ -17,7 +17,7 @@ import msgspec
 
 from meshwise.files import append_line
 from meshwise.models import catalogue
-from meshwise.models.decoder import num_parameters
+from meshwise.models.decoder import published_parameters
 from meshwise.options import keywords
 from meshwise.options.refit import RefitOptions
 from meshwise.pages import refit as page
@@ -124,7 +124,7 @@ def _check_sizes(tasks: Sequence[_Task], asked: RefitOptions) -> None:
     for number, one in enumerate(tasks):
         size = nproc or one.num_ranks
         model = one.scenario.model
-        if num_parameters(model) * DTYPE_BYTES[one.scenario.dtype] > MOST_BYTES:
+        if published_parameters(model) * DTYPE_BYTES[one.scenario.dtype] > MOST_BYTES:
             raise ValueError(f"model = {model.name or 'custom'}: must be at most 1024 TiB")
         if size > MOST_RANKS:
             said = f"nproc = {nproc}" if nproc else f"{one.scenario.name} {one.mode}: {size} ranks"

@@ -68,7 +68,7 @@ GPT = Model(hidden=32, layers=3, heads=4, ffn=64, vocab=96, max_seq_len=16)
 
 @pytest.mark.parametrize("name", TEN)
 def test_parameters_are_as_published(name):
-    assert decoder.num_parameters(catalogue.find(name)) == TEN[name][0]
+    assert decoder.published_parameters(catalogue.find(name)) == TEN[name][0]
 
 
 @pytest.mark.parametrize(  # transformers 4.57.1, meta device
@@ -88,7 +88,10 @@ def test_parameters_are_as_published(name):
     ],
 )
 def test_a_config_has_the_parameters_of_its_module(file, parameters):
-    assert decoder.num_parameters(hugging_face.read_config(CONFIGS / f"{file}.json")) == parameters
+    assert (
+        decoder.published_parameters(hugging_face.read_config(CONFIGS / f"{file}.json"))
+        == parameters
+    )
 
 
 SMALL = {
@@ -348,7 +351,7 @@ def test_windows_are_read_and_planned_for(name, change, window, full, tmp_path):
 def test_keys_that_change_nothing_are_accepted(name, change, tmp_path):
     config, parameters = VARIANTS[name]
     found = hugging_face.read_config(written(tmp_path, config | change))
-    assert decoder.num_parameters(found) == parameters
+    assert decoder.published_parameters(found) == parameters
 
 
 def written(tmp_path, config):
@@ -361,7 +364,7 @@ def written(tmp_path, config):
 def test_every_variant_of_a_layer_is_counted(variant, tmp_path):
     config, parameters = VARIANTS[variant]
     written(tmp_path, config)
-    assert decoder.num_parameters(hugging_face.read_config(tmp_path)) == parameters
+    assert decoder.published_parameters(hugging_face.read_config(tmp_path)) == parameters
 
 
 LLAMA = SMALL | {"model_type": "llama"}
@@ -459,7 +462,7 @@ def test_every_published_config_agrees_with_the_catalogue():
     ],
 )
 def test_listed_models_have_the_parameters_of_their_modules(name, parameters):
-    assert decoder.num_parameters(catalogue.find(name)) == parameters
+    assert decoder.published_parameters(catalogue.find(name)) == parameters
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "llama-4-maverick"])
@@ -806,7 +809,7 @@ def test_an_attention_shape_that_does_not_fit_is_refused_by_name(change, named, 
 def operations(name):
     """All operations of a model on one device, a microbatch of one sequence, bf16."""
     model, seq_len = catalogue.find(name), TEN[name][1]
-    lines = [f"{name}: {decoder.num_parameters(model):,} parameters, {seq_len} tokens"]
+    lines = [f"{name}: {decoder.published_parameters(model):,} parameters, {seq_len} tokens"]
     for product in decoder.products(model, 1, seq_len):
         for step, gemm in zip(("fwd", "wgrad", "dgrad"), decoder.passes(product.gemm), strict=True):
             size = f"{gemm.m} x {gemm.n} x {gemm.k}" + (f" / {gemm.groups}" * (gemm.groups > 1))
@@ -832,7 +835,7 @@ def test_without_a_gate_there_is_up_and_down():
     """One of three layers is dense: a gate less there, in each of 6 experts and the shared one."""
     plain = msgspec.structs.replace(MOE, gated=False)
     gates = 64 * (96 + 2 * (6 * 24 + 40))
-    assert decoder.num_parameters(MOE) - decoder.num_parameters(plain) == gates
+    assert decoder.published_parameters(MOE) - decoder.published_parameters(plain) == gates
     found = {p.name: p.gemm.n for p in decoder.products(plain, 1, 4)}
     assert {name: found[name] for name in found if "up" in name} == {
         "up": 96, "experts_up": 24, "shared_up": 40,

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwise.models.decoder import num_parameters
+from meshwise.models.decoder import published_parameters
 from meshwise.probe.cases import refit as cases
 from meshwise.reshard import bounds, transfer
 from meshwise.reshard.holdings import holdings
@@ -103,7 +103,9 @@ def test_the_models_are_as_large_as_they_are_called():
     sizes = {"8b-tp2-tp1": 8.03e9, "1.5b-tp2-tp1": 1.5e9, "moe-30b-ep2-ep4": 30.5e9}
     sizes |= {"moe-5b-ep2-ep4": 5.1e9, "kimi-k2": 1.03e12}
     for name, parameters in sizes.items():
-        assert num_parameters(cases.scenarios()[name].model) == pytest.approx(parameters, rel=0.01)
+        assert published_parameters(cases.scenarios()[name].model) == pytest.approx(
+            parameters, rel=0.01
+        )
 
 
 def test_the_menu_has_ten_numbers():
