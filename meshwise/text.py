@@ -44,11 +44,13 @@ def one_line(text: str, most: int = MOST) -> str:
 
 
 def _shortened(line: str, most: int) -> str:
-    """Cut a line in the middle: its end has the fix."""
+    """Cut a line in the middle, between words unless they are long: its end has the fix."""
     if len(line) <= most:
         return line
-    tail = most // 3
-    return f"{line[: most - tail - 5].rstrip()} ... {line[-tail:].lstrip()}"
+    size = most // 3
+    head = re.sub(r" \S{0,20}$", "", line[: most - size - 5])
+    tail = re.sub(r"^\S{0,20} ", "", line[-size:])
+    return f"{head} ... {tail}"
 
 
 def names_a_secret(name: str) -> bool:

@@ -170,7 +170,8 @@ def _tight(chosen: Plan, candidates: Sequence[Candidate]) -> tuple[str, ...]:
         if candidate.prediction.peak_memory_bytes <= limit < candidate.prediction.memory_high_bytes
     ]
     size = format_bytes(limit)
-    said = f"Tight: the interval of the memory ends above {size} in row {', '.join(rows)}."
+    where = f"row{'s' if len(rows) > 1 else ''} {', '.join(rows)}"
+    said = f"Tight: the interval of the memory ends above {size} in {where}."
     return (said,) if rows else ()
 
 
