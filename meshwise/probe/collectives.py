@@ -268,8 +268,7 @@ def _direct(
 def _check(
     op: Collective, device: torch.device, party: Party | None, buffers: Buffers | None, calls: int
 ) -> Check | None:
-    """Return the check of the result after ``calls`` calls; None if it cannot be checked. An idle
-    rank gets a check that always passes."""
+    """Return the check after so many calls; None if there is none. On an idle rank it passes."""
     tolerance = pattern.tolerance(op, torch_dtype(op.dtype), calls)
     # gloo's reduce overwrites the buffers of all ranks, so the next call's result is undefined
     scratch = op.kind == "reduce" and calls > 1 and device.type == "cpu"

@@ -1,11 +1,9 @@
 """``measure profile``: the cases that prices are fitted from, the most useful first. No torch.
 
-In: cluster, models and dtype. Out: cases, ordered so that a run cut short calibrates as well as it
-can:
+In: cluster, models, dtype. Out: cases, ordered so that a run cut short calibrates best:
 
     1  copies; the operations of each model's layer and head at a typical microbatch size; the
-       collectives that plans use, and the exchanges of pipelines; the same layers and heads as
-       blocks
+       collectives of plans, and the exchanges of pipelines; these layers and heads as blocks
     2  operations and blocks of every tensor-parallel degree, with and without sequence
        parallelism; then unsharded at the other microbatch sizes, the smallest first
     3  the other collectives, sizes in between, square and skinny GEMMs, attention shapes; the

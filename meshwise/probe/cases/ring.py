@@ -216,9 +216,8 @@ def shards_of(op: LongAttention, ring_size: int) -> Shards:
 
 
 def scaled(chosen: RingSettings, most_tokens: int) -> tuple[RingSettings, int]:
-    """Shrink the settings for an oracle that holds every pair of tokens. Keep the shortest length,
-    and divide all lengths by the same power of two, which is returned. Segments keep at least one
-    row."""
+    """Shrink the settings for an oracle that holds every pair of tokens: keep the shortest length,
+    divide all lengths by one power of two (returned), and leave segments at least one row."""
     seq_len, factor = min(chosen.seq_lengths), 1
     while seq_len // factor > most_tokens:
         factor *= 2
