@@ -124,8 +124,8 @@ Splits = list[int] | None  # rows to or from each rank; None: the same for all
 
 
 class Ticket(NamedTuple):
-    """What sending the rows back needs. ``sent`` and ``received``: rows by rank. ``order``: the
-    received row at each sorted position. ``place``: the sorted position of each received row."""
+    """Data to send the rows back. ``sent`` and ``received``: rows by rank. ``order``: the received
+    row at each sorted position. ``place``: the sorted position of each received row."""
 
     sent: list[int]
     received: list[int]

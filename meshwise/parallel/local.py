@@ -175,7 +175,7 @@ def first_row(place: MeshPlace, vocab: int) -> int:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a stage is cut: the same stage on the meta device, laid out by ``parallel.tensor``."""
+    """The cut of a stage: the same stage on the meta device, laid out by ``parallel.tensor``."""
 
     stage: ModelStage
     parameters: dict[str, nn.Parameter]

@@ -90,7 +90,7 @@ class Groups:
     def _group(self, tile: tuple[int, ...], library: str) -> dist.ProcessGroup:
         if (tile, library) not in self.groups:
             group = dist.new_group(list(tile), backend=library or None)
-            assert isinstance(group, dist.ProcessGroup | int)  # an int for ranks that are not members
+            assert isinstance(group, dist.ProcessGroup | int)  # an int: not a member
             self.groups[tile, library] = group  # type: ignore[assignment]
             if self.ranks.rank in tile:  # connect; other ranks wait at the next gather
                 device = torch.device("cpu") if library else self.ranks.device

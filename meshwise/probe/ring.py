@@ -123,7 +123,7 @@ def _flops(case: Case) -> float:
 
 
 class _Bench:
-    """What all cases share."""
+    """Holds the state that all cases share."""
 
     def __init__(self, ranks: Ranks, asked: RingRequest) -> None:
         self.ranks, self.asked, self.trace = ranks, asked, asked.trace

@@ -39,7 +39,7 @@ SHIFT = 3.0  # added to the changed key and value: far more than any rounding
 
 
 class VerifyRequest(Record, kw_only=True):
-    """What to verify. ``kernel``: of attention, "" for the fastest."""
+    """The checks to do. ``kernel``: of attention, "" for the fastest."""
 
     op: LongAttention
     ring_sizes: tuple[int, ...]

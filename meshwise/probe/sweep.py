@@ -81,7 +81,7 @@ def measure_ranks(ranks: Ranks, request: bytes) -> None:
 
 
 class Bench:
-    """What cases share: process groups, meshes, the module of the last block."""
+    """Holds the state that cases share: process groups, meshes, the module of the last block."""
 
     def __init__(self, ranks: Ranks, sustain_s: float = effort.SUSTAIN_S) -> None:
         self.ranks = ranks
