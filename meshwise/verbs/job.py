@@ -40,8 +40,7 @@ def num_ranks(
     num_hosts: int | None = None,
     num_devices_per_host: int | None = None,
 ) -> int | None:
-    """Return the number of ranks that these options set, which must agree; None if none is given.
-    """
+    """Return the number of ranks that these options agree on; None if none is given."""
     if (num_hosts is None) != (num_devices_per_host is None):
         raise ValueError("--num-hosts and --num-devices-per-host go together; give both")
     hosts = None if num_hosts is None else num_hosts * (num_devices_per_host or 0)
