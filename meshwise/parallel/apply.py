@@ -50,7 +50,7 @@ def parallelize(
 ) -> ModelStage:
     """Lay the model out. Its weights equal those of ``init_weights(seed)`` under any layout.
 
-    Each unit is filled and sharded before the next is allocated. A rank so holds at most its share
+    Each unit is filled and sharded before the next is allocated. So a rank holds at most its share
     of the model plus one unit and one whole parameter.
     """
     recipe, layout = recipe or Recipe(), place.layout

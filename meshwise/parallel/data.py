@@ -102,7 +102,7 @@ def prefetch(units: list[nn.Module], count: int) -> None:
 
 
 def before_backward(model: nn.Module, layout: Layout, *, last: bool) -> None:
-    """Tell FSDP2 what to do with parameters and gradients in the next backward, before each one."""
+    """Tell FSDP2, before each backward, what to do with parameters and gradients in it."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last or layout.zero == 3)
         model.set_requires_gradient_sync(last or layout.zero >= 2)

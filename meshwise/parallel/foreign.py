@@ -2,11 +2,12 @@
 parallelism.
 
 In: the module with its weights, a place, and strategies from ``models.strategies`` or from the
-user. Out: the same module, whose parameters are DTensors with this rank's share, and a report. If
-something cannot be laid out, an error names it before anything is changed.
+user. Out: the same module, whose parameters are DTensors with this rank's share, and a report. An
+error names what cannot be laid out, before anything is changed. Only wrong values (from ``init``,
+or different between ranks) are found later, while weights are placed.
 
-Every parameter is a DTensor on the tp axis, even one that is whole on every rank. So stock
-optimizers and clipping work on all of them at once.
+Every parameter is a DTensor on the tp axis, even if whole on every rank, for stock optimizers and
+clipping, which then work on all of them at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -7,8 +7,8 @@ its microbatches. Out: gradients in the parameters, and the loss where the last 
 Two neighbouring stages may have different meshes. Each mesh cuts an activation's rows over dp and
 its positions over cp, and over tp too with sequence parallelism; without it tp ranks hold copies.
 ``reshard`` plans who sends which part to whom. With equal meshes each rank sends one message to its
-counterpart. Gradients go the other way. Receives start one action ahead, and nobody waits for
-sends, so messages overlap computation.
+counterpart. Gradients go the other way. Receives start one action ahead, and sends are waited for
+only at the end of the step, so messages overlap computation.
 
 Each stage's data parallelism takes the mean over its own dp ranks, so a gradient that crosses from
 dp = a to dp = b ranks is scaled by b / a.

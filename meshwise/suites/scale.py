@@ -192,7 +192,7 @@ def flops(
 def stage_bytes(
     model: Model | WideResNet, workload: Workload, layout: Layout, *, inference: bool = False
 ) -> float:
-    """Return an upper bound of the bytes on the fullest device, in fp32."""
+    """Return a rough bound of the bytes on the fullest device, in fp32."""
     most = 0.0
     for stage, layers in enumerate(layout.stage_layers(model.layers)):
         inside = layout.of_rank(stage)

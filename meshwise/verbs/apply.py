@@ -65,7 +65,7 @@ class Applied:
         return self.place.layout
 
     def before_backward(self, *, last: bool) -> None:
-        """Call before each microbatch's backward, with ``last`` for the step's last one. This
+        """Tell FSDP2, before each microbatch's backward, whether it is the step's last one. This
         saves communication if you accumulate gradients, and changes no result."""
         from meshwise.parallel import data
 

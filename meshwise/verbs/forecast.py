@@ -6,8 +6,8 @@ It leaves out launching, packing in staging and verifying. The bounds come from 
 
 The least cap is, for each stage, 1 MiB a peer and the tables of the tiles. There are two slots each
 way, and each keeps a 64 KiB tile free for every peer: 256 KiB a peer. With 1 MiB, three quarters of
-a slot carry messages; with little over 256 KiB almost nothing does, in endless steps. Tiles are at
-least half full, except the last two of a box: at most 2 x bytes / 64 KiB + 2 x boxes tiles.
+a slot carry messages; with little over 256 KiB almost none of it does, so steps have no end. Tiles
+are at least half full but the last two of a box: at most 2 x bytes / 64 KiB + 2 x boxes tiles.
 """
 
 import time

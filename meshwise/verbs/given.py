@@ -85,7 +85,7 @@ def build(
 
 
 def check(plan: Plan) -> None:
-    """Refuse a plan that cannot run here; its file may be edited by hand."""
+    """Refuse a plan that cannot run here, no matter who wrote it."""
     from meshwise import search
 
     search.check(plan.model, plan.workload, plan.layout)

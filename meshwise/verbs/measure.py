@@ -228,7 +228,7 @@ def _sweep(run_dir: Path, request: "SweepRequest", size: int, asked: MeasureOpti
         done = all(case.id in skip for case in request.cases) and request.follow == "nothing"
         if done and job.starts():  # a launcher's ranks go on and meet, as rank 0's list counts
             log.info("all %d cases are measured already", len(request.cases))
-            job.finish(run_dir)  # it has no end yet, if the last case hung
+            job.finish(run_dir)  # the last case hung, or the end was cut off
             (run_dir / CURRENT).unlink(missing_ok=True)
             return
         left = sum(case.id not in skip for case in request.cases)

@@ -1,10 +1,10 @@
 """Compare the least memory that ranks need with what the machine has, before any process starts.
 
 In: a plan and its options. Out: a reason in words. A device needs its weights. Training adds
-gradients, moments and compute copies; decoding adds keys and values; a check on one device adds
-the whole model. Activations are not counted (except layer inputs that offload sends to the host),
-nor is the processes' own memory. So a plan that is refused cannot run, but one that passes may
-still not fit. On CPUs all ranks of a host share its memory, or less under a container's limit.
+gradients, moments and compute copies; decoding adds keys and values. A check needs the whole model
+on rank 0's device. Activations are not counted (except layer inputs that offload sends to the
+host), nor is the processes' own memory. So a refused plan cannot run, but one that passes may still
+not fit. On CPUs all ranks of a host share its memory, or less under a container's limit.
 """
 
 import sys

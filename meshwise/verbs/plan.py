@@ -70,7 +70,7 @@ def plan(asked: PlanOptions) -> Plan:
 
 
 def _warn_of_memory(plan: Plan) -> None:
-    """Warn if a given layout needs more memory than a device has. (The search only lists fits.)"""
+    """Warn if a given layout needs more memory than a device has. A search lists only what fits."""
     cluster, prediction = plan.cluster, plan.prediction
     limit = cluster.usable_bytes
     if prediction is not None and prediction.peak_memory_bytes > limit:

@@ -78,7 +78,7 @@ def write(contents: Contents, out: Path | str) -> Path:
 
 def scaling(results_dir: Path | str, output_dir: Path | str | None = None) -> list[Path]:
     """Draw the results of `measure ring` in a folder. Write pictures, a text and a page to
-    ``output_dir``, by default the same folder; return their paths. No results: ValueError."""
+    ``output_dir``, by default the same folder; return the paths. ValueError without results."""
     from meshwise.pages.scaling import read
 
     return write_scaling(read(results_dir), output_dir or results_dir)

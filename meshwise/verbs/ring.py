@@ -1,4 +1,4 @@
-"""measure ring: how long attention over rings of ranks scales, and whether it is right.
+"""measure ring: attention of long sequences over rings of ranks; time, scaling and a check.
 
 One job of ranks measures all lengths and ring sizes into one run directory; in mode ``all`` there
 is a job for each ring size. ``output_dir`` gets the results as the source's JSON, with a copy

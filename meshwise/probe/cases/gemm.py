@@ -64,7 +64,7 @@ def cases(scope: Scope, asked: GemmOptions) -> list[Case]:
     the grid from which ``next_shapes`` goes on.
 
     Without ``modes``: on GPUs cold, then the largest product of each dtype sustained (a search ends
-    with its best shape sustained instead); on CPUs warm. sustained always takes one product only.
+    with its best shape sustained instead); on CPUs warm. sustained always takes only the largest.
     """
     scale, modes, square, search = _scale(scope), asked.modes, asked.square, asked.search
     skinny, tiny = asked.skinny, asked.tiny

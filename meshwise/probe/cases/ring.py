@@ -189,7 +189,7 @@ def known(
     """Return figures known before the case runs, one for each rank of the ring, and the planned
     ways of exchange.
 
-    ``planned_bytes``: bytes each rank receives by the plan, in the case's passes.
+    ``planned_bytes``: bytes each rank receives by the plan, with those of backward if it is timed.
     ``owner_bound_bytes``: the fewest bytes of the forward if queries stay where they are.
     ``rank_pairs``: (query, key) pairs each rank computes, for its own queries or share of heads.
     """

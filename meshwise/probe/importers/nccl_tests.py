@@ -231,7 +231,7 @@ def _possible(section: Section) -> list[CollectiveKind]:
 def _rows(
     section: Section, kind: CollectiveKind, doubts: dict[str, list[str]]
 ) -> Iterator[Printed]:
-    """Yield a row for each placement. Sizes of 0 and what we have no words for become doubts."""
+    """Yield a row for each placement. Sizes of 0 and rows without a counterpart become doubts."""
     size, stride = _group(section)
     for line in section.lines:
         dtype = DTYPES.get(line.type)

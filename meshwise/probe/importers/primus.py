@@ -4,7 +4,7 @@ Sizes: all_reduce, reduce_scatter and send have the whole MBS x Seq x HiddenSize
 MBS x (Seq // W) x HiddenSize of each rank. all2all has MBS x Seq x TopK rows, padded up to a
 multiple of EP-Size. fsdp's ``Layer Weight`` is the elements of the whole layer. all_reduce,
 all_gather and reduce_scatter have the same columns: the bandwidth, which is busbw, identifies
-all_reduce, and the file's name the other two. For send, it shows if the time is of both ways.
+all_reduce, and the file's name the other two. A send's busbw shows if its time is for both ways.
 
 Times are means of 100 calls in a row (fsdp 20) by the host's clock; gemm and attention are timed
 between two events. gemm rotates its operands through 512 MiB (cold), attention does not (warm). An
